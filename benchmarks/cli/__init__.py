@@ -6,7 +6,7 @@ from qtsplus.cli.console import FilledArguments
 
 from .comparing import ablation, attention, evidence, learned, library
 from .evaluating import analysis, evaluate, needle, report
-from .making import haystack, tiny, tinyworld, train
+from .making import haystack, real, tiny, tinyworld, train
 from .measuring import decoding, efficiency, memory, rehearsal, scaling, speed, stream, training_step
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ for command in (
     haystack,
     train,
     tiny,
+    real,
     learned,
     attention,
     ablation,

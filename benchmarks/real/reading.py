@@ -115,7 +115,7 @@ class Reader(nn.Module):
 def answer_loss(
     scores: torch.Tensor, said: torch.Tensor, packed: dict[str, Any]
 ) -> tuple[torch.Tensor, list[list[bool]]]:
-    """The mean over answers of their words' loss, and of each row's questions whether every word was the likeliest."""
+    """The mean over answers of their words' loss; of each row's questions whether every word was the likeliest."""
     says = packed["labels"][:, 1:] != IGNORED
     rows = torch.arange(len(says))[:, None].expand_as(says)[says]
     answers = rows * 1000 + packed["owner"][:, 1:][says]
@@ -131,8 +131,8 @@ def answer_loss(
 
 def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
     """
-    Goes on where the last run stopped, for so many minutes; writes `reading.pt` every three, and a log. It looks with the
-    tower as [`train_tower`] last left it.
+    Goes on where the last run stopped, for so many minutes; writes `reading.pt` every three, and a log. It looks with
+    the tower as `train_tower` last left it.
 
     Args:
         clips: after how many the learning rate has fallen to a twentieth; it falls over the last two fifths.

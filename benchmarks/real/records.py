@@ -34,9 +34,9 @@ def write_records(
         if not (out / video).is_file():
             write_mp4(out / f"{video}.part.mp4", frames, FPS)
             (out / f"{video}.part.mp4").replace(out / video)
-        for asked in ask_scene(scene, questions, seed, held_out):
-            evidence = [sightings(thing, scene) for thing in scene.things if thing.name in asked.about]
-            row = {"video": video, "question": asked.question, "answer": asked.answer, "kind": asked.kind}
+        for question in ask_scene(scene, questions, seed, held_out):
+            evidence = [sightings(thing, scene) for thing in scene.things if thing.name in question.about]
+            row = {"video": video, "question": question.question, "answer": question.answer, "kind": question.kind}
             rows.append(json.dumps({**row, "evidence": evidence}) + "\n")
     path = out / f"{split}{'-held-out' if held_out else ''}.jsonl"
     with whole_file(path) as file:
@@ -45,7 +45,7 @@ def write_records(
 
 
 def sightings(thing: Thing, scene: Scene) -> list[dict[str, Any]]:
-    """Where a thing can be seen, a place for each second: `start` and `end` in seconds, `box` in shares of the frame."""
+    """Where a thing can be seen in each second: `start` and `end` in seconds, `box` in shares of the frame."""
     places = []
     for frame in range(thing.start, thing.stop, FPS):
         (left, top), (width, height) = thing.corner_at(frame), scene.size

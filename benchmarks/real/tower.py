@@ -1,4 +1,4 @@
-"""First stage: the tower and the merger learn to say, among the language model's word embeddings, what a token shows."""
+"""First stage: tower and merger learn to say, among the language model's word embeddings, what a token shows."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ DEVIATION = torch.tensor([0.26862954, 0.26130258, 0.27577711])
 PATCH, MERGE, STEP = 14, 2, 2
 BATCH = 32
 RATE = 1e-3
-IMAGES = 40_000  # what the rate's fall is planned for
+IMAGES = 20_000  # what the rate's fall is planned for
 
 
 def make_tower() -> Qwen2_5_VisionTransformerPretrainedModel:
@@ -62,7 +62,7 @@ def word_directions(embeddings: torch.Tensor, tokenizer: Any) -> torch.Tensor:
 
 
 def draw_batch(pictures: Pictures, first: int, split: str = "train") -> tuple[torch.Tensor, torch.Tensor]:
-    """Frames `[BATCH, 2, H, W, 3]`, and of every token the place of its name, `len(NAMES)` for none, -100 if unclear."""
+    """Frames `[BATCH, 2, H, W, 3]`, and each token's place of its name: `len(NAMES)` for none, -100 if unclear."""
     places = {name: place for place, name in enumerate(NAMES)}
     size = SIZES[0] if first % (2 * BATCH) else SIZES[first // (2 * BATCH) % len(SIZES)]
     shown, labels = [], []

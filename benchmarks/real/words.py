@@ -1,4 +1,4 @@
-"""The things of the real world: their English names, what they are called else, what they are, and how they are drawn."""
+"""The things of the real world: their English names, what they are, and how they are drawn."""
 
 from collections.abc import Mapping
 from typing import Final

@@ -121,7 +121,10 @@ def make_scene(
     left = int(rng.integers(0, int(wide - width / scale) + 1))
     top = int(rng.integers(0, int(tall - height / scale) + 1))
     return Scene(
-        **{"seed": seed, "seconds": seconds, "size": (width, height), "film": film},
+        seed=seed,
+        seconds=seconds,
+        size=(width, height),
+        film=film,
         since=int(rng.integers(length)),
         crop=(left, top, scale),
         things=_draw_things(rng, pictures, drawings or pictures.of("trained"), (width, height), seconds * FPS, most),
@@ -154,7 +157,11 @@ def _draw_things(
         way = np.clip(end - corner, -farthest, farthest) / max(1, life - 1)
         speed = way if rng.random() < 0.4 else np.zeros(2)
         thing = Thing(
-            **{"drawing": int(drawing), "name": name, "side": side, "start": start, "stop": start + life},
+            drawing=int(drawing),
+            name=name,
+            side=side,
+            start=start,
+            stop=start + life,
             corner=(float(corner[0]), float(corner[1])),
             speed=(float(speed[0]), float(speed[1])),
             turn=float(rng.uniform(-20, 20)) if rng.random() < 0.5 else 0.0,
