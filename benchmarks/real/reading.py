@@ -149,7 +149,7 @@ def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
         for name, weight in trained.items():
             weight.data.copy_(stored["lora"][name])
     words = word_directions(weights["model.embed_tokens.weight"], tokenizer)
-    tower = load_tower(work, words)
+    tower = load_tower(work, pictures, words)
     start = saved = time.monotonic()
     hits: dict[str, list[bool]] = defaultdict(list)
     losses: list[float] = []
@@ -177,5 +177,5 @@ def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
             losses.clear()
         if now - saved > 180:
             save(target, lora={**trained}, tower=tower.state_dict(), optimizer=optimizer.state_dict(), clips=seen)
-            tower, saved = load_tower(work, words), now
+            saved = now
     save(target, lora={**trained}, tower=tower.state_dict(), optimizer=optimizer.state_dict(), clips=seen)

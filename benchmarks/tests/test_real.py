@@ -1,0 +1,120 @@
+"""The world of real words, with drawings and films made here: nothing is downloaded."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from benchmarks.real.base import IDS, make_config
+from benchmarks.real.clips import Clip, clip_scene
+from benchmarks.real.questions import WORDINGS, Question, ask_scene
+from benchmarks.real.reading import Packer, Reader, answer_loss
+from benchmarks.real.records import sightings
+from benchmarks.real.words import KINDS, NAMES, OTHER_DRAWINGS, OTHER_THINGS
+from benchmarks.real.world import SPLITS
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?<|>_ \n"
+
+
+class Pictures:
+    """Discs as drawings and noise as films."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        self.names, self.sets = list(NAMES), ["trained"] * len(NAMES)
+        ring = np.linspace(-1, 1, 128)
+        self.rgba = rng.integers(0, 256, (len(NAMES), 1, 1, 4), np.uint8).repeat(128, 1).repeat(128, 2)
+        self.rgba[..., 3] = 255 * (ring[:, None] ** 2 + ring**2 < 1)
+        films = [film for split in SPLITS.values() for film in split]
+        self.films = {film: rng.integers(0, 256, (6, 240, 320, 3), np.uint8) for film in films}
+
+    def of(self, *sets):
+        return list(range(len(NAMES)))
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return Pictures()
+
+
+def test_what_is_never_trained_is_not_trained():
+    assert not set(OTHER_THINGS) & set(NAMES) and set(OTHER_DRAWINGS) <= set(NAMES)
+    for trained, held_out in WORDINGS.values():
+        assert not set(trained) & set(held_out)
+    films = [film for split in SPLITS.values() for film in split]
+    assert len(films) == len(set(films))
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_answers_are_true(pictures, held_out):
+    asked = set()
+    for seed in range(20):
+        scene, _, _ = clip_scene(pictures, seed, seconds=4)
+        shown = {thing.name for thing in scene.things}
+        questions = ask_scene(scene, 12, seed, held_out)
+        assert questions == ask_scene(scene, 12, seed, held_out)
+        for question in questions:
+            asked.add(question.kind)
+            assert set(question.about) <= shown
+            if question.kind in ("kind", "which", "first"):
+                assert question.answer.removeprefix("The ") == question.about[0]
+            if question.kind in ("present", "absent", "some"):
+                assert (question.answer == "Yes") == (bool(question.about) != (question.kind == "absent"))
+            if question.kind == "first":
+                starts = {thing.name: thing.start for thing in scene.things}
+                assert starts[question.about[0]] < starts[question.about[1]]
+    assert asked == set(WORDINGS)
+
+
+def test_a_thing_is_where_its_sightings_say(pictures):
+    for seed in range(8):
+        scene, frames, shown = clip_scene(pictures, seed, "test", 4)
+        assert (
+            len(frames) == scene.frames and shown.shape == scene.grid and set(KINDS) >= {t.name for t in scene.things}
+        )
+        for thing in scene.things:
+            places = sightings(thing, scene)
+            assert [place["start"] for place in places] == list(range(thing.start // 2, thing.stop // 2))
+            assert all(0 <= min(place["box"]) and max(place["box"]) <= 1 for place in places)
+
+
+def tokenizer(text, **_):
+    return {"input_ids": [20 + LETTERS.index(letter) for letter in text]}
+
+
+def small_base() -> Qwen2_5_VLForConditionalGeneration:
+    config = make_config().to_dict()
+    config["text_config"] |= {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config["text_config"] |= {"num_attention_heads": 1, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 2}
+    config["vision_config"] |= {"depth": 1, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
+    torch.manual_seed(0)
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config)).eval()
+
+
+def test_a_packed_question_is_read_as_alone():
+    """One row holds a video and all its questions; the base reads each as a prompt of its own."""
+    base = small_base()
+    reader, packer = Reader(base), Packer(tokenizer)
+    grid = (2, 2, 3)
+    places = torch.from_numpy(np.stack(np.unravel_index(np.arange(12), grid), 1))
+    asked = tuple(Question("list", text, answer) for text, answer in (("What?", "Dogs"), ("Who is it?", "A cat")))
+    clip = Clip(torch.randn(12, 64), places, 3, asked)
+    packed = packer.pack([clip])
+    with torch.no_grad():
+        scores, said = reader(packed)
+        loss, right = answer_loss(scores, said, packed)
+    assert loss > 0 and [len(row) for row in right] == [2]
+    begin = 0
+    for question in asked:
+        alone = packer.pack([SimpleNamespace(**{**vars(clip), "questions": (question,)})])
+        ids = alone["input_ids"]
+        kinds = (ids == IDS["<|video_pad|>"]).int() * 2
+        positions, _ = base.model.get_rope_index(ids, kinds, video_grid_thw=torch.tensor([[2, 4, 6]]))
+        assert torch.equal(positions, alone["positions"])
+        with torch.no_grad():
+            expected, _ = reader(alone)
+        torch.testing.assert_close(scores[begin : begin + len(expected)], expected, rtol=1e-4, atol=1e-5)
+        begin += len(expected)
+    assert begin == len(scores)
