@@ -34,7 +34,7 @@ TEXT = {
     # frame to angles under a thousandth of a radian; in turns each axis has fast and slow ones.
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 3, 3] * 4},
 }
-TOWER = {
+TOWER: dict[str, Any] = {
     **{"depth": 5, "hidden_size": 192, "intermediate_size": 512, "num_heads": 6, "out_hidden_size": 576},
     **{"fullatt_block_indexes": [2, 4], "initializer_range": 0.08, "tokens_per_second": 2},
 }
@@ -62,7 +62,6 @@ def make_config() -> Qwen2_5_VLConfig:
         tie_word_embeddings=True,
         vision_start_token_id=IDS["<|vision_start|>"],
         vision_end_token_id=IDS["<|vision_end|>"],
-        vision_token_id=IDS["<|vision_pad|>"],
         image_token_id=IDS["<|image_pad|>"],
         video_token_id=IDS["<|video_pad|>"],
     )

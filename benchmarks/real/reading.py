@@ -89,9 +89,9 @@ class Packer:
 class Reader(nn.Module):
     """The language model with LoRA in every layer's attention, on packed rows."""
 
-    def __init__(self, base: nn.Module):
+    def __init__(self, base: Any):
         super().__init__()
-        self.language_model = base.model.language_model.requires_grad_(False)
+        self.language_model: Any = base.model.language_model.requires_grad_(False)
         inject_adapter_in_model(LORA, self.language_model)
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -113,9 +113,10 @@ class Reader(nn.Module):
 
 
 def answer_loss(
-    scores: torch.Tensor, said: torch.Tensor, packed: dict[str, Any]
+    answered: tuple[torch.Tensor, torch.Tensor], packed: dict[str, Any]
 ) -> tuple[torch.Tensor, list[list[bool]]]:
     """The mean over answers of their words' loss; of each row's questions whether every word was the likeliest."""
+    scores, said = answered
     says = packed["labels"][:, 1:] != IGNORED
     rows = torch.arange(len(says))[:, None].expand_as(says)[says]
     answers = rows * 1000 + packed["owner"][:, 1:][says]
@@ -159,7 +160,7 @@ def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
             group["lr"] = rate
         batch = [look(pictures, tower, seed) for seed in range(seen, seen + BATCH)]
         packed = packer.pack(batch)
-        loss, right = answer_loss(*reader(packed), packed)
+        loss, right = answer_loss(reader(packed), packed)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(trained.values(), 1.0)

@@ -83,6 +83,7 @@ class Namer(nn.Module):
 
     def __init__(self, words: torch.Tensor):
         super().__init__()
+        self.words: torch.Tensor
         self.register_buffer("words", F.normalize(words - words.mean(0), dim=1))
         self.scale = nn.Parameter(torch.tensor(3.0))
 
@@ -161,12 +162,12 @@ def train_tower(work: Path, minutes: float, images: int = IMAGES) -> None:
     keep()
 
 
-def load_tower(work: Path, pictures: Pictures, words: torch.Tensor, batches: int = 20) -> nn.Module:
+def load_tower(work: Path, pictures: Pictures, words: torch.Tensor, batches: int = 20) -> Any:
     """
     What [`train_tower`] left, with a last layer that gives words themselves: the least squares from the merger's hidden
     state to the word that a token shows. Naming alone settles for a cosine of 0.3 and any length.
     """
-    tower = make_tower().eval()
+    tower: Any = make_tower().eval()
     tower.load_state_dict(torch.load(work / "tower.pt")["tower"])
     last = tower.merger.mlp[2]
     tower.merger.mlp[2] = nn.Identity()

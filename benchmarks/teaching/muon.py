@@ -96,7 +96,7 @@ class MuonSingle(Optimizer):
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for matrix in group["params"]:
                 if matrix.grad is None:

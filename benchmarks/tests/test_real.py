@@ -104,7 +104,7 @@ def test_a_packed_question_is_read_as_alone():
     packed = packer.pack([clip])
     with torch.no_grad():
         scores, said = reader(packed)
-        loss, right = answer_loss(scores, said, packed)
+        loss, right = answer_loss((scores, said), packed)
     assert loss > 0 and [len(row) for row in right] == [2]
     begin = 0
     for question in asked:
