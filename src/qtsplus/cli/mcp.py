@@ -9,7 +9,7 @@ import typer
 
 from .console import fail, note, one_line_errors
 from .models import open_library, split_revision
-from .options import HOST, AllowHost, ApiKey, Device, Model
+from .options import HOST, AllowHost, ApiKey, Model
 from .watch import named_sources
 
 
@@ -25,7 +25,6 @@ def mcp(
     ] = None,
     allow_host: AllowHost = None,
     api_key: ApiKey = None,
-    device: Device = None,
 ) -> None:
     """Let an agent look into a library, by the Model Context Protocol. It changes nothing, and names no path."""
     model, revision = split_revision(model)
@@ -46,7 +45,7 @@ def mcp(
     with one_line_errors():
         from ..agents import Shelf, serve
 
-        shelf = Shelf(open_library(library, model, revision, device), sources)
+        shelf = Shelf(open_library(library, model, revision, None), sources)
         if place is None:
             return serve(shelf, None)
         note(f"Serving {library} at http://{http}/mcp")
