@@ -46,13 +46,7 @@ class Shelf(MCPServer):
 
     def __init__(self, library: Library, sources: Mapping[str, str] = {}):  # noqa: B006, which nothing changes
         live = Live(library.model, library.processor, sources, self._work)
-        functions: Sequence[Callable[..., Any]] = (
-            self.list_videos,
-            self.find_moments,
-            self.ask,
-            self.look,
-            *live.tools,
-        )
+        functions = [self.list_videos, self.find_moments, self.ask, self.look, *live.tools]
         tools = [Tool.from_function(function) for function in functions]
         for tool in tools:
             tool.annotations = ToolAnnotations(

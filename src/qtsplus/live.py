@@ -61,7 +61,7 @@ class Live:
         self.model, self.processor, self.sources, self.work = model, processor, sources, work
         self.watches: dict[str, Watch] = {}
         self.bus = InMemorySubscriptionBus()
-        self.tools = [self.watch_start, self.watch_ask, self.watch_stop] if sources else []
+        self.tools: list[Callable[..., Any]] = [self.watch_start, self.watch_ask, self.watch_stop] if sources else []
         self.resources = [
             FunctionResource(
                 uri=f"watch://{name}", name=name, mime_type="application/json", fn=partial(self.told, name)
