@@ -46,8 +46,8 @@ class Shelf(MCPServer):
 
     def __init__(self, library: Library, sources: Mapping[str, str] = {}):  # noqa: B006, which nothing changes
         live = Live(library.model, library.processor, sources, self._work)
-        functions = [self.list_videos, self.find_moments, self.ask, self.look, *live.tools]
-        tools = [Tool.from_function(function) for function in functions]
+        own: list[Callable[..., Any]] = [self.list_videos, self.find_moments, self.ask, self.look]
+        tools = [Tool.from_function(function) for function in own + live.tools]
         for tool in tools:
             tool.annotations = ToolAnnotations(
                 read_only_hint=tool.name not in ("watch_start", "watch_stop"), open_world_hint=False
