@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.data.formats import read_records
-from qtsplus.data.records import SOURCES, Answer, Caption, Choice
+from qtsplus.data.records import SOURCES, Caption, Choice, FreeAnswer
 from qtsplus.training import VideoQACollator, VideoQADataset
 from set_files import write_records
 
@@ -31,7 +31,7 @@ def sets(tmp_path_factory, tiny_mp4) -> Path:
     asked = {"question": "What colour is it?", "options": OPTIONS, "type": "attribute"}
     write_records(folder / "vscq2.jsonl", [Choice(**video, **asked, answer="B") for video in videos])
     free = {"question": "What is shown?", "answer": "A red circle."}
-    write_records(folder / "vqa.jsonl", [Answer(**video, **free) for video in videos])
+    write_records(folder / "vqa.jsonl", [FreeAnswer(**video, **free) for video in videos])
     return folder
 
 
@@ -86,7 +86,7 @@ def test_the_papers_stage_trains_on_both_sets_and_is_evaluated(sets, tmp_path):
 
 def test_tables_and_conversations_train_too(sets, tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    row = Answer(vision_id="v_1", question="What is shown?", answer="A red circle.").row()
+    row = FreeAnswer(vision_id="v_1", question="What is shown?", answer="A red circle.").row()
     parquet.write_table(pyarrow.Table.from_pylist([row]), sets / "vqa.parquet")
     said = zip(("human", "gpt") * 2, ("<image>\nWhat?", "A.", "Where?", "Left."), strict=True)
     turns = [{"from": speaker, "value": text} for speaker, text in said]
@@ -101,7 +101,7 @@ def test_tables_and_conversations_train_too(sets, tmp_path):
     ("rows", "message"),
     [
         ([Caption(vision_id="v_1", caption="A red circle.")], "Row 1 of .* it is a caption, which asks nothing"),
-        ([Answer(vision_id="v_2", question="Why?", answer="So.")], 'is a folder of frames: give the rate .*"fps": 2'),
+        ([FreeAnswer(vision_id="v_2", question="Why?", answer="So.")], 'is a folder of frames: give the rate .*"fps": 2'),
     ],
 )
 def test_a_set_that_cannot_train_ends_in_one_line(rows, message, sets, tmp_path):
