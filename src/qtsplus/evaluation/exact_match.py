@@ -15,6 +15,7 @@ from ..methods_qtsplus import Method
 from ..output import first_line
 from ..training.dataset import SkippedRecord, require_rates
 from ..videos import FAILURES, EncodedVideo, encode
+from .events import EVENTS, mean_scores, score_events
 from .intervals import share_interval
 
 
@@ -31,6 +32,7 @@ class Outcome:
     rho: float = 0.0
     kept_indices: tuple[int, ...] = ()
     unreadable: SkippedRecord | None = None
+    said: str = ""
 
     @property
     def kept_tokens(self) -> int:
@@ -84,7 +86,7 @@ def exact_match(
             for row, (index, text) in enumerate(zip(indices[start:], texts, strict=False)):
                 correct, kept = text.strip() == records[index].answer, tuple(chosen.kept_indices[row].tolist())
                 rho = float(chosen.rho[row])
-                outcomes[index] = Outcome(records[index], correct, len(encoded.features), rho, kept)
+                outcomes[index] = Outcome(records[index], correct, len(encoded.features), rho, kept, said=text.strip())
     return [outcomes[index] for index in range(len(records))]
 
 
@@ -125,6 +127,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """
     Questions, videos, accuracy with its interval over videos (`None` for one video) and kept fraction (`None` where no
     video could be read), the same per kind, and the videos that could not be read, with the number of their questions.
+    Of the kind "events" also the means of [`score_events`].
     """
 
     def row(chosen: Sequence[Outcome]) -> dict[str, float | int | None]:
@@ -143,10 +146,14 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         }
 
     kinds = sorted({outcome.record.kind for outcome in outcomes})
+    by_kind = {kind: row([outcome for outcome in outcomes if outcome.record.kind == kind]) for kind in kinds}
+    if EVENTS in by_kind:
+        told = [outcome for outcome in outcomes if outcome.record.kind == EVENTS]
+        by_kind[EVENTS] |= mean_scores([score_events(outcome.record.answer, outcome.said) for outcome in told])
     problems = Counter(outcome.unreadable for outcome in outcomes if outcome.unreadable is not None)
     return {
         **row(outcomes),
-        "kinds": {kind: row([outcome for outcome in outcomes if outcome.record.kind == kind]) for kind in kinds},
+        "kinds": by_kind,
         "unreadable": [
             {"video": problem.name, "reason": problem.reason, "questions": count} for problem, count in problems.items()
         ],
