@@ -21,6 +21,7 @@ EVENTS = "A red ball rolls in.\nThe dog takes the ball.\nA blue car leaves."
         ("A blue car leaves. A whale sings.", 1 / 3, None, 1 / 2),
         ("A whale sings.", 0, None, 1),
         ("", 0, None, None),
+        ("Something red is seen.", 0, None, 1),
         ("A red ball rolls to a dog, who takes the ball, and a blue car leaves", 1, None, 0),
         ("It is the one that is there.", 0, None, 1),
     ],
