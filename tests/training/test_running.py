@@ -41,9 +41,7 @@ def settings(*overrides: str) -> list[str]:
 def test_a_run_whose_records_are_all_skipped_is_an_error(recipe_file, tmp_path):
     record = {"video": "missing.mp4", "question": "What?", "answer": "A circle."}
     (tmp_path / "other.jsonl").write_text("\n".join([json.dumps(record)] * 3))
-    missing = train(
-        recipe_file, *settings(f"data.train_files=[{tmp_path}/other.jsonl]", f"data.media_root={tmp_path}")
-    )
+    missing = train(recipe_file, *settings(f"data.train_files=[{tmp_path}/other.jsonl]", f"data.media_root={tmp_path}"))
     assert missing.exit_code == 2 and not (tmp_path / "run").exists()
     assert "3 of 3 records cannot be used" in missing.stderr and f"{tmp_path}/missing.mp4" in missing.stderr
 
