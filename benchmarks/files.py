@@ -1,6 +1,7 @@
 """What a benchmark leaves on disk: one JSON file at its end, and figures."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from qtsplus.results import Journal, write_json
+
+
+def begin(path: Path, settings: Mapping[str, Any]) -> Journal:
+    """The journal of a benchmark; one with other settings is thrown away."""
+    if path.exists() and Journal(path).settings != json.loads(json.dumps(settings)):
+        path.unlink()
+    return Journal(path, settings)
 
 
 def finish(journal: Journal, target: Path, document: dict[str, Any]) -> Path:

@@ -13,7 +13,7 @@ import torch
 from qtsplus.results import write_json
 from qtsplus.training.features import digest_of
 from qtsplus.training.models import make_config, make_model, make_processor
-from qtsplus.training.recipe import Recipe, load_recipe
+from qtsplus.training.recipe import Recipe, load_stages
 from qtsplus.training.running import is_finished, last_checkpoint, run
 
 from ..files import read_result
@@ -114,7 +114,7 @@ class Models:
         return folder
 
     def _recipe(self, name: str, *more: str) -> Recipe:
-        return load_recipe(self.recipe, [*self.overrides, *more, *self.plan.variants[name]], TinyWorldTrainer)
+        return load_stages(self.recipe, [*self.overrides, *more, *self.plan.variants[name]], TinyWorldTrainer)[0]
 
     def last_logged(self, seed: int, name: str, quantity: str) -> float:
         """The mean of a quantity over the last fifth of a variant's training."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from qtsplus.settings import parse_yaml
 from qtsplus.training.models import make_config
-from qtsplus.training.recipe import Recipe, load_recipe
+from qtsplus.training.recipe import Recipe, load_stages
 
 from ..teaching.trainer import TinyWorldTrainer
 from . import policies
@@ -35,7 +35,7 @@ class Plan:
 def make_plan(recipe: Path, overrides: Sequence[str], base: Path, wanted: Sequence[str] = ()) -> Plan:
     """
     Args:
-        recipe, overrides: as for [`load_recipe`].
+        recipe, overrides: as for [`load_stages`].
         base: where it starts from.
         wanted: names of variants; all if empty. [`DEFAULT`] is always among them.
 
@@ -45,7 +45,7 @@ def make_plan(recipe: Path, overrides: Sequence[str], base: Path, wanted: Sequen
     unknown = sorted(set(wanted) - set(policies.VARIANTS))
     if unknown:
         raise ValueError(f"There is no variant {unknown[0]!r}; expected one of {', '.join(policies.VARIANTS)}.")
-    read = load_recipe(recipe, overrides, TinyWorldTrainer)
+    read = load_stages(recipe, overrides, TinyWorldTrainer)[0]
     if not read.training.freeze_vision_model:
         raise ValueError(f"{recipe} trains the vision tower: the benchmark encodes the videos once for all models.")
     selector = make_config(None, str(base), read.model.selector).qtsplus_config

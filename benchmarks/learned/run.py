@@ -38,7 +38,7 @@ def run_learned(
         bases: trained models that read all tokens: one for all seeds, or one for each.
         test: questions of `python -m benchmarks tinyworld --split test`.
         out: folder of the results.
-        recipe: by which every variant is trained from its base; `overrides` as for [`load_recipe`].
+        recipe: by which every variant is trained from its base; `overrides` as for [`load_stages`].
         seeds: of training; a seed draws the selector and the order of the data.
         variants: what to train beside the recipe as it is, see [`VARIANTS`]; all if empty.
         work: where trained models and answers are kept. Processes with different seeds may share it, and runs with

@@ -17,6 +17,7 @@ from qtsplus.selector_qtsplus import kept_count
 from qtsplus.training.models import make_model
 
 from ..exact_match import exact_match, model_inputs
+from ..files import begin
 from .baselines import fewer_frames, full_video, lower_resolution
 from .models import Checkpoint, Models
 from .policies import DEFAULT, ORACLES, OTHER_VIDEO, TWO_PASSES, Policy
@@ -51,7 +52,7 @@ class Work:
             setup = {**self.models.setup, "test": self.test.digest}
             name = f"base-{setup['base'][:12]}" if seed is None else f"seed{seed}"
             folder = self.models.work / f"answers-{self.test.digest[:12]}"
-            self._journals[seed] = Journal(folder / f"{name}.jsonl", setup)
+            self._journals[seed] = begin(folder / f"{name}.jsonl", setup)
         journal = self._journals[seed]
         if key not in journal.done:
             journal.add(key, make())

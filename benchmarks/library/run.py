@@ -13,9 +13,8 @@ from qtsplus.indexing import index
 from qtsplus.library import Library
 from qtsplus.methods_qtsplus import Candidates, top_n
 from qtsplus.ranking import Piece, Scorer
-from qtsplus.results import Journal
 
-from ..files import finish
+from ..files import begin, finish
 from ..intervals import percent_interval, share_interval
 from ..machine import environment, steps
 from ..tables import markdown_table
@@ -53,7 +52,7 @@ def run_library(
     bench = _Bench(library, hidden)
     out.mkdir(parents=True, exist_ok=True)
     settings = {"videos": videos, "made_by": library.made_by, "questions": [one.question for one in hidden]}
-    journal = Journal(out / f".library-crowd-{videos}.jsonl", settings)
+    journal = begin(out / f".library-crowd-{videos}.jsonl", settings)
     with steps("library", len(hidden), progress) as step:
         for number in range(len(hidden)):
             if number not in journal.done:

@@ -75,7 +75,7 @@ def _check_vocabulary(wanted: bool, wheel: Path | None) -> None:
 def _open(work: Path, settings: dict[str, Any], gigabytes: float) -> Journal:
     path = work / _JOURNAL
     if path.exists():
-        return Journal(path, settings, begin_anew=False)
+        return Journal(path, settings)
     if work.exists() and any(work.iterdir()):
         raise ValueError(f"{work} holds other files; choose an empty or a new folder.")
     work.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,8 @@ import av
 import numpy as np
 
 from qtsplus.decoding_qtsplus import Film
-from qtsplus.results import Journal
 
-from ..files import finish
+from ..files import begin, finish
 from ..machine import environment, steps
 
 COUNTS = (8, 256, 4096, 7200)  # of an hour these are one in 7.5 minutes, one in 14 s, one a second and two
@@ -37,7 +36,7 @@ def run_decoding(
     if not counts or min(counts[0], minutes, side) < 1:
         raise ValueError(f"counts={counts}, minutes={minutes}, side={side}: expected numbers, at least 1.")
     settings = {"minutes": minutes, "side": side, "rate": RATE, "key": KEY, "counts": counts}
-    journal = Journal(out / ".decoding.jsonl", settings)
+    journal = begin(out / ".decoding.jsonl", settings)
     film = out / ".decoding.mp4"
     if not film.exists():
         make_film(film, minutes, side)

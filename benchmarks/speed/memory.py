@@ -8,9 +8,8 @@ import torch
 
 from benchmarks.speed.naive import naive_log_relevance
 from qtsplus.relevance_qtsplus import log_relevance
-from qtsplus.results import Journal
 
-from ..files import finish
+from ..files import begin, finish
 from ..machine import environment, steps
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process
@@ -61,7 +60,7 @@ def run_memory(
         "repeats": repeats,
     }
     name = f"memory-{label(shape_name)}"
-    journal = Journal(out / f".{name}.jsonl", settings)
+    journal = begin(out / f".{name}.jsonl", settings)
     model = {key: settings[key] for key in ("shape", "device", "dtype", "attention", "retention")}
     tasks: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
         **{side: (measure_first_token, {"side": side, **model}) for side in SIDES},

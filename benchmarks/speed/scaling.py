@@ -13,10 +13,9 @@ import torch
 from qtsplus import mixin_qtsplus
 from qtsplus.configuration_qtsplus import QTSplusConfig
 from qtsplus.hub.files import hub_configs
-from qtsplus.results import Journal
 from qtsplus.selector_qtsplus import QTSplusSelector
 
-from ..files import finish
+from ..files import begin, finish
 from ..machine import environment, steps
 from .clock import busy, now
 from .peak import extra_memory, in_own_process
@@ -68,7 +67,7 @@ def run_scaling(
     if not by_selector:
         name = f"scaling-lm-attention-{label(shape_name)}"
         settings |= {"selection": selection, "group": None if shape.whole else TINY_GROUP}
-    journal = Journal(out / f".{name}.jsonl", settings)
+    journal = begin(out / f".{name}.jsonl", settings)
     with steps(name, len(sizes), progress) as step:
         for size in sizes:
             if str(size) not in journal.done:

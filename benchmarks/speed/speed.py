@@ -17,7 +17,7 @@ from qtsplus.results import Journal, write_json
 from qtsplus.session import EncodedVideo, encode, prompt_inputs
 from qtsplus.video_qtsplus import choose_frames, read_video
 
-from ..files import finish
+from ..files import begin, finish
 from ..machine import environment, steps
 from ..two_passes import Large, SecondPass, TwoPasses, read_small, second_pass, second_prompt
 from .clock import StageClock, TokenClock, now
@@ -118,7 +118,7 @@ def run_speed(
         parts.append("two-passes")
     name = "-".join([*parts, label(shape_name)])
     # With the sweep or without it: what has been measured is the same.
-    journal = Journal(out / f".{name}.jsonl", settings)
+    journal = begin(out / f".{name}.jsonl", settings)
     settings |= {"repeats": repeats, "sweep": [list(swept.sweep), swept.name] if sweep else None}
     pairs = len(dict.fromkeys(points)) * repeats
     with tempfile.TemporaryDirectory() as folder, steps(name, pairs, progress) as step:

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from qtsplus.results import Journal
-
-from ..files import finish
+from ..files import begin, finish
 from ..machine import environment, steps
 from .clock import now
 from .cost import faster_dtype
@@ -66,7 +64,7 @@ def run_train(
         "repeats": repeats,
     }
     name = f"train-{label(shape_name)}"
-    journal = Journal(out / f".{name}.jsonl", settings)
+    journal = begin(out / f".{name}.jsonl", settings)
     with steps(name, len(SIDES), progress) as step:
         for side in SIDES:
             if side not in journal.done:

@@ -22,12 +22,11 @@ from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.labelled import LabelledQuestion, sighting_tokens
 from qtsplus.methods_qtsplus import METHODS
 from qtsplus.output import check_output
-from qtsplus.results import Journal
 from qtsplus.session import encode
 from qtsplus.training.features import digest_of
 
 from ..exact_match import answer, conversation
-from ..files import finish, save_figure
+from ..files import begin, finish, save_figure
 from ..intervals import percent_interval, share_interval
 from ..tables import markdown_table
 
@@ -95,7 +94,7 @@ def run_needle(
     call: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     features = [_digest(one) for one in (haystack.features, *(clip.features for clip in clips))]
     made_from = {"model": digest_of({"model": model}, model.config.to_dict()), "features": features}
-    journal = Journal(out / ".needle.jsonl", {**call, **made_from, "needles": [asdict(one) for one in needles]})
+    journal = begin(out / ".needle.jsonl", {**call, **made_from, "needles": [asdict(one) for one in needles]})
     asked, answers = list(product(lengths, enumerate(needles))), []
     for length, (number, needle) in track(asked, "Asking", console=Console(stderr=True), disable=not progress):
         steps = round(length / seconds)

@@ -10,7 +10,7 @@ from benchmarks.learned import policies
 from benchmarks.learned.plan import make_plan
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus.training.models import make_model
-from qtsplus.training.recipe import load_recipe
+from qtsplus.training.recipe import load_stages
 
 TRAINING = """
   {output_dir: nothing, max_steps: 1, per_device_train_batch_size: 2, learning_rate: 1e-3, logging_steps: 1,
@@ -247,7 +247,7 @@ def test_variants_are_what_differs_from_the_recipe(setting):
     gumbel = variants("adapted", "model.selector.gate=gumbel")
     assert "gumbel" not in gumbel and "soft" in gumbel
     for name in teacherless:
-        recipe = load_recipe(setting / "taught.yaml", policies.VARIANTS[name])
+        recipe = load_stages(setting / "taught.yaml", policies.VARIANTS[name])[0]
         assert recipe.training.relevance_weight == 0 and recipe.training.freeze_language_model
         assert recipe.model.selector["gate"] == name and recipe.training.max_steps == 1
 

@@ -11,7 +11,7 @@ from benchmarks.teaching.tiny import SETS
 from benchmarks.teaching.trainer import TinyWorldTrainer
 from qtsplus.hub.files import hub_configs
 from qtsplus.training.plan import make_plan
-from qtsplus.training.recipe import load_recipe, load_stages
+from qtsplus.training.recipe import load_stages
 
 RECIPES = Path(__file__).resolve().parents[2] / "benchmarks" / "recipes"
 NAMES = sorted(path.name for path in RECIPES.glob("*.yaml"))
@@ -29,7 +29,7 @@ def test_every_stage_is_planned(name):
 
 def test_the_library_knows_none_of_its_losses():
     with pytest.raises(ValueError, match="training.naming_weight is no field"):
-        load_recipe(RECIPES / "crowd-base.yaml")
+        load_stages(RECIPES / "crowd-base.yaml")[0]
 
 
 def test_the_card_of_qtsplus_tiny_names_them():
@@ -45,7 +45,7 @@ def test_the_stages_of_the_base_are_those_that_were_measured():
         assert stage.training.freeze_vision_model and stage.data.features == "runs/features"
         assert (stage.training.retention_range, stage.training.num_train_epochs) == (bounds, epochs)
         assert (stage.training.naming_weight, stage.training.looking_weight) == (0.5, 0.5)
-    selector = load_recipe(RECIPES / "crowd.yaml", (), TinyWorldTrainer)
+    selector = load_stages(RECIPES / "crowd.yaml", (), TinyWorldTrainer)[0]
     assert selector.model.weights == str(long.output_dir)
     files = [file for stage in (vision, stills, short, long, selector) for file in stage.data.train_files]
     assert {Path(file).parts[1] for file in files} == set(SETS)

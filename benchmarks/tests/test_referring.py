@@ -17,7 +17,7 @@ from benchmarks.world.scene import OBJECT_SHAPES
 from benchmarks.world.tinyworld import build_dataset
 from benchmarks.world.token_words import read_token_words
 from qtsplus.training.models import make_config, make_model, make_processor
-from qtsplus.training.recipe import load_recipe
+from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer
 
 LAYER = 2
@@ -146,7 +146,7 @@ def test_it_is_trained_by_a_weight_of_its_own(crowd, tmp_path):
         },
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    trainer = build_trainer(load_recipe(tmp_path / "recipe.yaml", trainer_class=TinyWorldTrainer))
+    trainer = build_trainer(load_stages(tmp_path / "recipe.yaml", trainer_class=TinyWorldTrainer)[0])
     trainer.train()
     first, *_, last = [line for line in trainer.state.log_history if "loss" in line]
     assert "loss_looking" not in first and "loss_naming" not in first

@@ -17,7 +17,7 @@ from benchmarks.teaching.trainer import TinyWorldTrainer
 from benchmarks.world.clip import render_clip
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus.training import targets
-from qtsplus.training.recipe import load_recipe
+from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer
 from training_examples import steps
 
@@ -79,7 +79,7 @@ training:
   {{output_dir: {tmp_path}/run, max_steps: 3, per_device_train_batch_size: 2, learning_rate: 1e-3, use_cpu: true,
     freeze_language_model: true, relevance_weight: 1.0, save_strategy: "no", logging_steps: 1, report_to: none}}
 """)
-        return load_recipe(path, changes, TinyWorldTrainer)
+        return load_stages(path, changes, TinyWorldTrainer)[0]
 
     return load
 

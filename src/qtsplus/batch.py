@@ -66,7 +66,7 @@ class Failed(BaseModel):
 
 
 # By the digest of a row's content.
-_ENTRIES = Schema(line=Line[str, Answered | Failed], format=2, oldest=2)
+_ENTRIES = Schema(line=Line[str, Answered | Failed], format=2)
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def run_batch(
     check_output(out, overwrite=folder.is_dir())
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := FileLock(folder / ".lock")):
-        journal = Journal(folder / "journal.jsonl", asker.settings(), _ENTRIES, begin_anew=False)
+        journal = Journal(folder / "journal.jsonl", asker.settings(), _ENTRIES)
     done = {key for key in journal.done if not isinstance(journal.done[key], Failed)}
     keys = _keys(questions.tasks)
     first = {key: number for number, key in reversed(keys.items()) if key not in done}  # of rows that ask the same

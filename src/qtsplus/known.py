@@ -41,4 +41,4 @@ def remember_model(made_by: str, model: KnownModel) -> None:
         earlier = known_models(made_by)
         if earlier[:1] != [model]:
             others = [one for one in earlier if one != model]
-            Journal(_file(), {}, _SCHEMA, begin_anew=False).add(made_by, [model, *others])
+            Journal(_file(), {}, _SCHEMA).add(made_by, [model, *others])

@@ -90,8 +90,8 @@ class Index(Journal):
             raise ValueError(
                 f"There is no library in {str(folder)!r}; make one: `qtsplus index VIDEOS --out {folder}`."
             )
-        schema = Schema(_Settings, _Line, oldest=1, remedy="run `qtsplus index` again")
-        super().__init__(folder / INDEX, settings, schema, begin_anew=False, mend=mend)
+        schema = Schema(_Settings, _Line, remedy="run `qtsplus index` again")
+        super().__init__(folder / INDEX, settings, schema, mend=mend)
 
     @property
     def made(self) -> Made:

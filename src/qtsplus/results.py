@@ -42,15 +42,13 @@ class Schema:
 
     Args:
         settings, line: types for pydantic: of the settings a dictionary, such as a `TypedDict`; of an entry a [`Line`].
-        format: counts up where they change; a journal of a higher one is refused.
-        oldest: the lowest that can still be read; 0 is what was written before formats had numbers.
+        format: counts up where they change; a journal of another one is refused.
         remedy: what to do about an entry that is damaged.
     """
 
     settings: Any = dict[str, Any]
     line: Any = Line[Key, Any]
     format: int = 1
-    oldest: int = 0
     remedy: str = "remove it, and run the same command again"
 
 
@@ -65,7 +63,6 @@ class Journal:
     Args:
         settings: what the entries depend on; those of the file when absent.
         schema: of settings and entries.
-        begin_anew: throw away a run with other settings, where it would be refused.
         mend: leave out entries that are damaged, where they would be refused; `damaged` counts them.
 
     Raises:
@@ -77,7 +74,6 @@ class Journal:
         path: Path,
         settings: Mapping[str, Any] | None = None,
         schema: Schema = Schema(),
-        begin_anew: bool = True,
         mend: bool = False,
     ):
         self.path, self.schema, self.mend, self.damaged = path, schema, mend, 0
@@ -89,9 +85,8 @@ class Journal:
         self.settings: Any = wanted or earlier
         if wanted is None or wanted == earlier:
             return
-        if earlier is not None and not begin_anew:
+        if earlier is not None:
             raise ValueError(f"The run in {path.parent} {_difference(earlier, wanted)}.")
-        self.done.places.clear()
         with whole_file(path) as file:
             file.write(seal({"format": schema.format, "settings": wanted}) + "\n")
 
@@ -134,7 +129,7 @@ class Journal:
         """The settings of a first line."""
         content = unseal(line)
         head = check_stored(_Head, content if "format" in content else {"format": 0, "settings": content})
-        if not self.schema.oldest <= head.format <= self.schema.format:
+        if head.format != self.schema.format:
             version = "a later" if head.format > self.schema.format else "an earlier"
             raise ValueError(f"{version} version of qtsplus wrote it (format {head.format}, not {self.schema.format}).")
         return check_stored(self.schema.settings, head.settings)

@@ -77,14 +77,13 @@ def test_the_mass_is_the_share_of_the_needles_in_all_attention():
 def test_layers_that_find_little_are_not_summed_with_one_that_finds_all():
     recalls = {0: Recall(0.1, 0.0), 1: Recall(1.0, 0.9), 2: Recall(0.6, 0.3), 3: Recall(0.4, 0.2)}
     layers = {AttentionChoice(layers=(layer,)): recall for layer, recall in recalls.items()}
-    assert calibration.best_layers(layers).layers == (1, 2)
+    assert calibration.best_sum(layers, "layers").layers == (1, 2)
 
 
 @pytest.fixture
 def few(monkeypatch):
     """Two heads at most, of one layer."""
-    monkeypatch.setattr(calibration, "LAYERS", 1)
-    monkeypatch.setattr(calibration, "HEADS", 2)
+    monkeypatch.setattr(calibration, "MOST", {"layers": 1, "heads": 2})
 
 
 def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, few, tiny, tiny_processor, questions):
@@ -111,7 +110,7 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
             yield attention, needles
 
     monkeypatch.setattr(calibration, "_attention_by_head", with_a_sink)
-    monkeypatch.setattr(calibration, "HEADS", 1)
+    monkeypatch.setitem(calibration.MOST, "heads", 1)
     found = calibrate(tiny, tiny_processor, questions, progress=False)
     assert found.fields() == {"relevance_heads": [[2, 1]]}
     assert found.as_dict()["choices"][2] == {

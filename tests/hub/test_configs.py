@@ -11,7 +11,7 @@ from qtsplus.hub.checkpoint import on_meta
 from qtsplus.hub.files import hub_configs, variants
 from qtsplus.hub.folder import read_json
 from qtsplus.saving_qtsplus import auto_map
-from qtsplus.training.recipe import load_recipe
+from qtsplus.training.recipe import load_stages
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 # Those on other backbones: tests/backbones/test_backbone_variants.py.
@@ -89,5 +89,5 @@ def test_every_variant_says_what_its_card_needs_and_which_recipe_makes_it(varian
     if variant != "qtsplus-tiny":
         assert card["base_model"].startswith("Qwen/Qwen2.5-VL-") and card["base_model_relation"] == "finetune"
         recipe, _, setting = card["recipe"].partition(" --set ")
-        first = load_recipe(RECIPES.parent / recipe, ["training.use_cpu=true", *([setting] if setting else [])])
+        first = load_stages(RECIPES.parent / recipe, ["training.use_cpu=true", *([setting] if setting else [])])[0]
         assert first.model.variant == variant and first.model.weights == card["base_model"]

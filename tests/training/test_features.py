@@ -8,7 +8,7 @@ import torch
 from clips import render_clip
 from qtsplus.training import features
 from qtsplus.training.models import make_config, make_processor
-from qtsplus.training.recipe import load_recipe
+from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer, run
 from training_examples import steps
 
@@ -40,9 +40,9 @@ training:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_losses_are_those_of_training_from_pixels(recipe_file, tmp_path, bf16):
     settings = [f"training.bf16={str(bf16).lower()}"]
-    from_pixels = build_trainer(load_recipe(recipe_file, settings))
+    from_pixels = build_trainer(load_stages(recipe_file, settings)[0])
     from_pixels.train()
-    from_features = build_trainer(load_recipe(recipe_file, [*settings, f"data.features={tmp_path}/features"]))
+    from_features = build_trainer(load_stages(recipe_file, [*settings, f"data.features={tmp_path}/features"])[0])
     from_features.model.model.visual.forward = None  # never entered again
     from_features.train()
     tolerance = 0.05 if bf16 else 1e-4
@@ -58,7 +58,7 @@ def test_a_video_is_encoded_once_for_a_vision_tower(recipe_file, tmp_path):
     folder = tmp_path / "features"
 
     def files(*settings):
-        build_trainer(load_recipe(recipe_file, [f"data.features={folder}", *settings]))
+        build_trainer(load_stages(recipe_file, [f"data.features={folder}", *settings])[0])
         return {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
 
     first = files()
@@ -101,16 +101,16 @@ def test_no_process_encodes_before_all_have_seen_what_is_missing(recipe_file, tm
 def test_features_of_a_vision_tower_that_trains_are_refused(recipe_file, tmp_path):
     overrides = [f"data.features={tmp_path}/features", "training.freeze_vision_model=false"]
     with pytest.raises(ValueError, match="set freeze_vision_model"):
-        run(load_recipe(recipe_file, overrides))
+        run(load_stages(recipe_file, overrides)[0])
 
 
 @pytest.mark.parametrize("settings", [[], ["training.relevance_layers=[1]", "training.bf16=true"]])
 def test_a_frozen_teacher_reads_every_example_once(recipe_file, tmp_path, monkeypatch, settings):
     settings = ["training.relevance_weight=1.0", "training.freeze_language_model=true", *settings]
-    every_time = build_trainer(load_recipe(recipe_file, settings))
+    every_time = build_trainer(load_stages(recipe_file, settings)[0])
     every_time.train()
     settings.append(f"data.features={tmp_path}/features")
-    once = build_trainer(load_recipe(recipe_file, settings))
+    once = build_trainer(load_stages(recipe_file, settings)[0])
     monkeypatch.setattr("qtsplus.training.trainer.answer_attention", None)
     once.train()
     tolerance = 0.05 if every_time.args.bf16 else 1e-4
@@ -120,9 +120,9 @@ def test_a_frozen_teacher_reads_every_example_once(recipe_file, tmp_path, monkey
             assert line[name] == pytest.approx(expected[name], rel=tolerance), name
 
     monkeypatch.setattr("qtsplus.training.targets.answer_attention", None)
-    build_trainer(load_recipe(recipe_file, settings))  # all is there
+    build_trainer(load_stages(recipe_file, settings)[0])  # all is there
     with pytest.raises(TypeError):  # it would read with other layers
-        build_trainer(load_recipe(recipe_file, [*settings, "training.relevance_layers=[0]"]))
+        build_trainer(load_stages(recipe_file, [*settings, "training.relevance_layers=[0]"])[0])
 
 
 def test_a_teacher_that_trains_reads_every_time(recipe_file, tmp_path, monkeypatch):
@@ -132,7 +132,7 @@ def test_a_teacher_that_trains_reads_every_time(recipe_file, tmp_path, monkeypat
         ["training.freeze_language_model=false"],
         ["training.freeze_language_model=true", "training.lora_rank=2"],
     ):
-        trainer = build_trainer(load_recipe(recipe_file, [*settings, *own]))
+        trainer = build_trainer(load_stages(recipe_file, [*settings, *own])[0])
         trainer.train()
         assert any("loss_relevance" in line for line in steps(trainer))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtsplus.training.freezing import PARTS, count_parameters, part_of
+from qtsplus.training.freezing import count_parameters, part_of
 from training_examples import make_trainer
 
 
@@ -12,7 +12,7 @@ from training_examples import make_trainer
     [
         ({}, {"selector"}),
         ({"freeze_language_model": False}, {"selector", "language_model"}),
-        ({"freeze_language_model": False, "freeze_vision_model": False}, set(PARTS)),
+        ({"freeze_language_model": False, "freeze_vision_model": False}, {"selector", "language_model", "vision"}),
         ({"freeze_selector": True, "freeze_language_model": False}, {"language_model"}),
     ],
 )

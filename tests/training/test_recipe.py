@@ -14,7 +14,7 @@ from qtsplus.hub.card import card_data
 from qtsplus.hub.files import variants
 from qtsplus.training.models import make_config, make_model
 from qtsplus.training.plan import make_plan
-from qtsplus.training.recipe import load_recipe, load_stages
+from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import last_checkpoint, run
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -120,7 +120,7 @@ def test_a_plan_tells_what_features_take(tmp_path):
         "\n".join(json.dumps({"video": "a.mp4", "question": "What?", "answer": "a"}) for _ in range(100))
     )
     overrides = on_cpu(f"data.train_files=[{records}]", f"data.features={tmp_path}/features", "training.bf16=false")
-    recipe = load_recipe(RECIPES / "qtsplus-3b.yaml", [*overrides, "model.weights=null"])
+    recipe = load_stages(RECIPES / "qtsplus-3b.yaml", [*overrides, "model.weights=null"])[0]
     recipe.training.bf16 = True
     plan = make_plan(recipe)
     assert "50.3 MB of disk for each clip" in plan.lines[-1] and "5.03 GB for 100 clips" in plan.lines[-1]
@@ -158,7 +158,7 @@ def test_a_plan_tells_what_features_take(tmp_path):
 )
 def test_mistakes_in_a_recipe_are_named(override, message):
     with pytest.raises(ValueError, match=message):
-        load_recipe(RECIPES / "paper.yaml", on_cpu(override))
+        load_stages(RECIPES / "paper.yaml", on_cpu(override))[0]
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,13 @@ def test_mistakes_in_a_recipe_are_named(override, message):
 def test_what_is_no_recipe_is_said(tmp_path, text, message):
     (tmp_path / "broken.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
-        load_recipe(tmp_path / "broken.yaml")
+        load_stages(tmp_path / "broken.yaml")[0]
 
 
 def test_only_true_and_false_are_booleans(tmp_path):
     lines = "model: {variant: qtsplus-tiny}\ndata: {train_files: [a]}\ntraining: {save_strategy: no, use_cpu: true}"
     (tmp_path / "plain.yaml").write_text(lines)
-    recipe = load_recipe(tmp_path / "plain.yaml", ["training.bf16=false", "training.learning_rate=1e-6"])
+    recipe = load_stages(tmp_path / "plain.yaml", ["training.bf16=false", "training.learning_rate=1e-6"])[0]
     assert recipe.training.save_strategy == "no" and recipe.training.learning_rate == 1e-6
 
 
@@ -225,7 +225,7 @@ training:
 
 
 def test_a_run_ends_in_a_hub_folder_and_lists_what_it_skipped(recipe_file):
-    folder = run(load_recipe(recipe_file))
+    folder = run(load_stages(recipe_file)[0])
     for saved in (folder, folder / "checkpoint-2"):
         config = json.loads((saved / "config.json").read_text())
         assert config["qtsplus_config"]["n_max"] == 20
@@ -237,12 +237,12 @@ def test_a_run_ends_in_a_hub_folder_and_lists_what_it_skipped(recipe_file):
     assert [Path(name).name for name in skipped] == ["missing.mp4"]
 
     with pytest.raises(ValueError, match="holds a finished model, which is not replaced"):
-        run(load_recipe(recipe_file))
+        run(load_stages(recipe_file)[0])
     before = torch.load(folder / "checkpoint-2/optimizer.pt", weights_only=True)["state"]
     (folder / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match="holds checkpoint-2: resume the run"):
-        run(load_recipe(recipe_file))
-    run(load_recipe(recipe_file, ["training.max_steps=3"]), resume=True)
+        run(load_stages(recipe_file)[0])
+    run(load_stages(recipe_file, ["training.max_steps=3"])[0], resume=True)
     assert before and (folder / "checkpoint-3").is_dir()
 
     card = (folder / "README.md").read_text()
@@ -250,9 +250,9 @@ def test_a_run_ends_in_a_hub_folder_and_lists_what_it_skipped(recipe_file):
     weights = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).state_dict()
     assert torch.isfinite(weights["model.qtsplus.budget.mlp.0.weight"]).all()
     # Training goes on from the result of another run.
-    again = load_recipe(
+    again = load_stages(
         recipe_file, [f"model.weights={folder}", "model.variant=null", f"training.output_dir={folder}2"]
-    )
+    )[0]
     assert (run(again) / "config.json").exists()
 
 

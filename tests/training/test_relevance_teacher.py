@@ -11,7 +11,7 @@ from qtsplus.training.attention import (
     answer_attention,
     relevance_divergences,
 )
-from qtsplus.training.recipe import load_recipe
+from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer
 from qtsplus.training.targets import require_same_tokens
 from qtsplus.training.trainer import QTSplusTrainer
@@ -171,9 +171,9 @@ training:
 
 def test_a_recipe_keeps_what_lm_attention_taught(recipe_file, tmp_path, monkeypatch):
     settings = ["model.relevance_teacher=lm_attention", "training.freeze_language_model=true"]
-    every_time = build_trainer(load_recipe(recipe_file, settings))
+    every_time = build_trainer(load_stages(recipe_file, settings)[0])
     every_time.train()
-    once = build_trainer(load_recipe(recipe_file, [*settings, f"data.features={tmp_path}/features"]))
+    once = build_trainer(load_stages(recipe_file, [*settings, f"data.features={tmp_path}/features"])[0])
     monkeypatch.setattr("qtsplus.training.trainer.answer_attention", None)
     once.train()
     for line, expected in zip(steps(once), steps(every_time), strict=True):
@@ -183,16 +183,16 @@ def test_a_recipe_keeps_what_lm_attention_taught(recipe_file, tmp_path, monkeypa
     changed = [*settings, "model.selector={n_max: 20, attention_group: 1}", f"data.features={tmp_path}/features"]
     monkeypatch.setattr("qtsplus.training.targets.answer_attention", None)
     with pytest.raises(TypeError):  # other groups see other things
-        build_trainer(load_recipe(recipe_file, changed))
+        build_trainer(load_stages(recipe_file, changed)[0])
 
 
 @pytest.mark.parametrize("settings", [[], ["training.relevance_layers=[1, 3]"]])
 def test_another_teacher_reads_every_example_once(recipe_file, tmp_path, monkeypatch, settings):
     """Although the language model trains: it is not the teacher. Each has its own vision tower's features."""
-    every_time = build_trainer(load_recipe(recipe_file, settings))
+    every_time = build_trainer(load_stages(recipe_file, settings)[0])
     every_time.train()
     settings = [*settings, f"data.features={tmp_path}/features"]
-    once = build_trainer(load_recipe(recipe_file, settings))
+    once = build_trainer(load_stages(recipe_file, settings)[0])
     assert once.relevance_teacher is None
     monkeypatch.setattr("qtsplus.training.trainer.answer_attention", None)
     once.train()
@@ -203,9 +203,9 @@ def test_another_teacher_reads_every_example_once(recipe_file, tmp_path, monkeyp
             assert line[name] == pytest.approx(expected[name], rel=1e-4), name
 
     monkeypatch.setattr("qtsplus.training.targets.answer_attention", None)
-    build_trainer(load_recipe(recipe_file, settings))  # all is there
+    build_trainer(load_stages(recipe_file, settings)[0])  # all is there
     with pytest.raises(TypeError):  # it would look from elsewhere
-        build_trainer(load_recipe(recipe_file, [*settings, "training.relevance_layers=[0]"]))
+        build_trainer(load_stages(recipe_file, [*settings, "training.relevance_layers=[0]"])[0])
 
 
 def test_a_teacher_with_other_videos_or_words_is_refused_by_a_recipe(
@@ -220,7 +220,7 @@ def test_a_teacher_with_other_videos_or_words_is_refused_by_a_recipe(
         content = json.loads((folder / file).read_text())
         change(content)
         (folder / file).write_text(json.dumps(content))
-        return load_recipe(recipe_file, [f"model.relevance_teacher={folder}"])
+        return load_stages(recipe_file, [f"model.relevance_teacher={folder}"])[0]
 
     with pytest.raises(ValueError, match="temporal_patch_size"):
         build_trainer(teacher(lambda config: config["vision_config"].update(temporal_patch_size=1)))
@@ -231,4 +231,4 @@ def test_a_teacher_with_other_videos_or_words_is_refused_by_a_recipe(
     with pytest.raises(ValueError, match="whose tokenizer has other tokens"):
         build_trainer(teacher(another_word, "tokenizer.json"))
     with pytest.raises(ValueError, match="model.relevance_teacher is empty"):
-        load_recipe(recipe_file, ["model.relevance_teacher=''"])
+        load_stages(recipe_file, ["model.relevance_teacher=''"])[0]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.training.plan import Plan
-from qtsplus.training.recipe import load_recipe, load_stages
+from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import run, run_stages
 
 SCORES = ("model.qtsplus.scoring_layers.", "model.qtsplus.question_layers.")
@@ -73,14 +73,14 @@ def test_what_stands_in_the_folder_is_not_replaced(recipe_file, tmp_path):
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds notes.txt, which is not replaced"):
-        run(load_recipe(recipe_file))
+        run(load_stages(recipe_file)[0])
     (folder / "notes.txt").unlink()
     with pytest.raises(ValueError, match="nothing to resume: .*save_strategy is 'no'"):
-        run(load_recipe(recipe_file), resume=True)
-    written = (run(load_recipe(recipe_file)) / "model.safetensors").read_bytes()
+        run(load_stages(recipe_file)[0], resume=True)
+    written = (run(load_stages(recipe_file)[0]) / "model.safetensors").read_bytes()
     for resume, message in ((False, "holds a finished model"), (True, "nothing to resume")):
         with pytest.raises(ValueError, match=message):
-            run(load_recipe(recipe_file, ["training.seed=1"]), resume=resume)
+            run(load_stages(recipe_file, ["training.seed=1"])[0], resume=resume)
     assert (folder / "model.safetensors").read_bytes() == written
 
 
@@ -88,12 +88,12 @@ def test_a_full_disk_and_a_file_in_the_way_are_found_before_the_model(recipe_fil
     monkeypatch.setattr("qtsplus.training.running.build_trainer", None)
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ValueError, match="is a file; expected a folder"):
-        run(load_recipe(recipe_file))
+        run(load_stages(recipe_file)[0])
     (tmp_path / "run").unlink()
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("qtsplus.output.shutil.disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 8.56 MB"):
-        run(load_recipe(recipe_file))
+        run(load_stages(recipe_file)[0])
 
 
 def test_features_that_the_disk_does_not_hold_are_refused(recipe_file, tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_features_that_the_disk_does_not_hold_are_refused(recipe_file, tmp_path,
     usage = type("Usage", (), {"free": 1})
     monkeypatch.setattr("qtsplus.output.shutil.disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match="the features of 1 videos take about"):
-        run(load_recipe(recipe_file, [f"data.features={tmp_path}/features"]))
+        run(load_stages(recipe_file, [f"data.features={tmp_path}/features"])[0])
 
 
 def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(recipe_file, tmp_path, monkeypatch):

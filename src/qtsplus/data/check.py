@@ -42,16 +42,12 @@ def check_set(
     media: bool = True,
 ) -> Checked:
     """
-    Checks a set in any format of [`iter_rows`].
+    Checks a set in any format of [`iter_rows`]; a `ValueError` for one that cannot be read at all, or holds no row.
 
     Args:
         media_root: where its videos are looked for; beside the file when absent.
         against: another set, with which it should share no video, such as the test set.
         media: look for every video, and decode a frame of it.
-
-    Raises:
-        ValueError: a file that is not there, cannot be read at all, or holds no row; another set that holds no record,
-            or a row that is none.
     """
     root = media_folder(path, media_root)
     others = {} if against is None else _videos(against)

@@ -41,11 +41,8 @@ class Row:
 
 def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
     """
-    Every row of a set in order, good or bad; blank lines are none.
-
-    Args:
-        path: lines (.jsonl) or an array (.json) of records, of the reference's rows or of LLaVA-Video conversations; or
-            a table (.parquet).
+    Every row of a set in order, good or bad; blank lines are none. It has lines (.jsonl) or an array (.json) of
+    records, of the reference's rows or of LLaVA-Video conversations; or is a table (.parquet).
 
     Raises:
         ValueError: no such file, a table that cannot be read, or a JSON array that is broken.
@@ -67,10 +64,9 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
 def _parse(number: int, content: Any) -> Row:
     try:
         is_conversation = isinstance(content, Mapping) and "conversations" in content
-        record = _from_llava(content) if is_conversation else parse_record(content)
+        return Row(number, content, record=_from_llava(content) if is_conversation else parse_record(content))
     except ValueError as error:
         return Row(number, content, str(error))
-    return Row(number, content, record=record)
 
 
 def iter_records(path: str | os.PathLike) -> Iterator[Record]:

@@ -4,12 +4,11 @@ Which layers and heads look at what an answer rests on: needle recall of each, o
 While the model answers, for attention distillation; and from where the answer begins, for `selection="lm_attention"`.
 """
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +16,8 @@ from accelerate.utils import send_to_device
 from rich.console import Console
 from rich.progress import track
 
+from ..hub.folder import read_json, update_json
 from ..lm_attention_qtsplus import attention_layer, full_attention_layers
-from ..output import whole_file
 from ..selector_qtsplus import kept_count
 from ..training.attention import EVERYTHING, AttentionChoice, evaluating, noting_attention
 from ..training.collator import VideoQACollator
@@ -28,39 +27,29 @@ from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
 
 SHARE = 0.1  # of the visual tokens that a layer or a head may keep
 EQUAL = 0.01  # recalls that are taken for the same
-LAYERS, HEADS = 4, 20  # so many of the best are summed at most
+MOST = {"layers": 4, "heads": 20}  # of the best that are summed
 
 
-@dataclass(frozen=True)
-class Recall:
-    """
-    Means over questions.
+class Recall(NamedTuple):
+    """Means over questions."""
 
-    Args:
-        tokens: share of a question's needle tokens that are kept.
-        mass: share of the attention to all visual tokens that goes to the needles'. Layers that look everywhere lower
-            it, and blur what a selector learns from the sum.
-    """
-
-    tokens: float
+    tokens: float  # the share of a question's needle tokens that is kept
+    # The share of the attention to all visual tokens that goes to the needles'. Layers that look everywhere lower it,
+    # and blur what a selector learns from the sum.
     mass: float
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """
-    Args:
-        measured: what each layer and each head finds in half of the videos, while the model answers.
-        choices: for attention distillation, what the sum over each finds in the other videos.
-        readings: for `selection="lm_attention"`, what each finds in the other videos; every one reads a single layer.
-            The first is the one that a model reads without calibration.
-        questions: how many were measured, and how many checked.
-    """
+    """What [`calibrate`] has found."""
 
+    # What each layer and each head finds in half of the videos, while the model answers.
     measured: dict[AttentionChoice, Recall]
+    # For attention distillation, what the sum over each finds in the other videos.
     choices: dict[AttentionChoice, Recall]
+    # For `selection="lm_attention"`, what each single layer finds there; first that which a model reads without this.
     readings: dict[AttentionChoice, Recall]
-    questions: tuple[int, int]
+    questions: tuple[int, int]  # how many were measured, and how many checked
 
     @property
     def best_reading(self) -> AttentionChoice:
@@ -86,29 +75,19 @@ class Calibration:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
-        measured, checked = self.questions
-        return {
-            "questions": {"measured": measured, "checked": checked},
+        figures: dict[str, Any] = {
+            "questions": dict(zip(("measured", "checked"), self.questions, strict=True)),
             "training": self.fields(),
             "qtsplus_config": self.attention_fields(),
-            **{
-                name: [{**asdict(choice), **asdict(recall)} for choice, recall in recalls.items()]
-                for name, recalls in (
-                    ("choices", self.choices),
-                    ("readings", self.readings),
-                    ("measured", self.measured),
-                )
-            },
         }
+        for name in ("choices", "readings", "measured"):
+            recalls = getattr(self, name).items()
+            figures[name] = [{**asdict(choice), **recall._asdict()} for choice, recall in recalls]
+        return figures
 
 
 def read_labelled(path: Path) -> list[LabelledQuestion]:
-    """
-    The questions of a JSONL file that have a video and `evidence`; see [`labelled_questions`].
-
-    Raises:
-        ValueError: as [`labelled_questions`], or no such question.
-    """
+    """The [`labelled_questions`] of a JSONL file that have `evidence`; a `ValueError` if there are none."""
     labelled = [question for question in labelled_questions(path) if question.needles]
     if not labelled:
         raise ValueError(
@@ -120,14 +99,9 @@ def read_labelled(path: Path) -> list[LabelledQuestion]:
 
 def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion], progress: bool = True) -> Calibration:
     """
-    Measures every layer and head on one half of the videos, and the sums over the best of them on the other half. The
-    model reads all visual tokens of a question and its true answer; the tenth that gets most attention counts as kept.
-
-    Args:
-        model, processor: a QTSplus model; its selector takes no part.
-
-    Raises:
-        ValueError: fewer than two videos that can be read.
+    Measures every layer and head on one half of the videos, and the sums over the best of them on the other half;
+    a `ValueError` for fewer than two videos that can be read. The model, whose selector takes no part, reads all visual
+    tokens of a question and its true answer; the tenth that gets most attention counts as kept.
     """
     with tempfile.TemporaryDirectory() as folder:
         named = list(dict.fromkeys((str(one.record.video), one.record.fps) for one in questions))
@@ -144,7 +118,7 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
             (VideoQADataset([one.record for one in half], processor, None, None, features), half) for half in halves
         )
         measured = measure_recalls(model, *first, "answer", progress)
-        sums = [AttentionChoice(), best_layers(measured), best_heads(measured)]
+        sums = [AttentionChoice(), best_sum(measured, "layers"), best_sum(measured, "heads")]
         choices = measure_recalls(model, *second, "answer", progress, sums)
         single = _readings(measure_recalls(model, *first, "prompt", progress), model.config.text_config)
         readings = measure_recalls(model, *second, "prompt", progress, single)
@@ -153,25 +127,22 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
 
 def _readings(measured: Mapping[AttentionChoice, Recall], text_config: Any) -> list[AttentionChoice]:
     """The default layer and the best ones, each with all its heads and with its best ones."""
-    full = {
-        choice: recall for choice, recall in measured.items() if _layer(choice) in full_attention_layers(text_config)
-    }
+    layers = full_attention_layers(text_config)
+    full = {choice: recall for choice, recall in measured.items() if _layer(choice) in layers}
     choices = []
-    for layer in dict.fromkeys((attention_layer(text_config), *(best_layers(full).layers or ()))):
+    for layer in dict.fromkeys((attention_layer(text_config), *(best_sum(full, "layers").layers or ()))):
         choices.append(AttentionChoice(layers=(layer,), positions="prompt"))
-        choices.append(best_heads({choice: full[choice] for choice in full if _layer(choice) == layer}))
+        choices.append(best_sum({choice: full[choice] for choice in full if _layer(choice) == layer}, "heads"))
     return choices
 
 
 def write_attention(folder: Path, calibration: Calibration) -> Path | None:
     """Writes the best reading into a model's config.json; `None` where there is no folder with a QTSplus model."""
     path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "qtsplus_config" not in config:
+    selector = read_json(path).get("qtsplus_config") if path.is_file() else None
+    if selector is None:
         return None
-    config["qtsplus_config"] |= calibration.attention_fields()
-    with whole_file(path) as file:
-        file.write(json.dumps(config, indent=2) + "\n")
+    update_json(path, qtsplus_config=selector | calibration.attention_fields())
     return path
 
 
@@ -184,10 +155,8 @@ def measure_recalls(
     choices: Sequence[AttentionChoice] = (),
 ) -> dict[AttentionChoice, Recall]:
     """
-    The needle recall of the attention summed over each choice; without any, of every single layer and head.
-
-    Args:
-        dataset: of the questions' records, in order.
+    The needle recall of the attention summed over each choice; without any, of every single layer and head. The dataset
+    is that of the questions' records, in order.
     """
     recalls: dict[AttentionChoice, list[Recall]] = {}
     for attention, shown in _attention_by_head(model, dataset, questions, positions, progress):
@@ -196,10 +165,7 @@ def measure_recalls(
             names = attention if layers is None else layers
             parts = [attention[layer][choice.of_layer(layer) or slice(None)] for layer in names]
             recalls.setdefault(choice, []).append(_recall(torch.cat(parts).sum(0), shown))
-    return {
-        choice: Recall(*(float(np.mean(values)) for values in zip(*map(astuple, row), strict=True)))
-        for choice, row in recalls.items()
-    }
+    return {choice: Recall(*np.mean(row, axis=0).tolist()) for choice, row in recalls.items()}
 
 
 def _single(attention: Mapping[int, torch.Tensor], positions: str) -> list[AttentionChoice]:
@@ -244,20 +210,13 @@ def _layer(choice: AttentionChoice) -> int:
     return layer
 
 
-def best_layers(recalls: Mapping[AttentionChoice, Recall]) -> AttentionChoice:
-    """The sum of the best of the single layers; see [`best_of`]."""
-    best = best_of({choice: recall for choice, recall in recalls.items() if choice.heads is None}, LAYERS)
-    return replace(best[0], layers=tuple(sorted(map(_layer, best))))
-
-
-def best_heads(recalls: Mapping[AttentionChoice, Recall]) -> AttentionChoice:
-    """The sum of the best of the single heads; see [`best_of`]."""
-    best = best_of({choice: recall for choice, recall in recalls.items() if choice.heads is not None}, HEADS)
-    return replace(best[0], heads=tuple(sorted(pair for choice in best for pair in choice.heads or ())))
-
-
-def best_of(recalls: Mapping[AttentionChoice, Recall], count: int) -> list[AttentionChoice]:
-    """Those with the highest recall of tokens, at least half of the best one's; at most half of all."""
-    order = sorted(recalls, key=lambda choice: -recalls[choice].tokens)
-    most = [choice for choice in order if recalls[choice].tokens >= recalls[order[0]].tokens / 2]
-    return most[: min(count, max(1, len(recalls) // 2))]
+def best_sum(recalls: Mapping[AttentionChoice, Recall], kind: str) -> AttentionChoice:
+    """
+    The sum of the best of the single "layers" or "heads": those with the highest recall of tokens, at least half of the
+    best one's; at most half of all.
+    """
+    order = sorted((choice for choice in recalls if getattr(choice, kind)), key=lambda choice: -recalls[choice].tokens)
+    good = [choice for choice in order if recalls[choice].tokens >= recalls[order[0]].tokens / 2]
+    best = good[: min(MOST[kind], max(1, len(order) // 2))]
+    places: Any = tuple(sorted(place for choice in best for place in getattr(choice, kind)))
+    return replace(best[0], **{kind: places})

@@ -7,23 +7,17 @@ from itertools import combinations
 EVENTS = "events"  # the kind of such records
 _ENOUGH = 0.5  # of an event's words, in one sentence
 _STEM = 4  # letters that make two words the same: cross, crosses, crossing
-_FUNCTION = frozenset(
-    re.findall(
-        r"\w+",
-        "a an and are as at be by for from has have he her his in into is it its of on or she that the their them then "
-        "there they this to was were while with",
-    )
+_FUNCTION = (
+    "a an and are as at be by for from has have he her his in into is it its of on or she that the their them then "
+    "there they this to was were while with"
 )
 
 
 def score_events(events: str, said: str) -> dict[str, float | None]:
     """
-    A sentence tells an event if it holds half of its words, function words aside, to their first four letters. No judge
-    is asked, so other words for the same, a negation, and who did what to whom are not seen.
-
-    Args:
-        events: what happens, in order, a line each: a sentence, or words.
-        said: a summary.
+    Scores what a summary `said` by the `events` that happen, in order, a line each: a sentence, or words. A sentence
+    tells an event if it holds half of its words, function words aside, to their first four letters. No judge is asked,
+    so other words for the same, a negation, and who did what to whom are not seen.
 
     Returns:
         `recall`, the part of the events that a sentence tells; `order`, of the pairs of events that two sentences tell
@@ -47,7 +41,7 @@ def mean_scores(scores: Sequence[dict[str, float | None]]) -> dict[str, float | 
 
 
 def _words(text: str) -> frozenset[str]:
-    return frozenset(word[:_STEM] for word in re.findall(r"\w+", text.casefold()) if word not in _FUNCTION)
+    return frozenset(word[:_STEM] for word in re.findall(r"\w+", text.casefold()) if word not in _FUNCTION.split())
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -21,16 +21,13 @@ from .intervals import share_interval
 
 @dataclass(frozen=True)
 class Outcome:
-    """
-    One question. Its answer is `correct` if it is the record's to the letter. The video has `visual_tokens`, of which
-    the language model read those at `kept_indices`; `rho` is the fraction that the selection aimed at.
-    """
+    """One question."""
 
     record: VideoRecord
-    correct: bool
+    correct: bool  # what was `said` is the record's answer to the letter
     visual_tokens: int = 0
-    rho: float = 0.0
-    kept_indices: tuple[int, ...] = ()
+    rho: float = 0.0  # the fraction that the selection aimed at
+    kept_indices: tuple[int, ...] = ()  # of the visual tokens, those that the language model read
     unreadable: SkippedRecord | None = None
     said: str = ""
 
@@ -50,14 +47,9 @@ def exact_match(
     progress: bool = True,
 ) -> list[Outcome]:
     """
-    Greedy answers to records with a video, compared with the records' own, letter for letter. Each video is encoded
-    once for all of its questions, of which `batch_size` are asked at a time.
-
-    Returns:
-        one outcome per record, in order.
-
-    Raises:
-        ValueError: a folder of frames whose record does not give its rate.
+    Greedy answers to records with a video, compared with the records' own, letter for letter: an outcome for each. Each
+    video is encoded once for all of its questions, of which `batch_size` are asked at a time. A `ValueError` for a
+    folder of frames whose record does not give its rate.
     """
     require_rates(records)
     outcomes: dict[int, Outcome] = {}
@@ -101,14 +93,8 @@ def answer(
     **options: Any,
 ) -> tuple[torch.Tensor, Any]:
     """
-    The ids `[B, T]` that a model answers conversations with, and the `QTSplusOutput` that says what they rest on.
-
-    Args:
-        conversations: messages as for `processor.conversation_inputs`.
-        videos: those of all conversations, in order.
-        query: of each conversation the text to select by; its question when absent.
-        images: a list for each conversation that has some.
-        options: as for `generate`.
+    The ids `[B, T]` that a model answers conversations with, and the `QTSplusOutput` that says what they rest on. The
+    videos are those of all conversations, in order; the images a list for each that has some.
     """
     given: dict[str, Any] = {"query": query} if query else {}
     if images:

@@ -1,13 +1,12 @@
 """Questions about videos, with where their answers can be seen."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ..data.formats import read_records
+from ..data.formats import iter_rows, read_records
 from ..data.records import VideoRecord
 
 # What the cell of a token that shows something shares with its box at least: of the box, or of the cell if that is the
@@ -17,21 +16,12 @@ LEAST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Sighting:
-    """
-    Something seen.
+    """Something seen; a `ValueError` for an empty box, or one in pixels without its frame."""
 
-    Args:
-        start, end: seconds.
-        box: (left, top, right, bottom), in pixels of a `frame` (width, height) or else in shares of it, from 0 to 1.
-
-    Raises:
-        ValueError: an empty box, or one in pixels without its frame.
-    """
-
-    start: float
+    start: float  # seconds
     end: float
-    box: tuple[float, float, float, float]
-    frame: tuple[int, int] | None = None
+    box: tuple[float, float, float, float]  # left, top, right, bottom, in pixels of the frame or in shares of it
+    frame: tuple[int, int] | None = None  # width, height
 
     def __post_init__(self) -> None:
         left, top, right, bottom = self.box
@@ -47,11 +37,7 @@ class Sighting:
 def sighting_tokens(seen: Sequence[Sighting], grid: tuple[int, int, int], seconds_per_grid: float = 1.0) -> np.ndarray:
     """
     `[k]` int64, ascending: the visual tokens that share at least [`LEAST_SHARE`] with the box of a sighting, or else
-    the most; none for a box outside the frame.
-
-    Args:
-        grid: (time, height, width) of the video's visual tokens.
-        seconds_per_grid: seconds of video per step of the grid.
+    the most; none for a box outside the frame. The grid is (time, height, width) of the video's visual tokens.
     """
     steps, rows, columns = grid
     tokens = set()
@@ -78,28 +64,21 @@ def _overlap(edges: np.ndarray, low: float, high: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class LabelledQuestion:
-    """
-    A question about a video, and where its answer can be seen: the needles that must be found, each a list of
-    [`Sighting`], any one of which will do; none where that is not known.
-    """
+    """A question about a video, and where its answer can be seen."""
 
     record: VideoRecord
-    needles: list[list[Sighting]]
+    needles: list[list[Sighting]]  # that must be found, of each any one sighting; none where that is not known
 
 
 def labelled_questions(path: Path) -> list[LabelledQuestion]:
     """
-    The questions of a JSONL file of records that have a video, with their `evidence` where they have any.
-
-    Raises:
-        ValueError: a line that is no record, evidence of another form, or no question about a video.
+    The questions of a set of records that have a video, with their `evidence` where they have any; a `ValueError` for
+    what is no record, evidence of another form, or no question about a video.
     """
-    records = read_records(path)
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     questions = []
-    for record, line in zip(records, lines, strict=True):
+    for record, row in zip(read_records(path), iter_rows(path), strict=True):
         try:
-            needles = [[Sighting(**seen) for seen in needle] for needle in line.get("evidence") or ()]
+            needles = [[Sighting(**seen) for seen in needle] for needle in row.content.get("evidence") or ()]
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}: the evidence of {record.question!r} is not a list of needles, each a list of sightings with "

@@ -18,13 +18,12 @@ SECTIONS = ("weights", "training_data", "hyperparameters", "recipe", "results", 
 
 def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = None) -> str:
     """
-    The text of a repository's README.md, with its YAML front matter.
+    The text of a repository's README.md, with its YAML front matter, for a model on any device.
 
     Args:
-        model: its configuration and size are written down; it may be on the meta device.
         repository: the repository's id, such as `"org/QTSplus-3B"`, for the usage that is shown.
-        about: what is known of the weights. `weights`, `training_data`, `hyperparameters` (a mapping), `recipe`,
-            `results` and `limits` go into the text; everything else (`license`, `base_model`, ...) is front matter.
+        about: what is known of the weights. The [`SECTIONS`], of which `hyperparameters` are a mapping, go into the
+            text; everything else (`license`, `base_model`, ...) is front matter.
     """
     about = dict(about or {})
     sections = {section: about.pop(section, None) for section in SECTIONS}
@@ -81,22 +80,19 @@ def card_data(variant: str | None, *names: str) -> dict[str, Any]:
 
 def matching_variant(config: Any, preferred: str | None = None) -> str | None:
     """The variant whose backbone has this one's sizes, `preferred` before others; `None` if none has."""
-    names = variants() if preferred is None else [preferred, *variants()]
-    return next(
-        (name for name in names if _sizes(read_json(hub_configs() / name / "config.json")) == _sizes(config)), None
-    )
+    for name in variants() if preferred is None else [preferred, *variants()]:
+        if _sizes(read_json(hub_configs() / name / "config.json")) == _sizes(config):
+            return name
+    return None
 
 
 def _sizes(config: Any) -> list[Any]:
     if isinstance(config, dict):
         config = backbone_of(config["model_type"]).config(**config)
-    text, vision = config.text_config, config.vision_config
+    of_text = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+    of_vision = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
     return [
-        config.model_type,
-        *(getattr(text, name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")),
-        *(text.num_attention_heads, text.num_key_value_heads, config.tie_word_embeddings),
-        *(
-            getattr(vision, name, None)
-            for name in ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
-        ),
+        *(config.model_type, config.tie_word_embeddings, config.text_config.num_key_value_heads),
+        *(getattr(config.text_config, name) for name in of_text),
+        *(getattr(config.vision_config, name, None) for name in of_vision),
     ]

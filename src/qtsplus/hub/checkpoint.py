@@ -37,12 +37,7 @@ REFERENCE = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """
-    The one file of a folder's weights, or their index and its shards.
-
-    Raises:
-        ValueError: there are none, the index is not one, or a shard that it names is missing.
-    """
+    """The one file of a folder's weights, or their index and its shards; a `ValueError` for missing ones."""
     if (folder / _FILE).is_file():
         return [folder / _FILE]
     if not (folder / INDEX).is_file():
@@ -99,15 +94,9 @@ def check_weights(
     without: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """
-    What was stored, under our names and in the model's order, if it is exactly what the model needs.
-
-    Args:
-        stored: a head beside tied embeddings is dropped where the two are equal.
-        rules: from the stored names to ours.
-        without: how the names begin, in our model, of weights that are not expected.
-
-    Raises:
-        ValueError: weights are missing, unexpected or of another shape; each is listed.
+    What was stored, under our names and in the model's order, if it is exactly what the model needs; a `ValueError`
+    that lists what is missing, unexpected or of another shape. A head beside tied embeddings is dropped where the two
+    are equal, and weights whose names begin as `without` says are not expected.
     """
     with reading(Path(folder, "config.json")):
         model = on_meta(config)

@@ -22,16 +22,7 @@ from ..methods_qtsplus import add_method
 from ..output import check_folder, first_line
 from ..settings import check_types
 from .card import card_data, matching_variant
-from .checkpoint import (
-    EMBEDDINGS,
-    HEAD,
-    REFERENCE,
-    RHO_HISTORY,
-    SELECTOR,
-    check_weights,
-    on_meta,
-    read_checkpoint,
-)
+from .checkpoint import EMBEDDINGS, HEAD, REFERENCE, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_checkpoint
 from .files import hub_configs, require_variant
 from .folder import read_json, reading, whole_folder
 from .publish import write_repository
@@ -140,11 +131,7 @@ def convert(
 
 
 def _from_base(
-    folder: Path,
-    source: str,
-    variant: str | None,
-    selector: Mapping[str, Any],
-    say: Callable[[str], object],
+    folder: Path, source: str, variant: str | None, selector: Mapping[str, Any], say: Callable[[str], object]
 ) -> _Conversion:
     backbone = backbone_of(read_json(folder / "config.json")["model_type"])
     with reading(folder / "config.json"):

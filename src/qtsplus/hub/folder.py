@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
-from ..output import check_folder
+from ..output import check_folder, whole_file
 
 # In every folder that is written here: what was written, so that a later run replaces that and nothing else.
 WRITTEN = ".qtsplus-files.json"
@@ -93,10 +93,7 @@ def reading(what: object) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: no such file, one that cannot be read, or not a JSON object.
-    """
+    """A JSON object; a `ValueError` for no such file, one that cannot be read, or other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -113,7 +110,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def update_json(path: Path, drop: tuple[str, ...] = (), **values: Any) -> None:
     """Sets and removes keys of a JSON file."""
     content = {name: value for name, value in {**read_json(path), **values}.items() if name not in drop}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with whole_file(path) as file:
+        file.write(json.dumps(content, indent=2) + "\n")
 
 
 def _move(staging: Path, folder: Path) -> None:

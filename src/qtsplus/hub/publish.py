@@ -112,11 +112,8 @@ def write_repository(
     folder: Path, model: Any, processor: Any | None, repository: str, about: dict[str, Any], card: str | None = None
 ) -> None:
     """
-    Writes all but the weights and the generation configuration.
-
-    Args:
-        model: on any device, the meta device too.
-        about: what the card tells, see [`model_card`]; or the whole `card`.
+    Writes all but the weights and the generation configuration, of a model on any device. The card tells what is said
+    `about` it, see [`model_card`]; or is given as a whole.
     """
     backbone = backbone_of(model.config.model_type)
     for kind in (backbone.model, backbone.processor):

@@ -62,14 +62,9 @@ _NOT_VISION = _NOT_TEXT | {"dtype", "torch_dtype"}
 
 def find_vision_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The configuration of the vision tower of a reference checkpoint; whether it fits its weights is checked with them.
-
-    Args:
-        folder: the checkpoint's, perhaps with `vision_config.json`: such a configuration, or a whole Qwen2.5-VL one.
-        config: its config.json.
-
-    Raises:
-        ValueError: the file is neither; or there is none, and the language model is not one of those that are known.
+    The configuration of the vision tower of a reference checkpoint, by its folder's `vision_config.json` (such a
+    configuration, or a whole Qwen2.5-VL one), or else by its language model, in its config.json; a `ValueError` where
+    that is none of those that are known. Whether it fits its weights is checked with them.
     """
     path = folder / "vision_config.json"
     if not path.exists():

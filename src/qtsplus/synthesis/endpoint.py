@@ -38,12 +38,11 @@ def read_key() -> str:
     return key
 
 
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    content = message["content"]
+def _as_text(content: Any) -> Any:
+    """The content of a message, or of a part of it, without special tokens."""
     if isinstance(content, str):
-        return {**message, "content": break_special_tokens(content)}
-    parts = [{**part, "text": break_special_tokens(part["text"])} if "text" in part else part for part in content]
-    return {**message, "content": parts}
+        return break_special_tokens(content)
+    return [{**part, "text": _as_text(part["text"])} if "text" in part else part for part in content]
 
 
 @dataclass
@@ -90,12 +89,8 @@ class Endpoint:
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], ledger: Ledger, *, max_tokens: int, seed: int) -> Reply:
         """
-        One reply.
-
-        Args:
-            messages: as the API takes them. Special tokens in them are broken by a space, for servers would take them
-                for the prompt's own.
-            ledger: notes what it costs, and why it failed.
+        One reply to messages as the API takes them, in which special tokens are broken by a space: servers would take
+        them for the prompt's own. The ledger notes what it costs, and why it failed.
 
         Raises:
             ItemFailed: the server refuses this request, or does not answer it well.
@@ -103,7 +98,7 @@ class Endpoint:
         """
         request: dict[str, Any] = {
             "model": self.model,
-            "messages": [_as_text(message) for message in messages],
+            "messages": [{**message, "content": _as_text(message["content"])} for message in messages],
             "max_tokens": max_tokens,
             "seed": seed,
             "temperature": self.temperature,

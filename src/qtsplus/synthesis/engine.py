@@ -99,11 +99,6 @@ def run_job(job: Job, out: Path, concurrency: int = 64, limit: int | None = None
 
     Memory hardly grows with the input. The files of a run are written when all its items are finished: `<name>.jsonl`,
     which is returned, `dropped.jsonl` and `failed.jsonl` in the input's order, and `summary.json` with all costs.
-
-    Raises:
-        ValueError: the folder cannot be written, holds files that no run has made or a run with other settings, or
-            another process works in it; what `job` raises.
-        RunFailed: one item after another fails, every item failed, or the disk is full.
     """
     folder = check_folder(out)
     files = [folder / name for name in (f"{job.name}.jsonl", "dropped.jsonl", "failed.jsonl", "summary.json")]
@@ -117,14 +112,14 @@ def run_job(job: Job, out: Path, concurrency: int = 64, limit: int | None = None
         raise ValueError("The input holds no record.")
     settings = {"step": job.name, "input": digest.hexdigest()[:16], "items": items, **job.settings}
     with _working_in(folder):
-        journal = Journal(folder / JOURNAL, settings, _SCHEMA, begin_anew=False)
+        journal = Journal(folder / JOURNAL, settings, _SCHEMA)
         asyncio.run(_finish_all(job, journal, items if limit is None else min(items, limit), concurrency))
         return _write_sets(files, journal)
 
 
 async def _finish_all(job: Job, journal: Journal, total: int, concurrency: int) -> None:
     """Workers take items from one iterator, so that no more than `concurrency` of them are in memory."""
-    finished = {position for position, entry in _entries(journal) if not entry["failed"]}
+    finished = {position for position, entry in journal.done.items() if not entry["failed"]}
     records = enumerate(itertools.islice(job.read(), total))
     items = (Item(at, record.id or f"{at:08d}", record) for at, record in records if at not in finished)
     console, patience, in_a_row = Console(stderr=True), max(20, 2 * concurrency), 0
@@ -160,18 +155,12 @@ async def _finish_all(job: Job, journal: Journal, total: int, concurrency: int) 
                 await asyncio.gather(*workers, return_exceptions=True)
 
 
-def _entries(journal: Journal) -> Iterator[tuple[int, Attempt]]:
-    """All items that were tried by position, one at a time."""
-    for position in sorted(journal.done):
-        yield position, journal.done[position]
-
-
 def _write_sets(files: Sequence[Path], journal: Journal) -> Path:
-    """Writes what a journal holds, in the input's order; see [`run`]. Where all items failed, no set is written."""
+    """Writes what a journal holds, in the input's order; see [`run_job`]. Where all items failed, no set is written."""
     kept, dropped, failed, summary = files
     reasons = []
     with whole_file(failed) as file:
-        for _, entry in _entries(journal):
+        for entry in map(journal.done.__getitem__, sorted(journal.done)):
             if entry["failed"]:
                 file.write(json.dumps({"id": entry["id"], "reasons": entry["reasons"]}) + "\n")
                 reasons.append(entry["reasons"][-1])
@@ -183,7 +172,7 @@ def _write_sets(files: Sequence[Path], journal: Journal) -> Path:
     counts: Counter[str] = Counter(dict.fromkeys(("finished", "kept", "dropped", *COSTS), 0))
     causes: Counter[str] = Counter()
     with whole_file(kept) as good, whole_file(dropped) as bad:
-        for _, entry in _entries(journal):
+        for entry in map(journal.done.__getitem__, sorted(journal.done)):
             counts.update(entry["costs"], finished=1, kept=len(entry["kept"]), dropped=len(entry["dropped"]))
             good.writelines(json.dumps(row) + "\n" for row in entry["kept"])
             bad.writelines(json.dumps(row) + "\n" for row in entry["dropped"])

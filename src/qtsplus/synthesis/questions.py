@@ -189,16 +189,9 @@ def to_choice(draft: Draft, item: Item, number: int) -> Choice:
     answer = letters[place % len(LETTERS)]
     others = iter(random.Random(f"{item.id} {number}").sample(draft.distractors, len(draft.distractors)))
     options = {letter: draft.answer if letter == answer else next(others) for letter in LETTERS}
-    return Choice.model_validate(
-        {
-            "vision_id": caption.vision_id,
-            "id": f"{item.id}-{number}",
-            "fps": caption.fps,
-            "options": options,
-            "answer": answer,
-            **draft.model_dump(include={"question", "type", "difficulty", "rationale", "evidence"}),
-        }
-    )
+    shared = {"vision_id": caption.vision_id, "id": f"{item.id}-{number}", "fps": caption.fps}
+    drafted = draft.model_dump(exclude={"answer", "distractors"})
+    return Choice.model_validate({**shared, **drafted, "options": options, "answer": answer})
 
 
 def _plain(text: str) -> str:

@@ -74,17 +74,18 @@ class VideoTeacher:
     def _read(self, video: str) -> list[Part]:
         frames = spread_frames(video, self.frames)
         title = f"These are {len(frames)} frames of a video in their order, evenly spread over it."
-        urls = [_data_url(frame) for frame in frames]
-        return [{"type": "text", "text": title}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+        parts: list[Part] = [{"type": "text", "text": title}]
+        for frame in frames:
+            image, data = Image.fromarray(frame), io.BytesIO()
+            image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+            image.save(data, "JPEG", quality=90)
+            url = f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        return parts
 
 
 def spread_frames(video: str, count: int) -> np.ndarray:
-    """
-    Up to `count` frames of a file, an address or a folder of frames, evenly spread, `[T, H, W, 3]` uint8 RGB.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Up to `count` frames of a file, an address or a folder of frames, evenly spread, `[T, H, W, 3]` uint8 RGB."""
 
     def choose(total: int, rate: float) -> np.ndarray:
         return choose_frames(total, rate, num_frames=count, temporal_patch_size=1)
@@ -93,14 +94,6 @@ def spread_frames(video: str, count: int) -> np.ndarray:
         paths = image_paths(video)
         return load_frames([paths[index] for index in choose(len(paths), 1.0)])
     return read_video(video, choose)[0]
-
-
-def _data_url(frame: np.ndarray) -> str:
-    image = Image.fromarray(frame)
-    image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-    data = io.BytesIO()
-    image.save(data, "JPEG", quality=90)
-    return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 async def screen(teacher: VideoTeacher, item: Item, ledger: Ledger) -> Result:

@@ -1,7 +1,7 @@
 """Arguments of [`QTSplusTrainer`]."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
@@ -48,49 +48,45 @@ class QTSplusTrainingArguments(TrainingArguments):
     > What is trained
 
     Args:
-        freeze_selector (`bool`, defaults to `False`): keep the selector as it is, to train a base model.
-        freeze_scores (`bool`, defaults to `False`): keep what scores the tokens; the budget and the re-encoder learn.
-        freeze_language_model (`bool`, defaults to `True`): `True` is QTSplus-3B, `False` is QTSplus-3B-FT. The token
-            embeddings and the output head belong to the language model.
-        freeze_vision_model (`bool`, defaults to `True`): the vision tower with its merger.
-        lora_rank (`int`, defaults to 0): above 0, adapters of this rank on the frozen language model.
-        lora_alpha (`float`, defaults to 32): scale of the adapters, `lora_alpha / lora_rank`.
-        lora_dropout (`float`, defaults to 0): dropout in front of the adapters.
+        freeze_selector: keep the selector as it is, to train a base model.
+        freeze_scores: keep what scores the tokens; the budget and the re-encoder learn.
+        freeze_language_model: `True` is QTSplus-3B, `False` is QTSplus-3B-FT. The token embeddings and the output head
+            belong to the language model.
+        freeze_vision_model: the vision tower with its merger.
+        lora_rank: above 0, adapters of this rank on the frozen language model.
+        lora_alpha: scale of the adapters, `lora_alpha / lora_rank`.
+        lora_dropout: dropout in front of the adapters.
 
     > Learning rates; `learning_rate` is the selector's, and that of every part that names none
 
-        language_model_learning_rate (`float`, *optional*): of the language model or its adapters.
-        vision_learning_rate (`float`, *optional*): of the vision tower.
+        language_model_learning_rate: of the language model or its adapters.
+        vision_learning_rate: of the vision tower.
 
     > The objective; its weights stand in the model's `qtsplus_config`
 
-        sft_loss (`str`, defaults to `"token_mean"`): `"token_mean"` is the mean over all supervised tokens of an
-            optimizer step. `"sum_of_sources"` is the paper's `L_mcq + L_vqa`: the means over each source's tokens,
-            added.
-        dual_learning_rate (`float`, defaults to 0.1): with a `target_n`, the step of the ascent on the dual variable
-            alpha, relative: a budget that is exceeded by 100% raises `alpha * target_n` by this much per step.
-        dual_damping (`float`, defaults to 2): what the last step's relative excess adds to `alpha * target_n`. Ascent
-            alone (0) swings around its target for as long as a short training lasts.
-
-        retention_range (`list[float]`, *optional*): lowest and highest fraction of the visual tokens. In a share of the
-            steps the fraction is drawn from here, evenly on a logarithmic scale, instead of predicted, so that the
-            model also serves whoever asks for a `retention`.
-        retention_share (`float`, defaults to 0.5): that share; the prediction learns in the other steps.
+        sft_loss: `"token_mean"` is the mean over all supervised tokens of an optimizer step. `"sum_of_sources"` is the
+            paper's `L_mcq + L_vqa`: the means over each source's tokens, added.
+        dual_learning_rate: with a `target_n`, the step of the ascent on the dual variable alpha, relative: a budget
+            that is exceeded by 100% raises `alpha * target_n` by this much per step.
+        dual_damping: what the last step's relative excess adds to `alpha * target_n`. Ascent alone (0) swings around
+            its target for as long as a short training lasts.
+        retention_range: lowest and highest fraction of the visual tokens. In a share of the steps the fraction is drawn
+            from here, evenly on a logarithmic scale, instead of predicted, so that the model also serves whoever asks
+            for a `retention`.
+        retention_share: that share; the prediction learns in the other steps.
 
     > Distillation from a teacher's attention
 
-        relevance_weight (`float`, defaults to 0): weight of the divergence between the selector's scores and what the
-            teacher (the model itself, if the recipe names no `relevance_teacher`), with all visual tokens, attends to
-            while it answers. The scores then need no gradient of the gate: set `gate` of `qtsplus_config` to
-            `"detached"`.
-        relevance_layers (`list[int]`, *optional*): the layers of the language model whose attention is summed, counted
-            from 0; all if absent.
-        relevance_heads (`list[tuple[int, int]]`, *optional*): (layer, head) pairs in place of whole layers;
-            `qtsplus calibrate` finds those that look at what an answer rests on.
+        relevance_weight: weight of the divergence between the selector's scores and what the teacher (the model itself,
+            if the recipe names no `relevance_teacher`), with all visual tokens, attends to while it answers. The scores
+            then need no gradient of the gate: set `gate` of `qtsplus_config` to `"detached"`.
+        relevance_layers: the layers of the language model whose attention is summed, counted from 0; all if absent.
+        relevance_heads: (layer, head) pairs in place of whole layers; `qtsplus calibrate` finds those that look at what
+            an answer rests on.
 
     > Records that cannot be used
 
-        max_skipped (`float`, defaults to 0.1): the share of the records that may be skipped before the run stops.
+        max_skipped: the share of the records that may be skipped before the run stops.
 
     Raises:
         ValueError: arguments that exclude each other or are out of range.
@@ -98,30 +94,33 @@ class QTSplusTrainingArguments(TrainingArguments):
 
     __pydantic_config__ = STRICT
 
-    freeze_selector: bool = field(default=False)
-    freeze_scores: bool = field(default=False)
-    freeze_language_model: bool = field(default=True)
-    freeze_vision_model: bool = field(default=True)
-    lora_rank: int = field(default=0)
-    lora_alpha: float = field(default=32.0)
-    lora_dropout: float = field(default=0.0)
-    language_model_learning_rate: float | None = field(default=None)
-    vision_learning_rate: float | None = field(default=None)
-    sft_loss: str = field(default="token_mean", metadata={"choices": SFT_LOSSES})
-    dual_learning_rate: float = field(default=0.1)
-    dual_damping: float = field(default=2.0)
-    retention_range: list[float] | None = field(default=None)
-    retention_share: float = field(default=0.5)
-    relevance_weight: float = field(default=0.0)
-    relevance_layers: list[int] | None = field(default=None)
-    relevance_heads: list[tuple[int, int]] | None = field(default=None)
-    max_skipped: float = field(default=0.1)
+    freeze_selector: bool = False
+    freeze_scores: bool = False
+    freeze_language_model: bool = True
+    freeze_vision_model: bool = True
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.0
+    language_model_learning_rate: float | None = None
+    vision_learning_rate: float | None = None
+    sft_loss: str = "token_mean"
+    dual_learning_rate: float = 0.1
+    dual_damping: float = 2.0
+    retention_range: list[float] | None = None
+    retention_share: float = 0.5
+    relevance_weight: float = 0.0
+    relevance_layers: list[int] | None = None
+    relevance_heads: list[tuple[int, int]] | None = None
+    max_skipped: float = 0.1
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
-    remove_unused_columns: bool = field(default=False)
+    remove_unused_columns: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_ranges()
+        for names, holds, expected in _RANGES:
+            for name in names:
+                if (value := getattr(self, name)) is not None and not holds(value):
+                    raise ValueError(f"{name}={value!r}: expected {expected}.")
         self._check_effects()
         if self.sft_loss not in SFT_LOSSES:
             raise ValueError(f"sft_loss={self.sft_loss!r}: expected one of {SFT_LOSSES}.")
@@ -135,9 +134,6 @@ class QTSplusTrainingArguments(TrainingArguments):
                 "lora_rank trains adapters on a frozen language model, and the selector: leave "
                 "freeze_language_model and freeze_vision_model true, freeze_selector and freeze_scores false."
             )
-        self._check_relevance()
-
-    def _check_relevance(self) -> None:
         if self.relevance_weight and (self.freeze_selector or self.freeze_scores):
             raise ValueError("relevance_weight teaches the scores: leave freeze_selector and freeze_scores false.")
         layers, heads = self.relevance_layers, self.relevance_heads
@@ -172,10 +168,3 @@ class QTSplusTrainingArguments(TrainingArguments):
         missing = sorted(set(self.report_to or ()) - set(get_available_reporting_integrations()))
         if missing:
             raise ValueError(f"report_to names {missing[0]}, which is not installed or not known.")
-
-    def _check_ranges(self) -> None:
-        for names, holds, expected in _RANGES:
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not holds(value):
-                    raise ValueError(f"{name}={value!r}: expected {expected}.")

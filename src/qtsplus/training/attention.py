@@ -34,20 +34,12 @@ REST = 1e-6  # the least share that is told from none, in float32
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """
-    Which attention of a language model is a target.
-
-    Args:
-        positions: `"answer"` looks from the positions that predict the answer, `"prompt"` from where
-            `selection="lm_attention"` looks, which knows no answer.
-        grouped: read groups of frames, through the layers up to `attention_layer` of `qtsplus_config`, with its heads;
-            for videos of any length.
-    """
+    """Which attention of a language model is a target."""
 
     layers: tuple[int, ...] | None = None  # whose attention is summed over all heads, counted from 0; all if `None`
     heads: tuple[tuple[int, int], ...] | None = None  # (layer, head) pairs, in place of whole layers
-    positions: str = "answer"
-    grouped: bool = False
+    positions: str = "answer"  # looks from those that predict the answer; "prompt" from where `lm_attention` looks
+    grouped: bool = False  # read groups of frames, through the layers up to `attention_layer`, with its heads
 
     @classmethod
     def of(cls, args: QTSplusTrainingArguments, grouped: bool = False) -> "AttentionChoice":
@@ -93,18 +85,12 @@ def answer_attention(
     model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, choice: AttentionChoice = EVERY_LAYER
 ) -> list[torch.Tensor]:
     """
-    How the model with all visual tokens shares its attention out among them while it answers.
+    How a model in evaluation mode, with all visual tokens, shares its attention out among them while it answers: per
+    row `[M_b]` float32, empty in rows without visual tokens or without an answer.
 
     The mean over positions, heads and layers of the softmax over all that a position sees; of it the visual tokens'
-    part, so that it sums to what the text leaves. A row with earlier turns counts only its last answer.
-
-    Args:
-        model: a QTSplus model, or a `PeftModel` of one; put into evaluation mode for as long.
-        inputs: the model's, with `input_ids` `[B, S]`.
-        labels: `[B, S]` of the full prompt.
-
-    Returns:
-        per row `[M_b]` float32, empty in rows without visual tokens or without an answer.
+    part, so that it sums to what the text leaves. A row with earlier turns counts only its last answer, by `labels`
+    `[B, S]` of the full prompt.
     """
     if choice.grouped:
         return _grouped_attention(model, inputs, labels, choice)
@@ -133,15 +119,9 @@ def relevance_divergences(
     log_relevance: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], null_token: bool = False
 ) -> torch.Tensor:
     """
-    `KL(target || softmax(log r))` of each row that has a target, `[rows with a target]`.
-
-    Args:
-        log_relevance, targets: per row `[M_b]` float32; a target sums to at most 1, or is empty.
-        null_token: whether what a target lacks to 1 is taught too, to what r lacks to 1, in place of making both sum
-            to 1.
-
-    Raises:
-        ValueError: a target for other visual tokens than were scored.
+    `KL(target || softmax(log r))` of each row `[M_b]` that has a target, `[rows with a target]`; a `ValueError` for one
+    of other visual tokens than were scored. A target sums to at most 1, or is empty. With a `null_token`, what it lacks
+    to 1 is taught too, to what r lacks to 1, in place of making both sum to 1.
     """
     divergences = []
     for row, (scores, target) in enumerate(zip(log_relevance, targets, strict=True)):
@@ -214,8 +194,8 @@ class _Row:
         # Layers may lie on several devices.
         columns, places, visual = (part.to(keys.device) for part in (self.columns, self.places, self.visual))
         if heads is not None:
-            share = len(queries) // len(keys)
-            queries, keys = queries[heads], keys[[head // share for head in heads]]
+            keys = keys[[head * len(keys) // len(queries) for head in heads]]
+            queries = queries[heads]
         shares = attention_to_tokens(queries[:, columns[places]], keys[:, columns], places, visual, scaling, window)
         shares = shares.to(self.visual.device)
         self.attention = shares.sum(0) if self.attention is None else self.attention + shares.sum(0)
@@ -238,14 +218,9 @@ def attention_to_tokens(
     window: int | None = None,
 ) -> torch.Tensor:
     """
-    Causal attention from some places of a sequence to some of its tokens, `[heads, M]`: the mean over the places.
-
-    Args:
-        queries: `[heads, n, head_dim]` of the `places` `[n]`.
-        keys: `[kv_heads, S, head_dim]` of the whole sequence.
-        tokens: `[M]`, where the tokens stand.
-        scaling: of the scores.
-        window: how many tokens a place sees, itself included; all before it if `None`.
+    Causal attention to some `tokens` `[M]` of a sequence, with keys `[kv_heads, S, head_dim]`, from some of its
+    `places` `[n]`, with queries `[heads, n, head_dim]`: `[heads, M]`, the mean over the places. Each sees a `window` of
+    tokens, itself included; all before it if `None`.
     """
     (heads, count, _), length = queries.shape, keys.shape[1]
     precise = torch.promote_types(queries.dtype, torch.float32)

@@ -15,12 +15,7 @@ CHEAPEST = 1e-5  # nats a token: the largest budget costs less than a wrong word
 
 
 class RunningMeans:
-    """
-    Sums and weights by name, kept on the device until they are asked for.
-
-    Args:
-        names: of everything that may be added. Fixed, so that every process reduces the same tensor.
-    """
+    """Sums and weights by name, kept on the device. The names are fixed: every process reduces the same tensor."""
 
     def __init__(self, names: tuple[str, ...], device: torch.device):
         self.names = names
@@ -42,18 +37,15 @@ class RunningMeans:
 
 class RhoControl:
     """
-    The penalties on rho, the running mean of rho and the dual variable; see [`QTSplusTrainer`].
-
-    Args:
-        running: what is logged, in evaluation (`False`) and in training (`True`).
+    The penalties on rho, the running mean of rho and the dual variable; see [`QTSplusTrainer`]. `running` is what is
+    logged, in evaluation (`False`) and in training (`True`).
     """
 
     def __init__(self, selector: Any, args: QTSplusTrainingArguments, running: Mapping[bool, RunningMeans]):
         self.selector, self.args, self.running = selector, args, running
         self.alpha, self.excess = 0.0, 0.0
         # Sums over the current step: rho (in the units of rho_history), samples, and tokens asked for
-        self._step_rho = torch.zeros(2, dtype=torch.int64, device=args.device)
-        self._step_n = torch.zeros((), dtype=torch.int64, device=args.device)
+        self._step = torch.zeros(3, dtype=torch.int64, device=args.device)
         self.start_step()
 
     def start_step(self) -> None:
@@ -63,10 +55,8 @@ class RhoControl:
     def price(self) -> dict[str, float]:
         """By its name what holds the mean count at `target_n`."""
         config = self.selector.config
-        fields = {"loss": "token_price", "mass": "relevance_mass"}
-        if config.budget in fields:
-            return {fields[config.budget]: getattr(config, fields[config.budget])}
-        return {"alpha": self.alpha}
+        name = {"loss": "token_price", "mass": "relevance_mass"}.get(config.budget)
+        return {"alpha": self.alpha} if name is None else {name: getattr(config, name)}
 
     def set_price(self, state: Mapping[str, Any]) -> None:
         """As [`RhoControl.price`] gave it."""
@@ -75,12 +65,11 @@ class RhoControl:
 
     def loss(self, qtsplus: Any, samples: torch.Tensor, training: bool, asked: bool = True) -> torch.Tensor | float:
         """
-        This micro-batch's part of the terms.
+        This micro-batch's part of the terms; without `training` they are only logged.
 
         Args:
             qtsplus: the selector's output; `None` in batches of text.
             samples: `[]`, those of the whole step with visual tokens.
-            training: whether they count, or are only logged.
             asked: whether the model chose its budget, and not the call.
         """
         if qtsplus is None:
@@ -97,55 +86,42 @@ class RhoControl:
             rho.device
         )
         running = self.running[training]
-        for name, values in (
-            ("rho", rho),
-            ("n", kept),
-            ("n_soft", soft_n),
-            ("kept_fraction", kept / num_tokens),
-            ("hard_over_soft", kept / soft_n),
-            ("visual_tokens", num_tokens),
-        ):
+        logged = {"rho": rho, "n": kept, "n_soft": soft_n, "visual_tokens": num_tokens}
+        logged |= {"kept_fraction": kept / num_tokens, "hard_over_soft": kept / soft_n}
+        for name, values in logged.items():
             running.add(name, values.sum(), count)
         asked &= rho.requires_grad or (config.budget != "rho" and config.selection == "qtsplus")
         if not training or asked:
             running.add("n_asked", counts.sum(), count)  # by the model itself
         if training and asked:
-            self._step_rho += torch.stack([(rho.detach().double() * 2.0**32).round().long().sum(), count])
-            self._step_n += counts.sum()
+            self._step += torch.stack([(rho.detach().double() * 2.0**32).round().long().sum(), count, counts.sum()])
         if not training or not rho.requires_grad:
             return 0.0  # there is no rho to learn where everything is kept
 
-        loss_s = (config.lambda_s * (rho - self._prior(rho)).pow(2)).sum()
-        for name, total in (
-            ("loss_t", qtsplus.loss_t * count),
-            ("loss_m", qtsplus.loss_m * count),
-            ("loss_s", loss_s),
-            ("threshold", qtsplus.threshold[with_vision].sum()),
-        ):
-            running.add(name, total, count)
-        total = (qtsplus.loss_t + qtsplus.loss_m) * count + loss_s
+        prior, (total, seen) = config.rho_prior, self._rho_history  # fixed, or the running mean over all earlier steps
+        if prior is None:
+            prior = (total / seen / 2.0**32).float() if seen > 0 else rho.detach()
+        loss_s = (config.lambda_s * (rho - prior).pow(2)).sum()
+        terms = {"loss_t": qtsplus.loss_t * count, "loss_m": qtsplus.loss_m * count, "loss_s": loss_s}
+        for name, term in {**terms, "threshold": qtsplus.threshold[with_vision].sum()}.items():
+            running.add(name, term, count)
+        total = sum(terms.values())
         if config.target_n is not None:
             damping = self.args.dual_damping * self.excess / config.target_n
             total = total + (self.alpha + damping) * (soft_n - config.target_n).sum()
         return total / samples.clamp(min=1)
 
-    def _prior(self, rho: torch.Tensor) -> torch.Tensor | float:
-        """rho_bar: fixed, or the running mean over all earlier steps; rho itself while there are none."""
-        if self.selector.config.rho_prior is not None:
-            return self.selector.config.rho_prior
-        total, count = self._rho_history
-        return (total / count / 2.0**32).float() if count > 0 else rho.detach()
-
     def finish_step(self, sum_over_processes: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Moves the running mean of rho and the dual variable by what all processes saw in this optimizer step."""
         config = self.selector.config
-        rho, n = sum_over_processes(self._step_rho), sum_over_processes(self._step_n)
+        step = sum_over_processes(self._step)
+        _, samples, n = step
         if config.rho_prior is None:
-            self.selector.rho_history.copy_(self._rho_history + rho)
+            self.selector.rho_history.copy_(self._rho_history + step[:2])
         target = config.target_n
-        if target is not None and rho[1] > 0:
+        if target is not None and samples > 0:
             # A start far above the target must not wind alpha up further than one far below could unwind it.
-            self.excess = min(float(n / rho[1]) / target - 1, 1.0)
+            self.excess = min(float(n / samples) / target - 1, 1.0)
             move = self.args.dual_learning_rate * self.excess
             if config.budget == "loss":
                 # Where the bounds forbid the target it would run away; no token is worth more than an answer can lose.
@@ -155,8 +131,7 @@ class RhoControl:
                 config.relevance_mass = odds / (1 + odds)
             else:
                 self.alpha = max(0.0, self.alpha + move / target)
-        self._step_rho.zero_()
-        self._step_n.zero_()
+        self._step.zero_()
 
 
 def most_tokens(totals: Sequence[int], config: Any) -> torch.Tensor:
@@ -166,13 +141,9 @@ def most_tokens(totals: Sequence[int], config: Any) -> torch.Tensor:
 
 def loss_differences(predicted: torch.Tensor, measured: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
     """
-    How far off predicted losses are, of each row the mean over its counts: `[rows with visual tokens]` (smooth L1).
-
-    Args:
-        predicted: `[B, K]`, see `QTSplusLossHead`.
-        measured: `[B, K]`, the cross-entropy of the answer with 1, 2, 4, ... tokens. What is lost is lost against the
-            largest count that the row allows, and counts up to [`LOST`].
-        most: `[B]`, as [`most_tokens`] gives it.
+    How far off losses `[B, K]` are that a `QTSplusLossHead` predicts, of each row the mean over its counts: `[rows with
+    visual tokens]` (smooth L1). `measured` `[B, K]` is the cross-entropy of the answer with 1, 2, 4, ... tokens. What
+    is lost is lost against the largest count that the row allows, by `most` `[B]`, and counts up to [`LOST`].
     """
     within = 2 ** torch.arange(measured.shape[1], device=most.device) <= most[:, None]
     excess = measured - measured.gather(1, within.sum(1, keepdim=True) - 1)

@@ -9,8 +9,6 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.records import SOURCES
 from .dataset import IGNORED, SkippedRecord
 
-_PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-
 
 class VideoQACollator:
     """
@@ -38,34 +36,28 @@ class VideoQACollator:
             a target (empty for the others); `source_ids` `[B]`, indices into [`SOURCES`]; and `skipped`, a list of
             [`SkippedRecord`].
         """
-        skipped = [example for example in examples if isinstance(example, SkippedRecord)]
         rows = [example for example in examples if not isinstance(example, SkippedRecord)] or [self._blank]
-        lengths = [torch.ones_like(row["input_ids"]) for row in rows]
         batch: dict[str, Any] = {
-            "input_ids": self._pad([row["input_ids"] for row in rows], self.pad_token_id),
-            "attention_mask": self._pad(lengths, 0),
+            "skipped": [example for example in examples if isinstance(example, SkippedRecord)],
+            "source_ids": torch.tensor([SOURCES.index(row["source"]) for row in rows]),
             "labels": self._pad([row["labels"] for row in rows], IGNORED),
             "query_mask": self._pad([row["query_mask"] for row in rows], 0),
-            "source_ids": torch.tensor([SOURCES.index(row["source"]) for row in rows]),
+            **self._pad_ids("", [row["input_ids"] for row in rows]),
         }
         if any("query_input_ids" in row for row in rows):
-            queries = [
-                row["query_input_ids"] if "query_input_ids" in row else row["input_ids"][row["query_mask"].bool()]
-                for row in rows
-            ]
-            batch["query_input_ids"] = self._pad(queries, self.pad_token_id)
-            batch["query_attention_mask"] = self._pad([torch.ones_like(query) for query in queries], 0)
-        for name in _PIXELS:
-            parts = [row[name] for row in rows if name in row]
-            if parts:
-                batch[name] = torch.cat(parts)
-        features = [row["video_features"] for row in rows if "video_features" in row]
-        if features:
-            batch["video_features"] = features
+            own = [row.get("query_input_ids", row["input_ids"][row["query_mask"].bool()]) for row in rows]
+            batch |= self._pad_ids("query_", own)
+        for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_features"):
+            if parts := [row[name] for row in rows if name in row]:
+                batch[name] = parts if name == "video_features" else torch.cat(parts)
         if any("attention" in row for row in rows):
             batch["attention"] = [row.get("attention", torch.zeros(0)) for row in rows]
-        batch["skipped"] = skipped
         return batch
+
+    def _pad_ids(self, prefix: str, rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        masks = [torch.ones_like(row) for row in rows]
+        ids = self._pad(rows, self.pad_token_id)
+        return {f"{prefix}input_ids": ids, f"{prefix}attention_mask": self._pad(masks, 0)}
 
     @staticmethod
     def _pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:

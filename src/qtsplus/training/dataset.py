@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..data.formats import read_records
 from ..data.media import media_problem
 from ..data.records import VideoRecord
 from ..settings import show
-from .features import AttentionTargets, VideoFeatures
+from .features import AttentionTargets, VideoFeatures, read_tensors
 
 IGNORED = -100
 SAID = 3  # reasons for skipping that are said; a file has all
@@ -76,8 +77,6 @@ class VideoQADataset(Dataset):
     Videos are decoded when an item is asked for, which is in the DataLoader's workers.
 
     Args:
-        records: see [`VideoRecord`].
-        processor: the model's.
         model_max_length: most text tokens of an example, prompt and answer; placeholders of visual tokens do not count,
             since most of them never reach the language model. What is longer is cut at its end.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
@@ -123,12 +122,6 @@ class VideoQADataset(Dataset):
         """What a teacher of attention reads before training; a subclass may have it read others."""
         return self.records
 
-    def require_videos(self, most: float) -> None:
-        """Raises `ValueError` if the share of the records whose video is not there exceeds `most`; opens none."""
-        names = (record.video for record in self.records if record.video is not None)
-        missing = [name for name in names if "://" not in name and not os.path.exists(name)]
-        check_skipped(len(missing), len(self.records), most, [f"there is no video at {name!r}" for name in missing])
-
     def __getitem__(self, index: int) -> dict[str, Any] | SkippedRecord:
         """See [`example`](VideoQADataset.example)."""
         return self.example(self.records[index])
@@ -160,7 +153,8 @@ class VideoQADataset(Dataset):
             "query_mask": torch.cat([inputs.pop("query_mask")[0], torch.zeros_like(target)]),
         }
         if self.model_max_length is not None:
-            length = self._length(example["input_ids"], self.model_max_length)
+            text_tokens = (~torch.isin(example["input_ids"], self.placeholders)).cumsum(0)
+            length = int((text_tokens <= self.model_max_length).sum())
             if length <= len(prompt):
                 reason = f"its prompt leaves no room for an answer within {self.model_max_length} text tokens"
                 return SkippedRecord(skipped_name(record), reason)
@@ -171,16 +165,16 @@ class VideoQADataset(Dataset):
             if name in inputs:
                 example[name] = torch.as_tensor(inputs[name])
         if self.targets is not None and record.video is not None:
-            attention = self.targets.load(record, example["input_ids"], example["labels"])
-            example |= {} if attention is None else {"attention": attention}
+            path = self.targets.file(record, example["input_ids"], example["labels"])
+            example |= read_tensors(path, {"attention": 1}) or {}
         return {**example, "source": record.source}
 
     def _process(self, record: VideoRecord) -> dict[str, Any]:
-        messages: list[Any] = []
-        for question, answer in record.earlier:
-            messages.append({"role": "user", "content": [{"type": "text", "text": question}]})
-            messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-        messages.append({"role": "user", "content": [{"type": "text", "text": record.question}]})
+        texts = [*chain.from_iterable(record.earlier), record.question]
+        messages: list[Any] = [
+            {"role": role, "content": [{"type": "text", "text": text}]}
+            for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
+        ]
         videos: dict[str, Any] = {}
         if record.video is not None:
             messages[0]["content"].insert(0, {"type": "video"})
@@ -197,16 +191,9 @@ class VideoQADataset(Dataset):
         """Labels `[S]` of a prompt: its answers with the tokens that end them; the last header has no answer yet."""
         labels = torch.full_like(prompt, IGNORED)
         header = self.answer_header
-        opens = (prompt.unfold(0, len(header), 1) == header).all(-1).nonzero()[:, 0].tolist()
+        opens = (prompt.unfold(0, len(header), 1) == header).all(-1).nonzero()[:, 0] + len(header)
         ends = (prompt == self.end_of_turn).nonzero()[:, 0]
-        for start in opens:
-            start += len(header)
-            stops = ends[ends >= start]
-            if len(stops):
-                labels[start : int(stops[0]) + 1] = prompt[start : int(stops[0]) + 1]
+        for start in opens.tolist():
+            for stop in ends[ends >= start][:1].tolist():
+                labels[start : stop + 1] = prompt[start : stop + 1]
         return labels
-
-    def _length(self, input_ids: torch.Tensor, limit: int) -> int:
-        """How many tokens to keep so that at most `limit` of them are text."""
-        text_tokens = (~torch.isin(input_ids, self.placeholders)).cumsum(0)
-        return int((text_tokens <= limit).sum())

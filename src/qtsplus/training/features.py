@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers.utils import logging
 
 from ..data.records import VideoRecord
@@ -65,11 +66,6 @@ class AttentionTargets:
             digest.update(ids.numpy().tobytes())
         return self.folder / f"{digest.hexdigest()[:32]}.safetensors"
 
-    def load(self, record: VideoRecord, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
-        """A target; `None` where there is none yet."""
-        tensors = read_tensors(self.file(record, input_ids, labels), {"attention": 1})
-        return None if tensors is None else tensors["attention"]
-
 
 def encode_files(
     model: Any,
@@ -84,7 +80,6 @@ def encode_files(
     Encodes what `folder` does not hold yet; every process of a distributed run takes its share.
 
     Args:
-        model, processor: the model's vision tower is used where it is.
         videos: files, addresses or folders of frames, each with the `fps` of its record. What cannot be read is left
             out.
         folder: one that may be shared by runs; features of another vision tower are never mistaken for this one's.
@@ -92,60 +87,49 @@ def encode_files(
         autocast_dtype: encode as mixed-precision training would.
         workers: processes that decode.
     """
+    kwargs, tower = dict(processor_kwargs or {}), vision_modules(model)
     reading = {name: value for name, value in processor.video_processor.to_dict().items() if name not in _CLASSES}
-    settings = ["with digests", reading, dict(processor_kwargs or {}), str(autocast_dtype)]
-    features = VideoFeatures(Path(folder) / digest_of(vision_modules(model), settings))
+    settings = ["with digests", reading, kwargs, str(autocast_dtype)]
+    features = VideoFeatures(Path(folder) / digest_of(tower, settings))
     features.folder.mkdir(parents=True, exist_ok=True)
-    state = PartialState()
+    state, console = PartialState(), Console(stderr=True)
     missing = sorted({video for video in videos if not features.file(*video).exists()}, key=str)
     state.wait_for_everyone()  # all have to share out the same list, before anybody shortens it
-    mine = missing[state.process_index :: state.num_processes]
-    decoded = DataLoader(_Decoded(mine, processor, dict(processor_kwargs or {})), batch_size=None, num_workers=workers)
-    console = Console(stderr=True)
+    mine: Any = missing[state.process_index :: state.num_processes]
+    decoded = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=partial(_decode, processor, kwargs))
     quiet = not (mine and state.is_main_process and console.is_terminal)
     bar = track(decoded, "Encoding videos", total=len(mine), disable=quiet, console=console)
-    device = next(weight.device for module in vision_modules(model).values() for weight in module.parameters())
-    expected: int | None = None
+    device = next(weight.device for module in tower.values() for weight in module.parameters())
+    space_checked = False
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
         for video, inputs in bar:
-            if inputs is not None:
-                given = inputs.pop("pixel_values_videos"), inputs["video_grid_thw"]
-                encoded = model.encode_videos(*given, device="cpu")
-                write_tensors(features.file(*video), {"video_features": encoded[0].contiguous(), **inputs})
-                if expected is None:  # what the first one takes, all do
-                    expected = features.file(*video).stat().st_size * len(missing)
-                    logger.warning(f"Encoding {len(missing)} videos takes about {size(expected)} in {features.folder}.")
-                    require_space(features.folder, expected, f"the features of {len(missing)} videos")
+            if inputs is None:
+                continue
+            encoded = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"], device="cpu")
+            write_tensors(features.file(*video), {"video_features": encoded[0].contiguous(), **inputs})
+            if not space_checked:  # what the first one takes, all do
+                expected, space_checked = features.file(*video).stat().st_size * len(missing), True
+                logger.warning(f"Encoding {len(missing)} videos takes about {size(expected)} in {features.folder}.")
+                require_space(features.folder, expected, f"the features of {len(missing)} videos")
     state.wait_for_everyone()
     return features
 
 
-class _Decoded(Dataset):
-    """Videos with their pixels, or with `None` where they cannot be read."""
-
-    def __init__(self, videos: list[tuple[str, float | None]], processor: Any, processor_kwargs: dict[str, Any]):
-        self.videos, self.processor, self.processor_kwargs = videos, processor, processor_kwargs
-
-    def __len__(self) -> int:
-        return len(self.videos)
-
-    def __getitem__(self, index: int) -> tuple[tuple[str, float | None], dict[str, torch.Tensor] | None]:
-        video, fps = self.videos[index]
-        settings = self.processor_kwargs if fps is None else {**self.processor_kwargs, "fps": fps}
-        try:
-            text = self.processor.video_token
-            inputs = self.processor(text=[text], videos=[video], return_tensors="pt", **settings)
-        except (ValueError, OSError):
-            return (video, fps), None  # the dataset finds out why, and says so
-        return (video, fps), {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
+def _decode(processor: Any, processor_kwargs: dict[str, Any], video: tuple[str, float | None]) -> tuple[Any, Any]:
+    """A video with its pixels, or with `None` where it cannot be read."""
+    name, fps = video
+    settings = processor_kwargs if fps is None else {**processor_kwargs, "fps": fps}
+    try:
+        inputs = processor(text=[processor.video_token], videos=[name], return_tensors="pt", **settings)
+    except (ValueError, OSError):
+        return video, None  # the dataset finds out why, and says so
+    return video, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
 
 
 def digest_of(modules: Mapping[str, Any], settings: Any) -> str:
     """Of the weights of some modules, by name, and of settings that JSON can hold."""
     digest = hashlib.sha256()
-    weights = {
-        f"{part}.{name}": weight for part, module in modules.items() for name, weight in module.state_dict().items()
-    }
+    weights = {f"{part}.{key}": tensor for part, one in modules.items() for key, tensor in one.state_dict().items()}
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.dtype}".encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())

@@ -8,13 +8,12 @@ from torch import nn
 from .arguments import QTSplusTrainingArguments
 from .lora import active_selector
 
-PARTS = ("selector", "language_model", "vision")
 # The vision tower and all between it and the selector, by its names in Transformers' models.
 _VISION = (".visual.", ".vision_tower.", ".multi_modal_projector.", ".image_newline")
 
 
 def part_of(parameter_name: str) -> str:
-    """The part of a model, one of [`PARTS`], that a parameter of this name belongs to."""
+    """The part of a model that a parameter of this name belongs to: "selector", "vision" or "language_model"."""
     if ".qtsplus." in parameter_name:
         return "selector"
     return "vision" if any(part in parameter_name for part in _VISION) else "language_model"

@@ -20,13 +20,8 @@ from ..settings import check_types
 
 def make_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None) -> Any:
     """
-    The configuration of a variant, a folder of `hub_configs`; without one that of weights, a folder or Hub id.
-
-    Args:
-        selector: fields of `qtsplus_config` to change.
-
-    Raises:
-        ValueError: an unknown variant, another kind of model, or a field that cannot be so.
+    The configuration of a variant, a folder of `hub_configs`; without one that of weights, a folder or Hub id. With
+    fields of `qtsplus_config` to change; a `ValueError` for one that cannot be so.
     """
     source = str(weights) if variant is None else str(require_variant(variant))
     if (kind := model_type(source)).endswith(OURS):
@@ -59,13 +54,8 @@ def make_model(
     seed: int = 0,
 ) -> Any:
     """
-    Args:
-        variant, weights, selector: as for [`make_config`]. Without weights they are random.
-        dtype, attn_implementation: as for `from_pretrained`.
-        seed: of random weights, a fresh selector's too. The global random state is left as it was.
-
-    Raises:
-        ValueError: as for [`make_config`]; weights that are not there, cut off, or do not fit the configuration.
+    The model of [`make_config`], with its weights, or with random ones; the global random state is left as it was. A
+    `ValueError` for weights that are not there, cut off, or do not fit the configuration.
     """
     config = make_config(variant, weights, selector)
     if weights is not None:

@@ -21,21 +21,14 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Plan(NamedTuple):
-    """What a run will take: bytes of disk for what it saves, and all of it for a person."""
-
-    disk: int
-    lines: list[str]
+    disk: int  # bytes of what a run saves
+    lines: list[str]  # all that it takes, for a person
 
 
 def make_plan(recipe: Recipe) -> Plan:
     """
-    What a recipe takes, from its model on the meta device.
-
-    Memory is roughly that of weights, gradients, AdamW and what a step holds beside them, without a `relevance_teacher`
-    that is another model.
-
-    Raises:
-        ValueError: weights that are not there, or settings that do not fit the model.
+    What a recipe takes, from its model on the meta device; a `ValueError` for settings that do not fit it. Memory is
+    roughly that of weights, gradients, AdamW and what a step holds beside them, without another model that teaches.
     """
     args, training, data = recipe.model, recipe.training, recipe.data
     config = make_config(args.variant, args.weights, args.selector)

@@ -84,7 +84,7 @@ class DataArguments:
 
 @dataclass
 class Recipe:
-    """A recipe, or the one of its stages that the file calls `stage`; `trainer_class` runs it."""
+    """A recipe, or the one of its stages that is called `stage`; `trainer_class` runs it."""
 
     model: ModelArguments
     data: DataArguments
@@ -105,13 +105,6 @@ class Recipe:
 
 _SECTIONS = ("model", "data", "training")
 Sections = dict[str, dict[str, Any]]
-
-
-def load_recipe(
-    path: str | os.PathLike, overrides: Sequence[str] = (), trainer_class: type[QTSplusTrainer] = QTSplusTrainer
-) -> Recipe:
-    """A recipe's only stage, or its first; see [`load_stages`]."""
-    return load_stages(path, overrides, trainer_class)[0]
 
 
 def load_stages(

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from ..data.records import VideoRecord
 from ..hub.card import card_data
 from ..output import check_folder, require_space
 from .attention import AttentionChoice
-from .dataset import VideoQADataset, check_processor_kwargs
+from .dataset import VideoQADataset, check_processor_kwargs, check_skipped, require_rates
 from .features import VideoFeatures, encode_files
 from .freezing import vision_modules
 from .models import make_config, make_model, make_processor, require_weights
@@ -34,10 +35,7 @@ _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
-    """
-    Runs the stages of a recipe one after the other, as [`run`] does, and gives the folder of the last. With `resume`
-    those that are finished are left out.
-    """
+    """Runs stages as [`run`] does, and gives the folder of the last; with `resume` finished ones are left out."""
     if not resume:
         for stage in stages:
             require_free(stage.output_dir)
@@ -115,8 +113,7 @@ def last_checkpoint(output_dir: Path) -> Path | None:
 def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     """The Trainer of a recipe; a `ValueError` for weights or records that are not there or cannot be read."""
     args, training, data, trainer_class = recipe.model, recipe.training, recipe.data, recipe.trainer_class
-    # What is quickly read is read first.
-    train, evaluation = (
+    train, evaluation = (  # what is quickly read is read first
         [record for path in files for record in trainer_class.dataset_class.read(path, data.media_root)]
         for files in (data.train_files, data.eval_files)
     )
@@ -141,7 +138,11 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         settings = str(data.features), data.processor_kwargs, mixed, training.dataloader_num_workers
         return encode_files(tower, processor, videos, *settings)
 
-    dataset(trainer_class.dataset_class, train).require_videos(training.max_skipped)
+    if data.processor_kwargs.get("fps") is None:
+        require_rates(train)
+    places = [record.video for record in train if record.video is not None and "://" not in record.video]
+    missing = [f"there is no video at {place!r}" for place in places if not os.path.exists(place)]
+    check_skipped(len(missing), len(train), training.max_skipped, missing)
     model = make_model(
         args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, seed=training.seed
     )

@@ -47,19 +47,9 @@ def choose_layers(state: Any, model: Any) -> None:
     """
     Prepares accelerate's state: FSDP wraps the language model's layers, unless its configuration names others, and does
     not round what the model gives; ZeRO-3 gathers a layer when it is called, for the batch before tells nothing.
+    A `ValueError` for a configuration that would end without a model's folder, or could not begin.
     """
     fsdp, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
-    _check_engines(fsdp, deepspeed)
-    if fsdp is not None and fsdp.transformer_cls_names_to_wrap is None:
-        fsdp.transformer_cls_names_to_wrap = [layer_class(model).__name__]
-    if fsdp is not None and fsdp.mixed_precision_policy is not None:
-        fsdp.mixed_precision_policy = replace(fsdp.mixed_precision_policy, output_dtype=None)
-    if deepspeed is not None:
-        deepspeed.deepspeed_config["zero_optimization"].setdefault("stage3_prefetch_bucket_size", 0)
-
-
-def _check_engines(fsdp: Any, deepspeed: Any) -> None:
-    """Raises `ValueError` for a configuration that would end without a model's folder, or could not begin."""
     if fsdp is not None and (
         fsdp.fsdp_version != 2 or fsdp.state_dict_type.name != "FULL_STATE_DICT" or fsdp.cpu_ram_efficient_loading
     ):
@@ -72,6 +62,12 @@ def _check_engines(fsdp: Any, deepspeed: Any) -> None:
             "accelerate's configuration of ZeRO-3: expected zero3_save_16bit_model true, as in "
             "recipes/accelerate/zero3.yaml."
         )
+    if fsdp is not None and fsdp.transformer_cls_names_to_wrap is None:
+        fsdp.transformer_cls_names_to_wrap = [layer_class(model).__name__]
+    if fsdp is not None and fsdp.mixed_precision_policy is not None:
+        fsdp.mixed_precision_policy = replace(fsdp.mixed_precision_policy, output_dtype=None)
+    if deepspeed is not None:
+        deepspeed.deepspeed_config["zero_optimization"].setdefault("stage3_prefetch_bucket_size", 0)
 
 
 def keep_gathered(model: nn.Module, layer: type[nn.Module], optimizer: Any) -> None:
@@ -84,15 +80,12 @@ def keep_gathered(model: nn.Module, layer: type[nn.Module], optimizer: Any) -> N
     for module in outside:
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(False, recurse=False)
-    kept: list[Any] = [weight for module in outside for weight in module.parameters(recurse=False)]
-    if kept and hasattr(kept[0], "ds_id"):
-        _keep_in_zero3(outside, kept, optimizer)
-
-
-def _keep_in_zero3(modules: list[nn.Module], weights: list[Any], optimizer: Any) -> None:
-    """Has ZeRO-3 keep the weights of modules, and not watch their calls, but for where a pass begins."""
+    weights: list[Any] = [weight for module in outside for weight in module.parameters(recurse=False)]
+    if not weights or not hasattr(weights[0], "ds_id"):
+        return
+    # ZeRO-3 does not watch the calls of these modules either, but for where a pass begins.
     beginning = optimizer.parameter_offload.fwd_pre_hook.id
-    for module in modules:
+    for module in outside:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
                 if key != beginning:

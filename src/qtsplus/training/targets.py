@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 from rich.console import Console
 from rich.progress import track
 
-from .attention import EVERY_LAYER, AttentionChoice, answer_attention
+from .attention import AttentionChoice, answer_attention
 from .collator import VideoQACollator
 from .dataset import SkippedRecord, VideoQADataset
 from .features import AttentionTargets, digest_of, write_tensors
@@ -22,17 +22,12 @@ def note_targets(
     dataset: VideoQADataset,
     collator: VideoQACollator,
     folder: str | os.PathLike,
-    choice: AttentionChoice = EVERY_LAYER,
-    autocast_dtype: torch.dtype | None = None,
+    choice: AttentionChoice,
+    autocast_dtype: torch.dtype | None,
 ) -> AttentionTargets:
     """
-    [`answer_attention`] of every example that `folder` does not hold yet; every process of a distributed run takes its
-    share. The dataset then gives the targets with its examples.
-
-    Args:
-        model: the teacher, used where it is.
-        dataset: with the teacher's features, whose identity is the videos'.
-        folder, autocast_dtype: as for [`encode_files`].
+    The teacher's [`answer_attention`] of every example that `folder` does not hold yet; every process of a distributed
+    run takes its share. The dataset, which has the teacher's features, then gives the targets with its examples.
     """
     assert dataset.features is not None
     selector = model.config.qtsplus_config

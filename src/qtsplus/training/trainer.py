@@ -231,15 +231,9 @@ class QTSplusTrainer(Trainer):
         self, inputs: dict[str, Any], labels: torch.Tensor
     ) -> Iterator[tuple[dict[str, Any], FurtherLosses]]:
         """
-        Where a subclass adds losses: a context around the model's pass over a micro-batch.
-
-        Args:
-            inputs: of the model, with whatever else the collator gives.
-            labels: `[B, S]`, of the full prompt.
-
-        Yields:
-            What the model gets, and what makes further losses of its outputs: by a name in `loss_names` a weight, and
-            the losses `[k]` of some samples, which in training are divided by the step's samples with visual tokens.
+        Where a subclass adds losses: a context around the pass over a micro-batch, with labels `[B, S]`. It yields what
+        the model gets, and what makes further losses of its outputs: by a name in `loss_names` a weight, and the losses
+        `[k]` of some samples, which in training are divided by the step's samples with visual tokens.
         """
         yield inputs, lambda outputs: {}
 
@@ -254,9 +248,8 @@ class QTSplusTrainer(Trainer):
 
     def _compact(self, labels: torch.Tensor, input_ids: torch.Tensor, qtsplus) -> torch.Tensor:
         """`[B, S]` labels -> `[B, S']`, of the columns that selection left."""
-        if qtsplus is None or qtsplus.columns is None:
-            return labels
-        return base_model(self.model).compact_labels(labels, input_ids, qtsplus.columns)
+        columns = None if qtsplus is None else qtsplus.columns
+        return labels if columns is None else base_model(self.model).compact_labels(labels, input_ids, columns)
 
     def _answer(self, model, inputs: Mapping[str, Any], labels: torch.Tensor, smoothing: float = 0.0):
         """The model's outputs, and of every supervised token its cross-entropy and its row."""

@@ -145,9 +145,12 @@ class Connection:
         Media.most_frames = (config.multimodal_config.media_io_kwargs or {}).get("video", {}).get("num_frames", 0)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        body = bytearray()
+        body, refusal = bytearray(), None
         try:
-            refusal = self._without_key(scope) or await self._arrive(body, receive)
+            if not is_key(Headers(scope=scope).get("authorization", ""), self.key):
+                refusal = _refusal(401, "Expected the server's key as Authorization: Bearer KEY.")
+            else:
+                refusal = await self._arrive(body, receive)
             if refusal is not None:
                 return await refusal(scope, receive, send)
             parts, asked = [{"type": "http.request", "body": bytes(body), "more_body": False}], list[str]()
@@ -159,11 +162,6 @@ class Connection:
             await self.app(scope, arrived, self._telling(asked, send))
         finally:
             self.waiting -= len(body)
-
-    def _without_key(self, scope: Any) -> JSONResponse | None:
-        if is_key(Headers(scope=scope).get("authorization", ""), self.key):
-            return None
-        return _refusal(401, "Expected the server's key as Authorization: Bearer KEY.")
 
     async def _arrive(self, body: bytearray, receive: Any) -> JSONResponse | None:
         """Fills the body of a request; returns why it is refused, if it is."""

@@ -31,13 +31,9 @@ _SCHEMA = Schema(line=Line[str, SampleAnswer])
 
 class AnswerLog:
     """
-    A folder of journals, one per process. A process adds to its own and reads all of them once, when it begins, so that
-    a run may go on with another number of processes. What failed is tried again then.
-
-    Args:
-        folder: where they are; made when it is missing. Without one nothing is kept.
-        rank: of this process.
-        settings: what an answer depends on beside the question. Answers with other settings are not found.
+    A folder of journals, one per process; without a folder nothing is kept. A process adds to its own, by its rank, and
+    reads all of them once, when it begins, so that a run may go on with another number of processes. What failed is
+    tried again then. Answers with other settings are not found.
     """
 
     def __init__(self, folder: str | os.PathLike | None, rank: int, settings: Mapping[str, Any]):
@@ -47,10 +43,10 @@ class AnswerLog:
         if folder is None:
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(Path(folder) / f"answers-{rank}.jsonl", {}, _SCHEMA, begin_anew=False)
+        self.journal = Journal(Path(folder) / f"answers-{rank}.jsonl", {}, _SCHEMA)
         for path in sorted(Path(folder).glob("answers-*.jsonl")):
-            answers = Journal(path, {}, _SCHEMA, begin_anew=False).done
-            self.found |= {key: answer for key, answer in answers.items() if answer.failed is None}
+            answers = Journal(path, {}, _SCHEMA).done.items()
+            self.found |= {key: answer for key, answer in answers if answer.failed is None}
 
     def key(self, task: str, doc_id: Any, asked: Mapping[str, Any], generation: Mapping[str, Any]) -> str:
         """What an answer is found by: another video or another wording is another question."""

@@ -14,9 +14,6 @@ class Options:
     """
     How tokens are selected, as for `generate`, and which frames are looked at and how large they are, as the processor
     has it where it is left out. `max_pixels` is for a backbone that reads frames in their own resolution.
-
-    Raises:
-        ValueError: an unknown selection, a value out of its range, or values that exclude each other.
     """
 
     selection: str | None = None
@@ -37,10 +34,6 @@ class Options:
         if self.num_frames is not None and (self.fps is not None or self.max_frames is not None):
             raise ValueError("Got num_frames with fps or max_frames; expected the number or the others.")
 
-    def call(self) -> dict[str, Any]:
-        """What concerns `generate`."""
-        return {name: getattr(self, name) for name in ("selection", "retention", "max_visual_tokens", "reencode")}
-
     def apply(self, processor: Any) -> None:
         """Sets a processor up to read every video like this."""
         video_processor = processor.video_processor
@@ -60,10 +53,7 @@ def load_evaluated(
 ) -> tuple[Any, Any, Options]:
     """
     A model, its processor and how it selects: a QTSplus model as everybody loads it, a stock model in our class, with
-    all tokens unless another selection is asked for.
-
-    Raises:
-        ValueError: a stock model is to select by a selector that it does not have.
+    all tokens unless another selection is asked for; a `ValueError` for the selector, which it does not have.
     """
     config = loading.stored_config(pretrained, revision)
     if "qtsplus_config" in config:

@@ -60,9 +60,6 @@ class QTSplus(lmms):
         device: such as `"cuda"`; with several processes on GPUs, each takes the one of its rank.
         answers: a folder that keeps every answer as it is given; what it holds is not asked again.
         options: the fields of [`Options`].
-
-    Raises:
-        ValueError: an unknown option, or a value that is out of its range.
     """
 
     is_simple = False
@@ -182,21 +179,23 @@ class QTSplus(lmms):
         messages, images = [one.messages for one in requests], [one.images for one in requests if one.images]
         some = any(request.query for request in requests)
         query = [one.query or _question(one.messages) for one in requests] if some else None
-        options = {**self.options.call(), **_generation(requests[0].generation)}
+        selecting = ("selection", "retention", "max_visual_tokens", "reencode")
+        options = {name: getattr(self.options, name) for name in selecting}
+        options |= _generation(requests[0].generation)
         new, chosen = answer(self.model, self.processor, messages, videos, query, images, **options)
         texts = self.processor.batch_decode(new, skip_special_tokens=True)
         padding = self.processor.tokenizer.pad_token_id
-        answers = {}
-        for row, (request, found) in enumerate(asked):
-            answers[request.key] = SampleAnswer(
+        return {
+            request.key: SampleAnswer(
                 text=texts[row],
                 output_tokens=int((new[row] != padding).sum()),
                 video=request.names,
-                frames=sum(len(video.metadata.frames_indices) for video in found),
+                frames=sum(video.frames for video in found),
                 visual_tokens=sum(len(video.features) for video in found),
                 kept_visual_tokens=len(chosen.kept_indices[row]) if found else 0,
             )
-        return answers
+            for row, (request, found) in enumerate(asked)
+        }
 
 
 def _batches(waiting: Mapping[str, Instance], size: int) -> list[list[str]]:
