@@ -68,7 +68,7 @@ def backbone_of(model_type: str | None) -> Backbone:
 
 
 @cache
-def register() -> None:
+def register_backbones() -> None:
     """Makes Transformers' Auto classes take these classes for our models, in the place of a folder's own code."""
     import transformers
 

@@ -194,7 +194,7 @@ def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
     """vLLM, with all questions about a video at a time."""
     from vllm import LLM, SamplingParams
 
-    from .vllm.server import key_of, read_video
+    from .vllm.server import key_of, read_frames
     from .vllm.worker import EXTENSION
 
     if not videos:
@@ -218,7 +218,7 @@ def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
     sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens, detokenize=False)
     for tasks in videos:
         try:
-            video = read_video(processor, tasks[0].place, fps=tasks[0].question.fps or asker.fps)
+            video = read_frames(processor, tasks[0].place, fps=tasks[0].question.fps or asker.fps)
         except FAILURES as error:
             yield from ((task.number, failure(error)) for task in tasks)
             continue

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from .decoding_qtsplus import ADDRESS_TIMEOUT, is_address, is_inline, parse_address, receive, shown_name
 
+ARRIVAL_SECONDS = 120.0  # in which a request over HTTP has to arrive whole
 MAX_ADDRESS = 8192  # characters of one that is fetched or of a file; a signed one has about 2,000
 # Of IPv6, what leads on to an address of IPv4: 6to4, NAT64.
 _TUNNELS = [ipaddress.ip_network(network) for network in ("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48")]

@@ -21,7 +21,7 @@ from .watching import watch
 EVERY = 5.0  # seconds of video from answer to answer
 PATIENCE = 10.0  # seconds without a frame after which a source has failed, and a file has ended
 
-Source = Annotated[str, Field(max_length=80, description="As the operator has called it.")]
+SourceName = Annotated[str, Field(max_length=80, description="As the operator has called it.")]
 Question = Annotated[str, Field(min_length=1, max_length=2000)]
 
 
@@ -69,7 +69,7 @@ class Live:
             for name in sources
         ]
 
-    async def watch_start(self, source: Source, question: Question) -> dict[str, Any]:
+    async def watch_start(self, source: SourceName, question: Question) -> dict[str, Any]:
         """Watches a source for a question. The resource watch://SOURCE is its newest answer, and tells of changes."""
         updated, loop = ResourceUpdated(uri=f"watch://{source}"), asyncio.get_running_loop()
 
@@ -87,13 +87,15 @@ class Live:
         await self.work(start)
         return self.told(source)
 
-    async def watch_ask(self, source: Source, question: Annotated[str, Field(max_length=2000)] = "") -> dict[str, Any]:
+    async def watch_ask(
+        self, source: SourceName, question: Annotated[str, Field(max_length=2000)] = ""
+    ) -> dict[str, Any]:
         """The newest answer; or that to another question, about what is remembered of the source."""
         watch = self._watch(source)
         answer = await self.work(lambda: watch.stream.ask(question)) if question else None
         return {**self.told(source), **({"answer": answer.as_dict()} if answer else {})}
 
-    async def watch_stop(self, source: Source) -> dict[str, Any]:
+    async def watch_stop(self, source: SourceName) -> dict[str, Any]:
         """Ends watching a source, and forgets what was remembered of it."""
         self._watch(source).is_stopped = True
         del self.watches[source]

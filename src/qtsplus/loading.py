@@ -12,13 +12,13 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import find_adapter_config_file
 
-from .backbones import backbone_of, register
+from .backbones import backbone_of, register_backbones
 from .hub.checkpoint import INDEX, weight_map
 from .hub.folder import read_json, reading
 from .output import first_line
 from .settings import check_path
 
-register()
+register_backbones()
 
 _PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
 _A_QUESTION: list[dict[str, Any]] = [

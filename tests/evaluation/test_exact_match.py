@@ -6,7 +6,7 @@ from PIL import Image
 from clips import write_records
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.exact_match import Outcome, exact_match, summarise
+from qtsplus.evaluation.exact_match import Outcome, exact_match, tally
 from qtsplus.training.models import make_model
 
 
@@ -43,8 +43,8 @@ def test_an_unreadable_video_is_one_wrong_answer_among_the_others(model, tiny_pr
     mixed = exact_match(model, tiny_processor, [bad, good, bad, good], progress=False)
     assert mixed[1::2] == alone
     assert all(not outcome.correct and "missing.mp4" in outcome.unreadable.name for outcome in mixed[::2])
-    summary = summarise(mixed)
-    assert summary["kept"] == summarise(alone)["kept"]
+    summary = tally(mixed)
+    assert summary["kept"] == tally(alone)["kept"]
     assert [entry["questions"] for entry in summary["unreadable"]] == [2]
 
 
@@ -73,9 +73,9 @@ def test_the_interval_of_a_set_is_over_its_videos():
     def outcomes(right, videos):
         return [Outcome(VideoRecord(f"{i % videos}.mp4", "?", "!", kind="one"), i < right) for i in range(10)]
 
-    none = summarise(outcomes(0, 10))
+    none = tally(outcomes(0, 10))
     assert (none["questions"], none["videos"], none["accuracy"], none["low"]) == (10, 10, 0, 0)
     assert none["high"] == none["kinds"]["one"]["high"] == pytest.approx(0.3085, abs=1e-4)
-    assert summarise(outcomes(0, 5))["high"] > 0.5, "ten questions about five videos say less"
-    one = summarise(outcomes(5, 1))
+    assert tally(outcomes(0, 5))["high"] > 0.5, "ten questions about five videos say less"
+    one = tally(outcomes(5, 1))
     assert (one["accuracy"], one["low"], one["high"]) == (0.5, None, None)

@@ -28,7 +28,7 @@ def ask(
     video: Annotated[
         str, typer.Argument(help="A video file, an http(s) address of one, a folder of frames, or a library.")
     ],
-    question: options.Question,
+    question: options.Asked,
     model: options.Model = None,
     retention: options.Retention = None,
     max_visual_tokens: options.MaxVisualTokens = None,

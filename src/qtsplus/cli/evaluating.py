@@ -35,7 +35,7 @@ def evaluate(
         fail("--retention has no effect with --selection all, which keeps every token")
     with one_line_errors():
         from ..data.formats import read_records
-        from ..evaluation.exact_match import exact_match, summarise
+        from ..evaluation.exact_match import exact_match, tally
         from ..methods_qtsplus import add_method
         from ..training.dataset import require_rates
 
@@ -45,9 +45,7 @@ def evaluate(
             fail(f"{records} holds no question about a video")
         require_rates(questions)
         loaded = load_named(model, revision, device)
-        summary = summarise(
-            exact_match(*loaded, questions, retention=retention, selection=selection, progress=not as_json)
-        )
+        summary = tally(exact_match(*loaded, questions, retention=retention, selection=selection, progress=not as_json))
     unreadable = [
         f"{entry['questions']} question{'s' if entry['questions'] > 1 else ''} counted as wrong, since the video "
         f"{entry['video']} cannot be read: {entry['reason']}"

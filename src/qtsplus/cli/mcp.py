@@ -43,10 +43,10 @@ def mcp(
     if find_spec("mcp") is None:
         fail("the package mcp is not installed: pip install -e '.[mcp]' in a clone")
     with one_line_errors():
-        from ..agents import Shelf, serve
+        from ..agents import Shelf, serve_shelf
 
         shelf = Shelf(open_library(library, model, revision, None), sources)
         if place is None:
-            return serve(shelf, None)
+            return serve_shelf(shelf, None)
         note(f"Serving {library} at http://{http}/mcp")
-        serve(shelf, (place[1].strip("[]"), int(place[2])), allow_host or [], api_key)
+        serve_shelf(shelf, (place[1].strip("[]"), int(place[2])), allow_host or [], api_key)

@@ -31,7 +31,7 @@ def _check_hosts(hosts: list[str] | None) -> list[str] | None:
     return hosts
 
 
-Question = Annotated[str, typer.Argument(help="What to ask or look for.")]
+Asked = Annotated[str, typer.Argument(help="What to ask or look for.")]
 Model = Annotated[
     str | None,
     typer.Option(

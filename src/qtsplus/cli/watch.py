@@ -12,7 +12,7 @@ from ..output import printable
 from .asking import place
 from .console import console, fail, note, one_line_errors, require_text
 from .models import load_named, split_revision
-from .options import AsJson, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Question, Start
+from .options import AsJson, Asked, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Start
 
 if TYPE_CHECKING:
     from ..session import Answer
@@ -32,7 +32,7 @@ def watch(
             "device such as /dev/video0, avfoundation:0 or dshow:video=NAME. NAME=SOURCE gives it a name."
         ),
     ],
-    question: Question,
+    question: Asked,
     model: Model = None,
     every: Annotated[float, typer.Option(help="Seconds of video from answer to answer.")] = 10.0,
     memory_tokens: Annotated[int, typer.Option(min=1, help="How many visual tokens are remembered.")] = 4096,

@@ -109,7 +109,7 @@ def answer(
     return output.sequences[:, inputs["input_ids"].shape[1] :], output.qtsplus
 
 
-def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def tally(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """
     Questions, videos, accuracy with its interval over videos (`None` for one video) and kept fraction (`None` where no
     video could be read), the same per kind, and the videos that could not be read, with the number of their questions.

@@ -92,8 +92,9 @@ def convert(
     refuse_adapter(folder)
     model_type = read_json(folder / "config.json").get("model_type")
     if model_type not in _STOCK:
-        reason = f"starts a new selector, and {folder} is of type {model_type!r}"
-        _refuse(reason, variant=variant, set=selector)
+        for option, value in (("--variant", variant), ("--set", selector)):
+            if value is not None:
+                raise ValueError(f"{option} starts a new selector, and {folder} is of type {model_type!r}.")
 
     if model_type in _STOCK:
         made = _from_base(folder, str(source), variant, selector or {}, say)
@@ -225,7 +226,8 @@ def fresh_selector(config: Any, dtype: torch.dtype, seed: int = 0) -> dict[str, 
 
 def _source_folder(source: str | Path, revision: str | None) -> Path:
     if Path(source).is_dir():
-        _refuse(f"is about a repository on the Hub, and {source} is a folder", revision=revision)
+        if revision is not None:
+            raise ValueError(f"--revision is about a repository on the Hub, and {source} is a folder.")
         return Path(source)
     if Path(source).exists():
         raise ValueError(f"{source} is a file; expected the folder that it stands in, with its config.json.")
@@ -235,12 +237,6 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
         raise ValueError(f"{source} is neither a folder nor a Hub repository's id.") from error
     except OSError as error:
         raise ValueError(f"There is no folder {source}, and the Hub did not give it: {first_line(error)}") from error
-
-
-def _refuse(reason: str, **options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"--{name.replace('_', '-')} {reason}.")
 
 
 def _take_over(processor: Any, made: _Conversion) -> None:

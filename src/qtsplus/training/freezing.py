@@ -1,7 +1,6 @@
 """Which parameters are trained, at which learning rate, and how many they are."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -43,8 +42,7 @@ def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
         parameter.requires_grad_(not frozen[part_of(name)] and id(parameter) not in unused)
 
 
-@dataclass(frozen=True)
-class ParameterCounts:
+class ParameterCounts(NamedTuple):
     """How many parameters a model has; tied ones count once."""
 
     total: int

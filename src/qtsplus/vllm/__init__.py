@@ -11,7 +11,7 @@ from .. import backbones
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM
-# How the names of our classes begin, here and in models.py.
+# How the names of our classes begin, in Transformers and in models.py.
 BACKBONES = ("Qwen2_5_VLQTSplus", "Qwen2VLQTSplus", "Qwen3VLQTSplus", "Qwen3_5QTSplus")
 
 
@@ -26,7 +26,6 @@ def register() -> None:
         known = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
         logger.error("qtsplus takes vLLM %s, and this is %s: its models are not registered.", known, vllm.__version__)
         return
-    backbones.register()
+    backbones.register_backbones()
     for name in BACKBONES:
-        architecture = f"{name}ForConditionalGeneration"
-        vllm.ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")
+        vllm.ModelRegistry.register_model(f"{name}ForConditionalGeneration", f"{__name__}.models:{name}InVLLM")

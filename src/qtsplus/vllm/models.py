@@ -231,7 +231,7 @@ def check_engine(vllm_config: Any, config: Any) -> None:
         raise ValueError("cudagraph_mm_encoder: expected false, since graphs of the tower would bypass the selector.")
 
 
-def with_selector(stock: Any) -> WeightsMapper:
+def weight_names(stock: Any) -> WeightsMapper:
     """The names of the weights of a vLLM model, with those of the selector."""
     mapper = stock.hf_to_vllm_mapper
     prefixes = {"model.qtsplus.": "qtsplus.", **mapper.orig_to_new_prefix}
@@ -260,34 +260,34 @@ class Qwen3VLProcessor(QTSplusMultiModalProcessor, qwen3_vl.Qwen3VLMultiModalPro
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen2_5_VLProcessor, info=qwen2_5_vl.Qwen2_5_VLProcessingInfo, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder
 )
-class Qwen2_5_VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
+class Qwen2_5_VLQTSplusInVLLM(QTSplusForVLLM, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
     """Qwen2.5-VL."""
 
-    hf_to_vllm_mapper = with_selector(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration)
+    hf_to_vllm_mapper = weight_names(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration)
 
 
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen2_5_VLProcessor, info=Qwen2VLInfo, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder
 )
-class Qwen2VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen2_vl.Qwen2VLForConditionalGeneration):
+class Qwen2VLQTSplusInVLLM(QTSplusForVLLM, qwen2_vl.Qwen2VLForConditionalGeneration):
     """Qwen2-VL."""
 
-    hf_to_vllm_mapper = with_selector(qwen2_vl.Qwen2VLForConditionalGeneration)
+    hf_to_vllm_mapper = weight_names(qwen2_vl.Qwen2VLForConditionalGeneration)
 
 
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen3VLProcessor, info=qwen3_vl.Qwen3VLProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
 )
-class Qwen3VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen3_vl.Qwen3VLForConditionalGeneration):
+class Qwen3VLQTSplusInVLLM(QTSplusForVLLM, qwen3_vl.Qwen3VLForConditionalGeneration):
     """Qwen3-VL; the levels of DeepStack stand behind a token's values, and go with it."""
 
-    hf_to_vllm_mapper = with_selector(qwen3_vl.Qwen3VLForConditionalGeneration)
+    hf_to_vllm_mapper = weight_names(qwen3_vl.Qwen3VLForConditionalGeneration)
 
 
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen3VLProcessor, info=qwen3_5.Qwen3_5ProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
 )
-class Qwen3_5QTSplusForConditionalGeneration(QTSplusForVLLM, qwen3_5.Qwen3_5ForConditionalGeneration):
+class Qwen3_5QTSplusInVLLM(QTSplusForVLLM, qwen3_5.Qwen3_5ForConditionalGeneration):
     """Qwen3.5."""
 
-    hf_to_vllm_mapper = with_selector(qwen3_5.Qwen3_5ForConditionalGeneration)
+    hf_to_vllm_mapper = weight_names(qwen3_5.Qwen3_5ForConditionalGeneration)

@@ -27,21 +27,20 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
 from ..data.media import UNREADABLE
 from ..decoding_qtsplus import is_inline, shown_name
-from ..door import Door, is_key
+from ..door import ARRIVAL_SECONDS, Door, is_key
 from ..loading import load_processor
 from ..settings import check_count
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
 READ_BYTES = 2 * 2**30  # of main memory, for frames of videos that may be asked about again
-ARRIVAL_SECONDS = 120.0  # in which a request has to arrive whole
 HOSTS, KEY = "QTSPLUS_HOSTS", "VLLM_API_KEY"  # in the environment: the names it answers to, and its key
 
 # The hashes of what the engine was asked while a request was answered.
 _ASKED: ContextVar[list[str]] = ContextVar("asked")
 
 
-def read_video(processor: Any, video: str, **reading: Any) -> tuple[np.ndarray, dict[str, Any]]:
+def read_frames(processor: Any, video: str, **reading: Any) -> tuple[np.ndarray, dict[str, Any]]:
     """
     The frames that `qtsplus ask` looks at, `[T, H, W, 3]` in their size for the model, and what vLLM is told of them.
 
@@ -64,7 +63,7 @@ def _mark(processor: Any, video: str, **reading: Any) -> Any:
 
 
 # Of questions about one film that come together, one reads it and the others wait.
-_read_once = cached(LRUCache(READ_BYTES, lambda video: video[0].nbytes), _mark, condition=Condition())(read_video)
+_read_once = cached(LRUCache(READ_BYTES, lambda video: video[0].nbytes), _mark, condition=Condition())(read_frames)
 
 
 @MEDIA_CONNECTOR_REGISTRY.register("qtsplus")
@@ -145,7 +144,8 @@ class Connection:
         Media.most_frames = (config.multimodal_config.media_io_kwargs or {}).get("video", {}).get("num_frames", 0)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        body, refusal = bytearray(), None
+        body = bytearray()
+        refusal: JSONResponse | None = None
         try:
             if not is_key(Headers(scope=scope).get("authorization", ""), self.key):
                 refusal = _refusal(401, "Expected the server's key as Authorization: Bearer KEY.")

@@ -32,12 +32,8 @@ def ask_budget(call_engine: Callable[..., Any], item: Any) -> tuple[int, float]:
     How many tokens the model would keep of a request, whose item [`processing.merged_item`] has made, and the fraction
     that it aims at.
     """
-
-    def ask(fields: dict[str, Any]) -> Any:
-        return call_engine("qtsplus_budget", (save(fields),))[0]
-
     data = {name: value.contiguous() for name, value in item.get_data().items()}
     # Frames travel only where the engine does not have their features.
-    budget = ask({name: value for name, value in data.items() if name != "pixel_values_videos"})
-    n, rho = ask(data) if budget is None else budget
+    first = {name: value for name, value in data.items() if name != "pixel_values_videos"}
+    n, rho = call_engine("qtsplus_budget", (save(first),))[0] or call_engine("qtsplus_budget", (save(data),))[0]
     return n, rho

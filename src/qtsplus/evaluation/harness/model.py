@@ -2,9 +2,10 @@
 
 import os
 import zlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import groupby
 from pathlib import PurePath
 from typing import Any
 
@@ -91,7 +92,7 @@ class QTSplus(lmms):
             str(pretrained), revision, find_device(device), dtype, Options(**options)
         )
         self.options.apply(self.processor)
-        self._encoded: OrderedDict[str, session.EncodedVideo | str] = OrderedDict()
+        self._encode = lru_cache(self.batch_size)(self._read)  # several questions are about one video
 
     @property
     def device(self) -> torch.device:
@@ -161,17 +162,12 @@ class QTSplus(lmms):
                 readable.append((request, [video for video in found if not isinstance(video, str)]))
         return {**answers, **(self._generate(readable) if readable else {})}
 
-    def _encode(self, video: str) -> session.EncodedVideo | str:
-        """A video's features, or why it cannot be read; the last few are kept, as several questions are about one."""
-        if video not in self._encoded:
-            try:
-                self._encoded[video] = session.encode(self.model, self.processor, video)
-            except (ValueError, OSError) as error:
-                self._encoded[video] = first_line(error)
-        self._encoded.move_to_end(video)
-        while len(self._encoded) > self.batch_size:
-            self._encoded.popitem(last=False)
-        return self._encoded[video]
+    def _read(self, video: str) -> session.EncodedVideo | str:
+        """A video's features, or why it cannot be read."""
+        try:
+            return session.encode(self.model, self.processor, video)
+        except (ValueError, OSError) as error:
+            return first_line(error)
 
     def _generate(self, asked: Sequence[tuple[_Request, list[session.EncodedVideo]]]) -> dict[str, SampleAnswer]:
         requests = [request for request, _ in asked]
@@ -200,13 +196,8 @@ class QTSplus(lmms):
 
 def _batches(waiting: Mapping[str, Instance], size: int) -> list[list[str]]:
     """The keys in order, and no batch with two kinds of generation."""
-    batches: list[list[str]] = []
-    for key, instance in waiting.items():
-        if batches and len(batches[-1]) < size and waiting[batches[-1][0]].args[2] == instance.args[2]:
-            batches[-1].append(key)
-        else:
-            batches.append([key])
-    return batches
+    alike = [list(keys) for _, keys in groupby(waiting, lambda key: waiting[key].args[2])]
+    return [keys[start : start + size] for keys in alike for start in range(0, len(keys), size)]
 
 
 def _generation(given: Mapping[str, Any]) -> dict[str, Any]:
