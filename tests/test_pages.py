@@ -93,7 +93,7 @@ def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
     client, agents = pytest.importorskip("mcp").Client, pytest.importorskip("qtsplus.agents")
     monkeypatch.chdir(after_demo)
     served: list = []
-    monkeypatch.setattr(agents, "serve", lambda *shelf_and_place: served.append(shelf_and_place))
+    monkeypatch.setattr(agents, "serve_shelf", lambda *shelf_and_place: served.append(shelf_and_place))
     page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
     lines = [line for language, block in BLOCK.findall(page) if language == "bash" for line in block.splitlines()]
     ((server,),) = [

@@ -17,8 +17,6 @@ from .lora import add_lora, base_model, lora_config
 from .models import make_config
 from .recipe import Recipe
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 class Plan(NamedTuple):
     disk: int  # bytes of what a run saves
@@ -40,7 +38,7 @@ def make_plan(recipe: Recipe) -> Plan:
             model = add_lora(model, lora_config(training.lora_rank, training.lora_alpha, training.lora_dropout))
         else:
             freeze(model, training)
-    counts, width = count_parameters(model), _BYTES[args.dtype]
+    counts, width = count_parameters(model), getattr(torch, args.dtype).itemsize
     saved = width * (counts.total - counts.trainable) + 4 * counts.trainable
     computed = 2 if training.bf16 or training.fp16 else width
     frames, tokens = _longest_clip(config, data.processor_kwargs)

@@ -206,21 +206,17 @@ class QTSplusTrainer(Trainer):
             part = token_losses[token_source == index]
             running.add(f"loss_{source}", part.sum(), len(part))
 
-        if self.args.relevance_weight > 0 and model.training:
-            divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels, targets)
-            loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
-            self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
-        further = losses_of(outputs) if model.training else {}
-        for name, (weight, losses) in further.items():
-            loss = loss + weight * losses.sum() / counts[-2].clamp(min=1)
-            self.running[True].add(name, losses.sum(), len(losses))
         budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training, asked=self._retention is None)
-        predicts = self.selector_config.budget == "loss" and not self.args.freeze_selector
-        if model.training and self._retention is None and predicts:
-            differences = self._predicted_losses(inputs, labels, outputs.qtsplus)
-            loss = loss + differences.sum() / counts[-2].clamp(min=1)
-            self.running[True].add("loss_budget", differences.sum(), len(differences))
         if model.training:
+            terms = dict(losses_of(outputs))
+            if self.args.relevance_weight > 0:
+                divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels, targets)
+                terms["loss_relevance"] = self.args.relevance_weight, divergences
+            if self._retention is None and self.selector_config.budget == "loss" and not self.args.freeze_selector:
+                terms["loss_budget"] = 1.0, self._predicted_losses(inputs, labels, outputs.qtsplus)
+            for name, (weight, losses) in terms.items():
+                loss = loss + weight * losses.sum() / counts[-1 if name == "loss_relevance" else -2].clamp(min=1)
+                running.add(name, losses.sum(), len(losses))
             # Distributed training averages gradients over the processes, which here are parts of one sum.
             loss = (loss + budget) * self.accelerator.num_processes
         outputs["loss"] = loss
