@@ -411,7 +411,7 @@ def test_only_the_films_that_were_indexed_are_played_and_none_says_where_it_lies
     (root / "link.mp4").symlink_to(tiny_mp4)  # the same film, but from outside
     said: list[str] = []
     films = app.Films(books, root, said.append)
-    assert said == [f"Not in {root}: 2 films of the library, such as gone.mp4, link.mp4."]
+    assert said == [f"Not in {root}: 2 films of the library, gone.mp4, link.mp4."]
     address = shown(books.model, books.processor, books, films)
     get = visit(address).page.request.get
     whole = get(address + films.addresses["one.mp4"])
@@ -438,7 +438,7 @@ def test_no_name_leads_out_of_the_folder(tmp_path, name):
     size = os.path.getsize(root / name) if name.isprintable() else 0
     entries = {name: {"size": size, "content": sha256(CLIP.read_bytes()).hexdigest()}}
     library = SimpleNamespace(names=[name], index=SimpleNamespace(entries=entries))
-    with pytest.raises(ValueError, match="Not in .*: 1 film of the library, .* Expected the folder"):
+    with pytest.raises(ValueError, match="Not in .*: 1 film of the library: .* Expected the folder"):
         app.Films(library, root, print)
 
 

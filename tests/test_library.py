@@ -310,14 +310,19 @@ def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, lo
     films = ("disc.VOB", "phone.3gp", "camera.MTS", "loop.gif")
     for name in films:
         shutil.copy(next(mine.glob("**/*.mp4")), mine / name)
-    (mine / "notes.txt").write_text("not a film")
+    (mine / ".trash").mkdir()
+    for name in (".trash/gone.mp4", "._phone.mp4"):
+        shutil.copy(mine / "phone.3gp", mine / name)
+    notes = [f"notes-{number:02}.txt" for number in range(22)]
+    for name in (*notes, ".hidden.txt"):
+        (mine / name).write_text("not a film")
     lines = []
-    made = index(mine, mine / "library", *loaded, say=lines.append)
-    assert {*films} < made.entries.keys()
     for _ in range(2):
-        assert "Left out 1 file, by the name no video: notes.txt" in lines
+        made = index(mine, mine / "library", *loaded, say=lines.append)
+        assert {*films} < made.entries.keys() and not any("gone" in name or "._" in name for name in made.entries)
+        said = f"Left out 22 files, by the name no video: {', '.join(notes[:20])} and 2 more"
+        assert said in lines
         lines.clear()
-        index(mine, mine / "library", *loaded, say=lines.append)
 
 
 def test_what_leaves_is_named(mine, loaded, tmp_path):

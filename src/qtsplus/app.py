@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from .data.media import UNREADABLE, VIDEO_SUFFIXES
 from .library import Library
-from .output import counted, printable
+from .output import counted, listed, printable
 from .session import Answer, VideoSession
 from .storage import film_state, measure
 from .video_qtsplus import open_video
@@ -181,10 +181,9 @@ class Films:
                 if Path(path).is_relative_to(root) and os.path.isfile(path) and os.path.getsize(path) == entry["size"]:
                     self._files[token], self.addresses[printable(name)] = (path, entry["content"]), f"films/{token}"
                     continue
-            absent.append(printable(name))
+            absent.append(name)
         if absent:
-            count = counted(len(absent), "film")
-            line = f"Not in {media_root}: {count} of the library, such as {', '.join(absent[:3])}."
+            line = f"Not in {media_root}: {counted(len(absent), 'film')} of the library: {listed(absent)}."
             if not self._files:
                 raise ValueError(f"{line} Expected the folder that it was made of.")
             say(line)

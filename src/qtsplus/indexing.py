@@ -14,7 +14,7 @@ from rich.progress import track
 from .data.media import VIDEO_SUFFIXES
 from .known import remember_model
 from .library import INDEX, MADE, Entry, Index, refuse_links
-from .output import check_folder, counted, first_line, printable, require_space, size
+from .output import check_folder, counted, first_line, listed, printable, require_space, size
 from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, saved_video
 from .videos import FAILURES, encode, open_chunks
 
@@ -38,9 +38,9 @@ def index(
     say: Callable[[str], None] = print,
 ) -> Index:
     """
-    Encodes the videos of a folder, and of those in it, that the library does not hold yet; each is on disk when the
-    next begins. The content of a file decides: one that was moved is known again. What is gone leaves the library, and
-    what was damaged is made anew.
+    Encodes the videos of a folder, and of those in it, that the library does not hold yet; hidden files and folders are
+    passed over. Each is on disk when the next begins. The content of a file decides: one that was moved is known again.
+    What is gone leaves the library, and what was damaged is made anew.
 
     Args:
         videos: the folder; a video is called by its path in it.
@@ -59,10 +59,10 @@ def index(
     if not videos.is_dir():
         raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
     files, left_out = _find_videos(videos, folder)
+    if left_out:
+        say(f"Left out {counted(len(left_out), 'file')}, by the name no video: {listed(left_out)}")
     if not files:
         raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
-    if left_out:
-        say(f"Left out {counted(len(left_out), 'file')}, by the name no video: {_some(left_out)}")
     check_folder(folder).mkdir(parents=True, exist_ok=True)
     others = {path.name for path in folder.iterdir()} - {".lock"}
     if others and INDEX not in others:
@@ -99,14 +99,10 @@ def index(
     return library
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(map(printable, names[:3])) + (", ..." if names[3:] else "")
-
-
 def _find_videos(root: Path, library: Path) -> tuple[dict[str, Path], list[str]]:
     """
-    By its path in a folder each video in there, also behind links to folders; and the other files' names, without what
-    is hidden or the library's.
+    By its path in a folder each video in there, also behind links to folders; and the other files' names. Neither has
+    what is hidden, or the library's own files.
     """
 
     def fail(error: OSError) -> None:
@@ -119,11 +115,12 @@ def _find_videos(root: Path, library: Path) -> tuple[dict[str, Path], list[str]]
             folders.clear()
             continue
         seen.add(os.path.realpath(place))
-        for path in filter(Path.is_file, (Path(place, name) for name in names)):
+        folders[:] = [name for name in folders if name[0] != "."]
+        for path in filter(Path.is_file, (Path(place, name) for name in names if name[0] != ".")):
             name = path.relative_to(root).as_posix()
             if path.suffix.lower() in VIDEO_SUFFIXES:
                 files[name] = path
-            elif path.name[0] != "." and library.resolve() not in path.resolve().parents:
+            elif library.resolve() not in path.resolve().parents:
                 left_out.append(name)
     return {name: files[name] for name in sorted(files)}, sorted(left_out)
 
@@ -176,12 +173,12 @@ class _Indexing:
         lost = [name for name in gone if known[name]["content"] not in contents]
         if len(lost) >= 2 and len(lost) > len(known) / 2 and not prune:
             raise ValueError(
-                f"{len(lost)} of {len(known)} videos of {place} are not in {folder}: {_some(gone)}. Nothing was "
+                f"{len(lost)} of {len(known)} videos of {place} are not in {folder}: {listed(gone)}. Nothing was "
                 "changed. Is another folder to be mounted there? To let them go, run the same command with --prune."
             )
         if gone:
             held = counted(len(known), "video")
-            self.say(f"The library loses {len(gone)} of {held}, not here any more: {_some(gone)}")
+            self.say(f"The library loses {len(gone)} of {held}, not here any more: {listed(gone)}")
         for name in gone:
             self._leave(known[name], contents)
             self.index.add(name, None)

@@ -4,10 +4,12 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+NAMED = 20  # of many things, how many a message names
 
 
 @contextmanager
@@ -92,6 +94,12 @@ def size(count: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Such as "1 film" and "1,200 films"."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names on one line, as [`printable`]: the first [`NAMED`] of them, and how many more there are."""
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(map(printable, names[:NAMED])) + more
 
 
 def first_line(error: object) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..output import counted, printable
+from ..output import NAMED, counted, printable
 from .console import note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import load_named, split_revision
@@ -25,7 +25,7 @@ def index(
     device: Device = None,
 ) -> None:
     """
-    Encode the videos of a folder into a library, for `ask` and `chat`.
+    Encode the videos of a folder, but for hidden ones, into a library, for `ask` and `chat`.
 
     It can be stopped and goes on with what is missing. Run it again when the folder has changed: a file that was moved
     is known again by its content, one that was removed leaves the library.
@@ -38,9 +38,11 @@ def index(
         options: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "start": start, "end": end}
         options |= {"max_frames": max_frames, "max_pixels": max_pixels, "prune": prune, "say": note}
         made_index = indexing.index(folder, out, loaded, processor, **options)
-    for name, entry in made_index.entries.items():
-        if entry["error"] is not None:
-            note(f"Left out {printable(name)}: {entry['error']}")
+    bad = {name: entry["error"] for name, entry in made_index.entries.items() if entry["error"] is not None}
+    for name in [*bad][:NAMED]:
+        note(f"Left out {printable(name)}: {bad[name]}")
+    if len(bad) > NAMED:
+        note(f"Left out {len(bad) - NAMED:,} more.")
     if not made_index.files:
         fail_run(f"no video of {folder} could be encoded")
     wrote(f"{out}, a library of {counted(len(made_index.files), 'video')}")

@@ -18,6 +18,7 @@ from rich.progress import track
 
 from ..hub.folder import read_json, update_json
 from ..lm_attention_qtsplus import attention_layer, full_attention_layers
+from ..output import listed
 from ..selector_qtsplus import kept_count
 from ..training.attention import EVERYTHING, AttentionChoice, evaluating, noting_attention
 from ..training.collator import VideoQACollator
@@ -107,7 +108,7 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
         named = list(dict.fromkeys((str(one.record.video), one.record.fps) for one in questions))
         features = encode_files(model, processor, named, folder)
         unreadable = list(dict.fromkeys(video for video, fps in named if not features.file(video, fps).exists()))
-        left_out = f" Left out, for they cannot be read: {', '.join(unreadable)}." if unreadable else ""
+        left_out = f" Left out, for they cannot be read: {listed(unreadable)}." if unreadable else ""
         videos = [video for video in dict.fromkeys(video for video, _ in named) if video not in unreadable]
         if len(videos) < 2:
             raise ValueError(f"{len(videos)} of the videos can be read; expected two or more, to check with.{left_out}")

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
-from ..output import check_folder, whole_file
+from ..output import check_folder, listed, whole_file
 
 # In every folder that is written here: what was written, so that a later run replaces that and nothing else.
 WRITTEN = ".qtsplus-files.json"
@@ -56,7 +56,7 @@ def check_own(folder: str | Path) -> Path:
     if others:
         raise FileExistsError(
             f"{folder} holds files that an earlier run did not write, or that were changed since "
-            f"({', '.join(others[:3])}); choose another folder, or move them away."
+            f"({listed(others)}); choose another folder, or move them away."
         )
     return folder
 
