@@ -14,8 +14,7 @@ from qtsplus.data.formats import iter_rows, media_folder, read_records
 from qtsplus.data.media import find_media
 from qtsplus.data.records import Text, VideoRecord
 from qtsplus.settings import explain
-from qtsplus.training.collator import VideoQACollator
-from qtsplus.training.dataset import SkippedRecord, VideoQADataset
+from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
 
 from .naming import load_token_words
 from .rivals import About, names_shown

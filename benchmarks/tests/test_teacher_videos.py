@@ -16,7 +16,8 @@ from benchmarks.teaching.dataset import TinyWorldRecord, read_tinyworld, sum_ont
 from benchmarks.teaching.trainer import TinyWorldTrainer
 from benchmarks.world.clip import render_clip
 from benchmarks.world.tinyworld import build_dataset
-from qtsplus.training import targets
+from qtsplus.training import attention as distillation
+from qtsplus.training.features import read_tensors
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer
 from training_examples import steps
@@ -87,13 +88,13 @@ training:
 @pytest.fixture
 def read(monkeypatch) -> list[tuple[int, int, int]]:
     """The grids of what teachers have read."""
-    grids, own = [], targets.answer_attention
+    grids, own = [], distillation.answer_attention
 
     def note(model, inputs, labels, choice):
         grids.extend(model.model.merged_grid(inputs["video_grid_thw"]))
         return own(model, inputs, labels, choice)
 
-    monkeypatch.setattr(targets, "answer_attention", note)
+    monkeypatch.setattr(distillation, "answer_attention", note)
     return grids
 
 
@@ -127,7 +128,8 @@ def test_two_processes_share_the_reading_and_train_as_one(recipe, tiny_published
 def without_teacher(dataset, index):
     """The target of a record about its own video, from the files that are kept."""
     record, example = dataset.records[index], dataset[index]
-    return dataset.targets.load(replace(record, teacher_video=None), example["input_ids"], example["labels"])
+    path = dataset.targets.file(replace(record, teacher_video=None), example["input_ids"], example["labels"])
+    return (read_tensors(path, {"attention": 1}) or {}).get("attention")
 
 
 @pytest.mark.parametrize("teacher", ["itself", "another", "lm_attention"])

@@ -6,8 +6,7 @@ import torch
 from qtsplus import session
 from qtsplus.data.records import VideoRecord
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
-from qtsplus.training.collator import VideoQACollator
-from qtsplus.training.dataset import VideoQADataset
+from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 from qtsplus.training.features import encode_files
 from tiny import chat_inputs
 

@@ -14,8 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from qtsplus import session
 from qtsplus.data.records import VideoRecord
 from qtsplus.hub.publish import assemble_folder
-from qtsplus.training.collator import VideoQACollator
-from qtsplus.training.dataset import VideoQADataset
+from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 
 swift = pytest.importorskip("swift", reason="needs ms-swift")
 PLUGIN = Path(__file__).parents[2] / "recipes/ms_swift.py"

@@ -16,8 +16,7 @@ from qtsplus.evaluation import calibration
 from qtsplus.evaluation.calibration import Recall, calibrate, measure_recalls, read_labelled
 from qtsplus.evaluation.labelled import Sighting
 from qtsplus.training.attention import AttentionChoice
-from qtsplus.training.collator import VideoQACollator
-from qtsplus.training.dataset import VideoQADataset
+from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 from qtsplus.training.models import make_model
 
 NEEDLES = np.array([3, 4, 7])

@@ -15,7 +15,7 @@ import pytest
 
 from qtsplus.data.records import Caption
 from qtsplus.results import Journal
-from qtsplus.synthesis.engine import JOURNAL, ItemFailed, Job, Result, RunFailed, run_job
+from qtsplus.synthesis.engine import JOURNAL, ItemFailed, Job, RunFailed, run_job
 from scripted_server import KEY, scripted_server
 from synthesis_run import captions
 
@@ -42,8 +42,10 @@ class Counting:
         if item.position in self.failing:
             ledger.reasons.append("It was to fail.")
             raise ItemFailed
-        dropped = [{"number": item.position, "reason": "fifth: of all"}] if item.position % 5 == 4 else []
-        return Result([] if dropped else [{"number": item.position, "seed": item.seed}], dropped)
+        if item.position % 5 == 4:
+            ledger.dropped.append({"number": item.position, "reason": "fifth: of all"})
+        else:
+            ledger.kept.append({"number": item.position, "seed": item.seed})
 
 
 def job(step, count=60, **settings):
@@ -136,7 +138,7 @@ def test_one_process_at_a_time(tmp_path):
         async def __call__(self, item, ledger):
             with pytest.raises(ValueError, match="Another process works in"):
                 await asyncio.to_thread(run_job, job(Counting()), tmp_path)
-            return await super().__call__(item, ledger)
+            await super().__call__(item, ledger)
 
     run_job(job(Nested(), 1), tmp_path)
 
@@ -213,7 +215,7 @@ def test_few_items_are_in_memory(tmp_path):
 
     async def step(item, ledger):
         await asyncio.sleep(0)
-        return Result([{"id": item.id}])
+        ledger.kept.append({"id": item.id})
 
     run_job(Job("set", read, step, contextlib.nullcontext(), {}), tmp_path, concurrency=16)
     assert most < 50

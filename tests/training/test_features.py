@@ -119,7 +119,7 @@ def test_a_frozen_teacher_reads_every_example_once(recipe_file, tmp_path, monkey
         for name in {"loss", "loss_relevance", "grad_norm"} & line.keys():
             assert line[name] == pytest.approx(expected[name], rel=tolerance), name
 
-    monkeypatch.setattr("qtsplus.training.targets.answer_attention", None)
+    monkeypatch.setattr("qtsplus.training.attention.answer_attention", None)
     build_trainer(load_stages(recipe_file, settings)[0])  # all is there
     with pytest.raises(TypeError):  # it would read with other layers
         build_trainer(load_stages(recipe_file, [*settings, "training.relevance_layers=[0]"])[0])

@@ -10,10 +10,10 @@ from qtsplus.training.attention import (
     AttentionChoice,
     answer_attention,
     relevance_divergences,
+    require_same_tokens,
 )
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer
-from qtsplus.training.targets import require_same_tokens
 from qtsplus.training.trainer import QTSplusTrainer
 from tiny import tiny_model
 from training_examples import InOrder, collate, examples, make_trainer, steps
@@ -181,7 +181,7 @@ def test_a_recipe_keeps_what_lm_attention_taught(recipe_file, tmp_path, monkeypa
         for name in {"loss", "loss_relevance"} & line.keys():
             assert line[name] == pytest.approx(expected[name], rel=1e-4), name
     changed = [*settings, "model.selector={n_max: 20, attention_group: 1}", f"data.features={tmp_path}/features"]
-    monkeypatch.setattr("qtsplus.training.targets.answer_attention", None)
+    monkeypatch.setattr("qtsplus.training.attention.answer_attention", None)
     with pytest.raises(TypeError):  # other groups see other things
         build_trainer(load_stages(recipe_file, changed)[0])
 
@@ -202,7 +202,7 @@ def test_another_teacher_reads_every_example_once(recipe_file, tmp_path, monkeyp
         for name in {"loss", "loss_relevance", "grad_norm"} & line.keys():
             assert line[name] == pytest.approx(expected[name], rel=1e-4), name
 
-    monkeypatch.setattr("qtsplus.training.targets.answer_attention", None)
+    monkeypatch.setattr("qtsplus.training.attention.answer_attention", None)
     build_trainer(load_stages(recipe_file, settings)[0])  # all is there
     with pytest.raises(TypeError):  # it would look from elsewhere
         build_trainer(load_stages(recipe_file, [*settings, "training.relevance_layers=[0]"])[0])

@@ -84,8 +84,10 @@ def iter_captions(path: str | os.PathLike) -> Iterator[Caption]:
     """
     any_caption = False
     for record in iter_records(path):
-        if isinstance(record, VideoRecord) and _tells_all(record):
-            record = Caption(vision_id=str(record.video), id=record.id, fps=record.fps, caption=record.answer)
+        if isinstance(record, VideoRecord):
+            asks = record.kind or record.earlier or record.options or record.video is None
+            if record.kind == "caption" or not asks:
+                record = Caption(vision_id=str(record.video), id=record.id, fps=record.fps, caption=record.answer)
         if isinstance(record, Caption):
             any_caption = True
             yield record
@@ -99,10 +101,6 @@ def iter_choices(path: str | os.PathLike) -> Iterator[Choice]:
         if not isinstance(record, Choice):
             raise ValueError(f"Row {number} of {path} is no single-choice question; expected what `vscq1` makes.")
         yield record
-
-
-def _tells_all(record: VideoRecord) -> bool:
-    return record.kind == "caption" or not (record.kind or record.earlier or record.options or record.video is None)
 
 
 def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> list[VideoRecord]:

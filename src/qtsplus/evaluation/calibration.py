@@ -21,8 +21,7 @@ from ..lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..output import listed
 from ..selector_qtsplus import kept_count
 from ..training.attention import EVERYTHING, AttentionChoice, evaluating, noting_attention
-from ..training.collator import VideoQACollator
-from ..training.dataset import SkippedRecord, VideoQADataset
+from ..training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
 from ..training.features import encode_files
 from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
 

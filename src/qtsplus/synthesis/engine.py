@@ -35,8 +35,10 @@ class RunFailed(Exception):
 
 @dataclass
 class Ledger:
-    """What one item has cost so far."""
+    """What has come of one item so far, and what it has cost."""
 
+    kept: list[dict[str, Any]] = field(default_factory=list)  # rows of the set
+    dropped: list[dict[str, Any]] = field(default_factory=list)  # others, each with its `reason`
     costs: Counter[str] = field(default_factory=Counter)  # by the names of [`COSTS`]
     reasons: list[str] = field(default_factory=list)  # what went wrong, one sentence each
 
@@ -55,15 +57,7 @@ class Item:
         return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:4], "big") >> 1
 
 
-@dataclass
-class Result:
-    """The rows that came of an item."""
-
-    kept: list[dict[str, Any]] = field(default_factory=list)
-    dropped: list[dict[str, Any]] = field(default_factory=list)  # each with its `reason`
-
-
-Step = Callable[[Item, Ledger], Awaitable[Result]]
+Step = Callable[[Item, Ledger], Awaitable[None]]
 
 
 @with_config(STORED)
@@ -130,12 +124,12 @@ async def _finish_all(job: Job, journal: Journal, total: int, concurrency: int) 
     async def work() -> None:
         nonlocal in_a_row
         for item in items:
-            ledger, result, failed = Ledger(), Result(), False
+            ledger, failed = Ledger(), False
             try:
-                result = await job.step(item, ledger)
+                await job.step(item, ledger)
             except ItemFailed:
                 failed = True
-            journal.add(item.position, {"id": item.id, "failed": failed, **vars(result), **vars(ledger)})
+            journal.add(item.position, {"id": item.id, "failed": failed, **vars(ledger)})
             bar.advance(task)
             in_a_row = in_a_row + 1 if failed else 0
             if in_a_row >= patience:

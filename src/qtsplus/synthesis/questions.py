@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError, field_validator
 from ..data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text
 from ..settings import explain
 from .endpoint import Endpoint
-from .engine import Item, ItemFailed, Ledger, Result
+from .engine import Item, ItemFailed, Ledger
 from .video_steps import strip_thoughts
 
 PROMPTS = 2  # raised when the words below change, so that no run mixes two of them
@@ -88,7 +88,7 @@ class Draft(BaseModel):
         return value.strip().lower() if isinstance(value, str) else value
 
 
-async def write_questions(endpoint: Endpoint, item: Item, ledger: Ledger) -> Result:
+async def write_questions(endpoint: Endpoint, item: Item, ledger: Ledger) -> None:
     """The step from a [`Caption`] to [`Choice`]s, by a language model behind an endpoint."""
     caption: Caption = item.record
     start = first_messages(caption.caption, wanted_types(item))
@@ -106,12 +106,9 @@ async def write_questions(endpoint: Endpoint, item: Item, ledger: Ledger) -> Res
         messages = [*start, {"role": "assistant", "content": reply.text}, {"role": "user", "content": mend}]
     if not good and not bad:
         raise ItemFailed
-    kept = [to_choice(draft, item, number) for number, draft in enumerate(good[:PER_CAPTION])]
-    dropped = [] if len(good) >= PER_CAPTION else bad
-    return Result(
-        [choice.row() for choice in kept],
-        [{"vision_id": caption.vision_id, "reason": reason, "draft": draft} for draft, reason in dropped],
-    )
+    ledger.kept += [to_choice(draft, item, number).row() for number, draft in enumerate(good[:PER_CAPTION])]
+    if len(good) < PER_CAPTION:
+        ledger.dropped += [{"vision_id": caption.vision_id, "reason": why, "draft": draft} for draft, why in bad]
 
 
 def wanted_types(item: Item) -> list[str]:

@@ -18,7 +18,7 @@ from ..evaluation.events import EVENTS
 from ..output import first_line
 from ..video_qtsplus import choose_frames, image_paths, load_frames, read_video
 from .endpoint import Endpoint, Reply
-from .engine import Item, ItemFailed, Ledger, Result
+from .engine import Item, ItemFailed, Ledger
 
 FREE_ANSWER = "Answer in one or two short sentences."
 SUMMARY = "Summarise the video: what happens, in order?"
@@ -96,7 +96,7 @@ def spread_frames(video: str, count: int) -> np.ndarray:
     return read_video(video, choose)[0]
 
 
-async def screen(teacher: VideoTeacher, item: Item, ledger: Ledger) -> Result:
+async def screen(teacher: VideoTeacher, item: Item, ledger: Ledger) -> None:
     """
     The step from a [`Choice`] to one that the teacher has confirmed: what it answers wrong is dropped as "wrong", a
     reply without a letter as "no letter".
@@ -105,24 +105,26 @@ async def screen(teacher: VideoTeacher, item: Item, ledger: Ledger) -> Result:
     reply = await teacher.ask(choice.vision_id, choice.prompt(), item, ledger)
     letter = read_letter(reply.text)
     if letter == choice.answer:
-        return Result(kept=[choice.row()])
-    reason = "no letter" if letter is None else f"wrong: {letter} for {choice.answer}"
-    return Result(dropped=[{**choice.row(), "said": reply.text[:200], "reason": reason}])
+        ledger.kept.append(choice.row())
+    else:
+        reason = "no letter" if letter is None else f"wrong: {letter} for {choice.answer}"
+        ledger.dropped.append({**choice.row(), "said": reply.text[:200], "reason": reason})
 
 
-async def write_answers(teacher: VideoTeacher, item: Item, ledger: Ledger) -> Result:
+async def write_answers(teacher: VideoTeacher, item: Item, ledger: Ledger) -> None:
     """The step from a [`Choice`], which the teacher is asked without its options, to a [`FreeAnswer`]."""
     choice: Choice = item.record
     reply = await teacher.ask(choice.vision_id, f"{choice.question}\n{FREE_ANSWER}", item, ledger)
     text = strip_thoughts(reply.text)
     shared = choice.model_dump(include={"vision_id", "id", "fps", "question", "type", "difficulty"}, exclude_none=True)
     reason = answer_fault(text, MOST_WORDS) if reply.complete else "cut off"
-    if reason is not None:
-        return Result(dropped=[{**shared, "answer": text, "reason": reason}])
-    return Result(kept=[FreeAnswer(**shared, answer=text).row()])
+    if reason is None:
+        ledger.kept.append(FreeAnswer(**shared, answer=text).row())
+    else:
+        ledger.dropped.append({**shared, "answer": text, "reason": reason})
 
 
-async def write_summaries(teacher: VideoTeacher, item: Item, ledger: Ledger) -> Result:
+async def write_summaries(teacher: VideoTeacher, item: Item, ledger: Ledger) -> None:
     """The step from a [`Caption`], of which only the video counts, to a record of the kind "events", a line each."""
     caption: Caption = item.record
     reply = await teacher.ask(caption.vision_id, f"{SUMMARY}\n{LISTED}", item, ledger)
@@ -133,10 +135,11 @@ async def write_summaries(teacher: VideoTeacher, item: Item, ledger: Ledger) -> 
     if reason is None and len(set(lines)) < len(lines):
         reason = "repeats itself"
     text = "\n".join(lines)
-    if reason is not None:
-        return Result(dropped=[{"vision_id": caption.vision_id, "answer": text, "reason": reason}])
-    record = VideoRecord(caption.vision_id, SUMMARY, text, kind=EVENTS, fps=caption.fps, id=caption.id)
-    return Result(kept=[record.row()])
+    if reason is None:
+        record = VideoRecord(caption.vision_id, SUMMARY, text, kind=EVENTS, fps=caption.fps, id=caption.id)
+        ledger.kept.append(record.row())
+    else:
+        ledger.dropped.append({"vision_id": caption.vision_id, "answer": text, "reason": reason})
 
 
 def answer_fault(text: str, most_words: int) -> str | None:

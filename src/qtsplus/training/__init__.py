@@ -3,6 +3,6 @@
 from ..data.formats import read_records as read_records
 from ..data.records import VideoRecord as VideoRecord
 from .arguments import QTSplusTrainingArguments as QTSplusTrainingArguments
-from .collator import VideoQACollator as VideoQACollator
+from .dataset import VideoQACollator as VideoQACollator
 from .dataset import VideoQADataset as VideoQADataset
 from .trainer import QTSplusTrainer as QTSplusTrainer

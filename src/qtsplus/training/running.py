@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..data.records import VideoRecord
 from ..hub.card import card_data
 from ..output import check_folder, require_space
-from .attention import AttentionChoice
+from .attention import AttentionChoice, note_targets, require_same_tokens
 from .dataset import VideoQADataset, check_processor_kwargs, check_skipped, require_rates
 from .features import VideoFeatures, encode_files
 from .freezing import vision_modules
@@ -27,7 +27,6 @@ from .models import make_config, make_model, make_processor, require_weights
 from .plan import make_plan
 from .recipe import ModelArguments, Recipe
 from .sharding import check_checkpoint
-from .targets import note_targets, require_same_tokens
 from .trainer import SKIPPED_FILE, QTSplusTrainer
 
 logger = logging.get_logger(__name__)

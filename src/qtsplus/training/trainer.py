@@ -21,14 +21,19 @@ from ..hub.card import known_front_matter, model_card
 from ..relevance_qtsplus import DOUBLINGS
 from ..results import STORED, read_stored, write_json
 from .arguments import QTSplusTrainingArguments
-from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
+from .attention import (
+    AttentionChoice,
+    answer_attention,
+    check_relevance,
+    evaluating,
+    relevance_divergences,
+    require_same_tokens,
+)
 from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
-from .collator import VideoQACollator
-from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
+from .dataset import IGNORED, SAID, SkippedRecord, VideoQACollator, VideoQADataset, check_skipped
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
 from .sharding import choose_layers, keep_gathered, layer_class, shares_layers
-from .targets import require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
 SKIPPED_FILE = "skipped_files.json"
