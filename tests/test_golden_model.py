@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.checkpoint import REFERENCE, our_name
-from qtsplus.hub.reference import convert_reference_config
+from qtsplus.hub.convert import convert_reference_config
 from reference import load, meta
 
 E2E = ("case1", "e2e")

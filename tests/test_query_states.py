@@ -8,9 +8,8 @@ import torch
 from model_checks import mixed_inputs, mixed_rows, question_mask
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.configuration_qtsplus import QUERY_STATES
-from qtsplus.hub.convert import convert
+from qtsplus.hub.convert import convert, convert_reference_config
 from qtsplus.hub.files import hub_configs
-from qtsplus.hub.reference import convert_reference_config
 from reference import GOLDEN
 from tiny import IM_END, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
 

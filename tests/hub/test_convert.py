@@ -16,9 +16,8 @@ from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGene
 from qtsplus.cli import app
 from qtsplus.hub import convert as conversion
 from qtsplus.hub.checkpoint import REFERENCE, SELECTOR, check_weights, on_meta, our_name
-from qtsplus.hub.convert import convert
+from qtsplus.hub.convert import convert, find_vision_config
 from qtsplus.hub.files import hub_configs
-from qtsplus.hub.reference import find_vision_config
 from reference import GOLDEN, load, meta
 from tiny import batch, load_bundled, prompt, published_name, stock_twin, tiny_model, token_types
 
