@@ -1,6 +1,7 @@
 """Decodes video files with PyAV: the chosen frames, each as it is shown at its time. Fetches those at an address."""
 
 import base64
+import heapq
 import http.client
 import io
 import itertools
@@ -32,8 +33,7 @@ _JOIN = 2  # packets before a key frame, of which FFmpeg calls one damaged where
 NEAR = 0.05  # seconds by which a frame of a constant rate may be early or late
 SLOWEST = 10.0  # frames per second of the clock of a variable rate
 
-ADDRESS_TIMEOUT = 30.0  # seconds in which a server sends nothing
-ADDRESS_SECONDS = 1800.0  # in which all of a video has to arrive
+ADDRESS_TIMEOUT, ADDRESS_SECONDS = 30.0, 1800.0  # in which a server sends nothing; in which all has to arrive
 ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
 
 # What FFmpeg would follow to other files and servers.
@@ -94,10 +94,7 @@ class Film:
             self._warn("is followed by another in the same file, which players pass over; split them")
 
     def _read_packets(self, container: Any, stream: Any) -> bool:
-        """
-        Goes through the file without decoding: it may state no frame count, and a wrong mean rate. Returns whether it
-        says when each frame is shown.
-        """
+        """Goes through the file, whose header may be wrong, without decoding; whether it says when frames are shown."""
         clock, pts, flags, last = Clock(container, stream, self.name), [], [], None
         for packet in container.demux(stream):
             if packet.size:
@@ -108,17 +105,24 @@ class Film:
         key, damaged, hidden = np.array(flags, bool).reshape(-1, 3).T
         for place in np.flatnonzero(damaged):
             damaged[place] = not key[place + 1 : place + 1 + _JOIN].any()
-        alone = container.format.name.startswith(("mov,mp4", "matroska", "flv"))  # cannot be joined end to end
-        self.joined = alone and last is not None and _begins_again(self.source, last)
-        # Of the packets, in the order of the file: when a player shows each, which can be decoded without those before,
-        # and which are there.
+        self.joined = container.format.name.startswith(("mov,mp4", "matroska", "flv")) and last is not None
+        if self.joined:  # these cannot be: whether the file has its first bytes again
+            with open(self.source, "rb") if isinstance(self.source, str) else nullcontext(self.source) as file:
+                file.seek(0)
+                head = file.read(8)
+                file.seek(last)
+                self.joined = head in file.read()
+        # Of the packets, as the file has them: when each is shown, which need none before them, and which are there.
         self.time_base, self.end = stream.time_base or Fraction(1), clock.end
         dated = None not in pts
         self.pts = np.array(pts if dated else range(len(pts)), np.int64)
         self.key, self.whole = key & ~damaged, ~damaged
-        # Whether a decoded frame has its packet's time; else frames have all the times in their order. MPEG-PS does not
-        # have the time of each, and FFmpeg guesses some twice.
+        # Whether a decoded frame has its packet's time; else frames have all the times in their order.
         self.timed = dated and len(set(pts)) == len(pts) and not (clock.is_avi and clock.reorders)
+        if clock.is_ps and pts:
+            self.timed &= abs(np.sort(self.pts) - clock.waiting).max() * clock.step <= NEAR
+            if not self.timed:
+                dated, self.pts, self.end = True, np.array(clock.waiting), clock.due or 0
         # [N], the packets that are frames, in the order in which they are shown, without what an edit list cuts off.
         self.order = np.flatnonzero(~(hidden | damaged))
         if not len(self.order):
@@ -177,9 +181,8 @@ class Film:
         as far as it goes, or else the one before it, and `warnings` say how many.
         """
         given, lost, readable = 0, 0, int(self.whole.sum())
-        reason = "it is not whole" if self.warnings else ""
-        if not self.timed:
-            reason = "it does not say when each is shown"
+        broken = "it is not whole" if self.warnings else ""
+        reason = broken if self.timed else "it does not say when each is shown"
         with self._naming():
             if not reason:
                 for frame, whole in self._show(instants, only=True):
@@ -281,8 +284,8 @@ def drain(decoder: Any) -> list[Any]:
 
 def _regular(times: np.ndarray, length: float) -> tuple[int, float] | None:
     """
-    The number of frames and the rate of a clock by which a film's own are shown at their times, of which the last is
-    over after a length in seconds; `None` where they have one time.
+    The frames and the rate of a clock by which a film's own, over after `length` seconds, are shown at their times;
+    `None` where they have one time.
     """
     if times[-1] <= 0:
         return None
@@ -292,15 +295,6 @@ def _regular(times: np.ndarray, length: float) -> tuple[int, float] | None:
     apart = np.diff(times)
     fps = max(round(float(1 / np.median(apart[apart > 0])), 3), SLOWEST)
     return max(round(length * fps), int(times[-1] * fps) + 1), fps
-
-
-def _begins_again(source: str | io.BytesIO, place: int) -> bool:
-    """Whether a file has its first bytes again behind a place."""
-    with open(source, "rb") if isinstance(source, str) else nullcontext(source) as file:
-        file.seek(0)
-        head = file.read(8)
-        file.seek(place)
-        return head in file.read()
 
 
 @contextmanager
@@ -331,8 +325,8 @@ def film_stream(container: Any) -> Any:
 
 class Clock:
     """
-    One clock for the packets of a stream, which come in the order of the file: where their own goes back or jumps far
-    ahead, as where recordings were joined, what follows is put behind what came before.
+    One clock for the packets of a stream, in the order of the file: where their own goes back or jumps far ahead, as
+    where recordings were joined, what follows is put behind what came before.
     """
 
     def __init__(self, container: Any, stream: Any, name: str):
@@ -343,11 +337,16 @@ class Clock:
         self.smallest, self.largest = -_BACK / self.step, ahead / self.step
         self.last: int | None = None  # when the packet before was to be decoded, by the file
         self.newest: int | None = None  # of the times so far, on the one clock
-        self.end = self.offset = self.apart = 0  # `end` is when that is over
+        self.end = self.offset = self.apart = self.shift = 0  # `end` is when that is over
         self.guessed = False
+        self.is_ps = container.format.name == "mpeg"  # which has few times, and FFmpeg guesses some of the others early
+        self.waiting: list[int] = []  # times of packets in AVI and MPEG-PS, whose frames have them in order
+        self.due: int | None = None  # in MPEG-PS, when the next frame is shown; `shift` later than it is decoded
 
     def set(self, packet: Any) -> None:
         """Brings the times of the next packet to the one clock."""
+        if self.is_ps and packet.size:
+            self._follow(packet)
         if self.newest is None and packet.pts is not None and packet.dts is not None:
             self.guessed = self.reorders and (packet.pts - packet.dts) * self.step > 1  # of a film that begins late
         if self.is_avi and not self.guessed:
@@ -369,6 +368,21 @@ class Clock:
         packet.pts += self.offset
         if self.newest is None or packet.pts > self.newest:
             self.newest, self.end = packet.pts, packet.pts + (packet.duration or self.apart)
+        if self.is_avi and packet.size:
+            heapq.heappush(self.waiting, packet.pts)
+
+    def _follow(self, packet: Any) -> None:
+        """In MPEG-PS a frame is shown when the one before is over, or later where a packet that has a time says so."""
+        if self.due is None:
+            self.due, self.shift = packet.pts or 0, (packet.pts or 0) - (packet.dts or 0)
+        elif packet.pos is not None and packet.dts is not None:
+            gap = packet.dts + self.shift - self.due
+            if 1.5 * packet.duration < gap <= self.largest:
+                self.due += gap
+            elif not self.smallest <= gap <= self.largest:
+                self.shift -= gap
+        self.waiting.append(self.due)
+        self.due += packet.duration or self.apart
 
 
 class Upright:
@@ -396,10 +410,8 @@ class Upright:
 
 
 def _find(path: str) -> str | io.BytesIO:
-    if is_address(path):
-        return download(path)
-    if is_inline(path):
-        return _decode_inline(path)
+    if is_address(path) or is_inline(path):
+        return download(path) if is_address(path) else _decode_inline(path)
     path = path.removeprefix("file://")
     if os.path.isfile(path):
         return path
@@ -450,8 +462,7 @@ def parse_address(address: str) -> urllib.request.Request:
         path, query = (urllib.parse.quote(part, safe="%/:=&?~+!$,;'@()*[]") for part in (parts.path, parts.query))
         request = urllib.request.Request(urllib.parse.urlunsplit((parts.scheme, netloc, path, query, "")))
     except ValueError as error:
-        name = shown_name(address)
-        raise ValueError(f"Cannot load the video at {name!r}: expected http(s)://HOST:PORT/PATH.") from error
+        raise ValueError(f"Cannot load the video at {shown_name(address)!r}: expected http(s)://HOST/PATH.") from error
     if parts.username is not None:
         user = urllib.parse.unquote_to_bytes(f"{parts.username}:{parts.password or ''}")
         # Not sent on to wherever the server redirects to.

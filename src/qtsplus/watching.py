@@ -165,7 +165,6 @@ class Source:
 
     def _frames(self, container: Any, stream: Any) -> Iterator[Any]:
         clock = Clock(container, stream, self.name)
-        times: list[int] = []  # of packets in AVI, whose frames have them in order
         try:
             for packet in container.demux(stream):
                 clock.set(packet)
@@ -174,10 +173,8 @@ class Source:
                 except av.error.InvalidDataError:
                     logger.warning_once(f"The stream {self.name!r} is damaged, and what cannot be decoded is left out.")
                     continue
-                if clock.is_avi and packet.size:
-                    heapq.heappush(times, packet.dts if packet.pts is None else packet.pts)
                 for frame in frames:
-                    frame.pts = heapq.heappop(times) if times else frame.pts
+                    frame.pts = heapq.heappop(clock.waiting) if clock.waiting else frame.pts
                     yield frame
         except OSError as error:
             # Where a server states no length, FFmpeg takes the end of what it sends for a fault.
