@@ -110,7 +110,7 @@ class Film:
             with open(self.source, "rb") if isinstance(self.source, str) else nullcontext(self.source) as file:
                 file.seek(0)
                 head = file.read(8)
-                file.seek(last)
+                file.seek(last or 0)
                 self.joined = head in file.read()
         # Of the packets, as the file has them: when each is shown, which need none before them, and which are there.
         self.time_base, self.end = stream.time_base or Fraction(1), clock.end
