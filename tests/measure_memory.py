@@ -132,5 +132,25 @@ def film() -> dict[str, float]:
         return {"in chunks": in_chunks, "at once": extra_mb(at_once)}
 
 
+def forecasts() -> dict[str, float]:
+    """Of frames of a 720p film that are looked at, the memory to answer as a share of what was forecast."""
+    import tiny
+    from clips import render_clip, write_mp4
+    from qtsplus import session
+    from qtsplus.forecast import forecast
+
+    model, processor = tiny.load_bundled()
+    shares = {}
+    with TemporaryDirectory() as folder:
+        render_clip(f"{folder}/small.mp4")
+        session.ask(model, processor, f"{folder}/small.mp4", "What?", max_new_tokens=1)
+        for frames in (64, 192):
+            path = f"{folder}/{frames}.mp4"
+            write_mp4(path, (np.full((720, 1280, 3), index, np.uint8) for index in range(frames)), 2)
+            told = forecast(model, processor.video_chunks(path, fps=2)).memory / MB
+            shares[f"{frames}"] = extra_mb(lambda path=path: session.ask(model, processor, path, "What?")) / told
+    return shares
+
+
 if __name__ == "__main__":
     print(json.dumps({name: mb for step in sys.argv[1:] for name, mb in globals()[step]().items()}))

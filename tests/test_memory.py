@@ -48,6 +48,11 @@ def test_the_features_of_several_videos_are_never_joined():
     assert sizes.largest < 4000 * width * 4
 
 
+@linux_only
+def test_what_a_film_takes_is_what_was_forecast():
+    assert all(0.8 < share < 1.05 for share in measure("forecasts").values())
+
+
 @pytest.mark.slow
 @linux_only
 def test_a_million_visual_tokens_fit():

@@ -68,7 +68,8 @@ def forecast(
     read = _TEXT + max(group, kept)
     features = tokens * model.model.token_width * width
     layer = read * (6 * text.hidden_size + 3 * text.intermediate_size)
-    pieces = 3 * 4 * _VALUES * tokens // len(chunks)  # in float32, while one of them is encoded
+    # While one of them is encoded, thrice as bytes and thrice in float32; and a frame of the film's own size.
+    pieces = 3 * (1 + 4) * _VALUES * tokens // len(chunks) + 3 * prod(chunks.shape[1:])
     return Forecast(
         frames=len(chunks.metadata.frames_indices),
         seconds_of_video=chunks.metadata.total_num_frames / chunks.metadata.fps,
