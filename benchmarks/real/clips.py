@@ -54,8 +54,7 @@ def look(pictures: Pictures, tower: nn.Module, seed: int) -> Clip:
     rng = np.random.default_rng([seed, 6])
     scene, frames, shown = clip_scene(pictures, seed)
     kept = _keep(shown.ravel(), int(rng.integers(*ROOM)), rng)
-    with torch.no_grad():
-        tokens = see(tower, torch.from_numpy(frames)[None])[torch.from_numpy(kept)]
+    tokens = see(tower, torch.from_numpy(frames)[None])[torch.from_numpy(kept)]
     places = torch.from_numpy(np.stack(np.unravel_index(kept, shown.shape), 1))
     return Clip(tokens, places, max(scene.grid[1:]), tuple(ask_scene(scene, QUESTIONS, seed)))
 

@@ -14,16 +14,16 @@ from torch import nn
 
 from .base import IDS, TOWER, TURN, TURN_END, load_language_model, make_base
 from .clips import Clip, look
-from .tower import load_tower, word_directions
-from .work import log, save
+from .tower import load_tower, read_float32
+from .work import half_precision, keep_halves, log, save
 from .world import Pictures
 
 RANK = 16
 LORA = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 IGNORED = -100
-BATCH = 2  # clips
-RATE = 1e-3
-CLIPS = 2_000  # what the rate's fall is planned for
+BATCH = 6  # clips
+RATE, TOWER_RATE = 1e-3, 1e-4
+CLIPS = 4_500  # what the rate's fall is planned for
 
 
 class Packer:
@@ -92,7 +92,11 @@ class Reader(nn.Module):
     def __init__(self, base: Any):
         super().__init__()
         self.language_model: Any = base.model.language_model.requires_grad_(False)
+        read_float32(self.language_model)
+        keep_halves(self.language_model)
         inject_adapter_in_model(LORA, self.language_model)
+        for weight in self.trained().values():
+            weight.data = weight.data.float()
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: weight for name, weight in self.language_model.named_parameters() if "lora_" in name}
@@ -101,15 +105,17 @@ class Reader(nn.Module):
         """Scores `[said, vocabulary]` and what is said, `[said]`, of every word of every answer in turn."""
         embeddings = self.language_model.embed_tokens(packed["input_ids"])
         embeddings = embeddings.masked_scatter(packed["visual"][..., None], packed["tokens"].to(embeddings.dtype))
-        hidden = self.language_model(
-            inputs_embeds=embeddings,
-            attention_mask={"full_attention": packed["visible"]},
-            position_ids=packed["positions"],
-            use_cache=False,
-        ).last_hidden_state
         labels = packed["labels"][:, 1:]
         says = labels != IGNORED
-        return F.linear(hidden[:, :-1][says], self.language_model.embed_tokens.weight), labels[says]
+        with half_precision():
+            hidden = self.language_model(
+                inputs_embeds=embeddings,
+                attention_mask={"full_attention": packed["visible"]},
+                position_ids=packed["positions"],
+                use_cache=False,
+            ).last_hidden_state
+            scores = F.linear(hidden[:, :-1][says], self.language_model.embed_tokens.weight)
+        return scores.float(), labels[says]
 
 
 def answer_loss(
@@ -132,38 +138,44 @@ def answer_loss(
 
 def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
     """
-    Goes on where the last run stopped, for so many minutes; writes `reading.pt` every three, and a log. It looks with
-    the tower as `train_tower` last left it.
+    Goes on where the last run stopped, for so many minutes; writes `reading.pt` every three, and a log. Language model
+    and tower learn together, the tower from where `train_tower` left it.
 
     Args:
         clips: after how many the learning rate has fallen to a twentieth; it falls over the last two fifths.
     """
     weights, tokenizer = load_language_model(work)
     pictures, packer, reader = Pictures(work), Packer(tokenizer), Reader(make_base(weights))
-    trained = reader.trained()
-    optimizer = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    trained, tower = reader.trained(), load_tower(work)
+    groups = [{"params": [*trained.values()], "lr": RATE}, {"params": [*tower.parameters()], "lr": TOWER_RATE}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
+    rates = [group["lr"] for group in groups]
     target, seen = work / "reading.pt", 0
     if target.is_file():
         stored = torch.load(target)
         optimizer.load_state_dict(stored["optimizer"])
         seen = stored["clips"]
+        tower.load_state_dict(stored["tower"])
         for name, weight in trained.items():
             weight.data.copy_(stored["lora"][name])
-    words = word_directions(weights["model.embed_tokens.weight"], tokenizer)
-    tower = load_tower(work, pictures, words)
+
+    def keep() -> None:
+        save(target, lora={**trained}, tower=tower.state_dict(), optimizer=optimizer.state_dict(), clips=seen)
+
     start = saved = time.monotonic()
     hits: dict[str, list[bool]] = defaultdict(list)
     losses: list[float] = []
     while (now := time.monotonic()) - start < 60 * minutes and seen < clips:
-        rate = RATE * min(1.0, max(0.05, (clips - seen) / (0.4 * clips))) * min(1.0, (seen + BATCH) / (30 * BATCH))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        fall = min(1.0, max(0.05, (clips - seen) / (0.4 * clips))) * min(1.0, (seen + BATCH) / (30 * BATCH))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * fall
         batch = [look(pictures, tower, seed) for seed in range(seen, seen + BATCH)]
         packed = packer.pack(batch)
         loss, right = answer_loss(reader(packed), packed)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
         optimizer.step()
         seen += BATCH
         losses.append(loss.item())
@@ -177,6 +189,6 @@ def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
             hits.clear()
             losses.clear()
         if now - saved > 180:
-            save(target, lora={**trained}, tower=tower.state_dict(), optimizer=optimizer.state_dict(), clips=seen)
+            keep()
             saved = now
-    save(target, lora={**trained}, tower=tower.state_dict(), optimizer=optimizer.state_dict(), clips=seen)
+    keep()

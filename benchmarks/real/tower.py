@@ -8,13 +8,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from ..teaching.muon import MuonBeside, MuonSingle
 from .base import TOWER, load_language_model
 from .words import NAMES
-from .work import log, save
+from .work import half_precision, log, save
 from .world import NOTHING, SIZES, Pictures, make_scene, render, token_things
 
 MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073])
@@ -23,14 +24,37 @@ PATCH, MERGE, STEP = 14, 2, 2
 BATCH = 32
 RATE = 1e-3
 BACKGROUND = 0.15  # the weight of a token that shows no thing
-FITTED = 2_000_000  # the first picture that the last layer is fitted to
-IMAGES = 20_000  # what the rate's fall is planned for
+NEARNESS = 1.0  # the weight of the distance to the word
+IMAGES = 24_000  # what the rate's fall is planned for
 
 
 def make_tower() -> Qwen2_5_VisionTransformerPretrainedModel:
+    """Its patches by a matrix: a CPU takes the gradients of a convolution slowly in half precision."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLVisionConfig(**TOWER)).float()
+        tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLVisionConfig(**TOWER)).float()
+    with torch.no_grad():
+        tower.merger.mlp[2].weight /= 30  # about as long as words
+    embed: Any = tower.patch_embed
+    embed.forward = lambda pixels: F.linear(pixels, embed.proj.weight.flatten(1))
+    read_float32(tower)
+    return tower
+
+
+def read_float32(model: Any) -> None:
+    """Attention in float32, whose gradients a CPU takes slowly in half precision."""
+    ALL_ATTENTION_FUNCTIONS.register("float32", _attend)
+    model.config._attn_implementation = "float32"
+
+
+def _attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
+    with torch.autocast("cpu", enabled=False):
+        attended = F.scaled_dot_product_attention(
+            query.float(), key.float(), value.float(), attention_mask, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    return attended.transpose(1, 2), None
 
 
 def patches(frames: torch.Tensor) -> torch.Tensor:
@@ -54,7 +78,8 @@ def see(tower: nn.Module, frames: torch.Tensor) -> torch.Tensor:
     """`[tokens, 576]`: what the tower makes of frames `[B, T, H, W, 3]`."""
     videos, time_, height, width, _ = frames.shape
     grid = torch.tensor([[time_ // STEP, height // PATCH, width // PATCH]] * videos)
-    return tower(patches(frames), grid_thw=grid).pooler_output
+    with half_precision():
+        return tower(patches(frames), grid_thw=grid).pooler_output.float()
 
 
 def word_directions(embeddings: torch.Tensor, tokenizer: Any) -> torch.Tensor:
@@ -84,22 +109,29 @@ class Namer(nn.Module):
     def __init__(self, words: torch.Tensor):
         super().__init__()
         self.words: torch.Tensor
-        self.register_buffer("words", F.normalize(words - words.mean(0), dim=1))
+        self.register_buffer("words", words.clone())
         self.scale = nn.Parameter(torch.tensor(3.0))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.normalize(tokens, dim=1) @ self.words.T * self.scale.exp()
+        mean = self.words.mean(0)
+        return F.normalize(tokens - mean, dim=1) @ F.normalize(self.words - mean, dim=1).T * self.scale.exp()
 
 
 def naming_loss(namer: Namer, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The loss of names, and how many of the tokens that show a thing name it."""
+    """
+    How badly tokens name what they show, and how far they are from its word (a language model reads no direction
+    alone); and how many of the tokens that show a thing name it.
+    """
     weights = torch.ones(len(NAMES) + 1)
     weights[-1] = BACKGROUND
-    scores = namer(tokens)
+    scores, clear = namer(tokens), labels >= 0
     loss = F.cross_entropy(scores, labels, weight=weights, ignore_index=-100)
-    lengths = 0.05 * tokens.norm(dim=1).clamp(min=1e-6).log().square().mean()
-    shows = (labels >= 0) & (labels < len(NAMES))
-    return loss + lengths, float((scores.argmax(1)[shows] == labels[shows]).float().mean())
+    far = (tokens[clear] - namer.words[labels[clear]]).square().mean(1) / namer.words.var(0).mean()
+    shows = clear & (labels < len(NAMES))
+    hits = scores.argmax(1)[shows] == labels[shows]
+    return loss + NEARNESS * (far * weights[labels[clear]]).sum() / weights[labels[clear]].sum(), float(
+        hits.float().mean()
+    )
 
 
 def make_optimizer(tower: nn.Module, namer: Namer, rate: float = RATE) -> MuonBeside:
@@ -162,25 +194,8 @@ def train_tower(work: Path, minutes: float, images: int = IMAGES) -> None:
     keep()
 
 
-def load_tower(work: Path, pictures: Pictures, words: torch.Tensor, batches: int = 20) -> Any:
-    """
-    What [`train_tower`] left, with a last layer that gives words themselves: the least squares from the merger's hidden
-    state to the word that a token shows. Naming alone settles for a cosine of 0.3 and any length.
-    """
+def load_tower(work: Path) -> Any:
+    """What [`train_tower`] left."""
     tower: Any = make_tower().eval()
     tower.load_state_dict(torch.load(work / "tower.pt")["tower"])
-    last = tower.merger.mlp[2]
-    tower.merger.mlp[2] = nn.Identity()
-    with torch.no_grad():
-        squares, products = torch.eye(last.in_features + 1), torch.zeros(last.in_features + 1, last.out_features)
-        for number in range(batches):
-            frames, labels = draw_batch(pictures, FITTED + number * BATCH)
-            states, clear = F.pad(see(tower, frames), (0, 1), value=1.0), labels >= 0
-            weighted = states[clear] * torch.where(labels[clear] == len(NAMES), BACKGROUND, 1.0)[:, None]
-            squares += weighted.T @ states[clear]
-            products += weighted.T @ words[labels[clear]]
-        solved = torch.linalg.solve(squares, products)
-        last.weight.copy_(solved[:-1].T)
-        last.bias.copy_(solved[-1])
-    tower.merger.mlp[2] = last
     return tower

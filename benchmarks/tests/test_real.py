@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from benchmarks.real import work
 from benchmarks.real.base import IDS, make_config
 from benchmarks.real.clips import Clip, clip_scene
 from benchmarks.real.questions import WORDINGS, Question, ask_scene
@@ -93,8 +94,9 @@ def small_base() -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config)).eval()
 
 
-def test_a_packed_question_is_read_as_alone():
+def test_a_packed_question_is_read_as_alone(monkeypatch):
     """One row holds a video and all its questions; the base reads each as a prompt of its own."""
+    monkeypatch.setattr(work, "HALVES", False)
     base = small_base()
     reader, packer = Reader(base), Packer(tokenizer)
     grid = (2, 2, 3)
