@@ -129,9 +129,8 @@ def naming_loss(namer: Namer, tokens: torch.Tensor, labels: torch.Tensor) -> tup
     far = (tokens[clear] - namer.words[labels[clear]]).square().mean(1) / namer.words.var(0).mean()
     shows = clear & (labels < len(NAMES))
     hits = scores.argmax(1)[shows] == labels[shows]
-    return loss + NEARNESS * (far * weights[labels[clear]]).sum() / weights[labels[clear]].sum(), float(
-        hits.float().mean()
-    )
+    weight = weights[labels[clear]]
+    return loss + NEARNESS * (far * weight).sum() / weight.sum(), float(hits.float().mean())
 
 
 def make_optimizer(tower: nn.Module, namer: Namer, rate: float = RATE) -> MuonBeside:
