@@ -1,0 +1,198 @@
+"""Measures a selector on the base with real words: `python -m benchmarks.real.measure MODEL RECORDS OUT.json`."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qtsplus.evaluation.labelled import labelled_questions, sighting_tokens
+from qtsplus.methods_qtsplus import Candidates
+from qtsplus.results import write_json
+from qtsplus.training.dataset import IGNORED, VideoQACollator, VideoQADataset
+from qtsplus.training.features import encode_files
+from qtsplus.training.models import make_config, make_processor
+
+from ..open.asking import Answers, OpenTest, load, of_other_videos
+from ..open.measures import constant_right, interval, spearman
+from .words import NAMES
+from .work import half_precision
+
+COUNTED = ("present", "absent", "some", "kind", "which", "first")  # a list is seldom right to its last word
+LADDER = (1, 2, 4, 8, 16, 32, 64)
+TENTH = 0.1
+
+
+class RealTest(OpenTest):
+    """Records of `write_records`, with their videos encoded once."""
+
+    def __init__(self, model: Any, processor: Any, path: Path):
+        self.questions = labelled_questions(path)
+        self.records = [question.record for question in self.questions]
+        lines = path.read_text(encoding="utf-8").splitlines()
+        self.rows = [json.loads(line) for line in lines]
+        self.processor, self.collate = processor, VideoQACollator(processor)  # type: ignore[assignment]
+        self.dataset: Any = VideoQADataset(self.records, processor)
+        self._folder = tempfile.TemporaryDirectory()
+        videos = [(str(record.video), None) for record in self.records]
+        self.dataset.features = encode_files(model, processor, videos, self._folder.name)
+
+    @cached_property
+    def needles(self) -> list[list[int]]:  # type: ignore[override]
+        found = []
+        for question in self.questions:
+            example = self.dataset.example(question.record)
+            steps, rows, columns = example["video_grid_thw"][0].tolist()
+            seen = [sighting for needle in question.needles for sighting in needle]
+            grid = (steps, rows // 2, columns // 2)
+            found.append(sighting_tokens(seen, grid, float(example["second_per_grid_ts"][0])).tolist() if seen else [])
+        return found
+
+    @property
+    def named(self) -> list[list[int]]:  # type: ignore[override]
+        return [[] for _ in self.rows]
+
+    def batches(
+        self, queries: Sequence[str] | None = None, texts: Sequence[str] | None = None
+    ) -> Iterator[tuple[slice, dict[str, Any], torch.Tensor]]:
+        for rows, inputs, labels in super().batches(queries, texts):
+            inputs.pop("attention", None)
+            yield rows, inputs, labels
+
+    def blind(self, model: Any) -> list[bool]:
+        """Of each question whether the words alone are enough."""
+        right = []
+        for record in self.records:
+            inputs = self.collate([self.dataset.example(replace(record, video=None))])
+            labels = inputs["labels"][:, 1:]
+            with torch.no_grad():
+                said = model(input_ids=inputs["input_ids"], use_cache=False).logits[:, :-1].argmax(-1)
+            right.append(bool(((said == labels) | (labels == IGNORED)).all()))
+        return right
+
+    def without_needles(self) -> Callable[[Candidates, int], torch.Tensor]:
+        """A selection by relevance among what shows nothing of the answer, for one pass over the questions in turn."""
+        rows = iter(self.needles)
+
+        def select(candidates: Candidates, n: int) -> torch.Tensor:
+            relevance = candidates.log_relevance.clone()
+            needles = next(rows)
+            relevance[needles] = -torch.inf
+            return relevance.topk(min(n, len(relevance) - len(needles))).indices.sort().values
+
+        return select
+
+
+def with_another_thing(test: OpenTest) -> list[str]:
+    """Each question about other things than it names; as it is where it names none."""
+    rng, changed = np.random.default_rng(4), []
+    for row in test.rows:
+        words = row["question"].split()
+        for place, word in enumerate(words):
+            bare = word.strip("?,.").lower()
+            if bare in NAMES:
+                words[place] = word.lower().replace(bare, str(rng.choice([name for name in NAMES if name != bare])))
+        changed.append(" ".join(words))
+    return changed
+
+
+def measure(folder: str, records: Path, out: Path) -> None:
+    """All figures of a model; those that the file `out` has are kept."""
+    model = load(folder)
+    config = model.config.qtsplus_config
+    processor = make_processor(None, folder, make_config(None, folder, {}))
+    tests = {"trained wordings": RealTest(model, processor, records)}
+    other = records.with_name(f"{records.stem}-held-out.jsonl")
+    if other.is_file():
+        tests["other wordings"] = RealTest(model, processor, other)
+    result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"model": Path(folder).name}
+
+    def note(name: str, test: RealTest, ask: Callable[[], Answers]) -> None:
+        if name not in result:
+            with half_precision():
+                answers = ask()
+            result[name] = row(test, answers)
+            result[name] |= {"rights": [int(hit) for hit in answers.right], "kepts": answers.kept}
+            write_json(out, result)
+            print(name, {key: value for key, value in result[name].items() if key[-1] != "s"}, flush=True)
+
+    for title, test in tests.items():
+        note(f"{title}, all tokens", test, lambda test=test: test.ask(model, selection="all"))
+        note(f"{title}, a tenth", test, lambda test=test: test.ask(model, retention=TENTH))
+        note(f"{title}, its own budget", test, lambda test=test: test.ask(model))
+        note(f"{title}, no video", test, lambda test=test: Answers(test.blind(model), [0] * len(test), [], []))
+    test = tests["trained wordings"]
+    others, changed = of_other_videos(test), with_another_thing(test)
+    note("another video's question", test, lambda: test.ask(model, queries=others, retention=TENTH))
+    note("other things' names", test, lambda: test.ask(model, queries=changed, retention=TENTH))
+    note("without the needles", test, lambda: test.ask(model, selection=test.without_needles(), retention=TENTH))
+    for method in ("uniform", "diversity", "coverage", "random"):
+        note(method, test, lambda method=method: test.ask(model, selection=method, retention=TENTH))
+    if config.attention_layer is not None:
+        note("lm_attention", test, lambda: test.ask(model, selection="lm_attention", retention=TENTH))
+    for count in LADDER:
+        choice: dict[str, Any] = {"retention": 1.0, "max_visual_tokens": count}
+        note(f"{count} tokens", test, lambda choice=choice: test.ask(model, **choice))
+    result["budget"] = budget(test, result)
+    write_json(out, result)
+    print(result["budget"])
+
+
+def row(test: RealTest, answers: Answers) -> dict[str, Any]:
+    """Per cent of right answers with its interval over videos, by kind, the tokens, and the needles' tokens kept."""
+    right, counted = np.array(answers.right, dtype=float), np.isin(test.kinds, COUNTED)
+    low, high = interval(right[counted], test.videos[counted])
+    share = np.array(answers.share)[~np.isnan(answers.share)] if answers.share else np.array([])
+    return {
+        "right": _percent(right[counted]),
+        "interval": [round(100 * low, 1), round(100 * high, 1)],
+        "tokens": round(float(np.mean(answers.kept)), 1),
+        "needles kept": _percent(share) if len(share) else None,
+        "kinds": {
+            str(kind): [_percent(right[test.kinds == kind]), int((test.kinds == kind).sum())] for kind in COUNTED
+        },
+        "list": _percent(right[test.kinds == "list"]),
+    }
+
+
+def budget(test: RealTest, result: dict[str, Any]) -> dict[str, Any]:
+    """The model's own budget beside a constant one of equal mean, and how it follows the needles."""
+    counted, own = np.isin(test.kinds, COUNTED), result["trained wordings, its own budget"]
+    right = np.array([result[f"{count} tokens"]["rights"] for count in LADDER]).T[counted]
+    kept, needles = np.array(own["kepts"]), np.array([len(found) for found in test.needles])
+    mean = float(kept[counted].mean())
+    lead = np.array(own["rights"], dtype=float)[counted] - constant_right(right, LADDER, mean)
+    low, high = interval(lead, test.videos[counted])
+    some = needles > 0
+    return {
+        "tokens": round(mean, 1),
+        "spread": round(float(kept[counted].std()), 1),
+        "over constant": [round(100 * float(value), 1) for value in (lead.mean(), low, high)],
+        "follows needles": round(spearman(kept, needles), 2),
+        "of those with needles": round(spearman(kept[some], needles[some]), 2),
+        "tokens by kind": {str(k): round(float(kept[test.kinds == k].mean()), 1) for k in np.unique(test.kinds)},
+    }
+
+
+def _percent(values: Any) -> float:
+    return round(100 * float(np.mean(values)), 1) if len(values) else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("records", type=Path)
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    measure(given.model, given.records, given.out)
+
+
+if __name__ == "__main__":
+    main()
