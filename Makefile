@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 LAYOUT := build/layout/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-cpus fuzz test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck layout docs bench gpu-wheels
+.PHONY: help demo demo-real test test-benchmarks test-cpus fuzz test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck layout docs bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ $(VENV_DOCS)/.installed: pyproject.toml
 
 demo: $(VENV)/.installed  ## build and publish the tiny model, ask it about a clip twice, draw the kept tokens
 	$(BIN)/qtsplus demo --out demo
+
+demo-real: $(VENV)/.installed  ## a pretrained language model answers about filmed footage (220 MB of downloads, half an hour)
+	$(BIN)/python -m benchmarks real --work build/real
 
 test: lint  ## lint, types and all but the slow tests
 	$(BIN)/python -m pytest -q -n auto
