@@ -5,11 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from benchmarks.bases import REAL
 from benchmarks.real import work
 from benchmarks.real.base import IDS, make_config
 from benchmarks.real.clips import Clip, clip_scene
+from benchmarks.real.measure import RealTest, with_another_thing
 from benchmarks.real.questions import WORDINGS, Question, ask_scene
 from benchmarks.real.reading import Packer, Reader, answer_loss
 from benchmarks.real.records import sightings
@@ -120,3 +123,29 @@ def test_a_packed_question_is_read_as_alone(monkeypatch):
         torch.testing.assert_close(scores[begin : begin + len(expected)], expected, rtol=1e-4, atol=1e-5)
         begin += len(expected)
     assert begin == len(scores)
+
+
+def test_the_trained_parts_fit_their_model():
+    """The language model itself is fetched when the model is built; what was taught here is small and committed."""
+    path = REAL / "parts.safetensors"
+    assert path.stat().st_size <= 12e6
+    with torch.device("meta"):
+        base = Qwen2_5_VLForConditionalGeneration(make_config())
+        reader = Reader(base)
+    expected = {f"tower.{name}": weight.shape for name, weight in base.model.visual.state_dict().items()}
+    expected |= {f"lora.{name}": weight.shape for name, weight in reader.trained().items()}
+    assert {name: part.shape for name, part in load_file(path).items()} == expected
+
+
+def test_a_selection_without_the_needles():
+    test = SimpleNamespace(needles=[[1, 4], []])
+    select = RealTest.without_needles(test)  # type: ignore[arg-type]
+    candidates = SimpleNamespace(log_relevance=torch.tensor([0.0, 9.0, 1.0, 2.0, 8.0, -1.0]))
+    assert select(candidates, 2).tolist() == [2, 3] and select(candidates, 2).tolist() == [1, 4]
+
+
+def test_another_thing_is_asked_for():
+    rows = [{"question": "Is there a dog?"}, {"question": "which is there, the Car or the bus?"}, {"question": "What?"}]
+    first, second, third = with_another_thing(SimpleNamespace(rows=rows))  # type: ignore[arg-type]
+    assert first.startswith("Is there a ") and first.endswith("?") and "dog" not in first
+    assert "the car" not in second.lower() and "bus" not in second and third == "What?"
