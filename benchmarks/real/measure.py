@@ -5,7 +5,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,15 @@ class RealTest(OpenTest):
         self.records = [question.record for question in self.questions]
         lines = path.read_text(encoding="utf-8").splitlines()
         self.rows = [json.loads(line) for line in lines]
-        self.processor, self.collate = processor, VideoQACollator(processor)  # type: ignore[assignment]
+        self.processor: Any = processor
+        self.collate: Any = VideoQACollator(processor)
         self.dataset: Any = VideoQADataset(self.records, processor)
         self._folder = tempfile.TemporaryDirectory()
         videos = [(str(record.video), None) for record in self.records]
         self.dataset.features = encode_files(model, processor, videos, self._folder.name)
 
     @cached_property
-    def needles(self) -> list[list[int]]:  # type: ignore[override]
+    def needles(self) -> list[list[int]]:
         found = []
         for question in self.questions:
             example = self.dataset.example(question.record)
@@ -55,7 +56,7 @@ class RealTest(OpenTest):
         return found
 
     @property
-    def named(self) -> list[list[int]]:  # type: ignore[override]
+    def named(self) -> list[list[int]]:
         return [[] for _ in self.rows]
 
     def batches(
@@ -65,8 +66,8 @@ class RealTest(OpenTest):
             inputs.pop("attention", None)
             yield rows, inputs, labels
 
-    def blind(self, model: Any) -> list[bool]:
-        """Of each question whether the words alone are enough."""
+    def blind(self, model: Any) -> Answers:
+        """Answers to the words alone."""
         right = []
         for record in self.records:
             inputs = self.collate([self.dataset.example(replace(record, video=None))])
@@ -74,7 +75,7 @@ class RealTest(OpenTest):
             with torch.no_grad():
                 said = model(input_ids=inputs["input_ids"], use_cache=False).logits[:, :-1].argmax(-1)
             right.append(bool(((said == labels) | (labels == IGNORED)).all()))
-        return right
+        return Answers(right, [0] * len(right))
 
     def without_needles(self) -> Callable[[Candidates, int], torch.Tensor]:
         """A selection by relevance among what shows nothing of the answer, for one pass over the questions in turn."""
@@ -111,7 +112,9 @@ def measure(folder: str, records: Path, out: Path) -> None:
     other = records.with_name(f"{records.stem}-held-out.jsonl")
     if other.is_file():
         tests["other wordings"] = RealTest(model, processor, other)
-    result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"model": Path(folder).name}
+    result: dict[str, Any] = {"model": Path(folder).name}
+    if out.exists():
+        result = json.loads(out.read_text(encoding="utf-8"))
 
     def note(name: str, test: RealTest, ask: Callable[[], Answers]) -> None:
         if name not in result:
@@ -123,22 +126,22 @@ def measure(folder: str, records: Path, out: Path) -> None:
             print(name, {key: value for key, value in result[name].items() if key[-1] != "s"}, flush=True)
 
     for title, test in tests.items():
-        note(f"{title}, all tokens", test, lambda test=test: test.ask(model, selection="all"))
-        note(f"{title}, a tenth", test, lambda test=test: test.ask(model, retention=TENTH))
-        note(f"{title}, its own budget", test, lambda test=test: test.ask(model))
-        note(f"{title}, no video", test, lambda test=test: Answers(test.blind(model), [0] * len(test), [], []))
+        note(f"{title}, all tokens", test, partial(test.ask, model, selection="all"))
+        note(f"{title}, a tenth", test, partial(test.ask, model, retention=TENTH))
+        note(f"{title}, its own budget", test, partial(test.ask, model))
+        note(f"{title}, no video", test, partial(test.blind, model))
     test = tests["trained wordings"]
     others, changed = of_other_videos(test), with_another_thing(test)
     note("another video's question", test, lambda: test.ask(model, queries=others, retention=TENTH))
     note("other things' names", test, lambda: test.ask(model, queries=changed, retention=TENTH))
     note("without the needles", test, lambda: test.ask(model, selection=test.without_needles(), retention=TENTH))
     for method in ("uniform", "diversity", "coverage", "random"):
-        note(method, test, lambda method=method: test.ask(model, selection=method, retention=TENTH))
+        note(method, test, partial(test.ask, model, selection=method, retention=TENTH))
     if config.attention_layer is not None:
         note("lm_attention", test, lambda: test.ask(model, selection="lm_attention", retention=TENTH))
     for count in LADDER:
         choice: dict[str, Any] = {"retention": 1.0, "max_visual_tokens": count}
-        note(f"{count} tokens", test, lambda choice=choice: test.ask(model, **choice))
+        note(f"{count} tokens", test, partial(test.ask, model, **choice))
     result["budget"] = budget(test, result)
     write_json(out, result)
     print(result["budget"])

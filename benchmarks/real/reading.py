@@ -149,7 +149,7 @@ def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
     trained, tower = reader.trained(), load_tower(work)
     groups = [{"params": [*trained.values()], "lr": RATE}, {"params": [*tower.parameters()], "lr": TOWER_RATE}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
-    rates = [group["lr"] for group in groups]
+    rates = (RATE, TOWER_RATE)
     target, seen = work / "reading.pt", 0
     if target.is_file():
         stored = torch.load(target)
