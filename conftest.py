@@ -52,6 +52,30 @@ def tiny_published(tmp_path_factory) -> Path:
     return assemble_folder("qtsplus-tiny", tmp_path_factory.mktemp("hub") / "qtsplus-tiny")
 
 
+@pytest.fixture(scope="session")
+def loaded(tiny_published):
+    """The tiny model and its processor, for tests that change nothing but by `monkeypatch`."""
+    from qtsplus.loading import load
+
+    return load(tiny_published, "cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny random model."""
+    from tiny import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Of a user who has indexed nothing before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory, tiny_mp4, tiny_published) -> dict[str, str]:
     """What bad command lines are about, see `refusals.make_corpus`."""

@@ -28,11 +28,6 @@ GRID = (2, 4, 6)  # 48 patches, 12 tokens
 PIXEL_FIELDS = ("images", "videos", "image_pixels", "video_pixels", "seconds")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
 def video_inputs(**changes):
     """One prompt with one video, with some inputs changed and those set to `None` left out."""
     inputs = {**batch(prompt(videos=[GRID])), **changes}

@@ -16,11 +16,6 @@ CALL = {"max_new_tokens": NEW, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
 def ragged():
     """Rows that keep different counts: a video, text alone, an image with two videos."""
     rows = [prompt(videos=[VIDEO]), prompt(seed=1), prompt(images=[IMAGE], videos=[WIDE, VIDEO], seed=2)]

@@ -23,26 +23,13 @@ from qtsplus import library as library_module
 from qtsplus.cli import app
 from qtsplus.indexing import index
 from qtsplus.library import Index, Library
-from qtsplus.loading import load
 from qtsplus.methods_qtsplus import top_n
 from qtsplus.ranking import Piece, Scorer
 from qtsplus.session import VideoSession
 
 WORLDS = {name: make_world(160 + seed, 6) for seed, name in enumerate(("a.mp4", "b.mp4", "more/c.mp4"))}
 QUESTION = "What is in the red circle?"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """Of a user who has indexed nothing before."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return load(tiny_published, "cpu")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
@@ -470,21 +457,18 @@ def test_names_of_any_kind_are_shown_and_asked_about(videos, tiny_published, tmp
     (tmp_path / "films" / "x[").mkdir(parents=True)
     for number, name in enumerate(names):
         write_mp4(tmp_path / "films" / name, render_world(make_world(120 + number, 6)), 2)
-    wide = {"env": {**os.environ, "COLUMNS": "150"}}
+    wide = {"env": {"COLUMNS": "150"}}
     folder = tmp_path / "library"
-    assert qtsplus("index", tmp_path / "films", "--out", folder, "--model", tiny_published).returncode == 0
-    found = qtsplus("ask", folder, "What is in the red circle?", "--moments", 10, **wide)
-    assert found.returncode == 0 and all(name in found.stdout for name in [*names[:3], "bad\\xff.mp4"])
-    asked = qtsplus(
-        "ask", folder, "What is in the red circle?", "--pieces", 4, "--evidence", tmp_path / "drawn", **wide
-    )
-    assert asked.returncode == 0, asked.stderr
+    assert qtsplus("index", tmp_path / "films", "--out", folder, "--model", tiny_published).exit_code == 0
+    found = qtsplus("ask", folder, QUESTION, "--moments", 10, **wide)
+    assert found.exit_code == 0 and all(name in found.stdout for name in [*names[:3], "bad\\xff.mp4"])
+    asked = qtsplus("ask", folder, QUESTION, "--pieces", 4, "--evidence", tmp_path / "drawn", **wide)
+    assert asked.exit_code == 0, asked.stderr
     assert len(json.loads((tmp_path / "drawn/answer.json").read_text())["videos"]) == 4
 
 
 def qtsplus(*arguments, **more):
-    line = [sys.executable, "-m", "qtsplus.cli", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, **more)
+    return CliRunner().invoke(app, [*map(str, arguments)], **more)
 
 
 def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
@@ -492,7 +476,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     folder, item = tmp_path / "library", only_there("a.mp4")
     question = f"What is in the {item.name}?"
     made = qtsplus("index", mine, "--out", folder, "--model", tiny_published)
-    assert made.returncode == 0, made.stderr
+    assert made.exit_code == 0, made.stderr
     assert made.stdout == f"Wrote {folder}, a library of 3 videos\n"
     assert "Encoding 3 of 4 videos: 648 tokens, 332 kB" in made.stderr
     assert "Left out bad.mp4: Cannot decode" in made.stderr
@@ -500,7 +484,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     (mine / "more/c.mp4").write_bytes(b"another film")
     call = ["ask", folder, question, "--max-new-tokens", 4, "--pieces", 2, "--evidence", tmp_path / "drawn", "--json"]
     asked = qtsplus(*call)
-    assert asked.returncode == 0, asked.stderr
+    assert asked.exit_code == 0, asked.stderr
     drawn = json.loads((tmp_path / "drawn/answer.json").read_text())
     assert drawn["evidence"] == json.loads(asked.stdout)["evidence"]
     assert [one["name"] for one in drawn["videos"]] == ["a.mp4", "more/c.mp4"]
@@ -515,7 +499,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     answer = json.loads(qtsplus("ask", folder, question, "--json", "--max-new-tokens", 4).stdout)
     assert answer["answer"].rstrip(".") == item.mark and answer["evidence"][0]["video"] == "a.mp4"
     asked = qtsplus(*call)
-    assert asked.returncode == 0 and asked.stderr.count("so its frames are not drawn") == 2, asked.stderr
+    assert asked.exit_code == 0 and asked.stderr.count("so its frames are not drawn") == 2, asked.stderr
     left = {path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != "."}
     assert left == {"answer.json", "timeline.png"}
 

@@ -18,11 +18,6 @@ QUESTION = "What moves?"
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return session.load(tiny_published)
-
-
-@pytest.fixture(scope="module")
 def wide_mp4(tmp_path_factory):
     """30 frames of noise, 96 x 200 pixels, 10 a second."""
     path = tmp_path_factory.mktemp("wide") / "wide.mp4"

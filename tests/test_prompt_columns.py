@@ -3,15 +3,10 @@
 import pytest
 import torch
 
-from tiny import batch, prompt, stock_twin, tiny_model, token_types
+from tiny import batch, prompt, stock_twin, token_types
 
 ROWS = (prompt(videos=[(4, 8, 12)]), prompt(videos=[(2, 4, 8)], seed=1, question=9), prompt(seed=2))
 CALL = {"retention": 0.2}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
 
 
 @pytest.fixture(params=[True, False], ids=["left", "right"])

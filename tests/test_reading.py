@@ -17,11 +17,6 @@ from qtsplus.loading import load, load_skeleton
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return session.load(tiny_published, "cpu")
-
-
-@pytest.fixture(scope="module")
 def noise(tmp_path_factory):
     """12 s of noise, 8 frames a second, 112 x 168 pixels."""
     path = tmp_path_factory.mktemp("noise") / "noise.mp4"

@@ -41,11 +41,6 @@ def candidates_of(grids, seed, width=6):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
 def inputs():
     return batch(prompt(videos=[(4, 8, 12)]), prompt(videos=[(2, 4, 8), (3, 4, 4)], seed=1), prompt(seed=2))
 

@@ -192,11 +192,6 @@ def test_a_revision_goes_to_the_model_and_its_processor(tiny_published, monkeypa
 # What a model gives is handed on --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return loading.load(tiny_published)
-
-
 @pytest.mark.parametrize("relevance", [None, "empty"])
 def test_a_model_that_computed_no_relevance(loaded, tiny_mp4, monkeypatch, relevance):
     model, processor = loaded

@@ -20,17 +20,11 @@ from qtsplus import storage
 from qtsplus.cli import app
 from qtsplus.indexing import index
 from qtsplus.library import Index, Library
-from qtsplus.loading import load
 from qtsplus.results import seal
 from qtsplus.session import VideoSession
 from qtsplus.videos import IN_MEMORY
 
 QUESTION = "What is in the red circle?"
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return load(tiny_published, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from clips import make_world, render_world, write_mp4
 from qtsplus import batch, indexing, known, library, session, storage
 from qtsplus.evaluation.harness import answers
 from qtsplus.library import Library
-from qtsplus.loading import load as load_model
 from qtsplus.results import Journal, seal
 from qtsplus.session import VideoSession
 from qtsplus.synthesis import engine
@@ -43,11 +42,6 @@ def as_json(value):
     }
     fields["metadata"] = vars(fields["metadata"])
     return json.dumps(fields), value.video_grid_thw.tolist(), value.features.tolist()
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return load_model(tiny_published, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,6 @@ QUESTION, ANSWER = WORLD.objects[0].question, WORLD.objects[0].mark
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return session.load(tiny_published, "cpu")
-
-
-@pytest.fixture(scope="module")
 def whole(loaded):
     return session.encode(*loaded, FRAMES, fps=2)
 

@@ -40,11 +40,6 @@ def write_film(path, seconds=40, subtitles=None, sound=False):
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return session.load(tiny_published, "cpu")
-
-
-@pytest.fixture(scope="module")
 def film(tmp_path_factory):
     folder = tmp_path_factory.mktemp("film")
     (folder / "film.srt").write_text(SRT)

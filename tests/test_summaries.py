@@ -10,22 +10,12 @@ from typer.testing import CliRunner
 
 import qtsplus.summaries as summaries
 from clips import make_world, render_world, write_mp4
-from qtsplus import Library, VideoSession, load, summarise
+from qtsplus import Library, VideoSession, summarise
 from qtsplus.cli import app
 from qtsplus.indexing import index
 from qtsplus.summaries import chapter_steps
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return load(tiny_published, "cpu")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,6 @@ SHORT = {"max_new_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return session.load(tiny_published, "cpu")
-
-
-@pytest.fixture(scope="module")
 def cameras(tmp_path_factory):
     """Two mp4 files."""
     folder = tmp_path_factory.mktemp("cameras")

@@ -35,11 +35,6 @@ def write(path, frames, rate, **options):
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return session.load(tiny_published, "cpu")
-
-
-@pytest.fixture(scope="module")
 def film(tmp_path_factory):
     """8 s of shapes as MPEG-TS, 8 frames a second."""
     path = tmp_path_factory.mktemp("film") / "film.ts"
