@@ -209,23 +209,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate)
         return splice(self, layout, features, selected, qtsplus, pad_left)
 
-    def compress(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        *,
-        sample_gate: bool | None = None,
-        pad_left: bool | None = None,
-        **inputs: Any,
-    ) -> CompactPrompt:
-        """[`shorten`] by keywords: `inputs` are the fields of [`VisualInputs`] and [`SelectionInputs`]."""
-        visual, selection = take_inputs(inputs)
-        if inputs:
-            raise TypeError(f"compress got {', '.join(inputs)}; expected fields of VisualInputs and SelectionInputs.")
-        prompt = (input_ids, attention_mask, position_ids)
-        return self.shorten(*prompt, visual, selection, sample_gate=sample_gate, pad_left=pad_left)
-
     @names_inputs
     @can_return_tuple
     def forward(

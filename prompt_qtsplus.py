@@ -357,7 +357,7 @@ def join(parts: list[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class SelectedFeatures(BaseModelOutputWithPooling):
-    """Features that [`QTSplusModelMixin.compress`] has selected; `pooler_output` has `[k_b, d]` for each row."""
+    """Features that [`QTSplusModelMixin.shorten`] has selected; `pooler_output` has `[k_b, d]` for each row."""
 
     pooler_output: Any = None
 

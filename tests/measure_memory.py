@@ -31,10 +31,7 @@ def status(name: str) -> float:
 
 
 def relevance() -> dict[str, float]:
-    """
-    M = 180,000 visual tokens, a third of them in training, 16 heads over 2 key/value heads, 64 query tokens; results and
-    gradients subtracted.
-    """
+    """M = 180,000 visual tokens, a third in training; 16 heads over 2 of keys, 64 words. Less results and gradients."""
     from naive import naive_log_relevance
     from qtsplus.configuration_qtsplus import REDUCTIONS
     from qtsplus.relevance_qtsplus import log_relevance
@@ -44,7 +41,7 @@ def relevance() -> dict[str, float]:
     keys = torch.randn(num_tokens, 2, head_dim).transpose(0, 1)
     result = num_tokens * 4 / MB
     fewer = keys[:, : num_tokens // 3]
-    gradients = (fewer.numel() * 4 + result * MB / 3) / MB
+    gradients = fewer.numel() * 4 / MB + result / 3
 
     def forward(kernel):
         with torch.no_grad():

@@ -8,7 +8,7 @@ from transformers import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from model_checks import question_mask
-from tiny import BOS, EOS, IM_END, IM_START, NEWLINE, PAD, USER, batch, prompt, tiny_model
+from tiny import BOS, EOS, IM_END, IM_START, NEWLINE, PAD, USER, batch, compress, prompt, tiny_model
 
 VIDEO, WIDE, IMAGE = (4, 8, 12), (3, 4, 20), (1, 8, 8)
 NEW = 8
@@ -33,7 +33,7 @@ class Loop:
     def __init__(self, model, inputs, copies=1, **call):
         self.model = model
         with torch.no_grad():
-            compact = model.model.compress(**inputs, **call, sample_gate=False, pad_left=True)
+            compact = compress(model.model, **inputs, **call, sample_gate=False, pad_left=True)
             embeds = model.get_input_embeddings()(compact.input_ids)
             embeds = model.model.splice(embeds, compact.input_ids, compact.features)
         self.prompt_length = compact.input_ids.shape[1]

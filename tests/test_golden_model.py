@@ -8,6 +8,7 @@ from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.checkpoint import REFERENCE, our_name
 from qtsplus.hub.convert import convert_reference_config
 from reference import load, meta
+from tiny import compress
 
 E2E = ("case1", "e2e")
 
@@ -68,7 +69,7 @@ def test_forward(model, golden):
 def test_compact_prompt(model, golden):
     inputs = full_prompt()
     with torch.no_grad():
-        prompt = model.model.compress(**inputs)
+        prompt = compress(model.model, **inputs)
         features = model.model.get_video_features(
             inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
         ).pooler_output[0]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from qtsplus.configuration_qtsplus import REDUCTIONS
 from qtsplus.relevance_qtsplus import QTSplusLayer, grouped_attention, rotary_tables
-from tiny import batch, prompt, tiny_model
+from tiny import batch, compress, prompt, tiny_model
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -44,7 +44,7 @@ def test_the_features_of_several_videos_are_never_joined():
     features = [torch.randn(2000, width, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     inputs.pop("pixel_values_videos")
     with torch.no_grad(), Sizes() as sizes:
-        model.model.compress(**inputs, video_features=features, retention=0.1)
+        compress(model.model, **inputs, video_features=features, retention=0.1)
     assert sizes.largest < 4000 * width * 4
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tiny import VIDEO_PAD, batch, prompt, stock_twin, tiny_model, token_types
+from tiny import VIDEO_PAD, batch, compress, prompt, stock_twin, tiny_model, token_types
 
 CHAT = 12  # tokens of the prompt before the first placeholder
 
@@ -11,7 +11,7 @@ CHAT = 12  # tokens of the prompt before the first placeholder
 def positions(inputs, **selector):
     model = tiny_model(selection="all", **selector)
     with torch.no_grad():
-        return model.model.compress(**inputs)
+        return compress(model.model, **inputs)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_whole_seconds_agree_with_stock():
         **inputs, mm_token_type_ids=token_types(inputs["input_ids"])
     )
     with torch.no_grad():
-        compact = model.model.compress(**inputs)
+        compact = compress(model.model, **inputs)
     assert torch.equal(compact.position_ids[1:], theirs)
     assert deltas.shape == (2, 1)
 
@@ -59,7 +59,7 @@ def test_the_callers_positions_are_kept(rows):
     inputs = batch(prompt(videos=[(4, 8, 12)]))
     given = torch.randint(0, 500, (rows, 1, inputs["input_ids"].shape[1]))
     with torch.no_grad():
-        compact = model.model.compress(**inputs, position_ids=given, retention=0.25)
+        compact = compress(model.model, **inputs, position_ids=given, retention=0.25)
     assert torch.equal(compact.position_ids[1:, 0], given[-3:, 0, compact.columns[0]])
 
 

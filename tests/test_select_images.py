@@ -2,26 +2,26 @@
 
 import torch
 
-from tiny import IMAGE_PAD, VIDEO_PAD, batch, prompt, tiny_model
+from tiny import IMAGE_PAD, VIDEO_PAD, batch, compress, prompt, tiny_model
 
 IMAGE, VIDEO = (1, 8, 8), (4, 8, 12)
 INPUTS = batch(prompt(images=[IMAGE], videos=[VIDEO]), prompt(images=[IMAGE], seed=1), prompt(seed=2))
 
 
-def compress(**selector):
+def compressed(**selector):
     model = tiny_model(**selector)
     with torch.no_grad():
-        return model.model.compress(**INPUTS, retention=0.25)
+        return compress(model.model, **INPUTS, retention=0.25)
 
 
 def test_images_pass_untouched_by_default():
-    compact = compress()
+    compact = compressed()
     assert (compact.input_ids == IMAGE_PAD).sum(-1).tolist() == [16, 16, 0]
     assert compact.qtsplus.n.tolist() == [24, 0, 0]
 
 
 def test_images_compete():
-    compact = compress(select_images=True)
+    compact = compressed(select_images=True)
     images, videos = ((compact.input_ids == pad).sum(-1) for pad in (IMAGE_PAD, VIDEO_PAD))
     assert (images + videos).tolist() == compact.qtsplus.n.tolist() == [28, 4, 0]
     assert [len(r) for r in compact.features["image"]] == images.tolist()

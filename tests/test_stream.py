@@ -18,6 +18,7 @@ from qtsplus.ranking import Scorer, StandingQuestion
 from qtsplus.recall import within
 from qtsplus.session import VideoSession
 from qtsplus.stream import POLICIES, Stream
+from tiny import compress
 
 WORLD = make_world(3)
 FRAMES = render_world(WORLD)  # 16, of 36 tokens for two
@@ -233,7 +234,7 @@ def kept_of(loaded, n):
     inputs = processor.conversation_inputs([asked], **times)
     call = {"video_features": [whole.features], "second_per_grid_ts": [1.0]}
     with torch.no_grad():
-        return model.model.compress(**inputs, **call, retention=1.0, max_visual_tokens=n).qtsplus.kept_indices[0]
+        return compress(model.model, **inputs, **call, retention=1.0, max_visual_tokens=n).qtsplus.kept_indices[0]
 
 
 @pytest.mark.parametrize("null_token", [False, True])

@@ -8,6 +8,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.configuration_qtsplus import CHOICES
 from qtsplus.methods_qtsplus import top_n
+from qtsplus.prompt_qtsplus import take_inputs
 from qtsplus.selector_qtsplus import GATES, Gated, find_threshold
 
 PAD, BOS, EOS = 0, 1, 2
@@ -16,6 +17,11 @@ VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = 497, 498, 499, 500
 SPECIAL = [PAD, BOS, EOS, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD]
 WORDS = (20, 480)  # ordinary tokens
 PATCH_VALUES = 3 * 2 * 4 * 4
+
+
+def compress(model, input_ids, attention_mask=None, position_ids=None, pad_left=None, **inputs):
+    """The shortened prompts, of a model without a head."""
+    return model.shorten(input_ids, attention_mask, position_ids, *take_inputs(inputs), pad_left=pad_left)
 
 
 def noiseless_gate(log_relevance, target, tau_s, n, n_max):

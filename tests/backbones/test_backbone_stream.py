@@ -8,6 +8,7 @@ import torch
 
 from qtsplus import session
 from qtsplus.stream import Stream
+from tiny import compress
 
 QUESTION = "What moves?"
 
@@ -38,7 +39,7 @@ def test_all_is_remembered(model, processor, frames, count, monkeypatch):
     assert (answer.frames, expected.frames) == (count, count)
     assert answer.evidence == [replace(one, name="video") for one in expected.evidence]
     inputs = session.prompt_inputs(processor, {"video": whole}, [QUESTION], device="cpu")
-    shown = model.model.compress(**inputs, selection="uniform", retention=0.5)
+    shown = compress(model.model, **inputs, selection="uniform", retention=0.5)
     assert torch.equal(prompts[0].input_ids, shown.input_ids)
     assert torch.equal(prompts[0].position_ids, shown.position_ids)
 
@@ -78,7 +79,7 @@ def test_positions_are_those_of_the_whole_video(model, processor, clips, monkeyp
     inputs = session.prompt_inputs(processor, {"video": whole}, [QUESTION], device="cpu")
     kept = torch.cat([torch.arange(3), torch.arange(len(whole.features) - 3, len(whole.features))])
     call = {"retention": 1.0, "max_visual_tokens": 6, "selection": lambda candidates, n: kept}
-    expected = model.model.compress(**inputs, **call)
+    expected = compress(model.model, **inputs, **call)
     (features,), (whole_features,) = (one.features["video"] for one in (prompts[0], expected))
     assert torch.allclose(features, whole_features, atol=1e-4), "encoded again at the same times"
     if model.model.rope_axes == 3 and not model.model.frames_apart:

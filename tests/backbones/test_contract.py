@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from qtsplus.methods_qtsplus import METHODS, Candidates
 from qtsplus.prompt_qtsplus import IMAGE, VIDEO
-from tiny import chat_inputs
+from tiny import chat_inputs, compress
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -289,7 +289,7 @@ class TestBackbone:
         model = backbone.build(processor, reencode_layers=0).model
         inputs = prepare("video")
         (source,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
-        prompt = model.compress(**inputs, retention=0.3)
+        prompt = compress(model, **inputs, retention=0.3)
         (kept,), got = prompt.qtsplus.kept_indices, prompt.features["video"][0]
         assert source.shape[1] == got.shape[1] == model.token_width and len(source) >= 12
         if len(got) > len(kept):
@@ -301,8 +301,8 @@ class TestBackbone:
         original, sequential = (
             backbone.build(processor, position_ids=kind).model for kind in ("original", "sequential")
         )
-        full = original.compress(**inputs, retention=1.0)
-        short = original.compress(**inputs, retention=0.3)
+        full = compress(original, **inputs, retention=1.0)
+        short = compress(original, **inputs, retention=0.3)
         for row in range(2):
             kept = short.columns[row] >= 0
             places = {int(column): place for place, column in enumerate(full.columns[row]) if column >= 0}
@@ -310,7 +310,7 @@ class TestBackbone:
             expected, got = (original.language_axes(one.position_ids)[:, row] for one in (full, short))
             assert torch.equal(got[:, kept], expected[:, at])
         assert torch.equal(short.next_position, full.next_position)
-        numbered = sequential.compress(**inputs, retention=0.3)
+        numbered = compress(sequential, **inputs, retention=0.3)
         counts = numbered.attention_mask.sum(-1)
         assert torch.equal(numbered.next_position, counts)
         for row, count in enumerate(counts.tolist()):
@@ -321,7 +321,7 @@ class TestBackbone:
         """Twice the seconds between frames: other features, where no token moves in the text."""
         inputs = prepare("video")
         slower = {**inputs, "second_per_grid_ts": 3 * inputs["second_per_grid_ts"]}
-        one, other = (model.model.compress(**each, retention=0.5) for each in (inputs, slower))
+        one, other = (compress(model.model, **each, retention=0.5) for each in (inputs, slower))
         assert torch.equal(one.qtsplus.kept_indices[0], other.qtsplus.kept_indices[0])
         assert not torch.allclose(one.features["video"][0], other.features["video"][0], atol=1e-4)
 

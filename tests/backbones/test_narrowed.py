@@ -6,6 +6,7 @@ import torch
 from qtsplus.layout_qtsplus import lay_out
 from qtsplus.mixin_qtsplus import choose
 from qtsplus.prompt_qtsplus import IMAGE, VIDEO, splice, take_inputs
+from tiny import compress
 
 
 def scattered(grid):
@@ -49,7 +50,7 @@ def test_as_if_the_others_had_not_been_kept(model, encoded):
     inputs, whole, places = encoded
     given = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
     with torch.no_grad():
-        expected = model.model.compress(**given, **as_if_kept(whole, places), pad_left=True)
+        expected = compress(model.model, **given, **as_if_kept(whole, places), pad_left=True)
         some = shortened(model, given, whole, places, selection="all")
     for name in ("input_ids", "attention_mask", "position_ids", "columns", "next_position"):
         assert torch.equal(getattr(some, name), getattr(expected, name)), name
