@@ -143,6 +143,5 @@ def real(
             clip, answers = ask_real(work.resolve())
     wrote(folder)
     typer.echo(str(clip))
-    for question, answer in answers:
-        seconds = ", ".join(f"{span.start:.0f} to {span.end:.0f} s" for span in answer.evidence)
-        typer.echo(f"{question} {answer.answer} ({answer.kept_tokens} of {answer.visual_tokens} tokens; {seconds})")
+    for question, few, every in answers:
+        typer.echo(f"{question} {few.answer} ({few.kept_tokens} of {few.visual_tokens} tokens; all: {every.answer})")
