@@ -154,6 +154,7 @@ def test_the_first_page_says_what_a_forecast_of_a_7b_says():
 
     class Pieces(list):
         video_grid_thw = torch.tensor([[300, 40, 72]])  # of 1920 x 1080 pixels, at most 768 x 28 x 28 of them
+        shape = (600, 1080, 1920)
 
     pieces = Pieces([None] * 53)
     pieces.metadata = metadata

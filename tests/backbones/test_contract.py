@@ -157,7 +157,7 @@ class TestBackbone:
         assert [tuple(one.shape) for one in features["video_features"]] == [
             (length, model.model.token_width) for length in lengths
         ]
-        torch.testing.assert_close(logits(model, features), logits(model, inputs), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits(model, features), logits(model, inputs), atol=5e-5, rtol=1e-5)
         assert torch.equal(model.generate(**features, **CALL), model.generate(**inputs, **CALL))
 
     def test_the_next_turn_from_the_cache_is_a_full_run(self, all_tokens, prepare):
