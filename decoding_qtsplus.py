@@ -1,7 +1,6 @@
 """Decodes video files with PyAV: the chosen frames, each as it is shown at its time. Fetches those at an address."""
 
 import base64
-import heapq
 import http.client
 import io
 import itertools
@@ -24,14 +23,12 @@ try:  # optional: who gives frames needs no decoder
 except ImportError:
     av = None  # type: ignore[assignment]
 
+from .clock_qtsplus import ARBITRARY_CLOCK, LEAP, NEAR, Clock, regular_clock
+
 logger = logging.get_logger(__name__)
 
-ARBITRARY_CLOCK = 0x200  # AVFMT_TS_DISCONT: a format such as MPEG-TS, whose clock is not 0 where the video begins
-# Seconds by which a clock goes back or ahead where it was set anew; far ahead where a file gives its frames a clock.
-_BACK, _AHEAD, _FAR_AHEAD = 0.1, 60.0, 86400.0
+_ORDER = 4  # packets within which the order of decoding is another than that of showing, about
 _JOIN = 2  # packets before a key frame, of which FFmpeg calls one damaged where two recordings in MPEG-TS meet
-NEAR = 0.05  # seconds by which a frame of a constant rate may be early or late
-SLOWEST = 10.0  # frames per second of the clock of a variable rate
 
 ADDRESS_TIMEOUT, ADDRESS_SECONDS = 30.0, 1800.0  # in which a server sends nothing; in which all has to arrive
 ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
@@ -63,7 +60,7 @@ class Film:
         self.name, self.source = shown_name(path), _find(path)
         with self._naming(), open_container(self.source) as container:
             stream = film_stream(container)
-            dated = self._read_packets(container, stream)
+            dated, said = self._read_packets(container, stream)
             self.sound = bool(container.streams.audio)
             stated_frames, stated_fps = stream.frames, stream.average_rate or stream.guessed_rate
             arbitrary = container.format.flags & ARBITRARY_CLOCK
@@ -77,7 +74,7 @@ class Film:
         if dated:
             seconds = self._seconds(self.pts[self.order])
             self.first, self.times = float(seconds[0]), seconds - seconds[0]
-            clock = _regular(self.times, self._seconds(self.end) - self.first)
+            clock = regular_clock(self.times, self._seconds(self.end) - self.first)
         if clock is None:
             if not stated_fps:
                 states = "states neither times nor a frame rate"
@@ -88,23 +85,34 @@ class Film:
             self.times = np.arange(self.total) / self.fps  # [N], when the frames are shown, in seconds from the first
         self.start = max(self.first - begin, 0.0)
         self.warnings: list[str] = []
-        if missing := self._missing(stated_frames, end, self.first + self.total / self.fps):
-            self._warn(f"is incomplete: {missing}")
+        missing = self._missing(stated_frames, end, self.first + self.total / self.fps)
+        self.follows = not (missing or self.joined)  # whether its key frames are where the file says
+        for state in [*said, f"is incomplete: {missing}"] if missing else said:
+            self._warn(state)
         if self.joined:
             self._warn("is followed by another in the same file, which players pass over; split them")
 
-    def _read_packets(self, container: Any, stream: Any) -> bool:
-        """Goes through the file, whose header may be wrong, without decoding; whether it says when frames are shown."""
-        clock, pts, flags, last = Clock(container, stream, self.name), [], [], None
-        for packet in container.demux(stream):
+    def _read_packets(self, container: Any, stream: Any) -> tuple[bool, list[str]]:
+        """
+        Goes through the file, whose header may be wrong, without decoding; whether it says when frames are shown, and
+        what is to be said of its clock.
+        """
+        clock, pts, dts, flags, last = Clock(container, stream), [], [], [], None
+        for packet in clock.over(container.demux(stream)):
             if packet.size:
-                clock.set(packet)
                 last = packet.pos
                 pts.append(packet.pts)
+                dts.append(packet.dts)
                 flags.append((packet.is_keyframe, packet.is_corrupt, packet.is_discard))
+        if clock.reorders and None not in (*pts, *dts):
+            clock.mend(pts, dts)
         key, damaged, hidden = np.array(flags, bool).reshape(-1, 3).T
+        lost: dict[int, float] = {}  # seconds without a frame beside what is damaged, by where they begin
         for place in np.flatnonzero(damaged):
+            beside = sorted(time for time in pts[max(place - _ORDER, 0) : place + _ORDER] if time is not None)
+            lost |= {time: gap for time, gap in zip(beside, np.diff(beside) * clock.step, strict=False) if gap > LEAP}
             damaged[place] = not key[place + 1 : place + 1 + _JOIN].any()
+        self.lost = sum(lost.values())
         self.joined = container.format.name.startswith(("mov,mp4", "matroska", "flv")) and last is not None
         if self.joined:  # these cannot be: whether the file has its first bytes again
             with open(self.source, "rb") if isinstance(self.source, str) else nullcontext(self.source) as file:
@@ -128,7 +136,7 @@ class Film:
         if not len(self.order):
             raise ValueError("it has 0 frames")
         self.order = self.order[np.argsort(self.pts[self.order], kind="stable")]
-        return dated
+        return dated, clock.states + _choice_of(container, stream)
 
     def _warn(self, state: str) -> None:
         self.warnings.append(f"The video {self.name!r} {state}.")
@@ -148,9 +156,15 @@ class Film:
             raise ValueError(f"Cannot decode {self.name!r} as a video: {error}. {expected}") from error
 
     def stretch(self, start: float | None, end: float | None) -> tuple[int, int]:
-        """The first frame of the clock, and the one behind the last, that a player shows between two times."""
+        """
+        The first frame of the clock, and the one behind the last, that come up in a player between two times; the one
+        that it shows all the while where none does.
+        """
         first = 0 if start is None else max(math.ceil((start - self.start) * self.fps - 1e-3), 0)
         stop = self.total if end is None else min(math.floor((end - self.start) * self.fps + 1e-3) + 1, self.total)
+        last = self.start + self.total / self.fps
+        if start is not None and self.start <= start < last and first >= stop and (end is None or start <= end):
+            first, stop = first - 1, first
         if first >= stop:
             bounds = f"from {0 if start is None else start:g} to {'its end' if end is None else f'{end:g} s'}"
             length = f"{self.total / self.fps:.1f} s from {self.start:.1f} s on"
@@ -163,8 +177,10 @@ class Film:
         # Of a trimmed video the header counts the frames that are not shown, but not their time.
         if stated > whole and (stated_end is None or stated_end > end + 0.5 / self.fps):
             return f"its header states {stated} frames, and {whole} can be read"
-        if whole < packets:
-            return f"{packets - whole} of its {packets} frames are damaged and left out"
+        if whole < packets or self.lost:
+            gap = f"about {self.lost:.1f} s are missing" if self.lost else ""
+            left_out = f"{packets - whole} of its {packets} frames are damaged and left out" if whole < packets else ""
+            return " and ".join(filter(None, (left_out, gap)))
         # The last frame may last a little longer, and the sound much.
         if not stated and stated_end is not None and stated_end > 1.05 * end + 1:
             with open_container(self.source) as container:
@@ -181,7 +197,7 @@ class Film:
         as far as it goes, or else the one before it, and `warnings` say how many.
         """
         given, lost, readable = 0, 0, int(self.whole.sum())
-        broken = "it is not whole" if self.warnings else ""
+        broken = "" if self.follows else "it is not whole"
         reason = broken if self.timed else "it does not say when each is shown"
         with self._naming():
             if not reason:
@@ -195,7 +211,7 @@ class Film:
                 for frame, whole in itertools.islice(self._show(instants), given, None):
                     yield frame
                     lost += not whole
-        lost = max(lost, readable - int(self.whole.sum()))
+        lost = lost or min(readable - int(self.whole.sum()), len(instants))
         if lost and not any("is damaged" in warning for warning in self.warnings):
             self._warn(f"is damaged: {lost} of the {len(instants)} frames that are looked at cannot be decoded whole")
 
@@ -282,21 +298,6 @@ def drain(decoder: Any) -> list[Any]:
         return []
 
 
-def _regular(times: np.ndarray, length: float) -> tuple[int, float] | None:
-    """
-    The frames and the rate of a clock by which a film's own, over after `length` seconds, are shown at their times;
-    `None` where they have one time.
-    """
-    if times[-1] <= 0:
-        return None
-    fps = float((len(times) - 1) / times[-1])  # the last lasts as long as the mean
-    if np.abs(times - np.arange(len(times)) / fps).max() <= NEAR:
-        return len(times), fps
-    apart = np.diff(times)
-    fps = max(round(float(1 / np.median(apart[apart > 0])), 3), SLOWEST)
-    return max(round(length * fps), int(times[-1] * fps) + 1), fps
-
-
 @contextmanager
 def open_container(source: str | io.BytesIO) -> Iterator[Any]:
     """A file, or one in memory. FFmpeg gets its bytes and no protocol: a file may name others, which it would go to."""
@@ -316,73 +317,24 @@ def refuse_list(head: bytes) -> None:
 
 def film_stream(container: Any) -> Any:
     """The stream that a player shows; raises `ValueError` if there is none, or only a cover."""
-    films = [one for one in container.streams.video if not one.disposition & av.stream.Disposition.attached_pic]
+    films = _films(container)
     if not films:
         raise ValueError("it has a cover and no film" if container.streams.video else "it has no video stream")
     best = container.streams.best("video")
     return best if best in films else films[0]
 
 
-class Clock:
-    """
-    One clock for the packets of a stream, in the order of the file: where their own goes back or jumps far ahead, as
-    where recordings were joined, what follows is put behind what came before.
-    """
+def _films(container: Any) -> list[Any]:
+    return [one for one in container.streams.video if not one.disposition & av.stream.Disposition.attached_pic]
 
-    def __init__(self, container: Any, stream: Any, name: str):
-        ahead = _AHEAD if container.format.flags & ARBITRARY_CLOCK else _FAR_AHEAD
-        self.name, self.step = name, float(stream.time_base or 1)  # seconds
-        # AVI knows no times, but when a packet is decoded; FFmpeg guesses those of one that reorders late.
-        self.is_avi, self.reorders = container.format.name == "avi", stream.codec_context.has_b_frames
-        self.smallest, self.largest = -_BACK / self.step, ahead / self.step
-        self.last: int | None = None  # when the packet before was to be decoded, by the file
-        self.newest: int | None = None  # of the times so far, on the one clock
-        self.end = self.offset = self.apart = self.shift = 0  # `end` is when that is over
-        self.guessed = False
-        self.is_ps = container.format.name == "mpeg"  # which has few times, and FFmpeg guesses some of the others early
-        self.waiting: list[int] = []  # times of packets in AVI and MPEG-PS, whose frames have them in order
-        self.due: int | None = None  # in MPEG-PS, when the next frame is shown; `shift` later than it is decoded
 
-    def set(self, packet: Any) -> None:
-        """Brings the times of the next packet to the one clock."""
-        if self.is_ps and packet.size:
-            self._follow(packet)
-        if self.newest is None and packet.pts is not None and packet.dts is not None:
-            self.guessed = self.reorders and (packet.pts - packet.dts) * self.step > 1  # of a film that begins late
-        if self.is_avi and not self.guessed:
-            packet.pts = packet.dts
-        if packet.pts is None:
-            return
-        if packet.dts is not None:
-            since = 0 if self.last is None else packet.dts - self.last
-            if self.newest is not None and not self.smallest <= since <= self.largest:
-                self.offset = self.end - packet.pts
-                logger.warning_once(
-                    f"The clock of {self.name!r} is set anew after {self.end * self.step:.1f} s; what follows is put "
-                    "behind that."
-                )
-            else:
-                self.apart = since
-            self.last = packet.dts
-            packet.dts += self.offset
-        packet.pts += self.offset
-        if self.newest is None or packet.pts > self.newest:
-            self.newest, self.end = packet.pts, packet.pts + (packet.duration or self.apart)
-        if self.is_avi and packet.size:
-            heapq.heappush(self.waiting, packet.pts)
-
-    def _follow(self, packet: Any) -> None:
-        """In MPEG-PS a frame is shown when the one before is over, or later where a packet that has a time says so."""
-        if self.due is None:
-            self.due, self.shift = packet.pts or 0, (packet.pts or 0) - (packet.dts or 0)
-        elif packet.pos is not None and packet.dts is not None:
-            gap = packet.dts + self.shift - self.due
-            if 1.5 * packet.duration < gap <= self.largest:
-                self.due += gap
-            elif not self.smallest <= gap <= self.largest:
-                self.shift -= gap
-        self.waiting.append(self.due)
-        self.due += packet.duration or self.apart
+def _choice_of(container: Any, stream: Any) -> list[str]:
+    """Which of several video streams is read, where the file does not name one."""
+    films = _films(container)
+    if len(films) == 1 or sum(bool(one.disposition & av.stream.Disposition.default) for one in films) == 1:
+        return []
+    number, size = films.index(stream) + 1, f"{stream.width} x {stream.height}"
+    return [f"has {len(films)} video streams, and names none; number {number}, of {size} pixels, is read"]
 
 
 class Upright:

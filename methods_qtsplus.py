@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from itertools import pairwise
 from numbers import Real
 from pathlib import Path
@@ -252,8 +253,9 @@ def add_method(name: str | None) -> None:
                 found = resolve_name(name)
             if not callable(found):
                 raise ValueError("it is no function")
+            signature(found).bind("candidates", 1)
             METHODS[name] = found
-        except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
+        except (ImportError, AttributeError, OSError, SyntaxError, TypeError, ValueError) as error:
             raise ValueError(f"selection={name!r} cannot be imported: {error}") from error
     find_method(name)
 

@@ -51,7 +51,7 @@ def choose_frames(
         total_num_frames, video_fps: of the video.
         fps: frames to sample per second; the count is held between `min_frames` and `max_frames`.
         num_frames: frames to sample instead, as many as exist at most. With neither, all frames are taken.
-        temporal_patch_size: the count is a multiple of it, unless the video is shorter.
+        temporal_patch_size: the count is a multiple of it, unless the video or `max_frames` is less.
     """
     if num_frames is not None:
         wanted = float(round(num_frames / temporal_patch_size) * temporal_patch_size)
@@ -61,7 +61,8 @@ def choose_frames(
         return np.arange(total_num_frames)
     # A mean rate of 10.000000000000002 must not cost a frame.
     count = int(round(min(wanted, total_num_frames), 6))
-    count = count // temporal_patch_size * temporal_patch_size or min(temporal_patch_size, total_num_frames)
+    fewest = min(temporal_patch_size, total_num_frames, max_frames)
+    count = count // temporal_patch_size * temporal_patch_size or int(fewest)
     return np.arange(count) * total_num_frames // count
 
 

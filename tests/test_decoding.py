@@ -192,7 +192,8 @@ def test_recordings_joined_end_to_end_are_read_to_their_end(tmp_path, codec, kin
         claimed, frames = look(path, **sampling)
         assert shown_too_early_or_late(claimed, frames, range(0, 4000 * parts, 40)) == []
     video = open_video(str(path), choose_frames)
-    assert video.metadata.duration == pytest.approx(4 * parts, abs=0.05) and video.warnings == []
+    assert video.metadata.duration == pytest.approx(4 * parts, abs=0.05)
+    assert all("is set anew after 4." in warning for warning in video.warnings)
     watched = list(zip(*Source(str(path), 2.0, 0.01, time.monotonic()), strict=True))
     assert shown_too_early_or_late(*watched, range(0, 4000 * parts, 40)) == [] and len(watched[0]) == 8 * parts
 
@@ -201,14 +202,14 @@ def test_recordings_joined_end_to_end_are_read_to_their_end(tmp_path, codec, kin
 def test_what_players_pass_over_of_a_joined_file_is_said(tmp_path, kind, parts):
     path = tmp_path / f"joined.{kind}"
     join(path, [write(tmp_path, "libx264", kind, later=4000 * part, bf="0") for part in range(parts)])
-    assert [warning.partition("is followed by ")[2][:7] for warning in Film(str(path)).warnings] == ["another"]
+    (said,) = [warning for warning in Film(str(path)).warnings if "is followed by another" in warning]
 
 
 def write(folder, codec, kind, later=0, offset=0, **options):
     """Four seconds; a player's clock begins at `offset` seconds."""
     path = folder / f"part-{later}.{kind}"
     more = {**CODECS[codec], **options}
-    return write_film(path, codec, range(0, 4000, 40), 25, later, offset=offset, **more)
+    return write_film(path, codec.split()[0], range(0, 4000, 40), 25, later, offset=offset, **more)
 
 
 def join(path, parts):
@@ -223,9 +224,59 @@ def test_what_comes_after_a_clock_that_jumps_is_put_behind(tmp_path, caplog, off
     claimed, frames = look(path)
     shown = range(0, 4000 * len(parts), 40)
     assert shown_too_early_or_late(claimed, frames, shown) == [] and len(frames) == len(shown)
-    assert ["is set anew" in record.message for record in caplog.records] == [True] * (len(parts) - 1)
+    assert ["is set anew after 4." in record.message for record in caplog.records] == [len(parts) > 1]
     watched = list(zip(*Source(str(path), 2.0, 0.01, time.monotonic()), strict=True))
     assert shown_too_early_or_late(*watched, shown) == []
+
+
+def set_time(path, place, seconds):
+    """Writes another time over that at which a packet of a .ts is shown."""
+    data, since = bytearray(path.read_bytes()), -1
+    for _ in range(place + 1):
+        since = data.index(b"\0\0\1\xe0", since + 1)
+    at, ticks = since + 9, round(90_000 * seconds)
+    data[at] = data[at] & 0xF0 | ticks >> 29 & 0x0E | 1
+    data[at + 1 : at + 3] = (ticks >> 14 & 0xFFFE | 1).to_bytes(2, "big")
+    data[at + 3 : at + 5] = (ticks << 1 & 0xFFFE | 1).to_bytes(2, "big")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("seconds", [1.9, 7.0, 25.2, 3000.0])
+@pytest.mark.parametrize("codec", ["libx264", "libx264 without B", "mpeg2video"])
+def test_a_time_that_is_damaged_moves_no_other(tmp_path, codec, seconds):
+    path = write(tmp_path, codec, "ts", offset=2)
+    set_time(path, 61, seconds)
+    claimed, frames = look(path)
+    assert shown_too_early_or_late(claimed, frames, range(0, 4000, 40)) == [] and len(frames) == 100
+    (warning,) = open_video(str(path), choose_frames).warnings
+    assert " has 1 damaged times " in warning
+    source = Source(str(path), 5.0, 0.01, 0.0)
+    claimed, frames = zip(*source, strict=True)
+    assert shown_too_early_or_late(claimed, frames, range(0, 4000, 40)) == [] and len(frames) >= 19
+    assert " has 1 damaged times " in source.warnings[0]
+
+
+def test_no_more_is_lost_than_is_looked_at(tmp_path):
+    path = write(tmp_path, "mpeg4 without B", "mp4", g="50")
+    with av.open(str(path)) as container:
+        places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
+    data = bytearray(path.read_bytes())
+    for place, size in places[3:12]:
+        data[place : place + size] = data[place : place + 1] + bytes(size - 1)
+    path.write_bytes(data)
+    film = Film(str(path))
+    assert len(list(film.show(np.array([0.81])))) == 1
+    assert [warning.partition(" is damaged: ")[2] for warning in film.warnings] == [
+        "1 of the 1 frames that are looked at cannot be decoded whole."
+    ]
+
+
+def test_what_was_cut_out_of_a_recording_is_said(tmp_path):
+    path = tmp_path / "cut.ts"
+    data = write(tmp_path, "libx264", "ts").read_bytes()
+    keys = [packet.pos for packet in av.open(str(tmp_path / "part-0.ts")).demux(video=0) if packet.is_keyframe]
+    path.write_bytes(data[: keys[2] - 188 * 3 - 50] + data[keys[8] + 90 :])
+    assert "s are missing" in " ".join(open_video(str(path), choose_frames).warnings)
 
 
 def test_a_recording_in_pieces_on_one_clock_has_no_damage(tmp_path):
@@ -305,6 +356,21 @@ def test_the_default_stream_is_read(tmp_path):
     assert [read_paint(frame) for frame in frames] == [*main]
     assert open_video(str(path), choose_frames).warnings == []
     assert {read_paint(frame) for _, frame in Source(str(path), 2.0, 0.01, 0.0)} <= {*main}
+    path = mux(tmp_path / "both.mkv", ("libx264", other, DEFAULT), ("libx264", main, DEFAULT))
+    (warning,) = open_video(str(path), choose_frames).warnings
+    number = 1 + (read_paint(look(path)[1][0]) < 10_000)
+    assert f"has 2 video streams, and names none; number {number}, of 96 x 96 pixels, is read" in warning
+
+
+@pytest.mark.parametrize(
+    ("within", "shown"), [((2.005, 2.02), 2000), ((3.999, None), 3960), ((2.0, 2.0), 2000), ((2.01, 2.05), 2040)]
+)
+def test_between_two_times_a_frame_is_shown(tmp_path, within, shown):
+    path = write(tmp_path, "libx264", "mp4")
+    video = open_video(str(path), choose_frames, within)
+    assert [read_paint(frame) for frame in video.decode()] == [shown] and video.start == pytest.approx(shown / 1000)
+    with pytest.raises(ValueError, match="shows no frame"):
+        open_video(str(path), choose_frames, (4.001, None))
 
 
 def test_neither_a_cover_nor_sound_is_a_film(tmp_path):

@@ -76,6 +76,10 @@ def test_a_file_beside_the_film_and_a_track_within_it_are_one(film, tmp_path):
     (tmp_path / "film.de.vtt").unlink()
     (tmp_path / "film.srt").write_bytes("1\n00:00:01,000 --> 00:00:02,000\nHäh\n".encode("cp1252"))
     assert [one.text for one in read_subtitles(within)] == ["Häh"]
+    for code in ("utf-16", "utf-16-be"):
+        text = "\ufeff" * (code == "utf-16-be") + "1\n00:00:01,000 --> 00:00:02,000\nŽluťoučký\n"
+        (tmp_path / "film.srt").write_bytes(text.encode(code))
+        assert [one.text for one in read_subtitles(within)] == ["Žluťoučký"]
 
 
 def test_those_near_what_was_kept_stand_in_front_of_the_question(loaded, film, monkeypatch):

@@ -46,6 +46,11 @@ def test_a_rate_that_was_rounded_costs_no_frame():
     assert len(choose_frames(40, 10.000000000000002, 2)) == len(choose_frames(40, 10, 2)) == 8
 
 
+def test_one_frame_is_looked_at_where_one_is_allowed():
+    assert choose_frames(100, 25, fps=2, max_frames=1).tolist() == [0]
+    assert len(choose_frames(100, 25, fps=2, max_frames=3)) == 2
+
+
 def test_a_video_that_is_too_narrow_is_named(loaded, tmp_path):
     write_mp4(tmp_path / "narrow.mp4", np.zeros((8, 2, 1024, 3), np.uint8), 8)
     for read in (lambda path: session.encode(*loaded, path), lambda path: loaded[1](videos=str(path))):

@@ -320,6 +320,20 @@ def test_two_cameras_on_one_clock(loaded, film, tmp_path):
     assert answers[-1].visual_tokens == 150 and answers[-1].answer == ANSWER
 
 
+def test_a_file_that_was_cut_off_says_so(loaded, tmp_path):
+    path = tmp_path / "film.mkv"
+    write(path, np.repeat(render_world(WORLD), 4, axis=0), 8)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (answer,) = watch(*loaded, {"door": str(path)}, QUESTION, every=100, timeout=0.2)
+    assert "is incomplete: its header states 8.0 s" in answer.warnings[-1]
+    assert max(one.end for one in answer.evidence) <= answer.seconds_of_video <= 6
+
+
+def test_a_stretch_that_never_comes(loaded, film):
+    with pytest.raises(ValueError, match=r"no frame after 99 s to look at; what is watched ended at 7\.9 s"):
+        list(watch(*loaded, {"door": str(film)}, QUESTION, start=99, timeout=0.2))
+
+
 @pytest.mark.parametrize("options", [{"every": 0}, {"timeout": -1}, {"fps": float("nan")}, {"policy": "best"}], ids=str)
 def test_numbers_out_of_range(loaded, film, options):
     with pytest.raises(ValueError):

@@ -1,5 +1,6 @@
 """Subtitles of a film, from a file beside it or a track within it, and those of them that a prompt has room for."""
 
+import codecs
 import io
 import os
 import re
@@ -67,6 +68,8 @@ def read_subtitles(film: Any) -> list[Subtitle]:
 def _as_utf8(path: Path) -> io.BytesIO:
     content = path.read_bytes()
     try:
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            content = content.decode("utf-16").encode()
         content.decode("utf-8-sig")
     except UnicodeDecodeError:
         logger.warning(f"{path} is not UTF-8 and is read as Windows-1252.")

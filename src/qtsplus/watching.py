@@ -18,7 +18,8 @@ import av
 import numpy as np
 from transformers.utils import logging
 
-from .decoding_qtsplus import ARBITRARY_CLOCK, Clock, Upright, drain, film_stream, refuse_list, shown_name
+from .clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
+from .decoding_qtsplus import Upright, drain, film_stream, refuse_list, shown_name
 from .methods_qtsplus import Method
 from .session import Answer
 from .settings import check_count
@@ -83,7 +84,9 @@ class Source:
                 f"There is no stream at {self.name!r}; expected a file, an address ({', '.join(_PROTOCOLS)}), a device "
                 "such as /dev/video0, or -."
             )
-        self.dropped = 0
+        self.dropped, self.newest = 0, 0.0  # seconds that were read so far
+        self.clock: Clock | None = None
+        self._states: list[str] = []
         self._waiting: queue.Queue[Any] = queue.Queue(ROOM)
         self._closed = False
         threading.Thread(target=self._read, daemon=True, name=f"qtsplus-watch {self.name}").start()
@@ -105,6 +108,13 @@ class Source:
     def _expected(self) -> str:
         live = self.is_camera or self.is_file
         return "" if live else " Expected MPEG-TS, Matroska or fragmented mp4: another mp4 has to be a file."
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is wrong with it so far, one sentence each."""
+        states = ([] if self.clock is None else self.clock.states) + self._states
+        dropped = [f"{self.dropped} frames of {self.name!r} came too fast to be encoded."] * bool(self.dropped)
+        return [f"The stream {self.name!r} {state}." for state in states] + dropped
 
     def close(self) -> None:
         """Has the thread end with the frame that it is reading."""
@@ -153,35 +163,48 @@ class Source:
             stream, upright = film_stream(container), Upright()
             begin = (container.start_time or 0) / av.time_base if container.format.flags & ARBITRARY_CLOCK else 0.0
             step = -1
-            for frame in self._frames(container, stream):
+            for frame, after in with_next(self._frames(container, stream), self.is_camera):
                 if frame.time is None:
                     raise ValueError("its frames have no times")
+                if after is not None and frame.time > (after.time or 0) + LEAP:
+                    self.clock.strays += 1  # type: ignore[union-attr]  # of a frame that is shown before the next
+                    continue
                 if self.is_camera and step < 0:
                     begin = frame.time - (time.monotonic() - self.began)
                 seconds = max(frame.time - begin, 0.0)
+                self.newest = max(self.newest, seconds)
                 if int(seconds * self.fps + 1e-3) > step:
                     step = int(seconds * self.fps + 1e-3)
                     yield seconds, upright(frame, stream)
+            stated = container.duration if stream.duration is None and not container.streams.audio else None
+            stated = float((stream.duration or 0) * (stream.time_base or 0)) or (stated or 0) / av.time_base
+            if self.is_file and stated > 1.05 * self.newest + 1:
+                missing = f"its header states {stated:.1f} s, and {self.newest:.1f} s can be read"
+                self._states.append(f"is incomplete: {missing}")
 
     def _frames(self, container: Any, stream: Any) -> Iterator[Any]:
-        clock = Clock(container, stream, self.name)
+        self.clock = clock = Clock(container, stream)
+        for packet in clock.over(self._packets(container, stream), self.is_camera):
+            try:
+                frames = packet.decode() if packet.size else drain(stream)
+            except av.error.InvalidDataError:
+                self._states = ["is damaged, and what cannot be decoded is left out"]
+                continue
+            for frame in frames:
+                if frame.is_corrupt:
+                    self._states = ["is damaged, and some of its frames are shown as far as they go"]
+                frame.pts = heapq.heappop(clock.waiting) if clock.waiting else frame.pts
+                yield frame
+
+    def _packets(self, container: Any, stream: Any) -> Iterator[Any]:
         try:
-            for packet in container.demux(stream):
-                clock.set(packet)
-                try:
-                    frames = packet.decode()
-                except av.error.InvalidDataError:
-                    logger.warning_once(f"The stream {self.name!r} is damaged, and what cannot be decoded is left out.")
-                    continue
-                for frame in frames:
-                    frame.pts = heapq.heappop(clock.waiting) if clock.waiting else frame.pts
-                    yield frame
+            yield from container.demux(stream)
         except OSError as error:
             # Where a server states no length, FFmpeg takes the end of what it sends for a fault.
             unstated = self.address.lower().startswith("http") and (container.size or 0) <= 0
             if error.errno != errno.EIO or not unstated:
                 raise
-            yield from drain(stream)
+            yield av.Packet()  # of no bytes, with which a decoder gives what it still holds
 
 
 def watch(
@@ -242,8 +265,7 @@ def watch(
     waiting: dict[str, list[tuple[float, np.ndarray]]] = {name: [] for name in sources}
 
     def answer() -> Answer:
-        lost = [f"{source.dropped} frames of {name!r}" for name, source in opened.items() if source.dropped]
-        warnings = [f"{frames} came too fast to be encoded." for frames in lost]
+        warnings = [warning for source in opened.values() for warning in source.warnings]
         return replace(stream.ask(question, **choice), warnings=warnings)
 
     try:
@@ -264,6 +286,11 @@ def watch(
                 _append(stream, waiting)
         _append(stream, waiting)
         stream.finish()
+        if not stream.num_tokens:
+            newest = max(source.newest for source in opened.values())
+            raise ValueError(
+                f"There is no frame after {start:g} s to look at; what is watched ended at {newest:.1f} s."
+            )
         yield answer()
     finally:
         for source in opened.values():

@@ -71,8 +71,13 @@ def watch(
         options |= {"max_frames": max_frames, "max_pixels": max_pixels}
         try:
             answers = watching.watch(loaded, processor, named, question, **options)
+            said: list[str] = []
             for answer in _told(answers, on_change, when_seen):
                 print(json.dumps(answer.as_dict()), flush=True) if as_json else _print_answer(answer)
+                for warning in answer.warnings:
+                    if warning not in said:
+                        note(warning)
+                        said.append(warning)
         except KeyboardInterrupt:
             note("Stopped.")
             raise typer.Exit(130) from None
@@ -106,5 +111,3 @@ def _print_answer(answer: "Answer") -> None:
     seen = "".join(f"; {one.name} {one.start:.1f} to {one.end:.1f} s, {place(one.box)}" for one in answer.evidence[:1])
     line = f"[{answer.seconds_of_video:.1f} s] {answer.answer or '(an empty answer)'}{seen}"
     console.print(line, soft_wrap=True, highlight=False)
-    for warning in answer.warnings:
-        note(warning)
