@@ -57,7 +57,7 @@ class Clock:
             before, dts, behind = self.last, packet.dts, getattr(after, "dts", None)
             leaps = not (self.is_ps or None in (before, dts, behind) or self._follows(before, dts))
             if leaps and self._follows(before, behind) and not self._follows(dts, behind):
-                packet.dts = before + self.apart
+                packet.dts = (before or 0) + self.apart
                 packet.pts = packet.dts if packet.pts == dts else packet.pts
                 self.strays += 1
             self._set(packet)

@@ -19,7 +19,7 @@ import numpy as np
 from transformers.utils import logging
 
 from .clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
-from .decoding_qtsplus import Upright, drain, film_stream, refuse_list, shown_name
+from .decoding_qtsplus import Upright, film_stream, refuse_list, shown_name
 from .methods_qtsplus import Method
 from .session import Answer
 from .settings import check_count
@@ -186,7 +186,7 @@ class Source:
         self.clock = clock = Clock(container, stream)
         for packet in clock.over(self._packets(container, stream), self.is_camera):
             try:
-                frames = packet.decode() if packet.size else drain(stream)
+                frames = packet.decode()
             except av.error.InvalidDataError:
                 self._states = ["is damaged, and what cannot be decoded is left out"]
                 continue
@@ -204,7 +204,9 @@ class Source:
             unstated = self.address.lower().startswith("http") and (container.size or 0) <= 0
             if error.errno != errno.EIO or not unstated:
                 raise
-            yield av.Packet()  # of no bytes, with which a decoder gives what it still holds
+            last = av.Packet()  # of no bytes, with which a decoder gives what it still holds
+            last.stream, last.time_base = stream, stream.time_base
+            yield last
 
 
 def watch(
