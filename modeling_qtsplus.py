@@ -23,6 +23,7 @@ from .configuration_qtsplus import (
     Qwen3VLQTSplusConfig,
 )
 from .encoding_qtsplus import PatchProjection, WindowsTogether
+from .generation_qtsplus import QTSplusPreTrainedMixin
 from .layout_qtsplus import VisualSpan
 from .mixin_qtsplus import (
     QTSplusCausalLMOutputWithPast,
@@ -31,7 +32,6 @@ from .mixin_qtsplus import (
     QTSplusModelOutputWithPast,
 )
 from .prompt_qtsplus import IMAGE, TEXT
-from .saving_qtsplus import QTSplusPreTrainedMixin
 
 
 class QwenVLQTSplusModelMixin(QTSplusModelMixin):

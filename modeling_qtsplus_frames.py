@@ -24,10 +24,10 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from transformers.processing_utils import ProcessorMixin
 
 from .configuration_qtsplus import QTSplusConfigMixin, with_selector
+from .generation_qtsplus import QTSplusPreTrainedMixin
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin
 from .processing_qtsplus import QTSplusProcessorMixin
 from .prompt_qtsplus import IMAGE, VIDEO
-from .saving_qtsplus import QTSplusPreTrainedMixin
 
 NEWLINES = ("video", "row")
 

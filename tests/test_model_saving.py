@@ -23,7 +23,7 @@ from model_checks import (
     with_labels,
 )
 from qtsplus import Qwen2_5_VLQTSplusConfig
-from qtsplus.saving_qtsplus import QTSplusPreTrainedMixin
+from qtsplus.generation_qtsplus import QTSplusPreTrainedMixin
 from qtsplus.selector_qtsplus import encode_rows
 from tiny import tiny_config, tiny_model
 

@@ -72,7 +72,7 @@ def register_backbones() -> None:
     """Makes Transformers' Auto classes take these classes for our models, in the place of a folder's own code."""
     import transformers
 
-    from .saving_qtsplus import MODEL_AUTO_CLASSES
+    from .generation_qtsplus import MODEL_AUTO_CLASSES
 
     for model_type in model_types():
         backbone = backbone_of(model_type)

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from loopback import loopback_hub
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
+from qtsplus.generation_qtsplus import auto_map, code_of
 from qtsplus.hub.folder import WRITTEN
 from qtsplus.loading import processor_of
-from qtsplus.saving_qtsplus import auto_map, code_of
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 
 REPOSITORY = "lab/QTSplus-tiny"

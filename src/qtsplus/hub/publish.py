@@ -14,9 +14,9 @@ from huggingface_hub.repocard import metadata_load, metadata_save
 from huggingface_hub.utils import validate_repo_id
 
 from ..backbones import backbone_of, model_types
+from ..generation_qtsplus import auto_map, code_of
 from ..loading import load_config, load_generation_config, processor_of, refuse_adapter
 from ..output import check_folder
-from ..saving_qtsplus import auto_map, code_of
 from .card import card_data, matching_variant, model_card
 from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
 from .files import hub_configs, hub_root, variants
