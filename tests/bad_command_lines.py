@@ -182,7 +182,6 @@ def publish_lines() -> list[list[str]]:
         ["publish", "{model}"],
         ["publish"],
         ["publish", "{model}", "--private", "--to", "{out}"],
-        ["publish", "{model}", "--space", "--repo", "a/b"],
         ["publish", "{empty_folder}", "--type", "dataset", "--repo", "a/b"],
         ["publish", "{model}", "--to="],
         *(["demo", f"--out={out}"] for out in ("", "{frames}", "{video}")),

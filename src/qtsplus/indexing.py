@@ -1,8 +1,9 @@
 """Encodes the videos of a folder into a library, and keeps the library as the folder is."""
 
+import fnmatch
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def index(
     max_frames: int | None = None,
     max_pixels: int | None = None,
     prune: bool = False,
+    labels: Mapping[str, str] | None = None,
+    pattern: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Index:
     """
@@ -48,6 +51,8 @@ def index(
         name, revision: of the model, for [`Library.open`]; without a name the bundled one's.
         fps, start, end, max_frames, max_pixels: as for [`encode`].
         prune: let go of what is gone, also where that is most of the library.
+        labels: of the videos that are new, or of all that are like `pattern`, such as `"door/*"`; for
+            [`Library.select`].
         say: takes a line: what is to be done, and its size on disk.
 
     Raises:
@@ -84,7 +89,7 @@ def index(
                 if earlier.damaged:
                     say(f"Left out of {INDEX} {counted(earlier.damaged, 'line')} that cannot be used.")
             library = Index(folder, {"made_by": made_by, "dtype": "auto", **settings})  # that of the model
-            indexing = _Indexing(library, model, processor, reading, say)
+            indexing = _Indexing(library, model, processor, reading, labels or {}, pattern, say)
             indexing.recognise(files, str(videos.resolve()), prune)
             library.add(MADE, {"model": name, "revision": revision, "videos": str(videos.resolve())})
             if name:
@@ -133,12 +138,14 @@ class _Indexing:
     model: Any
     processor: Any
     reading: dict[str, Any]
+    labels: Mapping[str, str]
+    pattern: str | None
     say: Callable[[str], None]
 
     def recognise(self, files: dict[str, Path], folder: str, prune: bool) -> None:
         """Notes the content of each file that is new or was changed, and forgets those that are not there any more."""
         known = self.index.entries
-        features = {entry["content"]: entry["features"] for entry in known.values() if entry["features"]}
+        encoded = {entry["content"]: entry for entry in known.values() if entry["features"]}
         after: dict[str, Entry] = {}
         unread: State = {"size": 0, "modified": 0, "inode": 0, "changed": 0}
         for name, path in files.items():
@@ -149,13 +156,20 @@ class _Indexing:
                     after[name] = earlier
                     continue
                 content = measure(path)["digest"]
-                after[name] = {**state, "content": content, "error": None, "features": features.get(content)}
+                same = encoded.get(content)
+                after[name] = {**state, "content": content, "error": None, "features": same and same["features"]}
             except OSError as error:
                 if earlier and earlier["features"]:
                     after[name] = earlier
                     self.say(f"{printable(name)} cannot be read now, and stays as it was: {error.strerror}.")
                 else:
                     after[name] = {**unread, "content": None, "error": str(error.strerror), "features": None}
+        for name, entry in after.items():
+            own: dict[str, str] = (known.get(name) or encoded.get(entry["content"], entry)).get("labels", {})
+            if name not in known if self.pattern is None else fnmatch.fnmatch(name, self.pattern):
+                own = {**own, **self.labels}
+            if own:
+                after[name] = {**entry, "labels": own}
         contents = {entry["content"] for entry in after.values() if entry["content"]}
         self._forget([name for name in known if name not in files], contents, folder, prune)
         for name, entry in after.items():

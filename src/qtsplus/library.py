@@ -1,15 +1,17 @@
 """A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
 
+import fnmatch
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Discriminator, Tag, with_config
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from .answers import placed
 from .data.media import VIDEO_SUFFIXES
@@ -24,6 +26,9 @@ from .settings import check_count, check_path, show
 from .storage import Digest, State, Stored, film_state, fingerprint, load_video
 from .videos import IN_MEMORY, EncodedVideo
 
+Names = Sequence[str] | None  # of videos
+Window = tuple[float, float]  # seconds on a player's clock
+EVER = (-inf, inf)
 INDEX = "library.jsonl"
 MADE = 0  # the key of what it was made of; the others are names of videos
 
@@ -49,6 +54,7 @@ class Entry(State):
     content: Digest | None
     error: str | None
     features: Stored | None
+    labels: NotRequired[dict[str, str]]  # the user's, such as of a camera
 
 
 @with_config(STORED)
@@ -189,29 +195,35 @@ class Library:
         name, revision = Index(Path(folder)).model
         return cls(folder, *load(name or bundled_model(), device, revision=revision))
 
-    def find(self, question: str, top: int = 10, names: Sequence[str] | None = None) -> list[Interval]:
+    def select(self, pattern: str = "*", labels: Mapping[str, str] | None = None) -> list[str]:
+        """The names of the videos that are like `"door/*"`, and have these labels of [`index`]."""
+        entries, wanted = self.index.entries, (labels or {}).items()
+        return [one for one in fnmatch.filter(self.names, pattern) if wanted <= entries[one].get("labels", {}).items()]
+
+    def find(self, question: str, top: int = 10, names: Names = None, window: Window = EVER) -> list[Interval]:
         """
         The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
-        Their `weight` is the relevance of the best token among all tokens of the library, or of the videos of `names`.
+        Their `weight` is the relevance of the best token among all tokens that are asked about, which are those of the
+        library, of the videos of `names`, and shown in a window of seconds.
         """
         check_count("top", top, "moments")
-        scorer, ranking = self._rank(question, names)
+        scorer, ranking = self._rank(question, names, window)
         moments = [moment for piece in ranking.pieces[:top] for moment in self._moments(scorer, piece, ranking.total)]
         return sorted(moments, key=lambda moment: -moment.weight)[:top]
 
-    def ask(self, question: str, pieces: int = 1, names: Sequence[str] | None = None, **generation: Any) -> Answer:
+    def ask(self, question: str, pieces: int = 1, names: Names = None, window: Window = EVER, **options: Any) -> Answer:
         """
         Answers a question from the video that ranks first, or from several, whose tokens compete for one budget.
 
         Args:
             pieces: from how many, where long videos count by their pieces. The bundled model has learned from prompts
                 of one video, and from more it answers worse.
-            names: of the videos that are asked; all of them when absent.
-            generation: as for `answer_questions`. Evidence and keep maps are those of whole files.
+            names, window: what is asked about, as for [`find`].
+            options: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
         check_count("pieces", pieces, "videos or pieces of them")
-        _, ranking = self._rank(question, names)
-        return self.ask_pieces(question, ranking.pieces[:pieces], **generation)
+        _, ranking = self._rank(question, names, window)
+        return self.ask_pieces(question, ranking.pieces[:pieces], **options)
 
     def ask_pieces(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
         """Answers a question from these pieces alone, which stand in the prompt with their names and times."""
@@ -243,16 +255,23 @@ class Library:
         return replace(video, video=name)
 
     @torch.no_grad()
-    def _rank(self, question: str, names: Sequence[str] | None = None) -> tuple[Scorer, Ranking]:
+    def _rank(self, question: str, names: Names = None, window: Window = EVER) -> tuple[Scorer, Ranking]:
         names = self.names if names is None else list(dict.fromkeys(names))
         if not names or not set(names) <= set(self.names):
             raise ValueError(f"names={show(names)}; expected some of the library's videos, as its `names` lists them.")
 
-        def features() -> Iterator[torch.Tensor]:
-            return (self._video(name).features for name in names)
+        def films() -> Iterator[tuple[Piece, EncodedVideo]]:
+            for name in names:
+                video = self._video(name)
+                first, last = video.within(*window)
+                if first < last:
+                    yield Piece(name, first, last, 0.0), video
 
-        scorer = Scorer(self.model, self.processor, question, features)
-        return scorer, scorer.rank((name, self._video(name)) for name in names)
+        scorer = Scorer(self.model, self.processor, question, lambda: (one.cut(film).features for one, film in films()))
+        ranking = scorer.rank(films())
+        if not ranking.pieces:
+            raise ValueError(f"No video shows anything from second {window[0]} to {window[1]}.")
+        return scorer, ranking
 
     @torch.no_grad()
     def _moments(self, scorer: Scorer, piece: Piece, total: float) -> list[Interval]:

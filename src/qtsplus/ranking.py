@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -126,16 +127,17 @@ class Scorer:
         chunks = map(self.scores.of, features.split(CHUNK))
         return torch.cat([self.scores.log_relevance(chunk, self.total) for chunk in chunks])
 
-    def rank(self, videos: Iterable[tuple[str, EncodedVideo]]) -> Ranking:
-        """Ranks the videos, each with its name, those of more than [`PIECE`] tokens in pieces."""
+    def rank(self, videos: Iterable[tuple[Piece, EncodedVideo]]) -> Ranking:
+        """Ranks videos, of each of which a piece is asked, those of more than [`PIECE`] tokens in pieces."""
         pieces, total = [], self.null
-        for name, video in videos:
-            relevance = self.relevance(video.features)
+        for one, video in videos:
+            relevance = self.relevance(one.cut(video).features)
             total = total.logaddexp(relevance.logsumexp(0))
-            peaks = relevance.unflatten(0, (int(video.video_grid_thw[0, 0]), -1)).amax(1)
+            peaks = relevance.unflatten(0, (one.last - one.first, -1)).amax(1)
             size = max(1, PIECE * len(peaks) // len(relevance))
-            for number, part in enumerate(peaks.split(size)):
-                pieces.append(Piece(name, number * size, number * size + len(part), float(part.max())))
+            bounds = [one.first, *range((one.first // size + 1) * size, one.last, size), one.last]
+            for first, last in pairwise(bounds):
+                pieces.append(Piece(one.name, first, last, float(peaks[first - one.first : last - one.first].max())))
         pieces.sort(key=lambda piece: -piece.peak)
         return Ranking(pieces, float(total) if self.scores.reduction == "sum" else 0.0)
 

@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +59,12 @@ class EncodedVideo:
         """When a player shows the steps of the grid from one on, up to another that is not part of it, in seconds."""
         edges = self.steps()  # the last step is padded where the frames are odd in number
         return self.start + edges[first], self.start + edges[min(last, len(edges) - 1)]
+
+    def within(self, start: float, end: float) -> tuple[int, int]:
+        """The first step of the grid that a player shows between two seconds, and the one behind the last."""
+        edges = [self.start + edge for edge in self.steps()]
+        steps = [step for step, (own, last) in enumerate(pairwise(edges)) if own < end and last > start]
+        return (steps[0], steps[-1] + 1) if steps else (0, 0)
 
     def steps(self) -> list[float]:
         """When each step of the grid begins, and the last one ends, in seconds from the first frame."""

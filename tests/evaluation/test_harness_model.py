@@ -107,13 +107,6 @@ def test_with_all_tokens_a_stock_model_answers_as_in_the_class_of_lmms_eval(stoc
     assert texts(ours, docs) == texts(theirs, docs)
 
 
-@pytest.mark.parametrize("force_simple", [False, True])
-def test_the_stock_class_refuses_a_qtsplus_folder(tiny_published, force_simple):
-    stock_class = models.get_model("qwen2_5_vl", force_simple=force_simple)
-    with pytest.raises(ValueError, match="without its selector.*--model qtsplus"):
-        stock_class(pretrained=str(tiny_published), device="cpu", device_map="cpu")
-
-
 def test_a_stock_model_has_no_selector(stock):
     for options in ({"retention": 0.1}, {"selection": "qtsplus"}):
         with pytest.raises(ValueError, match="has no selector"):

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from huggingface_hub.repocard import metadata_load
 from safetensors.torch import load_file, save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor
@@ -64,21 +63,6 @@ def test_a_saved_model_is_published_with_its_weights(tmp_path):
         assert torch.equal(tensor, again[name]), name
     whole = assemble_folder("qtsplus-tiny", tmp_path / "whole")
     assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
-
-
-def test_a_space_brings_its_page_this_package_and_what_that_needs(tiny_published, tmp_path):
-    folder = assemble_folder("qtsplus-tiny", tmp_path / "hub", repository="org/shapes", space=True)
-    assert {path.name for path in folder.iterdir()} == {
-        *(path.name for path in tiny_published.iterdir()),
-        *("app.py", "requirements.txt", "qtsplus"),
-    }
-    assert {path.name for path in (folder / "qtsplus").iterdir()} > CODE
-    about = metadata_load(folder / "README.md")
-    assert (about["title"], about["sdk"], about["app_file"]) == ("shapes", "gradio", "app.py")
-    lines = (folder / "requirements.txt").read_text().splitlines()
-    assert "torchvision" in lines and not any(";" in line or line.startswith("pytest") for line in lines)
-    assemble_folder("qtsplus-tiny", folder)
-    assert not (folder / "app.py").exists() and not list((folder / "qtsplus").rglob("*.py"))
 
 
 def test_a_model_without_a_processor_is_published_with_a_warning(tmp_path):

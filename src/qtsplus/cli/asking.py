@@ -1,10 +1,10 @@
 """`qtsplus ask` and `qtsplus demo`: questions to a model."""
 
-import fnmatch
 import json
 import os
 import time
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from ..output import printable
 from . import options
 from .console import console, fail, note, notes, one_line_errors, require_text, wrote
+from .library import Label, read_labels
 from .models import load_named, name_model, open_library, split_revision
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def ask(
     name: Annotated[
         str | None, typer.Option(help="Of a library: ask only videos whose path in it is like this, such as 'door/*'.")
     ] = None,
+    label: Label = None,
     moments: Annotated[
         int | None, typer.Option(min=1, help="Of a library: name so many moments, best first, and write no answer.")
     ] = None,
@@ -68,15 +70,17 @@ def ask(
     model, revision = split_revision(model)
     reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     if not is_library(video):
-        of_library = {"pieces": pieces, "name": name, "moments": moments}
+        of_library = {"pieces": pieces, "name": name, "label": label, "moments": moments}
         refuse(of_library, "is about a library, which `qtsplus index` makes; leave it out")
-    check_videos([video], {**reading, "subtitles": subtitles, "dry_run": dry_run or None})
+    whole = {"fps": fps, "max_frames": max_frames, "max_pixels": max_pixels} if is_library(video) else reading
+    check_videos([video], {**whole, "subtitles": subtitles, "dry_run": dry_run or None})
     budget = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     writing = {"max_new_tokens": max_new_tokens, "evidence": evidence, "pieces": pieces}
     if moments is not None:
         refuse({**budget, **writing}, "has no effect with --moments: no answer is written")
     if summary:
-        no_part = {"subtitles": subtitles, "evidence": evidence, "pieces": pieces, "name": name, "moments": moments}
+        no_part: dict[str, Any] = {"subtitles": subtitles, "evidence": evidence, "pieces": pieces, "moments": moments}
+        no_part |= {"name": name, "label": label, **({"start": start, "end": end} if is_library(video) else {})}
         refuse({**no_part, "dry_run": dry_run or None}, "has no effect with --summary; leave it out")
     if dry_run:
         refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
@@ -99,13 +103,14 @@ def ask(
             print(line) if as_json else console.print(line, soft_wrap=True, highlight=False)
             return
         talk = Talk(video, loading, reading, subtitles)
-        names = None if name is None else fnmatch.filter(talk.about.names, name)
-        if names == []:
-            raise ValueError(
-                f"No video of the library is like --name {name!r}, but for example {talk.about.names[0]!r}."
-            )
+        about: dict[str, Any] = {}
+        if talk.is_library:
+            about = {"names": talk.about.select(name or "*", read_labels(label)), "window": (start or 0.0, end or inf)}
+            if not about["names"]:
+                given = " ".join([f"--name {name!r}"] * (name is not None) + [f"--label {one}" for one in label or ()])
+                raise ValueError(f"No video of the library is like {given}, but for example {talk.about.names[0]!r}.")
         if moments is not None:
-            print_moments(question, talk.about.find(question, moments, names), as_json)
+            print_moments(question, talk.about.find(question, moments, **about), as_json)
             return
         timings = {"load": time.perf_counter() - started}
         if not talk.is_library:
@@ -113,7 +118,7 @@ def ask(
         if summary:
             print_summary(talk.summarise(question, **budget, max_new_tokens=max_new_tokens), as_json)
             return
-        answer = talk.ask(question, **choice, **({"pieces": pieces or 1, "names": names} if talk.is_library else {}))
+        answer = talk.ask(question, **choice, **({"pieces": pieces or 1, **about} if talk.is_library else {}))
         answer = talk.last = replace(answer, timings={**timings, **answer.timings})
         print_answer(answer, talk.is_library, as_json)
         if evidence is not None:

@@ -61,17 +61,12 @@ def publish(
     to: Annotated[Path | None, typer.Option(help="A folder to write.", show_default=False)] = None,
     repo: Annotated[str | None, typer.Option(help="The Hub repository to upload to, ORG/NAME.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
-    space: Annotated[
-        bool, typer.Option("--space", help="Add app.py and what it needs: the folder is a Gradio Space as well.")
-    ] = False,
 ) -> None:
     """Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it."""
     if to is None and repo is None:
         fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
     if repo is None and private:
         fail("--private is about an upload: give --repo ORG/NAME")
-    if space and to is None:
-        fail("--space is about a folder: give --to DIR")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
         from ..hub import publish as publishing
 
@@ -79,7 +74,7 @@ def publish(
             publishing.check_repository(repo)
         folder = Path(scratch) / "repository" if to is None else to
         keep = folder is to
-        publishing.assemble_folder(model, folder, repository=repo, link_weights=not keep, space=space, say=note)
+        publishing.assemble_folder(model, folder, repository=repo, link_weights=not keep, say=note)
         if keep:
             wrote(folder.resolve())
         if repo is not None:

@@ -6,10 +6,23 @@ from typing import Annotated, Any
 import typer
 
 from ..output import NAMED, counted, printable
-from .console import note, one_line_errors, resumable, wrote
+from .console import fail, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import load_named, split_revision
 from .options import Device, End, Fps, MaxFrames, MaxPixels, Model, Start
+
+Label = Annotated[
+    list[str] | None,
+    typer.Option(help="Of the videos: a key of yours and its value, such as camera=front. May be repeated."),
+]
+
+
+def read_labels(labels: list[str] | None) -> dict[str, str]:
+    """`["camera=front"]` as `{"camera": "front"}`; ends the command for what is no such thing."""
+    pairs = [label.partition("=") for label in labels or ()]
+    if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
+        fail(f"--label is {wrong[0]!r}; expected a key and a value, such as camera=front")
+    return {key: value for key, _, value in pairs}
 
 
 def index(
@@ -22,6 +35,10 @@ def index(
     max_frames: MaxFrames = None,
     max_pixels: MaxPixels = None,
     prune: Annotated[bool, typer.Option("--prune", help="Let go of videos that are gone, also of most.")] = False,
+    label: Label = None,
+    name: Annotated[
+        str | None, typer.Option(help="--label is about the videos whose path is like this, and not the new ones.")
+    ] = None,
     device: Device = None,
 ) -> None:
     """
@@ -31,12 +48,15 @@ def index(
     is known again by its content, one that was removed leaves the library.
     """
     model, revision = split_revision(model)
+    if name is not None and not label:
+        fail("--name is about --label: give one, such as camera=front")
     with one_line_errors(), resumable():
         from .. import indexing
 
         loaded, processor = load_named(model, revision, device)
         options: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "start": start, "end": end}
         options |= {"max_frames": max_frames, "max_pixels": max_pixels, "prune": prune, "say": note}
+        options |= {"labels": read_labels(label), "pattern": name}
         made_index = indexing.index(folder, out, loaded, processor, **options)
     bad = {name: entry["error"] for name, entry in made_index.entries.items() if entry["error"] is not None}
     for name in [*bad][:NAMED]:

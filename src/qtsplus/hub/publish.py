@@ -4,13 +4,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, save_torch_state_dict
 from huggingface_hub.errors import HTTPError
-from huggingface_hub.repocard import metadata_load, metadata_save
 from huggingface_hub.utils import validate_repo_id
 
 from ..backbones import backbone_of, model_types
@@ -19,23 +17,11 @@ from ..loading import load_config, load_generation_config, processor_of, refuse_
 from ..output import check_folder
 from .card import card_data, matching_variant, model_card
 from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
-from .files import hub_configs, hub_root, variants
+from .files import hub_configs, variants
 from .folder import read_json, update_json, whole_folder
 
 # What a repository may hold from an earlier upload, and must not mix with this one's.
 _REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\w+_qtsplus\w*\.py")
-# A Space runs this page for the model beside it, from a copy of this package, which no index has.
-_PACKAGE = Path(__file__).resolve().parents[1]
-_SPACE = {"sdk": "gradio", "sdk_version": "6.31.0", "app_file": "app.py"}
-_APP = '''"""The page of `qtsplus app` for the model in this folder."""
-
-from pathlib import Path
-
-from qtsplus.app import launch
-from qtsplus import load
-
-launch(*load(Path(__file__).parent), allow_hosts=["*"])
-'''
 # The line of the card's usage that names the repository.
 _CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)
 
@@ -46,7 +32,6 @@ def assemble_folder(
     *,
     repository: str | None = None,
     link_weights: bool = False,
-    space: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """
@@ -60,7 +45,6 @@ def assemble_folder(
         folder: the target, see [`whole_folder`].
         repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
         link_weights: link to the source's weights instead of copying them, for a folder that is only uploaded.
-        space: add the page of `qtsplus app`, see [`write_space`].
 
     Raises:
         ValueError: another kind of model, a folder without weights, or weights that do not fit.
@@ -103,8 +87,6 @@ def assemble_folder(
                 "not run. Save one there with save_pretrained, convert with --processor, or push it later."
             )
         write_repository(staging, model, processor, repository, about, card)
-        if space:
-            write_space(staging, repository.rpartition("/")[2])
     return folder
 
 
@@ -129,19 +111,6 @@ def write_repository(
     model.config.architectures = [type(model).__name__]
     model.config.auto_map = auto_map(backbone.model)
     model.config.save_pretrained(folder)
-
-
-def write_space(folder: Path, title: str) -> None:
-    """Adds what `python app.py` needs to the folder of a model, and what the Hub reads of a Space to its README.md."""
-    shutil.copytree(_PACKAGE, folder / "qtsplus", ignore=shutil.ignore_patterns("__pycache__", "hub_configs"))
-    for path in hub_root().glob("*_qtsplus*.py"):
-        shutil.copyfile(path, folder / "qtsplus" / path.name)
-    (folder / "app.py").write_text(_APP, encoding="utf-8")
-    needed = [line for line in requires("qtsplus") or () if "extra ==" not in line or "extra == 'app'" in line]
-    lines = [line.partition(";")[0].strip() + "\n" for line in needed]
-    (folder / "requirements.txt").write_text("".join(lines), encoding="utf-8")
-    card = folder / "README.md"
-    metadata_save(card, {**(metadata_load(card) or {}), "title": title, **_SPACE})
 
 
 def upload(

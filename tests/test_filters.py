@@ -1,0 +1,79 @@
+"""Some of a library is asked: films by the user's labels, and what they show between two seconds."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from clips import make_world, render_world, write_mp4
+from qtsplus import ranking
+from qtsplus.cli import app
+from qtsplus.indexing import index
+from qtsplus.library import Library
+
+QUESTIONS = ("What is in the red circle?", "What crosses the middle?", "Is there a blue ring?")
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.fixture
+def films(tmp_path) -> Path:
+    (tmp_path / "films").mkdir()
+    for number in range(5):
+        write_mp4(tmp_path / "films" / f"{number}.mp4", render_world(make_world(160 + number, 6)), 2)
+    return tmp_path / "films"
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max"])
+def test_a_window_of_time_is_a_library_of_its_own(films, loaded, tmp_path, monkeypatch, reduction):
+    """What is shown before and after changes nothing, and a piece keeps its place."""
+    library = Library(index(films, tmp_path / "library", *loaded).folder, *loaded)
+    monkeypatch.setattr(library.model.model.qtsplus.config, "reduction", reduction)
+    (_, whole), (_, some) = library._rank(QUESTIONS[0]), library._rank(QUESTIONS[0], window=(2, 4))
+    assert {(one.first, one.last) for one in some.pieces} == {(2, 4)} and len(some.pieces) == len(whole.pieces) == 5
+    cut = {name: replace(one := library._video(name), features=one.features.clone()) for name in library.names}
+    for video in cut.values():  # what lies outside is not looked at
+        video.features[:72], video.features[144:] = 1e3, 1e3
+    monkeypatch.setattr(library, "_video", cut.__getitem__)
+    assert library._rank(QUESTIONS[0], window=(2, 4))[1] == some
+    assert all(2 <= one.start < one.end <= 4 for one in library.find(QUESTIONS[0], 9, window=(2, 4)))
+    monkeypatch.setattr(ranking, "PIECE", 72)  # two steps
+    assert {(one.first, one.last) for one in library._rank(QUESTIONS[0], window=(1, 5))[1].pieces} == {
+        *((1, 2), (2, 4), (4, 5)),
+    }
+    with pytest.raises(ValueError, match="shows anything from second 60 to 70"):
+        library.find(QUESTIONS[0], window=(60, 70))
+
+
+def test_labels_choose_videos(films, loaded, tiny_published, tmp_path):
+    folder, more = tmp_path / "library", films / "4.mp4"
+    more.rename(tmp_path / "4.mp4")
+    line = ["index", str(films), "--out", str(folder), "--model", str(tiny_published)]
+
+    def run(*arguments):
+        return CliRunner().invoke(app, [*map(str, arguments)])
+
+    assert run(*line, "--label", "camera=front", "--label", "floor=1").exit_code == 0
+    (tmp_path / "4.mp4").rename(more)
+    assert run(*line, "--label", "camera=back").exit_code == 0  # of the new one
+    assert run(*line, "--label", "floor=2", "--name", "[01].mp4").exit_code == 0
+    (films / "0.mp4").rename(films / "moved.mp4")
+    assert run(*line).exit_code == 0
+    library = Library(folder, *loaded)
+    assert library.select(labels={"camera": "back"}) == ["4.mp4"]
+    assert library.select(labels={"camera": "front", "floor": "2"}) == ["1.mp4", "moved.mp4"]
+    assert library.select("[23].mp4", {"floor": "1"}) == ["2.mp4", "3.mp4"]
+    ask = ["ask", folder, QUESTIONS[0], "--json", "--moments", 9, "--model", tiny_published]
+    found = json.loads(run(*ask, "--label", "camera=back", "--start", 1, "--end", 4).stdout)["moments"]
+    assert {one["name"] for one in found} == {"4.mp4"} and all(1 <= one["start"] < one["end"] <= 4 for one in found)
+    for wrong, reason in {
+        ("--label", "camera"): "--label is 'camera'; expected a key and a value",
+        ("--label", "camera=side"): "is like --label camera=side, but for example '1.mp4'",
+        ("--start", "900"): "No video shows anything from second 900",
+        ("--summary", "--start", "1"): "--moments has no effect with --summary",
+    }.items():
+        result = run(*ask, *wrong)
+        assert result.exit_code == 2 and reason in result.stderr.splitlines()[-1], result.stderr
+    result = run(*line, "--name", "*")
+    assert result.exit_code == 2 and "--name is about --label" in result.stderr
