@@ -11,6 +11,7 @@ ARBITRARY_CLOCK = 0x200  # AVFMT_TS_DISCONT: a format such as MPEG-TS, whose clo
 # Seconds by which a clock goes back or ahead where it was set anew; far ahead where a file gives its frames a clock.
 _BACK, _AHEAD, _FAR_AHEAD = 0.1, 60.0, 86400.0
 LEAP = 1.0  # seconds; so far from where it belongs a time alone is damaged, and so long a gap beside damage is said
+PAUSE = 600.0  # seconds without a frame, which is said
 NEAR = 0.05  # seconds by which a frame of a constant rate may be early or late
 SLOWEST = 10.0  # frames per second of the clock of a variable rate
 

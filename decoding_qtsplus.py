@@ -23,7 +23,7 @@ try:  # optional: who gives frames needs no decoder
 except ImportError:
     av = None  # type: ignore[assignment]
 
-from .clock_qtsplus import ARBITRARY_CLOCK, LEAP, NEAR, Clock, regular_clock
+from .clock_qtsplus import ARBITRARY_CLOCK, LEAP, NEAR, PAUSE, Clock, regular_clock
 
 logger = logging.get_logger(__name__)
 
@@ -89,6 +89,9 @@ class Film:
         self.follows = not (missing or self.joined)  # whether its key frames are where the file says
         for state in [*said, f"is incomplete: {missing}"] if missing else said:
             self._warn(state)
+        pause = np.diff(self.times, append=self.times[-1])
+        if pause.max() > PAUSE:
+            self._warn(f"has no frame for {pause.max():.0f} s from {self.times[pause.argmax()]:.1f} s on")
         if self.joined:
             self._warn("is followed by another in the same file, which players pass over; split them")
 
@@ -213,7 +216,7 @@ class Film:
                     lost += not whole
         lost = lost or min(readable - int(self.whole.sum()), len(instants))
         if lost and not any("is damaged" in warning for warning in self.warnings):
-            self._warn(f"is damaged: {lost} of the {len(instants)} frames that are looked at cannot be decoded whole")
+            self._warn(f"is damaged: {lost} of the {len(instants)} frames that are looked at are, or follow from such")
 
     def _packets(self, instants: np.ndarray) -> np.ndarray:
         """`[T]`, the packets of the frames that are shown at `instants`."""
@@ -221,11 +224,11 @@ class Film:
 
     def _show(self, instants: np.ndarray, only: bool = False) -> Iterator[tuple[np.ndarray, bool]]:
         """
-        The frames, and whether each is its packet's, and whole. With `only`, only what these need is decoded, and it
-        ends where a frame does not come out of the decoder at its time.
+        The frames, and whether each is its packet's and nothing since its key frame is damaged. With `only`, only what
+        these need is decoded, and it ends where a frame does not come out of the decoder at its time.
         """
         chosen = self._packets(instants)
-        shown, given, upright = None, 0, Upright()
+        shown, given, upright, self.hurt = None, 0, Upright(), False  # and whether something since a key frame is
         with open_container(self.source) as container:
             stream = film_stream(container)
             stream.thread_type = "AUTO"
@@ -237,11 +240,12 @@ class Film:
                     right = (self.pts[chosen[given:before]] == shown.pts) | (not self.timed)
                     if only and not right.all():
                         return
-                    yield from zip(itertools.repeat(upright(shown, stream)), right & (not shown.is_corrupt))
+                    yield from zip(itertools.repeat(upright(shown, stream)), right & (not self.hurt))
                     given = before
                 if given == len(instants):
                     return
                 shown = frame
+                self.hurt = frame is not None and (frame.is_corrupt or (self.hurt and not frame.key_frame))
         if not given and not only:
             raise ValueError("no frame could be decoded")
 
@@ -286,6 +290,7 @@ class Film:
                 yield from packet.decode()
             except av.error.InvalidDataError:
                 self.whole[number] = False
+                self.hurt = True
             holds = True
         yield from drain(decoder)
 

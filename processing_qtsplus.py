@@ -255,8 +255,10 @@ class QTSplusProcessorMixin(ProcessorMixin):
         part = read_keys(part)
         within = (part.get("video_start"), part.get("video_end"))
         if os.path.isdir(path):
-            if within != (None, None):
-                raise ValueError(f"Got a start or an end in the folder of frames {path!r}; expected those of a file.")
+            if within != (None, None) or (num_frames, min_frames, max_frames) != (None,) * 3:
+                raise ValueError(
+                    f"Got a start, an end or a number of frames of the folder {path!r}; all its frames are looked at."
+                )
             opened = open_folder(path, fps)
         else:
             bounds = {"min_frames": min_frames, "max_frames": max_frames, "temporal_patch_size": None}

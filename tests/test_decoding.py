@@ -267,8 +267,26 @@ def test_no_more_is_lost_than_is_looked_at(tmp_path):
     film = Film(str(path))
     assert len(list(film.show(np.array([0.81])))) == 1
     assert [warning.partition(" is damaged: ")[2] for warning in film.warnings] == [
-        "1 of the 1 frames that are looked at cannot be decoded whole."
+        "1 of the 1 frames that are looked at are, or follow from such."
     ]
+
+
+def test_what_follows_from_a_damaged_frame_is_counted(tmp_path):
+    """Of two in five frames none is the damaged one, whose blocks they show until the next key frame."""
+    path = write(tmp_path, "libx264 without B", "mkv", g="50", sc_threshold="0")
+    with av.open(str(path)) as container:
+        hurt = bytes([packet for packet in container.demux(video=0) if packet.size][61])
+    data = path.read_bytes()
+    path.write_bytes(data.replace(hurt, hurt[:20] + bytes(len(hurt) - 20)))
+    (warning,) = open_video(str(path), lambda total, fps: np.array([10, 40, 70, 99])).warnings or [""]
+    film = Film(str(path))
+    list(film.show(np.array([10, 40, 70, 99]) / 25 + 0.01))
+    assert " is damaged: 2 of the 4 " in film.warnings[0] and warning in ("", film.warnings[0])
+
+
+def test_a_long_pause_is_said(tmp_path):
+    path = write_film(tmp_path / "pause.mkv", "libx264", [0, 40, 80, 3_600_000, 3_600_040])
+    assert "has no frame for 3600 s from 0.1 s on" in open_video(str(path), lambda *_: np.array([0])).warnings[0]
 
 
 def test_what_was_cut_out_of_a_recording_is_said(tmp_path):

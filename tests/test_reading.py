@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from clips import write_mp4
@@ -142,6 +143,14 @@ def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published,
     part = run("--start", "4", "--end", "7.9", "--max-frames", "6", "--max-pixels", "4000")
     assert part.exit_code == 0 and "4.0 s, 6 frames looked at" in part.output, part.output
     assert run("--start", "20").exit_code == 2
+
+
+def test_all_frames_of_a_folder_are_looked_at(loaded, tmp_path):
+    for number in range(4):
+        Image.new("RGB", (56, 56)).save(tmp_path / f"{number}.png")
+    for options in ({"max_frames": 2}, {"start": 1}):
+        with pytest.raises(ValueError, match="all its frames are looked at"):
+            session.encode(*loaded, tmp_path, fps=2, **options)
 
 
 def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, noise, tmp_path):

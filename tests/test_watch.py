@@ -18,6 +18,7 @@ import pytest
 
 from clips import make_world, render_world
 from qtsplus import session
+from qtsplus.video_qtsplus import open_video
 from qtsplus.watching import ROOM, Source, watch
 
 WORLD = make_world(3)
@@ -327,6 +328,24 @@ def test_a_file_that_was_cut_off_says_so(loaded, tmp_path):
     (answer,) = watch(*loaded, {"door": str(path)}, QUESTION, every=100, timeout=0.2)
     assert "is incomplete: its header states 8.0 s" in answer.warnings[-1]
     assert max(one.end for one in answer.evidence) <= answer.seconds_of_video <= 6
+
+
+@pytest.mark.parametrize("fps", [2.0, 0.5])
+def test_the_evidence_has_the_times_of_the_frames(loaded, film, tmp_path, fps):
+    with av.open(str(film)) as given, av.open(str(tmp_path / "late.mp4"), "w") as late:
+        stream = late.add_stream_from_template(given.streams.video[0])
+        for packet in given.demux(video=0):
+            if packet.size:
+                packet.pts += round(2.9 / packet.time_base)
+                packet.dts += round(2.9 / packet.time_base)
+                packet.stream = stream
+                late.mux(packet)
+    begin = open_video(str(tmp_path / "late.mp4"), lambda total, rate: np.arange(total)).start
+    every = {"selection": "uniform", "retention": 1.0, "every": 100, "timeout": 0.2, "fps": fps}
+    (answer,) = watch(*loaded, {"door": str(tmp_path / "late.mp4")}, QUESTION, **every)
+    assert begin > 2.5 and min(one.start for one in answer.evidence) == pytest.approx(begin, abs=0.05)
+    (answer,) = watch(*loaded, {"door": str(film)}, QUESTION, start=4.9, end=5.4, **every)
+    assert min(one.start for one in answer.evidence) == pytest.approx(5.0, abs=0.05)
 
 
 def test_a_stretch_that_never_comes(loaded, film):

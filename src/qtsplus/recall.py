@@ -26,6 +26,7 @@ class Remembered(EncodedVideo):
         clock: the stream, whose cameras share one.
         rows: the step in time of each step of the grid.
         missing: frames that the last of them lacks.
+        begins: when the first frame of some steps was taken, in seconds; others begin on the clock.
         places: `[M]` ascending, where the features stand in the grid, which has more tokens.
     """
 
@@ -33,6 +34,7 @@ class Remembered(EncodedVideo):
     rows: list[int]
     missing: int
     places: torch.Tensor
+    begins: dict[int, float]
 
     @property
     def frames(self) -> int:
@@ -40,8 +42,8 @@ class Remembered(EncodedVideo):
         return self.clock.frames_per_step * len((self.places // cells).unique()) - self.missing
 
     def span(self, first: int, last: int) -> tuple[float, float]:
-        seconds = self.clock.seconds_per_step
-        return self.rows[first] * seconds, min((self.rows[last - 1] + 1) * seconds, self.length)
+        seconds, start, end = self.clock.seconds_per_step, self.rows[first], self.rows[last - 1] + 1
+        return self.begins.get(start, start * seconds), self.begins.get(end, min(end * seconds, self.length))
 
 
 def narrowed(

@@ -81,6 +81,7 @@ class Camera:
     frame: int = -1  # the number of the newest frame, where there are `fps` a second
     last_time: float = -math.inf  # of the newest frame that came, in seconds
     is_resized: bool = False  # whether frames of another size came
+    begins: dict[int, float] = field(default_factory=dict)  # when the first frame of each step was taken, in seconds
 
 
 class Stream:
@@ -164,6 +165,7 @@ class Stream:
             if number <= newest:
                 continue
             newest, step = number, number // self.frames_per_step
+            camera.begins.setdefault(step, time)
             if waiting and step > waiting[0][0]:
                 steps.append(waiting)
                 waiting = []
@@ -252,6 +254,8 @@ class Stream:
         for camera, size in zip(cameras, sizes, strict=True):
             own = kept[(kept >= first) & (kept < first + size)] - first
             camera.tokens, first = camera.tokens.take(own), first + size
+            there = {*camera.tokens.steps.tolist(), camera.newest + 1}
+            camera.begins = {step: time for step, time in camera.begins.items() if step in there or step - 1 in there}
 
     def _competing(self, cameras: Sequence[Camera]) -> Candidates:
         """The whole memory; a camera's tokens are one line of one frame."""
@@ -305,4 +309,5 @@ class Stream:
         )
         grid = torch.tensor([[len(rows), *camera.patches[0].tolist()]])
         video = (name, camera.tokens.features, grid, [self.seconds_per_step], metadata, 0.0)
-        return Remembered(*video, clock=self, rows=rows, missing=missing, places=places_of(camera, rows))
+        more: dict[str, Any] = {"begins": dict(camera.begins), "places": places_of(camera, rows)}
+        return Remembered(*video, clock=self, rows=rows, missing=missing, **more)

@@ -66,6 +66,7 @@ class Source:
     Args:
         address: a file, `-` for standard input, an address, or a device such as `/dev/video0` or `avfoundation:0`.
         timeout: seconds without a frame after which a source has failed, and a file has ended.
+        start: the second from which on there are frames.
         began: when the clock of the stream stood at 0, by `time.monotonic`; a camera's frames have its times. Those of
             other sources have a player's.
 
@@ -73,9 +74,9 @@ class Source:
     too long, and `ValueError` for what cannot be opened or decoded, or breaks off.
     """
 
-    def __init__(self, address: str, fps: float, timeout: float, began: float):
+    def __init__(self, address: str, fps: float, timeout: float, began: float, start: float = 0.0):
         address = address.removeprefix("file://")
-        self.address, self.fps, self.timeout, self.began = address, fps, timeout, began
+        self.address, self.fps, self.timeout, self.began, self.start = address, fps, timeout, began, start
         self.name, scheme = shown_name(address), address.partition("://")[0].lower()
         self.is_camera = address.lower().startswith(CAMERAS)
         self.is_file = not (self.is_camera or scheme in _PROTOCOLS or address == "-")
@@ -173,7 +174,7 @@ class Source:
                     begin = frame.time - (time.monotonic() - self.began)
                 seconds = max(frame.time - begin, 0.0)
                 self.newest = max(self.newest, seconds)
-                if int(seconds * self.fps + 1e-3) > step:
+                if seconds >= self.start and int(seconds * self.fps + 1e-3) > step:
                     step = int(seconds * self.fps + 1e-3)
                     yield seconds, upright(frame, stream)
             stated = container.duration if stream.duration is None and not container.streams.audio else None
@@ -263,7 +264,7 @@ def watch(
     standing = question if policy == "question" else None
     options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "question": standing, "fps": fps}
     stream, began = stream or Stream(model, processor, **options), time.monotonic()
-    opened = {name: Source(address, fps, timeout, began) for name, address in sources.items()}
+    opened = {name: Source(address, fps, timeout, began, start) for name, address in sources.items()}
     waiting: dict[str, list[tuple[float, np.ndarray]]] = {name: [] for name in sources}
 
     def answer() -> Answer:
@@ -276,7 +277,6 @@ def watch(
             *map(_named, opened, opened.values()), key=itemgetter(0)
         )
         coming = itertools.takewhile(lambda item: item[0] <= last, coming)
-        coming = itertools.dropwhile(lambda item: item[0] < start, coming)
         for seconds, name, frame in itertools.islice(coming, max_frames):
             if seconds >= due:
                 due = (seconds // every + 1) * every
