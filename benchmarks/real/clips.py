@@ -8,7 +8,7 @@ from torch import nn
 
 from .questions import Question, ask_scene
 from .tower import see
-from .world import Pictures, Scene, make_scene, render, token_things
+from .world import CROWD_SIZE, Pictures, Scene, make_scene, render, token_things
 
 SIZES = ((112, 112), (140, 112), (112, 140), (140, 140), (168, 112))  # pixels: (width, height)
 SECONDS = (2, 4, 4, 8)
@@ -34,12 +34,13 @@ class Clip:
 
 
 def clip_scene(
-    pictures: Pictures, seed: int, split: str = "train", seconds: int | None = None
+    pictures: Pictures, seed: int, split: str = "train", seconds: int | None = None, crowd: bool = False
 ) -> tuple[Scene, np.ndarray, np.ndarray]:
     """A scene whose things are all seen, its frames `[T, H, W, 3]`, and what tokens show `[time, rows, columns]`."""
     rng = np.random.default_rng([seed, 5])
     size, drawn = SIZES[rng.integers(len(SIZES))], SECONDS[rng.integers(len(SECONDS))]
-    scene = make_scene(pictures, seed, seconds or drawn, split, most=3, size=size)
+    size = CROWD_SIZE if crowd else size
+    scene = make_scene(pictures, seed, seconds or drawn, split, most=3, size=size, crowd=crowd)
     frames, owners = render(scene, pictures)
     shown = token_things(owners, len(scene.things))
     seen = tuple(thing for number, thing in enumerate(scene.things) if (shown == number).any())

@@ -89,6 +89,15 @@ class RealTest(OpenTest):
         return select
 
 
+def of_same_videos(test: OpenTest) -> list[str]:
+    """For each question one of the same video that rests on something else; where there is none, another video's."""
+    rng, asked = np.random.default_rng(5), of_other_videos(test)
+    for place, row in enumerate(test.rows):
+        others = [r["question"] for r in test.rows if r["video"] == row["video"] and r["evidence"] != row["evidence"]]
+        asked[place] = str(rng.choice(others)) if others else asked[place]
+    return asked
+
+
 def with_another_thing(test: OpenTest) -> list[str]:
     """Each question about other things than it names; as it is where it names none."""
     rng, changed = np.random.default_rng(4), []

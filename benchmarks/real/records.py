@@ -19,7 +19,7 @@ def write_records(
     work: Path, out: Path, split: str, clips: int, seconds: int = 8, questions: int = 4, held_out: bool = False
 ) -> Path:
     """
-    Renders clips into `out` and writes `out/SPLIT.jsonl`. What is on disk is not rendered again.
+    Renders clips of crowds into `out` and writes `out/SPLIT.jsonl`. What is on disk is not rendered again.
 
     Args:
         split: whose films, and other scenes than any other split's.
@@ -30,7 +30,7 @@ def write_records(
     rows = []
     for seed in range(FIRST[split], FIRST[split] + clips):
         video = f"{split}/{seed:07d}-{seconds}s.mp4"
-        scene, frames, _ = clip_scene(pictures, seed, split, seconds)
+        scene, frames, _ = clip_scene(pictures, seed, split, seconds, crowd=True)
         if not (out / video).is_file():
             write_mp4(out / f"{video}.part.mp4", frames, FPS)
             (out / f"{video}.part.mp4").replace(out / video)

@@ -13,6 +13,8 @@ from .fetch import FILM_FPS, SPLITS
 
 SIZES = ((168, 168), (224, 112), (112, 224), (196, 140), (140, 196), (140, 140), (224, 168))  # pixels: (width, height)
 SIDES = (44, 110)  # pixels of a drawing
+# A crowd, to choose among: so many things of such sides in frames of such a size, each for up to so many seconds.
+CROWD, CROWD_SIDES, CROWD_SIZE, CROWD_LIFE = (5, 7), (56, 100), (224, 168), 3
 SHOWN, HIDDEN = 0.15, 0.03  # of a token's pixels: from so many it shows a thing, up to so many it shows none
 NOTHING, UNCLEAR = -1, -2
 
@@ -102,6 +104,7 @@ def make_scene(
     drawings: Sequence[int] | None = None,
     most: int = 5,
     size: tuple[int, int] | None = None,
+    crowd: bool = False,
 ) -> Scene:
     """
     Draws a scene; the same arguments give the same one.
@@ -112,6 +115,7 @@ def make_scene(
         drawings: what may be shown; else what is trained. No two things of a scene have one name.
         most: things at a time, at most.
         size: of the frames, one of [`SIZES`], or else drawn.
+        crowd: more things, each for a moment, as selectors are taught and tested with.
     """
     rng = np.random.default_rng([seed, seconds, sorted(SPLITS).index(split), most])
     width, height = size or SIZES[rng.integers(len(SIZES))]
@@ -127,7 +131,9 @@ def make_scene(
         film=film,
         since=int(rng.integers(length)),
         crop=(left, top, scale),
-        things=_draw_things(rng, pictures, drawings or pictures.of("trained"), (width, height), seconds * FPS, most),
+        things=_draw_things(
+            rng, pictures, drawings or pictures.of("trained"), (width, height), seconds * FPS, most, crowd
+        ),
         light=float(rng.uniform(0.65, 1.15)),
         contrast=float(rng.uniform(0.7, 1.15)),
         grain=float(rng.uniform(0, 8)),
@@ -136,10 +142,20 @@ def make_scene(
 
 
 def _draw_things(
-    rng: np.random.Generator, pictures: Pictures, drawings: Sequence[int], size: tuple[int, int], frames: int, most: int
+    rng: np.random.Generator,
+    pictures: Pictures,
+    drawings: Sequence[int],
+    size: tuple[int, int],
+    frames: int,
+    most: int,
+    crowd: bool,
 ) -> tuple[Thing, ...]:
     seconds = frames // FPS
-    count = int(rng.integers(1, most + 1)) if seconds == 1 else int(rng.integers(2, most + 1 + seconds // 2))
+    sides = CROWD_SIDES if crowd else SIDES
+    if crowd:
+        count = int(rng.integers(CROWD[0], CROWD[1] + 1))
+    else:
+        count = int(rng.integers(1, most + 1)) if seconds == 1 else int(rng.integers(2, most + 1 + seconds // 2))
     things: list[Thing] = []
     for drawing in rng.permutation(drawings)[: 3 * count]:
         if len(things) == count:
@@ -147,9 +163,10 @@ def _draw_things(
         name = pictures.names[drawing]
         if any(name == thing.name for thing in things):
             continue
-        side = int(np.exp(rng.uniform(np.log(SIDES[0]), np.log(min(SIDES[1], *size)))))
-        stays = seconds == 1 or rng.random() < 0.3
-        life = frames if stays else FPS * int(rng.integers(1, max(2, seconds // 2 + 1)))
+        side = int(np.exp(rng.uniform(np.log(sides[0]), np.log(min(sides[1], *size)))))
+        stays = not crowd and (seconds == 1 or rng.random() < 0.3)
+        longest = CROWD_LIFE if crowd else max(1, seconds // 2)
+        life = frames if stays else FPS * int(rng.integers(1, longest + 1))
         start = 0 if stays else FPS * int(rng.integers(0, (frames - life) // FPS + 1))
         room = np.array(size) - side
         corner, end = rng.uniform(0, 1, 2) * room, rng.uniform(0, 1, 2) * room

@@ -118,6 +118,16 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
     }
 
 
+def test_the_question_s_words_teach_where_they_find_more(monkeypatch, few, tiny, tiny_processor, questions):
+    def by_head(model, dataset, questions, positions, progress):
+        return planted([(1, 2)] if positions == "question" else [])(model, dataset, questions, positions, progress)
+
+    monkeypatch.setattr(calibration, "_attention_by_head", by_head)
+    monkeypatch.setitem(calibration.MOST, "heads", 1)
+    fields = calibrate(tiny, tiny_processor, questions, progress=False).fields()
+    assert fields == {"relevance_heads": [[1, 2]], "relevance_positions": "question"}
+
+
 def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, tiny, tiny_processor, questions):
     """From where the answer begins, which knows no answer; the heads that look elsewhere are left out."""
     asked = []
@@ -130,7 +140,7 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
 
     monkeypatch.setattr(calibration, "_attention_by_head", by_head)
     found = calibrate(tiny, tiny_processor, questions, progress=False)
-    assert asked == ["answer", "answer", "prompt", "prompt"]
+    assert asked == ["answer", "answer", "question", "question", "prompt", "prompt"]
     fields = found.attention_fields()
     assert (fields["attention_layer"], fields["attention_heads"]) == (1, [2])
     assert found.readings[found.best_reading].tokens == pytest.approx(2 / 3, abs=1e-4)
@@ -170,7 +180,7 @@ def test_the_command_prints_a_recipes_lines_and_writes_json(records, tiny_publis
     result = CliRunner().invoke(app, [*command, "--device", "cpu"])
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text())
-    assert len(content["measured"]) == 4 + 16 and len(content["choices"]) == 3
+    assert len(content["measured"]) == 2 * (4 + 16) and len(content["choices"]) == 2 * 3
     assert all(0 <= row["tokens"] <= 1 for row in content["measured"])
     config = json.loads((folder / "config.json").read_text())
     assert config == {**before, "qtsplus_config": {**before["qtsplus_config"], **content["qtsplus_config"]}}

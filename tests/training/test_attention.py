@@ -161,12 +161,37 @@ def test_the_divergence_and_its_gradients_are_the_textbook_ones(reduction):
 
 
 def test_with_a_null_token_what_the_text_took_is_taught_too():
-    shares, target = torch.tensor([0.5, 0.2, 0.1, 0.2]), torch.tensor([0.25, 0.25, 0.0, 0.5])
-    (divergence,) = relevance_divergences([shares[:3].log()], [target[:3]], null_token=True)
-    torch.testing.assert_close(divergence, F.kl_div(shares.log(), target, reduction="sum"))
-    (divergence,) = relevance_divergences([shares[:3].log()], [target[:3]])
-    expected = F.kl_div((shares[:3] / 0.8).log(), target[:3] / 0.5, reduction="sum")
-    torch.testing.assert_close(divergence, expected)
+    shares, target = torch.tensor([0.5, 0.2, 0.1]), torch.tensor([0.25, 0.25, 0.0])
+    (divergence,) = relevance_divergences([shares.log()], [target])
+    choice = F.kl_div((shares / 0.8).log(), target / 0.5, reduction="sum")
+    torch.testing.assert_close(divergence, choice)
+    (divergence,) = relevance_divergences([shares.log()], [target], null_token=True)
+    seen = F.kl_div(torch.tensor([0.8, 0.2]).log(), torch.tensor([0.5, 0.5]), reduction="sum")
+    torch.testing.assert_close(divergence, choice + seen)
+
+
+def test_a_teacher_that_looks_mostly_at_text_teaches_the_choice_as_much():
+    """Of a pretrained model the visual tokens have a tenth of all attention, and the choice was a tenth of the loss."""
+    target, losses = torch.tensor([0.1, 0.1, 0.8]), []
+    for mass in (1.0, 0.1):
+        right, wrong = (mass * choice for choice in (target, target.flip(0)))
+        (wrongly, rightly) = relevance_divergences([wrong.log(), right.log()], [mass * target] * 2, null_token=True)
+        losses.append(wrongly - rightly)
+    torch.testing.assert_close(losses[0], losses[1])
+
+
+def test_the_words_of_the_question_may_look(rows):
+    model = tiny_model()
+    looking = answer_attention(model, *labelled(*rows), AttentionChoice((1,), positions="question"))
+    assert [len(row) for row in looking] == [16, 8 + 16, 0, 16]
+    model.model.language_model.set_attn_implementation("eager")
+    for row, words, found in zip(rows, (5, 9, 5, 5), looking, strict=True):
+        if row.videos:
+            everything = {"selection": "all", "reencode": False, "use_cache": False, "output_attentions": True}
+            attention = model(**batch(row), **everything).attentions[1][0].mean(0)
+            visual = torch.tensor(row.ids) == model.config.video_token_id
+            question = slice(len(row.ids) - 11 - words, len(row.ids) - 11)  # in front of an answer of four words
+            torch.testing.assert_close(found, attention[question][:, visual].mean(0), atol=1e-5, rtol=1e-5)
 
 
 def test_what_ends_the_turn_is_no_part_of_the_answer(rows):
@@ -325,6 +350,7 @@ def test_what_cannot_be_taught_is_refused(tmp_path):
         ({"relevance_heads": []}, r"relevance_heads=\[\]: expected different \(layer, head\) pairs"),
         ({"relevance_heads": [(1, 1), [1, 1]]}, "expected different"),
         ({"relevance_heads": [(1, 1)], "relevance_layers": [0]}, "exclude each other"),
+        ({"relevance_positions": "prompt"}, "relevance_positions='prompt': expected 'answer' or 'question'"),
         ({"relevance_layers": [1, 1]}, r"relevance_layers=\[1, 1\]: expected different layers"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -35,3 +35,15 @@ def test_a_fresh_selector_is_the_seed_s(tmp_path):
     assert torch.equal(selectors[0][name], selectors[1][name])
     assert not torch.equal(selectors[0][name], selectors[2][name])
     assert not selectors[0]["reencode_layers.0.o_proj.weight"].any()
+
+
+def test_a_fresh_selector_scores_by_likeness(tmp_path):
+    """A random pair of projections knows no word, and forgets the question before it learns any."""
+    stock_twin(tiny_model()).save_pretrained(tmp_path)
+    selector = make_model(None, str(tmp_path), {"reduction": "mean", "query_states": "embeddings"}).model.qtsplus
+    tokens = torch.randn(40, selector.hidden_size, generator=torch.Generator().manual_seed(0))
+    for place in range(8):
+        likeness = torch.cosine_similarity(tokens, tokens[place : place + 1], dim=1)
+        scores = selector.scoring_layers[-1](tokens[place : place + 1], tokens, reduction="mean")
+        assert int(scores.argmax()) == place
+        assert torch.corrcoef(torch.stack([scores, likeness]))[0, 1] > 0.5

@@ -1,7 +1,8 @@
 """
 Which layers and heads look at what an answer rests on: needle recall of each, over questions with their evidence.
 
-While the model answers, for attention distillation; and from where the answer begins, for `selection="lm_attention"`.
+While the model answers and while it reads the question, for attention distillation; and from where the answer begins,
+for `selection="lm_attention"`.
 """
 
 import tempfile
@@ -43,7 +44,7 @@ class Recall(NamedTuple):
 class Calibration:
     """What [`calibrate`] has found."""
 
-    # What each layer and each head finds in half of the videos, while the model answers.
+    # What each layer and each head finds in half of the videos, from the answer and from the question's words.
     measured: dict[AttentionChoice, Recall]
     # For attention distillation, what the sum over each finds in the other videos.
     choices: dict[AttentionChoice, Recall]
@@ -71,7 +72,8 @@ class Calibration:
     def fields(self) -> dict[str, Any]:
         """What the best choice is in a recipe's `training` section; nothing where all layers are best."""
         named = {"relevance_layers": self.best.layers, "relevance_heads": self.best.heads}
-        return {name: np.array(value).tolist() for name, value in named.items() if value is not None}
+        fields = {name: np.array(value).tolist() for name, value in named.items() if value is not None}
+        return fields | ({} if self.best.positions == "answer" else {"relevance_positions": self.best.positions})
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
@@ -117,9 +119,11 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
         first, second = (
             (VideoQADataset([one.record for one in half], processor, None, None, features), half) for half in halves
         )
-        measured = measure_recalls(model, *first, "answer", progress)
-        sums = [AttentionChoice(), best_sum(measured, "layers"), best_sum(measured, "heads")]
-        choices = measure_recalls(model, *second, "answer", progress, sums)
+        measured, choices = {}, {}
+        for positions in ("answer", "question"):
+            measured |= (found := measure_recalls(model, *first, positions, progress))
+            sums = [AttentionChoice(positions=positions), best_sum(found, "layers"), best_sum(found, "heads")]
+            choices |= measure_recalls(model, *second, positions, progress, sums)
         single = _readings(measure_recalls(model, *first, "prompt", progress), model.config.text_config)
         readings = measure_recalls(model, *second, "prompt", progress, single)
     return Calibration(measured, choices, readings, (len(halves[0]), len(halves[1])))

@@ -283,12 +283,19 @@ def _own_fields(backbone: Any) -> set[str]:
 
 
 def fresh_selector(config: Any, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A new selector's tensors, which change nothing of what they re-encode until they are trained."""
+    """
+    A new selector's tensors: they change nothing of what they re-encode until they are trained, and score tokens by
+    their likeness to the question's words, since what asks and what is asked for begin with one projection.
+    """
     model = on_meta(config)
     selector = model.model.qtsplus
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         selector.to_empty(device="cpu").apply(model._init_weights)
+        queries, keys = selector.scoring_layers[-1].q_proj.weight, selector.scoring_layers[-1].k_proj.weight
+        torch.nn.init.orthogonal_(keys)
+        shared = keys.unflatten(0, (-1, selector.head_dim)).repeat_interleave(len(queries) // len(keys), 0)
+        queries.copy_(shared.flatten(0, 1))
     return {
         SELECTOR + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in selector.state_dict().items()

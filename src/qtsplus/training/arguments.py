@@ -83,6 +83,7 @@ class QTSplusTrainingArguments(TrainingArguments):
         relevance_layers: the layers of the language model whose attention is summed, counted from 0; all if absent.
         relevance_heads: (layer, head) pairs in place of whole layers; `qtsplus calibrate` finds those that look at what
             an answer rests on.
+        relevance_positions: who attends: `"answer"`, what predicts the answer's words, or `"question"`, its own words.
 
     > Records that cannot be used
 
@@ -111,6 +112,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     relevance_weight: float = 0.0
     relevance_layers: list[int] | None = None
     relevance_heads: list[tuple[int, int]] | None = None
+    relevance_positions: str = "answer"
     max_skipped: float = 0.1
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = False
@@ -136,6 +138,8 @@ class QTSplusTrainingArguments(TrainingArguments):
             )
         if self.relevance_weight and (self.freeze_selector or self.freeze_scores):
             raise ValueError("relevance_weight teaches the scores: leave freeze_selector and freeze_scores false.")
+        if self.relevance_positions not in ("answer", "question"):
+            raise ValueError(f"relevance_positions={self.relevance_positions!r}: expected 'answer' or 'question'.")
         layers, heads = self.relevance_layers, self.relevance_heads
         if layers is not None and heads is not None:
             raise ValueError("relevance_layers and relevance_heads exclude each other: leave one of them out.")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import send_to_device
 from rich.console import Console
@@ -27,7 +28,7 @@ from ..encoding_qtsplus import encode_visual
 from ..layout_qtsplus import lay_out
 from ..lm_attention_qtsplus import reading_of
 from ..mixin_qtsplus import choose
-from ..prompt_qtsplus import Layout, SelectionInputs, take_inputs
+from ..prompt_qtsplus import Layout, SelectionInputs, find_questions, take_inputs
 from .arguments import QTSplusTrainingArguments
 from .dataset import IGNORED, SkippedRecord, VideoQACollator, VideoQADataset
 from .features import AttentionTargets, digest_of, write_tensors
@@ -45,7 +46,8 @@ class AttentionChoice:
 
     layers: tuple[int, ...] | None = None  # whose attention is summed over all heads, counted from 0; all if `None`
     heads: tuple[tuple[int, int], ...] | None = None  # (layer, head) pairs, in place of whole layers
-    positions: str = "answer"  # looks from those that predict the answer; "prompt" from where `lm_attention` looks
+    # Who looks: what predicts the answer, the "question"'s words, or of the "prompt" what `lm_attention` looks from.
+    positions: str = "answer"
     grouped: bool = False  # read groups of frames, through the layers up to `attention_layer`, with its heads
 
     @classmethod
@@ -60,7 +62,8 @@ class AttentionChoice:
         return cls(
             None if layers is None else tuple(layers),
             None if heads is None else tuple((layer, head) for layer, head in heads),
-            grouped=grouped,
+            args.relevance_positions,
+            grouped,
         )
 
     @property
@@ -126,9 +129,10 @@ def relevance_divergences(
     log_relevance: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], null_token: bool = False
 ) -> torch.Tensor:
     """
-    `KL(target || softmax(log r))` of each row `[M_b]` that has a target, `[rows with a target]`; a `ValueError` for one
-    of other visual tokens than were scored. A target sums to at most 1, or is empty. With a `null_token`, what it lacks
-    to 1 is taught too, to what r lacks to 1, in place of making both sum to 1.
+    `KL(target || softmax(log r))` of each row `[M_b]` that has a target, both made to sum to 1: `[rows with a target]`;
+    a `ValueError` for one of other visual tokens than were scored. A target sums to at most 1, or is empty. With a
+    `null_token` its sum is taught to that of r too, apart: one divergence of all would count the choice among the
+    tokens by their sum, which is small in a pretrained model.
     """
     divergences = []
     for row, (scores, target) in enumerate(zip(log_relevance, targets, strict=True)):
@@ -137,12 +141,12 @@ def relevance_divergences(
         if len(scores) != len(target):
             raise ValueError(f"Row {row} has {len(target)} targets for {len(scores)} scored visual tokens.")
         target = target.to(scores.device, scores.dtype)
+        mass, seen = target.sum().clamp(min=REST), scores.exp().sum()
+        divergence = F.kl_div(scores.log_softmax(0), target / mass, reduction="sum")
         if null_token:
-            rest = (1 - scores.exp().sum()).clamp(min=REST).log()
-            target, scores = torch.cat([target, (1 - target.sum()).clamp(min=0)[None]]), torch.cat([scores, rest[None]])
-        else:
-            target, scores = target / target.sum().clamp(min=REST), scores.log_softmax(0)
-        divergences.append((torch.xlogy(target, target) - target * scores).sum())
+            sums = torch.stack([mass, 1 - mass, seen, 1 - seen]).clamp(min=REST)
+            divergence = divergence + F.kl_div(sums[2:].log(), sums[:2], reduction="sum")
+        divergences.append(divergence)
     return torch.stack(divergences) if divergences else torch.zeros(0)
 
 
@@ -338,7 +342,10 @@ def _places(
     answers = [answer[row.columns][1:].nonzero()[:, 0] for answer, row in pairs]
     if positions == "answer":
         return answers
-    looking = reading_of(model, layout, SelectionInputs(query_mask)).looking
+    if positions == "question":
+        looking = [words.nonzero()[:, 0] for words in find_questions(model, layout, query_mask)]
+    else:
+        looking = reading_of(model, layout, SelectionInputs(query_mask)).looking
     return [places[: len(places) * bool(len(answer))] for places, answer in zip(looking, answers, strict=True)]
 
 
