@@ -288,7 +288,9 @@ def _read_group(
         looks.append(look(queries[:, there], keys, there, row.candidates.to(keys.device), scaling))
 
     layer, layers = attention_layer(model.config.text_config, config.attention_layer), model.language_model.layers
-    first = _first_layers(model.language_model, [*layers[:layer], LayerReader(layers[layer], read)])
+    first: Any = copy.copy(model.language_model)  # shares its weights, with these layers in place of all, and no norm
+    few = nn.ModuleList([*layers[:layer], LayerReader(layers[layer], read)])
+    first._modules = {**first._modules, "layers": few, "norm": nn.Identity()}
     kind = tokens.device.type
     # Without autocast's cache, which would keep weights that were cast here for a pass that needs their gradient.
     dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -304,10 +306,3 @@ def _read_group(
         )
     (group,) = looks
     return GroupAttention(*(part.to(tokens.device) for part in (group.log_weights, group.log_odds)))
-
-
-def _first_layers(language_model: Any, layers: Sequence[nn.Module]) -> Any:
-    """A view of the language model that shares its weights, with these layers in place of all, and no norm."""
-    first: Any = copy.copy(language_model)
-    first._modules = {**first._modules, "layers": nn.ModuleList(layers), "norm": nn.Identity()}
-    return first

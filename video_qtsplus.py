@@ -335,14 +335,6 @@ def stack_frames(frames: Sequence[Any]) -> Any:
     return torch.stack(frames) if torch.is_tensor(frames[0]) else np.stack(frames)
 
 
-def _is_frame(item: Any) -> bool:
-    return hasattr(item, "convert") or (isinstance(item, ARRAYS) and item.ndim == 3)
-
-
-def _is_image_path(item: Any) -> bool:
-    return isinstance(item, (str, os.PathLike)) and str(item).lower().endswith(IMAGE_SUFFIXES)
-
-
 def flatten_videos(videos: Any) -> list[Any]:
     """
     Flattens every nesting that a processor is called with: per video a dictionary, as [`read_part`] gives it, with a
@@ -377,10 +369,11 @@ def _flatten(videos: Any) -> list[Any]:
         raise ValueError(
             f"Got a video of {given}; expected a path, or frames as an array or tensor [T, H, W, C] or list of images."
         )
-    if videos and all(map(_is_frame, videos)):
+    if videos and all(hasattr(item, "convert") or (isinstance(item, ARRAYS) and item.ndim == 3) for item in videos):
         return [stack_frames(videos)]
-    if videos and all(map(_is_image_path, videos)):
-        return [load_frames([os.fspath(path) for path in videos])]
+    paths = [os.fspath(item) for item in videos if isinstance(item, (str, os.PathLike))]
+    if videos and sum(path.lower().endswith(IMAGE_SUFFIXES) for path in paths) == len(videos):
+        return [load_frames(paths)]
     return [flat for video in videos for flat in _flatten(video)]
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from .questions import Question, ask_scene
 from .tower import see
-from .world import CROWD_SIZE, Pictures, Scene, make_scene, render, token_things
+from .world import CROWD_SIZE, NOTHING, UNCLEAR, Pictures, Scene, make_scene, render, token_things
 
 SIZES = ((112, 112), (140, 112), (112, 140), (140, 140), (168, 112))  # pixels: (width, height)
 SECONDS = (2, 4, 4, 8)
@@ -36,15 +36,16 @@ class Clip:
 def clip_scene(
     pictures: Pictures, seed: int, split: str = "train", seconds: int | None = None, crowd: bool = False
 ) -> tuple[Scene, np.ndarray, np.ndarray]:
-    """A scene whose things are all seen, its frames `[T, H, W, 3]`, and what tokens show `[time, rows, columns]`."""
+    """A scene of things that are seen, its frames `[T, H, W, 3]`, and whom tokens show `[time, rows, columns]`."""
     rng = np.random.default_rng([seed, 5])
     size, drawn = SIZES[rng.integers(len(SIZES))], SECONDS[rng.integers(len(SECONDS))]
     size = CROWD_SIZE if crowd else size
     scene = make_scene(pictures, seed, seconds or drawn, split, most=3, size=size, crowd=crowd)
     frames, owners = render(scene, pictures)
     shown = token_things(owners, len(scene.things))
-    seen = tuple(thing for number, thing in enumerate(scene.things) if (shown == number).any())
-    return replace(scene, things=seen), frames, shown
+    seen = [number for number in range(len(scene.things)) if (shown == number).any()]
+    numbers = np.array([*(seen.index(n) if n in seen else n for n in range(len(scene.things))), UNCLEAR, NOTHING])
+    return replace(scene, things=tuple(scene.things[number] for number in seen)), frames, numbers[shown]
 
 
 def look(pictures: Pictures, tower: nn.Module, seed: int) -> Clip:

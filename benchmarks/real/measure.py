@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from qtsplus.evaluation.labelled import labelled_questions, sighting_tokens
+from qtsplus.hub.convert import fresh_selector
 from qtsplus.methods_qtsplus import Candidates
 from qtsplus.results import write_json
 from qtsplus.training.dataset import IGNORED, VideoQACollator, VideoQADataset
@@ -20,13 +21,19 @@ from qtsplus.training.features import encode_files
 from qtsplus.training.models import make_config, make_processor
 
 from ..open.asking import Answers, OpenTest, load, of_other_videos
-from ..open.measures import constant_right, interval, spearman
+from ..open.measures import area_under_curve, constant_right, interval, spearman
 from .words import NAMES
 from .work import half_precision
 
 COUNTED = ("present", "absent", "some", "kind", "which", "first")  # a list is seldom right to its last word
 LADDER = (1, 2, 4, 8, 16, 32, 64)
-TENTH = 0.1
+
+
+def cap(count: int) -> dict[str, Any]:
+    return {"retention": 1.0, "max_visual_tokens": count}
+
+
+SIZES: dict[str, dict[str, Any]] = {"a tenth": {"retention": 0.1}, "8 tokens": cap(8)}
 
 
 class RealTest(OpenTest):
@@ -135,24 +142,45 @@ def measure(folder: str, records: Path, out: Path) -> None:
 
     for title, test in tests.items():
         note(f"{title}, all tokens", test, partial(test.ask, model, selection="all"))
-        note(f"{title}, a tenth", test, partial(test.ask, model, retention=TENTH))
+        for size, choice in SIZES.items():
+            note(f"{title}, {size}", test, partial(test.ask, model, **choice))
         note(f"{title}, its own budget", test, partial(test.ask, model))
         note(f"{title}, no video", test, partial(test.blind, model))
     test = tests["trained wordings"]
-    others, changed = of_other_videos(test), with_another_thing(test)
-    note("another video's question", test, lambda: test.ask(model, queries=others, retention=TENTH))
-    note("other things' names", test, lambda: test.ask(model, queries=changed, retention=TENTH))
-    note("without the needles", test, lambda: test.ask(model, selection=test.without_needles(), retention=TENTH))
-    for method in ("uniform", "diversity", "coverage", "random"):
-        note(method, test, partial(test.ask, model, selection=method, retention=TENTH))
-    if config.attention_layer is not None:
-        note("lm_attention", test, lambda: test.ask(model, selection="lm_attention", retention=TENTH))
+    untrained = load(folder)
+    untrained.load_state_dict(fresh_selector(model.config, model.dtype), strict=False)
+    queries = {"": None, "another question of the same video": of_same_videos(test)}
+    queries |= {"another video's question": of_other_videos(test), "other things' names": with_another_thing(test)}
+    methods = ["uniform", "diversity", "coverage", "random"] + ["lm_attention"] * (config.attention_layer is not None)
+    for size, choice in SIZES.items():
+        for name, asked in queries.items():
+            if name:
+                note(f"{name}, {size}", test, partial(test.ask, model, queries=asked, **choice))
+        note(f"not trained, {size}", test, partial(test.ask, untrained, **choice))
+        other = queries["another question of the same video"]
+        note(f"not trained, another question, {size}", test, partial(test.ask, untrained, queries=other, **choice))
+        without = test.without_needles()
+        note(f"without the needles, {size}", test, partial(test.ask, model, selection=without, **choice))
+        for method in methods:
+            note(f"{method}, {size}", test, partial(test.ask, model, selection=method, **choice))
     for count in LADDER:
-        choice: dict[str, Any] = {"retention": 1.0, "max_visual_tokens": count}
-        note(f"{count} tokens", test, partial(test.ask, model, **choice))
+        note(f"{count} tokens", test, partial(test.ask, model, **cap(count)))
     result["budget"] = budget(test, result)
+    result["seen"] = seen(test, model)
     write_json(out, result)
-    print(result["budget"])
+    print(result["budget"], result["seen"])
+
+
+def seen(test: RealTest, model: Any) -> dict[str, float]:
+    """What the null token leaves where something answers and where nothing does, and how often the first is more."""
+    with half_precision():
+        _, left, _ = test.scores(model)
+    there = np.array([bool(found) for found in test.needles])
+    some, none = (np.array(left)[there == part] for part in (True, False))
+    area = area_under_curve(some.tolist(), none.tolist())
+    return {
+        name: round(float(value), 3) for name, value in (("some", some.mean()), ("none", none.mean()), ("area", area))
+    }
 
 
 def row(test: RealTest, answers: Answers) -> dict[str, Any]:

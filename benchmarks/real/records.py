@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qtsplus.output import whole_file
 
 from ..world.clip import write_mp4
 from ..world.scene import FPS
 from .clips import clip_scene
 from .questions import ask_scene
-from .world import Pictures, Scene, Thing
+from .world import Pictures
 
 FIRST = {"train": 1_000_000, "validation": 0, "test": 0}  # the train records' clips are none that the base learned from
 
@@ -30,12 +32,13 @@ def write_records(
     rows = []
     for seed in range(FIRST[split], FIRST[split] + clips):
         video = f"{split}/{seed:07d}-{seconds}s.mp4"
-        scene, frames, _ = clip_scene(pictures, seed, split, seconds, crowd=True)
+        scene, frames, shown = clip_scene(pictures, seed, split, seconds, crowd=True)
         if not (out / video).is_file():
             write_mp4(out / f"{video}.part.mp4", frames, FPS)
             (out / f"{video}.part.mp4").replace(out / video)
         for question in ask_scene(scene, questions, seed, held_out):
-            evidence = [sightings(thing, scene) for thing in scene.things if thing.name in question.about]
+            about = [place for place, thing in enumerate(scene.things) if thing.name in question.about]
+            evidence = [sightings(shown == place) for place in about]
             row = {"video": video, "question": question.question, "answer": question.answer, "kind": question.kind}
             rows.append(json.dumps({**row, "evidence": evidence}) + "\n")
     path = out / f"{split}{'-held-out' if held_out else ''}.jsonl"
@@ -44,12 +47,17 @@ def write_records(
     return path
 
 
-def sightings(thing: Thing, scene: Scene) -> list[dict[str, Any]]:
-    """Where a thing can be seen in each second: `start` and `end` in seconds, `box` in shares of the frame."""
+def sightings(shown: np.ndarray) -> list[dict[str, Any]]:
+    """
+    Where a thing can be seen, token by token, for its drawing fills a third of the box around it: `start` and `end` in
+    seconds, `box` in shares of the frame.
+
+    Args:
+        shown: `[time, rows, columns]` bool, the tokens that show it.
+    """
+    _, rows, columns = shown.shape
     places = []
-    for frame in range(thing.start, thing.stop, FPS):
-        (left, top), (width, height) = thing.corner_at(frame), scene.size
-        box = [left / width, top / height, (left + thing.side) / width, (top + thing.side) / height]
-        box = [round(min(1.0, max(0.0, edge)), 4) for edge in box]
-        places.append({"start": frame // FPS, "end": frame // FPS + 1, "box": box})
+    for step, row, column in np.argwhere(shown).tolist():
+        box = [column / columns, row / rows, (column + 1) / columns, (row + 1) / rows]
+        places.append({"start": step, "end": step + 1, "box": [round(edge, 4) for edge in box]})
     return places

@@ -12,12 +12,13 @@ from benchmarks.bases import REAL
 from benchmarks.real import work
 from benchmarks.real.base import IDS, make_config
 from benchmarks.real.clips import Clip, clip_scene
-from benchmarks.real.measure import RealTest, with_another_thing
+from benchmarks.real.measure import RealTest, of_same_videos, with_another_thing
 from benchmarks.real.questions import WORDINGS, Question, ask_scene
 from benchmarks.real.reading import Packer, Reader, answer_loss
 from benchmarks.real.records import sightings
 from benchmarks.real.words import KINDS, NAMES, OTHER_DRAWINGS, OTHER_THINGS
 from benchmarks.real.world import SPLITS
+from qtsplus.evaluation.labelled import Sighting, sighting_tokens
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?<|>_ \n"
 
@@ -72,16 +73,36 @@ def test_answers_are_true(pictures, held_out):
     assert asked == set(WORDINGS)
 
 
-def test_a_thing_is_where_its_sightings_say(pictures):
+@pytest.mark.parametrize("crowd", [False, True])
+def test_a_thing_is_where_its_sightings_say(pictures, crowd):
     for seed in range(8):
-        scene, frames, shown = clip_scene(pictures, seed, "test", 4)
+        scene, frames, shown = clip_scene(pictures, seed, "test", 4, crowd)
         assert (
             len(frames) == scene.frames and shown.shape == scene.grid and set(KINDS) >= {t.name for t in scene.things}
         )
-        for thing in scene.things:
-            places = sightings(thing, scene)
-            assert [place["start"] for place in places] == list(range(thing.start // 2, thing.stop // 2))
-            assert all(min(place["box"]) >= 0 and max(place["box"]) <= 1 for place in places)
+        assert set(np.unique(shown[shown >= 0])) == set(range(len(scene.things)))
+        for place, thing in enumerate(scene.things):
+            own = shown == place
+            assert set(np.argwhere(own)[:, 0]) <= set(range(thing.start // 2, (thing.stop + 1) // 2))
+            seen = [Sighting(**sighting) for sighting in sightings(own)]
+            assert sighting_tokens(seen, scene.grid).tolist() == np.flatnonzero(own).tolist()
+
+
+def test_another_question_of_the_video_rests_on_something_else():
+    rows = [{"video": video, "question": f"{video}{k}", "evidence": [[k // 2]]} for video in "ab" for k in range(4)]
+    rows.append({"video": "c", "question": "c0", "evidence": []})
+    asked = of_same_videos(Rows(rows))  # type: ignore[arg-type]
+    for row, other in zip(rows[:8], asked[:8], strict=True):
+        assert other[0] == row["video"] and int(other[1]) // 2 != row["evidence"][0][0]
+    assert asked[8][0] != "c"
+
+
+class Rows:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
 
 
 def tokenizer(text, **_):

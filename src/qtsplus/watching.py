@@ -103,12 +103,10 @@ class Source:
             if isinstance(item, av.error.ExitError):  # FFmpeg's own patience ended
                 raise TimeoutError(f"The stream {self.name!r} sent no frame for {self.timeout:g} s.") from item
             if isinstance(item, Exception):
-                raise ValueError(f"Cannot read the stream {self.name!r}: {item}.{self._expected()}") from item
+                expected = " Expected MPEG-TS, Matroska or fragmented mp4: another mp4 has to be a file."
+                expected *= not (self.is_camera or self.is_file)
+                raise ValueError(f"Cannot read the stream {self.name!r}: {item}.{expected}") from item
             yield item
-
-    def _expected(self) -> str:
-        live = self.is_camera or self.is_file
-        return "" if live else " Expected MPEG-TS, Matroska or fragmented mp4: another mp4 has to be a file."
 
     @property
     def warnings(self) -> list[str]:

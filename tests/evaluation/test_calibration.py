@@ -20,7 +20,7 @@ from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 from qtsplus.training.models import make_model
 
 NEEDLES = np.array([3, 4, 7])
-LAYERS, HEADS, TOKENS = 4, 4, 20  # two tokens are a tenth
+LAYERS, HEADS, TOKENS = 4, 4, 20
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def planted(finders):
         for _ in questions:
             attention = {layer: torch.rand(HEADS, TOKENS, generator=generator) / 100 for layer in range(LAYERS)}
             for layer, head in finders:
-                attention[layer][head, [3, 7]] = 1.0
+                attention[layer][head, [3, 7, 12]] = 1.0
             yield attention, NEEDLES
 
     return by_head
@@ -60,7 +60,10 @@ def test_evidence_outside_of_the_frame_is_refused(tiny, tiny_processor, question
 
 
 def test_recall_counts_tokens():
-    for places, recall in (([3, 4], Recall(pytest.approx(2 / 3), 1.0)), ([0, 1], Recall(0.0, 0.0))):
+    for places, recall in (
+        ([3, 4, 9], Recall(pytest.approx(2 / 3), pytest.approx(2 / 3))),
+        ([0, 1, 2], Recall(0.0, 0.0)),
+    ):
         scores = torch.zeros(TOKENS)
         scores[places] = 1.0
         assert calibration._recall(scores, NEEDLES) == recall
@@ -90,7 +93,7 @@ def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, few, tiny, tiny
     found = calibrate(tiny, tiny_processor, questions, progress=False)
     assert found.best.heads == ((0, 3), (2, 1))
     for recall in (found.measured[AttentionChoice(heads=((2, 1),))], found.choices[found.best]):
-        assert recall.tokens == pytest.approx(2 / 3) and recall.mass > 0.85
+        assert recall.tokens == pytest.approx(2 / 3) and recall.mass == pytest.approx(2 / 3, abs=0.05)
     assert sum(found.questions) == len(questions)
     # All layers find as much, but look elsewhere too.
     assert next(iter(found.choices.values())).tokens == found.choices[found.best].tokens
@@ -104,8 +107,8 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
 
     def with_a_sink(*arguments):
         for attention, needles in plant(*arguments):
-            attention[1][:, [0, 1]] = 5.0
-            attention[2][0, [0, 1]] = 5.0
+            attention[1][:, [0, 1, 2]] = 5.0
+            attention[2][0, [0, 1, 2]] = 5.0
             yield attention, needles
 
     monkeypatch.setattr(calibration, "_attention_by_head", with_a_sink)
@@ -161,8 +164,8 @@ def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questi
     for pair in ((1, 0), (3, 2)):
         (target,) = twin_targets(tiny, inputs, labels, heads=[pair])
         assert len(target) == 72
-        kept = set(target.topk(8).indices.tolist())
         wanted = set(np.concatenate(needles).tolist())
+        kept = set(target.topk(len(wanted)).indices.tolist())
         assert measured[AttentionChoice(heads=(pair,))].tokens == pytest.approx(len(kept & wanted) / len(wanted))
 
 

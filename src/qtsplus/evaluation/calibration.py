@@ -20,13 +20,11 @@ from rich.progress import track
 from ..hub.folder import read_json, update_json
 from ..lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..output import listed
-from ..selector_qtsplus import kept_count
 from ..training.attention import EVERYTHING, AttentionChoice, evaluating, noting_attention
 from ..training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
 from ..training.features import encode_files
 from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
 
-SHARE = 0.1  # of the visual tokens that a layer or a head may keep
 EQUAL = 0.01  # recalls that are taken for the same
 MOST = {"layers": 4, "heads": 20}  # of the best that are summed
 
@@ -34,7 +32,9 @@ MOST = {"layers": 4, "heads": 20}  # of the best that are summed
 class Recall(NamedTuple):
     """Means over questions."""
 
-    tokens: float  # the share of a question's needle tokens that is kept
+    # The share of a question's needle tokens among as many with the most attention. (A tenth of a short clip can hold
+    # all that is to be seen in it, whatever the question.)
+    tokens: float
     # The share of the attention to all visual tokens that goes to the needles'. Layers that look everywhere lower it,
     # and blur what a selector learns from the sum.
     mass: float
@@ -103,7 +103,7 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
     """
     Measures every layer and head on one half of the videos, and the sums over the best of them on the other half;
     a `ValueError` for fewer than two videos that can be read. The model, whose selector takes no part, reads all visual
-    tokens of a question and its true answer; the tenth that gets most attention counts as kept.
+    tokens of a question and its true answer.
     """
     with tempfile.TemporaryDirectory() as folder:
         named = list(dict.fromkeys((str(one.record.video), one.record.fps) for one in questions))
@@ -203,7 +203,7 @@ def _attention_by_head(
 
 def _recall(scores: torch.Tensor, shown: np.ndarray) -> Recall:
     """What the tokens with the highest `scores` `[M]` find of those `[k]` that show the answer."""
-    kept = scores.topk(kept_count(SHARE, len(scores), len(scores))).indices.cpu().numpy()
+    kept = scores.topk(len(shown)).indices.cpu().numpy()
     mass = scores[torch.from_numpy(shown).to(scores.device)].sum() / scores.sum().clamp(min=1e-30)
     return Recall(float(np.isin(shown, kept).mean()), float(mass))
 
