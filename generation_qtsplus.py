@@ -255,7 +255,10 @@ class QTSplusGenerationMixin:
         if cache is not None:
             prompt.features, prompt.selected = {}, {}
             # A cache with a row for every beam or copy cannot be continued with one row for every prompt.
-            whole = copies == 1 and _rows_of(cache) == len(source_ids)
+            keys = (
+                getattr(layer, "keys", None) for layer in cache.layers
+            )  # linear attention has a state in their place
+            whole = copies == 1 and next(len(rows) for rows in keys if rows is not None) == len(source_ids)
             cache.qtsplus = CachedPrompt(prompt, generated) if whole else None
         if isinstance(result, torch.Tensor):
             return sequences
@@ -416,12 +419,6 @@ def _behind_the_cache(
         answer_mask[b, :same] = 1
         fresh_rows.append(rest[same:])
     return fresh_rows, answer_mask
-
-
-def _rows_of(cache: Cache) -> int:
-    """Rows of a filled cache. Layers of linear attention have a state in place of keys."""
-    keys = (getattr(layer, "keys", None) for layer in cache.layers)
-    return next(len(states) for states in keys if states is not None)
 
 
 def states_of(

@@ -32,8 +32,7 @@ MOST = {"layers": 4, "heads": 20}  # of the best that are summed
 class Recall(NamedTuple):
     """Means over questions."""
 
-    # The share of a question's needle tokens among as many with the most attention. (A tenth of a short clip can hold
-    # all that is to be seen in it, whatever the question.)
+    # The share of a question's needle tokens among as many with the most attention: a tenth may hold all that is shown.
     tokens: float
     # The share of the attention to all visual tokens that goes to the needles'. Layers that look everywhere lower it,
     # and blur what a selector learns from the sum.

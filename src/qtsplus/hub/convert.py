@@ -283,10 +283,7 @@ def _own_fields(backbone: Any) -> set[str]:
 
 
 def fresh_selector(config: Any, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
-    """
-    A new selector's tensors: they change nothing of what they re-encode until they are trained, and score tokens by
-    their likeness to the question's words, since what asks and what is asked for begin with one projection.
-    """
+    """A new selector's tensors: tokens are scored by likeness to the question's words, and re-encoded as they are."""
     model = on_meta(config)
     selector = model.model.qtsplus
     with torch.random.fork_rng(devices=[]), torch.no_grad():

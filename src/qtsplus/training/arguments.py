@@ -36,6 +36,8 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("lora_dropout", "label_smoothing_factor"), lambda value: 0 <= value < 1, "at least 0 and less than 1"),
     (("max_skipped", "retention_share"), lambda value: 0 <= value <= 1, "a share in [0, 1]"),
     (("seed", "data_seed"), lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
+    (("sft_loss",), lambda value: value in SFT_LOSSES, f"one of {SFT_LOSSES}"),
+    (("relevance_positions",), lambda value: value in ("answer", "question"), "'answer' or 'question'"),
     (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 to go by num_train_epochs"),
 )
 
@@ -124,8 +126,6 @@ class QTSplusTrainingArguments(TrainingArguments):
                 if (value := getattr(self, name)) is not None and not holds(value):
                     raise ValueError(f"{name}={value!r}: expected {expected}.")
         self._check_effects()
-        if self.sft_loss not in SFT_LOSSES:
-            raise ValueError(f"sft_loss={self.sft_loss!r}: expected one of {SFT_LOSSES}.")
         if self.retention_range is not None:
             bounds = self.retention_range
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= 1:
@@ -138,8 +138,6 @@ class QTSplusTrainingArguments(TrainingArguments):
             )
         if self.relevance_weight and (self.freeze_selector or self.freeze_scores):
             raise ValueError("relevance_weight teaches the scores: leave freeze_selector and freeze_scores false.")
-        if self.relevance_positions not in ("answer", "question"):
-            raise ValueError(f"relevance_positions={self.relevance_positions!r}: expected 'answer' or 'question'.")
         layers, heads = self.relevance_layers, self.relevance_heads
         if layers is not None and heads is not None:
             raise ValueError("relevance_layers and relevance_heads exclude each other: leave one of them out.")
