@@ -157,8 +157,8 @@ def measure(folder: str, records: Path, out: Path) -> None:
             if name:
                 note(f"{name}, {size}", test, partial(test.ask, model, queries=asked, **choice))
         note(f"not trained, {size}", test, partial(test.ask, untrained, **choice))
-        other = queries["another question of the same video"]
-        note(f"not trained, another question, {size}", test, partial(test.ask, untrained, queries=other, **choice))
+        same = queries["another question of the same video"]
+        note(f"not trained, another question, {size}", test, partial(test.ask, untrained, queries=same, **choice))
         without = test.without_needles()
         note(f"without the needles, {size}", test, partial(test.ask, model, selection=without, **choice))
         for method in methods:

@@ -118,7 +118,8 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
         first, second = (
             (VideoQADataset([one.record for one in half], processor, None, None, features), half) for half in halves
         )
-        measured, choices = {}, {}
+        measured: dict[AttentionChoice, Recall] = {}
+        choices: dict[AttentionChoice, Recall] = {}
         for positions in ("answer", "question"):
             measured |= (found := measure_recalls(model, *first, positions, progress))
             sums = [AttentionChoice(positions=positions), best_sum(found, "layers"), best_sum(found, "heads")]
