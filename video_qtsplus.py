@@ -219,8 +219,8 @@ def _read_content(part: dict[str, Any], loads: bool) -> dict[str, Any]:
     if name not in _KINDS:
         raise ValueError(f"A message has content of type {name!r}; expected one of {', '.join(_KINDS)}.")
     kind = _KINDS[name]
-    if name != kind:  # {"video_url": {"url": ...}}, or the address itself
-        source = part.pop(name, None)
+    if (key := f"{kind}_url") in part:  # {"video_url": {"url": ...}}, or the address itself
+        source = part.pop(key)
         part |= source if isinstance(source, Mapping) else {"url": source}
     ignored = [repr(key) for key, value in part.items() if key not in _IMAGE_KEYS and value is not None]
     if loads and kind == "image" and ignored:
@@ -381,6 +381,8 @@ def check_frames(frames: Any) -> Any:
     """The same frames, laid out as torch can read them: an array may be a view that runs backwards (BGR to RGB)."""
     if len(frames) == 0:
         raise ValueError("Got an empty video (0 frames); expected at least one frame.")
+    if 0 in frames.shape:
+        raise ValueError(f"Got frames of shape {tuple(frames.shape)}; expected some pixels.")
     frames = np.ascontiguousarray(frames) if isinstance(frames, np.ndarray) else frames
     values = torch.as_tensor(frames)
     if values.is_floating_point() and not torch.isfinite(values).all():

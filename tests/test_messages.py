@@ -49,6 +49,7 @@ VIDEOS = {
     "Qwen, without a type": lambda path, keys: {"video": path, **keys},
     "vLLM": lambda path, keys: {"type": "video_url", "video_url": {"url": "file://" + path}, **keys},
     "vLLM, keys inside": lambda path, keys: {"type": "video_url", "video_url": {"url": path, **keys}},
+    "a video with an address": lambda path, keys: {"type": "video", "video_url": {"url": path}, **keys},
     "an address itself": lambda path, keys: {"type": "video_url", "video_url": path, **keys},
 }
 

@@ -145,6 +145,13 @@ def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published,
     assert run("--start", "20").exit_code == 2
 
 
+@pytest.mark.parametrize("shape", [(4, 0, 56, 3), (4, 56, 0, 3), (4, 3, 56, 0)])
+def test_frames_without_pixels(loaded, shape):
+    for frames in (np.zeros(shape, np.uint8), torch.zeros(shape, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="expected some pixels"):
+            session.encode(*loaded, frames, fps=2)
+
+
 def test_all_frames_of_a_folder_are_looked_at(loaded, tmp_path):
     for number in range(4):
         Image.new("RGB", (56, 56)).save(tmp_path / f"{number}.png")
