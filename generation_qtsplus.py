@@ -255,9 +255,8 @@ class QTSplusGenerationMixin:
         if cache is not None:
             prompt.features, prompt.selected = {}, {}
             # A cache with a row for every beam or copy cannot be continued with one row for every prompt.
-            keys = (
-                getattr(layer, "keys", None) for layer in cache.layers
-            )  # linear attention has a state in their place
+            # Layers of linear attention have a state in place of keys.
+            keys = (getattr(layer, "keys", None) for layer in cache.layers)
             whole = copies == 1 and next(len(rows) for rows in keys if rows is not None) == len(source_ids)
             cache.qtsplus = CachedPrompt(prompt, generated) if whole else None
         if isinstance(result, torch.Tensor):
