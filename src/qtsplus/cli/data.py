@@ -4,7 +4,6 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 
 from ..output import printable
 from .console import complain, console, fail, one_line_errors, resumable, wrote
-from .options import AsJson, MediaRoot
+from .options import MediaRoot
 
 data_app = typer.Typer(help="Make and check training data.", no_args_is_help=True)
 
@@ -29,7 +28,6 @@ def check(
     media: Annotated[
         bool, typer.Option("--media/--no-media", help="Look for every video, and decode a frame of it.")
     ] = True,
-    as_json: AsJson = False,
 ) -> None:
     """
     Check a set, and list every bad row.
@@ -48,15 +46,12 @@ def check(
             checked = check_set(path, media_root, against, media)
     finally:
         signal.signal(signal.SIGINT, interrupt)
-    if as_json:
-        print(json.dumps({**asdict(checked), "good": not checked.bad}))
-    else:
-        for bad in checked.bad:
-            name = "" if bad.id is None else f" ({bad.id})"
-            print(f"Row {bad.row}{name}, {bad.check}: {printable(' '.join(bad.reason.split()))}")
-        bad_rows = len({bad.row for bad in checked.bad})
-        rows = f"{checked.rows} row{'' if checked.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
-        print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")
+    for bad in checked.bad:
+        name = "" if bad.id is None else f" ({bad.id})"
+        print(f"Row {bad.row}{name}, {bad.check}: {printable(' '.join(bad.reason.split()))}")
+    bad_rows = len({bad.row for bad in checked.bad})
+    rows = f"{checked.rows} row{'' if checked.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
+    print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")
     if checked.bad:
         raise typer.Exit(1)
 

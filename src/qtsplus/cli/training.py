@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .console import console, one_line_errors, wrote
-from .options import Device, Overrides, RecipeFile
+from .options import Overrides, RecipeFile
 
 if TYPE_CHECKING:
     from ..evaluation.calibration import Calibration
@@ -78,7 +78,6 @@ def calibrate(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The file for all figures.")] = Path("calibration.json"),
-    device: Device = None,
 ) -> None:
     """
     Find the layers and heads whose attention finds what an answer rests on, for attention distillation and for
@@ -92,7 +91,7 @@ def calibrate(
 
         check_output(out)
         questions = calibration.read_labelled(records)
-        result = calibration.calibrate(*load_either(model, device), questions)
+        result = calibration.calibrate(*load_either(model), questions)
         write_json(out, result.as_dict())
         _print_calibration(result)
         wrote(out)
