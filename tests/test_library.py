@@ -525,7 +525,7 @@ def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published
 def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
     mine, folder = tmp_path / "videos", tmp_path / "library"
     mine.mkdir()
-    for number in range(5):
+    for number in range(16):  # far more than end before the signal comes, on a busy machine
         write_mp4(mine / f"{number}.mp4", render_world(make_world(120 + number, 40)), 2)
     line = [sys.executable, "-m", "qtsplus.cli", "index", mine, "--out", folder, "--model", tiny_published]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
@@ -535,10 +535,10 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
         _, notes = running.communicate()
     before = encoded(folder)
     assert running.returncode == 130 and notes.splitlines()[-1].startswith("qtsplus: interrupted"), notes
-    assert 1 <= len(before) < 5
+    assert 1 <= len(before) < 16
     index(mine, folder, *loaded, name=str(tiny_published))
     after = encoded(folder)
-    assert len(after) == 5 and before.items() <= after.items()
+    assert len(after) == 16 and before.items() <= after.items()
 
 
 @pytest.mark.parametrize(
