@@ -264,9 +264,12 @@ def watch(
     stream, began = stream or Stream(model, processor, **options), time.monotonic()
     opened = {name: Source(address, fps, timeout, began, start) for name, address in sources.items()}
     waiting: dict[str, list[tuple[float, np.ndarray]]] = {name: [] for name in sources}
+    looked = 0
 
     def answer() -> Answer:
         warnings = [warning for source in opened.values() for warning in source.warnings]
+        if looked == max_frames:
+            warnings.append(f"Looked at {looked} frames, the most that were asked for; nothing behind them.")
         return replace(stream.ask(question, **choice), warnings=warnings)
 
     try:
@@ -276,6 +279,7 @@ def watch(
         )
         coming = itertools.takewhile(lambda item: item[0] <= last, coming)
         for seconds, name, frame in itertools.islice(coming, max_frames):
+            looked += 1
             if seconds >= due:
                 due = (seconds // every + 1) * every
                 _append(stream, waiting)
@@ -288,9 +292,8 @@ def watch(
         stream.finish()
         if not stream.num_tokens:
             newest = max(source.newest for source in opened.values())
-            raise ValueError(
-                f"There is no frame after {start:g} s to look at; what is watched ended at {newest:.1f} s."
-            )
+            end_of_it = "" if newest >= last else f"; what is watched ended at {newest:.1f} s"
+            raise ValueError(f"There is no frame to look at from {start:g} s to {last:g} s{end_of_it}.")
         yield answer()
     finally:
         for source in opened.values():

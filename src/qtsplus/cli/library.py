@@ -22,7 +22,10 @@ def read_labels(labels: list[str] | None) -> dict[str, str]:
     pairs = [label.partition("=") for label in labels or ()]
     if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
         fail(f"--label is {wrong[0]!r}; expected a key and a value, such as camera=front")
-    return {key: value for key, _, value in pairs}
+    read = {key: value for key, _, value in pairs}
+    if len(read) < len(pairs):
+        fail("--label has a key twice; expected one value of each")
+    return read
 
 
 def index(
