@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -75,13 +76,13 @@ class Clock:
         late, known = np.subtract(pts, dts), set(dts)
         far = np.abs(late - np.median(late)) * self.step > LEAP
         strays = [place for place in np.flatnonzero(far) if pts[place] not in known]
-        free = sorted(known.difference(pts))
+        free, first, mended = sorted(known.difference(pts)), min(pts) + 1, False
         for place in strays if 20 * len(strays) < len(pts) else ():
-            due = [time for time in free if min(pts) < time and dts[place] <= time <= dts[place] + LEAP / self.step]
-            if due:
-                free.remove(due[0])
-                pts[place], self.strays = due[0], self.strays + 1
-                self.end = max(pts) + self.apart
+            due = bisect_left(free, max(dts[place], first))
+            if due < len(free) and free[due] <= dts[place] + LEAP / self.step:
+                pts[place], self.strays, mended = free.pop(due), self.strays + 1, True
+        if mended:
+            self.end = max(pts) + self.apart
 
     def _set(self, packet: Any) -> None:
         """Brings the times of the next packet to the one clock."""
