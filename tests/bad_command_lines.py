@@ -129,9 +129,14 @@ def app_lines() -> list[list[str]]:
 
 def mcp_lines() -> list[list[str]]:
     mcp = ["mcp", "{empty_folder}", "--model", "{model}"]
+    places = ("8765", "127.0.0.1:0", "127.0.0.1:70000", "localhost", "::1:80", "a b:80", "http://a.org:80", LONG)
     return [
         *(["mcp", library] for library in ("", "{missing}", "{empty_folder}", "{video}", "\x00", LONG)),
-        [*mcp, "extra"],
+        *each_value(mcp, "--http", ("", *places)),
+        *wrong([*mcp, "--http", "127.0.0.1:8765"], "--allow-host"),
+        *each_value(mcp, "--watch", ("", "-", "a b={video}", "door=-", "../x={video}", "x" * 81 + "={video}")),
+        [*mcp, "--watch", "a={video}", "--watch", "a={video}"],
+        *([*mcp, *more] for more in (["--api-key", "x"], ["--allow-host", "a.org"], ["extra"])),
     ]
 
 

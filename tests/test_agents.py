@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import contextlib
+import http.client
 import io
 import json
 import os
@@ -15,17 +17,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 from clips import make_world, render_world, write_mp4
+from qtsplus.cli import app
 from qtsplus.indexing import index
 from qtsplus.library import Library
 from qtsplus.loading import load
+from server_process import free_port
 
 mcp = pytest.importorskip("mcp", reason="needs the extra mcp")
+httpx2 = pytest.importorskip("httpx2")
 
-from qtsplus.agents import Shelf  # noqa: E402, which needs it
+from qtsplus import agents  # noqa: E402, which needs it
+from qtsplus.agents import Shelf  # noqa: E402
 
-QUESTION = "What is in the red circle?"
+QUESTION, KEY = "What is in the red circle?", "correct horse"
 WORLDS = {name: make_world(160 + seed, 6) for seed, name in enumerate(("a.mp4", "b [1].mp4", "more/c.mp4"))}
 TOOLS = ["list_videos", "find_moments", "ask", "look"]
 
@@ -64,13 +71,53 @@ def stdio(library, tiny_published, tmp_path_factory):
     return mcp.StdioServerParameters(command=sys.executable, args=arguments, env=environment)
 
 
+@pytest.fixture(scope="module")
+def port(library, tiny_published, tmp_path_factory):
+    """That of a server that wants a key."""
+    port, log = free_port(), tmp_path_factory.mktemp("log") / "log"
+    places = ("--http", f"127.0.0.1:{port}", "--watch", f"door={library.index.videos}/a.mp4")
+    line = command(library, tiny_published, *places, "--api-key", KEY)
+    with open(log, "w") as output:
+        process = subprocess.Popen([sys.executable, *line], stdout=output, stderr=output)
+    while process.poll() is None and status(port) is None:
+        time.sleep(0.1)
+    assert process.poll() is None, log.read_text()
+    yield port
+    assert process.poll() is None, log.read_text()
+    process.terminate()
+    assert process.wait() in (0, -15) and "Traceback" not in log.read_text(), log.read_text()
+
+
+def status(port, body=b"{}", **headers):
+    """What a server says to a message that no client of the SDK would send."""
+    sent = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", **headers}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.suppress(ConnectionRefusedError), contextlib.closing(connection):
+        connection.request("POST", "/mcp", body, sent)
+        return connection.getresponse().status
+    return None
+
+
+@contextlib.asynccontextmanager
+async def over_http(port):
+    from mcp.client.streamable_http import streamable_http_client
+
+    headers, limits = {"Authorization": f"Bearer {KEY}"}, httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(headers=headers, timeout=300, limits=limits) as connection:
+        transport = streamable_http_client(f"http://127.0.0.1:{port}/mcp", http_client=connection)
+        async with mcp.Client(transport) as client:
+            yield client
+
+
 def call(where, *calls):
-    """The results of calls, one after another, in one connection: to a process, or a server in this process."""
+    """The results of calls, one after another, in one connection: to a process, a port, or a server in this process."""
 
     async def run():
-        async with mcp.Client(where) as client:
+        async with over_http(where) if isinstance(where, int) else mcp.Client(where) as client:
             tools = (await client.list_tools()).tools
-            assert [tool.name for tool in tools] == TOOLS and all(one.annotations.read_only_hint for one in tools)
+            assert [tool.name for tool in tools][:4] == TOOLS and all(
+                one.annotations.read_only_hint for one in tools[:4]
+            )
             return [await client.call_tool(name, given) for name, given in calls]
 
     return asyncio.run(run())
@@ -92,6 +139,7 @@ HOSTILE = [
     ("ask", {}),
     *(("list_videos", given) for given in ({"count": 51}, {"first": -1}, {"first": 1e300}, {"text": LONG})),
     *((tool, {"source": "/dev/video0"}) for tool in ("watch", "", "../look", LONG)),
+    *((tool, {"source": "/dev/video0"}) for tool in ("watch_start", "watch_ask", "watch_stop")),
 ]
 ASKED = [
     ("list_videos", {}),
@@ -104,10 +152,10 @@ ASKED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def results(stdio):
+@pytest.fixture(scope="module", params=["stdio", "port"])
+def results(request, library):
     """What a server says to HOSTILE, and then to ASKED."""
-    return call(stdio, *HOSTILE, *ASKED)
+    return call(request.getfixturevalue(request.param), *HOSTILE, *ASKED)
 
 
 def test_an_agent_is_told_what_the_library_says(results, library):
@@ -143,15 +191,16 @@ def test_a_hostile_call_is_one_line(results, library):
         assert str(library.folder.parent) not in text and "pydantic" not in text and "Error executing" not in text
 
 
+@pytest.mark.parametrize("results", ["stdio"], indirect=True)
 def test_no_film_is_opened_but_the_one_that_is_looked_at(results, stdio, library):
     opened = Path(stdio.args[2]).read_text().splitlines()  # whatever Python opened since the server started
     films = {path for path in opened if path.endswith((".mp4", "passwd"))}
     assert films == {str(library.folder.parent / "films/a.mp4")}
 
 
-def test_two_hundred_calls_at_once_are_answered_or_refused(stdio):
+def test_two_hundred_calls_at_once_are_answered_or_refused(port):
     async def run():
-        async with mcp.Client(stdio) as client:
+        async with over_http(port) as client:
             calls = (client.call_tool("ask", {"question": QUESTION, "max_new_tokens": 2}) for _ in range(200))
             results = await asyncio.gather(*calls)
             return results, await client.call_tool("list_videos", {})
@@ -182,6 +231,37 @@ def test_one_call_at_a_time_has_the_model(library, monkeypatch):
 
     asyncio.run(run())
     assert most == 1 and shelf.waiting == 0
+
+
+def test_http_refuses_what_no_client_sends(port):
+    own = {"Authorization": f"Bearer {KEY}"}
+    assert status(port) == status(port, Authorization="Bearer wrong") == status(port, Authorization=KEY) == 401
+    assert status(port, b"x" * 2**18 + b"x", **own) == 413
+    assert status(port, b"[" * 100_000, **own) == 400
+    assert status(port, **own, Host="evil.example") == 421
+    assert status(port, **own, Origin="https://evil.example") == 403
+    assert status(port, **{**own, "Content-Type": "text/plain"}) == 400
+
+
+def test_a_request_that_does_not_come_whole_ends(monkeypatch):
+    monkeypatch.setattr(agents, "ARRIVAL_SECONDS", 0.05)
+    seen = []
+
+    async def app(scope, receive, send):
+        while (message := await receive())["type"] == "http.request" and message["more_body"]:
+            pass
+        seen.append(message["type"])
+
+    async def send(slow, pieces):
+        async def receive():
+            await asyncio.sleep(0 if pieces else slow)
+            return {"type": "http.request", "body": b"x", "more_body": bool(pieces and pieces.pop())}
+
+        await asyncio.wait_for(agents._Entrance(app, None)({"type": "http", "headers": []}, receive, None), 20)
+
+    asyncio.run(send(60, [True]))
+    asyncio.run(send(60, [True, False][::-1]))
+    assert seen == ["http.disconnect", "http.request"]
 
 
 def test_lines_that_are_no_messages_end_nothing(library, tiny_published):
@@ -218,3 +298,21 @@ def test_a_film_that_was_changed_is_not_shown(library, tmp_path):
     next((tmp_path / "library").glob("*.safetensors")).write_bytes(b"x")
     (damaged,) = call(shelf, ("find_moments", {"question": QUESTION}))
     assert damaged.is_error and str(tmp_path) not in damaged.content[0].text
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (["{library}", "--http", "8765"], "expected HOST:PORT"),
+        (["{library}", "--http", "127.0.0.1:70000"], "expected HOST:PORT"),
+        (["{library}", "--api-key", "x"], "are about --http"),
+        (["{library}", "--allow-host", "a.org"], "are about --http"),
+        (["{library}", "--watch", "a b=/dev/video0"], "expected NAME=SOURCE"),
+        (["{library}", "--watch", "door=-"], "expected NAME=SOURCE"),
+        (["{missing}"], "There is no library"),
+    ],
+)
+def test_bad_command_lines_end_in_one_line(library, tmp_path, line, reason):
+    places = {"library": library.folder, "missing": tmp_path}
+    result = CliRunner().invoke(app, ["mcp", *(one.format(**places) for one in line)])
+    assert result.exit_code == 2 and reason in result.stderr.splitlines()[-1], result.output

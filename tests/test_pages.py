@@ -93,7 +93,7 @@ def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
     client, agents = pytest.importorskip("mcp").Client, pytest.importorskip("qtsplus.agents")
     monkeypatch.chdir(after_demo)
     served: list = []
-    monkeypatch.setattr(agents, "serve_shelf", served.append)
+    monkeypatch.setattr(agents, "serve_shelf", lambda *shelf_and_place: served.append(shelf_and_place))
     page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
     lines = [line for language, block in BLOCK.findall(page) if language == "bash" for line in block.splitlines()]
     ((server,),) = [
@@ -102,7 +102,8 @@ def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
     for words in [*map(shlex.split, lines[1:]), [server["command"], *server["args"]]]:
         result = CliRunner().invoke(app, words[1:])
         assert words[0] == "qtsplus" and result.exit_code == 0, (words, result.output)
-    (shelf,) = served
+    (over_http, place, *_), (shelf, *stdio) = served
+    assert place == ("127.0.0.1", 8765) and stdio == [None] and over_http.names == shelf.names
 
     async def moments():
         async with client(shelf) as agent:

@@ -1,28 +1,52 @@
 """`qtsplus mcp`: a library for agents."""
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .console import fail, one_line_errors
+from .console import fail, note, one_line_errors
 from .models import open_library, split_revision
-from .options import Model
+from .options import HOST, AllowHost, ApiKey, Model
+from .watch import named_sources
 
 
 def mcp(
     library: Annotated[Path, typer.Argument(help="What `qtsplus index` has made.")],
     model: Model = None,
+    http: Annotated[
+        str | None, typer.Option(help="HOST:PORT to serve HTTP at, such as 127.0.0.1:8765; else standard input.")
+    ] = None,
+    watch: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=SOURCE, which agents may then watch, a source as for `watch`. May be repeated."),
+    ] = None,
+    allow_host: AllowHost = None,
+    api_key: ApiKey = None,
 ) -> None:
-    """
-    Let the agent that starts this look into a library, by the Model Context Protocol. It changes nothing, and names no
-    path.
-    """
+    """Let an agent look into a library, by the Model Context Protocol. It changes nothing, and names no path."""
     model, revision = split_revision(model)
+    place = re.fullmatch(rf"({HOST}):(\d{{1,5}})", http or "")
+    if http is not None and (place is None or not 0 < int(place[2]) < 65536):
+        fail(f"--http is {http!r}; expected HOST:PORT, such as 127.0.0.1:8765")
+    if http is None and (allow_host or api_key):
+        fail("--allow-host and --api-key (QTSPLUS_API_KEY) are about --http; give that, or leave them out")
+    sources = named_sources(watch or [])
+    if wrong := [
+        name for name, address in sources.items() if not re.fullmatch(r"[\w.-]{1,80}", name) or address == "-"
+    ]:
+        fail(
+            f"--watch {wrong[0]!r}: expected NAME=SOURCE, the name of letters and digits, the source no standard input"
+        )
     if find_spec("mcp") is None:
         fail("the package mcp is not installed: pip install -e '.[mcp]' in a clone")
     with one_line_errors():
         from ..agents import Shelf, serve_shelf
 
-        serve_shelf(Shelf(open_library(library, model, revision, None)))
+        shelf = Shelf(open_library(library, model, revision, None), sources)
+        if place is None:
+            return serve_shelf(shelf, None)
+        note(f"Serving {library} at http://{http}/mcp")
+        serve_shelf(shelf, (place[1].strip("[]"), int(place[2])), allow_host or [], api_key)
