@@ -198,7 +198,8 @@ class QTSplusGenerationMixin:
 
         Args:
             cache (`Cache`, *optional*): that of an earlier `generate` on the same conversation; or `past_key_values`.
-                What it holds is neither encoded nor selected again, and need not be passed again as pixels.
+                What it holds is neither encoded nor selected again, and need not be passed again as pixels. What is new
+                is text alone.
             kwargs: as stock, and the fields of [`VisualInputs`] and [`SelectionInputs`], such as `retention`.
 
         Returns:
@@ -268,10 +269,7 @@ class QTSplusGenerationMixin:
     def _continue(
         self, cache: Cache, input_ids, attention_mask, visual: VisualInputs, selection: SelectionInputs
     ) -> CompactPrompt:
-        """
-        The shortened prompt of the next turn: the columns that the cache holds, then what is new in the prompt. Of that
-        alone `"lm_attention"` reads the text.
-        """
+        """The shortened prompt of the next turn: the columns that the cache holds, then the text that is new."""
         mask = full_mask(input_ids, attention_mask)
         rows = [ids[real] for ids, real in zip(input_ids, mask.bool(), strict=True)]
         state = getattr(cache, "qtsplus", None)
@@ -281,16 +279,23 @@ class QTSplusGenerationMixin:
                 f"sequence for each of the {len(rows)} prompts left there: start with an empty cache, without beams "
                 "and with num_return_sequences=1."
             )
-        selection = replace(selection, query_mask=None)  # the question of the new turn is found in the new tokens
         old = state.compact
         answer = state.generated[:, : cache.get_seq_length() - old.input_ids.shape[1]].to(old.input_ids.device)
         fresh_rows, answer_mask = _behind_the_cache(state, rows, answer)
         starts = (old.next_position + answer_mask.sum(1)).tolist()
         fresh_ids = pad_rows(fresh_rows, 0, left=True)
         fresh_mask = pad_rows([torch.ones_like(row) for row in fresh_rows], 0, left=True)
-        counts, visual = self._uncached_visual(visual, old.counts, fresh_ids * fresh_mask)
+        types = self.model.token_types(fresh_ids * fresh_mask)
+        for modality, grid in ((IMAGE, visual.image_grid_thw), (VIDEO, visual.video_grid_thw)):
+            cached = sum(old.counts[modality])
+            if bool((types == modality).any()) or (grid is not None and len(grid) != cached):
+                raise ValueError(
+                    f"New {MODALITIES[modality]}s in a later turn, beside the {cached} that the cache holds: expected "
+                    "text alone. Start with an empty cache."
+                )
+        selection = replace(selection, query_mask=None)  # the question of the new turn is found in the new tokens
         call = {"sample_gate": False, "pad_left": True, "starts": starts}
-        fresh = self.model.shorten(fresh_ids, fresh_mask, None, visual, selection, **call)
+        fresh = self.model.shorten(fresh_ids, fresh_mask, None, VisualInputs(), selection, **call)
         attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
         if self.model.recurrent and bool((attention_mask.diff(dim=1) < 0).any()):
             raise ValueError(
@@ -307,52 +312,8 @@ class QTSplusGenerationMixin:
             position_ids=lay_positions(text_positions(attention_mask), language),
             source_ids=input_ids,
             source_mask=mask,
-            counts=counts,
+            counts=old.counts,
         )
-
-    def _uncached_visual(self, visual: VisualInputs, cached: dict[int, list[int]], fresh_ids: torch.Tensor):
-        """Drops the images and videos that stand in the cache; returns the conversation's counts and the rest."""
-        types, counts = self.model.token_types(fresh_ids), {}
-        for modality, grid in ((IMAGE, visual.image_grid_thw), (VIDEO, visual.video_grid_thw)):
-            placeholders = (types == modality).sum(1).tolist()
-            counts[modality] = list(cached[modality])
-            if grid is None:
-                continue
-            lengths = self.model.placeholder_counts(modality, grid)
-            only_new = sum(lengths) == sum(placeholders)
-            is_new: list[bool] = []
-            for row, left in enumerate(placeholders):
-                is_new += [False] * (0 if only_new else cached[modality][row])
-                while left > 0 and len(is_new) < len(lengths):
-                    left -= lengths[len(is_new)]
-                    is_new.append(True)
-                    counts[modality][row] += 1
-            if only_new:
-                continue
-            if len(is_new) != len(lengths):
-                raise ValueError(
-                    f"{len(lengths)} {MODALITIES[modality]}s were given: expected the {sum(is_new)} that the cache "
-                    f"does not hold, or all {len(is_new)} of the conversation."
-                )
-            visual = self._only_new(visual, modality, is_new)
-        return counts, visual
-
-    def _only_new(self, visual: VisualInputs, modality: int, is_new: list[bool]) -> VisualInputs:
-        """Of the images, or of the videos, those that are new."""
-        flags = torch.tensor(is_new)
-        names = ("pixel_values", "image_grid_thw") if modality == IMAGE else ("pixel_values_videos", "video_grid_thw")
-        pixels, grid = (getattr(visual, name) for name in names)
-        rows = torch.tensor(self.model.pixel_rows(grid))
-        if pixels is not None:
-            pixels = pixels[flags.repeat_interleave(rows).to(pixels.device)]
-        left: dict[str, Any] = dict(zip(names, (pixels, grid[flags.to(grid.device)]), strict=True))
-        if modality == VIDEO:
-            for name in ("video_features", "second_per_grid_ts"):
-                values = getattr(visual, name)
-                if values is not None and len(values) != len(is_new):
-                    raise ValueError(f"{len(values)} {name}: expected one per video ({len(is_new)}).")
-                left[name] = None if values is None else [values[index] for index in flags.nonzero()[:, 0]]
-        return replace(visual, **(left if any(is_new) else dict.fromkeys(left)))
 
     def _count_new_tokens(self, generation_config, kwargs, settings, prompt_length: int):
         """Says lengths in new tokens, for those that count the prompt would count the shortened one."""

@@ -210,13 +210,6 @@ class QTSplusBackboneMixin:
                 spans.append(VisualSpan(modality, index, 0, (t, h, w), line=line))
         return spans
 
-    def placeholder_counts(self, modality: int, grid_thw: torch.Tensor) -> list[int]:
-        """Placeholders of every image or video, newlines too."""
-        counts = [0] * len(grid_thw)
-        for span in self.visual_spans(modality, self.merged_grid(grid_thw, modality)):
-            counts[span.index] += span.length
-        return counts
-
     # --- Positions ---
 
     @property

@@ -61,27 +61,17 @@ def check_attention(text_config: Any, selector: Any) -> None:
 # --- Groups ---
 
 
-@dataclass
-class FrameGroups:
-    """The frames of a row, dealt in turn as cards: frame f goes to group `f mod count`."""
-
-    bounds: torch.Tensor  # [F + 1] int64, where each frame's tokens begin among the candidates, and the last one's end
-    count: int  # of the groups
-
-    @classmethod
-    def deal(cls, grids: Sequence[tuple[int, int, int]], group_size: int, device: Any = None) -> "FrameGroups":
-        """Groups of at most `group_size` tokens, or one frame, of videos of (time, height, width) tokens."""
-        sizes = [height * width for time, height, width in grids for _ in range(time)]
-        together = max(1, group_size // max(sizes))
-        bounds = torch.tensor([0, *sizes], device=device).cumsum(0)
-        return cls(bounds, -(-len(sizes) // together))
-
-    def tokens(self, group: int) -> torch.Tensor:
-        """`[m]` int64, ascending: a group's candidates."""
-        first, stop = self.bounds[:-1][group :: self.count], self.bounds[1:][group :: self.count]
-        sizes = stop - first
-        before = sizes.cumsum(0) - sizes
-        return torch.arange(int(sizes.sum()), device=sizes.device) + (first - before).repeat_interleave(sizes)
+def frame_groups(
+    grids: Sequence[tuple[int, int, int]], group_size: int, device: Any = None
+) -> tuple[torch.Tensor, ...]:
+    """
+    `[m]` int64, ascending, the tokens of each group of frames, which are dealt in turn as cards: at most `group_size`
+    of them, or one frame, of videos of (time, height, width) tokens.
+    """
+    sizes = torch.tensor([height * width for time, height, width in grids for _ in range(time)], device=device)
+    count = -(-len(sizes) // max(1, group_size // int(sizes.max())))
+    groups = (torch.arange(len(sizes), device=device) % count).repeat_interleave(sizes)
+    return groups.sort(stable=True).indices.split(groups.bincount().tolist())
 
 
 @dataclass
@@ -244,16 +234,15 @@ def log_attention(
     if not len(looking):
         raise no_question(index, len(row.candidates))
     device = row.columns.device
-    groups = FrameGroups.deal(grids, model.config.qtsplus_config.attention_group, device)
+    groups = frame_groups(grids, model.config.qtsplus_config.attention_group, device)
     result, log_odds = torch.empty(len(row.candidates), device=device), []
-    for group in range(groups.count):
-        chosen = groups.tokens(group)
+    for chosen in groups:
         tokens, place = take_rows(sources, chosen), row.keep(chosen).cumsum(0) - 1
         seen = _read_group(model, reading.layout, index, row.only(chosen), tokens, features, place[looking])
         result[chosen] = seen.log_weights - seen.log_weights.logsumexp(0)
         log_odds.append(seen.log_odds)
-    for number, share in enumerate(group_shares(log_odds)):
-        result[groups.tokens(number)] += share.log()
+    for chosen, share in zip(groups, group_shares(log_odds), strict=True):
+        result[chosen] += share.log()
     return result
 
 

@@ -260,19 +260,15 @@ def load_frames(folder: str | list[str]) -> np.ndarray:
 def _load_frame(path: str) -> Image.Image:
     path = path.removeprefix("file://")
     try:
-        frame = load_image(path)
-        pictures = _count_pictures(path) if os.path.isfile(path) else 1
+        frame, pictures = load_image(path), 1
+        if os.path.isfile(path):
+            with Image.open(path) as image:  # a camera's JPEG may bring a preview of itself
+                pictures = 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise ValueError(f"Cannot read the frame {path!r} as an image: {error}.") from error
     if pictures > 1:
         raise ValueError(f"The frame {path!r} is {pictures} pictures; expected one, each in a file of its own.")
     return frame
-
-
-def _count_pictures(path: str) -> int:
-    with Image.open(path) as image:
-        # A camera's JPEG may bring a preview of itself.
-        return 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
 
 
 def open_folder(folder: str, fps: float | None) -> VideoFile:

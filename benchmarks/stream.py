@@ -76,6 +76,11 @@ class Change(Chance):
         return new
 
 
+def newest(candidates: Candidates, n: int) -> torch.Tensor:
+    """The n newest tokens: the oldest go first."""
+    return candidates.positions[0].sort(stable=True).indices[-n:].sort().values
+
+
 RATINGS = {"uniform": Chance, "redundancy": Change}
 
 
@@ -83,7 +88,7 @@ class Rival(NamedTuple):
     """A row of the table; `tokens` in place of the memory's, `another` question stands than the one that is asked."""
 
     name: str
-    policy: str  # one of the stream's, or of the `RATINGS`
+    policy: str  # "question", "diversity" or "oldest_first", or one of the `RATINGS`
     tokens: int | None = None
     another: bool = False
     lags: tuple[int, ...] = LAGS
@@ -206,7 +211,7 @@ def ask_film(model: Any, processor: Any, shown: Film, rival: Rival, tokens: int)
         other = (group[0] + rival.another) % len(numbers)
         question = shown.asked[other].question if rival.policy == "question" else None
         memory = rival.tokens or tokens
-        policy = most_relevant if rival.policy in RATINGS else rival.policy
+        policy = {"oldest_first": newest, **dict.fromkeys(RATINGS, most_relevant)}.get(rival.policy)
         stream = Stream(model, processor, memory_tokens=memory, policy=policy, question=question)
         if rival.policy in RATINGS:
             stream.question = RATINGS[rival.policy]()
@@ -235,7 +240,7 @@ def _ask(stream: Stream, shown: Film, number: int) -> dict[str, Any]:
 def append_cost(model: Any, processor: Any, scenes: Scenes, policy: str, tokens: int, seconds: int) -> dict[str, Any]:
     """Milliseconds of each append of two frames, and megabytes of the process, by ten minutes of the stream."""
     question = f"What is in the {' '.join(HIDDEN[0])}?" if policy == "question" else None
-    stream = Stream(model, processor, memory_tokens=tokens, policy=policy, question=question)
+    stream = Stream(model, processor, memory_tokens=tokens, question=question)
     blocks: list[dict[str, float]] = []
     spent: list[float] = []
     for index in range(seconds // SECONDS):

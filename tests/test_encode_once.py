@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache
 
 import qtsplus.encoding_qtsplus as encoding
 from model_checks import mixed_inputs, shared_model, with_labels
@@ -17,35 +16,6 @@ def encoded(model, inputs, **options):
     inputs = dict(inputs)
     features = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"], **options)
     return {**inputs, "video_features": features}
-
-
-def test_the_next_turn_from_the_cache():
-    model = shared_model()
-    first = encoded(model, batch(prompt(videos=[(4, 4, 8)])))
-    call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-    done = model.generate(**first, **call, past_key_values=DynamicCache())
-    more = prompt(videos=[(2, 4, 4)], seed=5)
-    new = encoded(model, batch(more))
-    ids = torch.cat([done.sequences, new["input_ids"]], dim=1)
-    everything = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "video_grid_thw": torch.cat([first["video_grid_thw"], new["video_grid_thw"]]),
-        "second_per_grid_ts": torch.cat([first["second_per_grid_ts"], new["second_per_grid_ts"]]),
-        "video_features": [*first["video_features"], *new["video_features"]],
-    }
-    # The first video stands in the cache; its features may be given again or left out.
-    only_new = {**everything, **{name: new[name] for name in ("video_grid_thw", "second_per_grid_ts")}}
-    only_new["video_features"] = new["video_features"]
-    pixels = {**only_new, "video_features": None, "pixel_values_videos": more.video_pixels[0]}
-    answers = []
-    for inputs in (everything, only_new, pixels):
-        cache = model.generate(**first, **call, past_key_values=DynamicCache()).past_key_values
-        answers.append(model.generate(**inputs, **call, past_key_values=cache).sequences)
-    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[1], answers[2])
-    with pytest.raises(ValueError, match="1 video_features: expected one per video"):
-        cache = model.generate(**first, **call, past_key_values=DynamicCache()).past_key_values
-        model.generate(**{**everything, "video_features": new["video_features"]}, **call, past_key_values=cache)
 
 
 @given(grids=st.lists(st.tuples(*[st.integers(1, 9)] * 3), max_size=4), capacity=st.integers(1, 200))

@@ -1,4 +1,4 @@
-"""`qtsplus watch` and the sources behind it: files that grow, pipes, servers and cameras, each a real one."""
+"""`qtsplus watch` and the sources behind it: files, pipes, servers and cameras, each a real one."""
 
 import json
 import os
@@ -81,25 +81,6 @@ def test_a_source_with_fewer_frames_keeps_its_clock(loaded, tmp_path):
     assert answer.answer == expected.answer == ANSWER and answer.seconds_of_video in (7.5, 8)
     assert len(answer.keep_map) == 8, "without a gap"
     assert answer.evidence[0].start < expected.evidence[0].end and expected.evidence[0].start < answer.evidence[0].end
-
-
-def test_a_growing_file_is_waited_for(loaded, film, tmp_path):
-    path, content = tmp_path / "growing.ts", film.read_bytes()
-    path.touch()
-
-    def grow():
-        for piece in range(10):
-            time.sleep(0.2)
-            with path.open("ab") as file:
-                file.write(content[piece * len(content) // 10 : (piece + 1) * len(content) // 10])
-
-    writer = threading.Thread(target=grow)
-    writer.start()
-    answers = list(watch(*loaded, {"door": str(path)}, QUESTION, every=3, timeout=5))
-    writer.join()
-    assert times_of(answers) == [3, 6, 8], "and once more at its end"
-    assert [answer.answer for answer in answers] == [ANSWER] * 3
-    assert answers[-1].evidence[0].name == "door"
 
 
 @contextmanager
@@ -360,7 +341,7 @@ def test_the_most_frames_are_said(loaded, film):
     assert answer.warnings == ["Looked at 3 frames, the most that were asked for; nothing behind them."]
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"timeout": -1}, {"fps": float("nan")}, {"policy": "best"}], ids=str)
+@pytest.mark.parametrize("options", [{"every": 0}, {"timeout": -1}, {"fps": float("nan")}], ids=str)
 def test_numbers_out_of_range(loaded, film, options):
     with pytest.raises(ValueError):
         next(watch(*loaded, {"film": str(film)}, QUESTION, **options))

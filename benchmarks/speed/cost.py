@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from qtsplus.backbones import backbone_of
-from qtsplus.lm_attention_qtsplus import FrameGroups, attention_layer
+from qtsplus.lm_attention_qtsplus import attention_layer, frame_groups
 from qtsplus.selector_qtsplus import kept_count
 
 from .clock import now
@@ -293,11 +293,11 @@ def _attention_relevance(config, grid: tuple[int, int, int], text_tokens: int, w
     """The first layers over every group with the text, the projections of the layer that is read, a row of scores."""
     text, selector = config.text_config, config.qtsplus_config
     d, depth = text.hidden_size, attention_layer(text, selector.attention_layer)
-    groups, (*first, read) = FrameGroups.deal([grid], selector.attention_group), _mixers(text)[: depth + 1]
+    groups, (*first, read) = frame_groups([grid], selector.attention_group), _mixers(text)[: depth + 1]
     weights = sum(mixer.weights + 3 * d * text.intermediate_size for mixer in first) + read.weights
     flops, moved = 0, 4 * math.prod(grid)
-    for group in range(groups.count):
-        length = len(groups.tokens(group)) + text_tokens
+    for group in groups:
+        length = len(group) + text_tokens
         flops += 2 * length * weights + sum(mixer.prompt(length) for mixer in first) + 2 * d * length
         moved += width * (weights + length * d)
     return Cost(flops, moved)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from math import ceil, floor, prod
@@ -24,7 +23,6 @@ from .prompt_qtsplus import (
     Layout,
     SelectionInputs,
     VisualInputs,
-    pad_rows,
     splice,
     take_inputs,
 )
@@ -112,14 +110,19 @@ def answer_questions(
         ValueError: no video; subtitles, and no video was encoded with some; a prompt for which the model has no
             positions; and as [`ask`].
     """
-    _check_asked(model, processor, videos, questions, turns)
+    for question in questions:
+        check_question(model, processor, question)
+    if not isinstance(turns, (list, tuple)) or len(turns) % 2:
+        raise ValueError(f"turns={turns!r}; expected a list of questions and their answers, in turn.")
+    for text in turns:
+        check_text("turn", text)
+    if not videos:
+        raise ValueError("There is no video to ask about; add one.")
     check_subtitles(subtitles, videos)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     check_budget(selection or model.config.qtsplus_config.selection, [retention], 1, max_visual_tokens)
-    if len(questions) > 1 and any(isinstance(video, Remembered) for video in videos.values()):
-        more = {**choice, "turns": turns, "max_new_tokens": max_new_tokens, "subtitles": subtitles, **generation}
-        alone = (answer_questions(model, processor, videos, [question], **more) for question in questions)
-        return [answer for (answer,) in alone]  # each has positions of its own
+    if len(questions) > 1 and _remembered(videos):
+        raise ValueError(f"Got {len(questions)} questions to a stream; expected one, which has positions of its own.")
     options = generation_options(model, generation, max_new_tokens)
     conversation = (model, processor, videos, questions, turns, choice, options)
     prompts = _lay_out(*conversation)
@@ -138,19 +141,6 @@ def answer_questions(
         answer = _make_answer(model, processor, videos, prompts, ids, compact.qtsplus, row)
         answers.append(replace(answer, timings=timings, unheard=unheard))
     return answers
-
-
-def _check_asked(
-    model: Any, processor: Any, videos: Mapping[str, EncodedVideo], questions: Sequence[str], turns: Sequence[str]
-) -> None:
-    for question in questions:
-        check_question(model, processor, question)
-    if not isinstance(turns, (list, tuple)) or len(turns) % 2:
-        raise ValueError(f"turns={turns!r}; expected a list of questions and their answers, in turn.")
-    for text in turns:
-        check_text("turn", text)
-    if not videos:
-        raise ValueError("There is no video to ask about; add one.")
 
 
 @dataclass(frozen=True)
@@ -186,8 +176,8 @@ def _lay_out(
         options["streamer"].start()
         visual, selection = take_inputs({**inputs, **choice})
         layout, places = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]), None
-        if any(isinstance(video, Remembered) for video in videos.values()):
-            layout, places = narrowed(model, layout, list(videos.values()), new_tokens)
+        if remembered := _remembered(videos):
+            layout, places = narrowed(model, layout, remembered, new_tokens)
         excess = positions_needed(model, layout, selection, new_tokens) - most
         if excess <= 0:
             break
@@ -269,17 +259,21 @@ def shown_by(
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
     maps = dict(zip(names, keep_maps(kept, grids, merge_size), strict=True))
     intervals = evidence_intervals(kept, relevance, grids, seconds, merge_size, config.evidence_share)
-    live = {name: video for name, video in videos.items() if isinstance(video, Remembered)}  # on one clock
-    whole = [video.length for name, video in videos.items() if name not in live]
+    lengths, remembered = [video.length for video in encoded], _remembered(videos)  # which is on one clock
     return {
         "frames": sum(video.frames for video in encoded),
-        "seconds_of_video": max((video.length for video in live.values()), default=0.0) + sum(whole),
-        "visual_tokens": sum(len(live[name].features) if name in live else one.numel() for name, one in maps.items()),
+        "seconds_of_video": max(lengths) if remembered else sum(lengths),
+        "visual_tokens": sum(len(one.features) for one in remembered) or sum(one.numel() for one in maps.values()),
         "kept_tokens": len(kept),
         "evidence": [placed(one, names[one.video], encoded[one.video]) for one in intervals],
         "keep_maps": maps,
         "warnings": [warning for video in encoded for warning in video.warnings],
     }
+
+
+def _remembered(videos: Mapping[str, EncodedVideo]) -> list[Remembered]:
+    """What is asked of a stream, which stands beside no other videos."""
+    return [video for video in videos.values() if isinstance(video, Remembered)]
 
 
 def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
@@ -311,59 +305,19 @@ def prompt_inputs(
     seen: list[dict[str, Any]] = []
     for name in videos:
         seen += [{"type": "text", "text": f"{name}: "}] * (len(videos) > 1) + [{"type": "video"}]
-    encoded = list(videos.values())
-
-    def inputs_of(questions: Sequence[str], seen: list[dict[str, Any]], shown: list[EncodedVideo]) -> Any:
-        rows, shown = [], shown * len(questions)
-        for question, caption in zip_longest(questions, captions[: len(questions)]):
-            texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
-            texts[-1] = [{"type": "text", "text": caption}] * bool(caption) + texts[-1]
-            texts[0] = seen + texts[0]
-            rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
-        grids, metadata = torch.cat([video.video_grid_thw for video in shown]), [video.metadata for video in shown]
-        # Where nothing else stands in the last turn, it is the question.
-        query = {"query": list(questions)} if any(captions) or (len(videos) > 1 and not turns) else {}
-        return processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **query)
-
-    inputs = inputs_of(questions[:1], seen, encoded)
-    if len(questions) > 1:
-        inputs = _behind(processor, inputs, inputs_of(questions, seen[-1:], [_first_step(processor, encoded[-1])]))
-    encoded = encoded * len(questions)
+    rows, encoded = [], [*videos.values()] * len(questions)
+    for question, caption in zip_longest(questions, captions):
+        texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
+        texts[-1] = [{"type": "text", "text": caption}] * bool(caption) + texts[-1]
+        texts[0] = seen + texts[0]
+        rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
+    grids, metadata = torch.cat([video.video_grid_thw for video in encoded]), [video.metadata for video in encoded]
+    # Where nothing else stands in the last turn, it is the question.
+    query = {"query": list(questions)} if any(captions) or (len(videos) > 1 and not turns) else {}
+    inputs = processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **query)
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
     more = {"video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
     return {**inputs.to(device), **more}
-
-
-def _first_step(processor: Any, video: EncodedVideo) -> EncodedVideo:
-    """As a prompt sees it, of one token where frames may have any size."""
-    grid, metadata = video.video_grid_thw.clone(), copy(video.metadata)
-    metadata.frames_indices = metadata.frames_indices[: ceil(len(metadata.frames_indices) / int(grid[0, 0]))]
-    grid[0, 0] = 1
-    if processor.native_resolution:
-        grid[0, 1:] = processor.video_processor.merge_size
-    return replace(video, video_grid_thw=grid, metadata=metadata)
-
-
-def _behind(processor: Any, first: Any, rows: Any) -> Any:
-    """
-    The inputs of rows about the same videos, all of which stand in front.
-
-    Making ids of a long video's placeholders takes as long as the rest of a small model's answer: it is done for the
-    first row, and what is behind them is taken from the rows as they are with one step of the last video.
-    """
-    (front,), (query_front,), placeholder = first["input_ids"], first["query_mask"], processor.placeholder_ids[1]
-    before = slice(int((front == placeholder).nonzero()[-1]) + 1)
-    whole, query_masks = [], []
-    for ids, mask, query in zip(rows["input_ids"], rows["attention_mask"].bool(), rows["query_mask"], strict=True):
-        behind = slice(int((ids[mask] == placeholder).nonzero()[-1]) + 1, None)
-        whole.append(torch.cat([front[before], ids[mask][behind]]))
-        query_masks.append(torch.cat([query_front[before], query[mask][behind]]))
-    left = processor.tokenizer.padding_side == "left"
-    rows["input_ids"] = pad_rows(whole, processor.tokenizer.pad_token_id, left=left)
-    rows["attention_mask"] = pad_rows([torch.ones_like(ids) for ids in whole], 0, left=left)
-    rows["query_mask"] = pad_rows(query_masks, 0, left=left)
-    rows["video_grid_thw"] = first["video_grid_thw"].repeat(len(whole), 1)
-    return rows
 
 
 def check_question(model: Any, processor: Any, question: str) -> None:

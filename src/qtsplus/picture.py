@@ -1,4 +1,4 @@
-"""Draws what an answer rests on: frames with the tokens lit that were kept, a timeline, a video."""
+"""Draws what an answer rests on: frames and a film with the tokens lit that were kept."""
 
 import json
 from bisect import bisect_right
@@ -19,7 +19,6 @@ from rich.progress import track
 
 from .evidence import Interval
 from .hub.folder import whole_folder
-from .output import printable
 from .recall import Remembered
 from .session import Answer
 from .video_qtsplus import VideoFile, open_folder, open_video
@@ -68,32 +67,28 @@ def draw_evidence(
     """
     Draws what an answer rests on.
 
-    The folder gets `answer.json`, with the kept tokens; `timeline.png`; and per video `frames.png`, the middle of each
-    stretch of evidence with its box, and `kept.mp4`, these stretches as H.264, one behind the other, with the kept
-    tokens lit. Those of several videos are numbered. A video that was given as frames has neither, and a stream too.
+    The folder gets `answer.json`, with the kept tokens; and per video `frames.png`, the middle of each stretch of
+    evidence with its box, and `kept.mp4`, these stretches as H.264, one behind the other, with the kept tokens lit.
+    Those of several videos are numbered. A video that was given as frames has neither.
 
     Args:
-        videos: those that were asked about, by name; of a stream, its `videos()`.
+        videos: those that were asked about, by name.
         folder: as for [`whole_folder`].
         film: true for `kept.mp4` of the whole video on its own clock, which takes long for a long one; false for none.
 
     Raises:
         FileExistsError: the folder holds files that no earlier call wrote.
-        ValueError: a video that cannot be read any more, or is not among these; a stream that has gone on since.
+        ValueError: a video that cannot be read any more, or is not among these; a stream, whose frames are gone.
     """
-    for name, kept in answer.keep_maps.items():
-        if name not in videos:
-            raise ValueError(
-                f"The answer is about {name!r}; expected it among the videos (of a stream, its `videos()`)."
-            )
-        if len(_rows(videos[name], kept)) != len(kept):
-            raise ValueError(f"{name!r} is not as it was asked about: draw the answer before a stream goes on.")
+    for name in answer.keep_maps:
+        if name not in videos or isinstance(videos[name], Remembered):
+            raise ValueError(f"The answer is about {name!r}; expected it among the videos, which are no streams.")
     with whole_folder(folder) as staging:
         about = []
         for number, (name, kept) in enumerate(answer.keep_maps.items(), 1):
             video, end = videos[name], f"-{number}" if len(answer.keep_maps) > 1 else ""
             files, spans = {}, [one for one in answer.evidence if one.name == name]
-            if video.video != IN_MEMORY and not isinstance(video, Remembered):
+            if video.video != IN_MEMORY:
                 if film or (spans and film is None):
                     files["kept_tokens"] = f"kept{end}.mp4"
                     draw_kept_video(video, kept, staging / files["kept_tokens"], None if film else spans)
@@ -105,28 +100,6 @@ def draw_evidence(
             about.append({"name": name, "start": video.start, "seconds_per_step": step, **tokens, **files})
         text = json.dumps({**answer.as_dict(), "videos": about})
         (staging / "answer.json").write_text(text + "\n", encoding="utf-8")
-        draw_timeline(answer, videos, staging / "timeline.png")
-
-
-def draw_timeline(answer: Answer, videos: Mapping[str, EncodedVideo], path: str | Path) -> None:
-    """Per video the share of the tokens that was kept of every step, and the stretches of evidence; seconds below."""
-    figure = Figure(figsize=(8, 1 + 1.2 * len(answer.keep_maps)), layout="constrained")
-    plots = figure.subplots(len(answer.keep_maps), squeeze=False)[:, 0]
-    for axes, (name, kept) in zip(plots, answer.keep_maps.items(), strict=True):
-        video = videos[name]
-        rows = _rows(video, kept)
-        edges = video.start + float(video.second_per_grid_ts[0]) * np.array([*rows, rows[-1] + 1])
-        axes.stairs(100 * kept.float().mean((1, 2)).numpy(), np.minimum(edges, video.start + video.length), fill=True)
-        for one in answer.evidence:
-            if one.name == name:
-                axes.axvspan(one.start, one.end, color="tab:orange", alpha=0.15 + 0.5 * min(one.weight, 1.0), zorder=0)
-        axes.set_xlim(video.start, video.start + video.length)
-        axes.set_ylabel("% kept")
-        axes.set_title(_plain(name), fontsize=9, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-    plots[-1].set_xlabel("seconds; orange is evidence")
-    FigureCanvasAgg(figure)
-    figure.savefig(Path(path).with_suffix(".png"), dpi=150, metadata={"Software": None})
 
 
 def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Interval], path: str | Path) -> None:
@@ -219,13 +192,3 @@ def _pick(folder: VideoFile, indices: Sequence[int]) -> Iterator[np.ndarray]:
 def _step(video: EncodedVideo, seconds: float, kept: torch.Tensor) -> int:
     """The step of the grid of tokens that shows a time from the first frame on."""
     return min(bisect_right(video.steps(), seconds + 1e-6), len(kept)) - 1
-
-
-def _rows(video: EncodedVideo, kept: torch.Tensor) -> Sequence[int]:
-    """The step in time of each row of a keep map."""
-    return video.rows if isinstance(video, Remembered) else range(len(kept))
-
-
-def _plain(name: str) -> str:
-    """A name that Matplotlib takes for no formula."""
-    return printable(name).replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Questions to what a stream remembers: some of the tokens of some of its steps, alone or beside whole videos."""
+"""Questions to what a stream remembers: some of the tokens of some of its steps."""
 
 import math
 from collections.abc import Sequence
@@ -47,39 +47,24 @@ class Remembered(EncodedVideo):
 
 
 def narrowed(
-    model: Any, layout: Layout, videos: Sequence[EncodedVideo], max_new_tokens: int
+    model: Any, layout: Layout, videos: Sequence[Remembered], max_new_tokens: int
 ) -> tuple[Layout, torch.Tensor]:
     """
-    The layout of one prompt about videos of which some are remembered, with the tokens that are there, at their times;
-    and `[k]` ascending, which tokens of the whole grids these are.
+    The layout of one prompt about what is remembered, with the tokens that are there, at their times: [`within`] what
+    the model has positions for, behind the text; and `[k]` ascending, which tokens of the whole grids these are.
     """
-    places = [one.places if isinstance(one, Remembered) else torch.arange(len(one.features)) for one in videos]
-    layout = at_steps(model.model, layout, _numbers(model, videos, layout.input_ids, max_new_tokens))
-    layout = layout.narrow(places)
-    if model.model.rope_axes == 1:  # the language model counts tokens: those that are there
+    backbone, grids = model.model, layout.grids[VIDEO]
+    text = int((backbone.token_types(layout.input_ids) != VIDEO).sum()) + sum(max(grid[1:]) for grid in grids)
+    room = model.config.get_text_config().max_position_embeddings - text - max_new_tokens
+    per_step = max(backbone.tokens_per_second * videos[0].clock.seconds_per_step, 1)
+    numbers = within([one.rows for one in videos], max(int(room / per_step) - 1, 1))
+    layout = at_steps(backbone, layout, numbers).narrow([one.places for one in videos])
+    if backbone.rope_axes == 1:  # the language model counts tokens: those that are there
         row = layout.rows[0]
         order = torch.arange(len(row.columns), device=row.columns.device)[None]
         layout = replace(layout, rows=[replace(row, language_positions=order)])
-    starts = accumulate(map(math.prod, layout.grids[VIDEO]), initial=0)
-    return layout, torch.cat([own + start for own, start in zip(places, starts, strict=False)])
-
-
-def _numbers(
-    model: Any, videos: Sequence[EncodedVideo], input_ids: torch.Tensor, max_new_tokens: int
-) -> list[list[int]]:
-    """The number in time of each step of the videos: [`within`] what the model has positions for, behind the text."""
-    backbone = model.model
-    grids = [backbone.merged_grid(video.video_grid_thw)[0] for video in videos]
-    text = int((backbone.token_types(input_ids) != VIDEO).sum()) + sum(max(grid[1:]) for grid in grids)
-    room = model.config.get_text_config().max_position_embeddings - text - max_new_tokens
-    numbers = [list(range(grid[0])) for grid in grids]
-    for clock in {video.clock for video in videos if isinstance(video, Remembered)}:
-        per_step = max(backbone.tokens_per_second * clock.seconds_per_step, 1)
-        own = {n: one.rows for n, one in enumerate(videos) if isinstance(one, Remembered) and one.clock is clock}
-        shared = within(list(own.values()), max(int(room / per_step) - 1, 1))
-        for index, steps in zip(own, shared, strict=True):
-            numbers[index] = steps
-    return numbers
+    starts = accumulate(map(math.prod, grids), initial=0)
+    return layout, torch.cat([one.places + start for one, start in zip(videos, starts, strict=False)])
 
 
 def rows_of(steps: Sequence[int]) -> list[int]:

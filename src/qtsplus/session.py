@@ -21,7 +21,6 @@ from .output import printable
 from .results import STORED, read_stored, seal
 from .settings import check_count, check_path
 from .storage import Stored, fingerprint, load_video, saved_video
-from .stream import Stream
 from .videos import EncodedVideo, encode
 
 _SAVED = "session.json"
@@ -83,56 +82,42 @@ class VideoSession:
     def __init__(self, model: Any, processor: Any) -> None:
         self.model, self.processor = model, processor
         self.videos: dict[str, EncodedVideo] = {}
-        self.streams: dict[str, Stream] = {}
         self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
         self._talking = threading.Lock()
 
     @property
     def names(self) -> list[str]:
         """The videos' names, in the order in which the model sees them."""
-        return [*self.videos, *self.streams]
+        return [*self.videos]
 
     def add(self, video: Any, name: str | None = None, **options: Any) -> str:
         """
         Adds a video and returns its name.
 
         Args:
-            video: whatever [`encode`] takes, or what it has made of one; or a `Stream`, which may go on: every question
-                sees what is then in its memory.
-            name: what prompts and answers call it; the file's name by default, with a number where that is taken. The
-                cameras of a stream that has several keep their own names.
+            video: whatever [`encode`] takes, or what it has made of one.
+            name: what prompts and answers call it; the file's name by default, with a number where that is taken.
             options: as for [`encode`], such as `fps`.
 
         Raises:
-            ValueError: a name that is empty or taken; options for what was encoded before; a stream of another model;
-                as [`encode`].
+            ValueError: a name that is empty or taken; options for what was encoded before; as [`encode`].
         """
         if name is not None and check_name(name) in self.names:
             raise ValueError(f"The name {name!r} is taken; name the video otherwise.")
-        if options and isinstance(video, (EncodedVideo, Stream)):
+        if options and isinstance(video, EncodedVideo):
             raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
-        if isinstance(video, Stream):
-            if video.model is not self.model:
-                raise ValueError("The stream was opened with another model than the session's; open both with one.")
-            name = name or self._free_name(next(iter(video.cameras), "video"))
-            self.streams[name] = video
-            return name
         encoded = video if isinstance(video, EncodedVideo) else encode(self.model, self.processor, video, **options)
         place = urlsplit(encoded.video).path if is_address(encoded.video) else encoded.video
-        name = name or self._free_name(printable(PurePath(place).name) or "video")
+        own = printable(PurePath(place).name) or "video"
+        numbered = (f"{own} ({number})" for number in itertools.count(2))
+        name = name or next(one for one in itertools.chain([own], numbered) if one not in self.videos)
         self.videos[name] = encoded
         return name
-
-    def _free_name(self, own: str) -> str:
-        """With a number where it is taken."""
-        numbered = (f"{own} ({number})" for number in itertools.count(2))
-        return next(name for name in itertools.chain([own], numbered) if name not in self.names)
 
     def remove(self, name: str) -> None:
         """Forgets a video; `ValueError` if there is none of that name."""
         self._check_names([name])
-        self.videos.pop(name, None)
-        self.streams.pop(name, None)
+        del self.videos[name]
 
     def ask(self, question: str, videos: Sequence[str] | None = None, **generation: Any) -> Answer:
         """Answers a question about all or some `videos`, by name, as [`answer_questions`] does."""
@@ -145,7 +130,9 @@ class VideoSession:
         if isinstance(questions, str) or not isinstance(questions, Iterable):
             raise ValueError(f"Got {questions!r}; expected a list of questions.")
         check_count("batch_size", batch_size, "questions")
-        chosen, questions, answers = self._chosen(videos), list(questions), []
+        names = self.names if videos is None else videos
+        self._check_names(names)
+        chosen, questions, answers = {name: self.videos[name] for name in names}, list(questions), []
         for first in range(0, len(questions), batch_size):
             batch = questions[first : first + batch_size]
             answers += answer_questions(self.model, self.processor, chosen, batch, **generation)
@@ -175,8 +162,6 @@ class VideoSession:
 
     def save(self, folder: str | Path) -> None:
         """Writes features and conversation to a folder; `FileExistsError` if it holds files that no `save` wrote."""
-        if self.streams:
-            raise ValueError(f"The stream {next(iter(self.streams))!r} is open and cannot be saved; remove it first.")
         with whole_folder(folder) as staging:
             files: dict[str, Stored] = {}
             for number, (name, video) in enumerate(self.videos.items()):
@@ -194,18 +179,7 @@ class VideoSession:
         for number, (name, stored) in enumerate(saved["videos"].items()):
             file = Path(folder, f"{number}.safetensors")
             videos[name] = load_video(file, self.fingerprint, self.model, stored, self.model.device)
-        self.videos, self.streams, self.turns = videos, {}, saved["turns"]
-
-    def _chosen(self, names: Sequence[str] | None) -> dict[str, EncodedVideo]:
-        """The videos of these names, in their order, and of a stream what its cameras remember by now."""
-        self._check_names(() if names is None else names)
-        chosen: dict[str, EncodedVideo] = {}
-        for name in self.names if names is None else names:
-            own = {name: self.videos[name]} if name in self.videos else self.streams[name].videos(name)
-            if taken := chosen.keys() & own.keys():
-                raise ValueError(f"Two videos are called {min(taken)!r}; add one by another `name`.")
-            chosen |= own
-        return chosen
+        self.videos, self.turns = videos, saved["turns"]
 
     def _check_names(self, names: Sequence[str]) -> None:
         if not isinstance(names, (list, tuple)):

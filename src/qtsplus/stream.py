@@ -1,7 +1,7 @@
 """Video without an end: a memory of so many tokens, to which frames are added and of which anything can be asked.
 
-A policy says what stays when the memory is full. Appending looks at the memory and at what is new, never at what has
-gone, so that its price is flat. What stays keeps its time and its place in the frame.
+Appending looks at the memory and at what is new, never at what has gone, so that its price is flat. What stays keeps
+its time and its place in the frame.
 """
 
 import math
@@ -18,27 +18,16 @@ from transformers.video_utils import VideoMetadata
 from .answers import Answer, answer_questions, check_name
 from .encoding_qtsplus import Repeats
 from .loading import find_device
-from .methods_qtsplus import METHODS, Candidates, Method, check_kept, is_number, most_relevant
+from .methods_qtsplus import Candidates, Method, check_kept, diversity, is_number, most_relevant
 from .output import printable
 from .ranking import StandingQuestion
 from .recall import Remembered, places_of, rows_of
 from .settings import check_count
 from .video_qtsplus import naming, resize_frame, stack_frames
-from .videos import EncodedVideo
 
 logger = logging.get_logger(__name__)
 
 
-def newest(candidates: Candidates, n: int) -> torch.Tensor:
-    """The n newest tokens: the oldest go first."""
-    return candidates.positions[0].sort(stable=True).indices[-n:].sort().values
-
-
-POLICIES: dict[str, Method] = {
-    "question": most_relevant,
-    "diversity": METHODS["diversity"],
-    "oldest_first": newest,
-}
 STEPS_AT_A_TIME = 8  # that are encoded together
 EARLY = 0.1  # the part of the time between two frames by which one may come too early
 _TICKS = 1000  # of a second: the rate at which a prompt's metadata state the times of frames
@@ -89,13 +78,12 @@ class Stream:
     Videos without an end, such as those of cameras, of which a model remembers so many tokens.
 
     Args:
-        memory_tokens: the most visual tokens that stay, those of all cameras together; all of them if `None`.
-        policy: which ones: a name of [`POLICIES`], or a function like those of `methods_qtsplus.py`, which is given
-            what was kept and what is new. By default `"question"` with a standing question, else `"diversity"`.
-        question: a standing question, by which the policy `"question"` goes. Any other can be asked too.
+        memory_tokens: the most visual tokens that stay, those of all cameras together.
+        question: a standing question, to which the tokens that stay matter most; without one they are those that are
+            unlike each other. Any other can be asked too.
+        policy: another choice of what stays, a function like those of `methods_qtsplus.py`, which is given what was
+            kept and what is new.
         fps: frames per second, also where more come. A step in time lasts as long as its frames.
-        sized_as: frames are as large as in a video of so many, with backbones such as Qwen3-VL that share a number of
-            pixels among the frames of a video; by default of as many as the processor looks at.
         device: where the memory lives, such as `"cpu"`; the model's when absent.
     """
 
@@ -104,32 +92,24 @@ class Stream:
         model: Any,
         processor: Any,
         *,
-        memory_tokens: int | None = 4096,
-        policy: str | Method | None = None,
+        memory_tokens: int = 4096,
         question: str | None = None,
+        policy: Method | None = None,
         fps: float = 2.0,
-        sized_as: int | None = None,
         device: str | None = None,
     ):
-        if memory_tokens is None and policy is not None:
-            raise ValueError(f"Got {policy=} and memory_tokens=None, with which all tokens stay; expected one of them.")
-        policy = policy or ("diversity" if question is None else "question")
-        if not callable(policy) and policy not in (*POLICIES,):
-            raise ValueError(f"policy={policy!r}; expected one of {tuple(POLICIES)}, or a function like theirs.")
-        if (policy == "question") != (question is not None):
-            raise ValueError(f"Got policy={policy!r} and question={question!r}: expected a question with that policy.")
-        if memory_tokens is not None:
-            check_count("memory_tokens", memory_tokens, "tokens")
+        if policy is not None and not callable(policy):
+            raise ValueError(f"policy={policy!r}; expected a function from candidates and a count to indices.")
+        check_count("memory_tokens", memory_tokens, "tokens")
         if not (is_number(fps) and 1e-3 <= fps <= 1e3):
             raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
-        if sized_as is not None:
-            check_count("sized_as", sized_as, "frames")
         self.model, self.processor, self.memory_tokens = model, processor, memory_tokens
-        self.policy, self._method = policy, POLICIES[policy] if isinstance(policy, str) else policy
+        self.policy: Method = policy or (diversity if question is None else most_relevant)
         self.question = None if question is None else StandingQuestion(model, processor, question)
         self.frames_per_step = processor.video_processor.temporal_patch_size
         self.fps, self.seconds_per_step = fps, self.frames_per_step / fps
-        self.sized_as = sized_as or int(getattr(processor.video_processor, "max_frames", None) or 768)
+        # As large as in a video of so many: backbones such as Qwen3-VL share a number of pixels among its frames.
+        self.sized_as = int(getattr(processor.video_processor, "max_frames", None) or 768)
         self.device = torch.device(model.device if device is None else find_device(device))
         self.cameras: dict[str, Camera] = {}
         self._changing = threading.Lock()  # the memory, of which another thread may ask
@@ -242,13 +222,13 @@ class Stream:
         new = Tokens(features, *places, scores)
         with self._changing:
             camera.tokens, camera.newest = camera.tokens.join(new), int(steps[-1])
-            if self.memory_tokens is not None and self.num_tokens > self.memory_tokens:
+            if self.num_tokens > self.memory_tokens:
                 self._forget(self.memory_tokens)
 
     def _forget(self, count: int) -> None:
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
         sizes = [len(camera.tokens) for camera in cameras]
-        kept = self._method(self._competing(cameras), count).cpu()
+        kept = self.policy(self._competing(cameras), count).cpu()
         check_kept(kept, count, sum(sizes), self.policy)
         first = 0
         for camera, size in zip(cameras, sizes, strict=True):
@@ -266,7 +246,7 @@ class Stream:
 
         def score(_: torch.Tensor) -> torch.Tensor:
             if self.question is None:
-                raise ValueError(f"policy={self.policy!r} asks for relevance, and there is no standing question.")
+                raise ValueError("The policy asks for relevance, and there is no standing question.")
             return self.question.log_relevance(torch.cat([one.scores for one in tokens]))
 
         visual = [one.features[:, : self._width] for one in tokens]
@@ -282,14 +262,12 @@ class Stream:
         (answer,) = answer_questions(self.model, self.processor, self.videos(), [question], **options)
         return answer
 
-    def videos(self, only: str | None = None) -> dict[str, EncodedVideo]:
-        """What is in memory now, by camera, where there is only one by the name `only`; `ValueError` if nothing is."""
+    def videos(self) -> dict[str, Remembered]:
+        """What is in memory now, by camera; `ValueError` if nothing is."""
         with self._changing:
             cameras = {name: camera for name, camera in self.cameras.items() if len(camera.tokens)}
             if not cameras:
                 raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
-            if only and len(self.cameras) == 1:
-                return {only: self._video(only, *cameras.values())}
             return {name: self._video(name, camera) for name, camera in cameras.items()}
 
     def _video(self, name: str, camera: Camera) -> Remembered:

@@ -71,15 +71,13 @@ def summarise(
         generation: as for `generate`.
 
     Raises:
-        ValueError: no video, a stream, an empty prompt; as `answer_questions`.
+        ValueError: no video, an empty prompt; as `answer_questions`.
     """
     model, processor = about.model, about.processor
     if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not 0 < longest < inf:
         raise ValueError(f"longest={longest!r}: expected the seconds of a chapter, a number above 0.")
     check_question(model, processor, prompt)
     check_count("max_new_tokens", max_new_tokens, "tokens")
-    if isinstance(about, VideoSession) and about.streams:
-        raise ValueError("A summary is of whole films; remove the streams from the session.")
     names = about.names
     if not names:
         raise ValueError("There is no video to summarise; add one.")

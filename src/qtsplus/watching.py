@@ -1,8 +1,7 @@
-"""Questions to video that is still coming: files that grow, pipes, addresses and cameras."""
+"""Questions to video that is still coming: files, pipes, addresses and cameras."""
 
 import errno
 import heapq
-import io
 import itertools
 import math
 import os
@@ -19,8 +18,7 @@ import numpy as np
 from transformers.utils import logging
 
 from .clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
-from .decoding_qtsplus import Upright, film_stream, refuse_list, shown_name
-from .methods_qtsplus import Method
+from .decoding_qtsplus import Upright, film_stream, open_container, shown_name
 from .session import Answer
 from .settings import check_count
 from .stream import Stream
@@ -28,7 +26,7 @@ from .video_qtsplus import require_positive, resize_frame, shrink
 
 logger = logging.get_logger(__name__)
 
-ROOM = 16  # frames of a source that wait to be encoded, and of all that are encoded together
+ROOM = 16  # frames of a source that wait to be encoded
 DEVICES = ("v4l2:", "avfoundation:", "dshow:", "x11grab:", "lavfi:")  # of libavdevice, as FORMAT:NAME
 CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://", "/dev/", *DEVICES)  # what waits for nobody
 # By what an address begins with, the protocols of FFmpeg to which what is sent may lead.
@@ -40,22 +38,6 @@ _PROTOCOLS = {
 }
 
 
-class GrowingFile(io.FileIO):
-    """A file that somebody is writing: at its end reading waits, until it has not grown for `patience` seconds."""
-
-    def __init__(self, path: str, patience: float):
-        super().__init__(path)
-        self.patience = patience
-
-    def read(self, size: int | None = -1) -> bytes:
-        until = time.monotonic() + self.patience
-        while not (block := super().read(-1 if size is None else size)) and time.monotonic() < until:
-            time.sleep(0.05)
-        if not block:
-            self.patience = 0.0  # whatever asks next does not wait again
-        return block or b""
-
-
 class Source:
     """
     The frames of one source, at most `fps` a second, which a thread reads.
@@ -65,7 +47,7 @@ class Source:
 
     Args:
         address: a file, `-` for standard input, an address, or a device such as `/dev/video0` or `avfoundation:0`.
-        timeout: seconds without a frame after which a source has failed, and a file has ended.
+        timeout: seconds without a frame after which a source has failed that is no file.
         start: the second from which on there are frames.
         began: when the clock of the stream stood at 0, by `time.monotonic`; a camera's frames have its times. Those of
             other sources have a player's.
@@ -139,15 +121,10 @@ class Source:
                     self.dropped += 1
 
     def _open(self) -> Any:
-        nothing = {"protocol_whitelist": "none"}  # what is sent may name other places
-        if self.address == "-":
-            return av.open(open(0, "rb", buffering=0, closefd=False), options=nothing)
+        if self.address == "-":  # what is sent may name other places
+            return av.open(open(0, "rb", buffering=0, closefd=False), options={"protocol_whitelist": "none"})
         if self.is_file:
-            with open(self.address, "rb") as file:
-                refuse_list(file.read(400))
-            # Its end is not there yet to be looked at.
-            options = {"skip_estimate_duration_from_pts": "1"} | nothing
-            return av.open(GrowingFile(self.address, self.timeout), options=options)
+            return open_container(self.address)
         if self.address.startswith(("/dev/", *DEVICES)):
             device = f"v4l2:{self.address}" if self.address.startswith("/dev/") else self.address
             kind, _, name = device.partition(":")
@@ -160,7 +137,8 @@ class Source:
     def _decode(self) -> Iterator[tuple[float, np.ndarray]]:
         with self._open() as container:
             stream, upright = film_stream(container), Upright()
-            begin = (container.start_time or 0) / av.time_base if container.format.flags & ARBITRARY_CLOCK else 0.0
+            arbitrary = container.format.flags & ARBITRARY_CLOCK
+            begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
             step = -1
             for frame, after in with_next(self._frames(container, stream), self.is_camera):
                 if frame.time is None:
@@ -177,7 +155,7 @@ class Source:
                     yield seconds, upright(frame, stream)
             stated = container.duration if stream.duration is None and not container.streams.audio else None
             stated = float((stream.duration or 0) * (stream.time_base or 0)) or (stated or 0) / av.time_base
-            if self.is_file and stated > 1.05 * self.newest + 1:
+            if self.is_file and not arbitrary and stated > 1.05 * self.newest + 1:
                 missing = f"its header states {stated:.1f} s, and {self.newest:.1f} s can be read"
                 self._states.append(f"is incomplete: {missing}")
 
@@ -221,7 +199,6 @@ def watch(
     max_frames: int | None = None,
     max_pixels: int | None = None,
     memory_tokens: int = 4096,
-    policy: str | Method = "question",
     timeout: float = 10.0,
     stream: Stream | None = None,
     **choice: Any,
@@ -230,14 +207,14 @@ def watch(
     Answers one question again and again while videos come: every so many seconds of video, and once more at their end.
 
     Args:
-        sources: by name a file that may still grow (MPEG-TS, Matroska, fragmented mp4), `-` for standard input, an
-            address (http, rtsp, ...) or a device such as `/dev/video0`. All share one clock and one memory.
+        sources: by name a file, `-` for standard input, an address (http, rtsp, ...) or a device such as
+            `/dev/video0`. All share one clock and one memory.
         every: seconds of video from answer to answer.
         start, end: seconds of the clock between which is looked at.
         max_frames: the most to look at, of all sources together.
         max_pixels: the most of one frame; a larger one is looked at smaller.
-        fps, memory_tokens, policy: as for [`Stream`].
-        timeout: seconds without a frame after which a source has failed, and a file has ended.
+        fps, memory_tokens: as for [`Stream`].
+        timeout: seconds without a frame after which a source has failed that is no file.
         stream: the memory, which can be asked meanwhile; made anew of the last options when absent.
         choice: as for [`Stream.ask`].
 
@@ -259,12 +236,9 @@ def watch(
     last = math.inf if end is None else end
     if not 0 <= start < last:
         raise ValueError(f"start={start!r} and end={end!r}: expected seconds, the end behind the start.")
-    standing = question if policy == "question" else None
-    options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "question": standing, "fps": fps}
-    stream, began = stream or Stream(model, processor, **options), time.monotonic()
+    stream = stream or Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
+    began, looked = time.monotonic(), 0
     opened = {name: Source(address, fps, timeout, began, start) for name, address in sources.items()}
-    waiting: dict[str, list[tuple[float, np.ndarray]]] = {name: [] for name in sources}
-    looked = 0
 
     def answer() -> Answer:
         warnings = [warning for source in opened.values() for warning in source.warnings]
@@ -274,21 +248,18 @@ def watch(
 
     try:
         due = every
-        coming: Iterator[tuple[float, str, np.ndarray]] = heapq.merge(
-            *map(_named, opened, opened.values()), key=itemgetter(0)
-        )
-        coming = itertools.takewhile(lambda item: item[0] <= last, coming)
+        merged = heapq.merge(*map(_named, opened, opened.values()), key=itemgetter(0))
+        coming = itertools.takewhile(lambda item: item[0] <= last, merged)
         for seconds, name, frame in itertools.islice(coming, max_frames):
             looked += 1
             if seconds >= due:
                 due = (seconds // every + 1) * every
-                _append(stream, waiting)
                 if stream.num_tokens:
                     yield answer()
-            waiting[name].append((seconds, _smaller(processor, frame, max_pixels)))
-            if sum(map(len, waiting.values())) >= ROOM:
-                _append(stream, waiting)
-        _append(stream, waiting)
+            if max_pixels is not None:
+                size = shrink(frame.shape[:2], max_pixels, 1)
+                frame = resize_frame(processor.video_processor, size, frame)
+            stream.append([frame], [seconds], name)
         stream.finish()
         if not stream.num_tokens:
             newest = max(source.newest for source in opened.values())
@@ -302,17 +273,3 @@ def watch(
 
 def _named(name: str, source: Source) -> Iterator[tuple[float, str, np.ndarray]]:
     return ((seconds, name, frame) for seconds, frame in source)
-
-
-def _smaller(processor: Any, frame: np.ndarray, max_pixels: int | None) -> np.ndarray:
-    size = frame.shape[0], frame.shape[1]
-    if max_pixels is None or math.prod(size) <= max_pixels:
-        return frame
-    return resize_frame(processor.video_processor, shrink(size, max_pixels, 1), frame)
-
-
-def _append(stream: Stream, waiting: dict[str, list[tuple[float, np.ndarray]]]) -> None:
-    for name, frames in waiting.items():
-        if frames:
-            stream.append([frame for _, frame in frames], [seconds for seconds, _ in frames], name)
-            frames.clear()

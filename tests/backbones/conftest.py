@@ -61,6 +61,7 @@ def rows(clips):
         "video": row(long, "What moves to the left of the red ball?"),
         "image and video": row(image, short, "Why?"),
         "text": row("Where is the red ball, and when does the green one appear in the middle?"),
+        "short text": row("And why?"),
         "two videos": row(short, other, "Which shape appears first?"),
         "image": row(image, "What colour is it?"),
         "earlier turns": [

@@ -79,7 +79,8 @@ def test_a_prompt_fits_the_models_sizes(variant):
     settings = read_json(hub_configs() / variant / "processor_config.json")
     side, placeholders = FRAMES[variant]
     assert settings.get("image_seq_length", placeholders) == placeholders
-    assert model.model.placeholder_counts(2, torch.tensor([[4, side, side]])) == [4 * placeholders]
+    spans = model.model.visual_spans(2, model.model.merged_grid(torch.tensor([[4, side, side]])))
+    assert sum(span.length for span in spans) == 4 * placeholders
     for part in ("image_processor", "video_processor"):
         if "patch_size" in settings[part]:  # it cuts the patches itself
             vision = model.config.vision_config

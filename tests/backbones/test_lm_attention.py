@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtsplus.layout_qtsplus import lay_out
-from qtsplus.lm_attention_qtsplus import FrameGroups, attention_layer
+from qtsplus.lm_attention_qtsplus import attention_layer, frame_groups
 from qtsplus.prompt_qtsplus import take_inputs
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
@@ -69,8 +69,7 @@ def test_groups_share_the_attention_of_one_softmax(in_groups, prepare):
     for name in ("video", "two videos"):
         inputs = prepare(name)
         grids = in_groups.model.merged_grid(inputs["video_grid_thw"])
-        dealt = FrameGroups.deal(grids, 20)
-        groups = [dealt.tokens(group) for group in range(dealt.count)]
+        groups = frame_groups(grids, 20)
         assert torch.equal(torch.cat(groups).sort().values, torch.arange(sum(t * h * w for t, h, w in grids)))
         assert len(groups) > 1
         weights = [eager_attention(in_groups, inputs, group) for group in groups]

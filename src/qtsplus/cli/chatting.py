@@ -12,7 +12,7 @@ from .asking import Talk, check_videos, print_answer
 from .console import complain, console, describe, fail, note, one_line_errors
 from .models import split_revision
 
-_HELP = "Commands: /evidence [FOLDER], /budget FRACTION, COUNT or auto, /add VIDEO, /quit. Anything else is a question."
+_HELP = "Commands: /evidence [FOLDER], /add VIDEO, /quit. Anything else is a question."
 
 
 def chat(
@@ -41,8 +41,7 @@ def chat(
     stands alone, as for `qtsplus ask`: name in each what it is about.
 
     A question stands on a line of its own. /evidence says what the last answer rests on, or draws it into a folder;
-    /budget 0.1, /budget 256 and /budget auto change how many visual tokens are kept; /add VIDEO adds a video; /quit
-    ends. From a pipe, a line that fails makes the exit code 1.
+    /add VIDEO adds a video; /quit ends. From a pipe, a line that fails makes the exit code 1.
     """
     model, revision = split_revision(model)
     reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
@@ -94,8 +93,6 @@ def _answer(talk: Talk, text: str, choice: dict[str, Any], as_json: bool) -> Non
     argument = argument.strip()
     if command == "/add":
         _add(talk, argument)
-    elif command == "/budget":
-        choice.update(_budget(argument))
     elif command == "/evidence":
         _show_evidence(talk, argument, as_json)
     elif command.startswith("/"):
@@ -107,21 +104,6 @@ def _answer(talk: Talk, text: str, choice: dict[str, Any], as_json: bool) -> Non
 def _add(talk: Talk, video: str) -> None:
     encoded = talk.add(video)
     note(f"{encoded.video}: {len(encoded.features)} visual tokens")
-
-
-def _budget(text: str) -> dict[str, Any]:
-    """A fraction of the visual tokens, a number of them, or what the model decides."""
-    if text == "auto":
-        return {"retention": None, "max_visual_tokens": None}
-    if text.isdecimal() and int(text) > 0:
-        return {"retention": None, "max_visual_tokens": int(text)}
-    try:
-        retention = float(text)
-    except ValueError:
-        retention = 0.0
-    if not 0 < retention <= 1:
-        raise ValueError(f"/budget {text}: expected a fraction such as 0.1, a number of tokens, or auto")
-    return {"retention": retention, "max_visual_tokens": None}
 
 
 def _show_evidence(talk: Talk, folder: str, as_json: bool) -> None:

@@ -28,8 +28,8 @@ def watch(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="What to watch: a file that may still grow, - for standard input, an address (http, rtsp, ...) or a "
-            "device such as /dev/video0, avfoundation:0 or dshow:video=NAME. NAME=SOURCE gives it a name."
+            help="What to watch: a file, - for standard input, an address (http, rtsp, ...) or a device such as "
+            "/dev/video0, avfoundation:0 or dshow:video=NAME. NAME=SOURCE gives it a name."
         ),
     ],
     question: Asked,
@@ -42,7 +42,7 @@ def watch(
     max_frames: MaxFrames = None,
     max_pixels: MaxPixels = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds without a frame after which a file has ended, and anything else has failed.")
+        float, typer.Option(help="Seconds without a frame after which a source has failed that is no file.")
     ] = 10.0,
     max_new_tokens: MaxNewTokens = 128,
     on_change: Annotated[bool, typer.Option("--on-change", help="Tell an answer only if it is a new one.")] = False,
@@ -66,7 +66,7 @@ def watch(
         loaded, processor = load_named(model, revision, device)
         if when_seen is not None and not loaded.config.qtsplus_config.null_token:
             fail("--when-seen needs a model with a null token, which says how sure it is; use --on-change")
-        options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": "question", "fps": fps, "timeout": timeout}
+        options: dict[str, Any] = {"memory_tokens": memory_tokens, "fps": fps, "timeout": timeout}
         options |= {"every": every, "max_new_tokens": max_new_tokens, "start": start or 0.0, "end": end}
         options |= {"max_frames": max_frames, "max_pixels": max_pixels}
         try:
