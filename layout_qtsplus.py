@@ -1,6 +1,6 @@
 """What a backbone hooks in, and how a prompt is laid out by it ([`lay_out`])."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,9 +60,11 @@ def find_spans(
     queues = {modality: iter(spans) for modality, spans in unplaced.items()}
     rows = []
     for row, types in enumerate(token_types):
-        spans: list[VisualSpan] = []
-        for modality, start, stop in visual_runs(types):
-            while start < stop:
+        spans, stop = list[VisualSpan](), 0
+        runs, lengths = types.unique_consecutive(return_counts=True)
+        for modality, length in zip(runs.tolist(), lengths.tolist(), strict=True):
+            start, stop = stop, stop + length
+            while modality != TEXT and start < stop:
                 span = next(queues[modality], VisualSpan(modality, -1, 0, (0, 0, 0)))
                 begun = not span.frame or [(one.modality, one.index) for one in spans[-1:]] == [(modality, span.index)]
                 end = start + span.length
@@ -105,15 +107,6 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> torch.Tensor:
             separators.append(torch.tensor([text, [first] * len(text), [first + span.tokens] * len(text)]))
         first, before = first + span.tokens, span
     return torch.cat(separators, dim=1)
-
-
-def visual_runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(modality, start, stop) of every run of placeholders."""
-    bounds = [0, *((types[1:] != types[:-1]).nonzero()[:, 0] + 1).tolist(), len(types)]
-    values = types[bounds[:-1]].tolist() if len(types) else []
-    for value, start, stop in zip(values, bounds, bounds[1:], strict=False):
-        if value != TEXT:
-            yield value, start, stop
 
 
 def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan, count: int) -> str:

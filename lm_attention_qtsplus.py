@@ -101,15 +101,6 @@ def look(
         return GroupAttention(log_weights - torch.tensor(float(text.numel())).log(), together - text)
 
 
-def group_shares(log_odds: Sequence[torch.Tensor]) -> torch.Tensor:
-    """
-    `[G]`, the attention that each group would get in one softmax over the text and all groups: they are compared by how
-    much they outweigh the same text. (The mean over heads and words.)
-    """
-    odds = torch.stack(list(log_odds))
-    return torch.cat([torch.zeros_like(odds[:1]), odds]).softmax(0)[1:].flatten(1).mean(1)
-
-
 # --- The first layers of the language model ---
 
 
@@ -241,7 +232,9 @@ def log_attention(
         seen = _read_group(model, reading.layout, index, row.only(chosen), tokens, features, place[looking])
         result[chosen] = seen.log_weights - seen.log_weights.logsumexp(0)
         log_odds.append(seen.log_odds)
-    for chosen, share in zip(groups, group_shares(log_odds), strict=True):
+    # In one softmax over the text and all groups: they are compared by how much they outweigh the same text.
+    odds = torch.stack([torch.zeros_like(log_odds[0]), *log_odds])
+    for chosen, share in zip(groups, odds.softmax(0)[1:].flatten(1).mean(1), strict=True):
         result[chosen] += share.log()
     return result
 

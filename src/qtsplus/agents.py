@@ -4,6 +4,7 @@ import asyncio
 import io
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import anyio
@@ -93,7 +94,8 @@ class Shelf(MCPServer):
         max_new_tokens: Annotated[int, Field(ge=1, le=512)] = 128,
     ) -> dict[str, Any]:
         """Answers a question from one video, that which fits best, and says what the answer rests on."""
-        answer = await self._work(self._answer, question, self._chosen(videos), max_new_tokens)
+        names = self._chosen(videos)
+        answer = await self._work(partial(self.library.ask, question, names=names, max_new_tokens=max_new_tokens))
         evidence = [_moment(one) for one in answer.evidence]
         return {**answer.as_dict(), "video": printable(answer.video), "evidence": evidence}
 
@@ -133,9 +135,6 @@ class Shelf(MCPServer):
     def _describe(self, names: list[str]) -> list[dict[str, Any]]:
         films = {shown: self.library.film(self.names[shown]) for shown in names}
         return [{"video": shown, "start": film.start, "seconds": film.length} for shown, film in films.items()]
-
-    def _answer(self, question: str, names: list[str] | None, max_new_tokens: int) -> Any:
-        return self.library.ask(question, names=names, max_new_tokens=max_new_tokens)
 
     def _picture(self, name: str, seconds: float, side: int) -> Image:
         picture, file = Picture.fromarray(frame_at(self.library.film(name), seconds)), io.BytesIO()
