@@ -39,13 +39,12 @@ class InOrder(QTSplusTrainer):
 def make_trainer(
     folder,
     selector: dict[str, Any] | None = None,
-    teacher_seed: int | None = None,
     kind: type[InOrder] = InOrder,
     **arguments: Any,
 ) -> InOrder:
     """
     A Trainer with plain gradient descent, which shows a difference in the gradient as it is, and a gate that draws no
-    noise; maybe with a teacher.
+    noise.
     """
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -64,7 +63,6 @@ def make_trainer(
     trainer = kind(
         model,
         kind.arguments_class(**settings),
-        relevance_teacher=None if teacher_seed is None else tiny_model(teacher_seed),
         train_dataset=examples(12),
         data_collator=collate,
     )

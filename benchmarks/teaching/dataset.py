@@ -18,6 +18,7 @@ from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQAData
 
 from .naming import load_token_words
 from .rivals import About, names_shown
+from .targets import AttentionTargets
 
 Index = Annotated[int, Strict(), Field(ge=0)]
 _DENSE = ("token_words", "needles", "looks", "teacher_video")
@@ -88,12 +89,13 @@ class TinyWorldDataset(VideoQADataset):
 
     `dense`, when set, gives examples the `token_words` of their record, a [`TokenWords`], and as `needles` the tokens
     `[k]` of each answer's first words, where it has them; `about`, when set, an [`About`] where the record has
-    `token_words`. The `attention` of a record with a `teacher_video` is the
-    attention to that one, see [`sum_onto`].
+    `token_words`; `targets`, when set, the `attention` `[M]` that is kept of a record. That of one with a
+    `teacher_video` is the attention to that one, see [`sum_onto`].
     """
 
     dense = False
     about = False
+    targets: AttentionTargets | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -146,6 +148,8 @@ class TinyWorldDataset(VideoQADataset):
             return example
         if record in self.sums:
             example["attention"] = self.sums[record]
+        elif self.targets is not None and record.video is not None:
+            example |= self.targets.load(record, example)
         if not isinstance(record, TinyWorldRecord):
             return example
         if self.about and record.token_words is not None and record.video is not None:
@@ -194,8 +198,8 @@ class TinyWorldCollator(VideoQACollator):
         """
         Returns:
             as [`VideoQACollator`]; and a list of the rows' `token_words` if any row has them (`None` for the others),
-            of their `needles` if any row has some (none for the others), and of what each is `about` if any row says it
-            (`None` for the others).
+            of their `needles` if any row has some (none for the others), of what each is `about` if any row says it
+            (`None` for the others), and of their `attention` `[M]` if any row has a target (empty for the others).
         """
         batch = super().__call__(examples)
         rows = [example for example in examples if not isinstance(example, SkippedRecord)]
@@ -205,6 +209,8 @@ class TinyWorldCollator(VideoQACollator):
             batch["needles"] = [row.get("needles", ()) for row in rows]
         if any("about" in row for row in rows):
             batch["about"] = [row.get("about") for row in rows]
+        if any("attention" in row for row in rows):
+            batch["attention"] = [row.get("attention", torch.zeros(0)) for row in rows]
         return batch
 
 

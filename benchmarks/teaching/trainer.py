@@ -20,6 +20,7 @@ from .looking import LOOKS, NAME_LOOKS, Looks, looking_losses, watching
 from .muon import MuonBeside, matrix_names, split_matrices
 from .naming import TokenWords, naming_losses, with_features
 from .rivals import Rivals, watching_scores
+from .targets import note_targets
 
 
 class TinyWorldTrainer(QTSplusTrainer):
@@ -53,24 +54,34 @@ class TinyWorldTrainer(QTSplusTrainer):
             self.train_dataset.dense = max(weights) > 0
             self.train_dataset.about = args.rivals > 0
             if args.relevance_weight:
-                self._sum_targets(self.train_dataset)
+                self._keep_targets(self.train_dataset)
 
-    def _sum_targets(self, dataset: TinyWorldDataset) -> None:
-        """Gives smaller videos the attention to those that their teacher reads, which it does before training alone."""
-        if dataset.targets is not None:
-            dataset.sum_targets(base_model(self.model).model.merged_grid)
+    def _keep_targets(self, dataset: TinyWorldDataset) -> None:
+        """
+        Has a base that does not train read every record once, before training; smaller videos get the attention to
+        those that it reads in their place.
+        """
+        if dataset.features is not None and self.args.freeze_language_model and not self.args.lora_rank:
+            dataset.targets = note_targets(self.model.to(self.args.device), dataset, dataset.attended(), self.args)
+            dataset.sum_targets(self.model.model.merged_grid)
         elif dataset.smaller():
             record = dataset.smaller()[0]
             raise ValueError(
                 f"The record of {record.video} has the teacher_video {record.teacher_video}, which a teacher reads "
-                "once, before training: give data.features and a teacher that does not train (a relevance_teacher, or "
-                "freeze_language_model without LoRA), or a relevance_weight of 0."
+                "once, before training: give data.features and a teacher that does not train (freeze_language_model "
+                "without LoRA), or a relevance_weight of 0."
             )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As ever; the attention that teaches the scores is kept for rivals."""
         self._rivals = Rivals(inputs.get("about", ()), inputs.get("attention", ()))
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def attention_targets(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What is kept, or else what the model attends to now."""
+        if getattr(self.train_dataset, "targets", None) is None:
+            return super().attention_targets(inputs, labels)
+        return self._rivals.targets or [torch.zeros(0)] * len(labels)
 
     @contextmanager
     def further_losses(
@@ -79,7 +90,8 @@ class TinyWorldTrainer(QTSplusTrainer):
         """What a batch's `token_words` and `needles` teach. A base that keeps everything learns to read with gaps."""
         if "retention" in inputs and self.selector_config.selection == "all":
             inputs["selection"] = "random"
-        token_words, needles, _ = (inputs.pop(name, None) for name in ("token_words", "needles", "about"))
+        own = ("token_words", "needles", "about", "attention")
+        token_words, needles, *_ = (inputs.pop(name, None) for name in own)
         named = token_words is not None and self.model.training and self.args.naming_weight > 0
         if named:
             inputs = with_features(base_model(self.model), inputs)

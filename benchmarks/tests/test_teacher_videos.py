@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.teaching import targets as kept_targets
 from benchmarks.teaching.dataset import TinyWorldRecord, read_tinyworld, sum_onto
 from benchmarks.teaching.trainer import TinyWorldTrainer
 from benchmarks.world.clip import render_clip
 from benchmarks.world.tinyworld import build_dataset
-from qtsplus.training import attention as distillation
-from qtsplus.training.features import read_tensors
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer
 from training_examples import steps
@@ -88,22 +87,21 @@ training:
 @pytest.fixture
 def read(monkeypatch) -> list[tuple[int, int, int]]:
     """The grids of what teachers have read."""
-    grids, own = [], distillation.answer_attention
+    grids, own = [], kept_targets.answer_attention
 
     def note(model, inputs, labels, choice):
         grids.extend(model.model.merged_grid(inputs["video_grid_thw"]))
         return own(model, inputs, labels, choice)
 
-    monkeypatch.setattr(distillation, "answer_attention", note)
+    monkeypatch.setattr(kept_targets, "answer_attention", note)
     return grids
 
 
-def test_two_processes_share_the_reading_and_train_as_one(recipe, tiny_published, tmp_path):
+def test_two_processes_share_the_reading_and_train_as_one(recipe, tmp_path):
     recipe()  # writes the file
     logs, files = [], []
     for number in (1, 2):
         settings = [
-            f"model.relevance_teacher={tiny_published}",
             f"data.features={tmp_path}/features{number}",
             f"training.output_dir={tmp_path}/run{number}",
             f"training.per_device_train_batch_size={4 // number}",
@@ -119,8 +117,8 @@ def test_two_processes_share_the_reading_and_train_as_one(recipe, tiny_published
         state = json.loads((tmp_path / f"run{number}/trainer_state.json").read_text(encoding="utf-8"))
         logs.append([{name: line[name] for name in ("loss", "loss_relevance")} for line in state["log_history"][:-1]])
         files.append(sorted(path.name for path in (tmp_path / f"features{number}").glob("*/*.safetensors")))
-    # Two videos at two sizes, seen by the model, at full size by its teacher, and a target for each of these.
-    assert files[0] == files[1] and len(files[0]) == 8
+    # Two videos at two sizes, and a target for each at full size.
+    assert files[0] == files[1] and len(files[0]) == 6
     for alone, shared in zip(*logs, strict=True):
         assert shared == pytest.approx(alone, rel=1e-4) and alone["loss_relevance"] > 0
 
@@ -128,14 +126,11 @@ def test_two_processes_share_the_reading_and_train_as_one(recipe, tiny_published
 def without_teacher(dataset, index):
     """The target of a record about its own video, from the files that are kept."""
     record, example = dataset.records[index], dataset[index]
-    path = dataset.targets.file(replace(record, teacher_video=None), example["input_ids"], example["labels"])
-    return (read_tensors(path, {"attention": 1}) or {}).get("attention")
+    return dataset.targets.load(replace(record, teacher_video=None), example).get("attention")
 
 
-@pytest.mark.parametrize("teacher", ["itself", "another", "lm_attention"])
-def test_small_records_learn_the_sums_of_what_full_ones_are_attended_to(recipe, read, tiny_published, teacher):
-    named = {"itself": "null", "another": tiny_published, "lm_attention": "lm_attention"}[teacher]
-    trainer = build_trainer(recipe(f"model.relevance_teacher={named}"))
+def test_small_records_learn_the_sums_of_what_full_ones_are_attended_to(recipe, read):
+    trainer = build_trainer(recipe())
     dataset = trainer.train_dataset
     assert [record.teacher_video is not None for record in dataset.records] == [True, True, False, False]
     for small, full in ((0, 2), (1, 3)):
@@ -148,7 +143,7 @@ def test_small_records_learn_the_sums_of_what_full_ones_are_attended_to(recipe, 
     trainer.train()
     assert all(line["loss_relevance"] > 0 for line in steps(trainer)) and len(steps(trainer)) == 3
 
-    build_trainer(recipe(f"model.relevance_teacher={named}"))
+    build_trainer(recipe())
     assert len(read) == 2  # all is there
 
 
@@ -216,7 +211,7 @@ def test_a_question_of_special_tokens_is_text_to_look_from(recipe, sets):
     assert 0 < build_trainer(recipe(*changes)).train_dataset[0]["attention"].sum() < 1
 
 
-def test_teachers_videos_are_encoded_once(recipe, tmp_path, tiny_published):
+def test_teachers_videos_are_encoded_once(recipe, tmp_path):
     def encoded():
         towers = (path.parent.name for path in (tmp_path / "features").glob("*/*.safetensors"))
         return [tower for tower in towers if not tower.startswith("attention-")]
@@ -225,8 +220,6 @@ def test_teachers_videos_are_encoded_once(recipe, tmp_path, tiny_published):
     assert len(encoded()) == 2
     build_trainer(recipe(files=["small"]))
     assert len(encoded()) == 4 and len(set(encoded())) == 1
-    build_trainer(recipe(f"model.relevance_teacher={tiny_published}", files=["small"]))
-    assert len(encoded()) == 6 and len(set(encoded())) == 2  # with its own tower
 
 
 def test_teachers_videos_are_found_where_videos_are(tmp_path):

@@ -104,39 +104,6 @@ def test_features_of_a_vision_tower_that_trains_are_refused(recipe_file, tmp_pat
         run(load_stages(recipe_file, overrides)[0])
 
 
-@pytest.mark.parametrize("settings", [[], ["training.relevance_layers=[1]", "training.bf16=true"]])
-def test_a_frozen_teacher_reads_every_example_once(recipe_file, tmp_path, monkeypatch, settings):
-    settings = ["training.relevance_weight=1.0", "training.freeze_language_model=true", *settings]
-    every_time = build_trainer(load_stages(recipe_file, settings)[0])
-    every_time.train()
-    settings.append(f"data.features={tmp_path}/features")
-    once = build_trainer(load_stages(recipe_file, settings)[0])
-    monkeypatch.setattr("qtsplus.training.trainer.answer_attention", None)
-    once.train()
-    tolerance = 0.05 if every_time.args.bf16 else 1e-4
-    for line, expected in zip(steps(once), steps(every_time), strict=True):
-        assert line.keys() == expected.keys()
-        for name in {"loss", "loss_relevance", "grad_norm"} & line.keys():
-            assert line[name] == pytest.approx(expected[name], rel=tolerance), name
-
-    monkeypatch.setattr("qtsplus.training.attention.answer_attention", None)
-    build_trainer(load_stages(recipe_file, settings)[0])  # all is there
-    with pytest.raises(TypeError):  # it would read with other layers
-        build_trainer(load_stages(recipe_file, [*settings, "training.relevance_layers=[0]"])[0])
-
-
-def test_a_teacher_that_trains_reads_every_time(recipe_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("qtsplus.training.running.note_targets", None)
-    settings = [f"data.features={tmp_path}/features", "training.relevance_weight=1.0"]
-    for own in (
-        ["training.freeze_language_model=false"],
-        ["training.freeze_language_model=true", "training.lora_rank=2"],
-    ):
-        trainer = build_trainer(load_stages(recipe_file, [*settings, *own])[0])
-        trainer.train()
-        assert any("loss_relevance" in line for line in steps(trainer))
-
-
 def test_damaged_features_are_one_line_and_train_nothing(tmp_path):
     path, whole = tmp_path / "features.safetensors", {"attention": torch.ones(3)}
     ranks = {"attention": 1}

@@ -38,7 +38,7 @@ PIXELS = """
   answers: {training: {freeze_scores: true, freeze_language_model: false, freeze_vision_model: false,
     retention_share: 0.5, eval_strategy: steps, eval_steps: 2, per_device_eval_batch_size: 1}}
 """
-# From features: attention that is kept on disk, then adapters on a teacher that changes.
+# From features: a frozen teacher, then adapters on a teacher that changes.
 FEATURES = """
   relevance: {training: {relevance_weight: 1.0, retention_share: 1.0}}
   adapters: {training: {relevance_weight: 1.0, lora_rank: 4, retention_share: 0.0}}
@@ -299,7 +299,8 @@ def test_a_configuration_that_would_end_without_a_folder_is_refused(mode, option
 
 
 def test_groups_of_frames_are_not_read_from_shared_layers(pixels, tmp_path):
-    result = train(pixels, tmp_path / "run", "fsdp2", "model.relevance_teacher=lm_attention")
+    settings = ("model.selector.selection=lm_attention", "training.relevance_weight=0")
+    result = train(pixels, tmp_path / "run", "fsdp2", *settings)
     assert "lm_attention reads the first layers by themselves" in result.stderr and result.returncode != 0
 
 

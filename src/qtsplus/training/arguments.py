@@ -79,9 +79,9 @@ class QTSplusTrainingArguments(TrainingArguments):
 
     > Distillation from a teacher's attention
 
-        relevance_weight: weight of the divergence between the selector's scores and what the teacher (the model itself,
-            if the recipe names no `relevance_teacher`), with all visual tokens, attends to while it answers. The scores
-            then need no gradient of the gate: set `gate` of `qtsplus_config` to `"detached"`.
+        relevance_weight: weight of the divergence between the selector's scores and what the model itself, with all
+            visual tokens, attends to while it answers. The scores then need no gradient of the gate: set `gate` of
+            `qtsplus_config` to `"detached"`.
         relevance_layers: the layers of the language model whose attention is summed, counted from 0; all if absent.
         relevance_heads: (layer, head) pairs in place of whole layers; `qtsplus calibrate` finds those that look at what
             an answer rests on.

@@ -1,37 +1,28 @@
 """Attention distillation: the selector's scores learn from what the model attends to when it reads every visual token.
 
-The teacher is the model itself, or another one, with all visual tokens and without re-encoding. Its language model runs
-as it always does; in the chosen layers an attention function of our own notes a few rows beside it: those of the
-positions that predict the answer. No layer's full attention matrix is ever held.
+The teacher is the model itself, with all visual tokens and without re-encoding. Its language model runs as it always
+does; in the chosen layers an attention function of our own notes a few rows beside it: those of the positions that
+predict the answer. No layer's full attention matrix is ever held.
 """
 
 import copy
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import PartialState
-from accelerate.utils import send_to_device
-from rich.console import Console
-from rich.progress import track
 from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..encoding_qtsplus import encode_visual
 from ..layout_qtsplus import lay_out
 from ..lm_attention_qtsplus import reading_of
-from ..mixin_qtsplus import choose
 from ..prompt_qtsplus import Layout, SelectionInputs, find_questions, take_inputs
 from .arguments import QTSplusTrainingArguments
-from .dataset import IGNORED, SkippedRecord, VideoQACollator, VideoQADataset
-from .features import AttentionTargets, digest_of, write_tensors
+from .dataset import IGNORED
 from .lora import base_model
 
 # A model that reads every visual token and re-encodes none.
@@ -48,22 +39,15 @@ class AttentionChoice:
     heads: tuple[tuple[int, int], ...] | None = None  # (layer, head) pairs, in place of whole layers
     # Who looks: what predicts the answer, the "question"'s words, or of the "prompt" what `lm_attention` looks from.
     positions: str = "answer"
-    grouped: bool = False  # read groups of frames, through the layers up to `attention_layer`, with its heads
 
     @classmethod
-    def of(cls, args: QTSplusTrainingArguments, grouped: bool = False) -> "AttentionChoice":
-        """As a recipe has it; a `ValueError` for layers or heads that groups are not read by."""
+    def of(cls, args: QTSplusTrainingArguments) -> "AttentionChoice":
+        """As a recipe has it."""
         layers, heads = args.relevance_layers, args.relevance_heads
-        if grouped and (layers is not None or heads is not None):
-            raise ValueError(
-                "relevance_teacher is 'lm_attention', which reads attention_layer and attention_heads of "
-                "qtsplus_config: set those, and leave out relevance_layers and relevance_heads."
-            )
         return cls(
             None if layers is None else tuple(layers),
             None if heads is None else tuple((layer, head) for layer, head in heads),
             args.relevance_positions,
-            grouped,
         )
 
     @property
@@ -102,27 +86,9 @@ def answer_attention(
     part, so that it sums to what the text leaves. A row with earlier turns counts only its last answer, by `labels`
     `[B, S]` of the full prompt.
     """
-    if choice.grouped:
-        return _grouped_attention(model, inputs, labels, choice)
     with evaluating(model), noting_attention(model, inputs, labels, choice) as rows:
         model(**{**inputs, **EVERYTHING}, use_cache=False, logits_to_keep=1)
     return [row.target() for row in rows]
-
-
-def _grouped_attention(model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, choice: AttentionChoice):
-    """The same from groups of frames, none of which sees another."""
-    base, ids, rest = base_model(model).model, inputs["input_ids"], dict(inputs)
-    visual, selection = take_inputs(rest)
-    layout = lay_out(base, visual, ids, rest.get("attention_mask"), rest.get("position_ids"))
-    looking = _places(base, layout, selection.query_mask, labels, choice.positions)
-    last = layout.mask.sum(1, keepdim=True) - 1  # somebody has to look, where nothing is taught too
-    places = [seen_from if len(seen_from) else end for seen_from, end in zip(looking, last, strict=True)]
-    whole = SelectionInputs(query_mask=selection.query_mask, retention=1.0, selection="lm_attention", reencode=False)
-    with evaluating(model):
-        features = encode_visual(base, visual, layout.grids)
-        _, qtsplus = choose(base, layout, features, whole, sample_gate=False, looking=places)
-    relevance = qtsplus.log_relevance or [torch.zeros(0, device=ids.device)] * len(ids)
-    return [row[: len(row) * bool(len(seen))].exp() for row, seen in zip(relevance, looking, strict=True)]
 
 
 def relevance_divergences(
@@ -161,77 +127,14 @@ def _last_answers(labels: torch.Tensor, turn_end: int) -> torch.Tensor:
     return supervised & (gaps_behind == fewest) & (labels != turn_end)
 
 
-def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = None, grouped: bool = False) -> None:
-    """Raises `ValueError` for a selector that is never asked, and for layers that a teacher, if any, does not have."""
+def check_relevance(model: Any, args: QTSplusTrainingArguments) -> None:
+    """Raises `ValueError` for a selector that is never asked, and for layers or heads that the model does not have."""
     if not args.relevance_weight:
         return
     selection = model.config.qtsplus_config.selection
     if selection != "qtsplus":
         raise ValueError(f"relevance_weight teaches the scores of selection='qtsplus', and here {selection=}.")
-    choice = AttentionChoice.of(args, grouped)
-    if teacher is not None and not grouped:
-        attention_modules(teacher.model.language_model, choice)
-
-
-def note_targets(
-    model: Any,
-    dataset: VideoQADataset,
-    collator: VideoQACollator,
-    folder: str | os.PathLike,
-    choice: AttentionChoice,
-    autocast_dtype: torch.dtype | None,
-) -> AttentionTargets:
-    """
-    The teacher's [`answer_attention`] of every example that `folder` does not hold yet; every process of a distributed
-    run takes its share. The dataset, which has the teacher's features, then gives the targets with its examples.
-    """
-    assert dataset.features is not None
-    selector = model.config.qtsplus_config
-    settings = [
-        "shares",  # of all attention, and not of that to the visual tokens
-        dataset.features.folder.name,
-        {name: value for name, value in asdict(choice).items() if name != "grouped"},
-        selector.select_images,
-        selector.position_ids,
-        str(autocast_dtype),
-    ]
-    if choice.grouped:
-        settings += [getattr(selector, f"attention_{name}") for name in ("layer", "heads", "group")]
-    name = digest_of({"language_model": model.model.language_model}, settings)
-    targets = AttentionTargets(Path(folder) / f"attention-{name}", dataset.features)
-    targets.folder.mkdir(parents=True, exist_ok=True)
-    dataset.targets = targets
-    device = next(model.parameters()).device
-    state = PartialState()
-    mine = range(state.process_index, len(dataset), state.num_processes)
-    console = Console(stderr=True)
-    quiet = not (state.is_main_process and console.is_terminal)
-    bar = track(mine, "Reading with all tokens", disable=quiet, console=console, transient=True)
-    with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        for index in bar:
-            record, example = dataset.records[index], dataset[index]
-            if record.video is None or isinstance(example, SkippedRecord) or "attention" in example:
-                continue
-            batch = collator([example])
-            inputs = {key: send_to_device(batch[key], device) for key in batch if key not in ("skipped", "source_ids")}
-            (attention,) = answer_attention(model, inputs, inputs.pop("labels"), choice)
-            path = targets.file(record, example["input_ids"], example["labels"])
-            write_tensors(path, {"attention": attention.cpu()})
-    state.wait_for_everyone()
-    return targets
-
-
-def require_same_tokens(teacher: Any, student: Any) -> None:
-    """Raises `ValueError` for configurations of a teacher of attention and a student that read other prompts."""
-    of_videos = ("patch_size", "temporal_patch_size", "spatial_merge_size")
-    for name in ("model_type", "image_token_id", "video_token_id", *of_videos):
-        configs = [config.vision_config if name in of_videos else config for config in (teacher, student)]
-        other, own = (getattr(config, name, None) for config in configs)
-        if other != own:
-            raise ValueError(
-                f"relevance_teacher has {name}={other!r} and the model {own!r}: expected a teacher of the same "
-                "backbone, tokenizer and visual tokens."
-            )
+    attention_modules(model.model.language_model, AttentionChoice.of(args))
 
 
 # --- The rows, noted while the language model runs ---

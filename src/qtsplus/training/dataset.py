@@ -15,7 +15,7 @@ from ..data.formats import read_records
 from ..data.media import media_problem
 from ..data.records import SOURCES, VideoRecord
 from ..settings import show
-from .features import AttentionTargets, VideoFeatures, read_tensors
+from .features import VideoFeatures
 
 IGNORED = -100
 SAID = 3  # reasons for skipping that are said; a file has all
@@ -98,7 +98,6 @@ class VideoQADataset(Dataset):
         self.records = list(records)
         self.names = Counter(map(skipped_name, self.records))
         self.features = features
-        self.targets: AttentionTargets | None = None  # of attention distillation, see [`note_targets`]
         self.processor = processor
         self.model_max_length = model_max_length
         self.processor_kwargs = dict(processor_kwargs or {})
@@ -119,10 +118,6 @@ class VideoQADataset(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
-    def attended(self) -> list[VideoRecord]:
-        """What a teacher of attention reads before training; a subclass may have it read others."""
-        return self.records
-
     def __getitem__(self, index: int) -> dict[str, Any] | SkippedRecord:
         """See [`example`](VideoQADataset.example)."""
         return self.example(self.records[index])
@@ -134,8 +129,8 @@ class VideoQADataset(Dataset):
         Returns:
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
             video's `pixel_values_videos` (or its `video_features` `[k, d]`), `video_grid_thw` `[1, 3]` and
-            `second_per_grid_ts` `[1]`; its `attention` `[M]` where there is a target; and `source`.
-            [`SkippedRecord`] for a video that cannot be read, and for a prompt that leaves no room for its answer.
+            `second_per_grid_ts` `[1]`; and `source`. [`SkippedRecord`] for a video that cannot be read, and for a
+            prompt that leaves no room for its answer.
         """
         try:
             inputs = self._process(record)
@@ -165,9 +160,6 @@ class VideoQADataset(Dataset):
         for name in ("pixel_values_videos", "video_features", "video_grid_thw", "second_per_grid_ts"):
             if name in inputs:
                 example[name] = torch.as_tensor(inputs[name])
-        if self.targets is not None and record.video is not None:
-            path = self.targets.file(record, example["input_ids"], example["labels"])
-            example |= read_tensors(path, {"attention": 1}) or {}
         return {**example, "source": record.source}
 
     def _process(self, record: VideoRecord) -> dict[str, Any]:
@@ -222,9 +214,8 @@ class VideoQACollator:
         Returns:
             `input_ids`, `attention_mask`, `labels`, `query_mask` `[B, S]`; `query_input_ids`, `query_attention_mask`
             `[B, L]` if any row has a query of its own (the others take theirs from `query_mask`); the pixels of all
-            videos in order, or a list of their `video_features`; a list of the rows' `attention` `[M]` if any row has
-            a target (empty for the others); `source_ids` `[B]`, indices into [`SOURCES`]; and `skipped`, a list of
-            [`SkippedRecord`].
+            videos in order, or a list of their `video_features`; `source_ids` `[B]`, indices into [`SOURCES`]; and
+            `skipped`, a list of [`SkippedRecord`].
         """
         rows = [example for example in examples if not isinstance(example, SkippedRecord)] or [self._blank]
         batch: dict[str, Any] = {
@@ -240,8 +231,6 @@ class VideoQACollator:
         for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_features"):
             if parts := [row[name] for row in rows if name in row]:
                 batch[name] = parts if name == "video_features" else torch.cat(parts)
-        if any("attention" in row for row in rows):
-            batch["attention"] = [row.get("attention", torch.zeros(0)) for row in rows]
         return batch
 
     def _pad_ids(self, prefix: str, rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,6 @@ from safetensors.torch import save
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from ..data.records import VideoRecord
 from ..output import first_line, require_space, size, whole_file
 from ..results import is_plain_file
 from .freezing import vision_modules
@@ -50,21 +49,6 @@ class VideoFeatures:
     def load(self, video: str, fps: float | None = None) -> dict[str, torch.Tensor] | None:
         """A video's features; `None` where it could not be read."""
         return read_tensors(self.file(video, fps), {"video_features": 2, "video_grid_thw": 2, "second_per_grid_ts": 1})
-
-
-@dataclass(frozen=True)
-class AttentionTargets:
-    """The same for every question and answer about a video: `attention` `[M]`, the target of attention distillation."""
-
-    folder: Path
-    features: VideoFeatures
-
-    def file(self, record: VideoRecord, input_ids: torch.Tensor, labels: torch.Tensor) -> Path:
-        """Where the target of a record's prompt `[S]` with its answer is kept."""
-        digest = hashlib.sha256(self.features.file(str(record.video), record.fps).name.encode())
-        for ids in (input_ids, labels):
-            digest.update(ids.numpy().tobytes())
-        return self.folder / f"{digest.hexdigest()[:32]}.safetensors"
 
 
 def encode_files(

@@ -32,8 +32,7 @@ def make_plan(recipe: Recipe) -> Plan:
     config = make_config(args.variant, args.weights, args.selector)
     with torch.device("meta"):
         model = on_meta(config)
-        teacher = args.relevance_teacher
-        check_relevance(model, training, model if teacher is None else None, teacher == "lm_attention")
+        check_relevance(model, training)
         if training.lora_rank:
             model = add_lora(model, lora_config(training.lora_rank, training.lora_alpha, training.lora_dropout))
         else:

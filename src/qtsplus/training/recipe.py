@@ -28,9 +28,6 @@ class ModelArguments:
         dtype: of the weights that are frozen; those that are trained are held in float32, which small learning rates
             need.
         attn_implementation: as for `from_pretrained`.
-        relevance_teacher: for `relevance_weight`, a folder or Hub id with a model of the same backbone, tokenizer and
-            visual tokens; the model itself when absent. With `lm_attention` the model itself teaches, but reads groups
-            of frames through its first layers only: for videos that are too long to be read whole.
     """
 
     __pydantic_config__ = STRICT
@@ -40,7 +37,6 @@ class ModelArguments:
     selector: dict[str, Any] = field(default_factory=dict)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     attn_implementation: Text | None = None
-    relevance_teacher: Text | None = None
 
     def __post_init__(self) -> None:
         if self.variant is None and self.weights is None:
@@ -60,8 +56,7 @@ class DataArguments:
         model_max_length: most text tokens of an example.
         processor_kwargs: for every call of the processor, such as `{fps: 1, max_frames: 64}`.
         features: a folder in which the videos' features are kept, 50 to 400 MB for each clip of a real model. Each
-            video is decoded and encoded once, before training; runs of the same tower may share a folder. The attention
-            of a teacher that does not train (a `relevance_teacher`, or a frozen language model) is kept there too.
+            video is decoded and encoded once, before training; runs of the same tower may share a folder.
     """
 
     __pydantic_config__ = STRICT

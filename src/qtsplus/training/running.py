@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -19,13 +18,12 @@ from transformers.utils import logging
 from ..data.records import VideoRecord
 from ..hub.card import card_data
 from ..output import check_folder, require_space
-from .attention import AttentionChoice, note_targets, require_same_tokens
 from .dataset import VideoQADataset, check_processor_kwargs, check_skipped, require_rates
-from .features import VideoFeatures, encode_files
+from .features import encode_files
 from .freezing import vision_modules
 from .models import make_config, make_model, make_processor, require_weights
 from .plan import make_plan
-from .recipe import ModelArguments, Recipe
+from .recipe import Recipe
 from .sharding import check_checkpoint
 from .trainer import SKIPPED_FILE, QTSplusTrainer
 
@@ -125,18 +123,6 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         require_weights(args.weights, config.model_type)
     processor = make_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
-    mixed = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
-
-    def dataset(kind: type[VideoQADataset], records: list[VideoRecord], features: Any = None) -> VideoQADataset:
-        return kind(records, processor, data.model_max_length, data.processor_kwargs, features)
-
-    def encode(tower: Any, records: list[VideoRecord]) -> VideoFeatures:
-        for module in vision_modules(tower).values():
-            module.to(training.device)
-        videos = [(record.video, record.fps) for record in records if record.video is not None]
-        settings = str(data.features), data.processor_kwargs, mixed, training.dataloader_num_workers
-        return encode_files(tower, processor, videos, *settings)
-
     if data.processor_kwargs.get("fps") is None:
         require_rates(train)
     places = [record.video for record in train if record.video is not None and "://" not in record.video]
@@ -145,26 +131,25 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     model = make_model(
         args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, seed=training.seed
     )
-    grouped = args.relevance_teacher == "lm_attention"
-    teacher = None if grouped or not training.relevance_weight else _load_relevance_teacher(args, model, processor)
-    features = None if data.features is None else encode(model, train + evaluation)
-    train_dataset = dataset(trainer_class.dataset_class, train, features)
-    collator = trainer_class.collator_class(processor)
-    frozen = teacher is not None or (training.freeze_language_model and not training.lora_rank)
-    if features is not None and training.relevance_weight and frozen:
-        # Nothing of the teacher trains: it reads every example once. Another one sees with its own vision tower.
-        reader, records = teacher or model, train_dataset.attended()
-        attended = dataset(VideoQADataset, records, encode(reader, records))
-        choice = AttentionChoice.of(training, grouped)
-        note_targets(reader.to(training.device), attended, collator, str(data.features), choice, mixed)
-        train_dataset.targets, teacher = attended.targets, None
+    features = None
+    if data.features is not None:
+        for module in vision_modules(model).values():
+            module.to(training.device)
+        videos = [(record.video, record.fps) for record in train + evaluation if record.video is not None]
+        mixed = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+        settings = data.features, data.processor_kwargs, mixed, training.dataloader_num_workers
+        features = encode_files(model, processor, videos, *settings)
+
+    def dataset(records: list[VideoRecord]) -> VideoQADataset:
+        settings = data.model_max_length, data.processor_kwargs, features
+        return trainer_class.dataset_class(records, processor, *settings)
+
     trainer = trainer_class(
         model,
         training,
-        relevance_teacher="lm_attention" if grouped else teacher,
-        train_dataset=train_dataset,
-        eval_dataset=dataset(trainer_class.dataset_class, evaluation, features) if evaluation else None,
-        data_collator=collator,
+        train_dataset=dataset(train),
+        eval_dataset=dataset(evaluation) if evaluation else None,
+        data_collator=trainer_class.collator_class(processor),
         processing_class=processor,
     )
     base = args.variant if args.weights is not None else None
@@ -177,18 +162,3 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return trainer
-
-
-def _load_relevance_teacher(args: ModelArguments, model: Any, processor: Any) -> Any:
-    """The model whose attention is the target; `None` where that is the model itself."""
-    if (weights := args.relevance_teacher) is None:
-        return None
-    same = {"select_images": model.config.qtsplus_config.select_images}
-    config = make_config(None, weights, same)
-    require_same_tokens(config, model.config)
-    if make_processor(None, weights, config).tokenizer.get_vocab() != processor.tokenizer.get_vocab():
-        raise ValueError(
-            f"model.relevance_teacher is {weights}, whose tokenizer has other tokens than the model's; expected a "
-            "teacher with the same tokenizer."
-        )
-    return make_model(None, weights, same, args.dtype, args.attn_implementation)

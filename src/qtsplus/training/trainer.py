@@ -21,14 +21,7 @@ from ..hub.card import known_front_matter, model_card
 from ..relevance_qtsplus import DOUBLINGS
 from ..results import STORED, read_stored, write_json
 from .arguments import QTSplusTrainingArguments
-from .attention import (
-    AttentionChoice,
-    answer_attention,
-    check_relevance,
-    evaluating,
-    relevance_divergences,
-    require_same_tokens,
-)
+from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
 from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
 from .dataset import IGNORED, SAID, SkippedRecord, VideoQACollator, VideoQADataset, check_skipped
 from .freezing import freeze, parameter_groups
@@ -88,7 +81,7 @@ class QTSplusTrainer(Trainer):
               + (alpha + damping) (rho M - target_n) + relevance_weight * KL(attention || softmax(log r))
               + |predicted - measured losses|
 
-    `attention` is the teacher's to each visual token, while it answers with all of them ([`answer_attention`]). Every
+    `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]). Every
     term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT over the
     supervised tokens, the others over the samples with visual tokens, the attention's over those that have an answer
     too. Without a `rho_prior`, rho_bar is the mean of rho over all earlier steps; the first step has no prior. `rho M`
@@ -111,9 +104,6 @@ class QTSplusTrainer(Trainer):
     Args:
         model: such as a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, left as it is frozen.
         args: see [`QTSplusTrainingArguments`]; decides what is frozen, and puts adapters on the model.
-        relevance_teacher: for `relevance_weight`, a QTSplus model with the same visual tokens; without one the model
-            itself teaches, with all visual tokens. With `"lm_attention"` the model itself teaches too, reading groups
-            of frames through its first layers only.
         kwargs: as for [`Trainer`].
     """
 
@@ -125,14 +115,7 @@ class QTSplusTrainer(Trainer):
     args: QTSplusTrainingArguments
     model: Any  # a model or a PeftModel, never None here
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: QTSplusTrainingArguments,
-        *,
-        relevance_teacher: nn.Module | str | None = None,
-        **kwargs: Any,
-    ):
+    def __init__(self, model: nn.Module, args: QTSplusTrainingArguments, **kwargs: Any):
         if not isinstance(args, QTSplusTrainingArguments):
             raise ValueError(f"Got args of the type {type(args).__name__}; expected QTSplusTrainingArguments.")
         if args.lora_rank:
@@ -148,22 +131,12 @@ class QTSplusTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
-        grouped = relevance_teacher == "lm_attention"
-        if isinstance(relevance_teacher, str) and not grouped:
-            raise ValueError(f"relevance_teacher={relevance_teacher!r}: expected a model, or 'lm_attention'.")
-        other = None if isinstance(relevance_teacher, str) else relevance_teacher
-        if other is not None:
-            require_same_tokens(base_model(other).config, base_model(model).config)
-        reads = None if self._targets_are_kept else base_model(other or model)
-        check_relevance(base_model(model), self.args, reads, grouped)
-        one_by_one = self.selector_config.selection == "lm_attention" or (grouped and not self._targets_are_kept)
-        if one_by_one and shares_layers(self.accelerator.state):
+        check_relevance(base_model(model), self.args)
+        if self.selector_config.selection == "lm_attention" and shares_layers(self.accelerator.state):
             raise ValueError(
                 "lm_attention reads the first layers by themselves, which FSDP and ZeRO-3 share out: train with "
-                "recipes/accelerate/zero2.yaml or ddp.yaml, or let a frozen model teach by data.features."
+                "recipes/accelerate/zero2.yaml or ddp.yaml."
             )
-        self.attention_choice = AttentionChoice.of(self.args, grouped)
-        self.relevance_teacher = None if other is None else other.to(self.args.device).eval().requires_grad_(False)
         self.about: dict[str, Any] = {}
         self.skipped: dict[str, str] = {}
         logged = self.loss_names + _BUDGET
@@ -195,7 +168,6 @@ class QTSplusTrainer(Trainer):
         assert counts is not None
         labels, sources = inputs.pop("labels"), _sources(inputs)
         inputs.pop("source_ids", None)
-        targets = inputs.pop("attention", None)
         if model.training and self._retention is not None:
             inputs["retention"] = self._retention
         with self.further_losses(inputs, labels) as (inputs, losses_of):
@@ -215,7 +187,7 @@ class QTSplusTrainer(Trainer):
         if model.training:
             terms = dict(losses_of(outputs))
             if self.args.relevance_weight > 0:
-                divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels, targets)
+                divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels)
                 terms["loss_relevance"] = self.args.relevance_weight, divergences
             if self._retention is None and self.selector_config.budget == "loss" and not self.args.freeze_selector:
                 terms["loss_budget"] = 1.0, self._predicted_losses(inputs, labels, outputs.qtsplus)
@@ -277,19 +249,14 @@ class QTSplusTrainer(Trainer):
             return measured[:0, 0]
         return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
 
-    @property
-    def _targets_are_kept(self) -> bool:
-        """Whether the dataset gives the attention: then no teacher is asked."""
-        return getattr(self.train_dataset, "targets", None) is not None
+    def attention_targets(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> list[torch.Tensor]:
+        """What teaches the scores of each row, see [`answer_attention`]."""
+        return answer_attention(self.model, inputs, labels, AttentionChoice.of(self.args))
 
-    def _relevance_divergences(self, qtsplus, inputs, labels, targets) -> torch.Tensor:
-        """
-        Of each sample with visual tokens and an answer: how far the scores are from the attention, which a teacher is
-        asked for where it is not kept.
-        """
-        if targets is None and not self._targets_are_kept:
-            targets = answer_attention(self.relevance_teacher or self.model, inputs, labels, self.attention_choice)
-        if targets is None or qtsplus is None or qtsplus.log_relevance is None:
+    def _relevance_divergences(self, qtsplus, inputs, labels) -> torch.Tensor:
+        """Of each sample with visual tokens and an answer, how far the scores are from the attention."""
+        targets = self.attention_targets(inputs, labels)  # in every process, which may share out the layers
+        if qtsplus is None or qtsplus.log_relevance is None:
             return torch.zeros(0, device=labels.device)
         null_token = self.selector_config.null_token
         return relevance_divergences(qtsplus.log_relevance, targets, null_token).to(labels.device)

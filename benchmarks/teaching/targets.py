@@ -1,0 +1,79 @@
+"""What the frozen base attends to in every record, read once before training and kept on disk beside its features."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import send_to_device
+
+from qtsplus.data.records import VideoRecord
+from qtsplus.training.arguments import QTSplusTrainingArguments
+from qtsplus.training.attention import AttentionChoice, answer_attention
+from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
+from qtsplus.training.features import VideoFeatures, digest_of, encode_files, read_tensors, write_tensors
+
+
+@dataclass(frozen=True)
+class AttentionTargets:
+    """The `attention` `[M]` for each question and answer about a video, in a file of its own."""
+
+    folder: Path
+    features: VideoFeatures  # of the videos as the teacher reads them
+
+    def file(self, record: VideoRecord, input_ids: torch.Tensor, labels: torch.Tensor) -> Path:
+        """Where the target of a record's prompt `[S]` with its answer is kept."""
+        digest = hashlib.sha256(self.features.file(str(record.video), record.fps).name.encode())
+        for ids in (input_ids, labels):
+            digest.update(ids.numpy().tobytes())
+        return self.folder / f"{digest.hexdigest()[:32]}.safetensors"
+
+    def load(self, record: VideoRecord, example: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The target of a record's example, if there is one."""
+        return read_tensors(self.file(record, example["input_ids"], example["labels"]), {"attention": 1}) or {}
+
+
+def note_targets(
+    model: Any, dataset: VideoQADataset, records: list[VideoRecord], args: QTSplusTrainingArguments
+) -> AttentionTargets:
+    """
+    The attention that teaches `records`, as the teacher reads them, beside the features of a dataset; what is there is
+    not read again, and every process of a distributed run takes its share.
+    """
+    assert dataset.features is not None
+    folder, kwargs = dataset.features.folder.parent, dataset.processor_kwargs
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    videos = [(record.video, record.fps) for record in records if record.video is not None]
+    features = encode_files(model, dataset.processor, videos, folder, kwargs, dtype, args.dataloader_num_workers)
+    attended = VideoQADataset(records, dataset.processor, dataset.model_max_length, kwargs, features)
+    choice, selector = AttentionChoice.of(args), model.config.qtsplus_config
+    settings = [
+        "shares",
+        features.folder.name,
+        asdict(choice),
+        selector.select_images,
+        selector.position_ids,
+        str(dtype),
+    ]
+    name = digest_of({"language_model": model.model.language_model}, settings)
+    targets = AttentionTargets(folder / f"attention-{name}", features)
+    targets.folder.mkdir(parents=True, exist_ok=True)
+    device = next(model.parameters()).device
+    state, collate = PartialState(), VideoQACollator(dataset.processor)
+    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        for index in range(state.process_index, len(attended), state.num_processes):
+            record, example = records[index], attended[index]
+            if record.video is None or isinstance(example, SkippedRecord) or targets.load(record, example):
+                continue
+            batch = collate([example])
+            inputs = {key: send_to_device(batch[key], device) for key in batch if key not in ("skipped", "source_ids")}
+            (attention,) = answer_attention(model, inputs, inputs.pop("labels"), choice)
+            path = targets.file(record, example["input_ids"], example["labels"])
+            write_tensors(path, {"attention": attention.cpu()})
+    state.wait_for_everyone()
+    return targets
+
+
+__all__ = ["AttentionTargets", "note_targets"]
