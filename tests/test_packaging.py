@@ -64,7 +64,6 @@ def test_the_wheel_holds_the_hub_files_beside_the_package(wheel_folder):
         "demo.mp4",
         "app.js",
         "app.css",
-        "evaluation/harness/plugin.py",
         "hub_configs/qtsplus-tiny/tokenizer.json",
     ):
         assert (packaged / name).exists(), name

@@ -19,7 +19,6 @@ from safetensors.torch import load, save
 
 from clips import make_world, render_world, write_mp4
 from qtsplus import batch, indexing, known, library, session, storage
-from qtsplus.evaluation.harness import answers
 from qtsplus.library import Library
 from qtsplus.results import Journal, seal
 from qtsplus.session import VideoSession
@@ -69,9 +68,6 @@ def whole(loaded, tmp_path_factory):
         for number in range(3):
             item = {"id": f"{number}", "failed": False, "kept": [{"a": 1}], "dropped": [], "costs": {}, "reasons": []}
             journal.add(number, item)
-        journal = Journal(folder / "answers.jsonl", {}, answers._SCHEMA)
-        for number in range(3):
-            journal.add(f"{number}", answers.SampleAnswer(text=f"answer {number}").model_dump())
         tensors = {
             "video_features": torch.rand(4, 8),
             "video_grid_thw": torch.ones(1, 3),
@@ -103,7 +99,6 @@ READERS = {
     "session": read_session,
     "batch.jsonl": read_journal("batch.jsonl", batch._ENTRIES),
     "set.jsonl": read_journal("set.jsonl", engine._SCHEMA),
-    "answers.jsonl": read_journal("answers.jsonl", answers._SCHEMA),
     "cache": read_journal("cache/qtsplus/models.jsonl", known._SCHEMA),
     "features": lambda folder, model: {
         name: value.tolist() for name, value in read_tensors(folder / "features/0.safetensors", RANKS).items()

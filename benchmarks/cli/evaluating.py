@@ -138,7 +138,7 @@ def evaluate(
     """
     model, revision = split_revision(model)
     with one_line_errors():
-        from qtsplus.evaluation.harness.loading import Options
+        from benchmarks.harness.loading import Options
 
         from ..harness import run as harness
 

@@ -175,7 +175,7 @@ def _command(
         raise ValueError(f"Two files of records are named {repeated[0]}; rename one, since its task has that name.")
     many = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
     return [
-        *(sys.executable, "-m", *(many if processes > 1 else []), "lmms_eval", "--model", "qtsplus"),
+        *(sys.executable, "-m", *(many if processes > 1 else []), "benchmarks.harness", "--model", "qtsplus"),
         *("--model_args", ",".join(f"{name}={value}" for name, value in given.items() if value is not None)),
         *("--tasks", ",".join(names), "--include_path", str(out / "tasks")),
         *("--batch_size", str(batch_size)),

@@ -216,7 +216,7 @@ def test_a_task_of_records_runs_in_lmms_eval(crowd_published, tmp_path, environm
     """As a user of lmms-eval runs it, without our command."""
     path = build_dataset(tmp_path / "crowd", "harness", 1, (8,), multiple_choice=0, progress=False, crowd=True)
     task = write_task(path, tmp_path / "tasks")
-    command = [sys.executable, "-m", "lmms_eval", "--model", "qtsplus", "--tasks", task, "--limit", "4"]
+    command = [sys.executable, "-m", "benchmarks.harness", "--model", "qtsplus", "--tasks", task, "--limit", "4"]
     arguments = [f"pretrained={crowd_published}", "retention=0.1", "device=cpu"]
     command += ["--model_args", ",".join(arguments), "--include_path", str(tmp_path / "tasks"), "--batch_size", "2"]
     command += ["--output_path", str(tmp_path / "out"), "--log_samples", "--verbosity", "DEBUG"]

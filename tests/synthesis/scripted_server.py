@@ -4,9 +4,8 @@ An OpenAI-compatible server on loopback, a process of its own: what it answers, 
 A script is a JSON file: `rules` is a list of `{"contains": text, "then": [behaviour, ...]}`. The first rule whose text
 is in a request says how its first, second, ... time ends (of each request by itself with `"each": true`); the last
 behaviour goes on. What no rule names is answered well. `letters` maps a question to the letter that is answered.
-"body ..." answers with those bytes, "drip" with one now and then for ever, "flood" with very many. `latency` is in
-seconds. Requests are logged to `log`, a line of JSON each, with whether the key was right and never the
-key itself.
+"body ..." answers with those bytes, "drip" with one now and then for ever. `latency` is in seconds. Requests are logged
+to `log`, a line of JSON each, with whether the key was right and never the key itself.
 """
 
 import asyncio
@@ -49,8 +48,8 @@ class Server:
                 log.write(json.dumps({**entry, "seed": request.get("seed")}) + "\n")
         if self.script["latency"]:
             await asyncio.sleep(self.script["latency"])
-        if behaviour in ("drip", "flood"):
-            await self.never_end(writer, *((b" ", 0.1) if behaviour == "drip" else (b" " * 2**16, 0)))
+        if behaviour == "drip":
+            await self.never_end(writer)
         status, headers, content = self.respond(behaviour, request, text, head)
         if behaviour == "hang":
             await asyncio.sleep(3600)
@@ -61,12 +60,12 @@ class Server:
         writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         await writer.drain()
 
-    async def never_end(self, writer, block, pause):
+    async def never_end(self, writer):
         writer.write(b"HTTP/1.1 200 X\r\nContent-Type: application/json\r\n\r\n")
         while not writer.is_closing():
-            writer.write(block)
+            writer.write(b" ")
             await writer.drain()
-            await asyncio.sleep(pause)
+            await asyncio.sleep(0.1)
 
     def behaviour(self, text):
         for rule in self.script["rules"]:

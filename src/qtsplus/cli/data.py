@@ -2,17 +2,17 @@
 
 import json
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..output import printable
-from .console import complain, console, fail, one_line_errors, resumable, wrote
+from .console import console, fail, one_line_errors, resumable, wrote
+from .evaluating import fail_run
 from .options import MediaRoot
 
 data_app = typer.Typer(help="Make and check training data.", no_args_is_help=True)
@@ -60,15 +60,12 @@ class Kind(str, Enum):
     vscq1 = "vscq1"
     vscq2 = "vscq2"
     vqa = "vqa"
-    summaries = "summaries"
 
 
 @data_app.command()
 def make(
-    kind: Annotated[Kind, typer.Argument(help="Which set.", metavar="vscq1|vscq2|vqa|summaries")],
-    source: Annotated[
-        Path, typer.Argument(help="Of vscq1 and summaries captions; of the others single-choice questions.")
-    ],
+    kind: Annotated[Kind, typer.Argument(help="Which set.", metavar="vscq1|vscq2|vqa")],
+    source: Annotated[Path, typer.Argument(help="Of vscq1 captions; of the others single-choice questions.")],
     out: Annotated[Path, typer.Option(help="The folder for the set and the journal.")],
     endpoint: Annotated[str, typer.Option(help="An OpenAI-compatible API, such as http://localhost:8000/v1.")],
     teacher: Annotated[str, typer.Option(help="The teacher's name at the endpoint.")],
@@ -83,34 +80,37 @@ def make(
     ] = None,
 ) -> None:
     """
-    Make one of the paper's training sets, or summaries, with a teacher model.
+    Make one of the paper's training sets with a teacher model.
 
     vscq1: single-choice questions that a language model writes about captions. vscq2: those of them that a video
     teacher answers right; the others go to dropped.jsonl. vqa: a video teacher's answers in words to what was kept.
-    summaries: what a video teacher sees happen, in order, in the videos of captions, for `eval` to score by.
     """
     if kind is Kind.vscq1 and (media_root is not None or frames is not None):
         fail(f"--{'frames' if media_root is None else 'media-root'} is about videos, and vscq1 is made from captions")
-    with _one_line():
+    with one_line_errors(), resumable():
+        if find_spec("openai") is None:
+            fail("the package openai is not installed: pip install -e '.[data]' in a clone")
         from ..data.formats import iter_captions, iter_choices, media_folder
         from ..data.media import find_media
         from ..synthesis.endpoint import Endpoint, read_key
-        from ..synthesis.engine import Job, run_job
+        from ..synthesis.engine import Job, RunFailed, run_job
         from ..synthesis.questions import PROMPTS, write_questions
-        from ..synthesis.video_steps import VideoTeacher, screen, write_answers, write_summaries
+        from ..synthesis.video_steps import VideoTeacher, screen, write_answers
 
         server = Endpoint(endpoint, teacher, read_key(), extra_body=_read_extra(extra_body))
+        read: Any = iter_choices
         if kind is Kind.vscq1:
-            server.temperature = 0.7
+            read, server.temperature = iter_captions, 0.7
             step, settings = partial(write_questions, server), {**server.settings(), "prompts": PROMPTS}
         else:
             find = partial(find_media, root=media_folder(source, media_root))
-            steps = {Kind.vscq2: (screen, 64), Kind.vqa: (write_answers, 128), Kind.summaries: (write_summaries, 1024)}
-            ask, max_tokens = steps[kind]
+            ask, max_tokens = (screen, 64) if kind is Kind.vscq2 else (write_answers, 128)
             seeing = VideoTeacher(server, find, frames or 16, max_tokens)
             step, settings = partial(ask, seeing), seeing.settings()
-        read = iter_captions if kind in (Kind.vscq1, Kind.summaries) else iter_choices
-        kept = run_job(Job(kind.value, partial(read, source), step, server, settings), out, concurrency, limit)
+        try:
+            kept = run_job(Job(kind.value, partial(read, source), step, server, settings), out, concurrency, limit)
+        except RunFailed as error:
+            fail_run(str(error))
     made = json.loads((kept.parent / "summary.json").read_text(encoding="utf-8"))
     lines = [f"{made['finished']} items: {made['kept']} rows kept, {made['dropped']} dropped."]
     lines += [f"  dropped, {reason}: {count}" for reason, count in made["dropped_because"].items()]
@@ -119,23 +119,6 @@ def make(
     tokens = f"{made['prompt_tokens']:,} tokens read and {made['completion_tokens']:,} written"
     console.print("\n".join([*lines, f"{made['requests']:,} requests, {tokens}."]), highlight=False)
     wrote(kept)
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """Ends a command in one line: for bad input with exit code 2, for a run of which nothing came with 1."""
-    from ..synthesis.engine import RunFailed
-
-    with one_line_errors(), resumable():
-        try:
-            yield
-        except RunFailed as error:
-            complain(str(error))
-            raise typer.Exit(1) from None
-        except ImportError as error:
-            if (error.name or "").partition(".")[0] != "openai":
-                raise
-            fail("the package openai is not installed: pip install -e '.[data]' in a clone")
 
 
 def _read_extra(extra_body: str) -> dict[str, Any]:

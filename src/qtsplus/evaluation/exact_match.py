@@ -15,7 +15,6 @@ from ..methods_qtsplus import Method
 from ..output import first_line
 from ..training.dataset import SkippedRecord, require_rates
 from ..videos import FAILURES, EncodedVideo, encode
-from .events import EVENTS, mean_scores, score_events
 from .intervals import share_interval
 
 
@@ -113,7 +112,6 @@ def tally(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """
     Questions, videos, accuracy with its interval over videos (`None` for one video) and kept fraction (`None` where no
     video could be read), the same per kind, and the videos that could not be read, with the number of their questions.
-    Of the kind "events" also the means of [`score_events`].
     """
 
     def row(chosen: Sequence[Outcome]) -> dict[str, float | int | None]:
@@ -133,9 +131,6 @@ def tally(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
     kinds = sorted({outcome.record.kind for outcome in outcomes})
     by_kind = {kind: row([outcome for outcome in outcomes if outcome.record.kind == kind]) for kind in kinds}
-    if EVENTS in by_kind:
-        told = [outcome for outcome in outcomes if outcome.record.kind == EVENTS]
-        by_kind[EVENTS] |= mean_scores([score_events(outcome.record.answer, outcome.said) for outcome in told])
     problems = Counter(outcome.unreadable for outcome in outcomes if outcome.unreadable is not None)
     return {
         **row(outcomes),

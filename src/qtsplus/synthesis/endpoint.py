@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAIError
 from pydantic import BaseModel, Field
 
 from ..data.records import break_special_tokens
 from .engine import ItemFailed, Ledger
 
 NO_KEY = "none"  # what servers without keys are sent
-LARGEST_REPLY = 2**20  # bytes
 
 
 class Reply(NamedTuple):
@@ -80,8 +79,7 @@ class Endpoint:
         return {"model": self.model, "temperature": self.temperature, "extra_body": dict(self.extra_body)}
 
     async def __aenter__(self) -> "Endpoint":
-        options: dict[str, Any] = {"timeout": None, "max_retries": self.retries, "http_client": _Client()}
-        self.client = AsyncOpenAI(api_key=self.key, base_url=self.url, **options)
+        self.client = AsyncOpenAI(api_key=self.key, base_url=self.url, timeout=None, max_retries=self.retries)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -146,27 +144,6 @@ class Endpoint:
     def _redact(self, text: str) -> str:
         """The text without the key, should a server have put it there."""
         return text if self.key == NO_KEY else text.replace(self.key, "[key]")
-
-
-class _ReplyTooLong(OpenAIError):
-    """More than a teacher has to say."""
-
-
-class _Client(DefaultAsyncHttpxClient):
-    """Reads no more than [`LARGEST_REPLY`] of a reply, whatever its status."""
-
-    async def send(self, request: Any, **options: Any) -> Any:
-        response = await super().send(request, **{**options, "stream": True})
-        body = bytearray()
-        try:
-            async for block in response.aiter_bytes():
-                body += block
-                if len(body) > LARGEST_REPLY:
-                    raise _ReplyTooLong(f"The server's reply is longer than {LARGEST_REPLY / 2**20:.0f} MiB.")
-        finally:
-            await response.aclose()
-        headers = {name: value for name, value in response.headers.items() if name != "content-encoding"}
-        return type(response)(response.status_code, headers=headers, content=bytes(body), request=request)
 
 
 # What is read of a chat completion; servers leave out, or set to null, all but the message.

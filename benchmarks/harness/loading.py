@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ... import loading
-from ...methods_qtsplus import add_method, check_budget
-from ...training.models import load_either
-from ...video_qtsplus import require_positive
+from qtsplus import loading
+from qtsplus.methods_qtsplus import add_method, check_budget
+from qtsplus.training.models import load_either
+from qtsplus.video_qtsplus import require_positive
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qtsplus.evaluation.harness.answers import AnswerLog, SampleAnswer
-from qtsplus.evaluation.harness.loading import Options
+from benchmarks.harness.answers import AnswerLog, SampleAnswer
+from benchmarks.harness.loading import Options
 
 
 def test_answers_of_all_processes_are_found_by_the_next(tmp_path):

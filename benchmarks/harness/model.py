@@ -1,4 +1,4 @@
-"""`python -m lmms_eval --model qtsplus`: our models, and stock ones, behind lmms-eval's chat interface."""
+"""`python -m benchmarks.harness --model qtsplus`: our models, and stock ones, behind lmms-eval's chat interface."""
 
 import os
 import zlib
@@ -15,10 +15,11 @@ from lmms_eval.api.model import lmms
 from rich.console import Console
 from rich.progress import track
 
-from ... import session
-from ...loading import find_device
-from ...output import first_line
-from ..exact_match import answer
+from qtsplus import session
+from qtsplus.evaluation.exact_match import answer
+from qtsplus.loading import find_device
+from qtsplus.output import first_line
+
 from .answers import AnswerLog, SampleAnswer
 from .loading import Options, load_evaluated
 

@@ -15,7 +15,7 @@ pytest.importorskip("lmms_eval", reason='lmms-eval is not installed: pip install
 from lmms_eval import models  # noqa: E402
 from lmms_eval.api.instance import Instance  # noqa: E402
 
-from qtsplus.evaluation.harness.model import QTSplus  # noqa: E402
+from benchmarks.harness.model import QTSplus  # noqa: E402
 
 GREEDY = {"max_new_tokens": 16, "temperature": 0, "do_sample": False}
 
