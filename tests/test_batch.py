@@ -159,9 +159,9 @@ def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, videos, tmp_path):
     assert ["more cells" in row.get("error", "") for row in read(tmp_path / "out")] == [True, False]
 
 
-def start(file, out, model, *more, program=("-m", "qtsplus.cli")):
+def start(file, out, model, *more):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, *program, *command(file, out, model, *more)]
+    line = [sys.executable, "-m", "qtsplus.cli", *command(file, out, model, *more)]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -301,22 +301,3 @@ def test_a_run_without_an_answer_has_failed(batch, tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"video": "none.mp4", "question": "What?"}])
     result = batch(file, tmp_path / "out")
     assert result.exit_code == 1 and "no question of" in result.stderr and "error" in read(tmp_path / "out")[0]
-
-
-LAUNCHERS = {
-    "torchrun": "torch.distributed.run --standalone --nproc-per-node 2",
-    "accelerate": "accelerate.commands.accelerate_cli launch --multi_gpu --num_processes 2 --main_process_port 0",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_processes_share_the_videos(launcher, batch, videos, rows, tiny_published, tmp_path):
-    file = write(tmp_path / "rows.jsonl", rows)
-    program = ("-m", *LAUNCHERS[launcher].split(), "-m", "qtsplus.cli")
-    process = start(file, tmp_path / "two", tiny_published, "--media-root", videos, program=program)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0 and said.count("The other processes are still at work") == 1, said
-    assert batch(file, tmp_path / "one", "--media-root", videos).exit_code == 0
-    assert read(tmp_path / "two") == read(tmp_path / "one")
-    assert len(entries(tmp_path / "two")) == len(rows)

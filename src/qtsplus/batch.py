@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
-from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.progress import track
@@ -22,7 +21,7 @@ from .data.formats import Row, iter_rows, media_folder
 from .data.media import find_media
 from .data.records import Rate, String, Text
 from .decoding_qtsplus import shown_name
-from .output import check_output, whole_file
+from .output import check_output, whole_file, working_in
 from .results import STORED, Journal, Line, Schema
 from .settings import explain, show
 from .videos import FAILURES
@@ -262,42 +261,27 @@ def run_batch(
     out: Path,
     asker: Asker,
     engine: Callable[[Asker, list[list[Task]]], Results] = answer_here,
-    *,
-    share: tuple[int, int] = (0, 1),
-) -> Counter[str] | None:
+) -> Counter[str]:
     """
     Asks what is not answered yet, and again what failed, and writes all rows in the order of the file. What is finished
-    stands in the journal in the folder `<out>.run`, to which several processes may add.
-
-    Args:
-        share: the index of this process among so many, which take the videos in turn.
-
-    Returns:
-        how many rows have an `answer` and an `error`; `None` where other processes have not finished.
+    stands in the journal in the folder `<out>.run`. Gives how many rows have an `answer` and an `error`.
     """
     folder = Path(f"{out}.run")
     check_output(out, overwrite=folder.is_dir())
-    folder.mkdir(parents=True, exist_ok=True)
-    with (lock := FileLock(folder / ".lock")):
+    with working_in(folder):
         journal = Journal(folder / "journal.jsonl", asker.settings(), _ENTRIES)
-    done = {key for key in journal.done if not isinstance(journal.done[key], Failed)}
-    keys = _keys(questions.tasks)
-    first = {key: number for number, key in reversed(keys.items()) if key not in done}  # of rows that ask the same
-    numbers = set(first.values())
-    mine = questions.videos()[share[0] :: share[1]]
-    left = [tasks for video in mine if (tasks := [task for task in video if task.number in numbers])]
-    for number, result in engine(asker, left):
-        with lock:
+        done = {key for key, entry in journal.done.items() if not isinstance(entry, Failed)}
+        keys = _keys(questions.tasks)
+        first = {key: number for number, key in reversed(keys.items()) if key not in done}  # of rows that ask the same
+        numbers = set(first.values())
+        videos = ([task for task in video if task.number in numbers] for video in questions.videos())
+        for number, result in engine(asker, [tasks for tasks in videos if tasks]):
             journal.add(keys[number], result)
-    with lock:
-        finished = Journal(journal.path, schema=_ENTRIES).done
-        if not finished.keys() >= set(keys.values()):
-            return None
         counts = Counter[str]()
         with whole_file(out) as file:
             for row in questions.rows:
                 key = keys.get(row.number)
-                entry = Failed(error=questions.problems[row.number]) if key is None else finished[key]
+                entry = Failed(error=questions.problems[row.number]) if key is None else journal.done[key]
                 file.write(json.dumps({**_named(row), **entry.model_dump(exclude_unset=True)}) + "\n")
                 counts["error" if isinstance(entry, Failed) else "answer"] += 1
     return counts

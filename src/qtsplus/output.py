@@ -1,5 +1,6 @@
 """What commands leave behind: files that are never seen half written, and texts about them."""
 
+import errno
 import glob
 import os
 import re
@@ -8,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from filelock import FileLock, Timeout
 
 NAMED = 20  # of many things, how many a message names
 
@@ -41,6 +44,27 @@ def _remove_left(target: Path) -> None:
             part.unlink(missing_ok=True)
         except (ValueError, PermissionError):
             pass  # not of ours, or of another user who is still at work
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """
+    A folder for one process at a time, whose work goes on where it stopped: a `ValueError` for a second one, and an
+    `OSError` that says how to go on for a full disk.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise ValueError(f"Another process works in {folder}: wait for it, or choose another folder.") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(
+            f"{folder} cannot be written ({error.strerror}). Nothing that was finished is lost: make room, and run the "
+            "same command again."
+        ) from error
 
 
 def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:

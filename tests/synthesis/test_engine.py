@@ -169,7 +169,7 @@ def test_a_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # no file may grow beyond it
     try:
-        with pytest.raises(RunFailed, match="cannot be written .* Nothing that was finished is lost: make room"):
+        with pytest.raises(OSError, match="cannot be written .* Nothing that was finished is lost: make room"):
             run_job(job(Counting()), tmp_path, concurrency=4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

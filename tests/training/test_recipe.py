@@ -114,19 +114,6 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
     assert "trainable parameters" in plan[0] and "of memory" in plan[1] and "of disk" in plan[3]
 
 
-def test_a_plan_tells_what_features_take(tmp_path):
-    records = tmp_path / "train.jsonl"
-    records.write_text(
-        "\n".join(json.dumps({"video": "a.mp4", "question": "What?", "answer": "a"}) for _ in range(100))
-    )
-    overrides = on_cpu(f"data.train_files=[{records}]", f"data.features={tmp_path}/features", "training.bf16=false")
-    recipe = load_stages(RECIPES / "qtsplus-3b.yaml", [*overrides, "model.weights=null"])[0]
-    recipe.training.bf16 = True
-    plan = make_plan(recipe)
-    assert "50.3 MB of disk for each clip" in plan.lines[-1] and "5.03 GB for 100 clips" in plan.lines[-1]
-    assert plan.lines[2].startswith("7 steps of 16 records")
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

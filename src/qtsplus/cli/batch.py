@@ -41,7 +41,7 @@ def batch(
     Answer the questions of a file. A video that cannot be read is an error in its rows, and the run goes on.
 
     Each row is answered once, however often the run is stopped and started again. A video is encoded once for all of
-    its questions. Under `accelerate launch -m qtsplus.cli batch` or `torchrun`, the processes share the videos.
+    its questions.
     """
     model, revision = split_revision(model)
     if engine is Engine.vllm and device is not None:
@@ -54,28 +54,11 @@ def batch(
 
         add_method(selection)
         questions = read_questions(file, media_root)
-        device, share = (device, (0, 1)) if engine is Engine.vllm else _share(device)
         name = name_model(model)
         asker = Asker(name, revision, device, dtype.value, fps, retention, max_visual_tokens, selection, max_new_tokens)
-        answer = answer_in_vllm if engine is Engine.vllm else answer_here
-        counts = run_batch(questions, out, asker, answer, share=share)
-    if counts is None:
-        note("The other processes are still at work; the last of them writes the answers.")
-        return
+        counts = run_batch(questions, out, asker, answer_in_vllm if engine is Engine.vllm else answer_here)
     wrote(out)
     if counts["error"]:
         note(f"{counts['error']} of {counts.total()} rows have an error; the same command asks them again.")
     if not counts["answer"]:
         fail_run(f"no question of {file} was answered")
-
-
-def _share(device: str | None) -> tuple[str | None, tuple[int, int]]:
-    """The device of this process, and its index among those that accelerate or torchrun has started."""
-    from accelerate import PartialState
-
-    from ..loading import find_device
-
-    state = PartialState(cpu=find_device(device) == "cpu")
-    if state.num_processes > 1 and device is None:
-        device = str(state.device)
-    return device, (state.process_index, state.num_processes)

@@ -66,8 +66,7 @@ def known_front_matter(model: Any) -> dict[str, Any]:
 
 
 def _count_parameters(module: Any) -> int:
-    """Of a module, whole too where DeepSpeed has left this process a part of them."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def card_data(variant: str | None, *names: str) -> dict[str, Any]:

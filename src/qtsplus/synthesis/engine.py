@@ -2,23 +2,21 @@
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from pydantic import with_config
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from typing_extensions import TypedDict
 
-from ..output import check_folder, whole_file
+from ..output import check_folder, whole_file, working_in
 from ..results import STORED, Journal, Line, Schema, write_json
 
 JOURNAL = "journal.jsonl"
@@ -30,7 +28,7 @@ class ItemFailed(Exception):
 
 
 class RunFailed(Exception):
-    """A run that cannot go on, or of which nothing came. What is finished stays in its journal."""
+    """A run of which nothing comes. What is finished stays in its journal."""
 
 
 @dataclass
@@ -105,7 +103,7 @@ def run_job(job: Job, out: Path, concurrency: int = 64, limit: int | None = None
     if not items:
         raise ValueError("The input holds no record.")
     settings = {"step": job.name, "input": digest.hexdigest()[:16], "items": items, **job.settings}
-    with _working_in(folder):
+    with working_in(folder):
         journal = Journal(folder / JOURNAL, settings, _SCHEMA)
         asyncio.run(_finish_all(job, journal, items if limit is None else min(items, limit), concurrency))
         return _write_sets(files, journal)
@@ -174,21 +172,3 @@ def _write_sets(files: Sequence[Path], journal: Journal) -> Path:
     totals = {**journal.settings, **counts, "failed": len(reasons), "dropped_because": dict(sorted(causes.items()))}
     write_json(summary, totals)
     return kept
-
-
-@contextlib.contextmanager
-def _working_in(folder: Path) -> Iterator[None]:
-    """One process at a time, which says how to go on after a full disk."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout as error:
-        raise ValueError(f"Another process works in {folder}: wait for it, or choose another folder.") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise RunFailed(
-            f"{folder} cannot be written ({error.strerror}). Nothing that was finished is lost: make room, and run the "
-            "same command again."
-        ) from error

@@ -26,7 +26,7 @@ from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
 from .dataset import IGNORED, SAID, SkippedRecord, VideoQACollator, VideoQADataset, check_skipped
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
-from .sharding import choose_layers, keep_gathered, layer_class, shares_layers
+from .sharding import choose_layers, keep_gathered, layer_class
 
 STATE_FILE = "qtsplus_state.json"
 SKIPPED_FILE = "skipped_files.json"
@@ -57,8 +57,6 @@ _SELECTOR = (
     *("gate", "budget", "null_token", "query_states", "reduction"),
     *("tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n"),
 )
-
-_BESIDE_ADAPTERS = ".modules_to_save."  # what PEFT saves whole
 
 FurtherLosses = Callable[[Any], Mapping[str, tuple[float, torch.Tensor]]]
 
@@ -132,9 +130,10 @@ class QTSplusTrainer(Trainer):
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
         check_relevance(base_model(model), self.args)
-        if self.selector_config.selection == "lm_attention" and shares_layers(self.accelerator.state):
+        fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self.selector_config.selection == "lm_attention" and fsdp is not None:
             raise ValueError(
-                "lm_attention reads the first layers by themselves, which FSDP and ZeRO-3 share out: train with "
+                "lm_attention reads the first layers by themselves, which FSDP shares out: train with "
                 "recipes/accelerate/zero2.yaml or ddp.yaml."
             )
         self.about: dict[str, Any] = {}
@@ -331,7 +330,7 @@ class QTSplusTrainer(Trainer):
         layer = layer_class(model)
         choose_layers(self.accelerator.state, model)
         prepared = super()._prepare_for_training(*args, **kwargs)
-        keep_gathered(self.model, layer, getattr(self.model_wrapped, "optimizer", None))
+        keep_gathered(self.model, layer)
         return prepared
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -370,12 +369,9 @@ class QTSplusTrainer(Trainer):
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """As stock. A sharded model gives tied weights twice, and ZeRO-3 lacks what PEFT freezes in a selector."""
+        """As stock. A sharded model gives tied weights twice."""
         if state_dict:
             tied = base_model(self.model).all_tied_weights_keys
-            for name, weight in self.model.named_parameters():
-                if _BESIDE_ADAPTERS in name:
-                    state_dict.setdefault(name, weight.detach())
             state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
 
