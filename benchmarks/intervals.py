@@ -1,10 +1,61 @@
-"""Gains and correlations of questions that are independent between videos only, and how shares are written."""
+"""
+95% intervals, p-values, gains and correlations of questions that are independent between videos only, and how shares
+are written.
+"""
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
 
-from qtsplus.evaluation.intervals import interval_and_p, share_interval
+
+def share_interval(values: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
+    """
+    The mean of shares, from 0 to 1, with its 95% interval: Student's t over clusters, with their number - 1 degrees of
+    freedom. Where all clusters have the same mean, such as 0 or 1, it is Clopper and Pearson's interval instead.
+
+    Args:
+        values: `[questions]`.
+        clusters: `[questions]`, such as the video of each.
+
+    Returns:
+        `mean`, `low` and `high`; nothing where there is one cluster.
+    """
+    return interval_and_p(values, clusters, (0.0, 1.0))[0]
+
+
+def interval_and_p(
+    values: np.ndarray, clusters: np.ndarray, bounds: tuple[float, float]
+) -> tuple[dict[str, float], float]:
+    """As [`share_interval`], of values within `bounds`; and the two-sided p of a mean of 0, by the same interval."""
+    names, index = np.unique(clusters, return_inverse=True)
+    count = len(names)
+    if count < 2:
+        return {}, 1.0
+    mean = float(np.mean(values))
+    sums = np.bincount(index, weights=values - mean)
+    error = float(np.sqrt(count / (count - 1) * np.sum(sums**2))) / len(values)
+    least, most = bounds
+    if error > 1e-12:
+        angles, tails = _student(count - 1)
+        half = np.sqrt(count - 1) * np.tan(np.interp(-0.05, -tails, angles)) * error
+        low, high = max(least, mean - half), min(most, mean + half)
+        p = float(np.interp(np.arctan(abs(mean) / error / np.sqrt(count - 1)), angles, tails))
+    else:
+        # Were more than this share of all clusters different, one would be among these with 97.5%.
+        different = 1 - 0.025 ** (1 / count)
+        low, high = mean - different * (mean - least), mean + different * (most - mean)
+        p = min(1.0, 2 * (1 + abs(mean)) ** -count)
+    return {"mean": mean, "low": float(low), "high": float(high)}, p
+
+
+@functools.lru_cache
+def _student(degrees: int) -> tuple[np.ndarray, np.ndarray]:
+    """Angles, and the chance that |t| of Student's distribution is above sqrt(degrees) tan(angle)."""
+    angles = np.linspace(0, np.pi / 2, 20_001)
+    density = np.cos(angles) ** (degrees - 1)
+    areas = (density[1:] + density[:-1])[::-1].cumsum()[::-1]
+    return angles, np.append(areas, 0.0) / areas[0]
 
 
 def paired_gain(differences: np.ndarray, clusters: np.ndarray) -> dict[str, float]:

@@ -43,7 +43,7 @@ for line, text in (
     (["watch", video, "What moves?", *named, "--every", "2"], None),
     (["batch", f"{folder}/records.jsonl", "--out", f"{folder}/answers.jsonl", *named], None),
     (["eval", f"{folder}/records.jsonl", "--model", model], None),
-    (["calibrate", model, f"{folder}/records.jsonl", "--out", f"{folder}/heads.json"], None),
+    (["calibrate", model, f"{folder}/records.jsonl"], None),
     (["train", f"{folder}/recipe.yaml", "--dry-run"], None),
     (["train", f"{folder}/recipe.yaml"], None),
     (["ask", video, "What moves?", "--model", f"{folder}/run", "--max-new-tokens", "2"], None),

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import track
 
 from qtsplus import session
-from qtsplus.evaluation.exact_match import answer
 from qtsplus.loading import find_device
 from qtsplus.output import first_line
 
@@ -193,6 +192,33 @@ class QTSplus(lmms):
             )
             for row, (request, found) in enumerate(asked)
         }
+
+
+@torch.no_grad()
+def answer(
+    model: Any,
+    processor: Any,
+    conversations: Sequence[list[dict[str, Any]]],
+    videos: Sequence[session.EncodedVideo],
+    query: Sequence[str] | None = None,
+    images: Sequence[Any] = (),
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
+    """
+    The ids `[B, T]` that a model answers conversations with, and the `QTSplusOutput` that says what they rest on. The
+    videos are those of all conversations, in order; the images a list for each that has some.
+    """
+    given: dict[str, Any] = {"query": query} if query else {}
+    if images:
+        given["images"] = images
+    if videos:
+        given["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
+        given["video_metadata"] = [video.metadata for video in videos]
+        options["video_features"] = [video.features for video in videos]
+        options["second_per_grid_ts"] = [seconds for video in videos for seconds in video.second_per_grid_ts]
+    inputs = processor.conversation_inputs(conversations, **given)
+    output = model.generate(**inputs.to(model.device), **options, return_dict_in_generate=True)
+    return output.sequences[:, inputs["input_ids"].shape[1] :], output.qtsplus
 
 
 def _batches(waiting: Mapping[str, Instance], size: int) -> list[list[str]]:

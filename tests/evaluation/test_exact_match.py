@@ -74,8 +74,8 @@ def test_the_interval_of_a_set_is_over_its_videos():
         return [Outcome(VideoRecord(f"{i % videos}.mp4", "?", "!", kind="one"), i < right) for i in range(10)]
 
     none = tally(outcomes(0, 10))
-    assert (none["questions"], none["videos"], none["accuracy"], none["low"]) == (10, 10, 0, 0)
-    assert none["high"] == none["kinds"]["one"]["high"] == pytest.approx(0.3085, abs=1e-4)
-    assert tally(outcomes(0, 5))["high"] > 0.5, "ten questions about five videos say less"
+    assert (none["questions"], none["videos"], none["accuracy"], none["low"]) == (10, 10, 0, pytest.approx(0, abs=1e-9))
+    assert none["high"] == none["kinds"]["one"]["high"] == pytest.approx(0.2775, abs=1e-4)
+    assert tally(outcomes(0, 5))["high"] > 0.4, "ten questions about five videos say less"
     one = tally(outcomes(5, 1))
-    assert (one["accuracy"], one["low"], one["high"]) == (0.5, None, None)
+    assert one["accuracy"] == 0.5 and one["low"] < 0.1 and one["high"] > 0.9, "one video says next to nothing"

@@ -69,7 +69,7 @@ def fail_run(*lines: str) -> NoReturn:
 def _print_summary(summary: dict[str, Any]) -> None:
     table = Table("kind", "questions", "videos", "accuracy", "95% interval", "kept")
     for kind, row in [*summary["kinds"].items(), ("all", summary)]:
-        interval = "" if row["low"] is None else f"{row['low']:.1%} to {row['high']:.1%}"
+        interval = f"{row['low']:.1%} to {row['high']:.1%}"
         kept = "" if row["kept"] is None else f"{row['kept']:.1%}"
         table.add_row(kind, str(row["questions"]), str(row["videos"]), f"{row['accuracy']:.1%}", interval, kept)
     console.print(table)

@@ -77,7 +77,6 @@ def calibrate(
             help="A JSONL file of questions with evidence of their answers. A few dozen will do.", show_default=False
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The file for all figures.")] = Path("calibration.json"),
 ) -> None:
     """
     Find the layers and heads whose attention finds what an answer rests on, for attention distillation and for
@@ -85,22 +84,18 @@ def calibrate(
     """
     with one_line_errors():
         from ..evaluation import calibration
-        from ..output import check_output
-        from ..results import write_json
         from ..training.models import load_either
 
-        check_output(out)
         questions = calibration.read_labelled(records)
         result = calibration.calibrate(*load_either(model), questions)
-        write_json(out, result.as_dict())
         _print_calibration(result)
-        wrote(out)
         configuration = calibration.write_attention(Path(model), result)
         if configuration is not None:
             wrote(configuration)
 
 
 def _print_calibration(result: "Calibration") -> None:
+    console.print("measured on {} questions, checked on {}".format(*result.questions))
     for title, recall in (("best", result.choices[result.best]), ("all layers", next(iter(result.choices.values())))):
         console.print(f"distillation, {title}: {recall.tokens:.1%} of the needle tokens")
     recall, (default, *_) = result.readings[result.best_reading], result.readings.values()

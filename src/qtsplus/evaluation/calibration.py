@@ -7,7 +7,7 @@ for `selection="lm_attention"`.
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,9 +43,7 @@ class Recall(NamedTuple):
 class Calibration:
     """What [`calibrate`] has found."""
 
-    # What each layer and each head finds in half of the videos, from the answer and from the question's words.
-    measured: dict[AttentionChoice, Recall]
-    # For attention distillation, what the sum over each finds in the other videos.
+    # For attention distillation, what the sum over each finds in the half of the videos that did not choose it.
     choices: dict[AttentionChoice, Recall]
     # For `selection="lm_attention"`, what each single layer finds there; first that which a model reads without this.
     readings: dict[AttentionChoice, Recall]
@@ -73,18 +71,6 @@ class Calibration:
         named = {"relevance_layers": self.best.layers, "relevance_heads": self.best.heads}
         fields = {name: np.array(value).tolist() for name, value in named.items() if value is not None}
         return fields | ({} if self.best.positions == "answer" else {"relevance_positions": self.best.positions})
-
-    def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
-        figures: dict[str, Any] = {
-            "questions": dict(zip(("measured", "checked"), self.questions, strict=True)),
-            "training": self.fields(),
-            "qtsplus_config": self.attention_fields(),
-        }
-        for name in ("choices", "readings", "measured"):
-            recalls = getattr(self, name).items()
-            figures[name] = [{**asdict(choice), **recall._asdict()} for choice, recall in recalls]
-        return figures
 
 
 def read_labelled(path: Path) -> list[LabelledQuestion]:
@@ -118,15 +104,14 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
         first, second = (
             (VideoQADataset([one.record for one in half], processor, None, None, features), half) for half in halves
         )
-        measured: dict[AttentionChoice, Recall] = {}
         choices: dict[AttentionChoice, Recall] = {}
         for positions in ("answer", "question"):
-            measured |= (found := measure_recalls(model, *first, positions, progress))
+            found = measure_recalls(model, *first, positions, progress)
             sums = [AttentionChoice(positions=positions), best_sum(found, "layers"), best_sum(found, "heads")]
             choices |= measure_recalls(model, *second, positions, progress, sums)
         single = _readings(measure_recalls(model, *first, "prompt", progress), model.config.text_config)
         readings = measure_recalls(model, *second, "prompt", progress, single)
-    return Calibration(measured, choices, readings, (len(halves[0]), len(halves[1])))
+    return Calibration(choices, readings, (len(halves[0]), len(halves[1])))
 
 
 def _readings(measured: Mapping[AttentionChoice, Recall], text_config: Any) -> list[AttentionChoice]:

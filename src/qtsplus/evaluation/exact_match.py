@@ -1,11 +1,11 @@
 """Asks a model questions about videos, and counts the answers that match."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -14,8 +14,7 @@ from ..data.records import VideoRecord
 from ..methods_qtsplus import Method
 from ..output import first_line
 from ..training.dataset import SkippedRecord, require_rates
-from ..videos import FAILURES, EncodedVideo, encode
-from .intervals import share_interval
+from ..videos import FAILURES, encode
 
 
 @dataclass(frozen=True)
@@ -23,18 +22,18 @@ class Outcome:
     """One question."""
 
     record: VideoRecord
-    correct: bool  # what was `said` is the record's answer to the letter
+    correct: bool  # what was said is the record's answer to the letter
     visual_tokens: int = 0
     rho: float = 0.0  # the fraction that the selection aimed at
     kept_indices: tuple[int, ...] = ()  # of the visual tokens, those that the language model read
     unreadable: SkippedRecord | None = None
-    said: str = ""
 
     @property
     def kept_tokens(self) -> int:
         return len(self.kept_indices)
 
 
+@torch.no_grad()
 def exact_match(
     model: Any,
     processor: Any,
@@ -68,64 +67,51 @@ def exact_match(
                 [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": record.question}]}]
                 for record in batch
             ]
-            query = [record.query or record.question for record in batch]
-            longest = max(len(processor.text_ids(record.answer)) for record in batch) + 2
-            call: dict[str, Any] = {"retention": retention, "selection": selection, "max_new_tokens": longest}
-            videos_of_all = [encoded] * len(batch)
-            ids, chosen = answer(model, processor, conversations, videos_of_all, query, do_sample=False, **call)
+            inputs = processor.conversation_inputs(
+                conversations,
+                query=[record.query or record.question for record in batch],
+                video_grid_thw=encoded.video_grid_thw.repeat(len(batch), 1),
+                video_metadata=[encoded.metadata] * len(batch),
+            )
+            output = model.generate(
+                **inputs.to(model.device),
+                video_features=[encoded.features] * len(batch),
+                second_per_grid_ts=encoded.second_per_grid_ts * len(batch),
+                retention=retention,
+                selection=selection,
+                do_sample=False,
+                max_new_tokens=max(len(processor.text_ids(record.answer)) for record in batch) + 2,
+                return_dict_in_generate=True,
+            )
+            ids, chosen = output.sequences[:, inputs["input_ids"].shape[1] :], output.qtsplus
             texts = processor.batch_decode(ids, skip_special_tokens=True)
             for row, (index, text) in enumerate(zip(indices[start:], texts, strict=False)):
                 correct, kept = text.strip() == records[index].answer, tuple(chosen.kept_indices[row].tolist())
-                rho = float(chosen.rho[row])
-                outcomes[index] = Outcome(records[index], correct, len(encoded.features), rho, kept, said=text.strip())
+                outcomes[index] = Outcome(records[index], correct, len(encoded.features), float(chosen.rho[row]), kept)
     return [outcomes[index] for index in range(len(records))]
-
-
-@torch.no_grad()
-def answer(
-    model: Any,
-    processor: Any,
-    conversations: Sequence[list[dict[str, Any]]],
-    videos: Sequence[EncodedVideo],
-    query: Sequence[str] | None = None,
-    images: Sequence[Any] = (),
-    **options: Any,
-) -> tuple[torch.Tensor, Any]:
-    """
-    The ids `[B, T]` that a model answers conversations with, and the `QTSplusOutput` that says what they rest on. The
-    videos are those of all conversations, in order; the images a list for each that has some.
-    """
-    given: dict[str, Any] = {"query": query} if query else {}
-    if images:
-        given["images"] = images
-    if videos:
-        given["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
-        given["video_metadata"] = [video.metadata for video in videos]
-        options["video_features"] = [video.features for video in videos]
-        options["second_per_grid_ts"] = [seconds for video in videos for seconds in video.second_per_grid_ts]
-    inputs = processor.conversation_inputs(conversations, **given)
-    output = model.generate(**inputs.to(model.device), **options, return_dict_in_generate=True)
-    return output.sequences[:, inputs["input_ids"].shape[1] :], output.qtsplus
 
 
 def tally(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """
-    Questions, videos, accuracy with its interval over videos (`None` for one video) and kept fraction (`None` where no
-    video could be read), the same per kind, and the videos that could not be read, with the number of their questions.
+    Questions, videos, accuracy with Wilson's 95% interval over videos (questions about one video are not independent),
+    and kept fraction (`None` where no video could be read); the same per kind, and the videos that could not be read,
+    with the number of their questions.
     """
 
     def row(chosen: Sequence[Outcome]) -> dict[str, float | int | None]:
-        correct = np.array([outcome.correct for outcome in chosen], dtype=float)
-        videos = np.array([str(outcome.record.video) for outcome in chosen])
-        interval = share_interval(correct, videos)
+        videos = len({outcome.record.video for outcome in chosen})
+        accuracy = sum(outcome.correct for outcome in chosen) / len(chosen)
+        z = 1.96
+        middle = (accuracy + z**2 / 2 / videos) / (1 + z**2 / videos)
+        half = z / (1 + z**2 / videos) * math.sqrt(accuracy * (1 - accuracy) / videos + (z / 2 / videos) ** 2)
         visual_tokens = sum(outcome.visual_tokens for outcome in chosen)
         kept = sum(outcome.kept_tokens for outcome in chosen)
         return {
             "questions": len(chosen),
-            "videos": len(set(videos)),
-            "accuracy": float(correct.mean()),
-            "low": interval.get("low"),
-            "high": interval.get("high"),
+            "videos": videos,
+            "accuracy": accuracy,
+            "low": max(0.0, middle - half),
+            "high": min(1.0, middle + half),
             "kept": kept / visual_tokens if visual_tokens else None,
         }
 

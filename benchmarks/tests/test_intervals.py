@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qtsplus.evaluation.intervals import share_interval
+from benchmarks.intervals import share_interval
 
 
 def test_an_interval_is_students_t_over_videos():
