@@ -202,29 +202,6 @@ def data_lines() -> list[list[str]]:
     ]
 
 
-def synthesis_lines() -> list[list[str]]:
-    server = ["--endpoint", "http://127.0.0.1:9/v1", "--teacher", "m"]
-    addresses = (
-        *("", "localhost:8000", "ftp://x/v1", "http://", "http://x:99999/v1", "http://x:0/v1", "http://x y/v1", LONG),
-        *("http://[::1/v1", "http://user:word@x/v1", "http://x/v1?key=1", "http://\x00", "http://ü/v1"),
-    )
-    makers = {"vscq1": "{captions}", "vscq2": "{choices}", "vqa": "{choices}"}
-    vscq1, vscq2, vqa = (["data", "make", name, source, "--out", "{out}"] for name, source in makers.items())
-    both, with_frames = [*vscq1, *server], [*vscq2, *server]
-    return [
-        *(["data", "make", name, path, *both[4:]] for name in makers for path in ("{missing}", "{empty}", "{text}")),
-        *each_value([*vscq1[:4], *server], "--out", ("", "{text}", "{text}/x", "\x00")),
-        *each_value(both, "--concurrency", ("4097", *NO_COUNTS)),
-        *wrong(both, "--limit"),
-        *each_value(both, "--extra-body", ("", "3", "{{", "[" * 5000, "NaN")),
-        *each_value([*vscq1, "--teacher", "m"], "--endpoint", addresses),
-        *([*vqa, *some] for some in (server[2:], server[:2], [*server[:2], "--teacher="])),
-        *([*both, *more] for more in (["--requests-per-minute", "5"], ["--frames", "2"], ["--media-root", "{frames}"])),
-        *each_value(with_frames, "--frames", ("1000000000", *NO_COUNTS)),
-        *each_value(with_frames, "--media-root", ("", "{missing}", "{text}")),
-    ]
-
-
 # What no field of a record may hold, by the field.
 NO_VALUES = {
     "video": ("5", "[]", '["a.mp4"]', '""', '" "', "1e400", '"\\ud800"'),
@@ -362,5 +339,5 @@ def train_lines() -> list[list[str]]:
 def command_lines() -> list[list[str]]:
     """All of them but those that read a record file or a recipe of their own."""
     groups = (ask_lines, watch_lines, batch_lines, serve_lines, app_lines, mcp_lines, eval_lines, convert_lines)
-    more = (publish_lines, data_lines, synthesis_lines, train_lines, override_lines)
+    more = (publish_lines, data_lines, train_lines, override_lines)
     return [line for group in (*groups, *more) for line in group()]

@@ -22,7 +22,6 @@ from qtsplus import batch, indexing, known, library, session, storage
 from qtsplus.library import Library
 from qtsplus.results import Journal, seal
 from qtsplus.session import VideoSession
-from qtsplus.synthesis import engine
 from qtsplus.training.features import read_tensors, write_tensors
 
 SEED, CASES = int(os.environ.get("FUZZ_SEED", "45")), int(os.environ.get("FUZZ_CASES", "1000"))
@@ -64,10 +63,6 @@ def whole(loaded, tmp_path_factory):
         answer = {"answer": "A ball.", "kept_tokens": 3, "visual_tokens": 9, "evidence": evidence, "warnings": []}
         for number, value in enumerate((answer, {"error": "no video"}, answer)):
             journal.add(str(number), value)
-        journal = Journal(folder / "set.jsonl", {"step": "vqa"}, engine._SCHEMA)
-        for number in range(3):
-            item = {"id": f"{number}", "failed": False, "kept": [{"a": 1}], "dropped": [], "costs": {}, "reasons": []}
-            journal.add(number, item)
         tensors = {
             "video_features": torch.rand(4, 8),
             "video_grid_thw": torch.ones(1, 3),
@@ -98,7 +93,6 @@ READERS = {
     "library": read_library,
     "session": read_session,
     "batch.jsonl": read_journal("batch.jsonl", batch._ENTRIES),
-    "set.jsonl": read_journal("set.jsonl", engine._SCHEMA),
     "cache": read_journal("cache/qtsplus/models.jsonl", known._SCHEMA),
     "features": lambda folder, model: {
         name: value.tolist() for name, value in read_tensors(folder / "features/0.safetensors", RANKS).items()

@@ -8,11 +8,12 @@ from .comparing import ablation, attention, evidence, learned, library
 from .evaluating import analysis, evaluate, needle, report
 from .making import haystack, real, tiny, tinyworld, train
 from .measuring import decoding, efficiency, memory, rehearsal, scaling, speed, stream, training_step
+from .sets import make
 
 app = typer.Typer(
     cls=FilledArguments,
-    help="Make worlds, teach tiny models, and measure speed, memory and accuracy. Results are JSON files with every "
-    "repeat.",
+    help="Make worlds and sets, teach tiny models, and measure speed, memory and accuracy. Results are JSON files with "
+    "every repeat.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -20,6 +21,7 @@ app = typer.Typer(
 for command in (
     tinyworld,
     haystack,
+    make,
     train,
     tiny,
     real,

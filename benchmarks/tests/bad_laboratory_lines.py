@@ -1,6 +1,6 @@
 """Bad command lines of `python -m benchmarks`, in the words of `tests/bad_command_lines.py`."""
 
-from bad_command_lines import LONG, NO_COUNTS, NO_FRACTIONS, NO_NUMBERS, NO_RATES, SELECTIONS, each_value
+from bad_command_lines import LONG, NO_COUNTS, NO_FRACTIONS, NO_NUMBERS, NO_RATES, SELECTIONS, each_value, wrong
 
 NO_SEEDS = ("-1", "4294967296", "1.5", *NO_NUMBERS)
 
@@ -17,6 +17,29 @@ def ablation_lines() -> list[list[str]]:
             ["ablation", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
             for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
         ),
+    ]
+
+
+def synthesis_lines() -> list[list[str]]:
+    server = ["--endpoint", "http://127.0.0.1:9/v1", "--teacher", "m"]
+    addresses = (
+        *("", "localhost:8000", "ftp://x/v1", "http://", "http://x:99999/v1", "http://x:0/v1", "http://x y/v1", LONG),
+        *("http://[::1/v1", "http://user:word@x/v1", "http://x/v1?key=1", "http://\x00", "http://ü/v1"),
+    )
+    makers = {"vscq1": "{captions}", "vscq2": "{choices}", "vqa": "{choices}"}
+    vscq1, vscq2, vqa = (["make", name, source, "--out", "{out}"] for name, source in makers.items())
+    both, with_frames = [*vscq1, *server], [*vscq2, *server]
+    return [
+        *(["make", name, path, *both[3:]] for name in makers for path in ("{missing}", "{empty}", "{text}")),
+        *each_value([*vscq1[:3], *server], "--out", ("", "{text}", "{text}/x", "\x00")),
+        *each_value(both, "--concurrency", ("4097", *NO_COUNTS)),
+        *wrong(both, "--limit"),
+        *each_value(both, "--extra-body", ("", "3", "{{", "[" * 5000, "NaN")),
+        *each_value([*vscq1, "--teacher", "m"], "--endpoint", addresses),
+        *([*vqa, *some] for some in (server[2:], server[:2], [*server[:2], "--teacher="])),
+        *([*both, *more] for more in (["--requests-per-minute", "5"], ["--frames", "2"], ["--media-root", "{frames}"])),
+        *each_value(with_frames, "--frames", ("1000000000", *NO_COUNTS)),
+        *each_value(with_frames, "--media-root", ("", "{missing}", "{text}")),
     ]
 
 
@@ -147,5 +170,12 @@ def evaluate_lines() -> list[list[str]]:
 
 
 def laboratory_lines() -> list[list[str]]:
-    lines = [*ablation_lines(), *world_lines(), *speed_lines(), *learned_lines(), *rehearsal_lines()]
+    lines = [
+        *ablation_lines(),
+        *synthesis_lines(),
+        *world_lines(),
+        *speed_lines(),
+        *learned_lines(),
+        *rehearsal_lines(),
+    ]
     return [*lines, *stream_lines(), *study_lines(), *evaluate_lines()]

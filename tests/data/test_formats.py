@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtsplus.data.formats import iter_captions, iter_records, iter_rows, read_records
+from qtsplus.data.formats import iter_records, iter_rows, read_records
 from qtsplus.data.records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Caption, Choice, FreeAnswer, VideoRecord
 from set_files import write_records
 
@@ -120,22 +120,6 @@ def test_media_are_found_by_their_vision_id(tmp_path):
     found = [record.video for record in read_records(tmp_path / "vqa.jsonl", tmp_path / "media")]
     places = ["v_1", "clips/v_2.mp4", "clips/v_2.mp4", "missing"]
     assert found == [str(tmp_path / "media" / name) for name in places]
-
-
-def test_captions_are_taken_from_rows_conversations_and_tinyworld(tmp_path):
-    rows = [
-        Caption(vision_id="a", caption="A man."),
-        VideoRecord("b.mp4", "Describe the video.", "A car.", id="1"),
-        VideoRecord("c.mp4", "Describe the video.", "A red square.", kind="caption", source="caption"),
-        VideoRecord("c.mp4", "What colour?", "red", kind="attribute"),
-        VideoRecord("c.mp4", "Where?", "left", earlier=(("What?", "a dot"),)),
-    ]
-    write_records(tmp_path / "set.jsonl", rows)
-    found = [(caption.vision_id, caption.caption) for caption in iter_captions(tmp_path / "set.jsonl")]
-    assert found == [("a", "A man."), ("b.mp4", "A car."), ("c.mp4", "A red square.")]
-    write_records(tmp_path / "none.jsonl", rows[3:])
-    with pytest.raises(ValueError, match="holds no caption"):
-        list(iter_captions(tmp_path / "none.jsonl"))
 
 
 @pytest.mark.parametrize(

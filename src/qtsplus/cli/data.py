@@ -1,21 +1,16 @@
-"""`qtsplus data`: makes sets of questions about videos and checks them."""
+"""`qtsplus data`: checks sets of questions about videos."""
 
-import json
 import signal
-from enum import Enum
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..output import printable
-from .console import console, fail, one_line_errors, resumable, wrote
-from .evaluating import fail_run
+from .console import fail, one_line_errors
 from .options import MediaRoot
 
-data_app = typer.Typer(help="Make and check training data.", no_args_is_help=True)
+data_app = typer.Typer(help="Check training data.", no_args_is_help=True)
 
 
 @data_app.command()
@@ -54,78 +49,3 @@ def check(
     print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")
     if checked.bad:
         raise typer.Exit(1)
-
-
-class Kind(str, Enum):
-    vscq1 = "vscq1"
-    vscq2 = "vscq2"
-    vqa = "vqa"
-
-
-@data_app.command()
-def make(
-    kind: Annotated[Kind, typer.Argument(help="Which set.", metavar="vscq1|vscq2|vqa")],
-    source: Annotated[Path, typer.Argument(help="Of vscq1 captions; of the others single-choice questions.")],
-    out: Annotated[Path, typer.Option(help="The folder for the set and the journal.")],
-    endpoint: Annotated[str, typer.Option(help="An OpenAI-compatible API, such as http://localhost:8000/v1.")],
-    teacher: Annotated[str, typer.Option(help="The teacher's name at the endpoint.")],
-    media_root: MediaRoot = None,
-    frames: Annotated[
-        int | None, typer.Option(help="How many frames of a video the teacher is sent; 16.", min=1, max=4096)
-    ] = None,
-    extra_body: Annotated[str, typer.Option(help="JSON for every request, such as '{\"temperature\": 0.2}'.")] = "{}",
-    concurrency: Annotated[int, typer.Option(help="How many items are worked on at a time.", min=1, max=4096)] = 64,
-    limit: Annotated[
-        int | None, typer.Option(help="Only the first items, to see what they cost.", min=1, max=2**40)
-    ] = None,
-) -> None:
-    """
-    Make one of the paper's training sets with a teacher model.
-
-    vscq1: single-choice questions that a language model writes about captions. vscq2: those of them that a video
-    teacher answers right; the others go to dropped.jsonl. vqa: a video teacher's answers in words to what was kept.
-    """
-    if kind is Kind.vscq1 and (media_root is not None or frames is not None):
-        fail(f"--{'frames' if media_root is None else 'media-root'} is about videos, and vscq1 is made from captions")
-    with one_line_errors(), resumable():
-        if find_spec("openai") is None:
-            fail("the package openai is not installed: pip install -e '.[data]' in a clone")
-        from ..data.formats import iter_captions, iter_choices, media_folder
-        from ..data.media import find_media
-        from ..synthesis.endpoint import Endpoint, read_key
-        from ..synthesis.engine import Job, RunFailed, run_job
-        from ..synthesis.questions import PROMPTS, write_questions
-        from ..synthesis.video_steps import VideoTeacher, screen, write_answers
-
-        server = Endpoint(endpoint, teacher, read_key(), extra_body=_read_extra(extra_body))
-        read: Any = iter_choices
-        if kind is Kind.vscq1:
-            read, server.temperature = iter_captions, 0.7
-            step, settings = partial(write_questions, server), {**server.settings(), "prompts": PROMPTS}
-        else:
-            find = partial(find_media, root=media_folder(source, media_root))
-            ask, max_tokens = (screen, 64) if kind is Kind.vscq2 else (write_answers, 128)
-            seeing = VideoTeacher(server, find, frames or 16, max_tokens)
-            step, settings = partial(ask, seeing), seeing.settings()
-        try:
-            kept = run_job(Job(kind.value, partial(read, source), step, server, settings), out, concurrency, limit)
-        except RunFailed as error:
-            fail_run(str(error))
-    made = json.loads((kept.parent / "summary.json").read_text(encoding="utf-8"))
-    lines = [f"{made['finished']} items: {made['kept']} rows kept, {made['dropped']} dropped."]
-    lines += [f"  dropped, {reason}: {count}" for reason, count in made["dropped_because"].items()]
-    if made["failed"]:
-        lines.append(f"{made['failed']} items failed, as failed.jsonl says; the same command tries them again.")
-    tokens = f"{made['prompt_tokens']:,} tokens read and {made['completion_tokens']:,} written"
-    console.print("\n".join([*lines, f"{made['requests']:,} requests, {tokens}."]), highlight=False)
-    wrote(kept)
-
-
-def _read_extra(extra_body: str) -> dict[str, Any]:
-    try:
-        extra = json.loads(extra_body)
-    except (ValueError, RecursionError):
-        extra = None
-    if not isinstance(extra, dict):
-        raise ValueError(f"--extra-body is {extra_body[:80]!r}; expected a JSON object.")
-    return extra

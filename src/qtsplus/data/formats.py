@@ -14,7 +14,7 @@ from typing import Any
 from ..output import printable
 from ..settings import show
 from .media import find_media
-from .records import Caption, Choice, Record, VideoRecord, media_name, parse_record, to_video_record
+from .records import Record, VideoRecord, media_name, parse_record, to_video_record
 
 ROWS_AT_ONCE = 1000  # of a table
 
@@ -75,32 +75,6 @@ def iter_records(path: str | os.PathLike) -> Iterator[Record]:
         if row.record is None:
             raise ValueError(f"Row {row.number} of {path} is not a record: {row.problem}")
         yield row.record
-
-
-def iter_captions(path: str | os.PathLike) -> Iterator[Caption]:
-    """
-    The captions of a set: [`Caption`] rows, the answers of questions of the kind "caption", and those of LLaVA-Video
-    conversations of one turn. A `ValueError` for a row that is not a record, or where there is none.
-    """
-    any_caption = False
-    for record in iter_records(path):
-        if isinstance(record, VideoRecord):
-            asks = record.kind or record.earlier or record.options or record.video is None
-            if record.kind == "caption" or not asks:
-                record = Caption(vision_id=str(record.video), id=record.id, fps=record.fps, caption=record.answer)
-        if isinstance(record, Caption):
-            any_caption = True
-            yield record
-    if not any_caption:
-        raise ValueError(f"{path} holds no caption; expected rows with vision_id and caption.")
-
-
-def iter_choices(path: str | os.PathLike) -> Iterator[Choice]:
-    """The single-choice questions of a set; the first row that is none raises a `ValueError`."""
-    for number, record in enumerate(iter_records(path), start=1):
-        if not isinstance(record, Choice):
-            raise ValueError(f"Row {number} of {path} is no single-choice question; expected what `vscq1` makes.")
-        yield record
 
 
 def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> list[VideoRecord]:

@@ -172,7 +172,7 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
         return replace(record, video=video or record.video)
     if isinstance(record, Caption):
         raise ValueError(
-            "it is a caption, which asks nothing; make questions of captions with `qtsplus data make vscq1` first."
+            "it is a caption, which asks nothing; make questions of captions with `python -m benchmarks make` first."
         )
     shared = {"video": video or record.vision_id, "kind": record.type or "", "fps": record.fps, "id": record.id}
     if isinstance(record, Choice):
@@ -189,11 +189,6 @@ def all_texts(record: Record) -> list[str]:
     item = to_video_record(record)
     earlier = chain.from_iterable(item.earlier)
     return [item.question, item.answer, item.query or "", *(item.options or ()), *earlier]
-
-
-def break_special_tokens(text: str) -> str:
-    """The text with a space in each special token, so that no tokenizer takes it for one."""
-    return SPECIAL_TOKEN.sub(lambda token: f"< {token[1]}>", text)
 
 
 def media_name(record: Record) -> str | None:

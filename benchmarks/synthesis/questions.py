@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, field_validator
 
-from ..data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text
-from ..settings import explain
+from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text
+from qtsplus.settings import explain
+
 from .endpoint import Endpoint
 from .engine import Item, ItemFailed, Ledger
 from .video_steps import strip_thoughts

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ..data.media import UNREADABLE
-from ..data.records import Choice, FreeAnswer
-from ..output import first_line
-from ..video_qtsplus import choose_frames, image_paths, load_frames, read_video
+from qtsplus.data.media import UNREADABLE
+from qtsplus.data.records import Choice, FreeAnswer
+from qtsplus.output import first_line
+from qtsplus.video_qtsplus import choose_frames, image_paths, load_frames, read_video
+
 from .endpoint import Endpoint, Reply
 from .engine import Item, ItemFailed, Ledger
 

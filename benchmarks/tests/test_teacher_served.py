@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
+from benchmarks.synthesis.endpoint import Endpoint
+from benchmarks.synthesis.engine import Item, ItemFailed, Job, Ledger, run_job
+from benchmarks.synthesis.questions import write_questions
+from benchmarks.synthesis.video_steps import VideoTeacher, screen, write_answers
 from qtsplus.data.records import Caption, Choice
 from qtsplus.hub.convert import convert
-from qtsplus.synthesis.endpoint import Endpoint
-from qtsplus.synthesis.engine import Item, ItemFailed, Job, Ledger, run_job
-from qtsplus.synthesis.questions import write_questions
-from qtsplus.synthesis.video_steps import VideoTeacher, screen, write_answers
 from server_process import free_port, running_server
 
 pytestmark = pytest.mark.slow

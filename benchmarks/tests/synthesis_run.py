@@ -4,10 +4,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from benchmarks.synthesis.endpoint import Endpoint, read_key
+from benchmarks.synthesis.engine import Job, run_job
+from benchmarks.synthesis.questions import write_questions
 from qtsplus.data.records import Caption
-from qtsplus.synthesis.endpoint import Endpoint, read_key
-from qtsplus.synthesis.engine import Job, run_job
-from qtsplus.synthesis.questions import write_questions
 
 
 def captions(count):

@@ -6,10 +6,9 @@ from functools import partial
 import pytest
 from PIL import Image
 
-from qtsplus.data.records import Choice
-from qtsplus.synthesis.endpoint import Endpoint
-from qtsplus.synthesis.engine import Job, run_job
-from qtsplus.synthesis.video_steps import (
+from benchmarks.synthesis.endpoint import Endpoint
+from benchmarks.synthesis.engine import Job, run_job
+from benchmarks.synthesis.video_steps import (
     VideoTeacher,
     answer_fault,
     read_letter,
@@ -17,6 +16,7 @@ from qtsplus.synthesis.video_steps import (
     spread_frames,
     write_answers,
 )
+from qtsplus.data.records import Choice
 from scripted_server import KEY, scripted_server
 
 

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAIError
 from pydantic import BaseModel, Field
 
-from ..data.records import break_special_tokens
+from qtsplus.data.records import SPECIAL_TOKEN
+
 from .engine import ItemFailed, Ledger
 
 NO_KEY = "none"  # what servers without keys are sent
@@ -35,6 +36,11 @@ def read_key() -> str:
             "The environment variable OPENAI_API_KEY holds no API key; expected one with at least 8 plain characters."
         )
     return key
+
+
+def break_special_tokens(text: str) -> str:
+    """The text with a space in each special token, so that no tokenizer takes it for one."""
+    return SPECIAL_TOKEN.sub(lambda token: f"< {token[1]}>", text)
 
 
 def _as_text(content: Any) -> Any:

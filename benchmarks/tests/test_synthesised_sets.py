@@ -7,15 +7,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks.cli import app
 from clips import render_clip
-from qtsplus.cli import app
+from qtsplus.cli import app as qtsplus
 from qtsplus.data.formats import iter_records
 from qtsplus.data.records import Choice, FreeAnswer
 from scripted_server import KEY, scripted_server
 
 
-def command(*arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+def command(program, *arguments):
+    result = CliRunner().invoke(program, [str(argument) for argument in arguments])
     assert result.exit_code == 0, (result.stderr[-2000:], result.exception)
     return result.stdout + result.stderr
 
@@ -33,10 +34,10 @@ def test_captions_to_training(tmp_path, tiny_published, monkeypatch):
     rules = [{"contains": "<caption>", "then": ["429", "malformed", "500", "truncated", "options", "good"]}]
     with scripted_server(tmp_path / "server", rules=rules, answer="It is red.") as (url, log):
         endpoint = ["--endpoint", url, "--teacher", "scripted"]
-        told = [command("data", "make", "vscq1", captions, "--out", sets / "vscq1", *endpoint)]
+        told = [command(app, "make", "vscq1", captions, "--out", sets / "vscq1", *endpoint)]
         videos = [*endpoint, "--media-root", worlds, "--frames", "2"]
-        told.append(command("data", "make", "vscq2", sets / "vscq1" / "vscq1.jsonl", "--out", sets / "vscq2", *videos))
-        told.append(command("data", "make", "vqa", sets / "vscq2" / "vscq2.jsonl", "--out", sets / "vqa", *videos))
+        told.append(command(app, "make", "vscq2", sets / "vscq1" / "vscq1.jsonl", "--out", sets / "vscq2", *videos))
+        told.append(command(app, "make", "vqa", sets / "vscq2" / "vscq2.jsonl", "--out", sets / "vqa", *videos))
     choices = list(iter_records(sets / "vscq1" / "vscq1.jsonl"))
     assert choices and all(isinstance(choice, Choice) for choice in choices)
 
@@ -58,7 +59,7 @@ def test_captions_to_training(tmp_path, tiny_published, monkeypatch):
         "training": {**training, "report_to": "none", "use_cpu": True, "save_strategy": "no", "logging_steps": 1},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command("train", tmp_path / "recipe.yaml")
+    command(qtsplus, "train", tmp_path / "recipe.yaml")
     assert (tmp_path / "run" / "model.safetensors").exists()
 
     assert KEY not in "".join(told)
@@ -68,10 +69,10 @@ def test_captions_to_training(tmp_path, tiny_published, monkeypatch):
 
 def test_the_packages_of_endpoints_are_named(tmp_path, monkeypatch):
     for module in ("questions", "endpoint"):
-        monkeypatch.delitem(sys.modules, f"qtsplus.synthesis.{module}", raising=False)
+        monkeypatch.delitem(sys.modules, f"benchmarks.synthesis.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "openai", None)
     arguments = ["captions.jsonl", "--out", "out", "--endpoint", "http://x/v1", "--teacher", "m"]
-    result = CliRunner().invoke(app, ["data", "make", "vscq1", *arguments])
+    result = CliRunner().invoke(app, ["make", "vscq1", *arguments])
     assert result.exit_code == 2
     assert result.stderr == "qtsplus: the package openai is not installed: pip install -e '.[data]' in a clone\n"
 
@@ -89,7 +90,7 @@ def test_a_run_of_which_nothing_comes_ends_with_1_and_its_reasons(tmp_path):
             "--teacher",
             "m",
         ]
-        result = CliRunner().invoke(app, ["data", "make", *map(str, arguments)])
+        result = CliRunner().invoke(app, ["make", *map(str, arguments)])
     assert result.exit_code == 1 and result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert line.startswith("qtsplus: All 1 items failed, because The server answered 400")
@@ -127,7 +128,7 @@ def test_bad_command_lines(tmp_path, monkeypatch, arguments, message):
     question = {"vision_id": "v", "question": "What?", "options": options, "answer": "A"}
     (tmp_path / "questions.jsonl").write_text(json.dumps(question))
     out = [] if "--out" in arguments else ["--out", "out"]
-    result = CliRunner().invoke(app, ["data", "make", *arguments, *out])
+    result = CliRunner().invoke(app, ["make", *arguments, *out])
     assert result.exit_code == 2, result.exception
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
@@ -136,6 +137,6 @@ def test_bad_command_lines(tmp_path, monkeypatch, arguments, message):
 
 @pytest.mark.parametrize("option", ["--concurrency=1000000000", "--frames=1000000000", "--limit=0"])
 def test_absurd_numbers_are_refused(tmp_path, option):
-    result = CliRunner().invoke(app, ["data", "make", *THERE, "--out", str(tmp_path / "out"), option])
+    result = CliRunner().invoke(app, ["make", *THERE, "--out", str(tmp_path / "out"), option])
     assert result.exit_code == 2 and "should be" in " ".join(result.stderr.split()), result.stderr
     assert not (tmp_path / "out").exists()

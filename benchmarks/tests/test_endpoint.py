@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from qtsplus.synthesis.endpoint import Endpoint, read_key
-from qtsplus.synthesis.engine import ItemFailed, Ledger, run_job
+from benchmarks.synthesis.endpoint import Endpoint, read_key
+from benchmarks.synthesis.engine import ItemFailed, Ledger, run_job
 from scripted_server import KEY, scripted_server
 from synthesis_run import questions_job
 

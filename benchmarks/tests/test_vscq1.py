@@ -5,9 +5,8 @@ from collections import Counter
 
 import pytest
 
-from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice
-from qtsplus.synthesis.engine import Item, run_job
-from qtsplus.synthesis.questions import (
+from benchmarks.synthesis.engine import Item, run_job
+from benchmarks.synthesis.questions import (
     Draft,
     draft_fault,
     first_messages,
@@ -16,6 +15,7 @@ from qtsplus.synthesis.questions import (
     to_choice,
     wanted_types,
 )
+from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice
 from scripted_server import KEY, scripted_server
 from synthesis_run import captions, questions_job
 
