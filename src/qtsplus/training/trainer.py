@@ -1,7 +1,7 @@
 """The Trainer of Transformers with the paper's objective, its diagnostics and its dual variable."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,7 @@ class QTSplusTrainer(Trainer):
             return measured[:0, 0]
         return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
 
-    def attention_targets(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> list[torch.Tensor]:
+    def attention_targets(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> Sequence[torch.Tensor]:
         """What teaches the scores of each row, see [`answer_attention`]."""
         return answer_attention(self.model, inputs, labels, AttentionChoice.of(self.args))
 
