@@ -44,17 +44,13 @@ def make_plan(recipe: Recipe) -> Plan:
         records = sum(1 for path in recipe.data.train_files for _ in iter_rows(path))
         steps = math.ceil(training.num_train_epochs * math.ceil(records / samples))
     disk = saved + _checkpoints(training, steps) * (saved + 8 * counts.trainable)
-    return Plan(
-        disk,
-        [
-            counts.describe(),
-            f"{size(saved + 12 * counts.trainable)} of memory, and what a step holds beside weights and optimizer",
-            f"{steps:,} steps of {samples} records"
-            if steps
-            else "the files to train on are not there: no step is known",
-            f"{size(disk)} of disk for the model and its checkpoints in {recipe.output_dir}",
-        ],
-    )
+    lines = [
+        counts.describe(),
+        f"{size(saved + 12 * counts.trainable)} of memory, and what a step holds beside weights and optimizer",
+        f"{steps:,} steps of {samples} records" if steps else "no step is known without the files to train on",
+        f"{size(disk)} of disk for the model and its checkpoints in {recipe.output_dir}",
+    ]
+    return Plan(disk, lines)
 
 
 def _checkpoints(training: QTSplusTrainingArguments, steps: int | None) -> int:
