@@ -182,7 +182,7 @@ def _report(document: dict[str, Any], weights: str) -> str:
         "Peak memory is resident memory, with the mapped files that were read: a model that is only loaded has hardly "
         "been read. The last column is what "
         "`least_memory` of `benchmarks/speed/cost.py` counts for a question (weights, features, the widest layer and "
-        "the cache), and what `qtsplus train --dry-run` says of training with clips of up to 64 frames.",
+        "the cache), and what `qtsplus train --dry-run` says of weights and optimizer.",
         "",
         *markdown_table(header, rows, texts=2),
     ]

@@ -364,7 +364,7 @@ def _lora_recipe(place: Place) -> Path:
 
 def _planned(output: str) -> list[str]:
     """The memory of each stage, as the plan says it."""
-    return re.findall(r"about ([\d.]+ [kMG]B) of memory", output)
+    return re.findall(r"([\d.]+ [kMG]B) of memory", output)
 
 
 def _check_trained(place: Place, plan: str) -> Found:
