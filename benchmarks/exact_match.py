@@ -9,6 +9,7 @@ import torch
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import Outcome
 from qtsplus.methods_qtsplus import Method
+from qtsplus.prompt_qtsplus import take_inputs
 
 # By video, `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`.
 Features = Mapping[str, Mapping[str, torch.Tensor]]
@@ -48,6 +49,12 @@ def exact_match(
             correct, kept = answers[row] == records[index].answer, tuple(chosen.kept_indices[row].tolist())
             outcomes[index] = Outcome(records[index], correct, visual_tokens[row], float(chosen.rho[row]), kept)
     return [outcomes[index] for index in range(len(records))]
+
+
+def compress(base: Any, sample_gate: Any = None, **inputs: Any) -> Any:
+    """The shortened prompts of a model without a head, as its pass makes them of `inputs`."""
+    prompt = [inputs.pop(name, None) for name in ("input_ids", "attention_mask", "position_ids")]
+    return base.shorten(*prompt, *take_inputs(inputs), sample_gate=sample_gate)
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from qtsplus.stream import Stream
 from qtsplus.training.models import make_model, make_processor
 
 from .bases import CROWD
+from .exact_match import compress
 from .intervals import share_interval
 from .machine import environment, steps
 from .tables import markdown_table
@@ -273,7 +274,7 @@ def drift(model: Any, processor: Any, features: torch.Tensor, tokens: int) -> di
     inputs = processor.conversation_inputs([asked], video_grid_thw=grid, video_metadata=[metadata])
     call = {"video_features": [features], "second_per_grid_ts": [1.0], "retention": 1.0, "max_visual_tokens": tokens}
     with torch.no_grad():
-        chosen = model.model.compress(**inputs, **call, reencode=False).qtsplus
+        chosen = compress(model.model, **inputs, **call, reencode=False).qtsplus
     assert stream.question is not None
     merged = stream.question.log_relevance(held.scores)
     return {

@@ -21,6 +21,8 @@ from qtsplus.settings import check_count
 from qtsplus.video_qtsplus import VideoChunks, resize_frame, stack_frames
 from qtsplus.videos import EncodedVideo, read_ahead
 
+from .exact_match import compress
+
 
 @dataclass(frozen=True)
 class TwoPasses:
@@ -210,7 +212,7 @@ def second_pass(
         )
     prompt = {name: value.to(device) if torch.is_tensor(value) else value for name, value in small.items()}
     with torch.no_grad():
-        chosen = model.model.compress(**prompt, retention=retention, selection=selection, reencode=False).qtsplus
+        chosen = compress(model.model, **prompt, retention=retention, selection=selection, reencode=False).qtsplus
     (grid,) = model.model.merged_grid(small["video_grid_thw"])
     if chosen.relevance is None:
         weights = torch.zeros(math.prod(grid)).index_fill(0, chosen.kept_indices[0].cpu(), 1.0)

@@ -16,7 +16,7 @@ from qtsplus.results import Journal
 from qtsplus.selector_qtsplus import kept_count
 from qtsplus.training.models import make_model
 
-from ..exact_match import exact_match, model_inputs
+from ..exact_match import compress, exact_match, model_inputs
 from ..files import begin
 from .baselines import fewer_frames, full_video, lower_resolution
 from .models import Checkpoint, Models
@@ -231,7 +231,7 @@ class Work:
         kept: list[set[int]] = []
         with torch.no_grad():
             for inputs in self._batches(records):
-                chosen = model.model.compress(**inputs, sample_gate=sample_gate, **call).qtsplus.kept_indices
+                chosen = compress(model.model, **inputs, sample_gate=sample_gate, **call).qtsplus.kept_indices
                 kept += [set(indices.tolist()) for indices in chosen]
         return kept
 
@@ -282,7 +282,7 @@ class Work:
         def ask() -> list[float]:
             model = self.models.load(seed, DEFAULT)
             with torch.no_grad():
-                found = [model.model.compress(**inputs).qtsplus.rho for inputs in self._batches(records)]
+                found = [compress(model.model, **inputs).qtsplus.rho for inputs in self._batches(records)]
             return torch.cat(found).tolist()
 
         asked = self.once(seed, "budgets", ask)

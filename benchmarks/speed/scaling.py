@@ -15,6 +15,7 @@ from qtsplus.configuration_qtsplus import QTSplusConfig
 from qtsplus.hub.files import hub_configs
 from qtsplus.selector_qtsplus import QTSplusSelector
 
+from ..exact_match import compress
 from ..files import begin, finish
 from ..machine import environment, steps
 from .clock import busy, now
@@ -191,5 +192,5 @@ def measure_lm_attention(
             inputs.pop("mm_token_type_ids", None)
             features = torch.randn(size, base.token_width, device=device, dtype=getattr(torch, dtype))
             for _ in range(times):
-                chosen = base.compress(**inputs.to(device), video_features=[features], **call)
+                chosen = compress(base, **inputs.to(device), video_features=[features], **call)
     return {"seconds": seconds[1:], "extra_mb": extra[1:], "kept": int(chosen.qtsplus.n[0]), "peak_by": by[0]}

@@ -18,7 +18,7 @@ from qtsplus.selector_qtsplus import find_threshold
 from qtsplus.training.dataset import require_rates
 from qtsplus.training.features import encode_files
 
-from ..exact_match import model_inputs
+from ..exact_match import compress, model_inputs
 from ..files import save_figure
 from ..intervals import correlation, share_interval
 
@@ -85,7 +85,7 @@ def measure(model: Any, processor: Any, record: VideoRecord, video: Mapping[str,
     """
     inputs = model_inputs(processor, [record], {str(record.video): video})
     on_device = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
-    chosen, config = model.model.compress(**on_device, selection="qtsplus").qtsplus, model.config.qtsplus_config
+    chosen, config = compress(model.model, **on_device, selection="qtsplus").qtsplus, model.config.qtsplus_config
     words = model.get_input_embeddings()(on_device["query_input_ids"][on_device["query_attention_mask"].bool()])
     log_relevance, rho, total = chosen.log_relevance[0].float(), float(chosen.rho[0]), int(chosen.num_tokens[0])
     target = torch.tensor(min(rho * total, config.n_max))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.exact_match import model_inputs
+from benchmarks.exact_match import compress, model_inputs
 from benchmarks.learned.baselines import full_video
 from benchmarks.studies import analysis
 from benchmarks.studies.analysis import measure, run_analysis, summarise_choices
@@ -36,7 +36,7 @@ def test_a_question_is_measured_from_what_the_budget_head_sees(model, tiny_proce
     found = measure(model, tiny_processor, record, video)
     inputs = model_inputs(tiny_processor, [record], {str(record.video): video})
     with torch.no_grad():
-        chosen = model.model.compress(**inputs).qtsplus
+        chosen = compress(model.model, **inputs).qtsplus
     relevance = chosen.relevance[0].double()
     p = relevance / relevance.sum()
     assert found["rho"] == float(chosen.rho[0]) and found["n"] == len(chosen.kept_indices[0])

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.exact_match import compress
 from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, least_memory, stage_costs
 from benchmarks.speed.shapes import MODEL_SHAPES, build_pair, make_config, make_processor, prompt_text
 from pairs import counted_flops
@@ -65,7 +66,7 @@ def test_attention_selection_is_the_first_layers_over_every_group(group):
     inputs.pop("mm_token_type_ids", None)
     features, text = [torch.randn(tokens, 128)], inputs["input_ids"].shape[1] - tokens
     call = {"selection": "lm_attention", "retention": RETENTION, "reencode": False}
-    total = counted_flops(lambda: model.model.compress(**inputs, video_features=features, **call))
+    total = counted_flops(lambda: compress(model.model, **inputs, video_features=features, **call))
     costs = stage_costs(model.config, shape.grid, text, 1, RETENTION, selection="lm_attention")["ours"]
     assert set(costs) == {"vision", "relevance", "prefill", "per_token"}
     groups = 2 if group == 32 else 1
