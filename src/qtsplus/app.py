@@ -299,8 +299,8 @@ def launch(
     library: Library | None = None,
     media_root: Path | None = None,
     *,
-    host: str | None = None,
-    port: int | None = None,
+    host: str,
+    port: int,
     allow_hosts: Sequence[str] = (),
     say: Callable[[str], object] = print,
 ) -> None:
@@ -310,8 +310,7 @@ def launch(
     Args:
         library: what a question is about while no film was dropped.
         media_root: the folder that the library was made of, whose films are played to everybody who sees the page.
-        host: where to listen; this machine alone when absent, or what GRADIO_SERVER_NAME says, as on a Space.
-        port: the first free one from 7860 when absent.
+        host, port: where to listen.
         allow_hosts: names of this machine that browsers may use, beside `host` and localhost; `*` for all.
         say: takes the page's address, and which films of the library are not there.
     """
@@ -319,8 +318,8 @@ def launch(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
-        hosts = [host or "localhost", *allow_hosts]
-        page, options = build_page(model, processor, library, Films(library, media_root, say), hosts)
+        shown = Films(library, media_root, say)
+        page, options = build_page(model, processor, library, shown, [host, *allow_hosts])
         _, address, _ = page.launch(server_name=host, server_port=port, **options)
         say(f"The page is at {address}")
         page.block_thread()
