@@ -1,5 +1,6 @@
 """Scenes as clips: what the tower sees of them, and what is asked about them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,10 +9,11 @@ from torch import nn
 
 from .questions import Question, ask_scene
 from .tower import see
-from .world import CROWD_SIZE, NOTHING, UNCLEAR, Pictures, Scene, make_scene, render, token_things
+from .world import CROWD_SIZE, NOTHING, UNCLEAR, Pictures, Scene, Thing, make_scene, render, token_things
 
 SIZES = ((112, 112), (140, 112), (112, 140), (140, 140), (168, 112))  # pixels: (width, height)
 SECONDS = (2, 4, 4, 8)
+CROWD_SECONDS = 8
 QUESTIONS = 8
 ROOM = (28, 72)  # visual tokens of a clip that the language model reads in training
 
@@ -34,18 +36,48 @@ class Clip:
 
 
 def clip_scene(
-    pictures: Pictures, seed: int, split: str = "train", seconds: int | None = None, crowd: bool = False
+    pictures: Pictures,
+    seed: int,
+    split: str = "train",
+    seconds: int | None = None,
+    crowd: bool = False,
+    drawings: Sequence[int] | None = None,
 ) -> tuple[Scene, np.ndarray, np.ndarray]:
-    """A scene of things that are seen, its frames `[T, H, W, 3]`, and whom tokens show `[time, rows, columns]`."""
+    """
+    A scene of things that are seen, its frames `[T, H, W, 3]`, and whom tokens show `[time, rows, columns]`.
+
+    Args:
+        drawings: what may be shown; else what is trained.
+    """
     rng = np.random.default_rng([seed, 5])
     size, drawn = SIZES[rng.integers(len(SIZES))], SECONDS[rng.integers(len(SECONDS))]
     size = CROWD_SIZE if crowd else size
-    scene = make_scene(pictures, seed, seconds or drawn, split, most=3, size=size, crowd=crowd)
+    scene = make_scene(pictures, seed, seconds or drawn, split, drawings, most=3, size=size, crowd=crowd)
     frames, owners = render(scene, pictures)
     shown = token_things(owners, len(scene.things))
     seen = [number for number in range(len(scene.things)) if (shown == number).any()]
     numbers = np.array([*(seen.index(n) if n in seen else n for n in range(len(scene.things))), UNCLEAR, NOTHING])
     return replace(scene, things=tuple(scene.things[number] for number in seen)), frames, numbers[shown]
+
+
+def film_scene(pictures: Pictures, seed: int, split: str, parts: int) -> tuple[Scene, np.ndarray, np.ndarray]:
+    """
+    A film of crowds, one after the other with a cut between, in which no two things have one name; as [`clip_scene`].
+    At most eight of them.
+    """
+    drawings = np.random.default_rng([seed, 8]).permutation(pictures.of("trained"))
+    things: list[Thing] = []
+    frames, shown = [], []
+    for part, own in enumerate(np.array_split(drawings, parts)):
+        scene, seen, tokens = clip_scene(
+            pictures, parts * seed + part, split, CROWD_SECONDS, crowd=True, drawings=own.tolist()
+        )
+        frames.append(seen)
+        shown.append(np.where(tokens >= 0, tokens + len(things), tokens))
+        begun = part * scene.frames
+        things += [replace(thing, start=thing.start + begun, stop=thing.stop + begun) for thing in scene.things]
+    whole = replace(scene, seed=seed, seconds=parts * CROWD_SECONDS, things=tuple(things))
+    return whole, np.concatenate(frames), np.concatenate(shown)
 
 
 def look(pictures: Pictures, tower: nn.Module, seed: int) -> Clip:

@@ -10,7 +10,7 @@ from qtsplus.output import whole_file
 
 from ..world.clip import write_mp4
 from ..world.scene import FPS
-from .clips import clip_scene
+from .clips import CROWD_SECONDS, clip_scene, film_scene
 from .questions import ask_scene
 from .world import Pictures
 
@@ -18,30 +18,50 @@ FIRST = {"train": 1_000_000, "validation": 0, "test": 0}  # the train records' c
 
 
 def write_records(
-    work: Path, out: Path, split: str, clips: int, seconds: int = 8, questions: int = 4, held_out: bool = False
+    work: Path,
+    out: Path,
+    split: str,
+    clips: int,
+    seconds: int = 8,
+    questions: int = 4,
+    held_out: bool = False,
+    things: str = "trained",
+    crowd: bool = True,
 ) -> Path:
     """
-    Renders clips of crowds into `out` and writes `out/SPLIT.jsonl`. What is on disk is not rendered again.
+    Renders clips of crowds into `out` and writes records of them. What is on disk is not rendered again.
 
     Args:
         split: whose films, and other scenes than any other split's.
-        held_out: in wordings, with synonyms and about kinds that are never trained; into `SPLIT-held-out.jsonl`.
+        seconds: 8, or as many times that as crowds follow each other in a clip.
+        held_out: in wordings, with synonyms and about kinds that are never trained.
+        things: which set of [`Pictures.of`] is shown; "drawing" and "thing" are never trained.
+        crowd: else clips as the base learned from.
+
+    Returns:
+        `SPLIT.jsonl` in `out`, with `-held-out`, `-drawing`, `-32s` or `-few` in its name where that is so.
     """
     pictures = Pictures(work)
-    (out / split).mkdir(parents=True, exist_ok=True)
+    names = tuple(dict.fromkeys(pictures.names[drawing] for drawing in pictures.of(things)))
     rows = []
+    kinds = {things: things != "trained", f"{seconds}s": seconds != 8, "few": not crowd}
+    marks = "".join(f"-{mark}" for mark, is_so in kinds.items() if is_so)
     for seed in range(FIRST[split], FIRST[split] + clips):
-        video = f"{split}/{seed:07d}-{seconds}s.mp4"
-        scene, frames, shown = clip_scene(pictures, seed, split, seconds, crowd=True)
+        video = f"{split}{marks}/{seed:07d}-{seconds}s.mp4"
+        if seconds > CROWD_SECONDS:
+            scene, frames, shown = film_scene(pictures, seed, split, seconds // CROWD_SECONDS)
+        else:
+            scene, frames, shown = clip_scene(pictures, seed, split, seconds, crowd, pictures.of(things))
         if not (out / video).is_file():
+            (out / video).parent.mkdir(parents=True, exist_ok=True)
             write_mp4(out / f"{video}.part.mp4", frames, FPS)
             (out / f"{video}.part.mp4").replace(out / video)
-        for question in ask_scene(scene, questions, seed, held_out):
+        for question in ask_scene(scene, questions, seed, held_out, names):
             about = [place for place, thing in enumerate(scene.things) if thing.name in question.about]
             evidence = [sightings(shown == place) for place in about]
             row = {"video": video, "question": question.question, "answer": question.answer, "kind": question.kind}
             rows.append(json.dumps({**row, "evidence": evidence}) + "\n")
-    path = out / f"{split}{'-held-out' if held_out else ''}.jsonl"
+    path = out / f"{split}{marks}{'-held-out' if held_out else ''}.jsonl"
     with whole_file(path) as file:
         file.writelines(rows)
     return path
