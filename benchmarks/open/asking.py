@@ -25,7 +25,6 @@ from ..world.openworld import OPEN_COLOURS
 from ..world.token_words import read_token_words
 
 LADDER = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
-BATCH = 32
 
 
 @dataclass
@@ -55,6 +54,8 @@ class OpenTest:
         path: the JSONL file.
         limit: so many of the questions, drawn by chance; all if `None`.
     """
+
+    batch = 32
 
     def __init__(self, model: Any, processor: Any, path: Path, limit: int | None = None):
         records, lines = read_tinyworld(path), path.read_text(encoding="utf-8").splitlines()
@@ -120,8 +121,8 @@ class OpenTest:
             queries: questions to select by, in place of the prompts' own.
             texts: questions in place of the prompts'.
         """
-        for first in range(0, len(self), BATCH):
-            rows = slice(first, min(first + BATCH, len(self)))
+        for first in range(0, len(self), self.batch):
+            rows = slice(first, min(first + self.batch, len(self)))
             records = self.records[rows]
             if texts is not None:
                 records = [_ask_otherwise(record, text) for record, text in zip(records, texts[rows], strict=True)]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,11 +34,16 @@ def cap(count: int) -> dict[str, Any]:
     return {"retention": 1.0, "max_visual_tokens": count}
 
 
-SIZES: dict[str, dict[str, Any]] = {"a tenth": {"retention": 0.1}, "8 tokens": cap(8)}
+SIZES: dict[str, dict[str, Any]] = {"2 tokens": cap(2), "8 tokens": cap(8), "a tenth": {"retention": 0.1}}
+# Other records beside those of a test, by what is other about them.
+OTHERS = {"crowds": "", "other wordings": "-held-out", "other drawings": "-drawing", "other things": "-thing"}
+OTHERS |= {"few things": "-few", "32 s": "-32s"}
 
 
 class RealTest(OpenTest):
     """Records of `write_records`, with their videos encoded once."""
+
+    batch = 8  # a vocabulary of 49,152 makes logits large
 
     def __init__(self, model: Any, processor: Any, path: Path):
         self.questions = labelled_questions(path)
@@ -118,21 +124,16 @@ def with_another_thing(test: OpenTest) -> list[str]:
     return changed
 
 
-def measure(folder: str, records: Path, out: Path) -> None:
-    """All figures of a model; those that the file `out` has are kept."""
+def measure(folder: str, records: Path, out: Path, only: str = "") -> None:
+    """All figures of a model, or those whose names match `only`; what the file `out` has is not measured again."""
     model = load(folder)
-    config = model.config.qtsplus_config
     processor = make_processor(None, folder, make_config(None, folder, {}))
-    tests = {"trained wordings": RealTest(model, processor, records)}
-    other = records.with_name(f"{records.stem}-held-out.jsonl")
-    if other.is_file():
-        tests["other wordings"] = RealTest(model, processor, other)
     result: dict[str, Any] = {"model": Path(folder).name}
     if out.exists():
         result = json.loads(out.read_text(encoding="utf-8"))
 
     def note(name: str, test: RealTest, ask: Callable[[], Answers]) -> None:
-        if name not in result:
+        if name not in result and re.search(only, name):
             with half_precision():
                 answers = ask()
             result[name] = row(test, answers)
@@ -140,22 +141,32 @@ def measure(folder: str, records: Path, out: Path) -> None:
             write_json(out, result)
             print(name, {key: value for key, value in result[name].items() if key[-1] != "s"}, flush=True)
 
-    for title, test in tests.items():
-        note(f"{title}, all tokens", test, partial(test.ask, model, selection="all"))
-        for size, choice in SIZES.items():
-            note(f"{title}, {size}", test, partial(test.ask, model, **choice))
-        note(f"{title}, its own budget", test, partial(test.ask, model))
-        note(f"{title}, no video", test, partial(test.blind, model))
-    test = tests["trained wordings"]
     untrained = load(folder)
     untrained.load_state_dict(fresh_selector(model.config, model.dtype), strict=False)
-    queries = {"": None, "another question of the same video": of_same_videos(test)}
+    for title, mark in OTHERS.items():
+        other = records.with_name(f"{records.stem}{mark}.jsonl")
+        if not other.is_file():
+            continue
+        test = RealTest(model, processor, other)
+        note(f"{title}, no video", test, partial(test.blind, model))
+        note(f"{title}, its own budget", test, partial(test.ask, model))
+        for size, choice in SIZES.items():
+            note(f"{title}, {size}", test, partial(test.ask, model, **choice))
+            note(f"{title}, diversity, {size}", test, partial(test.ask, model, selection="diversity", **choice))
+            if title == "32 s":
+                same = of_same_videos(test)
+                note(f"{title}, another question, {size}", test, partial(test.ask, model, queries=same, **choice))
+                note(f"{title}, not trained, {size}", test, partial(test.ask, untrained, **choice))
+                for method in ("uniform", "coverage"):
+                    note(f"{title}, {method}, {size}", test, partial(test.ask, model, selection=method, **choice))
+        note(f"{title}, all tokens", test, partial(test.ask, model, selection="all"))
+    test = RealTest(model, processor, records)
+    queries = {"another question of the same video": of_same_videos(test)}
     queries |= {"another video's question": of_other_videos(test), "other things' names": with_another_thing(test)}
-    methods = ["uniform", "diversity", "coverage", "random"] + ["lm_attention"] * (config.attention_layer is not None)
+    methods = ("uniform", "coverage", "random", "lm_attention")
     for size, choice in SIZES.items():
         for name, asked in queries.items():
-            if name:
-                note(f"{name}, {size}", test, partial(test.ask, model, queries=asked, **choice))
+            note(f"{name}, {size}", test, partial(test.ask, model, queries=asked, **choice))
         note(f"not trained, {size}", test, partial(test.ask, untrained, **choice))
         same = queries["another question of the same video"]
         note(f"not trained, another question, {size}", test, partial(test.ask, untrained, queries=same, **choice))
@@ -165,10 +176,11 @@ def measure(folder: str, records: Path, out: Path) -> None:
             note(f"{method}, {size}", test, partial(test.ask, model, selection=method, **choice))
     for count in LADDER:
         note(f"{count} tokens", test, partial(test.ask, model, **cap(count)))
-    result["budget"] = budget(test, result)
-    result["seen"] = seen(test, model)
-    write_json(out, result)
-    print(result["budget"], result["seen"])
+    if not only:
+        result["budget"] = budget(test, result)
+        result["seen"] = seen(test, model)
+        write_json(out, result)
+        print(result["budget"], result["seen"])
 
 
 def seen(test: RealTest, model: Any) -> dict[str, float]:
@@ -202,7 +214,7 @@ def row(test: RealTest, answers: Answers) -> dict[str, Any]:
 
 def budget(test: RealTest, result: dict[str, Any]) -> dict[str, Any]:
     """The model's own budget beside a constant one of equal mean, and how it follows the needles."""
-    counted, own = np.isin(test.kinds, COUNTED), result["trained wordings, its own budget"]
+    counted, own = np.isin(test.kinds, COUNTED), result["crowds, its own budget"]
     right = np.array([result[f"{count} tokens"]["rights"] for count in LADDER]).T[counted]
     kept, needles = np.array(own["kepts"]), np.array([len(found) for found in test.needles])
     mean = float(kept[counted].mean())
@@ -228,9 +240,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("records", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--only", default="", help="a regular expression of the figures' names")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    measure(given.model, given.records, given.out)
+    measure(given.model, given.records, given.out, given.only)
 
 
 if __name__ == "__main__":

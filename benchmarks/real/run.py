@@ -28,15 +28,15 @@ SETTINGS = (  # all in which the recipe's run differs from that of a 3B
     *("data.processor_kwargs={fps: 2}", "training.gradient_checkpointing=false"),
     *(
         "training.gradient_accumulation_steps=4",
-        "training.max_steps=60",
+        "training.max_steps=100",
         f"training.bf16={HALVES}",
         f"model.dtype={'bfloat16' if HALVES else 'float32'}",
     ),
-    *(f"training.relevance_heads={HEADS}", "training.relevance_positions=question"),
+    *(f"training.relevance_heads={HEADS}", "training.relevance_positions=both"),
     *("training.dataloader_num_workers=0", "training.use_cpu=true", "training.save_steps=40"),
 )
 # Of the second stage, in which the budget's head is all that learns.
-SECOND = ("training.learning_rate=1.0e-3", "training.max_steps=30")
+SECOND = ("model.selector.target_n=8", "training.learning_rate=1.0e-3", "training.max_steps=60")
 ASKED = (
     "What can be seen?",
     "Is there anything to eat?",

@@ -105,7 +105,7 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
             (VideoQADataset([one.record for one in half], processor, None, None, features), half) for half in halves
         )
         choices: dict[AttentionChoice, Recall] = {}
-        for positions in ("answer", "question"):
+        for positions in ("answer", "question", "both"):
             found = measure_recalls(model, *first, positions, progress)
             sums = [AttentionChoice(positions=positions), best_sum(found, "layers"), best_sum(found, "heads")]
             choices |= measure_recalls(model, *second, positions, progress, sums)

@@ -37,7 +37,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("max_skipped", "retention_share"), lambda value: 0 <= value <= 1, "a share in [0, 1]"),
     (("seed", "data_seed"), lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
     (("sft_loss",), lambda value: value in SFT_LOSSES, f"one of {SFT_LOSSES}"),
-    (("relevance_positions",), lambda value: value in ("answer", "question"), "'answer' or 'question'"),
+    (("relevance_positions",), lambda value: value in ("answer", "question", "both"), "'answer', 'question' or 'both'"),
     (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 to go by num_train_epochs"),
 )
 
@@ -85,7 +85,7 @@ class QTSplusTrainingArguments(TrainingArguments):
         relevance_layers: the layers of the language model whose attention is summed, counted from 0; all if absent.
         relevance_heads: (layer, head) pairs in place of whole layers; `qtsplus calibrate` finds those that look at what
             an answer rests on.
-        relevance_positions: who attends: `"answer"`, what predicts the answer's words, or `"question"`, its own words.
+        relevance_positions: who attends: `"answer"`, what predicts the answer's words, `"question"`, its own words, or `"both"`.
 
     > Records that cannot be used
 

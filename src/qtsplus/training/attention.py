@@ -37,7 +37,8 @@ class AttentionChoice:
 
     layers: tuple[int, ...] | None = None  # whose attention is summed over all heads, counted from 0; all if `None`
     heads: tuple[tuple[int, int], ...] | None = None  # (layer, head) pairs, in place of whole layers
-    # Who looks: what predicts the answer, the "question"'s words, or of the "prompt" what `lm_attention` looks from.
+    # Who looks: what predicts the answer, the "question"'s words, "both", each as much as the other, or of the "prompt"
+    # what `lm_attention` looks from.
     positions: str = "answer"
 
     @classmethod
@@ -144,7 +145,7 @@ def check_relevance(model: Any, args: QTSplusTrainingArguments) -> None:
 class _Row:
     """One row of the batch, in places among its real tokens."""
 
-    places: torch.Tensor  # [n], the tokens that are looked from
+    places: list[torch.Tensor]  # each [n], the tokens that are looked from; the mean of each counts alike
     visual: torch.Tensor  # [M]
     columns: torch.Tensor | None = None  # [S_b], where the language model has the row's real tokens
     attention: torch.Tensor | None = None  # [M], summed over heads and layers so far
@@ -153,7 +154,7 @@ class _Row:
 
     @property
     def taught(self) -> bool:
-        return len(self.places) > 0 and len(self.visual) > 0
+        return all(map(len, self.places)) and len(self.visual) > 0
 
     def note(
         self,
@@ -167,12 +168,13 @@ class _Row:
         """Adds a layer: queries `[heads, S, head_dim]` and keys `[kv_heads, S, head_dim]` of the language model."""
         assert self.columns is not None
         # Layers may lie on several devices.
-        columns, places, visual = (part.to(keys.device) for part in (self.columns, self.places, self.visual))
+        columns, visual = self.columns.to(keys.device), self.visual.to(keys.device)
         if heads is not None:
             keys = keys[[head * len(keys) // len(queries) for head in heads]]
             queries = queries[heads]
-        shares = attention_to_tokens(queries[:, columns[places]], keys[:, columns], places, visual, scaling, window)
-        shares = shares.to(self.visual.device)
+        keys, parts = keys[:, columns], [places.to(keys.device) for places in self.places]
+        each = [attention_to_tokens(queries[:, columns[p]], keys, p, visual, scaling, window) for p in parts]
+        shares = torch.stack(each).mean(0).to(self.visual.device)
         self.attention = shares.sum(0) if self.attention is None else self.attention + shares.sum(0)
         self.heads += len(shares)
         if self.by_head is not None:
@@ -264,9 +266,10 @@ def noting_attention(
     base = base_model(model).model
     visual, selection = take_inputs(dict(inputs))
     layout = lay_out(base, visual, inputs["input_ids"], inputs.get("attention_mask"))
-    places = _places(base, layout, selection.query_mask, labels, choice.positions)
+    groups = ("answer", "question") if choice.positions == "both" else (choice.positions,)
+    places = zip(*(_places(base, layout, selection.query_mask, labels, group) for group in groups), strict=True)
     rows = [
-        _Row(seen_from, row.candidates, by_head={} if by_head else None)
+        _Row(list(seen_from), row.candidates, by_head={} if by_head else None)
         for seen_from, row in zip(places, layout.rows, strict=True)
     ]
     with noting(base.language_model, rows, choice):
