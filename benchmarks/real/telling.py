@@ -1,0 +1,173 @@
+"""
+What a summary tells of filmed crowds, by ways and budgets: `python -m benchmarks.real.telling WORK MODEL OUT.json`.
+
+Films are crowds of eight seconds, one after another; an event is a thing that comes. Kept is an event of which a token
+is; told is one that the language model names in the chapter in which it happens.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qtsplus import VideoSession, encode, load
+from qtsplus.results import write_json
+from qtsplus.summaries import Summary, chapter_steps, summarise
+from qtsplus.videos import EncodedVideo
+
+from ..studies.coverage import BUDGETS, WAYS, seen_events
+from ..world.clip import write_mp4
+from ..world.scene import FPS
+from .clips import film_scene
+from .words import NAMES
+from .work import half_precision
+from .world import Pictures
+
+PROMPT = "What can be seen?"  # the base knows no other wide one
+PARTS = 8  # crowds in which no name comes twice
+# Of a film how many times [`PARTS`] crowds, or half of it, how many films, and the seconds of a chapter.
+FILMS = {"32 s": (0.5, 8, 8.0), "10 min": (9, 2, 64.0), "60 min": (56, 1, 64.0)}
+TOLD = [name for name in WAYS if name not in ("temporal redundancy", "diversity, spread")]
+SEED = 40_000  # of films that nothing else shows
+Event = tuple[str, np.ndarray]  # a name, and the tokens `[n]` that show it
+
+
+def write_film(pictures: Pictures, path: Path, seed: int, blocks: float) -> list[Event]:
+    """Renders a film into `path`, and gives its events in order."""
+    events: list[Event] = []
+    parts = [PARTS] * int(blocks) or [round(PARTS * blocks)]
+
+    def frames() -> Iterator[np.ndarray]:
+        for block, count in enumerate(parts):
+            scene, seen, shown = film_scene(pictures, seed + block, "test", count)
+            begun = block * shown.size
+            own = [(thing.name, begun + np.flatnonzero(shown == k)) for k, thing in enumerate(scene.things)]
+            events.extend(sorted(own, key=lambda event: event[1][0]))
+            yield from seen
+
+    if not path.is_file():
+        write_mp4(path.with_suffix(".part.mp4"), frames(), FPS)
+        path.with_suffix(".part.mp4").replace(path)
+    else:
+        list(frames())
+    return events
+
+
+def score(summary: Summary, events: list[Event], film: EncodedVideo) -> dict[str, float]:
+    """
+    The part of the events that the chapters tell in which they happen; of the pairs of those that come one after the
+    other, the part that is told so; the part of what is named that is not there; and what the text of all has of both.
+    """
+    cells = len(film.features) // (len(film.steps()) - 1)
+    told: list[tuple[int, int]] = []  # where each event is told, and its first step
+    named = invented = 0
+    found = set[int]()
+    for chapter, own in enumerate(summary.chapters):
+        first, last = film.within(own.start, own.end)
+        said = _names(own.text)
+        here = {place: name for place, (name, tokens) in enumerate(events) if _within(tokens // cells, first, last)}
+        named, invented = named + len(said), invented + len(set(said) - set(here.values()))
+        for place in set(here) - found:
+            if here[place] in said:
+                found.add(place)
+                told.append((chapter * 1000 + said.index(here[place]), int(events[place][1][0])))
+    pairs = [(a[0] < b[0]) == (a[1] < b[1]) for a, b in combinations(told[:500], 2) if a[0] != b[0] and a[1] != b[1]]
+    joined = _names(summary.text)
+    shown = {name for name, _ in events}
+    return {
+        "told": len(found) / len(events),
+        "order": float(np.mean(pairs)) if pairs else float("nan"),
+        "invented": invented / max(1, named),
+        "names in the joined text": len(set(joined) & shown) / len(shown),
+    }
+
+
+def _within(steps: np.ndarray, first: int, last: int) -> bool:
+    return bool(((steps >= first) & (steps < last)).any())
+
+
+def _names(text: str) -> list[str]:
+    """The things that a text names, each once, in its order."""
+    found = re.findall(rf"\b({'|'.join(sorted(NAMES, key=len, reverse=True))})\b", text.lower())
+    return list(dict.fromkeys(found))
+
+
+class Film:
+    """An encoded film of which the events are known."""
+
+    def __init__(self, model: Any, processor: Any, path: Path, events: list[Event], longest: float):
+        self.video, self.events, self.longest = encode(model, processor, path), events, longest
+        self.session = VideoSession(model, processor)
+        self.session.add(self.video, "film")
+        self.chapters = len(list(chapter_steps(self.video, longest)))
+
+    @torch.no_grad()
+    def kept(self, way: str, budget: int) -> list[float]:
+        """Of one choice for the whole film, as [`seen_events`]."""
+        steps, rows, columns = self.video.video_grid_thw[0].tolist()
+        model, features = self.session.model, self.video.features
+        query = model.get_input_embeddings()(torch.tensor(self.session.processor.text_ids(PROMPT)))
+        given = [features], [query], [torch.zeros(3, len(features))], [[(steps, rows // 2, columns // 2)]]
+        choice: dict[str, Any] = {"retention": 1.0, "max_visual_tokens": budget, "selection": WAYS[way]}
+        kept = model.model.qtsplus(*given, **choice, reencode=False)[1].kept_indices[0]
+        return list(seen_events(kept, [tokens for _, tokens in self.events], rows * columns // 4))
+
+    def told(self, way: str, budget: int) -> dict[str, float]:
+        """With the budget shared out among the chapters."""
+        choice = {"max_visual_tokens": max(1, budget // self.chapters), "retention": 1.0, "selection": WAYS[way]}
+        return self.summarised(**choice)
+
+    def summarised(self, **choice: Any) -> dict[str, float]:
+        summary = summarise(self.session, PROMPT, longest=self.longest, max_new_tokens=48, **choice)
+        return score(summary, self.events, self.video)
+
+
+def run_telling(work: Path, folder: str, out: Path, lengths: list[str]) -> None:
+    """Writes figures of each film; what `out` has is not measured again."""
+    model, processor = load(folder)
+    pictures = Pictures(work)
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    (work / "films").mkdir(exist_ok=True)
+
+    def note(name: str, measure: Callable[..., Any], *given: Any, **choice: Any) -> None:
+        if name not in result:
+            with half_precision():
+                result[name] = measure(*given, **choice)
+            write_json(out, result)
+            print(name, result[name], flush=True)
+
+    for length in lengths:
+        blocks, count, longest = FILMS[length]
+        for number in range(count):
+            path = work / f"films/{length.replace(' ', '')}-{number}.mp4"
+            events = write_film(pictures, path, SEED + 1000 * list(FILMS).index(length) + 100 * number, blocks)
+            film, name = Film(model, processor, path, events, longest), f"{length}, {number}"
+            result[name] = {"events": len(events), "chapters": film.chapters, "tokens": len(film.video.features)}
+            for budget in (size for size in BUDGETS if size < len(film.video.features) / 2):
+                for way in WAYS:
+                    note(f"{name}: {way}, {budget} kept", film.kept, way, budget)
+                for way in TOLD:
+                    note(f"{name}: {way}, {budget} told", film.told, way, budget)
+            if length == "32 s":
+                note(f"{name}: all told", film.summarised, selection="all")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--film", action="append", choices=list(FILMS))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    run_telling(given.work, given.model, given.out, given.film or list(FILMS))
+
+
+if __name__ == "__main__":
+    main()
