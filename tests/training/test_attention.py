@@ -194,6 +194,14 @@ def test_the_words_of_the_question_may_look(rows):
             torch.testing.assert_close(found, attention[question][:, visual].mean(0), atol=1e-5, rtol=1e-5)
 
 
+def test_both_count_alike(rows):
+    model, given = tiny_model(), labelled(*rows)
+    each = [answer_attention(model, *given, AttentionChoice(positions=who)) for who in ("answer", "question", "both")]
+    for answer, question, both in zip(*each, strict=True):
+        torch.testing.assert_close(both, (answer + question) / 2)
+        assert not len(both) or not torch.allclose(answer, question)
+
+
 def test_what_ends_the_turn_is_no_part_of_the_answer(rows):
     """Of an answer of one word, its attention would be half."""
     model = tiny_model()
@@ -350,7 +358,7 @@ def test_what_cannot_be_taught_is_refused(tmp_path):
         ({"relevance_heads": []}, r"relevance_heads=\[\]: expected different \(layer, head\) pairs"),
         ({"relevance_heads": [(1, 1), [1, 1]]}, "expected different"),
         ({"relevance_heads": [(1, 1)], "relevance_layers": [0]}, "exclude each other"),
-        ({"relevance_positions": "prompt"}, "relevance_positions='prompt': expected 'answer' or 'question'"),
+        ({"relevance_positions": "prompt"}, "relevance_positions='prompt': expected 'answer', 'question' or 'both'"),
         ({"relevance_layers": [1, 1]}, r"relevance_layers=\[1, 1\]: expected different layers"),
     ):
         with pytest.raises(ValueError, match=message):
