@@ -1,4 +1,4 @@
-"""`make`: the paper's sets of questions about videos."""
+"""`make`: the paper's sets of questions about videos, and summaries."""
 
 import json
 from enum import Enum
@@ -18,11 +18,14 @@ class Kind(str, Enum):
     vscq1 = "vscq1"
     vscq2 = "vscq2"
     vqa = "vqa"
+    summaries = "summaries"
 
 
 def make(
-    kind: Annotated[Kind, typer.Argument(help="Which set.", metavar="vscq1|vscq2|vqa")],
-    source: Annotated[Path, typer.Argument(help="Of vscq1 captions; of the others single-choice questions.")],
+    kind: Annotated[Kind, typer.Argument(help="Which set.", metavar="vscq1|vscq2|vqa|summaries")],
+    source: Annotated[
+        Path, typer.Argument(help="Of vscq1 and summaries captions; of the others single-choice questions.")
+    ],
     out: Annotated[Path, typer.Option(help="The folder for the set and the journal.")],
     endpoint: Annotated[str, typer.Option(help="An OpenAI-compatible API, such as http://localhost:8000/v1.")],
     teacher: Annotated[str, typer.Option(help="The teacher's name at the endpoint.")],
@@ -37,10 +40,11 @@ def make(
     ] = None,
 ) -> None:
     """
-    Make one of the paper's training sets with a teacher model.
+    Make one of the paper's training sets, or summaries, with a teacher model.
 
     vscq1: single-choice questions that a language model writes about captions. vscq2: those of them that a video
     teacher answers right; the others go to dropped.jsonl. vqa: a video teacher's answers in words to what was kept.
+    summaries: what a video teacher sees happen, in order, in the videos of captions, for `eval` to score by.
     """
     if kind is Kind.vscq1 and (media_root is not None or frames is not None):
         fail(f"--{'frames' if media_root is None else 'media-root'} is about videos, and vscq1 is made from captions")
@@ -54,16 +58,17 @@ def make(
         from ..synthesis.engine import Job, RunFailed, run_job
         from ..synthesis.inputs import iter_captions, iter_choices
         from ..synthesis.questions import PROMPTS, write_questions
-        from ..synthesis.video_steps import VideoTeacher, screen, write_answers
+        from ..synthesis.video_steps import VideoTeacher, screen, write_answers, write_summaries
 
         server = Endpoint(endpoint, teacher, read_key(), extra_body=_read_extra(extra_body))
-        read: Any = iter_choices
+        read: Any = iter_captions if kind in (Kind.vscq1, Kind.summaries) else iter_choices
         if kind is Kind.vscq1:
-            read, server.temperature = iter_captions, 0.7
+            server.temperature = 0.7
             step, settings = partial(write_questions, server), {**server.settings(), "prompts": PROMPTS}
         else:
             find = partial(find_media, root=media_folder(source, media_root))
-            ask, max_tokens = (screen, 64) if kind is Kind.vscq2 else (write_answers, 128)
+            steps = {Kind.vscq2: (screen, 64), Kind.vqa: (write_answers, 128), Kind.summaries: (write_summaries, 1024)}
+            ask, max_tokens = steps[kind]
             seeing = VideoTeacher(server, find, frames or 16, max_tokens)
             step, settings = partial(ask, seeing), seeing.settings()
         try:

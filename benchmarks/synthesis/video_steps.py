@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from qtsplus.data.media import UNREADABLE
-from qtsplus.data.records import Choice, FreeAnswer
+from qtsplus.data.records import Caption, Choice, FreeAnswer, VideoRecord
+from qtsplus.evaluation.events import EVENTS
 from qtsplus.output import first_line
 from qtsplus.video_qtsplus import choose_frames, image_paths, load_frames, read_video
 
@@ -21,10 +22,13 @@ from .endpoint import Endpoint, Reply
 from .engine import Item, ItemFailed, Ledger
 
 FREE_ANSWER = "Answer in one or two short sentences."
+SUMMARY = "Summarise the video: what happens, in order?"
+LISTED = "Write one short sentence for each event, on a line of its own, and nothing else."
 LONGEST_SIDE = 640  # of a frame in pixels; larger ones are made smaller
 RECENT_VIDEOS = 8  # whose frames are held
 MOST_WORDS = 80  # of an answer that is kept
 
+_NUMBER = re.compile(r"^\s*(?:[-*•]|\d{1,3}[.)])\s+")
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.S)
 _LETTER = re.compile(
     r"^\W*(?:the\s+)?(?:(?:correct|right|best)\s+)?(?:answer|option|choice)?\W*(?:is)?\W*([A-D])(?!\w)", re.I
@@ -119,6 +123,24 @@ async def write_answers(teacher: VideoTeacher, item: Item, ledger: Ledger) -> No
         ledger.kept.append(FreeAnswer(**shared, answer=text).row())
     else:
         ledger.dropped.append({**shared, "answer": text, "reason": reason})
+
+
+async def write_summaries(teacher: VideoTeacher, item: Item, ledger: Ledger) -> None:
+    """The step from a [`Caption`], of which only the video counts, to a record of the kind "events", a line each."""
+    caption: Caption = item.record
+    reply = await teacher.ask(caption.vision_id, f"{SUMMARY}\n{LISTED}", item, ledger)
+    lines = [_NUMBER.sub("", line).strip() for line in strip_thoughts(reply.text).splitlines()]
+    lines = [line for line in lines if line]
+    faults = [fault for line in lines if (fault := answer_fault(line, MOST_WORDS))]
+    reason = "cut off" if not reply.complete else "no event" if not lines else faults[0] if faults else None
+    if reason is None and len(set(lines)) < len(lines):
+        reason = "repeats itself"
+    text = "\n".join(lines)
+    if reason is None:
+        record = VideoRecord(caption.vision_id, SUMMARY, text, kind=EVENTS, fps=caption.fps, id=caption.id)
+        ledger.kept.append(record.row())
+    else:
+        ledger.dropped.append({"vision_id": caption.vision_id, "answer": text, "reason": reason})
 
 
 def answer_fault(text: str, most_words: int) -> str | None:

@@ -15,8 +15,9 @@ from benchmarks.synthesis.video_steps import (
     screen,
     spread_frames,
     write_answers,
+    write_summaries,
 )
-from qtsplus.data.records import Choice
+from qtsplus.data.records import Caption, Choice, VideoRecord, parse_record
 from scripted_server import KEY, scripted_server
 
 
@@ -125,3 +126,28 @@ def test_answers(tmp_path, tiny_mp4):
     dropped = {row["id"]: row["reason"] for row in rows(tmp_path / "out" / "dropped.jsonl")}
     assert dropped == {"Repeats?": "repeats itself", "Cut?": "cut off"}
     assert not any("A. red" in text for text in asked)
+
+
+@pytest.mark.parametrize(
+    ("said", "kept", "reason"),
+    [
+        (
+            "1. A ball rolls in.\n2) A dog takes it.\n- Both leave.",
+            "A ball rolls in.\nA dog takes it.\nBoth leave.",
+            None,
+        ),
+        ("A dog runs.\nA dog runs.", None, "repeats itself"),
+        ("<think>What is there?</think>\n", None, "no event"),
+        ("word " * 9, None, "repeats itself"),
+    ],
+)
+def test_summaries_are_events_a_line_each(tmp_path, tiny_mp4, said, kept, reason):
+    records = [Caption(vision_id="clip.mp4", id="c", caption="Anything.")]
+    with scripted_server(tmp_path, answer=said) as (url, log):
+        made = make("summaries", write_summaries, url, records, lambda name: str(tiny_mp4), tmp_path / "out")
+        (asked,) = rows(log)
+    assert "Anything" not in asked["text"] and "in order" in asked["text"]
+    parsed = [parse_record(row) for row in rows(made)]
+    question = "Summarise the video: what happens, in order?"
+    assert parsed == ([VideoRecord("clip.mp4", question, kept, kind="events", id="c")] if kept else [])
+    assert [row["reason"] for row in rows(tmp_path / "out" / "dropped.jsonl")] == ([reason] if reason else [])

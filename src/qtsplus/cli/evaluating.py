@@ -26,7 +26,9 @@ def evaluate(
     """
     Ask a model the questions of a file, and count the answers that match to the letter.
 
-    A video that cannot be read does not end the run. Its questions count as wrong, and it is listed.
+    Of summaries, whose records are of the kind "events", it says how many events they tell, in which order, and how
+    many sentences tell none. A video that cannot be read does not end the run. Its questions count as wrong, and it is
+    listed.
     """
     model, revision = split_revision(model)
     if selection == "all" and retention is not None:
@@ -73,3 +75,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
         kept = "" if row["kept"] is None else f"{row['kept']:.1%}"
         table.add_row(kind, str(row["questions"]), str(row["videos"]), f"{row['accuracy']:.1%}", interval, kept)
     console.print(table)
+    if scores := summary["kinds"].get("events"):
+        said = {
+            name: "none" if scores[name] is None else f"{scores[name]:.1%}" for name in ("recall", "order", "invented")
+        }
+        console.print(", ".join(f"{name} {value}" for name, value in said.items()), highlight=False)

@@ -15,6 +15,7 @@ from ..methods_qtsplus import Method
 from ..output import first_line
 from ..training.dataset import SkippedRecord, require_rates
 from ..videos import FAILURES, encode
+from .events import EVENTS, mean_scores, score_events
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,12 @@ class Outcome:
     """One question."""
 
     record: VideoRecord
-    correct: bool  # what was said is the record's answer to the letter
+    correct: bool  # what was `said` is the record's answer to the letter
     visual_tokens: int = 0
     rho: float = 0.0  # the fraction that the selection aimed at
     kept_indices: tuple[int, ...] = ()  # of the visual tokens, those that the language model read
     unreadable: SkippedRecord | None = None
+    said: str = ""
 
     @property
     def kept_tokens(self) -> int:
@@ -87,7 +89,8 @@ def exact_match(
             texts = processor.batch_decode(ids, skip_special_tokens=True)
             for row, (index, text) in enumerate(zip(indices[start:], texts, strict=False)):
                 correct, kept = text.strip() == records[index].answer, tuple(chosen.kept_indices[row].tolist())
-                outcomes[index] = Outcome(records[index], correct, len(encoded.features), float(chosen.rho[row]), kept)
+                rho = float(chosen.rho[row])
+                outcomes[index] = Outcome(records[index], correct, len(encoded.features), rho, kept, said=text.strip())
     return [outcomes[index] for index in range(len(records))]
 
 
@@ -95,7 +98,7 @@ def tally(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """
     Questions, videos, accuracy with Wilson's 95% interval over videos (questions about one video are not independent),
     and kept fraction (`None` where no video could be read); the same per kind, and the videos that could not be read,
-    with the number of their questions.
+    with the number of their questions. Of the kind "events" also the means of [`score_events`].
     """
 
     def row(chosen: Sequence[Outcome]) -> dict[str, float | int | None]:
@@ -117,6 +120,9 @@ def tally(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
     kinds = sorted({outcome.record.kind for outcome in outcomes})
     by_kind = {kind: row([outcome for outcome in outcomes if outcome.record.kind == kind]) for kind in kinds}
+    if EVENTS in by_kind:
+        told = [outcome for outcome in outcomes if outcome.record.kind == EVENTS]
+        by_kind[EVENTS] |= mean_scores([score_events(outcome.record.answer, outcome.said) for outcome in told])
     problems = Counter(outcome.unreadable for outcome in outcomes if outcome.unreadable is not None)
     return {
         **row(outcomes),

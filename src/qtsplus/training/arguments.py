@@ -85,7 +85,8 @@ class QTSplusTrainingArguments(TrainingArguments):
         relevance_layers: the layers of the language model whose attention is summed, counted from 0; all if absent.
         relevance_heads: (layer, head) pairs in place of whole layers; `qtsplus calibrate` finds those that look at what
             an answer rests on.
-        relevance_positions: who attends: `"answer"`, what predicts the answer's words, `"question"`, its own words, or `"both"`.
+        relevance_positions: who attends: `"answer"`, what predicts the answer's words, `"question"`, its own words, or
+            `"both"`.
 
     > Records that cannot be used
 
