@@ -56,11 +56,11 @@ def test_frames_that_are_not_evenly_apart_keep_their_times(loaded):
     indices = [30, 60, 300, 330, 600, 660, 900, 1200]
     talk = session.VideoSession(model, processor)
     talk.add(frames, "shots", metadata={"fps": 30, "frames_indices": indices})
-    assert talk.videos["shots"].steps() == [0, 9, 19, 29, 47]  # the last lasts as long as most
+    assert talk.videos["shots"].steps == [0, 9, 19, 29, 47]  # the last lasts as long as most
     answer = talk.ask("What?", max_new_tokens=1)
     assert {one.start for one in answer.evidence} <= {1, 10, 20, 30}
     even = session.encode(model, processor, frames, metadata={"fps": 30, "frames_indices": range(0, 240, 30)})
-    assert even.steps() == session.encode(model, processor, frames, fps=1).steps() == [0, 2, 4, 6, 8]
+    assert even.steps == session.encode(model, processor, frames, fps=1).steps == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def session_of(loaded, *films):
 
 def film_of(features, seconds=1.0):
     steps = [number * seconds for number in range(len(features) + 1)]
-    return SimpleNamespace(steps=lambda: steps, features=features.flatten(0, 1))
+    return SimpleNamespace(steps=steps, features=features.flatten(0, 1))
 
 
 def test_chapters_end_where_the_film_changes_and_leave_no_step_out():

@@ -15,11 +15,12 @@ from rich.progress import track
 from .data.media import VIDEO_SUFFIXES
 from .known import remember_model
 from .library import INDEX, MADE, Entry, Index, refuse_links
+from .nearest import grow
 from .output import check_folder, counted, first_line, listed, printable, require_space, size
 from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, saved_video
 from .videos import FAILURES, encode, open_chunks
 
-_PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.safetensors)\.\d+\.part")  # of one that was killed
+_PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.(safetensors|keys))\.\d+\.part")  # of one that was killed
 
 
 def index(
@@ -99,6 +100,7 @@ def index(
                     what = "questions to the library will have to name the model with --model"
                     say(f"{error.filename} cannot be written: {what}.")
             indexing.encode_all(indexing.measure(files))
+            grow(library, model, say)
     except Timeout as error:
         raise ValueError(f"Another process is writing {folder}; wait until it is done.") from error
     return library

@@ -1,15 +1,17 @@
 """A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
 
 import fnmatch
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from math import inf
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import AfterValidator, Discriminator, Tag, with_config
 from typing_extensions import NotRequired, TypedDict
 
@@ -18,6 +20,7 @@ from .data.media import VIDEO_SUFFIXES
 from .evidence import Interval, evidence_intervals
 from .known import known_models
 from .loading import load
+from .nearest import Nearest
 from .output import printable
 from .ranking import Piece, Ranking, Scorer
 from .results import STORED, Journal, Key, Line, Schema
@@ -28,8 +31,10 @@ from .videos import IN_MEMORY, EncodedVideo
 
 Names = Sequence[str] | None  # of videos
 Window = tuple[float, float]  # seconds on a player's clock
-EVER = (-inf, inf)
+EVER = (-math.inf, math.inf)
 INDEX = "library.jsonl"
+KEPT = 1024  # videos that stay open
+FEW = 0.05  # of the videos: as fast as an index they are read whole
 MADE = 0  # the key of what it was made of; the others are names of videos
 
 
@@ -180,9 +185,11 @@ class Library:
         self.index.require(self.made_by)
         self.files = self.index.files
         self._whole: set[str] = set()  # those whose every byte was checked, as they are read for the first time
+        self._kept = lru_cache(maxsize=KEPT)(self._read)
         self.names = list(self.files)  # the videos' paths in the folder that was indexed
-        # Those that are neither encoded nor known to be bad, as after an index that was interrupted.
         entries = self.index.entries
+        self.digests = {name: noted["digest"] for name in self.names if (noted := entries[name]["features"])}
+        # Those that are neither encoded nor known to be bad, as after an index that was interrupted.
         self.missing = [name for name in entries if name not in self.files and entries[name]["error"] is None]
         if not self.files:
             raise ValueError(f"The library {folder} holds no video yet: run `qtsplus index` to its end.")
@@ -195,6 +202,10 @@ class Library:
         name, revision = Index(Path(folder)).model
         return cls(folder, *load(name or bundled_model(), device, revision=revision))
 
+    @cached_property
+    def nearest(self) -> Nearest:
+        return Nearest(self.folder, self.model)
+
     def select(self, pattern: str = "*", labels: Mapping[str, str] | None = None) -> list[str]:
         """The names of the videos that are like `"door/*"`, and have these labels of [`index`]."""
         entries, wanted = self.index.entries, (labels or {}).items()
@@ -204,12 +215,17 @@ class Library:
         """
         The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
         Their `weight` is the relevance of the best token among all tokens that are asked about, which are those of the
-        library, of the videos of `names`, and shown in a window of seconds.
+        library, of the videos of `names`, and shown in a window of seconds. An index estimates it.
         """
         check_count("top", top, "moments")
-        scorer, ranking = self._rank(question, names, window)
-        moments = [moment for piece in ranking.pieces[:top] for moment in self._moments(scorer, piece, ranking.total)]
-        return sorted(moments, key=lambda moment: -moment.weight)[:top]
+        scorer, ranking = self._rank(question, names, window, top)
+        moments: list[Interval] = []
+        for piece in ranking.pieces[:top]:
+            if len(moments) == top and moments[-1].weight >= math.exp(piece.peak - ranking.total):
+                break  # nothing in it, or in those behind it, is better
+            moments += self._moments(scorer, piece, ranking.total)
+            moments = sorted(moments, key=lambda moment: -moment.weight)[:top]
+        return moments
 
     def ask(self, question: str, pieces: int = 1, names: Names = None, window: Window = EVER, **options: Any) -> Answer:
         """
@@ -222,7 +238,7 @@ class Library:
             options: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
         check_count("pieces", pieces, "videos or pieces of them")
-        _, ranking = self._rank(question, names, window)
+        _, ranking = self._rank(question, names, window, pieces)
         return self.ask_pieces(question, ranking.pieces[:pieces], **options)
 
     def ask_pieces(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
@@ -249,39 +265,62 @@ class Library:
         return replace(self._video(name), video=str(path) if there else IN_MEMORY)
 
     def _video(self, name: str) -> EncodedVideo:
+        file = self.files[name]
+        return self._kept(name, file.exists() and file.stat().st_ctime_ns)  # what was cut off must not be looked at
+
+    def _read(self, name: str, changed: int) -> EncodedVideo:
         stored = None if name in self._whole else self.index.entries[name]["features"]
         video = load_video(self.files[name], self.made_by, self.model, stored)
         self._whole.add(name)
         return replace(video, video=name)
 
     @torch.no_grad()
-    def _rank(self, question: str, names: Names = None, window: Window = EVER) -> tuple[Scorer, Ranking]:
+    def _rank(self, question: str, names: Names = None, window: Window = EVER, top: int = 1) -> tuple[Scorer, Ranking]:
+        """The `top` pieces of those videos that are in the index, and all pieces of the others."""
         names = self.names if names is None else list(dict.fromkeys(names))
         if not names or not set(names) <= set(self.names):
             raise ValueError(f"names={show(names)}; expected some of the library's videos, as its `names` lists them.")
+        copies: dict[str, list[str]] = {}
+        for name in names:
+            copies.setdefault(self.digests[name], []).append(name)
+        searched = self.nearest if len(names) > FEW * len(self.names) else None
 
         def films() -> Iterator[tuple[Piece, EncodedVideo]]:
+            indexed = searched.films if searched else ()
             for name in names:
+                if self.digests[name] in indexed:
+                    continue
                 video = self._video(name)
                 first, last = video.within(*window)
                 if first < last:
                     yield Piece(name, first, last, 0.0), video
 
         scorer = Scorer(self.model, self.processor, question, lambda: (one.cut(film).features for one, film in films()))
+        found = searched.rank(scorer, copies, window, top, self._video) if searched else Ranking([], -math.inf)
         ranking = scorer.rank(films())
+        pieces = sorted([*ranking.pieces, *found.pieces], key=lambda piece: -piece.peak)
+        ranking = Ranking(pieces, float(np.logaddexp(ranking.total, found.total)))
         if not ranking.pieces:
             raise ValueError(f"No video shows anything from second {window[0]} to {window[1]}.")
         return scorer, ranking
 
     @torch.no_grad()
     def _moments(self, scorer: Scorer, piece: Piece, total: float) -> list[Interval]:
-        part = piece.cut(self._video(piece.name))
-        relevance, seconds = scorer.relevance(part.features), part.second_per_grid_ts
-        every, merge_size = torch.arange(len(relevance)), self.processor.video_processor.merge_size
-        shares = (relevance - relevance.max()).exp()
-        strong_share, moments = self.model.config.qtsplus_config.evidence_share, []
-        for one in evidence_intervals(every, shares, part.video_grid_thw, seconds, merge_size, strong_share):
-            steps = slice(round(one.start / seconds[0]), round(one.end / seconds[0]))
-            peak = relevance.unflatten(0, (int(part.video_grid_thw[0, 0]), -1))[steps].max()
+        """Those of a piece, or where an index names steps of it those that some of these are in: no others are read."""
+        part, share = piece.cut(self._video(piece.name)), self.model.config.qtsplus_config.evidence_share
+        features, seconds = part.features.unflatten(0, (piece.last - piece.first, -1)), part.second_per_grid_ts
+        wanted, relevance = torch.full([len(features)], not piece.steps), torch.full(features.shape[:2], -torch.inf)
+        wanted[[step - piece.first for step in piece.steps]] = True
+        inside = wanted
+        while (near := (F.max_pool1d(inside[None].float(), 33, 1, 16)[0] > 0) & relevance[:, 0].isinf()).any():
+            relevance[near] = scorer.relevance(features[near].flatten(0, 1)).view(-1, relevance.shape[1])
+            strong = relevance.amax(1) >= relevance.max() + math.log(share)
+            stretch = (~strong).cumsum(0)  # of steps of one stretch the same
+            inside = strong & torch.isin(stretch, stretch[strong & wanted])
+        relevance[~inside] = -torch.inf
+        every, shares = torch.arange(relevance.numel()), (relevance - relevance.max()).exp().flatten()
+        merge_size, moments = self.processor.video_processor.merge_size, []
+        for one in evidence_intervals(every, shares, part.video_grid_thw, seconds, merge_size, share):
+            peak = relevance[round(one.start / seconds[0]) : round(one.end / seconds[0])].max()
             moments.append(placed(replace(one, weight=float((peak - total).exp())), piece.name, part))
         return moments

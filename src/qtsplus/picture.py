@@ -191,4 +191,4 @@ def _pick(folder: VideoFile, indices: Sequence[int]) -> Iterator[np.ndarray]:
 
 def _step(video: EncodedVideo, seconds: float, kept: torch.Tensor) -> int:
     """The step of the grid of tokens that shows a time from the first frame on."""
-    return min(bisect_right(video.steps(), seconds + 1e-6), len(kept)) - 1
+    return min(bisect_right(video.steps, seconds + 1e-6), len(kept)) - 1

@@ -27,6 +27,7 @@ class Piece:
     first: int  # steps in time; the last one is not part of it
     last: int
     peak: float  # of its tokens the highest log-relevance
+    steps: tuple[int, ...] = ()  # those to look at for its best moments, counted from the video's first; all if none
 
     def cut(self, video: EncodedVideo) -> EncodedVideo:
         """The piece as a video of its own, at its place in time."""
@@ -72,6 +73,7 @@ class Scores:
             queries = queries.sum(1, keepdim=True)
         keys = layer.k_proj.weight.float() * layer.kv_norm.weight.float(), layer.k_proj.bias.float()[:, None]
         queries = queries.reshape(len(keys[0]) // layer.head_dim, -1, layer.head_dim)
+        self.rows = torch.block_diag(*queries).cpu()  # [rows, kv_heads * head_dim], to be multiplied with whole keys
         few = queries[..., 0].numel() < len(keys[0])
         self.queries = None if few else queries
         self.weights, self.shift = (_products(queries, part) for part in keys) if few else keys

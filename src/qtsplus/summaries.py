@@ -103,7 +103,7 @@ def summarise(
 
 def chapter_steps(film: EncodedVideo, longest: float) -> Iterator[tuple[int, int]]:
     """The chapters of a film in turn, as steps of its grid from one on, up to another that is not part of it."""
-    edges = film.steps()
+    edges = film.steps
     tokens = film.features.unflatten(0, (len(edges) - 1, -1)).float()
     change = [0.0, *(1 - F.cosine_similarity(tokens[1:], tokens[:-1], dim=-1)).mean(1).tolist()]  # from the step before
 

@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -57,23 +58,29 @@ class EncodedVideo:
 
     def span(self, first: int, last: int) -> tuple[float, float]:
         """When a player shows the steps of the grid from one on, up to another that is not part of it, in seconds."""
-        edges = self.steps()  # the last step is padded where the frames are odd in number
+        edges = self.steps  # the last step is padded where the frames are odd in number
         return self.start + edges[first], self.start + edges[min(last, len(edges) - 1)]
+
+    @property
+    def count(self) -> int:
+        """The steps of the grid."""
+        return int(self.video_grid_thw[0, 0])
 
     def within(self, start: float, end: float) -> tuple[int, int]:
         """The first step of the grid that a player shows between two seconds, and the one behind the last."""
-        edges = [self.start + edge for edge in self.steps()]
+        edges = [self.start + edge for edge in self.steps]
         steps = [step for step, (own, last) in enumerate(pairwise(edges)) if own < end and last > start]
         return (steps[0], steps[-1] + 1) if steps else (0, 0)
 
+    @cached_property
     def steps(self) -> list[float]:
         """When each step of the grid begins, and the last one ends, in seconds from the first frame."""
-        count, step = int(self.video_grid_thw[0, 0]), float(self.second_per_grid_ts[0])
+        count, step = self.count, float(self.second_per_grid_ts[0])
         edges = [number * step for number in range(count)]
         indices, fps = self.metadata.frames_indices or [], self.metadata.fps
         if len(indices) >= count:
             own = [(index - indices[0]) / fps for index in indices[:: ceil(len(indices) / count)]]
-            if any(abs(one - even) * fps > 1 for one, even in zip(own, edges, strict=False)):  # not evenly apart
+            if np.abs(np.subtract(own, edges[: len(own)])).max() * fps > 1:  # not evenly apart
                 edges = own
         return [*edges, min(max(count * step, edges[-1]), self.length)]
 
