@@ -64,7 +64,7 @@ def score(summary: Summary, events: list[Event], film: EncodedVideo) -> dict[str
     The part of the events that the chapters tell in which they happen; of the pairs of those that come one after the
     other, the part that is told so; the part of what is named that is not there; and what the text of all has of both.
     """
-    cells = len(film.features) // (len(film.steps()) - 1)
+    cells = len(film.features) // film.count
     told: list[tuple[int, int]] = []  # where each event is told, and its first step
     named = invented = 0
     found = set[int]()
