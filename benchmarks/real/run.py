@@ -6,17 +6,20 @@ from pathlib import Path
 
 from qtsplus import ask, encode, load
 from qtsplus.answers import Answer
+from qtsplus.picture import draw_kept_tokens
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import is_finished, last_checkpoint, run_stages
 
 from ..bases import REAL
+from ..world.scene import FPS
 from .base import save_base, save_parts
-from .clips import SECONDS
+from .clips import SECONDS, clip_scene
 from .fetch import ATTRIBUTION, fetch
 from .reading import train_reading
 from .records import write_records
 from .tower import train_tower
 from .work import HALVES
+from .world import Pictures
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/qtsplus-3b.yaml"
 RECORDS = {"train": 120, "validation": 24, "test": 40}  # clips
@@ -37,6 +40,7 @@ SETTINGS = (  # all in which the recipe's run differs from that of a 3B
 )
 # Of the second stage, in which the budget's head is all that learns.
 SECOND = ("model.selector.target_n=8", "training.learning_rate=1.0e-3", "training.max_steps=60")
+SHOWN = 5_000_017  # a scene over Big Buck Bunny
 ASKED = (
     "What can be seen?",
     "Is there anything to eat?",
@@ -81,6 +85,18 @@ def teach_selector(work: Path) -> Path:
         begun = any(is_finished(stage.output_dir) or last_checkpoint(stage.output_dir) for stage in stages)
         run_stages(stages, resume=begun)
     return stages[-1].output_dir
+
+
+def draw_real(work: Path, path: Path) -> None:
+    """What is kept for two questions about drawings over Big Buck Bunny, in a clip that no training saw."""
+    _, frames, _ = clip_scene(Pictures(work), SHOWN, "train", max(SECONDS), crowd=True)
+    model, processor = load(work / "qtsplus")
+    video, kept = encode(model, processor, frames, fps=FPS), []
+    for question in ("Is there a bus?", "Which animal can you see?"):
+        answer = ask(model, processor, video, question, max_new_tokens=8, max_visual_tokens=8)
+        count = f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens"
+        kept.append((f"“{question}” {answer.answer}: {count}", answer.keep_map))
+    draw_kept_tokens(frames[::2], kept, 1.0, path)
 
 
 def ask_real(work: Path) -> tuple[Path, list[tuple[str, Answer, Answer]]]:
