@@ -59,8 +59,6 @@ class QTSplusProcessorMixin(ProcessorMixin):
     user_turn = "<|im_start|>user"  # what the chat template opens and closes a turn with
     turn_end = "<|im_end|>"
     native_resolution = True  # larger frames become more tokens
-    frame_pixels = 768 * 28**2  # at most, of a frame, where a call does not say
-    video_pixels: int | None = None  # or of a whole video, where that is what is limited
 
     # Every backbone's processor has these.
     image_token: str
@@ -467,7 +465,6 @@ class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
     r"""[`Qwen3VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
 
     stock_class = Qwen3VLProcessor
-    video_pixels = 25_165_824
 
     @property
     def query_token_ids(self) -> dict[str, int | list[int]]:
