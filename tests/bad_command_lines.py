@@ -96,7 +96,6 @@ def batch_lines() -> list[list[str]]:
             ["batch", "{records}", *batch[4:]], "--out", ("", "{text}", "{empty_folder}", "{text}/x", *NO_PLACES)
         ),
         *wrong(batch, "--retention", "--max-visual-tokens", "--max-new-tokens", "--fps", "--selection", "--device"),
-        *each_value(batch, "--engine", ("", "best", "vLLM")),
         *each_value(batch, "--media-root", ("", " ", "{missing}", "{text}")),
         [*batch, "extra"],
         ["batch", "{records}"],
@@ -121,9 +120,7 @@ def app_lines() -> list[list[str]]:
     return [
         *with_model("app", names=("{stock}", *FEW_MODELS)),
         *wrong(app, "--port", "--allow-host"),
-        *([*app, library] for library in ("", "{missing}", "{empty_folder}", "{video}", "\x00")),
-        *each_value([*app, "{empty_folder}"], "--media-root", ("{missing}", "{video}", "\x00")),
-        *([*app, *more] for more in (["--media-root", "{frames}"], ["{empty_folder}", "extra"])),
+        [*app, "extra"],
     ]
 
 

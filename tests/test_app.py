@@ -1,16 +1,12 @@
 """The page of `qtsplus app`, as people use it: a real server, and a real browser that clicks."""
 
 import contextlib
-import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -212,10 +208,10 @@ def shown(monkeypatch, tmp_path) -> Iterator[Callable[..., str]]:
     (tmp_path / "films").mkdir()
     with contextlib.ExitStack() as stack:
 
-        def serve(model, processor, library=None, films=None, **options) -> str:
+        def serve(model, processor, **options) -> str:
             from qtsplus import app
 
-            page, own = app.build_page(model, processor, library, films or app.Films(None, None, print), ())
+            page, own = app.build_page(model, processor, ())
             _, address, _ = page.launch(**{**own, **options})
             stack.callback(page.close)
             return address
@@ -358,97 +354,6 @@ def test_questions_wait_in_line_and_stop_ends_those_before_it(visit, gated):
     anna.sees(".question", CROSS.question)
 
 
-@pytest.fixture
-def shelf(tiny_published, tmp_path) -> Callable[..., Any]:
-    """Indexes films that lie in a folder, by their names in it; gives the library with its model, and the folder."""
-
-    def index(**films: Path) -> tuple[Any, Path]:
-        from qtsplus import indexing, library, session
-
-        root, loaded = tmp_path / "root", session.load(tiny_published, "cpu")
-        root.mkdir()
-        for name, film in films.items():
-            shutil.copyfile(film, root / name)
-        indexing.index(root, tmp_path / "library", *loaded)
-        return library.Library(tmp_path / "library", *loaded), root
-
-    return index
-
-
-NAME = os.fsdecode(b"<img src=x onerror=alert(1)> caf\xe9 \x1b[31m \xe2\x80\xae.mp4")
-
-
-def test_a_name_is_text_also_where_its_bytes_are_none(visit, shown, shelf):
-    from qtsplus import app
-
-    books, root = shelf(**{NAME: CLIP})
-    anna = visit(shown(books.model, books.processor, books, app.Films(books, root, print)))
-    anna.page.on("dialog", lambda dialog: pytest.fail(dialog.message))
-    anna.ask(RING.question)
-    anna.sees(".answer", RING.answer)
-    anna.sees(".chip", "<img src=x onerror=alert(1)> caf\\xe9 \\x1b[31m \\u202e.mp4")
-    anna.stands_at(books.ask(RING.question).evidence[0].start)
-
-
-def test_of_a_film_that_cannot_be_played_the_answer_and_the_times_are_there(visit, shown, shelf):
-    books, _ = shelf(**{"one.mp4": CLIP})
-    anna = visit(shown(books.model, books.processor, books))
-    anna.ask(RING.question)
-    anna.sees(".answer", RING.answer)
-    anna.sees(".chip", "one.mp4")
-    anna.sees(".screen .note", "cannot be played here")
-    assert anna.stage.locator("canvas").count() == 0
-
-
-def test_only_the_films_that_were_indexed_are_played_and_none_says_where_it_lies(visit, shown, shelf, tiny_mp4):
-    from qtsplus import app
-
-    books, root = shelf(**{"one.mp4": CLIP, "changed.mp4": CLIP, "gone.mp4": CLIP, "link.mp4": tiny_mp4})
-    (root / "gone.mp4").unlink()
-    (root / "link.mp4").unlink()
-    (root / "link.mp4").symlink_to(tiny_mp4)  # the same film, but from outside
-    said: list[str] = []
-    films = app.Films(books, root, said.append)
-    assert said == [f"Not in {root}: 2 films of the library: gone.mp4, link.mp4."]
-    address = shown(books.model, books.processor, books, films)
-    get = visit(address).page.request.get
-    whole = get(address + films.addresses["one.mp4"])
-    part = get(address + films.addresses["one.mp4"], headers={"Range": "bytes=100-199"})
-    assert whole.body() == CLIP.read_bytes() and part.status == 206 and part.body() == CLIP.read_bytes()[100:200]
-    (root / "changed.mp4").write_bytes(CLIP.read_bytes()[:-1] + b"!")
-    assert get(address + films.addresses["changed.mp4"]).status == 404
-    for film in ("one.mp4", "changed.mp4", "link.mp4"):
-        assert str(root) not in films.addresses.get(film, "")
-        for route in ("gradio_api/file=", "file=", "gradio_api/file/", "films/"):
-            assert get(f"{address}{route}{root / film}").status in (403, 404)
-
-
-@pytest.mark.parametrize(
-    "name", ["/etc/passwd", "../outside.mp4", "a/../../outside.mp4", "link/outside.mp4", "a\0.mp4", "."]
-)
-def test_no_name_leads_out_of_the_folder(tmp_path, name):
-    from qtsplus import app
-
-    root, outside = tmp_path / "root", tmp_path / "outside.mp4"
-    (root / "a").mkdir(parents=True)
-    (root / "link").symlink_to(tmp_path)
-    shutil.copyfile(CLIP, outside)
-    size = os.path.getsize(root / name) if name.isprintable() else 0
-    entries = {name: {"size": size, "content": sha256(CLIP.read_bytes()).hexdigest()}}
-    library = SimpleNamespace(names=[name], index=SimpleNamespace(entries=entries))
-    with pytest.raises(ValueError, match="Not in .*: 1 film of the library: .* Expected the folder"):
-        app.Films(library, root, print)
-
-
-def test_a_film_is_one_by_its_content(tmp_path):
-    from qtsplus import app
-
-    text, content = tmp_path / "text.mp4", b"root:x:0:0:root:/root:/bin/sh"
-    text.write_bytes(content)
-    assert not app._is_film(str(text), sha256(content).hexdigest())
-    assert app._is_film(str(CLIP), sha256(CLIP.read_bytes()).hexdigest())
-
-
 def test_only_hosts_that_were_named_are_answered(visit, address):
     get, names = visit(address).page.request.get, {"films.example": 200, "rebound.example": 400, "localhost:1": 200}
     assert {name: get(address, headers={"Host": name}).status for name in names} == names
@@ -535,24 +440,3 @@ def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):
     anna.drop(CLIP)
     sync_api.expect(anna.page.get_by_text("exceed")).to_be_visible()
     anna.sees(".empty", "Drop a film")
-
-
-def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, shown, shelf, tmp_path):
-    from clips import make_world, render_world, write_mp4
-    from qtsplus import app
-
-    write_mp4(tmp_path / "two.mp4", render_world(make_world(12)), 2)
-    books, root = shelf(**{"one.mp4": CLIP, "two.mp4": tmp_path / "two.mp4"})
-    anna = visit(shown(books.model, books.processor, books, app.Films(books, root, print)))
-    anna.sees(".empty", "Ask about the library, which holds 2 films")
-    expected = books.ask(RING.question, retention=0.1)
-    best = expected.evidence[0]
-    anna.page.fill("#share input[type=number]", "10")
-    anna.ask(RING.question)
-    anna.sees(".answer", expected.answer)
-    anna.stage.locator(".chip", has_text=best.name).first.click()
-    anna.stands_at(best.start)
-    kept = expected.keep_maps[best.name][int(best.start)]
-    assert anna.lit() == set(kept.flatten().nonzero().flatten().tolist()) != set()
-    anna.drop(CLIP)
-    anna.sees(".small", "288 visual tokens")

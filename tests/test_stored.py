@@ -21,8 +21,6 @@ from qtsplus.cli import app
 from qtsplus.indexing import index
 from qtsplus.library import Index, Library
 from qtsplus.results import seal
-from qtsplus.session import VideoSession
-from qtsplus.videos import IN_MEMORY
 
 QUESTION = "What is in the red circle?"
 
@@ -377,73 +375,6 @@ def test_features_of_another_video_are_found(folder, mine, loaded):
 
 
 # --- Sessions ---
-
-
-@pytest.fixture
-def session(loaded, videos, tmp_path):
-    made = VideoSession(*loaded)
-    made.add(videos / "a.mp4")
-    made.chat(QUESTION, max_new_tokens=2)
-    made.save(tmp_path / "saved")
-    return made
-
-
-def test_a_session_names_no_file(session, loaded, videos, tmp_path):
-    """Its features lie where `save` puts them, and a film is drawn from only if it is the one that was encoded."""
-    saved, again = tmp_path / "saved", VideoSession(*loaded)
-    again.load(saved)
-    assert again.videos["a.mp4"].video == str(videos / "a.mp4") and again.turns == session.turns
-    path, features, header = stored(saved)
-    for film in (str(videos / "b.mp4"), "http://127.0.0.1/a.mp4", "/etc/passwd", "a\0b"):
-        save_file({"features": features}, path, about(video=film)(features, header)[1])
-        document = {"format": 1, "videos": {"a.mp4": storage.measure(path)}, "turns": []}
-        (saved / "session.json").write_text(seal(document))
-        again.load(saved)
-        assert again.videos["a.mp4"].video == IN_MEMORY
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"turns": None},
-        {"turns": [1, 2]},
-        {"turns": "hello"},
-        {"turns": ["What?"]},
-        {"videos": []},
-        {"videos": {"a": 3}},
-        {"videos": {"a": "../0.safetensors"}},
-        {"videos": {" ": {"size": 1, "digest": "0" * 64}}},
-        {"videos": {"a": {"size": 1, "digest": "0" * 64}}},
-        {"format": 2},
-        {"more": 1},
-    ],
-    ids=str,
-)
-def test_a_session_from_a_stranger_is_checked_whole(session, tmp_path, change):
-    path, names, turns = tmp_path / "saved/session.json", session.names, session.turns
-    content = json.loads(path.read_text())
-    del content["check"]
-    for text in (json.dumps({**json.loads(path.read_text()), **change}), seal({**content, **change})):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="cannot be used: ") as error:
-            session.load(tmp_path / "saved")
-        assert "\n" not in str(error.value)
-    assert session.names == names and session.turns == turns
-
-
-def test_a_session_follows_no_link(session, tmp_path):
-    path = tmp_path / "saved/0.safetensors"
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="it is no file"):
-        session.load(tmp_path / "saved")
-
-
-def test_features_that_grew_are_not_read_to_their_end(session, tmp_path, monkeypatch):
-    os.truncate(tmp_path / "saved/0.safetensors", 2**40)
-    monkeypatch.setattr(storage, "measure", lambda path: pytest.fail("a terabyte was read"))
-    with pytest.raises(ValueError, match="it was changed since it was written"):
-        session.load(tmp_path / "saved")
 
 
 # --- What the system sees ---

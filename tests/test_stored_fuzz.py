@@ -18,10 +18,9 @@ import torch
 from safetensors.torch import load, save
 
 from clips import make_world, render_world, write_mp4
-from qtsplus import batch, indexing, known, library, session, storage
+from qtsplus import batch, indexing, known, library, storage
 from qtsplus.library import Library
 from qtsplus.results import Journal, seal
-from qtsplus.session import VideoSession
 from qtsplus.training.features import read_tensors, write_tensors
 
 SEED, CASES = int(os.environ.get("FUZZ_SEED", "45")), int(os.environ.get("FUZZ_CASES", "1000"))
@@ -53,11 +52,6 @@ def whole(loaded, tmp_path_factory):
         for number, name in enumerate(("a.mp4", "b.mp4")):
             write_mp4(folder / "films" / name, render_world(make_world(160 + number, 1, 2)), 2)
         indexing.index(folder / "films", folder / "library", *loaded, name="org/model", say=lambda line: None)
-        talk = VideoSession(*loaded)
-        for name in ("a.mp4", "b.mp4"):
-            talk.add(folder / "films" / name)
-        talk.turns = ["What?", "A ball."]
-        talk.save(folder / "session")
         journal = Journal(folder / "batch.jsonl", {"model": "org/model"}, batch._ENTRIES)
         evidence = [{"start": 0.0, "end": 1.5, "video": "a.mp4", "box": [0.0, 0.5, 1.0, 1.0]}]
         answer = {"answer": "A ball.", "kept_tokens": 3, "visual_tokens": 9, "evidence": evidence, "warnings": []}
@@ -79,19 +73,12 @@ def read_library(folder, model):
     return {name: as_json(found._video(name)) for name in found.names}
 
 
-def read_session(folder, model):
-    found = VideoSession(*model)
-    found.load(folder / "session")
-    return {"turns": found.turns, **{name: as_json(video) for name, video in found.videos.items()}}
-
-
 def read_journal(name, schema):
     return lambda folder, model: dict(Journal(folder / name, schema=schema).done)
 
 
 READERS = {
     "library": read_library,
-    "session": read_session,
     "batch.jsonl": read_journal("batch.jsonl", batch._ENTRIES),
     "cache": read_journal("cache/qtsplus/models.jsonl", known._SCHEMA),
     "features": lambda folder, model: {
@@ -193,19 +180,11 @@ def note_in_library(folder):
     (folder / "library.jsonl").write_text("".join(seal(line) + "\n" for line in lines))
 
 
-def note_in_session(folder):
-    document = json.loads((folder / "session.json").read_text())
-    del document["check"]
-    for number, name in enumerate(document["videos"]):
-        document["videos"][name] = storage.measure(folder / f"{number}.safetensors")
-    (folder / "session.json").write_text(seal(document))
-
-
 def note_in_features(folder):
     write_tensors(folder / "0.safetensors", load((folder / "0.safetensors").read_bytes()))
 
 
-NOTED = {"library": note_in_library, "session": note_in_session, "features": note_in_features}
+NOTED = {"library": note_in_library, "features": note_in_features}
 
 
 OPENED: list[str] | None = None  # what is opened, made or removed meanwhile
@@ -252,7 +231,7 @@ def in_one_line(error, folder):
 
 def test_no_file_that_is_read_back_is_trusted(whole, loaded, tmp_path, monkeypatch):
     made_by, draw = storage.fingerprint(*loaded), random.Random(SEED)
-    for module in (library, session, indexing):
+    for module in (library, indexing):
         monkeypatch.setattr(module, "fingerprint", lambda *_: made_by)
     expected, outcomes = {name: read(whole, loaded) for name, read in READERS.items()}, Counter()
     assert all(expected.values())

@@ -1,8 +1,5 @@
-"""A session answers as one call of `generate`: about one video or several, in a batch, in a conversation, saved."""
+"""A session answers as one call of `generate`: about one video or several, in a batch, in a conversation."""
 
-import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
@@ -400,67 +397,9 @@ def test_threads_talk_in_turn(loaded, fresh):
 
 # On disk --------------------------------------------------------------------------------------------------------------
 
-ANEW = """
-import json, sys
-from qtsplus.session import VideoSession, load
-model, folder, question = sys.argv[1:]
-made = VideoSession(*load(model, "cpu"))
-made.load(folder)
-answers = [made.ask(question, max_new_tokens=8), made.chat(question, max_new_tokens=8)]
-print(json.dumps([{**one.as_dict(), "timings": 0} for one in answers]))
-"""
-
-
-def test_a_saved_session_answers_alike_in_another_process(fresh, tiny_published, tmp_path):
-    fresh.chat(QUESTIONS[0], **SHORT)
-    fresh.save(tmp_path / "saved")
-    run = subprocess.run(
-        [sys.executable, "-c", ANEW, str(tiny_published), str(tmp_path / "saved"), QUESTIONS[1]],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    live = [fresh.ask(QUESTIONS[1], **SHORT), fresh.chat(QUESTIONS[1], **SHORT)]
-    assert json.loads(run.stdout) == json.loads(json.dumps([{**one.as_dict(), "timings": 0} for one in live]))
-
-
-def test_a_saved_session_replaces_its_own_files_alone(fresh, tmp_path):
-    fresh.save(tmp_path / "saved")
-    fresh.remove("back.mp4")
-    fresh.save(tmp_path / "saved")
-    fresh.load(tmp_path / "saved")
-    assert fresh.names == ["front.mp4"]
-    (tmp_path / "saved" / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="mine.txt"):
-        fresh.save(tmp_path / "saved")
-
-
-def test_features_of_another_tower_are_refused(loaded, fresh, tiny_published, tmp_path):
-    fresh.save(tmp_path / "saved")
-    model, processor = session.load(tiny_published, "cpu")
-    other = VideoSession(model, processor)
-    with torch.no_grad():
-        next(model.model.visual.parameters()).flatten()[0] += 1e-3
-    with pytest.raises(ValueError, match="made with another vision tower or processor"):
-        other.load(tmp_path / "saved")
-    assert other.names == []
-    model, processor = session.load(tiny_published, "cpu")
-    with torch.no_grad():
-        model.lm_head.weight[0] += 1  # the language model's own business
-    VideoSession(model, processor).load(tmp_path / "saved")
-    processor.video_processor.image_mean = [0.1, 0.2, 0.3]
-    with pytest.raises(ValueError, match="made with another vision tower or processor"):
-        VideoSession(model, processor).load(tmp_path / "saved")
-
 
 def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "session.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"session\.json cannot be used: format is missing"):
-        VideoSession(*loaded).load(tmp_path / "other")
-    made_by = both.fingerprint
-    with pytest.raises(ValueError, match=r"There is no .*session\.json"):
-        VideoSession(*loaded).load(tmp_path)
+    made_by = storage.fingerprint(*loaded)
     with storage.saved_video(both.videos["front.mp4"], tmp_path / "video", made_by) as stored:
         pass
     whole = (tmp_path / "video").read_bytes()
@@ -473,7 +412,7 @@ def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
     back = storage.load_video(tmp_path / "video", made_by, loaded[0], stored)
     assert torch.equal(back.features, both.videos["front.mp4"].features)
     assert back.metadata == both.videos["front.mp4"].metadata
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "foreign", "other", "text", "video"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "foreign", "text", "video"]
 
 
 # A player's clock -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ class Pane {
     make("button", "play", row, "Play", { onclick: play });
     this.time = make("span", "time", row);
     for (const { video, start, end, weight } of this.evidence.slice(0, 6)) {
-      const text = `${answer.named ? video + ", " : ""}${clock(start)} to ${clock(end)} · ${percent(weight)}`;
+      const text = `${clock(start)} to ${clock(end)} · ${percent(weight)}`;
       make("button", "chip", row, text, { ariaLabel: text + which, onclick: () => this.open(video, start) });
     }
     if (answer) make("div", "small", this.root, answer.facts);

@@ -2,33 +2,25 @@
 
 import asyncio
 import os
-import secrets
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import numpy as np
 import safehttpx
 import torch
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import PlainTextResponse
 
-from .data.media import UNREADABLE, VIDEO_SUFFIXES
-from .library import Library
-from .output import counted, listed, printable
+from .data.media import VIDEO_SUFFIXES
 from .session import Answer, VideoSession
-from .storage import film_state, measure
-from .video_qtsplus import open_video
 from .videos import FAILURES
 
 LARGEST_FILM = 10**9  # bytes
@@ -65,13 +57,12 @@ class _Stoppable:
 
 
 class Visit:
-    """What the server holds for one open page, and does for its buttons; all visits share the model and the library."""
+    """What the server holds for one open page, and does for its buttons; all visits share the model."""
 
-    def __init__(self, model: Any, processor: Any, library: Any, addresses: Mapping[str, str]) -> None:
+    def __init__(self, model: Any, processor: Any) -> None:
         self.begun = self.served = self.stopped = 0  # requests, which are served in turn; of those stopped the last
         self.path = ""
         self.session = VideoSession(_Stoppable(model, self._check), processor)
-        self.library, self.addresses = library, addresses
 
     @property
     def is_stopped(self) -> bool:
@@ -112,40 +103,30 @@ class Visit:
         return self.stage()
 
     def ask(self, path: str | None, first: str, second: str, share: float) -> dict[str, Any]:
-        """Answers one question, or two beside each other, about the film on the page or else the library."""
+        """Answers one question, or two beside each other, about the film on the page."""
         questions = [question for question in (first, second) if question.strip()]
         if path and not self.path and (error := self.read(path)["error"]):  # other visits took the place of this one
             return self.stage(error=error)
-        if not (self.session.names or self.library):
+        if not self.session.names:
             return self.stage(error="Drop a film first.")
         if not questions:
             return self.stage(error="Write a question first.")
         try:
-            answers = self._answers(questions, retention=share / 100 or None, stopping_criteria=[self._ends])
+            options: dict[str, Any] = {"retention": share / 100 or None, "stopping_criteria": [self._ends]}
+            answers = self.session.ask_many(questions, **options)
             self._check()
         except FAILURES as error:
-            return self.stage(error=str(error).replace(f"{self.library.folder}/" if self.library else "", ""))
+            return self.stage(error=str(error))
         return self.stage([self._pane(*pair) for pair in zip(questions, answers, strict=True)])
 
-    def _answers(self, questions: list[str], **options: Any) -> list[Answer]:
-        if self.library is None or self.session.names:
-            return self.session.ask_many(questions, **options)
-        return [self.library.ask(question, **options) for question in questions]
-
     def stage(self, answers: list[dict[str, Any]] | None = None, error: str | None = None) -> dict[str, Any]:
-        """What app.js draws: the films and what is known of them, with new answers or with what went wrong."""
-        facts = "Drop a film to begin."
-        if self.library is not None:
-            count = counted(len(self.library.names), "film")
-            facts = f"Ask about the library, which holds {count}, or drop a film of your own."
-        for name, film in self.session.videos.items():
+        """What app.js draws: the film and what is known of it, with new answers or with what went wrong."""
+        facts, films, warnings = "Drop a film to begin.", dict[str, Any](), list[str]()
+        for name, film in self.session.videos.items():  # there is one at most
             frames = f"{len(film.metadata.frames_indices)} frames read in {film.seconds:.1f} s"
-            facts = f"{name}: {frames}, {len(film.features):,} visual tokens."
-        names = {span["video"] for answer in answers or () for span in answer["evidence"]}
-        films: dict[str, Any] = {name: {"url": self.addresses.get(name, "")} for name in names}
-        if self.session.names:  # Gradio adds the address of a file in what goes to app.js
-            films = {self.session.names[0]: {"path": self.path, "meta": {"_type": "gradio.FileData"}}}
-        warnings = [warning for film in self.session.videos.values() for warning in film.warnings]
+            facts, warnings = f"{name}: {frames}, {len(film.features):,} visual tokens.", film.warnings
+            # Gradio adds the address of a file in what goes to app.js.
+            films[name] = {"path": self.path, "meta": {"_type": "gradio.FileData"}}
         now = {"about": self.path, "films": films, "facts": facts, "warnings": warnings}
         return {**now, "answers": answers, "error": error}
 
@@ -156,54 +137,11 @@ class Visit:
         facts += f"{seconds['first_token']:.2f} s, all of it {seconds['generate']:.2f} s."
         maps = {}
         for name, keep_map in answer.keep_maps.items():
-            film = self.session.videos[name] if self.session.names else self.library._video(name)
+            film = self.session.videos[name]
             times = {"start": film.start, "step": film.second_per_grid_ts[0], "end": film.start + film.length}
             kept = keep_map.flatten().nonzero().flatten().tolist()
-            maps[printable(name)] = {"grid": list(keep_map.shape), "kept": kept, **times}
-        named = not self.session.names  # or else it is the only film
-        fields = answer.as_dict()
-        evidence = [{**one, "video": printable(one["video"])} for one in fields["evidence"]]
-        shown = {"video": printable(answer.video), "evidence": evidence, "question": question, "facts": facts}
-        return {**fields, **shown, "maps": maps, "named": named}
-
-
-class Films:
-    """The films of a library that lie in a folder; their addresses do not say where, and lead to what was indexed."""
-
-    def __init__(self, library: Any, media_root: Path | None, say: Callable[[str], object]) -> None:
-        root, absent = os.path.realpath(media_root or ""), []
-        self.addresses: dict[str, str] = {}  # by the name that is shown
-        self._files: dict[str, tuple[str, str]] = {}  # by token a path, and the digest of what was indexed
-        for name in library.names if library and media_root else ():
-            entry, token = library.index.entries[name], secrets.token_urlsafe()
-            with suppress(OSError, ValueError):  # a name may be anything
-                path = os.path.realpath(os.path.join(root, name), strict=True)
-                if Path(path).is_relative_to(root) and os.path.isfile(path) and os.path.getsize(path) == entry["size"]:
-                    self._files[token], self.addresses[printable(name)] = (path, entry["content"]), f"films/{token}"
-                    continue
-            absent.append(name)
-        if absent:
-            line = f"Not in {media_root}: {counted(len(absent), 'film')} of the library: {listed(absent)}."
-            if not self._files:
-                raise ValueError(f"{line} Expected the folder that it was made of.")
-            say(line)
-
-    def play(self, request: Request) -> Response:
-        """A film, or the part of it that a browser asks for."""
-        path, content = self._files.get(request.path_params["token"], ("", ""))
-        if not os.path.exists(path) or not _is_film(path, content, *film_state(Path(path)).values()):
-            return PlainTextResponse("The film is not here.", 404)
-        kind = "video/webm" if path.endswith((".webm", ".mkv")) else "video/mp4"  # and never a page
-        return FileResponse(path, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})
-
-
-@lru_cache(4096)
-def _is_film(path: str, content: str, *_: object) -> bool:
-    """Whether a file is a film, and the one that was indexed. It is read once for each state that it has been in."""
-    try:
-        return measure(Path(path))["digest"] == content and bool(open_video(path, lambda *_: np.zeros(1, np.int64)))
-    except UNREADABLE:
-        return False
+            maps[name] = {"grid": list(keep_map.shape), "kept": kept, **times}
+        return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps}
 
 
 class Gate:
@@ -244,12 +182,12 @@ class Gate:
                 total -= size
 
 
-def build_page(model: Any, processor: Any, library: Library | None, films: Films, hosts: Sequence[str]) -> Any:
+def build_page(model: Any, processor: Any, hosts: Sequence[str]) -> Any:
     """The page of [`launch`], and how Gradio is to serve it. What visitors drop goes to GRADIO_TEMP_DIR."""
 
     def begin(visit: Visit | None, reads: bool = False) -> Visit:
         """Before a request waits in line, where Stop may already find it. Another film ends what is about the last."""
-        visit = visit or Visit(model, processor, library, films.addresses)
+        visit = visit or Visit(model, processor)
         if reads:
             visit.stop()
         visit.begun += 1
@@ -268,7 +206,7 @@ def build_page(model: Any, processor: Any, library: Library | None, films: Films
                     ask = gr.Button("Ask", variant="primary", min_width=80, scale=2, elem_id="ask")
                     stop = gr.Button("Stop", min_width=80, elem_id="stop")
             with gr.Column(scale=7, min_width=320):
-                empty = Visit(model, processor, library, films.addresses).stage()
+                empty = Visit(model, processor).stage()
                 frame = "<div class='said' role='status'></div><div class='stage'></div>"
                 stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
         # "multiple", or else what comes while another is served would be dropped.
@@ -284,7 +222,7 @@ def build_page(model: Any, processor: Any, library: Library | None, films: Films
     gate = Middleware(Gate, hosts=hosts, folder=os.environ["GRADIO_TEMP_DIR"])
     options = {"max_file_size": LARGEST_FILM, "theme": _THEME, "css": _STYLE.read_text("utf-8"), "footer_links": []}
     options |= {"run_history": False, "state_session_capacity": VISITS, "ssr_mode": False, "quiet": True}
-    options |= {"app_kwargs": {"routes": [Route("/films/{token}", films.play)], "middleware": [gate]}}
+    options |= {"app_kwargs": {"middleware": [gate]}}
     return blocks.queue(api_open=False), {**options, "enable_monitoring": False, "prevent_thread_lock": True}
 
 
@@ -296,8 +234,6 @@ async def _refuse(host: str) -> str:
 def launch(
     model: Any,
     processor: Any,
-    library: Library | None = None,
-    media_root: Path | None = None,
     *,
     host: str,
     port: int,
@@ -308,18 +244,15 @@ def launch(
     Serves the page until it is interrupted. Nothing is fetched from another machine, or told to one.
 
     Args:
-        library: what a question is about while no film was dropped.
-        media_root: the folder that the library was made of, whose films are played to everybody who sees the page.
         host, port: where to listen.
         allow_hosts: names of this machine that browsers may use, beside `host` and localhost; `*` for all.
-        say: takes the page's address, and which films of the library are not there.
+        say: takes the page's address.
     """
     safehttpx.async_validate_url = _refuse
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
-        shown = Films(library, media_root, say)
-        page, options = build_page(model, processor, library, shown, [host, *allow_hosts])
+        page, options = build_page(model, processor, [host, *allow_hosts])
         _, address, _ = page.launch(server_name=host, server_port=port, **options)
         say(f"The page is at {address}")
         page.block_thread()

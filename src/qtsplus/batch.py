@@ -5,10 +5,9 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,15 +19,13 @@ from . import loading, session
 from .data.formats import Row, iter_rows, media_folder
 from .data.media import find_media
 from .data.records import Rate, String, Text
-from .decoding_qtsplus import shown_name
 from .output import check_output, whole_file, working_in
 from .results import STORED, Journal, Line, Schema
 from .settings import explain, show
 from .videos import FAILURES
 
+BUDGET = ("retention", "max_visual_tokens")
 BASIS = ("kept_tokens", "visual_tokens", "evidence", "warnings")  # of an answer, what stands beside its text
-# By the numbers of the rows: the fields of an answer, or `error`.
-Results = Iterator[tuple[int, dict[str, Any]]]
 
 
 class QuestionRow(BaseModel):
@@ -136,8 +133,8 @@ class Asker:
     """
     A model and how it is asked where a row does not say, as for [`loading.load`] and [`session.ask`].
 
-    Called with the tasks of one video, it encodes the video once; what is wrong with it or with a question is the
-    `error` of a row.
+    Called with the tasks of one video, it encodes the video once, and gives by the numbers of the rows the fields of an
+    answer, or `error`: what is wrong with the video or with a question.
     """
 
     model: str
@@ -158,10 +155,7 @@ class Asker:
         """All that decides an answer."""
         return {name: value for name, value in vars(self).items() if name not in ("device", "loaded")}
 
-    def budget(self, question: QuestionRow) -> dict[str, Any]:
-        return {name: getattr(question, name) or getattr(self, name) for name in ("retention", "max_visual_tokens")}
-
-    def __call__(self, tasks: list[Task]) -> Results:
+    def __call__(self, tasks: list[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
         model, processor = self.loaded
         try:
             video = session.encode(model, processor, tasks[0].place, fps=tasks[0].question.fps or self.fps)
@@ -170,9 +164,9 @@ class Asker:
             return
         choice: dict[str, Any] = {"selection": self.selection, "max_new_tokens": self.max_new_tokens}
         for task in tasks:
-            asked = {**choice, **self.budget(task.question)}
+            stated = {name: getattr(task.question, name) or getattr(self, name) for name in BUDGET}
             try:
-                fields = session.ask(model, processor, video, task.question.question, **asked).as_dict()
+                fields = session.ask(model, processor, video, task.question.question, **choice, **stated).as_dict()
             except FAILURES as error:
                 yield task.number, failure(error)
             else:
@@ -183,85 +177,7 @@ def failure(error: BaseException) -> dict[str, str]:
     return {"error": " ".join(str(error).split()) or type(error).__name__}
 
 
-def answer_here(asker: Asker, videos: list[list[Task]]) -> Results:
-    """One video after another."""
-    console = Console(stderr=True)
-    return chain.from_iterable(map(asker, track(videos, "Asking", console=console, disable=not console.is_terminal)))
-
-
-def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
-    """vLLM, with all questions about a video at a time."""
-    from vllm import LLM, SamplingParams
-
-    from .vllm.server import key_of, read_frames
-    from .vllm.worker import EXTENSION
-
-    if not videos:
-        return
-    processor = loading.load_processor(asker.model, asker.revision)
-    dtype = loading.stored_dtype(asker.model, asker.revision) if asker.dtype == "auto" else asker.dtype
-    options: dict[str, Any] = {"revision": asker.revision, "limit_mm_per_prompt": {"video": 1, "image": 0}}
-    if asker.selection is not None:  # here, since vLLM takes no function from a request
-        options["mm_processor_kwargs"] = {"selection": asker.selection}
-    llm = LLM(asker.model, dtype=dtype, worker_extension_cls=EXTENSION, **options)
-    keys = list[str]()  # of the prompts, in turn
-    prepare = llm.llm_engine.renderer.get_mm_processor()
-    prepare.call_engine = lambda name, args: llm.collective_rpc(name, args=args)  # for the model's own budget
-
-    def noting(*args: Any, apply: Any = prepare.apply) -> Any:
-        prepared = apply(*args)
-        keys.append(key_of(prepared))
-        return prepared
-
-    prepare.apply = noting
-    sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens, detokenize=False)
-    for tasks in videos:
-        try:
-            video = read_frames(processor, tasks[0].place, fps=tasks[0].question.fps or asker.fps)
-        except FAILURES as error:
-            yield from ((task.number, failure(error)) for task in tasks)
-            continue
-        data = {"multi_modal_data": {"video": [video]}}
-        prompts = [_prompt(processor, task.question, asker) | data for task in tasks]
-        for task, (output, key) in zip(tasks, _generate(llm, prompts, sampling, keys), strict=True):
-            if isinstance(output, ValueError):
-                yield task.number, failure(output)
-                continue
-            # Not vLLM's own text, which ends in front of a character that is not complete.
-            answer = processor.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True).strip()
-            basis = llm.collective_rpc("qtsplus_basis", args=(key,))[0]
-            basis["evidence"] = [{**one, "video": shown_name(tasks[0].place)} for one in basis["evidence"]]
-            yield task.number, {"answer": answer, **{name: basis[name] for name in BASIS}}
-
-
-def _prompt(processor: Any, question: QuestionRow, asker: Asker) -> dict[str, Any]:
-    content = [{"type": "video"}, {"type": "text", "text": question.question}]
-    inputs = processor.conversation_inputs([[{"role": "user", "content": content}]])
-    settings = {**asker.budget(question), "selection": asker.selection}
-    settings = {name: one for name, one in settings.items() if one is not None}
-    return {"prompt_token_ids": inputs["input_ids"][0].tolist(), "mm_processor_kwargs": settings}
-
-
-def _generate(llm: Any, prompts: list[dict[str, Any]], sampling: Any, keys: list[str]) -> list[tuple[Any, str]]:
-    """
-    An output for each prompt, or the error of one that vLLM refuses, which would refuse the others with it; and what
-    has come to `keys` for it.
-    """
-    keys.clear()
-    try:
-        return list(zip(llm.generate(prompts, sampling, use_tqdm=False), keys, strict=True))
-    except ValueError as error:
-        if len(prompts) == 1:
-            return [(error, "")]
-        return [one for prompt in prompts for one in _generate(llm, [prompt], sampling, keys)]
-
-
-def run_batch(
-    questions: Questions,
-    out: Path,
-    asker: Asker,
-    engine: Callable[[Asker, list[list[Task]]], Results] = answer_here,
-) -> Counter[str]:
+def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
     """
     Asks what is not answered yet, and again what failed, and writes all rows in the order of the file. What is finished
     stands in the journal in the folder `<out>.run`. Gives how many rows have an `answer` and an `error`.
@@ -275,8 +191,10 @@ def run_batch(
         first = {key: number for number, key in reversed(keys.items()) if key not in done}  # of rows that ask the same
         numbers = set(first.values())
         videos = ([task for task in video if task.number in numbers] for video in questions.videos())
-        for number, result in engine(asker, [tasks for tasks in videos if tasks]):
-            journal.add(keys[number], result)
+        waiting, console = [tasks for tasks in videos if tasks], Console(stderr=True)
+        for tasks in track(waiting, "Asking", console=console, disable=not console.is_terminal):
+            for number, result in asker(tasks):
+                journal.add(keys[number], result)
         counts = Counter[str]()
         with whole_file(out) as file:
             for row in questions.rows:

@@ -4,41 +4,17 @@ import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal
+from pathlib import PurePath
+from typing import Any
 from urllib.parse import urlsplit
-
-from pydantic import AfterValidator, with_config
-from typing_extensions import TypedDict
 
 from .answers import Answer, answer_questions, check_name, check_question
 from .answers import prompt_inputs as prompt_inputs
 from .decoding_qtsplus import is_address
-from .hub.folder import whole_folder
 from .loading import load as load
 from .output import printable
-from .results import STORED, read_stored, seal
-from .settings import check_count, check_path
-from .storage import Stored, fingerprint, load_video, saved_video
+from .settings import check_count
 from .videos import EncodedVideo, encode
-
-_SAVED = "session.json"
-
-
-def _in_pairs(turns: list[str]) -> list[str]:
-    if len(turns) % 2:
-        raise ValueError(f"are {len(turns)}; expected an answer after each question")
-    return turns
-
-
-@with_config(STORED)
-class _Session(TypedDict):
-    """What a saved session holds; the features of the first video lie in `0.safetensors`, and so on."""
-
-    format: Literal[1]
-    videos: dict[Annotated[str, AfterValidator(check_name)], Stored]
-    turns: Annotated[list[str], AfterValidator(_in_pairs)]
 
 
 def ask(
@@ -155,31 +131,6 @@ class VideoSession:
         """Ends the conversation; the videos stay."""
         with self._talking:
             self.turns = []
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return fingerprint(self.model, self.processor)
-
-    def save(self, folder: str | Path) -> None:
-        """Writes features and conversation to a folder; `FileExistsError` if it holds files that no `save` wrote."""
-        with whole_folder(folder) as staging:
-            files: dict[str, Stored] = {}
-            for number, (name, video) in enumerate(self.videos.items()):
-                with saved_video(video, staging / f"{number}.safetensors", self.fingerprint) as files[name]:
-                    pass
-            document = {"format": 1, "videos": files, "turns": self.turns}
-            (staging / _SAVED).write_text(seal(document, indent=2) + "\n", encoding="utf-8")
-
-    def load(self, folder: str | Path) -> None:
-        """
-        Takes the videos and the conversation that [`VideoSession.save`] wrote, in place of those that it has; a
-        `ValueError` for a broken folder, or one that was made with another vision tower or processor.
-        """
-        saved, videos = read_stored(Path(check_path("folder", folder), _SAVED), _Session), {}
-        for number, (name, stored) in enumerate(saved["videos"].items()):
-            file = Path(folder, f"{number}.safetensors")
-            videos[name] = load_video(file, self.fingerprint, self.model, stored, self.model.device)
-        self.videos, self.turns = videos, saved["turns"]
 
     def _check_names(self, names: Sequence[str]) -> None:
         if not isinstance(names, (list, tuple)):

@@ -88,8 +88,8 @@ class _Said(TypedDict):
 class _About(TypedDict):
     """What the header of a stored video says beside the [`fingerprint`] of what encoded it."""
 
-    video: str
-    file: State | None  # of the video, where it is a file
+    video: NotRequired[str]  # of another's word, and not written since 2026-11-27
+    file: NotRequired[State | None]  # nor this
     seconds: Seconds
     start: _When
     warnings: list[str]
@@ -116,10 +116,8 @@ def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Sto
     Writes an encoded video to one file, with the [`fingerprint`] of what encoded it. It stands at `path` once the
     context ends, where what is known of it can be noted.
     """
-    file = Path(encoded.video)
     about = {
-        "file": film_state(file) if file.is_file() else None,
-        **{name: getattr(encoded, name) for name in ("video", "seconds", "start", "warnings", "sound")},
+        **{name: getattr(encoded, name) for name in ("seconds", "start", "warnings", "sound")},
         "video_grid_thw": encoded.video_grid_thw.tolist(),
         "second_per_grid_ts": [float(seconds) for seconds in encoded.second_per_grid_ts],
         "metadata": vars(encoded.metadata),
@@ -144,10 +142,10 @@ def measure(path: Path) -> Stored:
     return {"size": size, "digest": digest.hexdigest()}
 
 
-def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = None, device: Any = "cpu") -> EncodedVideo:
+def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = None) -> EncodedVideo:
     """
-    Reads what [`saved_video`] wrote with a model's vision tower, for a device; a `ValueError` for what is damaged, or
-    made with another one. On the CPU the features stay on disk until they are looked at.
+    Reads what [`saved_video`] wrote with a model's vision tower; a `ValueError` for what is damaged or made with
+    another one. The features stay on disk until they are looked at, and where the video lies is not said.
 
     Args:
         stored: what was noted of the file, by which every byte is checked, and every feature.
@@ -162,7 +160,7 @@ def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = Non
         if header.keys() != {"made_by", "about"}:
             raise ValueError("it is no stored video")
         if header["made_by"] == made_by:
-            return _build(json.loads(header["about"]), features, model, stored is not None, device)
+            return _build(json.loads(header["about"]), features, model, stored is not None)
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         reason = first_line(error).removesuffix(".")
         raise ValueError(f"The stored video {str(path)!r} cannot be used: {reason}; encode the video again.") from error
@@ -171,12 +169,9 @@ def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = Non
     )
 
 
-def _build(content: Any, features: torch.Tensor, model: Any, whole: bool, device: Any) -> EncodedVideo:
-    about: Any = check_stored(_About, content)
-    # It may name any file: only who has encoded it knows its state.
-    path, state = Path(about["video"]), about.pop("file")
-    if state is None or not path.is_file() or film_state(path) != state:
-        about["video"] = IN_MEMORY
+def _build(content: Any, features: torch.Tensor, model: Any, whole: bool) -> EncodedVideo:
+    about: Any = {**check_stored(_About, content), "video": IN_MEMORY}
+    about.pop("file", None)
     grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
     said = [Subtitle(**line) for line in about.pop("subtitles", ())]
     steps, rows, columns = model.model.merged_grid(grid)[0]
@@ -188,4 +183,4 @@ def _build(content: Any, features: torch.Tensor, model: Any, whole: bool, device
         raise ValueError(f"metadata.frames_indices are {frames}; expected some for each of {steps} steps")
     if whole and not all(part.isfinite().all() for part in features.split(4096)):
         raise ValueError("features hold NaN or infinity")
-    return EncodedVideo(features=features.to(device), video_grid_thw=grid, metadata=metadata, subtitles=said, **about)
+    return EncodedVideo(features=features, video_grid_thw=grid, metadata=metadata, subtitles=said, **about)

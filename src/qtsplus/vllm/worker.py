@@ -2,15 +2,13 @@
 What is asked of the engine beside its answers. Before it runs, the model's own budget, since vLLM has to count tokens
 first; the engine keeps the features, so the tower still sees a video once. And afterwards what an answer rests on.
 
-`qtsplus serve` and `qtsplus batch --engine vllm` connect the two: [`Worker`] is vLLM's `--worker-extension-cls`.
+`qtsplus serve` connects the two: [`Worker`] is vLLM's `--worker-extension-cls`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from safetensors.torch import load, save
-
-EXTENSION = f"{__name__}.Worker"
 
 
 class Worker:
