@@ -174,12 +174,10 @@ def publish_lines() -> list[list[str]]:
     models = (*FEW_MODELS, *(model for model in NO_MODELS if model != "{no_tokenizer}"))
     return [
         *(["publish", model, "--to", "{out}"] for model in models),
-        *(["publish", "{model}", f"--repo={repository}"] for repository in repositories),
+        *(["publish", "{model}", "--to", "{out}", f"--repo={repository}"] for repository in repositories),
         *(["publish", "{model}", "--to", out] for out in ("{frames}", "{model}", *NO_PLACES)),
         ["publish", "{model}"],
         ["publish"],
-        ["publish", "{model}", "--private", "--to", "{out}"],
-        ["publish", "{empty_folder}", "--type", "dataset", "--repo", "a/b"],
         ["publish", "{model}", "--to="],
         *(["demo", f"--out={out}"] for out in ("", "{frames}", "{video}")),
     ]

@@ -16,18 +16,13 @@ LFS_FROM = 20_000  # bytes
 
 @dataclass
 class Hub:
-    """What the server holds, what it was asked, and which calls it answers with an error, how often."""
+    """What the server holds."""
 
     url: str = ""
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     private: dict[str, bool] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)  # uploaded, whether committed or not
-    calls: list[str] = field(default_factory=list)
     commits: int = 0
-    fail: dict[str, list[int]] = field(default_factory=dict)  # per kind of call, the status of the next answers
-
-    def count(self, kind):
-        return sum(call.startswith(kind) for call in self.calls)
 
 
 @contextmanager
@@ -52,8 +47,7 @@ def loopback_hub():
                 self.wfile.write(body)
 
         def handle_call(self):
-            # A dataset is a repository whose name begins with "datasets/".
-            path = self.path.partition("?")[0].replace("/api/datasets/", "/api/models/datasets/", 1)
+            path = self.path.partition("?")[0]
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if self.headers.get("Transfer-Encoding") == "chunked":
                 while size := int(self.rfile.readline(), 16):
@@ -63,13 +57,7 @@ def loopback_hub():
             for pattern, kind in ROUTES:
                 match = re.fullmatch(pattern, f"{self.command} {path}")
                 if match:
-                    hub.calls.append(f"{kind} {path}")
-                    if hub.fail.get(kind):
-                        status = hub.fail[kind].pop(0)
-                        if status != 200:
-                            return self.answer({"error": f"the {kind} call failed"}, status)
                     return getattr(self, kind)(body, *match.groups())
-            hub.calls.append(f"unknown {self.command} {path}")
             return self.answer({"error": "not found"}, 404)
 
         do_GET = do_POST = do_PUT = do_HEAD = handle_call
@@ -77,7 +65,6 @@ def loopback_hub():
         def create(self, body):
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
-            name = f"datasets/{name}" if asked.get("type") == "dataset" else name
             if name in hub.repositories:
                 return self.answer({"error": "You already created this model repo", "url": f"{hub.url}/{name}"}, 409)
             hub.repositories[name], hub.private[name] = (
@@ -89,8 +76,7 @@ def loopback_hub():
         def yaml(self, body):
             asked = json.loads(body)
             front_matter = asked["content"].split("---")[1]
-            wanted = {"dataset": {"configs", "task_categories", "tags"}}
-            known = yaml.safe_load(front_matter).keys() >= wanted.get(asked.get("repoType"), {"library_name", "tags"})
+            known = yaml.safe_load(front_matter).keys() >= {"library_name", "tags"}
             errors = [] if known else [{"message": "no metadata"}]
             self.answer({"errors": errors, "warnings": []}, 200 if known else 400)
 
@@ -171,7 +157,7 @@ def loopback_hub():
         thread.join()
 
 
-NAME = r"((?:datasets/)?[\w.-]+/[\w.-]+)"
+NAME = r"([\w.-]+/[\w.-]+)"
 ROUTES = [
     (r"POST /api/repos/create", "create"),
     (r"POST /api/validate-yaml", "yaml"),

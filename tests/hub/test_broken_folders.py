@@ -81,7 +81,7 @@ def test_a_broken_file_is_named_in_one_line(command, name, spoil, words, tiny_pu
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", ["../x.safetensors", "{absolute}", "shards/x.safetensors", "..", "", 5, None])
 def test_an_index_that_names_files_elsewhere_is_refused(command, name, tiny_published, tmp_path):
-    """Otherwise `publish --repo` would upload what somebody else's index names."""
+    """Otherwise `publish` would copy what somebody else's index names."""
     source = shutil.copytree(tiny_published, tmp_path / "source")
     weights = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()

@@ -1,12 +1,11 @@
 """`qtsplus convert` and `qtsplus publish`: checkpoints and Hub repositories."""
 
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .console import console, fail, note, notes, one_line_errors, wrote
+from .console import note, notes, one_line_errors, wrote
 from .models import split_revision
 
 
@@ -58,29 +57,18 @@ def publish(
         str,
         typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.", show_default=False),
     ],
-    to: Annotated[Path | None, typer.Option(help="A folder to write.", show_default=False)] = None,
-    repo: Annotated[str | None, typer.Option(help="The Hub repository to upload to, ORG/NAME.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
+    to: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    repo: Annotated[str | None, typer.Option(help="The Hub repository ORG/NAME, which the card's usage names.")] = None,
 ) -> None:
-    """Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it."""
-    if to is None and repo is None:
-        fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
-    if repo is None and private:
-        fail("--private is about an upload: give --repo ORG/NAME")
-    with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
+    """
+    Assemble a complete Hub repository: weights, configuration, processor, code, model card.
+
+    `hf upload ORG/NAME FOLDER` puts it on the Hub.
+    """
+    with one_line_errors():
         from ..hub import publish as publishing
 
-        if repo is not None:
-            publishing.check_repository(repo)
-        folder = Path(scratch) / "repository" if to is None else to
-        keep = folder is to
-        publishing.assemble_folder(model, folder, repository=repo, link_weights=not keep, say=note)
-        if keep:
-            wrote(folder.resolve())
-        if repo is not None:
-            with notes.status(f"Uploading to {repo}"):
-                address = publishing.upload(folder, repo, private, say=note)
-            console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
+        wrote(publishing.assemble_folder(model, to, repository=repo, say=note).resolve())
 
 
 def _parse_settings(settings: list[str] | None) -> dict[str, object] | None:

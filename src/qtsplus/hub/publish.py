@@ -1,14 +1,12 @@
-"""Assembles complete Hub repositories (weights, configuration, processor, the code that runs them, a card); uploads."""
+"""Assembles complete Hub repositories (weights, configuration, processor, the code that runs them, a card)."""
 
-import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, save_torch_state_dict
-from huggingface_hub.errors import HTTPError
+from huggingface_hub import save_torch_state_dict
 from huggingface_hub.utils import validate_repo_id
 
 from ..backbones import backbone_of, model_types
@@ -20,8 +18,6 @@ from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
 from .files import hub_configs, variants
 from .folder import read_json, update_json, whole_folder
 
-# What a repository may hold from an earlier upload, and must not mix with this one's.
-_REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\w+_qtsplus\w*\.py")
 # The line of the card's usage that names the repository.
 _CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)
 
@@ -31,7 +27,6 @@ def assemble_folder(
     folder: str | Path,
     *,
     repository: str | None = None,
-    link_weights: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """
@@ -43,11 +38,10 @@ def assemble_folder(
     Args:
         source: a folder, or the name of a variant of `hub_configs` that comes with weights.
         folder: the target, see [`whole_folder`].
-        repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
-        link_weights: link to the source's weights instead of copying them, for a folder that is only uploaded.
+        repository: the id "org/name" under which the card's usage loads it; "org/" and the folder's name when absent.
 
     Raises:
-        ValueError: another kind of model, a folder without weights, or weights that do not fit.
+        ValueError: another kind of model, a folder without weights, or weights that do not fit; no repository's id.
         FileExistsError: the folder holds other files.
     """
     bundled = not Path(source).is_dir() and source in variants()
@@ -58,6 +52,8 @@ def assemble_folder(
     config = load_config(source)
     stored, model = read_checkpoint(source), on_meta(config)
     tensors = check_weights(stored, config, source)
+    if repository is not None:
+        check_repository(repository)
     repository = repository or f"org/{folder.name}"
     card, about = None, {}
     if (source / "README.md").exists():
@@ -75,7 +71,7 @@ def assemble_folder(
             save_torch_state_dict(tensors, staging)
         else:
             for path in weight_files(source):
-                (os.symlink if link_weights else shutil.copyfile)(path, staging / path.name)
+                shutil.copyfile(path, staging / path.name)
         model.generation_config = load_generation_config(source) or model.generation_config
         model.generation_config.save_pretrained(staging)
         processor = None
@@ -111,54 +107,6 @@ def write_repository(
     model.config.architectures = [type(model).__name__]
     model.config.auto_map = auto_map(backbone.model)
     model.config.save_pretrained(folder)
-
-
-def upload(
-    folder: str | Path,
-    repository: str,
-    private: bool = False,
-    say: Callable[[str], object] = lambda line: None,
-) -> str:
-    """
-    Uploads a folder in one commit, which also removes what an earlier upload left (shards of another number, code).
-
-    Args:
-        repository: "org/name"; created where it does not exist.
-        private: for a new repository; one that exists has to be private already.
-
-    Returns:
-        the address of the commit.
-
-    Raises:
-        ValueError: not a repository's id, or `private` and the repository is public.
-        ConnectionError: the Hub did not take it. Running it again goes on: what was uploaded is not sent twice.
-    """
-    check_repository(repository)
-    api = HfApi()
-    try:
-        api.create_repo(repository, private=private or None, exist_ok=True)
-        if private and not api.repo_info(repository).private:
-            raise ValueError(f"{repository} exists and is public; make it private first, or leave --private out.")
-        names = {path.name for path in Path(folder).iterdir()}
-        there = api.list_repo_files(repository)
-        stale = [path for path in there if _REPLACED.fullmatch(path) and path not in names]
-        if stale:
-            say(f"Removing what an earlier upload left: {', '.join(stale)}.")
-        return api.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            commit_message="Upload with qtsplus publish",
-            ignore_patterns=[".*"],
-            delete_patterns=stale or None,
-        ).commit_url
-    except (HTTPError, OSError, RuntimeError) as error:
-        # A failed upload of one file is told by the file's name, and why by what caused it.
-        cause = error.__cause__ if isinstance(error, RuntimeError) else None
-        reason = " ".join(f"{error} {cause or ''}".split())
-        raise ConnectionError(
-            f"The upload to {repository} did not finish, and the repository is as it was: {reason} Run it again to go "
-            "on; what was uploaded is not sent twice."
-        ) from error
 
 
 def check_repository(repository: str) -> None:
