@@ -37,7 +37,7 @@ $(VENV_VLLM)/.installed: pyproject.toml hatch_build.py
 # ms-swift holds Transformers, PEFT and TRL at versions of its own.
 $(VENV_SWIFT)/.installed: pyproject.toml hatch_build.py
 	$(PYTHON) -m venv $(VENV_SWIFT)
-	$(VENV_SWIFT)/bin/python -m pip install --quiet --disable-pip-version-check ms-swift==4.6.0 pytest hypothesis -e .
+	$(VENV_SWIFT)/bin/python -m pip install --quiet --disable-pip-version-check ms-swift==4.6.0 pytest pytest-xdist hypothesis -e .
 	touch $@
 
 # Of its own, since Gradio holds back packages that it shares with the rest.

@@ -1,5 +1,6 @@
 """Fixtures that the tests share with those of the laboratory. Nothing here needs the network."""
 
+import gc
 import os
 import signal
 
@@ -22,6 +23,12 @@ settings.register_profile(
     "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("steady")
+
+
+def pytest_collection_finish():
+    """Every Trainer collects garbage: it need not search PyTorch and Transformers too, which takes half of a short run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from qtsplus.relevance_qtsplus import DOUBLINGS, QTSplusLossHead
 from qtsplus.selector_qtsplus import cheapest_count
 from qtsplus.training.budget import CHEAPEST, LOST, loss_differences
-from tiny import batch, prompt, tiny_model
+from tiny import batch, prompt, tiny_config, tiny_model
 from training_examples import assert_same_training, make_trainer, steps
 
 FREE = {"lambda_t": 0.0, "lambda_m": 0.0, "lambda_s": 0.0}
@@ -17,7 +17,7 @@ LOSS = {"budget": "loss", "gate": "detached", "rho_min": 0.01, "rho_max": 0.9, "
 
 
 def config_of(**fields):
-    return tiny_model(**fields).config.qtsplus_config
+    return tiny_config(**fields).qtsplus_config
 
 
 def test_the_cheapest_count_is_where_a_token_stops_to_be_worth_its_price():
@@ -33,9 +33,10 @@ def test_the_cheapest_count_is_where_a_token_stops_to_be_worth_its_price():
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 17, 63, 64])
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_the_cheapest_count_keeps_its_bounds(least, most):
+    config = config_of(**LOSS)
     for seed in range(20):
         losses = torch.rand(7, generator=torch.Generator().manual_seed(seed)).sort(descending=True).values
-        count = cheapest_count(losses, config_of(**LOSS), min(least, most), most)
+        count = cheapest_count(losses, config, min(least, most), most)
         assert min(least, most) <= count <= most
 
 
