@@ -123,6 +123,11 @@ def call(where, *calls):
     return asyncio.run(run())
 
 
+async def told(client, name="door"):
+    (content,) = (await client.read_resource(f"watch://{name}")).contents
+    return json.loads(content.text)
+
+
 LONG = "x" * 100_000
 NO_NAMES = ("../secret.mp4", "/etc/passwd", "", "a.mp4\0", "*", "more/../a.mp4", "./a.mp4", "file:///a.mp4", LONG)
 HOSTILE = [
@@ -231,6 +236,19 @@ def test_one_call_at_a_time_has_the_model(library, monkeypatch):
 
     asyncio.run(run())
     assert most == 1 and shelf.waiting == 0
+
+
+def test_changes_are_told_over_http(port):
+    async def run():
+        async with over_http(port) as client, client.listen(resource_subscriptions=["watch://door"]) as events:
+            begun = await client.call_tool("watch_start", {"source": "door", "question": QUESTION})
+            event = await anext(aiter(events))
+            last = await told(client)
+            stopped = await client.call_tool("watch_stop", {"source": "door"})
+            return begun, event, last, stopped
+
+    begun, event, last, stopped = asyncio.run(run())
+    assert not begun.is_error and event.uri == "watch://door" and last["answer"]["answer"] and not stopped.is_error
 
 
 def test_http_refuses_what_no_client_sends(port):

@@ -1,14 +1,13 @@
 """What `qtsplus mcp --watch` lets an agent do: begin, ask, be told of changes, end; and no source that nobody named."""
 
 import asyncio
-import json
 from types import SimpleNamespace
 
 import pytest
 
 from qtsplus.watching import watch
 from server_process import hosting
-from test_agents import QUESTION, library, over_http, port  # noqa: F401, two of which are fixtures
+from test_agents import QUESTION, library, told  # noqa: F401, one of which is a fixture
 
 mcp = pytest.importorskip("mcp", reason="needs the extra mcp")
 
@@ -23,11 +22,6 @@ LIVE = ["watch_start", "watch_ask", "watch_stop"]
 def quick(monkeypatch):
     monkeypatch.setattr(live, "EVERY", 2.0)
     monkeypatch.setattr(live, "PATIENCE", 0.3)
-
-
-async def told(client, name="door"):
-    (content,) = (await client.read_resource(f"watch://{name}")).contents
-    return json.loads(content.text)
 
 
 async def until_it_ends(client, name, question=QUESTION):
@@ -87,7 +81,7 @@ def test_what_is_new_is_told_and_a_watch_that_was_stopped_tells_nothing(monkeypa
 
 
 def test_no_address_of_an_agent_is_asked_and_none_of_the_operator_is_said(library, quick):  # noqa: F811
-    with hosting() as (port, seen):  # noqa: F811
+    with hosting() as (port, seen):
         address = f"http://127.0.0.1:{port}/film"
         shelf = Shelf(library, {"web": address, "gone": "/no/such/place.ts"})
         wrong = (
@@ -119,16 +113,3 @@ def test_no_address_of_an_agent_is_asked_and_none_of_the_operator_is_said(librar
     assert not before and seen == ["/film"], "what the operator has named is asked"
     assert "'web'" in web["ended"] and "'gone'" in gone["ended"]
     assert "127.0.0.1" not in web["ended"] and "place" not in gone["ended"]
-
-
-def test_changes_are_told_over_http(port):  # noqa: F811
-    async def run():
-        async with over_http(port) as client, client.listen(resource_subscriptions=["watch://door"]) as events:
-            begun = await client.call_tool("watch_start", {"source": "door", "question": QUESTION})
-            event = await anext(aiter(events))
-            last = await told(client)
-            stopped = await client.call_tool("watch_stop", {"source": "door"})
-            return begun, event, last, stopped
-
-    begun, event, last, stopped = asyncio.run(run())
-    assert not begun.is_error and event.uri == "watch://door" and last["answer"]["answer"] and not stopped.is_error

@@ -172,7 +172,7 @@ def entries(out: Path) -> list[str]:
 
 
 def test_a_killed_run_goes_on_where_it_stopped(batch, videos, rows, tiny_published, tmp_path, monkeypatch):
-    many = [{**row, "question": f"{row['question']} {number}"} for number in range(12) for row in rows]
+    many = [{**row, "question": f"{row['question']} {number}"} for number in range(6) for row in rows]
     file, out = write(tmp_path / "rows.jsonl", many), tmp_path / "out.jsonl"
     process = start(file, out, tiny_published, "--media-root", videos)
     while len(entries(out)) < 5:
@@ -184,7 +184,7 @@ def test_a_killed_run_goes_on_where_it_stopped(batch, videos, rows, tiny_publish
     assert 5 <= len(done) < len(many) and not out.exists()
     journal = Path(f"{out}.run", "journal.jsonl")
     # A line of which a crash left half.
-    journal.write_text(journal.read_text() + '{"key": 108, "value": {"ans')
+    journal.write_text(journal.read_text() + '{"key": 54, "value": {"ans')
 
     encoded = count_encoded(monkeypatch)
     assert batch(file, out, "--media-root", videos).exit_code == 0

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.demo import CLIP, QUESTIONS
+from qtsplus.session import VideoSession
 
 (INSIDE, MARK), (COLOURS, TAKEN) = QUESTIONS
 
@@ -85,27 +86,18 @@ def test_a_video_that_is_not_there_ends_before_anything_is_loaded(chat):
     assert (result.exit_code, result.stdout) == (2, "") and "there is no video at '/nowhere.mp4'" in result.stderr
 
 
-def start(tiny_published, **streams):
-    command = [sys.executable, "-m", "qtsplus.cli", "chat", str(CLIP), "--model", str(tiny_published)]
-    return subprocess.Popen(command, text=True, **streams)
-
-
-def test_ctrl_c_ends_with_130_and_no_traceback(tiny_published):
-    pipe = subprocess.PIPE
-    process = start(tiny_published, stdin=pipe, stdout=pipe, stderr=pipe)
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(INSIDE + "\n")
-    process.stdin.flush()
-    assert process.stdout.readline() == f"{MARK}\n"
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in stderr
+def test_ctrl_c_ends_with_130_and_no_traceback(chat, monkeypatch):
+    """While an answer is made; signals themselves are sent in the tests of `qtsplus watch` and `qtsplus index`."""
+    monkeypatch.setattr(VideoSession, "chat", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    result = chat([INSIDE])
+    assert (result.exit_code, result.stdout) == (130, "") and "Traceback" not in result.stderr
 
 
 def test_in_a_terminal_there_is_a_prompt_and_ctrl_d_ends(tiny_published):
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
-    process = start(tiny_published, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
+    command = [sys.executable, "-m", "qtsplus.cli", "chat", str(CLIP), "--model", str(tiny_published)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
     os.close(theirs)
     shown, until = "", time.monotonic() + 120
 

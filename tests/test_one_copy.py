@@ -87,23 +87,10 @@ def change(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-ASK_EACH = """
-import sys
-from typer.testing import CliRunner
-from qtsplus.cli import app
-
-for folder in sys.argv[2:]:
-    result = CliRunner().invoke(app, ["ask", sys.argv[1], "What?", "--model", folder, "--max-new-tokens", "1"])
-    assert result.exit_code == 0 or (result.exit_code == 2 and result.stderr.startswith("qtsplus: ")), result.output
-    assert "the folder's code ran" not in result.output, folder
-"""
-
-
 def test_no_code_of_a_folder_runs(tiny_published, tiny_mp4, tmp_path):
     """Whichever of its files names the code."""
     kinds = ["Config", "Model", "ModelForImageTextToText", "Processor", "ImageProcessor", "VideoProcessor"]
     evil = {"auto_map": {**{f"Auto{kind}": "evil.Evil" for kind in kinds}, "AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
-    folders = []
     for name in ("config.json", "tokenizer_config.json", "processor_config.json", "generate.py"):
         folder = shutil.copytree(tiny_published, tmp_path / name.partition(".")[0])
         for file in [*folder.glob("*.py"), folder / "evil.py", folder / "custom_generate" / "generate.py"]:
@@ -113,9 +100,10 @@ def test_no_code_of_a_folder_runs(tiny_published, tiny_mp4, tmp_path):
             stored = json.loads((folder / name).read_text())
             parts = [part for part in ("image_processor", "video_processor") if part in stored]
             change(folder / name, **evil, **{part: {**stored[part], **evil} for part in parts})
-        folders.append(folder)
-    result = run_python(ASK_EACH, tiny_mp4, *folders)
-    assert result.returncode == 0 and not list(tmp_path.rglob("ran")), result.stderr[-3000:]
+        line = ["ask", str(tiny_mp4), "What?", "--model", str(folder), "--max-new-tokens", "1"]
+        result = CliRunner().invoke(app, line)
+        assert result.exit_code == 0 or (result.exit_code == 2 and result.stderr.startswith("qtsplus: ")), result.output
+    assert not list(tmp_path.rglob("ran"))
 
 
 def test_the_package_and_its_help_need_no_torch():

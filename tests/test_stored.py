@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -250,23 +251,17 @@ def test_a_film_replaced_with_the_same_size_and_time_is_another(mine, loaded, tm
         assert before != content
 
 
-FULL = """
-import resource, sys
-from qtsplus.cli import app
-resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
-app(sys.argv[1:])
-"""
-
-
-def test_a_full_disk_is_one_line(mine, tiny_published, tmp_path):
+def test_a_full_disk_is_one_line(mine, tiny_published, tmp_path, monkeypatch):
     """While features are written; what is there stays, and the next run goes on."""
-    folder = tmp_path / "library"
-    line = ["index", mine, "--out", folder, "--model", tiny_published]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-    run = subprocess.run([sys.executable, "-c", FULL, *map(str, line)], env=environment, capture_output=True, text=True)
-    last = run.stderr.splitlines()[-1]
-    assert run.returncode == 2 and ".safetensors cannot be written: " in last and "File too large" in last, run.stderr
-    assert "Traceback" not in run.stderr and sorted(p.name for p in folder.iterdir()) == [".lock", "library.jsonl"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, limits = tmp_path / "library", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        last = first_line_of_last(run("index", mine, "--out", folder, "--model", tiny_published))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ".safetensors cannot be written: " in last and "File too large" in last
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", "library.jsonl"]
 
 
 # --- Damage and formats ---

@@ -15,9 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import av
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from clips import make_world, render_world
 from qtsplus import session
+from qtsplus.cli import app
 from qtsplus.video_qtsplus import open_video
 from qtsplus.watching import ROOM, Source, watch
 
@@ -352,41 +354,56 @@ def test_numbers_out_of_range(loaded, film, options):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def watching(tiny_published, *arguments):
-    """`qtsplus watch` in a process of its own, with a pipe as its standard input."""
-    command = [sys.executable, "-m", "qtsplus.cli", "watch", *map(str, arguments), "--model", str(tiny_published)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=environment, **pipes)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+@pytest.fixture
+def watch_pipe(tiny_published, shared_model, film):
+    """Runs `qtsplus watch` on a film that comes through a pipe, which ends behind it or stalls."""
+
+    def run(*arguments, stalls=False):
+        ours, pipe = os.pipe()
+        before = os.dup(0)
+        os.dup2(ours, 0)
+
+        def send():
+            with open(pipe, "wb", closefd=False) as target:
+                target.write(film.read_bytes())
+            if not stalls:
+                os.close(pipe)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            return CliRunner().invoke(app, ["watch", *arguments, "--model", str(tiny_published)])
+        finally:
+            thread.join()
+            os.dup2(before, 0)
+            for one in (before, ours, *[pipe] * stalls):
+                os.close(one)
+
+    return run
 
 
-def test_a_pipe_that_ends(tiny_published, film):
-    with watching(tiny_published, "door=-", QUESTION, "--every", "4", "--json") as process:
-        output, errors = process.communicate(film.read_bytes())
-    assert process.returncode == 0, errors
-    answers = [json.loads(line) for line in output.splitlines()]
+def test_a_pipe_that_ends(watch_pipe):
+    result = watch_pipe("door=-", QUESTION, "--every", "4", "--json")
+    assert result.exit_code == 0, result.output
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
     assert [answer["seconds_of_video"] for answer in answers] == [4, 8]
     assert [answer["answer"] for answer in answers] == [ANSWER] * 2
     assert answers[0]["evidence"][0]["video"] == "door"
 
 
-def test_a_pipe_that_stalls(tiny_published, film):
-    with watching(tiny_published, "-", QUESTION, "--every", "2", "--timeout", "3") as process:
-        process.stdin.write(film.read_bytes())
-        process.stdin.flush()
-        assert b"[2.0 s] " + ANSWER.encode() in process.stdout.readline()
-        assert process.wait(120) == 2
-        assert process.stderr.read().decode().splitlines()[-1] == "qtsplus: The stream '-' sent no frame for 3 s."
+def test_a_pipe_that_stalls(watch_pipe):
+    result = watch_pipe("-", QUESTION, "--every", "2", "--timeout", "2", stalls=True)
+    assert f"[2.0 s] {ANSWER}" in result.stdout.splitlines()[0]
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == "qtsplus: The stream '-' sent no frame for 2 s."
 
 
 def test_interrupted(tiny_published, film):
-    with watching(tiny_published, "-", QUESTION, "--every", "2", "--timeout", "600") as process:
+    """In a process of its own."""
+    options = ["--every", "2", "--timeout", "600", "--model", str(tiny_published)]
+    command = [sys.executable, "-m", "qtsplus.cli", "watch", "-", QUESTION, *options]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
         process.stdin.write(film.read_bytes())
         process.stdin.flush()
         process.stdout.readline()
