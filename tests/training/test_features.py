@@ -30,7 +30,7 @@ def recipe_file(tmp_path, tiny_mp4):
 model: {{variant: qtsplus-tiny, selector: {{n_max: 20}}}}
 data: {{train_files: [{tmp_path}/train.jsonl], eval_files: [{tmp_path}/train.jsonl]}}
 training:
-  {{output_dir: {tmp_path}/run, max_steps: 4, per_device_train_batch_size: 2, learning_rate: 1e-3, use_cpu: true,
+  {{output_dir: {tmp_path}/run, max_steps: 3, per_device_train_batch_size: 2, learning_rate: 1e-3, use_cpu: true,
     max_skipped: 0.5,
     freeze_language_model: false, save_strategy: "no", logging_steps: 1, report_to: none}}
 """)

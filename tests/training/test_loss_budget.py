@@ -146,7 +146,7 @@ def test_the_price_holds_the_mean_count_and_is_saved(tmp_path, budget, name):
 
 @pytest.mark.parametrize("target_n, price", [(0.01, LOST), (1e6, CHEAPEST)])
 def test_a_target_that_the_bounds_forbid_does_not_drive_the_price_away(tmp_path, target_n, price):
-    trainer = make_trainer(tmp_path, selector={**LOSS, "target_n": target_n}, max_steps=20, dual_learning_rate=2.0)
+    trainer = make_trainer(tmp_path, selector={**LOSS, "target_n": target_n}, max_steps=8, dual_learning_rate=5.0)
     trainer.train()
     assert trainer.selector_config.token_price == price
 
