@@ -26,7 +26,7 @@ settings.load_profile("steady")
 
 
 def pytest_collection_finish():
-    """Every Trainer collects garbage: it need not search PyTorch and Transformers too, which takes half of a short run."""
+    """Every Trainer collects garbage; to search PyTorch and Transformers too would take half of a short run."""
     gc.collect()
     gc.freeze()
 
