@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 DOUBLINGS = 15  # predicted are 1, 2, 4, ... 16,384 tokens, whatever n_max is; more lose nothing
@@ -145,21 +144,15 @@ def in_blocks(
     parts = [states] if isinstance(states, torch.Tensor) else states
     if len(parts) > 1 and torch.is_grad_enabled():
         parts = [torch.cat(list(parts))]  # one checkpoint for many short videos
-    total = sum(len(part) for part in parts)
-    if len(parts) == 1 and total <= block_size:
-        return function(parts[0])
     blocks = [block for part in parts for block in part.split(block_size)]
-    if torch.is_grad_enabled():
-        return torch.cat(
-            [checkpoint(function, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
-        )
-    first = function(blocks[0])
-    result = first.new_empty(total, *first.shape[1:])
-    filled = 0
-    for index, block in enumerate(blocks):
-        result[filled : filled + len(block)] = function(block) if index else first
-        filled += len(block)
-    return result
+    return function(blocks[0]) if len(blocks) == 1 else torch.cat([again(function, block) for block in blocks])
+
+
+def again(function: Callable, *block: torch.Tensor) -> torch.Tensor:
+    """A function of a block, which gradients compute again."""
+    if not torch.is_grad_enabled():
+        return function(*block)
+    return checkpoint(function, *block, use_reentrant=False, preserve_rng_state=False)
 
 
 # --- The budget's heads ---
@@ -246,7 +239,7 @@ def log_relevance(
     Returns:
         `[M]` float32 (float64 for float64 states), at most 0.
     """
-    kv_heads, num_tokens, head_dim = key_states.shape
+    kv_heads, _, head_dim = key_states.shape
     precise = torch.promote_types(key_states.dtype, torch.float32)
     if reduction == "sum":  # the sum of the scores is the score of the sum
         query_states = query_states.sum(1, keepdim=True, dtype=precise)
@@ -256,52 +249,16 @@ def log_relevance(
     rows = kv_heads * queries.shape[1]
     block_size = block_size or max(1, 2**21 // rows)
     if reduction == "sum":
-        return _of_blocks(_sum_over_rows, block_size, key_states, queries).flatten()[:num_tokens].log_softmax(0)
-    totals = _of_blocks(_sum_over_tokens, block_size, key_states, queries).logsumexp(0)
+        return _of_blocks(_sum_over_rows, block_size, key_states, queries).log_softmax(0)
+    totals = _of_blocks(_sum_over_tokens, block_size, key_states, queries).logsumexp(-1, keepdim=True)
     reduce = _largest_of_rows if reduction == "max" else _sum_over_rows
-    reduced = _of_blocks(reduce, block_size, key_states, queries, totals).flatten()[:num_tokens]
+    reduced = _of_blocks(reduce, block_size, key_states, queries, totals)
     return reduced if reduction == "max" else reduced - math.log(rows)
 
 
 def _of_blocks(function: Callable, block_size: int, keys: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """A function of each block of keys and of other tensors: `[blocks, ...]`, where the last may end early."""
-    if keys.shape[1] <= block_size and not torch.is_grad_enabled():
-        return function(keys, *others)[None]
-    return _InBlocks.apply(function, block_size, keys, *others)
-
-
-class _InBlocks(torch.autograd.Function):
-    """
-    [`_of_blocks`], whose gradients keep what it is given and compute the rest again. (`checkpoint` would leave the
-    small results among freed large ones, which the C library then cannot use again.)
-    """
-
-    @staticmethod
-    def forward(ctx, function, block_size, keys, *others):
-        ctx.function, ctx.block_size = function, block_size
-        ctx.save_for_backward(keys, *others)
-        blocks, result = keys.split(block_size, dim=1), keys.new_empty(0)
-        for index, block in enumerate(blocks):
-            part = function(block, *others)
-            result = result if index else part.new_empty(len(blocks), *part.shape)
-            result[index, ..., : part.shape[-1]] = part
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        keys, *others = ctx.saved_tensors
-        grad_keys, grad_others = torch.empty_like(keys), [torch.zeros_like(other) for other in others]
-        pairs = zip(keys.split(ctx.block_size, dim=1), grad_keys.split(ctx.block_size, dim=1), strict=True)
-        for index, (block, grad_block) in enumerate(pairs):
-            leaves = [tensor.detach().requires_grad_() for tensor in (block, *others)]
-            with torch.enable_grad():
-                part = ctx.function(*leaves)
-            own, *rest = torch.autograd.grad(part, leaves, gradient[index, ..., : part.shape[-1]])
-            grad_block.copy_(own)
-            for total, one in zip(grad_others, rest, strict=True):
-                total += one
-        return None, None, grad_keys, *grad_others
+    """A function of each block of keys and of other tensors, side by side along the last dimension."""
+    return torch.cat([again(function, block, *others) for block in keys.split(block_size, dim=1)], -1)
 
 
 def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -319,11 +276,7 @@ def _sum_over_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Tens
 
 
 def _largest_of_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-    log_attention = _scores(keys, queries).sub_(totals).flatten(0, 1)
-    if not torch.is_grad_enabled():
-        return log_attention.amax(0)
-    # Rows last: finding the place of a maximum is five times slower across rows.
-    return log_attention.t().contiguous().max(-1).values
+    return _scores(keys, queries).sub_(totals).flatten(0, 1).max(0).values
 
 
 # --- Algorithm 2 ---
