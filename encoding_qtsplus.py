@@ -15,19 +15,11 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLVisionAttention,
     apply_rotary_pos_emb_vision,
 )
-from transformers.utils import logging
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
 from .methods_qtsplus import is_number
 from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs
-
-try:  # torch 2.10 and newer
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None  # type: ignore[assignment]
-
-logger = logging.get_logger(__name__)
 
 # Few rows fill a CPU, and their memory is used again. The C library maps what is larger than 32 MB anew each time: the
 # page faults, and caches that hold nothing, cost a third of the vision tower's time.
@@ -323,41 +315,14 @@ def attend_within(
 ) -> torch.Tensor:
     """
     Bidirectional attention within each of many sequences that lie one behind the other, without a mask and without
-    padding: `[N, heads, head_dim]` each -> the same.
-
-    On a GPU in half precision this is one call of torch's own variable-length attention, where torch has it. Otherwise
-    as many calls of scaled dot-product attention as there are different lengths.
+    padding: `[N, heads, head_dim]` each -> the same. Sequences of one length attend as a batch.
     """
-    if not _torch_has_varlen_for(query):
-        return attend_by_length(query, key, value, cu_seqlens)
-    longest = int(cu_seqlens.diff().max())
-    attended: Any = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest)
-    return attended
-
-
-def _torch_has_varlen_for(query: torch.Tensor) -> bool:
-    if not query.is_cuda:
-        return False
-    fits = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0
-    if varlen_attn is not None and fits and torch.cuda.get_device_capability(query.device) >= (8, 0):
-        return True
-    logger.warning_once(
-        f"The vision tower batches windows by their size in {query.dtype}: torch's variable-length attention, which is "
-        "faster, needs torch 2.10, half precision, an Ampere GPU and heads of a multiple of 8."
-    )
-    return False
-
-
-def attend_by_length(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor
-) -> torch.Tensor:
-    """[`attend_within`] where sequences of one length attend as a batch."""
-    lengths, attended = cu_seq_lens.diff(), torch.empty_like(query)
+    lengths, attended = cu_seqlens.diff(), torch.empty_like(query)
     distinct = lengths.unique().tolist()
     for length in distinct:
         states, rows = [query, key, value], None
         if len(distinct) > 1:
-            rows = (cu_seq_lens[:-1][lengths == length, None] + torch.arange(length, device=query.device)).flatten()
+            rows = (cu_seqlens[:-1][lengths == length, None] + torch.arange(length, device=query.device)).flatten()
             # Not `heads[rows]`: on a CPU that copies number by number what this copies row by row.
             states = [heads.index_select(0, rows) for heads in states]
         batch = (heads.unflatten(0, (-1, length)).transpose(1, 2) for heads in states)

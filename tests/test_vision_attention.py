@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from transformers import Qwen2_5_VLModel
 
-import qtsplus.encoding_qtsplus as attention
 from model_checks import shared_model
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.encoding_qtsplus import PatchProjection, attend_by_length, attend_within
+from qtsplus.encoding_qtsplus import PatchProjection, attend_within
 from tiny import PATCH_VALUES, stock_twin, tiny_model
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -79,7 +78,7 @@ def test_by_length_is_one_by_one(lengths, heads):
     cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     weights = torch.randn(sum(lengths), heads, 8, dtype=torch.float64)
     results = []
-    for attend in (lambda *qkv: attend_by_length(*qkv, cu_seq_lens), lambda *qkv: one_by_one(*qkv, lengths)):
+    for attend in (lambda *qkv: attend_within(*qkv, cu_seq_lens), lambda *qkv: one_by_one(*qkv, lengths)):
         leaf = states.clone().requires_grad_(True)
         attended = attend(*leaf)
         (attended * weights).sum().backward()
@@ -109,35 +108,6 @@ def test_stock_calls_once_per_window(models):
     with CallCount() as count, torch.no_grad():
         encode(stock, *video((6, 8, 8)))
     assert count.calls == 2 * (6 * 16) + 2 * 6
-
-
-def test_torch_s_own_is_called_once_per_layer(monkeypatch, models):
-    """Where there is a GPU for it; here a stand-in takes its place."""
-    calls = []
-
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
-        lengths = cu_seq_q.diff().tolist()
-        assert cu_seq_q is cu_seq_k and max_q == max_k == max(lengths)
-        calls.append(len(lengths))
-        return one_by_one(query, key, value, lengths)
-
-    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(attention, "_torch_has_varlen_for", lambda *_: True)
-    grid, pixels = video((2, 3, 5), (1, 2, 2))
-    with torch.no_grad():
-        ours, theirs = (encode(model, grid, pixels) for model in models)
-    assert calls == [2 * 6 + 1, 3] * 2
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available() or attention.varlen_attn is None, reason="needs a GPU")
-def test_torch_s_own_gives_the_same():
-    torch.manual_seed(0)
-    lengths = [64, 64, 32, 7, 1, 1200]
-    states = torch.randn(3, sum(lengths), 16, 80, device="cuda", dtype=torch.bfloat16)
-    cu_seq_lens = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
-    assert attention._torch_has_varlen_for(states[0])
-    torch.testing.assert_close(attend_within(*states, cu_seq_lens), one_by_one(*states, lengths), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("name", ["eager", {"vision_config": "eager"}])
