@@ -1,4 +1,4 @@
-"""The budget that predicts what an answer would lose, and the one that is a share of the relevance."""
+"""The budget that predicts what an answer would lose."""
 
 import math
 
@@ -75,11 +75,10 @@ def inputs():
     return batch(*rows)
 
 
-@pytest.mark.parametrize("budget", ["mass", "loss"])
 @pytest.mark.parametrize("null_token", [False, True])
-def test_a_batch_chooses_as_its_rows_do(inputs, budget, null_token):
+def test_a_batch_chooses_as_its_rows_do(inputs, null_token):
     rows = [prompt(videos=[(4, 8, 8)], seed=1), prompt(videos=[(2, 4, 8), (2, 4, 4)], seed=2), prompt(seed=3)]
-    model = tiny_model(**{**LOSS, "budget": budget}, null_token=null_token, reduction="mean", token_price=0.01)
+    model = tiny_model(**LOSS, null_token=null_token, reduction="mean", token_price=0.01)
     with torch.no_grad():
         together = model(**inputs).qtsplus
         alone = [model(**batch(row)).qtsplus for row in rows]
@@ -127,21 +126,20 @@ def test_the_head_learns_what_answers_lose(tmp_path):
     assert sum(lines[-3:]) < 0.7 * sum(lines[:3])
 
 
-@pytest.mark.parametrize("budget, name", [("loss", "token_price"), ("mass", "relevance_mass")])
-def test_the_price_holds_the_mean_count_and_is_saved(tmp_path, budget, name):
-    selector = {**LOSS, "budget": budget, "target_n": 7.0, "rho_max": 1.0}
+def test_the_price_holds_the_mean_count_and_is_saved(tmp_path):
+    selector = {**LOSS, "target_n": 7.0, "rho_max": 1.0}
     trainer = make_trainer(tmp_path, selector=selector, max_steps=20, dual_learning_rate=0.5)
-    before = getattr(trainer.selector_config, name)
+    before = trainer.selector_config.token_price
     trainer.train()
-    after = getattr(trainer.selector_config, name)
+    after = trainer.selector_config.token_price
     assert after != before
     lines = steps(trainer)
-    assert lines[-1][name] == pytest.approx(after)
+    assert lines[-1]["token_price"] == pytest.approx(after)
     asked = [line["n_asked"] for line in lines]
     assert abs(sum(asked[-6:]) / 6 - 7) < 1.5 < abs(sum(asked[:3]) / 3 - 7)
     trainer.save_model(str(tmp_path / "model"))
     saved = type(trainer.model).from_pretrained(tmp_path / "model")
-    assert getattr(saved.config.qtsplus_config, name) == pytest.approx(after)
+    assert saved.config.qtsplus_config.token_price == pytest.approx(after)
 
 
 @pytest.mark.parametrize("target_n, price", [(0.01, LOST), (1e6, CHEAPEST)])
@@ -167,14 +165,8 @@ def test_a_batch_of_text_alone_teaches_no_budget(tmp_path):
     assert any("n_asked" not in line for line in steps(trainer)) and any("n_asked" in line for line in steps(trainer))
 
 
-def test_a_budget_without_a_head_leaves_the_head_alone(tmp_path):
-    trainer = make_trainer(tmp_path, selector={**LOSS, "budget": "mass"})
-    assert not any(p.requires_grad for p in trainer.selector.budget.parameters())
-    trainer.train()
-
-
 def test_fields_out_of_range_are_refused():
-    for field, value in (("budget", "head"), ("token_price", 0.0), ("relevance_mass", 1.5)):
+    for field, value in (("budget", "head"), ("token_price", 0.0)):
         with pytest.raises(ValueError, match=field):
             config_of(**{field: value})
 

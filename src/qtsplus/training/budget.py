@@ -55,8 +55,7 @@ class RhoControl:
     def price(self) -> dict[str, float]:
         """By its name what holds the mean count at `target_n`."""
         config = self.selector.config
-        name = {"loss": "token_price", "mass": "relevance_mass"}.get(config.budget)
-        return {"alpha": self.alpha} if name is None else {name: getattr(config, name)}
+        return {"token_price": config.token_price} if config.budget == "loss" else {"alpha": self.alpha}
 
     def set_price(self, state: Mapping[str, Any]) -> None:
         """As [`RhoControl.price`] gave it."""
@@ -126,9 +125,6 @@ class RhoControl:
             if config.budget == "loss":
                 # Where the bounds forbid the target it would run away; no token is worth more than an answer can lose.
                 config.token_price = min(max(config.token_price * math.exp(move), CHEAPEST), LOST)
-            elif config.budget == "mass":
-                odds = config.relevance_mass / (1 - min(config.relevance_mass, 0.9999)) * math.exp(-move)
-                config.relevance_mass = odds / (1 + odds)
             else:
                 self.alpha = max(0.0, self.alpha + move / target)
         self._step.zero_()

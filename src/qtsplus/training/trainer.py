@@ -40,7 +40,6 @@ class _State(TypedDict):
     skipped: dict[str, str]
     alpha: NotRequired[float]
     token_price: NotRequired[float]
-    relevance_mass: NotRequired[float]
 
 
 logger = logging.get_logger(__name__)
@@ -91,8 +90,7 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     With `budget="loss"` rho has no gradient: in steps whose budget is not drawn the head learns what answers lose with
-    1, 2, 4, ... tokens. `exp(dual_learning_rate * excess)` then multiplies `token_price`, in place of alpha; with
-    `budget="mass"` it divides the odds of `relevance_mass`.
+    1, 2, 4, ... tokens. `exp(dual_learning_rate * excess)` then multiplies `token_price`, in place of alpha.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
     `loss_s`, `loss_relevance`, `loss_budget`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
