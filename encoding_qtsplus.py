@@ -19,7 +19,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
 from .methods_qtsplus import is_number
-from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs
+from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs, join
 
 # Few rows fill a CPU, and their memory is used again. The C library maps what is larger than 32 MB anew each time: the
 # page faults, and caches that hold nothing, cost a third of the vision tower's time.
@@ -82,25 +82,16 @@ class Repeats:
         Args:
             features: `[T * k, d]`, right for the steps that are their own source, and written to; `None` where none is.
         """
-        count = len(sources)
         if features is None:  # all repeat what was encoded last
-            return self._features.repeat(count, 1)
+            return self._features.repeat(len(sources), 1)
         if self.tolerance is None:
             return features
-        steps = features.unflatten(0, (count, -1))
-        carried = sources.count(-1)  # they stand in front
-        if carried:
-            steps[:carried] = self._features
+        steps = features.unflatten(0, (len(sources), -1))
         for index, source in enumerate(sources):  # one by one: all at once would hold them twice
-            if source not in (index, -1):
-                steps[index] = steps[source]
-        self._features = steps[-1]
+            if source != index:
+                steps[index] = self._features if source < 0 else steps[source]
+        self._features = steps[-1].clone()
         return features
-
-    def let_go(self) -> None:
-        """Holds no more than one step of what it was given."""
-        if self.pixels is not None:
-            self.pixels, self._features = self.pixels.clone(), self._features.clone()
 
 
 def encode_visual(model: QTSplusBackboneMixin, visual: VisualInputs, grids: dict[int, list[Grid]]) -> Features:
@@ -131,10 +122,8 @@ def encode_modality(
     sources = [repeats.sources(video, size) for video, (_, *size) in zip(steps, grids, strict=True)]
     last, repeats.pixels = repeats.pixels, None  # if encoding fails, they have no features
     features = _encode_sources(model, modality, grid_thw, steps, sources, frames_per_chunk, device)
-    repeats.pixels = last
-    filled = [repeats.fill(features.get(index), video) for index, video in enumerate(sources)]
-    repeats.let_go()
-    return filled
+    repeats.pixels = None if last is None else last.clone()
+    return [repeats.fill(features.get(index), video) for index, video in enumerate(sources)]
 
 
 def _encode_sources(
@@ -152,20 +141,15 @@ def _encode_sources(
     grid_waiting[:, 0] = grid_thw.new_tensor([len(video) for video in waiting])
     features: dict[int, torch.Tensor] = {}
     for chunk in _chunks(model, modality, grid_waiting, steps, frames_per_chunk):
-        chosen = []
+        chosen, parts = [], []
         for index, (count, _, _) in chunk:
-            chosen.append(waiting[index][:count])
-            waiting[index] = waiting[index][count:]
+            numbers, waiting[index] = waiting[index][:count], waiting[index][count:]
+            whole = len(numbers) == len(steps[index])
+            chosen.append((index, numbers))
+            parts.append((steps[index] if whole else steps[index][numbers]).flatten(0, 1))
         grid = grid_thw.new_tensor([piece for _, piece in chunk])
-        indices = [index for index, _ in chunk]
-        parts = []
-        for index, numbers in zip(indices, chosen, strict=True):
-            first, last = numbers[0], numbers[-1]  # a view where they lie one behind the other
-            whole = last - first + 1 == len(numbers)
-            parts.append((steps[index][first : last + 1] if whole else steps[index][numbers]).flatten(0, 1))
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        encoded = model.encode_pixels(modality, rows.to(grid.device), grid)
-        for index, numbers, piece, part in zip(indices, chosen, encoded, parts, strict=True):
+        encoded = model.encode_pixels(modality, join(parts, parts[0]).to(grid.device), grid)
+        for (index, numbers), piece, part in zip(chosen, encoded, parts, strict=True):
             if not _is_finite(piece):
                 blame = "its features (the weights or the dtype overflow)" if _is_finite(part) else "its pixel values"
                 raise ValueError(
@@ -178,8 +162,8 @@ def _encode_sources(
                 # Filled piece by piece: joining the pieces afterwards would hold them twice.
                 length = len(piece) // len(numbers) * len(sources[index])
                 features[index] = piece.new_empty(length, piece.shape[-1], device=device or piece.device)
-            steps_of_all = features[index].unflatten(0, (len(sources[index]), -1))
-            steps_of_all[numbers] = piece.unflatten(0, (len(numbers), -1)).to(steps_of_all.device)
+            filled = features[index].unflatten(0, (len(sources[index]), -1))
+            filled[numbers] = piece.unflatten(0, (len(numbers), -1)).to(filled.device)
     return features
 
 

@@ -392,15 +392,10 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
+        *,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
-        past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple | QTSplusCausalLMOutputWithPast:
         """
@@ -420,16 +415,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             if given is not None and prompt is not None and given.shape != prompt.shape[:2]:
                 expected = tuple(prompt.shape[:2])
                 raise ValueError(f"{name} {tuple(given.shape)}: expected the shape of the prompt, {expected}.")
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=past_key_values if cache is None else cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            mm_encoder_outputs=mm_encoder_outputs,
-            **kwargs,
-        )
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         qtsplus, hidden_states = outputs.qtsplus, outputs.last_hidden_state
         columns = None if qtsplus is None else qtsplus.columns
         if columns is None:

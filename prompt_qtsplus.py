@@ -67,7 +67,9 @@ class SelectionInputs:
 
 # Read once: a `forward` that is compiled cannot ask a dataclass for its fields.
 _VISUAL, _SELECTION = (tuple(field.name for field in fields(kind)) for kind in (VisualInputs, SelectionInputs))
-NAMES = _VISUAL + _SELECTION
+# What a class with a head hands on to its model as it is.
+_STOCK = ("position_ids", "cache", "past_key_values", "use_cache", "mm_token_type_ids", "mm_encoder_outputs")
+NAMES = _STOCK + _VISUAL + _SELECTION
 
 
 def take_inputs(kwargs: dict[str, Any]) -> tuple[VisualInputs, SelectionInputs]:
@@ -90,10 +92,11 @@ def names_inputs(forward: T) -> T:
     """
     signature = inspect.signature(forward)
     *stock, rest = signature.parameters.values()
+    defaults = {name: None for name in NAMES} | {"reencode": True}
     named = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for kind in (VisualInputs, SelectionInputs)
-        for field in fields(kind)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in defaults.items()
+        if name not in signature.parameters
     ]
     forward.__signature__ = signature.replace(parameters=[*stock, *named, rest])  # type: ignore[attr-defined]
     return forward
