@@ -1,9 +1,8 @@
-"""What stock's models do, as ours do it: load, save with their code, and generate, also from a conversation's cache."""
+"""What stock's models do, as ours do it: load, save with their code, and generate."""
 
 import copy
 import shutil
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,17 @@ import transformers
 from packaging.version import Version
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.generation.streamers import BaseStreamer
 
-from .layout_qtsplus import full_mask
 from .prompt_qtsplus import (
     CACHE,
-    IMAGE,
-    MODALITIES,
     TEXT,
-    VIDEO,
     CompactPrompt,
     SelectedFeatures,
-    SelectionInputs,
-    VisualInputs,
     alone_with_ids,
-    lay_positions,
-    pad_rows,
     take_cache,
     take_inputs,
-    text_positions,
 )
 from .selector_qtsplus import QTSplusSelector
 
@@ -123,20 +112,6 @@ class QTSplusPreTrainedMixin:
 # --- Generating ---
 
 
-@dataclass
-class CachedPrompt:
-    """What a key/value cache that `generate` filled stands for; kept on the cache as `qtsplus` for the next turn."""
-
-    compact: CompactPrompt
-    generated: torch.Tensor  # [B, g], behind the prompt
-
-    @property
-    def rows(self) -> list[torch.Tensor]:
-        """Per row, the real tokens of the caller's prompt."""
-        pairs = zip(self.compact.source_ids, self.compact.source_mask.bool(), strict=True)
-        return [ids[real] for ids, real in pairs]
-
-
 class _PromptStreamer(BaseStreamer):
     """Shows a streamer the caller's prompt where `generate` would show the shortened one."""
 
@@ -197,9 +172,7 @@ class QTSplusGenerationMixin:
         cache and attentions see. The returned sequences begin with the caller's own `input_ids`.
 
         Args:
-            cache (`Cache`, *optional*): that of an earlier `generate` on the same conversation; or `past_key_values`.
-                What it holds is neither encoded nor selected again, and need not be passed again as pixels. What is new
-                is text alone.
+            cache (`Cache`, *optional*): an empty one to fill, or `past_key_values`.
             kwargs: as stock, and the fields of [`VisualInputs`] and [`SelectionInputs`], such as `retention`.
 
         Returns:
@@ -218,10 +191,12 @@ class QTSplusGenerationMixin:
             return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
         kwargs.pop("mm_token_type_ids", None)  # found in input_ids
         prompt = (input_ids, kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None))
-        if cache is None or cache.get_seq_length() == 0:
-            shortened = self.model.shorten(*prompt, visual, selection, sample_gate=False, pad_left=True)
-        else:
-            shortened = self._continue(cache, *prompt[:2], visual, selection)
+        if cache is not None and cache.get_seq_length() > 0:
+            raise ValueError(
+                f"The cache holds {cache.get_seq_length()} columns of an earlier prompt: expected an empty one. Each "
+                "question chooses its own visual tokens; give encoded videos as video_features=, and they wait for it."
+            )
+        shortened = self.model.shorten(*prompt, visual, selection, sample_gate=False, pad_left=True)
         return self.generate_from(shortened, generation_config, streamer, **kwargs)
 
     @torch.no_grad()
@@ -252,68 +227,11 @@ class QTSplusGenerationMixin:
         copies = len(sequences) // len(source_ids)
         front = source_ids.repeat_interleave(copies, dim=0).to(generated.device)
         sequences = torch.cat([front, generated], dim=1)
-        cache = kwargs.get(CACHE) if isinstance(result, torch.Tensor) else result.get(CACHE)
-        if cache is not None:
-            prompt.features, prompt.selected = {}, {}
-            # A cache with a row for every beam or copy cannot be continued with one row for every prompt.
-            # Layers of linear attention have a state in place of keys.
-            keys = (getattr(layer, "keys", None) for layer in cache.layers)
-            whole = copies == 1 and next(len(rows) for rows in keys if rows is not None) == len(source_ids)
-            cache.qtsplus = CachedPrompt(prompt, generated) if whole else None
         if isinstance(result, torch.Tensor):
             return sequences
         result.sequences = sequences
         result.qtsplus = prompt.qtsplus
         return result
-
-    def _continue(
-        self, cache: Cache, input_ids, attention_mask, visual: VisualInputs, selection: SelectionInputs
-    ) -> CompactPrompt:
-        """The shortened prompt of the next turn: the columns that the cache holds, then the text that is new."""
-        mask = full_mask(input_ids, attention_mask)
-        rows = [ids[real] for ids, real in zip(input_ids, mask.bool(), strict=True)]
-        state = getattr(cache, "qtsplus", None)
-        if not isinstance(state, CachedPrompt) or len(state.rows) != len(rows):
-            raise ValueError(
-                f"The cache holds {cache.get_seq_length()} columns that no generate call of this model with one "
-                f"sequence for each of the {len(rows)} prompts left there: start with an empty cache, without beams "
-                "and with num_return_sequences=1."
-            )
-        old = state.compact
-        answer = state.generated[:, : cache.get_seq_length() - old.input_ids.shape[1]].to(old.input_ids.device)
-        fresh_rows, answer_mask = _behind_the_cache(state, rows, answer)
-        starts = (old.next_position + answer_mask.sum(1)).tolist()
-        fresh_ids = pad_rows(fresh_rows, 0, left=True)
-        fresh_mask = pad_rows([torch.ones_like(row) for row in fresh_rows], 0, left=True)
-        types = self.model.token_types(fresh_ids * fresh_mask)
-        for modality, grid in ((IMAGE, visual.image_grid_thw), (VIDEO, visual.video_grid_thw)):
-            cached = sum(old.counts[modality])
-            if bool((types == modality).any()) or (grid is not None and len(grid) != cached):
-                raise ValueError(
-                    f"New {MODALITIES[modality]}s in a later turn, beside the {cached} that the cache holds: expected "
-                    "text alone. Start with an empty cache."
-                )
-        selection = replace(selection, query_mask=None)  # the question of the new turn is found in the new tokens
-        call = {"sample_gate": False, "pad_left": True, "starts": starts}
-        fresh = self.model.shorten(fresh_ids, fresh_mask, None, VisualInputs(), selection, **call)
-        attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
-        if self.model.recurrent and bool((attention_mask.diff(dim=1) < 0).any()):
-            raise ValueError(
-                "The cache carries a state from token to token, which cannot leave out tokens in the middle: "
-                "pass the answers as they were generated, with new turns of one length, or start with an empty cache."
-            )
-        answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=answer.device)
-        before, behind = (self.model.language_axes(prompt.position_ids) for prompt in (old, fresh))
-        language = torch.cat([before, answered.expand(len(before), -1, -1), behind], dim=2)
-        return replace(
-            fresh,
-            input_ids=torch.cat([old.input_ids, answer, fresh.input_ids], dim=1),
-            attention_mask=attention_mask,
-            position_ids=lay_positions(text_positions(attention_mask), language),
-            source_ids=input_ids,
-            source_mask=mask,
-            counts=old.counts,
-        )
 
     def _count_new_tokens(self, generation_config, kwargs, settings, prompt_length: int):
         """Says lengths in new tokens, for those that count the prompt would count the shortened one."""
@@ -358,27 +276,6 @@ class QTSplusGenerationMixin:
                 "mm_encoder_outputs"
             ]  # an assistant's prefill is not called the first
         return inputs
-
-
-def _behind_the_cache(
-    state: CachedPrompt, rows: list[torch.Tensor], answer: torch.Tensor
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What is new in each row of a conversation, and which tokens `[B, g]` of the cached answer stand in it."""
-    fresh_rows, answer_mask = [], torch.zeros_like(answer)
-    for b, (known, ids) in enumerate(zip(state.rows, rows, strict=True)):
-        if len(ids) <= len(known) or not torch.equal(ids[: len(known)].to(known.device), known):
-            raise ValueError(
-                f"Row {b} does not begin with the {len(known)} tokens of the prompt that filled the cache: pass "
-                "the whole conversation, with the earlier prompt and its answer."
-            )
-        # The caller's text decides how much of the cached answer stands; at least one token must be new.
-        rest = ids[len(known) :].to(answer.device)
-        limit = min(answer.shape[1], len(rest) - 1)
-        differs = (rest[:limit] != answer[b, :limit]).nonzero()
-        same = int(differs[0]) if len(differs) else limit
-        answer_mask[b, :same] = 1
-        fresh_rows.append(rest[same:])
-    return fresh_rows, answer_mask
 
 
 def states_of(

@@ -135,7 +135,6 @@ class QTSplusBackboneMixin:
     rope_axes = 3  # of the language model: (time, height, width), or 1 where positions are numbers
     frames_apart = False  # whether text stands between the frames of a video
     patches_per_row: Any = 1  # of the pixels, that the vision tower makes
-    recurrent = False  # whether layers carry a state from token to token, so that no mask leaves out what they saw
 
     # What the class brings that this stands in front of
     config: Any
@@ -227,11 +226,10 @@ class QTSplusBackboneMixin:
         return axes + start, start + max(h, w)
 
     def row_positions(
-        self, spans: Sequence[VisualSpan], length: int, start: int, second_per_grid_ts: Sequence[Any], device
+        self, spans: Sequence[VisualSpan], length: int, second_per_grid_ts: Sequence[Any], device
     ) -> torch.Tensor:
-        """`[3, length]` of a row that begins at `start`: text counts up; an image or video takes `span_positions`."""
-        parts, column, position = [], 0, int(start)
-        origin = position
+        """`[3, length]` of a row: text counts up; an image or video takes `span_positions`."""
+        parts, column, position, origin = [], 0, 0, 0
         for span in [*spans, None]:
             stop = length if span is None else span.start
             text = torch.arange(position, position + stop - column, device=device)
@@ -245,11 +243,11 @@ class QTSplusBackboneMixin:
                 position, column = max(position, behind), span.start + span.length
         return torch.cat(parts, dim=1)
 
-    def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
+    def language_positions(self, spans: list[VisualSpan], positions: torch.Tensor) -> torch.Tensor:
         """`[rope_axes, S_b]`: where the language model puts the tokens of a row; `positions` are those of its grids."""
         if self.rope_axes == 3:
             return positions
-        return torch.arange(start, start + positions.shape[1], device=positions.device)[None]
+        return torch.arange(positions.shape[1], device=positions.device)[None]
 
     def language_axes(self, position_ids: torch.Tensor) -> torch.Tensor:
         """`[rope_axes, B, S]` of `position_ids`."""
@@ -296,7 +294,6 @@ def lay_out(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
-    starts: Sequence[int] | None = None,
 ) -> Layout:
     """
     Finds the images and videos of a batch in its prompts.
@@ -304,7 +301,6 @@ def lay_out(
     Args:
         input_ids, attention_mask: `[B, S]`; padding may stand on either side.
         position_ids: the caller's own, `[B, S]`, or `[3, B, S]` or `[4, B, S]` where the language model takes these.
-        starts: per row, the position of its first token (0 if `None`).
 
     Raises:
         ValueError: inputs that do not fit each other; each says what was given and what is expected.
@@ -322,16 +318,15 @@ def lay_out(
     seconds: Any = [1] * len(grids[VIDEO]) if visual.second_per_grid_ts is None else visual.second_per_grid_ts
     if len(seconds) != len(grids[VIDEO]):
         raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids[VIDEO])}).")
-    starts = [0] * len(input_ids) if starts is None else list(starts)
-    rows = _rows(model, input_ids, mask, starts, grids, seconds, position_ids)
-    return Layout(input_ids, mask, rows, starts, grids, seconds, model.candidate_modalities)
+    rows = _rows(model, input_ids, mask, grids, seconds, position_ids)
+    return Layout(input_ids, mask, rows, grids, seconds, model.candidate_modalities)
 
 
 def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[torch.Tensor]) -> Layout:
     """The same images and videos in other prompts, per row `[S_b]` ids."""
     mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
     input_ids = pad_rows(ids, 0, left=False)
-    rows = _rows(model, input_ids, mask, layout.starts, layout.grids, layout.seconds)
+    rows = _rows(model, input_ids, mask, layout.grids, layout.seconds)
     again = replace(layout, input_ids=input_ids, mask=mask, rows=rows, present=None)
     return again if layout.present is None else again.narrow(layout.present)
 
@@ -351,15 +346,15 @@ def restarts(position_ids: torch.Tensor, mask: torch.Tensor) -> bool:
     return bool(((highest == 0) & mask.bool() & (mask.cumsum(-1) > 1)).any())
 
 
-def _rows(model, input_ids, mask, starts, grids, seconds, position_ids=None) -> list[PromptRow]:
+def _rows(model, input_ids, mask, grids, seconds, position_ids=None) -> list[PromptRow]:
     columns = [row.nonzero()[:, 0] for row in mask]
     types = [row[real] for row, real in zip(model.token_types(input_ids), columns, strict=True)]
     spans = find_spans(types, {modality: model.visual_spans(modality, grids[modality]) for modality in MODALITIES})
     own_positions = None if position_ids is None else model.language_axes(position_ids)
     modalities, rows = model.candidate_modalities, []
     for b, real in enumerate(columns):
-        positions = model.row_positions(spans[b], len(real), starts[b], seconds, input_ids.device)
-        language = model.language_positions(spans[b], starts[b], positions)
+        positions = model.row_positions(spans[b], len(real), seconds, input_ids.device)
+        language = model.language_positions(spans[b], positions)
         competing = [span for span in spans[b] if span.modality in modalities]
         rows.append(
             PromptRow(

@@ -254,7 +254,6 @@ def _read_group(
         input_ids=layout.input_ids[index : index + 1],
         mask=layout.mask[index : index + 1],
         rows=[row],
-        starts=layout.starts[index : index + 1],
     )
     every = torch.arange(len(tokens), device=tokens.device)
     compact = splice(model, alone, features, [tokens], QTSplusOutput(kept_indices=(every,)), pad_left=False)

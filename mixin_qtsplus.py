@@ -201,10 +201,9 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         *,
         sample_gate: bool | None = None,
         pad_left: bool | None = None,
-        starts: Sequence[int] | None = None,
     ) -> CompactPrompt:
         """From the caller's prompts to the shortened ones; see [`lay_out`], [`choose`] and [`splice`]."""
-        layout = lay_out(self, visual, input_ids, attention_mask, position_ids, starts)
+        layout = lay_out(self, visual, input_ids, attention_mask, position_ids)
         features = encode_visual(self, visual, layout.grids)
         selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate)
         return splice(self, layout, features, selected, qtsplus, pad_left)
@@ -235,7 +234,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             if input_ids is None or inputs_embeds is not None or mm_encoder_outputs:
                 raise alone_with_ids()
             if cache is not None and cache.get_seq_length() > 0:
-                raise ValueError("New images or videos after a cache: use generate, which lays them out.")
+                raise ValueError("New images or videos after a cache: expected an empty one.")
             prompt = self.shorten(input_ids, attention_mask, position_ids, visual, selection)
             inputs, qtsplus = self._shortened_inputs(prompt, attention_mask is not None), prompt.qtsplus
             selected = prompt.selected

@@ -71,10 +71,10 @@ class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2
 
     config: Qwen2VLQTSplusConfig
 
-    def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
+    def language_positions(self, spans: list[VisualSpan], positions: torch.Tensor) -> torch.Tensor:
         """One position per temporal patch, as along an image, where Qwen2.5-VL measures seconds."""
         images = [replace(span, modality=IMAGE) for span in spans]
-        return self.row_positions(images, positions.shape[1], start, [], positions.device)
+        return self.row_positions(images, positions.shape[1], [], positions.device)
 
 
 class Qwen2VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen2VLForConditionalGeneration):
@@ -91,10 +91,10 @@ class Qwen3QTSplusModelMixin(QwenVLQTSplusModelMixin):
 
     frames_apart = True
 
-    def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
+    def language_positions(self, spans: list[VisualSpan], positions: torch.Tensor) -> torch.Tensor:
         """Time is text here: every frame stands like an image."""
         images = [replace(span, modality=IMAGE, frame=0) for span in spans]
-        return self.row_positions(images, positions.shape[1], start, [], positions.device)
+        return self.row_positions(images, positions.shape[1], [], positions.device)
 
 
 class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLModel):
@@ -146,7 +146,6 @@ class Qwen3_5QTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3_
     """
 
     config: Qwen3_5QTSplusConfig
-    recurrent = True
 
 
 class Qwen3_5QTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen3_5ForConditionalGeneration):

@@ -250,7 +250,6 @@ class Layout:
     input_ids: torch.Tensor  # [B, S]
     mask: torch.Tensor  # [B, S], 1 on real tokens
     rows: list[PromptRow]  # without their padding
-    starts: list[int]  # per row, the position of its first token
     grids: dict[int, list[Grid]]  # per modality, in tokens of every image or video of the batch
     seconds: Any  # per video, seconds per temporal patch
     modalities: tuple[int, ...]  # whose tokens compete
@@ -376,8 +375,6 @@ class CompactPrompt:
     columns: torch.Tensor  # the caller's column behind each column here, -1 on padding
     next_position: torch.Tensor  # [B], the first one after the prompt
     source_ids: torch.Tensor  # [B, S], the caller's prompt
-    source_mask: torch.Tensor
-    counts: dict[int, list[int]]  # per modality and row, its images and videos
     qtsplus: QTSplusOutput
     selected: dict[str, SelectedFeatures]  # the features as `mm_encoder_outputs`
 
@@ -414,9 +411,8 @@ def splice(
     attention_mask = (~is_padding).long()
     order = text_positions(attention_mask)
     if model.config.qtsplus_config.position_ids == "sequential":
-        start = torch.tensor(layout.starts, device=order.device)
-        language = (order + start[:, None]).masked_fill(is_padding, 0).expand(model.rope_axes, -1, -1)
-        next_position = start + attention_mask.sum(-1)
+        language = order.expand(model.rope_axes, -1, -1)
+        next_position = attention_mask.sum(-1)
     else:
         language = pad_rows(positions, 0, pad_left).transpose(0, 1)
         next_position = torch.stack([row.language_positions[:, -1].max() + 1 for row in layout.rows])
@@ -430,11 +426,6 @@ def splice(
         columns=padded,
         next_position=next_position,
         source_ids=layout.input_ids,
-        source_mask=layout.mask,
-        counts={
-            modality: [len({span.index for span in row.spans if span.modality == modality}) for row in layout.rows]
-            for modality in MODALITIES
-        },
         qtsplus=qtsplus,
         selected={name: SelectedFeatures(pooler_output=tuple(rows)) for name, rows in row_features.items()},
     )

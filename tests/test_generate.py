@@ -7,8 +7,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
-from model_checks import question_mask
-from tiny import BOS, EOS, IM_END, IM_START, NEWLINE, PAD, USER, batch, compress, prompt, tiny_model
+from tiny import BOS, EOS, PAD, batch, compress, prompt
 
 VIDEO, WIDE, IMAGE = (4, 8, 12), (3, 4, 20), (1, 8, 8)
 NEW = 8
@@ -224,96 +223,6 @@ def test_at_least_some_tokens(model, single, at_least):
         at_least = {"min_length": single["input_ids"].shape[1] + 5}
     output = model.generate(**single, max_new_tokens=9, do_sample=False, eos_token_id=first, **at_least)
     assert new_tokens(output, single)[0, :5].tolist() == loop.new[0].tolist()
-
-
-# ---- the next turn ----
-
-
-def next_turn(inputs, answer, rows=None, question=(40, 41, 42)):
-    """Ids of the conversation with the answer and a new question behind it, padded left."""
-    tail = [IM_END, NEWLINE, IM_START, USER, NEWLINE, *question, IM_END, NEWLINE, IM_START, 493, NEWLINE]
-    ids = []
-    for row, mask, said in zip(inputs["input_ids"], inputs["attention_mask"], answer, strict=True):
-        said = said.tolist()
-        said = said[: said.index(EOS)] if EOS in said else said
-        ids.append(torch.tensor([*row[mask.bool()].tolist(), *said, *tail]))
-    width = max(map(len, ids))
-    padded = torch.stack([torch.cat([torch.full((width - len(row),), PAD), row]) for row in ids])
-    mask = torch.stack([(torch.arange(width) >= width - len(row)).long() for row in ids])
-    return {"input_ids": padded, "attention_mask": mask}
-
-
-def question_of(inputs, model):
-    return {"query_input_ids": inputs["input_ids"], "query_attention_mask": question_mask(model, inputs)}
-
-
-def pixels_of(inputs):
-    return {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
-
-
-@pytest.mark.parametrize("again", ["pixels again", "text alone"])
-@pytest.mark.parametrize("eos", [EOS, None], ids=["all tokens", "ends early"])
-@pytest.mark.parametrize("position_ids", ["original", "sequential"])
-def test_second_turn_from_the_cache(ragged, again, eos, position_ids):
-    """Equal to running the whole conversation anew with the tokens that the first question had kept."""
-    model = tiny_model(position_ids=position_ids)
-    if eos is None:  # one row ends at its third token, the others go on
-        first = new_tokens(model.generate(**ragged, **CALL), ragged)
-        eos = int(first[0, 2])
-    output = model.generate(**ragged, **CALL, eos_token_id=eos, return_dict_in_generate=True)
-    answer = new_tokens(output, ragged).masked_fill(new_tokens(output, ragged) == eos, EOS)
-    conversation = next_turn(ragged, answer)
-    second = model.generate(
-        **conversation,
-        **(pixels_of(ragged) if again == "pixels again" else {}),
-        past_key_values=output.past_key_values,
-        **CALL,
-    )
-    loop = Loop(model, {**conversation, **pixels_of(ragged)}, **question_of(ragged, model))
-    loop.decode(greedy)
-    assert new_tokens(second, conversation).tolist() == loop.new.tolist()
-
-
-def test_a_third_turn_and_a_new_video(model, single):
-    options = {**CALL, "return_dict_in_generate": True}
-    done, conversation = model.generate(**single, **options), single
-    for _ in range(2):
-        conversation = next_turn(conversation, new_tokens(done, conversation))
-        done = model.generate(**conversation, past_key_values=done.past_key_values, **options)
-    loop = Loop(model, {**conversation, **pixels_of(single)}, **question_of(single, model))
-    loop.decode(greedy)
-    assert new_tokens(done, conversation).tolist() == loop.new.tolist()
-    other = prompt(videos=[WIDE], seed=9)
-    conversation = next_turn(conversation, new_tokens(done, conversation), question=other.ids[9:-5])
-    new = {"pixel_values_videos": other.video_pixels[0], "video_grid_thw": torch.tensor(other.videos)}
-    with pytest.raises(ValueError, match="New videos in a later turn"):
-        model.generate(**conversation, **new, past_key_values=done.past_key_values, **options)
-
-
-def test_an_answer_that_the_caller_has_edited(model, single):
-    """The cache holds another answer; only what agrees with the caller's text is used."""
-    output = model.generate(**single, **CALL, return_dict_in_generate=True)
-    edited = new_tokens(output, single).clone()
-    edited[0, 3] = 77
-    conversation = next_turn(single, edited)
-    second = model.generate(**conversation, past_key_values=output.past_key_values, **CALL)
-    loop = Loop(model, {**conversation, **pixels_of(single)}, **question_of(single, model))
-    loop.decode(greedy)
-    assert new_tokens(second, conversation).tolist() == loop.new.tolist()
-
-
-def test_two_conversations_do_not_mix(model, single, ragged):
-    """State lives with the cache, not in the model."""
-    expected = None
-    for disturb in (False, True):
-        output = model.generate(**single, **CALL, return_dict_in_generate=True)
-        conversation = next_turn(single, new_tokens(output, single))
-        if disturb:
-            model.generate(**ragged, max_new_tokens=2, do_sample=False)
-            model(**ragged)
-        second = model.generate(**conversation, past_key_values=output.past_key_values, **CALL)
-        expected = second if expected is None else expected
-    assert second.tolist() == expected.tolist()
 
 
 def test_text_without_a_mask(model):

@@ -110,8 +110,8 @@ def at_steps(model: Any, layout: Layout, numbers: Sequence[Sequence[int]]) -> La
         """By step, how much later it is on the selector's clock, and on the language model's."""
         steps = torch.tensor(numbers[video], device=positions.device)
         line = [VisualSpan(VIDEO, video, 0, (int(steps[-1]) + len(steps), 1, 1))]
-        clock = model.row_positions(line, line[0].length, 0, layout.seconds, positions.device)
-        spoken = model.language_positions(line, 0, clock)
+        clock = model.row_positions(line, line[0].length, layout.seconds, positions.device)
+        spoken = model.language_positions(line, clock)
         return clock[0, steps] - clock[0, : len(steps)], spoken[0, steps] - spoken[0, : len(steps)]
 
     for span in row.spans:
