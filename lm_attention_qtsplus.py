@@ -145,19 +145,12 @@ class Reading:
     looking: list[torch.Tensor]  # per row [P], the tokens that look, among its real ones
 
 
-def reading_of(
-    model: QTSplusBackboneMixin,
-    layout: Layout,
-    selection: SelectionInputs,
-    looking: Sequence[torch.Tensor] | None = None,
-) -> Reading:
+def reading_of(model: QTSplusBackboneMixin, layout: Layout, selection: SelectionInputs) -> Reading:
     """The prompts with the questions that select: one that is passed apart replaces the prompt's own."""
     questions = find_questions(model, layout, selection.query_mask)
     queries = given_queries(selection, len(layout.rows))
     if queries is not None:
         layout, questions = _with_queries(model, layout, questions, queries)
-    if looking is not None:
-        return Reading(layout, list(looking))
     rows = zip(layout.input_ids, layout.rows, questions, strict=True)
     return Reading(layout, [_looking(model, ids[row.columns], question, row.candidates) for ids, row, question in rows])
 

@@ -2,7 +2,6 @@
 [`QTSplusModelMixin`] stands in front of a backbone's model, [`QTSplusHeadMixin`] in front of the class with a head.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
@@ -71,15 +70,12 @@ def choose(
     selection: SelectionInputs,
     *,
     sample_gate: bool | None = None,
-    looking: Sequence[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], QTSplusOutput]:
     """
     Per row the kept tokens `[n_b, token_width]`, and how they were chosen.
 
     Args:
         sample_gate: as for [`QTSplusSelector`].
-        looking: per row `[P]`, which of its real tokens look at the video where the language model is asked; those
-            from which the answer begins if `None`.
     """
     device, width = layout.mask.device, model.config.text_config.hidden_size
     # By tensor: rows about the same video share it.
@@ -93,7 +89,7 @@ def choose(
         moved[0] = model.no_features(device)
         scored[0] = moved[0][:, :width]
     sources = [[moved[key] for key in row] for row in keys]
-    reading = cache(partial(reading_of, model, layout, selection, looking))
+    reading = cache(partial(reading_of, model, layout, selection))
     selected, qtsplus = model.qtsplus(
         [[scored[key] for key in row] for row in keys],
         query_embeds(model, layout, selection),

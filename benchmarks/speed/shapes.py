@@ -359,7 +359,7 @@ def make_stock_processor(shape: Shape) -> Any:
     """The processor of Transformers with the same settings."""
     with tempfile.TemporaryDirectory() as folder:
         make_processor(shape).save_pretrained(folder)
-        return shape.backbone.stock_processor.from_pretrained(folder)
+        return shape.backbone.processor.stock_class.from_pretrained(folder)
 
 
 def _read(variant: str, name: str) -> dict[str, Any]:

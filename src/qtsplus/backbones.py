@@ -35,10 +35,6 @@ class Backbone:
     def stock_config(self) -> Any:
         return self.stock_model.config_class
 
-    @property
-    def stock_processor(self) -> Any:
-        return self.processor.stock_class
-
 
 def model_types() -> list[str]:
     """The types of our models, sorted."""

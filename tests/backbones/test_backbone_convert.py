@@ -62,7 +62,7 @@ def test_and_loses_it_again(saved, converted, tmp_path):
     stock = backbone_of(kept["model_type"])
     assert kept["architectures"] == [stock.stock_model.__name__]
     processor_class = json.loads((back / "processor_config.json").read_text())["processor_class"]
-    assert processor_class == stock.stock_processor.__name__
+    assert processor_class == stock.processor.stock_class.__name__
 
 
 def _older(name):

@@ -98,9 +98,8 @@ def test_batch_is_single(in_groups, prepare):
         with torch.no_grad():
             alone = in_groups(**prepare(name), retention=0.3)
         real = together.qtsplus.columns[row] >= 0
-        close = (
-            5e-4 if in_groups.config.model_type == "qwen3_5_qtsplus" else 1e-4
-        )  # its state gathers rounding errors over the whole row
+        # Whose recurrent state gathers rounding errors over the whole row.
+        close = 5e-4 if in_groups.config.model_type == "qwen3_5_qtsplus" else 1e-4
         torch.testing.assert_close(together.logits[row][real], alone.logits[0], atol=close, rtol=close)
         if alone.qtsplus is not None:
             assert torch.equal(together.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])

@@ -13,7 +13,7 @@ from .files import hub_configs, variants
 from .folder import read_json
 
 _KEPT_FRONT_MATTER = ("license", "license_name", "license_link", "base_model", "base_model_relation", "language")
-SECTIONS = ("weights", "training_data", "hyperparameters", "recipe", "results", "limits")
+SECTIONS = ("weights", "training_data", "recipe", "results", "limits")
 
 
 def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = None) -> str:
@@ -22,8 +22,8 @@ def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = No
 
     Args:
         repository: the repository's id, such as `"org/QTSplus-3B"`, for the usage that is shown.
-        about: what is known of the weights. The [`SECTIONS`], of which `hyperparameters` are a mapping, go into the
-            text; everything else (`license`, `base_model`, ...) is front matter.
+        about: what is known of the weights. The [`SECTIONS`] go into the text; everything else (`license`,
+            `base_model`, ...) is front matter.
     """
     about = dict(about or {})
     sections = {section: about.pop(section, None) for section in SECTIONS}

@@ -21,7 +21,7 @@ from ..output import check_folder, require_space
 from .dataset import VideoQADataset, check_processor_kwargs, check_skipped, require_rates
 from .features import encode_files
 from .freezing import vision_modules
-from .models import make_config, make_model, make_processor, require_weights
+from .models import make_config, make_model, make_processor
 from .plan import make_plan
 from .recipe import Recipe
 from .sharding import check_checkpoint
@@ -119,8 +119,6 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     if data.features is not None and not training.freeze_vision_model:
         raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
     config = make_config(args.variant, args.weights, args.selector)
-    if args.weights is not None:
-        require_weights(args.weights, config.model_type)
     processor = make_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
     if data.processor_kwargs.get("fps") is None:

@@ -47,15 +47,6 @@ logger = logging.get_logger(__name__)
 _TERMS = ("loss_t", "loss_m", "loss_s", "loss_relevance", "loss_budget")
 _LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), *_TERMS)
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
-# What a model card tells of a run
-_TOLD = (
-    *("learning_rate", "lr_scheduler_type", "weight_decay", "seed", "freeze_vision_model", "freeze_language_model"),
-    *("freeze_selector", "sft_loss", "relevance_weight"),
-)
-_SELECTOR = (
-    *("gate", "budget", "null_token", "query_states", "reduction"),
-    *("tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n"),
-)
 
 FurtherLosses = Callable[[Any], Mapping[str, tuple[float, torch.Tensor]]]
 
@@ -351,18 +342,8 @@ class QTSplusTrainer(Trainer):
             return
         folder = Path(str(self.args.output_dir))
         repository = self.hub_model_id or self.args.hub_model_id
-        own, steps = self.args, self.state.global_step
-        run = {
-            "weights": f"The weights were trained with `qtsplus train` for {steps} steps.",
-            "hyperparameters": {
-                "steps": steps,
-                "epochs": round(self.state.epoch or 0, 2),
-                "samples per step": own.train_batch_size * own.gradient_accumulation_steps * own.world_size,
-                **{name: getattr(own, name) for name in _TOLD},
-                **{name: getattr(self.selector_config, name) for name in _SELECTOR},
-            },
-        }
-        about = {**known_front_matter(self.model), **run, **self.about}
+        weights = f"The weights were trained with `qtsplus train` for {self.state.global_step} steps."
+        about = {**known_front_matter(self.model), "weights": weights, **self.about}
         card = model_card(self.model, repository or f"org/{folder.resolve().name}", about)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
