@@ -84,8 +84,6 @@ class Repeats:
         """
         if features is None:  # all repeat what was encoded last
             return self._features.repeat(len(sources), 1)
-        if self.tolerance is None:
-            return features
         steps = features.unflatten(0, (len(sources), -1))
         for index, source in enumerate(sources):  # one by one: all at once would hold them twice
             if source != index:
@@ -140,7 +138,7 @@ def _encode_sources(
     grid_waiting = grid_thw.clone()
     grid_waiting[:, 0] = grid_thw.new_tensor([len(video) for video in waiting])
     features: dict[int, torch.Tensor] = {}
-    for chunk in _chunks(model, modality, grid_waiting, steps, frames_per_chunk):
+    for chunk in _chunks(model, grid_waiting, steps, frames_per_chunk):
         chosen, parts = [], []
         for index, (count, _, _) in chunk:
             numbers, waiting[index] = waiting[index][:count], waiting[index][count:]
@@ -168,11 +166,7 @@ def _encode_sources(
 
 
 def _chunks(
-    model: QTSplusBackboneMixin,
-    modality: int,
-    grid_thw: torch.Tensor,
-    steps: Sequence[torch.Tensor],
-    frames_per_chunk: int | None,
+    model: QTSplusBackboneMixin, grid_thw: torch.Tensor, steps: Sequence[torch.Tensor], frames_per_chunk: int | None
 ) -> Iterable:
     grids = grid_thw.tolist()
     if frames_per_chunk is not None:
@@ -185,10 +179,6 @@ def _chunks(
         return [[(index, grid) for index, grid in enumerate(grids) if grid[0]]]
     capacity = PATCHES_PER_CHUNK_ON_CPU if model.device.type == "cpu" else PATCHES_PER_CHUNK
     patches = [rows.shape[1] * model.patches_per_row for rows in steps]
-    if modality == IMAGE:  # its crops belong together
-        crops = [len(rows) * count for rows, count in zip(steps, patches, strict=True)]
-        whole = chunk_grids([(1, h, w) for _, h, w in grids], capacity, crops)
-        return [[(index, grids[index]) for index, _ in chunk] for chunk in whole]
     return chunk_grids(grids, capacity, patches)
 
 

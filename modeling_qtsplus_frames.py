@@ -18,7 +18,6 @@ from transformers.models.llava_onevision.configuration_llava_onevision import Ll
 from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionModel,
-    image_size_to_num_patches,
 )
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.processing_utils import ProcessorMixin
@@ -30,6 +29,7 @@ from .processing_qtsplus import QTSplusProcessorMixin
 from .prompt_qtsplus import IMAGE, VIDEO
 
 NEWLINES = ("video", "row")
+NO_IMAGES = "LLaVA-OneVision and LLaVA-Video read videos alone here: expected no images; ask a Qwen-VL or InternVL."
 
 
 class FramesQTSplusModelMixin(QTSplusModelMixin):
@@ -243,36 +243,23 @@ class LlavaOnevisionQTSplusConfig(QTSplusConfigMixin, LlavaOnevisionConfig):
         super().__post_init__(**kwargs)
         if self.video_newline not in NEWLINES:
             raise ValueError(f"video_newline={self.video_newline!r}: expected one of {NEWLINES}.")
-        if self.qtsplus_config.select_images:
-            raise ValueError("select_images=True: expected False, LLaVA-OneVision's images have newlines among them.")
 
 
 class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin, LlavaOnevisionModel):
-    """
-    LLaVA-OneVision without a head, with a [`QTSplusSelector`] as `qtsplus`. `image_grid_thw` is (crops, height, width)
-    of an image before it was cut.
-    """
+    """LLaVA-OneVision without a head, with a [`QTSplusSelector`] as `qtsplus`; it takes no images."""
 
     config: LlavaOnevisionQTSplusConfig
 
     def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
-        if modality == VIDEO:
-            return super().merged_grid(grid_thw, modality)
-        # The stock packing tells how many tokens an image becomes; it gets features without values.
-        vision = self.config.vision_config
-        side, newline = vision.image_size // vision.patch_size, torch.empty(1, device="meta")
-        blank = [torch.empty(crops, side * side, 1, device="meta") for crops, _, _ in grid_thw.tolist()]
-        aspect = self.config.vision_aspect_ratio
-        packed, _ = self.pack_image_features(blank, grid_thw[:, 1:].cpu(), newline, vision_aspect_ratio=aspect)
-        return [(1, 1, len(image)) for image in packed]
+        if modality == IMAGE:
+            raise ValueError(NO_IMAGES)
+        return super().merged_grid(grid_thw, modality)
 
     @property
     def patches_per_row(self) -> int:
         return (self.config.vision_config.image_size // self.config.vision_config.patch_size) ** 2
 
     def line_length(self, modality: int, grid: tuple[int, int, int]) -> int:
-        if modality == IMAGE:
-            return 0
         return math.prod(grid) if self.config.video_newline == "video" else grid[2]
 
     @property
@@ -280,15 +267,8 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
         return self.image_newline
 
     def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
-        if modality == VIDEO:
-            tokens = self.get_video_features(pixels[None], return_dict=True).pooler_output[0]
-            return list(tokens[: int(grid_thw.prod(-1).sum())].split(grid_thw.prod(-1).tolist()))
-        features = []
-        for crops, (count, *size) in zip(pixels.split(self.pixel_rows(grid_thw)), grid_thw.tolist(), strict=True):
-            # The stock method cuts an image that is the only one of its prompt.
-            size, alone = torch.tensor([size]), torch.tensor([1 if count > 1 else 2])
-            features += self.get_image_features(crops, size, batch_num_images=alone, return_dict=True).pooler_output
-        return features
+        tokens = self.get_video_features(pixels[None], return_dict=True).pooler_output[0]
+        return list(tokens[: int(grid_thw.prod(-1).sum())].split(grid_thw.prod(-1).tolist()))
 
 
 class LlavaOnevisionQTSplusForConditionalGeneration(
@@ -346,18 +326,7 @@ class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor
         return math.ceil(math.isqrt(self.num_image_tokens) / 2)
 
     def _process_images(self, images, **kwargs):
-        processed, texts = super()._process_images(images, **kwargs)
-        sizes = torch.as_tensor(processed.pop("image_sizes")).tolist()
-        alone = [count == 1 for count in processed.pop("batch_num_images") for _ in range(count)]
-        pinpoints, side = self.image_processor.image_grid_pinpoints, processed["pixel_values"][0].shape[-1]
-        crops = [
-            image_size_to_num_patches(size, pinpoints, side) if cut else 1
-            for size, cut in zip(sizes, alone, strict=True)
-        ]
-        pairs = zip(processed["pixel_values"], crops, strict=True)
-        processed["pixel_values"] = torch.cat([torch.as_tensor(pixels[:count]) for pixels, count in pairs])
-        processed["image_grid_thw"] = torch.tensor([[count, *size] for count, size in zip(crops, sizes, strict=True)])
-        return processed, texts
+        raise ValueError(NO_IMAGES)
 
     def replace_video_token(self, video_inputs, video_idx, **kwargs):
         frames, side = len(video_inputs["pixel_values_videos"][video_idx]), self.tokens_per_side

@@ -46,9 +46,10 @@ def clips(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def rows(clips):
+def rows(clips, backbone):
     """Conversations with an image, with videos of different lengths, and with neither."""
-    image = {"type": "image", "image": Image.new("RGB", (60, 40), (200, 20, 20))}
+    image: object = {"type": "image", "image": Image.new("RGB", (60, 40), (200, 20, 20))}
+    image = "A red picture." if backbone.without_images else image
     long, short, other = ({"type": "video", "video": str(clips / f"{name}.mp4")} for name in ("long", "short", "other"))
 
     def row(*content):

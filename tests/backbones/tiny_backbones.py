@@ -71,6 +71,10 @@ class Backbone:
     processor: Callable[[], Any]
     stock_inputs: Callable[[Any, dict], dict]
 
+    @property
+    def without_images(self) -> bool:
+        return self.config is llava_config
+
     def build(self, processor, seed: int = 0, **selector):
         """Every parameter random and of a size that matters; a layer of the selector reads the question."""
         torch.manual_seed(seed)
@@ -189,15 +193,8 @@ def llava_config(processor, selector) -> qtsplus.LlavaOnevisionQTSplusConfig:
 
 
 def llava_stock_inputs(model, inputs) -> dict:
-    """Images padded to the same number of crops; videos of one length."""
+    """Videos of one length."""
     stock = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    if "pixel_values" in inputs:
-        grid = inputs["image_grid_thw"]
-        crops = inputs["pixel_values"].split(grid[:, 0].tolist())
-        most = max(map(len, crops))
-        padded = [torch.cat([crop, crop.new_zeros(most - len(crop), *crop.shape[1:])]) for crop in crops]
-        stock |= {"pixel_values": torch.stack(padded), "image_sizes": grid[:, 1:]}
-        stock["batch_num_images"] = torch.ones(len(grid), dtype=torch.long)
     if "pixel_values_videos" in inputs:
         frames = inputs["video_grid_thw"][:, 0]
         stock["pixel_values_videos"] = inputs["pixel_values_videos"].unflatten(0, (len(frames), int(frames[0])))
