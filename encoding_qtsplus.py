@@ -97,7 +97,7 @@ def encode_visual(model: QTSplusBackboneMixin, visual: VisualInputs, grids: dict
     if visual.video_features is None:
         videos = encode_modality(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw)
     else:
-        videos = _check_features(model, VIDEO, visual.video_features, grids[VIDEO])
+        videos = _check_features(model, visual.video_features, grids[VIDEO])
     return {IMAGE: encode_modality(model, IMAGE, visual.pixel_values, visual.image_grid_thw), VIDEO: videos}
 
 
@@ -183,22 +183,21 @@ def _chunks(
 
 
 def _check_features(
-    model: QTSplusBackboneMixin, modality: int, features: Sequence[torch.Tensor], grids: Sequence[Grid]
+    model: QTSplusBackboneMixin, features: Sequence[torch.Tensor], grids: Sequence[Grid]
 ) -> list[torch.Tensor]:
-    """`[k, token_width]` features that the caller had encoded."""
-    name = MODALITIES[modality]
+    """`[k, token_width]` features of videos that the caller had encoded."""
     if len(features) != len(grids):
-        raise ValueError(f"{len(features)} {name}_features: expected one per {name} ({len(grids)}).")
+        raise ValueError(f"{len(features)} video_features: expected one per video ({len(grids)}).")
     dtype, width = model.get_input_embeddings().weight.dtype, model.token_width
     checked: set[int] = set()  # questions about one video share its features
     for index, (tokens, (t, h, w)) in enumerate(zip(features, grids, strict=True)):
         if tokens.shape != (t * h * w, width):
             raise ValueError(
-                f"{name}_features {index} has shape {tuple(tokens.shape)}: expected {(t * h * w, width)}, the merged "
+                f"video_features {index} has shape {tuple(tokens.shape)}: expected {(t * h * w, width)}, the merged "
                 f"tokens of its grid, {t} x {h} x {w}, by the model's width."
             )
         if id(tokens) not in checked and not _is_finite(tokens):
-            raise ValueError(f"NaN or infinity in {name}_features {index}: expected finite numbers.")
+            raise ValueError(f"NaN or infinity in video_features {index}: expected finite numbers.")
         checked.add(id(tokens))
     return [tokens.to(dtype) for tokens in features]
 

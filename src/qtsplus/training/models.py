@@ -114,12 +114,7 @@ def require_weights(weights: str, expected: str) -> None:
 
 def make_processor(variant: str | None, weights: str | None, config: Any) -> Any:
     """The processor of the weights, or of a variant that carries one."""
-    if weights is not None:
-        return processor_of(weights, config)
-    assert variant is not None
-    if not (hub_configs() / variant / "processor_config.json").exists():
-        raise ValueError(f"The variant {variant!r} comes without a processor: name weights to train from.")
-    return processor_of(hub_configs() / variant, config)
+    return processor_of(require_variant(str(variant)) if weights is None else weights, config)
 
 
 def model_type(weights: str) -> str:
