@@ -49,11 +49,12 @@ def clips(tmp_path_factory):
 def rows(clips, backbone):
     """Conversations with an image, with videos of different lengths, and with neither."""
     image: object = {"type": "image", "image": Image.new("RGB", (60, 40), (200, 20, 20))}
-    image = "A red picture." if backbone.without_images else image
+    image = None if backbone.without_images else image
     long, short, other = ({"type": "video", "video": str(clips / f"{name}.mp4")} for name in ("long", "short", "other"))
 
     def row(*content):
-        return [{"role": "user", "content": [part if isinstance(part, dict) else text(part) for part in content]}]
+        parts = [part for part in content if part is not None]
+        return [{"role": "user", "content": [part if isinstance(part, dict) else text(part) for part in parts]}]
 
     def text(words):
         return {"type": "text", "text": words}
