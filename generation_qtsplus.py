@@ -271,10 +271,8 @@ class QTSplusGenerationMixin:
         cache = kwargs.get(CACHE)
         if not is_first_iteration and kwargs.get("use_cache", True) and cache is not None and cache.get_seq_length():
             inputs.pop("mm_encoder_outputs", None)  # Transformers below 5.18 does not know that these belong to prefill
-        elif kwargs.get("mm_encoder_outputs"):
-            inputs["mm_encoder_outputs"] = kwargs[
-                "mm_encoder_outputs"
-            ]  # an assistant's prefill is not called the first
+        elif kwargs.get("mm_encoder_outputs"):  # an assistant's prefill is not called the first
+            inputs["mm_encoder_outputs"] = kwargs["mm_encoder_outputs"]
         return inputs
 
 

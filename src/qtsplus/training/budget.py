@@ -81,9 +81,7 @@ class RhoControl:
         soft_n = rho * num_tokens
         soft_n = soft_n - (soft_n - config.n_max).clamp(min=0).detach()  # the count of the gate, the gradient of rho M
         pairs = zip(rho.tolist(), num_tokens.tolist(), strict=True)
-        counts = torch.tensor([kept_count(share, m, config.n_max) for share, m in pairs], dtype=torch.long).to(
-            rho.device
-        )
+        counts = rho.new_tensor([kept_count(share, m, config.n_max) for share, m in pairs], dtype=torch.long)
         running = self.running[training]
         logged = {"rho": rho, "n": kept, "n_soft": soft_n, "visual_tokens": num_tokens}
         logged |= {"kept_fraction": kept / num_tokens, "hard_over_soft": kept / soft_n}
