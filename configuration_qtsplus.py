@@ -18,7 +18,7 @@ REDUCTIONS = ("max", "mean", "sum")
 POSITION_IDS = ("original", "sequential")
 # A `selection` is looked up where the methods are, when a selector is made.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "budget": ("rho", "loss"),
+    "budget": ("rho", "mass", "loss"),
     "query_states": QUERY_STATES,
     "reduction": REDUCTIONS,
     "gate": ("gumbel", "detached", "soft"),
@@ -43,9 +43,11 @@ class QTSplusConfig(PreTrainedConfig):
         budget (`str`, defaults to `"loss"`): where rho comes from. With `"loss"` a head over the question and its
             relevance predicts what the answer would lose with 1, 2, 4, ... tokens; kept are so many that this, and the
             price of the tokens, is least. `QTSplusTrainer` alone teaches that head; untaught it keeps `rho_min`. The
-            paper's `"rho"` has the head predict rho.
+            paper's `"rho"` has the head predict rho. `"mass"` needs no head: the fewest tokens whose relevance sums to
+            `relevance_mass`, what went to the null token included.
         token_price (`float`, defaults to 0.02): for `budget="loss"`, what one more token has to be worth, in nats of
             the answer's log-probability; the lambdas' part comes on top. Training sets it where there is a `target_n`.
+        relevance_mass (`float`, defaults to 0.8): for `budget="mass"`.
         budget_hidden_size (`int`, defaults to 256): width of the budget head's hidden layer.
 
     > The gate and the method
@@ -95,7 +97,7 @@ class QTSplusConfig(PreTrainedConfig):
 
         lambda_t, lambda_m, lambda_s (`float`): weights of attention time, of key/value memory and of the prior on rho.
         rho_prior (`float`, *optional*): the prior's mean; `None` takes the running mean of rho over training.
-        target_n (`float`, *optional*): dataset-level mean of kept tokens to aim at.
+        target_n (`float`, *optional*): dataset-level mean of kept tokens to aim at; not with `budget="mass"`.
 
     Raises:
         ValueError: a value out of its range, named with the range.
@@ -109,6 +111,7 @@ class QTSplusConfig(PreTrainedConfig):
     n_max: int = 25600
     budget: str = "loss"
     token_price: float = 0.02
+    relevance_mass: float = 0.8
     budget_hidden_size: int = 256
     tau_s: float = 0.5
     gate: str = "soft"
@@ -143,6 +146,8 @@ class QTSplusConfig(PreTrainedConfig):
         _require(0 < self.rho_min <= self.rho_max <= 1, self, "rho_min, rho_max", "0 < rho_min <= rho_max <= 1")
         _require(self.n_max >= 1, self, "n_max", "n_max >= 1")
         _require(self.token_price > 0, self, "token_price", "token_price > 0")
+        steered = self.target_n is None or self.budget != "mass"
+        _require(steered, self, "target_n, budget", "a target_n with another budget, which training moves")
         _require(self.tau_s > 0, self, "tau_s", "tau_s > 0")
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
         heads = self.attention_heads
@@ -151,7 +156,7 @@ class QTSplusConfig(PreTrainedConfig):
         _require(self.attention_group >= 1, self, "attention_group", "attention_group >= 1")
         _require(self.scoring_layers >= 1, self, "scoring_layers", "scoring_layers >= 1")
         _require(self.reencode_layers >= 0, self, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
-        for share in ("evidence_share", "attention_mass"):
+        for share in ("evidence_share", "relevance_mass", "attention_mass"):
             _require(0 < getattr(self, share) <= 1, self, share, f"0 < {share} <= 1")
         for name, choices in CHOICES.items():
             _require(getattr(self, name) in choices, self, name, f"one of {choices}")

@@ -80,14 +80,11 @@ def choose(
     device, width = layout.mask.device, model.config.text_config.hidden_size
     # By tensor: rows about the same video share it.
     moved = {id(source): source.to(device) for kind in layout.modalities for source in features[kind]}
+    moved[0] = model.no_features(device)  # of a row without any
     scored = {key: source[:, :width] for key, source in moved.items()}
     spans = [layout.competing(row) for row in layout.rows]
     grids = [[grid for span in row for grid in layout.grids_of(span)] for row in spans]
-    keys = [[id(features[span.modality][span.index]) for span in row] for row in spans]
-    if not all(keys):
-        keys = [row or [0] for row in keys]
-        moved[0] = model.no_features(device)
-        scored[0] = moved[0][:, :width]
+    keys = [[id(features[span.modality][span.index]) for span in row] or [0] for row in spans]
     sources = [[moved[key] for key in row] for row in keys]
     reading = cache(partial(reading_of, model, layout, selection))
     selected, qtsplus = model.qtsplus(
@@ -249,7 +246,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     def _lengthen(outputs: Any, prompt: CompactPrompt) -> None:
         """Gives the states all columns of the caller's prompt; `qtsplus.columns` is -1 for those that went."""
         length = prompt.source_ids.shape[1]
-        place = places(prompt.columns, length)
+        place = places(prompt.qtsplus.columns, length)
         nearest = place.cummax(1).values.clamp(min=0)[..., None]
 
         def lengthen(states: torch.Tensor) -> torch.Tensor:

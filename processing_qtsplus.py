@@ -384,7 +384,9 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 within = (part.get("video_start"), part.get("video_end"))
                 opened = open_video(video, choose_frames if everything else choose, within)
                 metadata = opened.metadata
-                frames = self.read_frames(opened, options if one_by_one else {"do_resize": False}, part)
+                how = options if one_by_one else {"do_resize": False}
+                resize = functools.partial(resize_frame, self.video_processor, self._size_of(opened, part, **how))
+                frames = np.stack([resize(frame, how.get("resample")) for frame in opened.decode()])
             elif others := sorted(part.keys() - {"video", "fps"}):
                 raise ValueError(f"Got frames with {others}; expected the frames to look at, and fps alone.")
             else:
@@ -405,12 +407,6 @@ class QTSplusProcessorMixin(ProcessorMixin):
         if videos_kwargs:
             kwargs["videos_kwargs"] = videos_kwargs
         return frames_list, kwargs
-
-    def read_frames(self, video: VideoFile, options: dict[str, Any], part: dict[str, Any]) -> np.ndarray:
-        """All chosen frames of a file, of the size that the video processor gives them."""
-        resample = options.get("resample")
-        size = self._size_of(video, part, **options)
-        return np.stack([resize_frame(self.video_processor, size, frame, resample) for frame in video.decode()])
 
     def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
         """As the backbone's own, with the seconds of a temporal patch, which not all give."""

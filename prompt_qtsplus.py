@@ -372,7 +372,6 @@ class CompactPrompt:
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
     features: dict[str, list[torch.Tensor]]  # "image" and "video": per row [k, d], in place of its placeholders
-    columns: torch.Tensor  # the caller's column behind each column here, -1 on padding
     next_position: torch.Tensor  # [B], the first one after the prompt
     source_ids: torch.Tensor  # [B, S], the caller's prompt
     qtsplus: QTSplusOutput
@@ -423,7 +422,6 @@ def splice(
         attention_mask=attention_mask,
         position_ids=lay_positions(order, language),
         features=row_features,
-        columns=padded,
         next_position=next_position,
         source_ids=layout.input_ids,
         qtsplus=qtsplus,

@@ -111,9 +111,11 @@ def share_of_mass(log_shares: torch.Tensor, mass: float) -> float:
     The smallest share of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
 
     Args:
-        log_shares: `[M]`, whose shares sum to 1.
+        log_shares: `[M]`; their shares sum to 1, or to less where something else took the rest, which counts as kept.
+            Those of the reduction `"max"`, which sum to more, are made to sum to 1.
     """
     shares = log_shares.exp().sort(descending=True).values
+    shares = shares / shares.sum().clamp(min=1)
     rest = shares.sum() - shares.cumsum(0)
     return min(int((rest > 1 - mass + TIE).sum()) + 1, len(shares)) / len(shares)
 
@@ -139,21 +141,25 @@ def predict_budget(
         return Budget(zero + 1, num_tokens, losses)
     if retention is not None:
         return Budget(zero + retention, kept_count(retention, num_tokens, cap), losses)
-    if selection == "lm_attention":
-        share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
-        rho = (zero + share).clamp(config.rho_min, config.rho_max)
-        return Budget(rho, kept_count(float(rho), num_tokens, cap), losses)
-    if config.budget == "rho":
+    if selection != "lm_attention" and config.budget == "rho":
         relevance = candidates.log_relevance.exp()
         if config.gate == "detached":  # the scores are taught, by nothing else
             relevance = relevance.detach()
         features = budget_features(candidates.query_states, relevance)
         rho = selector.budget(features, config.rho_min, config.rho_max)
         return Budget(rho, kept_count(float(rho.detach()), num_tokens, cap), losses)
-    losses = selector.budget(candidates.query_states.detach(), candidates.log_relevance.detach())
-    bounds = (kept_count(bound, num_tokens, cap) for bound in (config.rho_min, config.rho_max))
-    n = cheapest_count(losses.detach(), config, *bounds)
-    return Budget(zero + n / num_tokens, n, losses)
+    if selection != "lm_attention" and config.budget == "loss":
+        relevance = candidates.log_relevance.detach()
+        losses = selector.budget(candidates.query_states.detach(), relevance)
+        bounds = (kept_count(bound, num_tokens, cap) for bound in (config.rho_min, config.rho_max))
+        n = cheapest_count(losses.detach(), config, *bounds)
+        return Budget(zero + n / num_tokens, n, losses)
+    if selection == "lm_attention":
+        share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
+    else:
+        share = share_of_mass(candidates.log_relevance.detach(), config.relevance_mass)
+    rho = (zero + share).clamp(config.rho_min, config.rho_max)
+    return Budget(rho, kept_count(float(rho), num_tokens, cap), losses)
 
 
 # --- Lines 5 to 11: the gates, which do in training what line 13 does at inference, or nearly so ---
@@ -346,9 +352,10 @@ class QTSplusSelector(nn.Module):
         self.freeze_unused()
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """What never gets a gradient: all of the last scoring layer but its attention."""
+        """What never gets a gradient: all of the last scoring layer but its attention; the head where a rule counts."""
         last: Any = self.scoring_layers[-1]
-        return [p for module in (last.v_proj, last.o_proj, last.ffn_norm, last.ffn) for p in module.parameters()]
+        unused = [last.v_proj, last.o_proj, last.ffn_norm, last.ffn, *[self.budget] * (self.config.budget == "mass")]
+        return [p for module in unused for p in module.parameters()]
 
     def freeze_unused(self):
         """Freezes what can never receive a gradient. Loading makes new, trainable parameters, so again after it."""

@@ -60,7 +60,7 @@ def test_the_callers_positions_are_kept(rows):
     given = torch.randint(0, 500, (rows, 1, inputs["input_ids"].shape[1]))
     with torch.no_grad():
         compact = compress(model.model, **inputs, position_ids=given, retention=0.25)
-    assert torch.equal(compact.position_ids[1:, 0], given[-3:, 0, compact.columns[0]])
+    assert torch.equal(compact.position_ids[1:, 0], given[-3:, 0, compact.qtsplus.columns[0]])
 
 
 def test_decoding_by_hand_goes_on_behind_the_prompt():

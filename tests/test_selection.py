@@ -1,6 +1,7 @@
 """The seam for selection: one contract, a choice per call, and the two methods that never look at the question."""
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -189,6 +190,8 @@ def test_the_mass_of_the_attention_is_held_by_the_fewest_tokens():
     candidates = Candidates([visual], visual, torch.zeros(3, 5), [(1, 1, 5)], pytest.fail, attend=lambda: log_attention)
     shares = candidates.log_attention.log_softmax(0)
     assert [round(5 * share_of_mass(shares, mass)) for mass in (0.3, 0.6, 0.8, 1.0)] == [1, 2, 3, 5]
+    with_null = shares + math.log(0.5)  # the null token took the other half
+    assert [round(5 * share_of_mass(with_null, mass)) for mass in (0.3, 0.6, 0.8, 1.0)] == [1, 1, 2, 5]
 
 
 def test_relevance_is_none_where_nothing_was_scored(model, inputs):

@@ -245,9 +245,9 @@ class TestBackbone:
         full = compress(original, **inputs, retention=1.0)
         short = compress(original, **inputs, retention=0.3)
         for row in range(2):
-            kept = short.columns[row] >= 0
-            places = {int(column): place for place, column in enumerate(full.columns[row]) if column >= 0}
-            at = [places[int(column)] for column in short.columns[row][kept]]
+            kept = short.qtsplus.columns[row] >= 0
+            places = {int(column): place for place, column in enumerate(full.qtsplus.columns[row]) if column >= 0}
+            at = [places[int(column)] for column in short.qtsplus.columns[row][kept]]
             expected, got = (original.language_axes(one.position_ids)[:, row] for one in (full, short))
             assert torch.equal(got[:, kept], expected[:, at])
         assert torch.equal(short.next_position, full.next_position)

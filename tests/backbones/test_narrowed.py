@@ -52,7 +52,7 @@ def test_as_if_the_others_had_not_been_kept(model, encoded):
     with torch.no_grad():
         expected = compress(model.model, **given, **as_if_kept(whole, places), pad_left=True)
         some = shortened(model, given, whole, places, selection="all")
-    for name in ("input_ids", "attention_mask", "position_ids", "columns", "next_position"):
+    for name in ("input_ids", "attention_mask", "position_ids", "next_position"):
         assert torch.equal(getattr(some, name), getattr(expected, name)), name
     for one, other in zip(some.features["video"], expected.features["video"], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

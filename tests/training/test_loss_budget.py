@@ -1,4 +1,4 @@
-"""The budget that predicts what an answer would lose."""
+"""The budget that predicts what an answer would lose, and the one that is a share of the relevance."""
 
 import math
 
@@ -75,10 +75,11 @@ def inputs():
     return batch(*rows)
 
 
+@pytest.mark.parametrize("budget", ["mass", "loss"])
 @pytest.mark.parametrize("null_token", [False, True])
-def test_a_batch_chooses_as_its_rows_do(inputs, null_token):
+def test_a_batch_chooses_as_its_rows_do(inputs, budget, null_token):
     rows = [prompt(videos=[(4, 8, 8)], seed=1), prompt(videos=[(2, 4, 8), (2, 4, 4)], seed=2), prompt(seed=3)]
-    model = tiny_model(**LOSS, null_token=null_token, reduction="mean", token_price=0.01)
+    model = tiny_model(**{**LOSS, "budget": budget}, null_token=null_token, reduction="mean", token_price=0.01)
     with torch.no_grad():
         together = model(**inputs).qtsplus
         alone = [model(**batch(row)).qtsplus for row in rows]
@@ -165,10 +166,18 @@ def test_a_batch_of_text_alone_teaches_no_budget(tmp_path):
     assert any("n_asked" not in line for line in steps(trainer)) and any("n_asked" in line for line in steps(trainer))
 
 
+def test_a_budget_without_a_head_leaves_the_head_alone(tmp_path):
+    trainer = make_trainer(tmp_path, selector={**LOSS, "budget": "mass"})
+    assert not any(p.requires_grad for p in trainer.selector.budget.parameters())
+    trainer.train()
+
+
 def test_fields_out_of_range_are_refused():
-    for field, value in (("budget", "head"), ("token_price", 0.0)):
+    for field, value in (("budget", "head"), ("token_price", 0.0), ("relevance_mass", 1.5)):
         with pytest.raises(ValueError, match=field):
             config_of(**{field: value})
+    with pytest.raises(ValueError, match="target_n=7, budget='mass'; expected a target_n with another budget"):
+        config_of(budget="mass", target_n=7)
 
 
 def test_the_null_token_takes_relevance_and_nothing_else(inputs):
