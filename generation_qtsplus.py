@@ -224,8 +224,7 @@ class QTSplusGenerationMixin:
 
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         generated = sequences[:, prompt.input_ids.shape[1] :]
-        copies = len(sequences) // len(source_ids)
-        front = source_ids.repeat_interleave(copies, dim=0).to(generated.device)
+        front = source_ids.repeat_interleave(len(sequences) // len(source_ids), dim=0).to(generated.device)
         sequences = torch.cat([front, generated], dim=1)
         if isinstance(result, torch.Tensor):
             return sequences

@@ -54,6 +54,7 @@ def test_as_if_the_others_had_not_been_kept(model, encoded):
         some = shortened(model, given, whole, places, selection="all")
     for name in ("input_ids", "attention_mask", "position_ids", "next_position"):
         assert torch.equal(getattr(some, name), getattr(expected, name)), name
+    assert torch.equal(some.qtsplus.columns, expected.qtsplus.columns)
     for one, other in zip(some.features["video"], expected.features["video"], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     counts = [len(own) for own in places]
