@@ -246,7 +246,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     def _lengthen(outputs: Any, prompt: CompactPrompt) -> None:
         """Gives the states all columns of the caller's prompt; `qtsplus.columns` is -1 for those that went."""
         length = prompt.source_ids.shape[1]
-        place = places(prompt.qtsplus.columns, length)
+        place = places(prompt.qtsplus.columns, length)  # type: ignore[arg-type]
         nearest = place.cummax(1).values.clamp(min=0)[..., None]
 
         def lengthen(states: torch.Tensor) -> torch.Tensor:
