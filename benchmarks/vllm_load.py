@@ -127,6 +127,7 @@ class Load:
         for llm in (self.llm, self.evs):
             llm.llm_engine.reset_mm_cache()
             llm.llm_engine.reset_encoder_cache()
+        self.llm.llm_engine.renderer.get_mm_processor()._processed.clear_cache()
         self.llm.apply_model(lambda model: [known.clear() for known in (model.encoded, model.bases, model.chosen)])
 
 
