@@ -9,7 +9,6 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from engine_runs import TOKENS, described, frames_of, picture
-from qtsplus.vllm.worker import EXTENSION
 
 
 class Watch:
@@ -64,7 +63,7 @@ def main(model: str, folder: Path) -> None:
         limit_mm_per_prompt={"video": 3, "image": 2},
         mm_processor_kwargs=defaults,
         enable_prefix_caching=False,
-        worker_extension_cls=EXTENSION,
+        worker_extension_cls="qtsplus.vllm.worker.Worker",
     )
     if defaults is None:
         processor = llm.llm_engine.renderer.get_mm_processor()
