@@ -61,9 +61,7 @@ def _lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
     return lit
 
 
-def draw_evidence(
-    answer: Answer, videos: Mapping[str, EncodedVideo], folder: str | Path, film: bool | None = None
-) -> None:
+def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: str | Path) -> None:
     """
     Draws what an answer rests on.
 
@@ -74,7 +72,6 @@ def draw_evidence(
     Args:
         videos: those that were asked about, by name.
         folder: as for [`whole_folder`].
-        film: true for `kept.mp4` of the whole video on its own clock, which takes long for a long one; false for none.
 
     Raises:
         FileExistsError: the folder holds files that no earlier call wrote.
@@ -88,13 +85,10 @@ def draw_evidence(
         for number, (name, kept) in enumerate(answer.keep_maps.items(), 1):
             video, end = videos[name], f"-{number}" if len(answer.keep_maps) > 1 else ""
             files, spans = {}, [one for one in answer.evidence if one.name == name]
-            if video.video != IN_MEMORY:
-                if film or (spans and film is None):
-                    files["kept_tokens"] = f"kept{end}.mp4"
-                    draw_kept_video(video, kept, staging / files["kept_tokens"], None if film else spans)
-                if spans:
-                    files["frames"] = f"frames{end}.png"
-                    draw_spans(video, kept, spans, staging / files["frames"])
+            if video.video != IN_MEMORY and spans:
+                files = {"kept_tokens": f"kept{end}.mp4", "frames": f"frames{end}.png"}
+                draw_kept_video(video, kept, staging / files["kept_tokens"], spans)
+                draw_spans(video, kept, spans, staging / files["frames"])
             step = float(video.second_per_grid_ts[0])
             tokens = {"grid": list(kept.shape), "kept": kept.flatten().nonzero()[:, 0].tolist()}
             about.append({"name": name, "start": video.start, "seconds_per_step": step, **tokens, **files})

@@ -45,9 +45,6 @@ def ask(
         Path | None,
         typer.Option(help="A folder for pictures of what the answer rests on, and these stretches as a film."),
     ] = None,
-    film: Annotated[
-        bool | None, typer.Option("--film/--no-film", help="Of the evidence, the whole film, or no film.")
-    ] = None,
     pieces: Annotated[
         int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")
     ] = None,
@@ -84,8 +81,6 @@ def ask(
         refuse({**no_part, "dry_run": dry_run or None}, "has no effect with --summary; leave it out")
     if dry_run:
         refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
-    if film is not None and evidence is None:
-        fail("--film and --no-film are about --evidence; name its folder")
     require_text(question)
     choice = {**budget, "subtitles": subtitles, "max_new_tokens": max_new_tokens or 128}
     with one_line_errors():
@@ -122,7 +117,7 @@ def ask(
         answer = talk.last = replace(answer, timings={**timings, **answer.timings})
         print_answer(answer, talk.is_library, as_json)
         if evidence is not None:
-            talk.draw(evidence, film)
+            talk.draw(evidence)
 
 
 def foresee(video: str, loading: tuple, reading: dict[str, Any], budget: dict[str, Any]) -> "Forecast":
@@ -185,12 +180,12 @@ class Talk:
             note(warning)
         return summary
 
-    def draw(self, folder: Path, film: bool | None = None) -> None:
+    def draw(self, folder: Path) -> None:
         """Draws what the last answer rests on."""
         from ..picture import draw_evidence
 
         assert self.last is not None
-        draw_evidence(self.last, {name: self._film(name) for name in self.last.keep_maps}, folder, film)
+        draw_evidence(self.last, {name: self._film(name) for name in self.last.keep_maps}, folder)
         note(f"Wrote {folder}")
 
     def _film(self, name: str) -> "EncodedVideo":
