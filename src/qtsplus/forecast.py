@@ -1,7 +1,6 @@
-"""What a video will take, before it is read: frames, tokens, memory and time."""
+"""What a video will take, before it is read: frames, tokens and memory."""
 
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -26,16 +25,11 @@ class Forecast:
     features: int  # bytes that stay for the next question
     memory: int  # bytes at most beside the weights, features included
     weights: int  # bytes
-    seconds: float | None = None  # of reading and encoding
 
     def __str__(self) -> str:
         tokens = f"{self.visual_tokens:,} visual tokens, of which at most {self.kept_tokens:,} are kept"
         memory = f"about {size(self.memory)} of memory beside {size(self.weights)} of weights"
-        parts = [f"{self.frames:,} frames of {self.seconds_of_video:,.1f} s", tokens, memory]
-        if self.seconds is not None:
-            time = f"{self.seconds / 60:.0f} minutes" if self.seconds >= 90 else f"{self.seconds:.1f} s"
-            parts.append(f"about {time} to read and encode it")
-        return "; ".join(parts)
+        return f"{self.frames:,} frames of {self.seconds_of_video:,.1f} s; {tokens}; {memory}"
 
     def require_memory(self, device: Any) -> None:
         """Raises `ValueError` where a device has no room for the features alone."""
@@ -79,15 +73,3 @@ def forecast(
         memory=features + width * (cache + layer) + pieces,
         weights=sum(weight.numel() * weight.element_size() for weight in model.parameters()),
     )
-
-
-def measured(forecast: Forecast, model: Any, chunks: Any, opening: float) -> Forecast:
-    """
-    The forecast with the time that reading and encoding take: the seconds of `opening` the video, and for the rest what
-    its first piece takes.
-    """
-    started = time.perf_counter()
-    pixels, grid = next(iter(chunks))
-    model.encode_videos(pixels, grid)
-    pieces = float(chunks.video_grid_thw[0, 0] / grid[0, 0])  # the last one is shorter
-    return replace(forecast, seconds=opening + (time.perf_counter() - started) * pieces)

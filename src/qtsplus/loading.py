@@ -56,29 +56,6 @@ def load(
     return loaded, processor
 
 
-def load_skeleton(
-    model: str | Path, device: str | None = None, dtype: str = "auto", revision: str | None = None
-) -> tuple[Any, Any]:
-    """
-    As [`load`], of configuration and processor alone: a model that encodes as fast as that one, with random weights in
-    its vision tower, and can answer nothing, since the others have no values and take no memory.
-    """
-    device, processor = find_device(device), load_processor(model, revision)
-    refuse_adapter(model, revision)
-    config = load_config(model, revision)
-    kind = (config.dtype or torch.float32) if dtype == "auto" else dtype
-    with torch.device("meta"):
-        skeleton = backbone_of(config.model_type).model._from_config(config, dtype=kind).eval()
-    skeleton.model.to_empty(device=device, recurse=False)
-    for name, part in skeleton.model.named_children():
-        if name not in ("language_model", "qtsplus"):
-            part.to_empty(device=device)
-    for part in skeleton.modules():
-        part.__dict__.pop("_is_hf_initialized", None)
-    skeleton.initialize_weights()
-    return skeleton, processor
-
-
 def load_processor(model: str | Path, revision: str | None = None) -> Any:
     """The processor alone, see [`load`]."""
     check_model(model, revision)

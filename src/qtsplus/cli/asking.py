@@ -122,17 +122,19 @@ def ask(
 
 def foresee(video: str, loading: tuple, reading: dict[str, Any], budget: dict[str, Any]) -> "Forecast":
     """What reading a video will take, by the configuration and the processor of a model."""
-    from ..forecast import forecast, measured
-    from ..loading import load_skeleton
+    import torch
+
+    from ..forecast import forecast
+    from ..hub.checkpoint import on_meta
+    from ..loading import load_config, load_processor
     from ..videos import open_chunks
 
-    name, revision, device, dtype = loading
-    with notes.status("Measuring"):
-        model, processor = load_skeleton(name_model(name), device, dtype, revision)
-        started = time.perf_counter()
-        chunks = open_chunks(processor, video, **reading)
-        opening = time.perf_counter() - started
-        return measured(forecast(model, chunks, **budget), model, chunks, opening)
+    name, revision, _, dtype = loading
+    name = name_model(name)
+    config = load_config(name, revision)
+    kind = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    chunks = open_chunks(load_processor(name, revision), video, **reading)
+    return forecast(on_meta(config).to(kind), chunks, **budget)
 
 
 class Talk:
