@@ -33,7 +33,7 @@ ARGUMENTS = (
     *(("encode", name) for name in ("video", *ENCODE)),
     *(("frames", name) for name in ("video", *ENCODE)),
     *(("ask", name) for name in ("video", "fps", *ASK)),
-    *(("session", name) for name in ("videos", "batch_size", "questions", "name", "remove", "load")),
+    *(("session", name) for name in ("videos", "batch_size", "questions", "name", "remove")),
     *(("stream", name) for name in STREAM),
     *(("append", name) for name in ("frames", "times", "name")),
     *(("library", name) for name in ("folder", "top", "pieces", *ASK)),
@@ -56,8 +56,6 @@ def calls(tiny_published, tmp_path_factory):
             made.add(film, odd["name"])
         elif "remove" in odd:
             made.remove(odd["remove"])
-        elif "load" in odd:
-            made.load(odd["load"])
         elif "videos" in odd:
             made.ask(QUESTION, max_new_tokens=1, **odd)
         else:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from av import AudioFrame, VideoFrame
 
-from qtsplus import session
+from qtsplus import session, storage
 from qtsplus.cli.asking import print_answer
 from qtsplus.subtitles import read_subtitles
 
@@ -150,9 +150,10 @@ def test_a_film_with_sound_is_said_to_be_watched_without_it(loaded, film, tmp_pa
     talk.add(str(film), "silent", subtitles=True)
     said = {name: list(video.subtitles) for name, video in talk.videos.items()}
     assert said["said"] == said["silent"] and not said["loud"]
-    talk.save(tmp_path / "saved")
-    talk.load(tmp_path / "saved")
-    assert said == {name: video.subtitles for name, video in talk.videos.items()}
+    for name, video in talk.videos.items():
+        with storage.saved_video(video, tmp_path / name, "here"):
+            pass
+        assert said[name] == storage.load_video(tmp_path / name, "here", loaded[0]).subtitles
     for names, subtitles, unheard in (
         (["loud"], None, True),
         (["said"], 50, False),
