@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from datetime import datetime
@@ -159,10 +158,9 @@ def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, videos, tmp_path):
     assert ["more cells" in row.get("error", "") for row in read(tmp_path / "out")] == [True, False]
 
 
-def start(file, out, model, *more):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "qtsplus.cli", *command(file, out, model, *more)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def start(python, file, out, model, *more):
+    line = [*python, "-m", "qtsplus.cli", *command(file, out, model, *more)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def entries(out: Path) -> list[str]:
@@ -171,10 +169,10 @@ def entries(out: Path) -> list[str]:
     return [line for line in journal.read_text().splitlines(True)[1:] if line[-1] == "\n"] if journal.exists() else []
 
 
-def test_a_killed_run_goes_on_where_it_stopped(batch, videos, rows, tiny_published, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_where_it_stopped(python, batch, videos, rows, tiny_published, tmp_path, monkeypatch):
     many = [{**row, "question": f"{row['question']} {number}"} for number in range(6) for row in rows]
     file, out = write(tmp_path / "rows.jsonl", many), tmp_path / "out.jsonl"
-    process = start(file, out, tiny_published, "--media-root", videos)
+    process = start(python, file, out, tiny_published, "--media-root", videos)
     while len(entries(out)) < 5:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)

@@ -15,10 +15,10 @@ from training_examples import make_trainer, steps
 SCRIPT = Path(__file__).with_name("train_tiny.py")
 
 
-def start(out: Path, settings: dict, *launcher: str) -> subprocess.CompletedProcess:
+def start(out: Path, settings: dict, *python: str) -> subprocess.CompletedProcess:
     paths = [str(SCRIPT.parent), str(SCRIPT.parents[1]), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(SCRIPT), str(out), json.dumps(settings)]
+    command = [*python, str(out), json.dumps(settings)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -29,7 +29,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
     """
     selector = {"gate": "detached", "reduction": "mean", "target_n": 3}
     settings = {"freeze_language_model": False, "selector": selector, "relevance_weight": 1.0}
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT))
     result = start(tmp_path, {**settings, "per_device_train_batch_size": 2, "ddp_backend": "gloo"}, *launcher)
     assert result.returncode == 0, result.stderr[-3000:]
     single = make_trainer(tmp_path / "single", **settings)
@@ -47,7 +47,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
             torch.testing.assert_close(weights[name], value, atol=5e-5, rtol=5e-5)
 
 
-def test_killed_run_ends_like_an_uninterrupted_one(tmp_path):
+def test_killed_run_ends_like_an_uninterrupted_one(python, tmp_path):
     """Shuffled data, a sampled gate, a dual variable and Adam: everything that has a state."""
     settings = {
         "selector": {"gate": "gumbel", "target_n": 3, "dropout": 0.1},
@@ -60,10 +60,11 @@ def test_killed_run_ends_like_an_uninterrupted_one(tmp_path):
         "save_strategy": "steps",
         "save_steps": 2,
     }
-    killed = start(tmp_path / "killed", {**settings, "kill_at": 5})
+    script = (*python, "-m", SCRIPT.stem)
+    killed = start(tmp_path / "killed", {**settings, "kill_at": 5}, *script)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert not (tmp_path / "killed/checkpoint-6").exists()
-    resumed = start(tmp_path / "killed", {**settings, "resume": True})
+    resumed = start(tmp_path / "killed", {**settings, "resume": True}, *script)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
