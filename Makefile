@@ -74,7 +74,7 @@ test-cpus: $(VENV)/.installed  ## the tests with the arithmetic of each kind of 
 
 SEED ?= 1
 fuzz: $(VENV)/.installed  ## a thousand damaged or hostile versions of every stored file, with a seed: make fuzz SEED=7
-	FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q tests/test_stored_fuzz.py
+	FUZZ_SEED=$(SEED) FUZZ_CASES=1000 $(BIN)/python -m pytest -q tests/test_stored_fuzz.py
 
 test-slow: $(VENV)/.installed  ## only the slow tests
 	$(BIN)/python -m pytest -q -m slow

@@ -376,3 +376,5 @@ QWEN2_5_VL = Backbone(
 )
 
 BACKBONES = (QWEN2_5_VL, INTERNVL, LLAVA_ONEVISION, LLAVA_VIDEO, QWEN3_VL, QWEN2_VL, QWEN3_5)
+# The other two differ from these in their vision towers alone, or in where a newline stands.
+UNLIKE = tuple(one for one in BACKBONES if one.name not in ("qwen2_vl", "llava_onevision"))
