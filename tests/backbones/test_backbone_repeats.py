@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qtsplus.encoding_qtsplus import Repeats, encode_modality
+from tiny_backbones import each_unlike
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def taken(inputs):
     return inputs["pixel_values_videos"], inputs["video_grid_thw"]
 
 
+@each_unlike
 def test_a_step_is_encoded_once(model, video, seen):
     every = model.encode_videos(*taken(video), repeats=Repeats(None))
     total = sum(seen)
@@ -49,6 +51,7 @@ def test_a_step_is_encoded_once(model, video, seen):
     assert torch.equal(steps[1:2].expand_as(steps[1:]), steps[1:]) and not torch.equal(steps[0], steps[1])
 
 
+@each_unlike
 def test_the_answer_stays(model, video, monkeypatch):
     call = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     once = model.generate(**video, **call)
@@ -57,6 +60,7 @@ def test_the_answer_stays(model, video, monkeypatch):
     assert torch.equal(once, model.generate(**rest, video_features=features, **call))
 
 
+@each_unlike
 def test_from_call_to_call(model, video, seen):
     pixels, grid = taken(video)
     whole = model.encode_videos(pixels, grid)[0]
@@ -69,11 +73,13 @@ def test_from_call_to_call(model, video, seen):
     torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-5)
 
 
+@each_unlike
 def test_a_moving_video_is_encoded_as_ever(model, prepare):
     inputs = prepare("video")
     assert torch.equal(*(model.encode_videos(*taken(inputs), repeats=Repeats(given))[0] for given in (0.0, None)))
 
 
+@each_unlike
 def test_gradients_of_repeated_steps_add_up(backbone, processor, video):
     gradients = []
     for tolerance in (0.0, None):

@@ -6,6 +6,7 @@ import torch
 from qtsplus.methods_qtsplus import METHODS, Candidates
 from qtsplus.prompt_qtsplus import IMAGE, VIDEO
 from tiny import chat_inputs, compress
+from tiny_backbones import each_unlike
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -53,6 +54,7 @@ class TestBackbone:
         )
 
     @pytest.mark.parametrize("padding_side", ["left", "right"])
+    @each_unlike
     def test_batch_is_single(self, model, prepare, padding_side):
         together = prepare(*NAMES, processor_kwargs={"padding_side": padding_side})
         with torch.no_grad():
@@ -68,6 +70,7 @@ class TestBackbone:
             if alone.qtsplus is not None:
                 assert torch.equal(batch.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])
 
+    @each_unlike
     def test_generate_batch_is_single(self, model, prepare):
         together = model.generate(**prepare(*NAMES), **CALL)[:, -5:]
         alone = torch.cat([model.generate(**prepare(name), **CALL)[:, -5:] for name in NAMES])
@@ -80,6 +83,7 @@ class TestBackbone:
         inputs.pop("attention_mask")
         torch.testing.assert_close(logits(model, inputs, retention=0.3, use_cache=False), expected)
 
+    @each_unlike
     def test_packed_rows_are_refused(self, model, prepare):
         """Stock attends within each of the sequences; here one question would select for all."""
         inputs = prepare("video")
@@ -89,6 +93,7 @@ class TestBackbone:
             model(**inputs, position_ids=positions)
 
     @pytest.mark.parametrize("selection", ["temporal_redundancy", "diversity"])
+    @each_unlike
     def test_query_free_methods_choose_by_features_in_their_grid(self, model, prepare, selection):
         inputs = prepare("two videos")
         grids, width = model.model.merged_grid(inputs["video_grid_thw"]), model.config.text_config.hidden_size
@@ -149,6 +154,7 @@ class TestBackbone:
         assert max(patches) <= room and sum(patches) == total
         assert all(sum(pair) > room for pair in zip(patches, patches[1:], strict=False))
 
+    @each_unlike
     def test_encode_once_is_one_shot(self, model, prepare):
         inputs = prepare(*NAMES)
         features = with_features(model, inputs, frames_per_chunk=2)
@@ -160,6 +166,7 @@ class TestBackbone:
         assert torch.equal(model.generate(**features, **CALL), model.generate(**inputs, **CALL))
 
     @pytest.mark.parametrize("call", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+    @each_unlike
     def test_generates_with_beams_and_samples(self, model, prepare, call):
         inputs = prepare("video", "text")
         made = model.generate(**inputs, **{**CALL, **call}, retention=0.2)
@@ -184,6 +191,7 @@ class TestBackbone:
             else:
                 assert parameter.grad is None, name
 
+    @each_unlike
     def test_training_and_inference_keep_the_same(self, backbone, processor, prepare):
         """With a gate that does not soften the choice."""
         model, inputs = backbone.build(processor), prepare("video", "two videos")
@@ -279,6 +287,7 @@ class TestBackbone:
         ],
         ids=["grid", "no grid", "NaN", "no question", "retention", "no pixels", "no pixels, own positions"],
     )
+    @each_unlike
     def test_bad_input_is_named(self, model, prepare, change, message):
         inputs = prepare("video")
         with pytest.raises(ValueError, match=message):

@@ -6,6 +6,7 @@ import torch
 from qtsplus.layout_qtsplus import lay_out
 from qtsplus.lm_attention_qtsplus import attention_layer, frame_groups
 from qtsplus.prompt_qtsplus import take_inputs
+from tiny_backbones import each_unlike
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 VIDEOS = ("video", "image and video", "two videos", "earlier turns")
@@ -64,6 +65,7 @@ def test_one_group_is_the_stock_attention_of_the_layer(model, prepare, heads):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+@each_unlike
 def test_groups_share_the_attention_of_one_softmax(in_groups, prepare):
     """Each is the stock prompt of its frames; they are compared by how much they outweigh the same text."""
     for name in ("video", "two videos"):
@@ -81,6 +83,7 @@ def test_groups_share_the_attention_of_one_softmax(in_groups, prepare):
             torch.testing.assert_close(found[group], part / part.sum() * share, atol=1e-5, rtol=1e-4)
 
 
+@each_unlike
 def test_chunk_is_whole_where_one_group_holds_everything(model, backbone, processor, prepare):
     inputs = prepare("two videos")
     tokens = sum(t * h * w for t, h, w in model.model.merged_grid(inputs["video_grid_thw"]))
@@ -91,6 +94,7 @@ def test_chunk_is_whole_where_one_group_holds_everything(model, backbone, proces
     torch.testing.assert_close(relevance(model, once), relevance(model, inputs), atol=1e-5, rtol=1e-5)
 
 
+@each_unlike
 def test_batch_is_single(in_groups, prepare):
     with torch.no_grad():
         together = in_groups(**prepare(*NAMES, processor_kwargs={"padding_side": "right"}), retention=0.3)
@@ -105,6 +109,7 @@ def test_batch_is_single(in_groups, prepare):
             assert torch.equal(together.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])
 
 
+@each_unlike
 def test_everything_kept_is_everything_seen(in_groups, prepare):
     inputs = prepare("two videos", "text", "earlier turns")
     with torch.no_grad():
@@ -112,6 +117,7 @@ def test_everything_kept_is_everything_seen(in_groups, prepare):
     assert torch.equal(kept, seen)
 
 
+@each_unlike
 def test_the_budget_is_the_mass_of_the_attention(in_groups, prepare):
     inputs = prepare("video", "two videos")
     config = in_groups.config.qtsplus_config
@@ -126,6 +132,7 @@ def test_the_budget_is_the_mass_of_the_attention(in_groups, prepare):
         assert len(capped.kept_indices[row]) == 3
 
 
+@each_unlike
 def test_generates_from_what_was_kept(in_groups, prepare):
     inputs = prepare(*NAMES)
     steps = in_groups.generate(**inputs, **CALL, retention=0.3, return_dict_in_generate=True, output_logits=True)
@@ -135,6 +142,7 @@ def test_generates_from_what_was_kept(in_groups, prepare):
     assert all(map(torch.equal, steps.qtsplus.kept_indices, whole.qtsplus.kept_indices))
 
 
+@each_unlike
 def test_the_answer_is_never_read(in_groups, prepare):
     """In training and in scoring it stands in the prompt."""
     inputs = prepare("video")
@@ -145,6 +153,7 @@ def test_the_answer_is_never_read(in_groups, prepare):
     torch.testing.assert_close(relevance(in_groups, told), relevance(in_groups, inputs), atol=1e-6, rtol=1e-4)
 
 
+@each_unlike
 def test_a_question_given_apart_takes_the_place_of_the_prompts_own(in_groups, prepare):
     inputs, own = prepare("video"), prepare("video")["query_mask"].bool()
     question = inputs["input_ids"][own][None]
@@ -157,6 +166,7 @@ def test_a_question_given_apart_takes_the_place_of_the_prompts_own(in_groups, pr
     assert (expected - relevance(in_groups, inputs)).abs().max() > 1e-6
 
 
+@each_unlike
 def test_scores_are_taught_nothing_and_the_model_is_left_alone(in_groups, prepare):
     layers = in_groups.model.language_model.layers
     before = [(layer, [(name, part) for name, part in layer.named_modules()]) for layer in layers]

@@ -7,6 +7,7 @@ from qtsplus.layout_qtsplus import lay_out
 from qtsplus.mixin_qtsplus import choose
 from qtsplus.prompt_qtsplus import IMAGE, VIDEO, splice, take_inputs
 from tiny import compress
+from tiny_backbones import each_unlike
 
 
 def scattered(grid):
@@ -45,6 +46,7 @@ def as_if_kept(whole, places):
     }
 
 
+@each_unlike
 def test_as_if_the_others_had_not_been_kept(model, encoded):
     """At their true positions, for the language model and for the re-encoder."""
     inputs, whole, places = encoded
@@ -61,6 +63,7 @@ def test_as_if_the_others_had_not_been_kept(model, encoded):
     assert some.qtsplus.num_tokens.tolist() == [counts[0], counts[1] + counts[2]]
 
 
+@each_unlike
 def test_generating(model, encoded):
     inputs, whole, places = encoded
     call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -70,6 +73,7 @@ def test_generating(model, encoded):
 
 
 @pytest.mark.parametrize("apart", (False, True), ids=("the prompt's question", "a question apart"))
+@each_unlike
 def test_attention_selects_among_them_as_in_a_prompt_of_them(model, encoded, apart):
     """Where all tokens are there, the language model reads the same prompt, with whatever question."""
     inputs, whole, _ = encoded
@@ -85,6 +89,7 @@ def test_attention_selects_among_them_as_in_a_prompt_of_them(model, encoded, apa
 
 
 @pytest.mark.parametrize("selection", ("qtsplus", "lm_attention", "temporal_redundancy", "uniform"))
+@each_unlike
 def test_selecting_among_them(model, encoded, selection):
     inputs, whole, places = encoded
     call = {"selection": selection, "retention": 0.5, "query_input_ids": torch.full((2, 3), 30)}
@@ -94,6 +99,7 @@ def test_selecting_among_them(model, encoded, selection):
         assert len(given.kept_indices[row]) == -(-count // 2) and int(given.kept_indices[row].max()) < count
 
 
+@each_unlike
 def test_every_token_is_the_whole_video(model, encoded):
     inputs, whole, _ = encoded
     every = [torch.arange(len(own)) for own in whole]
@@ -103,6 +109,7 @@ def test_every_token_is_the_whole_video(model, encoded):
     assert torch.equal(model.generate_from(prompt, **call), expected)
 
 
+@each_unlike
 def test_whole_steps_stay_neighbours_in_time(model, encoded):
     """For a method that looks at the step before."""
     inputs, whole, _ = encoded
