@@ -310,7 +310,8 @@ def open_container(source: str | io.BytesIO) -> Iterator[Any]:
         file.seek(0)
         refuse_list(file.read(400))
         file.seek(0)
-        with av.open(file, options={"protocol_whitelist": "none"}) as container:
+        # The tags of older files are no UTF-8.
+        with av.open(file, options={"protocol_whitelist": "none"}, metadata_errors="replace") as container:
             yield container
 
 

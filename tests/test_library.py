@@ -547,6 +547,7 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, videos, tmp_path, mo
         (["ask", "{library}", QUESTION, "--moments", "3", "--pieces", "2"], "--pieces has no effect with --moments"),
         (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
         (["ask", "{library}", QUESTION, "--moments", "3", "--max-new-tokens", "2"], "--max-new-tokens has no effect"),
+        (["ask", "{library}", QUESTION, "--end", "0"], "No video shows anything"),
         (["ask", "{library}", QUESTION, "--dry-run"], "--dry-run is about a video"),
         (["ask", "{videos}/a.mp4", QUESTION, "--dry-run", "--evidence", "{empty}/x"], "--evidence has no effect"),
         (["ask", "{library}", QUESTION, "--evidence", "{videos}"], "holds files that an earlier run did not write"),

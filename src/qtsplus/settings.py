@@ -142,9 +142,9 @@ def _name(place: Sequence[int | str], values: Any, missing: bool) -> str:
 
 
 def check_count(name: str, value: Any, what: str) -> None:
-    """A `ValueError` for what is no whole number of at least 1."""
-    if isinstance(value, bool) or not (isinstance(value, Integral) and int(value) >= 1):
-        raise ValueError(f"{name}={value!r}: expected a whole number of {what}, at least 1.")
+    """A `ValueError` for what is no whole number from 1 to what 32 bits hold."""
+    if isinstance(value, bool) or not (isinstance(value, Integral) and 1 <= int(value) < 2**31):
+        raise ValueError(f"{name}={value!r}: expected a whole number of {what}, at least 1 and below 2,147,483,648.")
 
 
 def check_path(name: str, value: Any) -> Any:

@@ -122,7 +122,8 @@ class Source:
 
     def _open(self) -> Any:
         if self.address == "-":  # what is sent may name other places
-            return av.open(open(0, "rb", buffering=0, closefd=False), options={"protocol_whitelist": "none"})
+            options = {"protocol_whitelist": "none"}
+            return av.open(open(0, "rb", buffering=0, closefd=False), options=options, metadata_errors="replace")
         if self.is_file:
             return open_container(self.address)
         if self.address.startswith(("/dev/", *DEVICES)):
@@ -132,7 +133,7 @@ class Source:
         options = {"protocol_whitelist": _PROTOCOLS[self.address.partition("://")[0].lower()]}
         if self.address.lower().startswith("rtsp"):
             options["rtsp_transport"] = "tcp"
-        return av.open(self.address, options=options, timeout=self.timeout)
+        return av.open(self.address, options=options, timeout=self.timeout, metadata_errors="replace")
 
     def _decode(self) -> Iterator[tuple[float, np.ndarray]]:
         with self._open() as container:

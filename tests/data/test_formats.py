@@ -194,3 +194,9 @@ def test_an_item_longer_than_a_block_is_read(tmp_path):
     captions = [Caption(vision_id="v", caption="x" * size) for size in (10, 300_000, 70_000)]
     write_records(tmp_path / "set.json", captions)
     assert list(iter_records(tmp_path / "set.json")) == captions
+
+
+def test_a_mark_of_its_encoding_in_front_is_none_of_a_file(tmp_path):
+    row = '{"video": "a.mp4", "question": "What?", "answer": "red"}\n'
+    (tmp_path / "set.jsonl").write_text(2 * row, encoding="utf-8-sig")
+    assert [one.problem for one in iter_rows(tmp_path / "set.jsonl")] == [None, None]

@@ -36,6 +36,12 @@ def test_a_selection_is_of_one_call(model, tiny_processor, tiny_mp4):
     assert own.kept_indices == again.kept_indices != uniform.kept_indices
 
 
+def test_a_question_longer_than_the_models_positions_is_refused_at_once(model, tiny_processor):
+    records = [VideoRecord("nowhere.mp4", "x " * 20_000, "red")]
+    with pytest.raises(ValueError, match="The question has .* tokens; expected fewer than the model's"):
+        exact_match(model, tiny_processor, records, progress=False)
+
+
 def test_an_unreadable_video_is_one_wrong_answer_among_the_others(model, tiny_processor, tiny_mp4, tmp_path):
     good = VideoRecord(str(tiny_mp4), "What?", "red")
     bad = VideoRecord(str(tmp_path / "missing.mp4"), "What?", "red")

@@ -100,7 +100,10 @@ def ask(
         talk = Talk(video, loading, reading, subtitles)
         about: dict[str, Any] = {}
         if talk.is_library:
-            about = {"names": talk.about.select(name or "*", read_labels(label)), "window": (start or 0.0, end or inf)}
+            about = {
+                "names": talk.about.select(name or "*", read_labels(label)),
+                "window": (start or 0.0, inf if end is None else end),
+            }
             if not about["names"]:
                 given = " ".join([f"--name {name!r}"] * (name is not None) + [f"--label {one}" for one in label or ()])
                 raise ValueError(f"No video of the library is like {given}, but for example {talk.about.names[0]!r}.")

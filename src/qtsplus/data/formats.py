@@ -114,7 +114,7 @@ def _iter_lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                content = json.loads(line.decode("utf-8"))
+                content = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
                 yield Row(number, problem=f"it is no JSON: {error}.")
             else:

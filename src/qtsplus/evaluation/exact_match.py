@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from ..answers import check_question
 from ..data.records import VideoRecord
 from ..methods_qtsplus import Method
 from ..output import first_line
@@ -49,9 +50,11 @@ def exact_match(
     """
     Greedy answers to records with a video, compared with the records' own, letter for letter: an outcome for each. Each
     video is encoded once for all of its questions, of which `batch_size` are asked at a time. A `ValueError` for a
-    folder of frames whose record does not give its rate.
+    folder of frames whose record does not give its rate, and for a question longer than the model's positions.
     """
     require_rates(records)
+    for record in records:
+        check_question(model, processor, record.question)
     outcomes: dict[int, Outcome] = {}
     videos: dict[tuple[str, float | None], list[int]] = {}
     for index, record in enumerate(records):
