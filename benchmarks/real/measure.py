@@ -137,7 +137,9 @@ def measure(folder: str, records: Path, out: Path, only: str = "") -> None:
             with half_precision():
                 answers = ask()
             result[name] = row(test, answers)
-            result[name] |= {"rights": [int(hit) for hit in answers.right], "kepts": answers.kept}
+            result[name]["rights"] = "".join(str(int(hit)) for hit in answers.right)  # of each question in turn
+            if name.endswith("budget"):
+                result[name]["kepts"] = answers.kept
             write_json(out, result)
             print(name, {key: value for key, value in result[name].items() if key[-1] != "s"}, flush=True)
 
@@ -215,10 +217,10 @@ def row(test: RealTest, answers: Answers) -> dict[str, Any]:
 def budget(test: RealTest, result: dict[str, Any]) -> dict[str, Any]:
     """The model's own budget beside a constant one of equal mean, and how it follows the needles."""
     counted, own = np.isin(test.kinds, COUNTED), result["crowds, its own budget"]
-    right = np.array([result[f"{count} tokens"]["rights"] for count in LADDER]).T[counted]
+    right = np.array([[*map(int, result[f"{count} tokens"]["rights"])] for count in LADDER]).T[counted]
     kept, needles = np.array(own["kepts"]), np.array([len(found) for found in test.needles])
     mean = float(kept[counted].mean())
-    lead = np.array(own["rights"], dtype=float)[counted] - constant_right(right, LADDER, mean)
+    lead = np.array([*map(float, own["rights"])])[counted] - constant_right(right, LADDER, mean)
     low, high = interval(lead, test.videos[counted])
     some = needles > 0
     return {
