@@ -121,6 +121,8 @@ def test_a_forecast_needs_no_weights(tiny_published, noise, tmp_path, dtype, cap
     expected = forecast(model, processor.video_chunks(noise))
     assert json.loads(CliRunner().invoke(app, [*line, "--dry-run", "--json"]).stdout) == asdict(expected)
     assert CliRunner().invoke(app, line).exit_code == 2, "the answer needs them"
+    (folder / "adapter_config.json").write_text("{}")
+    assert CliRunner().invoke(app, [*line, "--dry-run"]).exit_code == 2, "an adapter would change what is answered"
 
 
 def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published, noise):
