@@ -65,15 +65,6 @@ def tiny_published(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def python(tmp_path_factory):
-    """What starts a process that has imported the package already, in the place of `sys.executable`."""
-    from forked import forking
-
-    with forking(tmp_path_factory.mktemp("forked")) as line:
-        yield line
-
-
-@pytest.fixture(scope="session")
 def loaded(tiny_published):
     """The tiny model and its processor, for tests that change nothing but by `monkeypatch`."""
     from qtsplus.loading import load

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections import Counter
 from datetime import datetime
 from decimal import Decimal
@@ -178,10 +179,10 @@ def entries(out: Path) -> list[str]:
     return [line for line in journal.read_text().splitlines(True)[1:] if line[-1] == "\n"] if journal.exists() else []
 
 
-def test_a_killed_run_goes_on_where_it_stopped(python, batch, videos, rows, tiny_published, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_where_it_stopped(batch, videos, rows, tiny_published, tmp_path, monkeypatch):
     many = [{**row, "question": f"{row['question']} {number}"} for number in range(6) for row in rows]
     file, out = write(tmp_path / "rows.jsonl", many), tmp_path / "out.jsonl"
-    line = [*python, "-c", KILLED, *command(file, out, tiny_published, "--media-root", videos)]
+    line = [sys.executable, "-c", KILLED, *command(file, out, tiny_published, "--media-root", videos)]
     result = subprocess.run(line, capture_output=True, text=True)
     assert result.returncode == -signal.SIGKILL, result.stderr
     done = entries(out)

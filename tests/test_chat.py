@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -92,10 +93,10 @@ def test_ctrl_c_ends_with_130_and_no_traceback(chat, monkeypatch):
     assert (result.exit_code, result.stdout) == (130, "") and "Traceback" not in result.stderr
 
 
-def test_in_a_terminal_there_is_a_prompt_and_ctrl_d_ends(python, tiny_published):
+def test_in_a_terminal_there_is_a_prompt_and_ctrl_d_ends(tiny_published):
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
-    command = [*python, "-m", "qtsplus.cli", "chat", str(CLIP), "--model", str(tiny_published)]
+    command = [sys.executable, "-m", "qtsplus.cli", "chat", str(CLIP), "--model", str(tiny_published)]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
     os.close(theirs)
     shown, until = "", time.monotonic() + 120

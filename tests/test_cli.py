@@ -278,11 +278,11 @@ CHECK = ["data", "check", "{records}", "--no-media"]
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is a place of Linux's")
 @pytest.mark.parametrize("arguments", [["--version"], ["ask", "--help"], CHECK, ["ask", "{clip}"]])
-def test_output_that_nobody_takes(python, tiny_mp4, tiny_published, tmp_path, arguments):
+def test_output_that_nobody_takes(tiny_mp4, tiny_published, tmp_path, arguments):
     """A full disk is one line, and a closed pipe none, as with other tools."""
     (tmp_path / "records.jsonl").write_text('{"video": "a.mp4", "question": "What?", "answer": "red"}')
     places = {"clip": tiny_mp4, "records": tmp_path / "records.jsonl"}
-    line = [*python, "-m", "qtsplus.cli", *(one.format(**places) for one in arguments)]
+    line = [sys.executable, "-m", "qtsplus.cli", *(one.format(**places) for one in arguments)]
     if "{clip}" in arguments:
         line += ["Who?", "--json", "--model", str(tiny_published), "--max-new-tokens", "2"]
     else:

@@ -6,6 +6,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -397,10 +398,10 @@ def test_a_pipe_that_stalls(watch_pipe):
     assert result.stderr.splitlines()[-1] == "qtsplus: The stream '-' sent no frame for 2 s."
 
 
-def test_interrupted(python, tiny_published, film):
+def test_interrupted(tiny_published, film):
     """In a process of its own."""
     options = ["--every", "2", "--timeout", "600", "--model", str(tiny_published)]
-    command = [*python, "-m", "qtsplus.cli", "watch", "-", QUESTION, *options]
+    command = [sys.executable, "-m", "qtsplus.cli", "watch", "-", QUESTION, *options]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as process:
         process.stdin.write(film.read_bytes())

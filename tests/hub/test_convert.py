@@ -4,6 +4,7 @@ import filecmp
 import json
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -123,10 +124,10 @@ def test_the_selector_starts_as_an_identity(stock_folder, tmp_path):
         assert torch.equal(layer(tokens, tokens), tokens)
 
 
-def test_converting_says_what_it_does_and_nothing_else(python, tiny_published, tmp_path):
+def test_converting_says_what_it_does_and_nothing_else(tiny_published, tmp_path):
     """In a process of its own, in which Transformers has not yet warned of anything."""
     convert(tiny_published, tmp_path / "stock")
-    command = [*python, "-m", "qtsplus.cli", "convert", tmp_path / "stock", "--out", tmp_path / "ours"]
+    command = [sys.executable, "-m", "qtsplus.cli", "convert", tmp_path / "stock", "--out", tmp_path / "ours"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == f"Wrote {tmp_path / 'ours'}\n"
     first_words = [line.split()[0] for line in result.stderr.splitlines()]

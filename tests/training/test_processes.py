@@ -4,34 +4,34 @@ import json
 import os
 import signal
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from server_process import free_port
 from training_examples import make_trainer, steps
 
-
-def start(python: list[str], out: Path, settings: dict, **environment: str) -> subprocess.CompletedProcess:
-    command = [*python, "-m", "train_tiny", str(out), json.dumps(settings)]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+SCRIPT = Path(__file__).with_name("train_tiny.py")
 
 
-def test_two_processes_train_as_one_with_twice_the_batch(python, tmp_path):
+def start(out: Path, settings: dict, *launcher: str) -> subprocess.CompletedProcess:
+    paths = [str(SCRIPT.parent), str(SCRIPT.parents[1]), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(SCRIPT), str(out), json.dumps(settings)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
     """
     In the second step (rows 4 to 7) one process has text alone: rows 6 and 7. With a dual variable, and the attention
     of the model that is trained as the teacher.
     """
     selector = {"gate": "detached", "reduction": "mean", "target_n": 3}
     settings = {"freeze_language_model": False, "selector": selector, "relevance_weight": 1.0}
-    both = {**settings, "per_device_train_batch_size": 2, "ddp_backend": "gloo"}
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # as torchrun says it
-    with ThreadPoolExecutor() as pool:
-        ranks = [pool.submit(start, python, tmp_path, both, RANK=rank, LOCAL_RANK=rank, **world) for rank in "01"]
-    for rank in ranks:
-        assert rank.result().returncode == 0, rank.result().stderr[-3000:]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    result = start(tmp_path, {**settings, "per_device_train_batch_size": 2, "ddp_backend": "gloo"}, *launcher)
+    assert result.returncode == 0, result.stderr[-3000:]
     single = make_trainer(tmp_path / "single", **settings)
     single.train()
 
@@ -47,7 +47,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(python, tmp_path):
             torch.testing.assert_close(weights[name], value, atol=5e-5, rtol=5e-5)
 
 
-def test_killed_run_ends_like_an_uninterrupted_one(python, tmp_path):
+def test_killed_run_ends_like_an_uninterrupted_one(tmp_path):
     """Shuffled data, a sampled gate, a dual variable and Adam: everything that has a state."""
     settings = {
         "selector": {"gate": "gumbel", "target_n": 3, "dropout": 0.1},
@@ -60,10 +60,10 @@ def test_killed_run_ends_like_an_uninterrupted_one(python, tmp_path):
         "save_strategy": "steps",
         "save_steps": 2,
     }
-    killed = start(python, tmp_path / "killed", {**settings, "kill_at": 5})
+    killed = start(tmp_path / "killed", {**settings, "kill_at": 5})
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert not (tmp_path / "killed/checkpoint-6").exists()
-    resumed = start(python, tmp_path / "killed", {**settings, "resume": True})
+    resumed = start(tmp_path / "killed", {**settings, "resume": True})
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
