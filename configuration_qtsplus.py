@@ -91,7 +91,6 @@ class QTSplusConfig(PreTrainedConfig):
         dropout (`float`, defaults to 0.0): dropout after attention and feed-forward.
         position_ids (`str`, defaults to `"original"`): `"original"` lets each kept token keep the position it had in
             the full prompt; `"sequential"` numbers the shortened prompt from 0, as the reference checkpoints do.
-        select_images (`bool`, defaults to `False`): let image tokens compete with the video tokens.
 
     > The compute-aware loss
 
@@ -129,7 +128,6 @@ class QTSplusConfig(PreTrainedConfig):
     dropout: float = 0.0
     evidence_share: float = 0.5
     position_ids: str = "original"
-    select_images: bool = False
     lambda_t: float = 0.1
     lambda_m: float = 0.17
     lambda_s: float = 0.05

@@ -165,11 +165,6 @@ class QTSplusBackboneMixin:
         dtype = self.get_input_embeddings().weight.dtype
         return torch.empty(0, self.token_width, device=device, dtype=dtype)
 
-    @property
-    def candidate_modalities(self) -> tuple[int, ...]:
-        """Whether the tokens of images compete for the budget, or only those of videos."""
-        return (IMAGE, VIDEO) if self.config.qtsplus_config.select_images else (VIDEO,)
-
     def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> Sequence[torch.Tensor]:
         """Per image or video its tokens, `[k, token_width]`, without newlines."""
         encoder = self.get_image_features if modality == IMAGE else self.get_video_features
@@ -319,7 +314,7 @@ def lay_out(
     if len(seconds) != len(grids[VIDEO]):
         raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids[VIDEO])}).")
     rows = _rows(model, input_ids, mask, grids, seconds, position_ids)
-    return Layout(input_ids, mask, rows, grids, seconds, model.candidate_modalities)
+    return Layout(input_ids, mask, rows, grids, seconds)
 
 
 def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[torch.Tensor]) -> Layout:
@@ -351,11 +346,11 @@ def _rows(model, input_ids, mask, grids, seconds, position_ids=None) -> list[Pro
     types = [row[real] for row, real in zip(model.token_types(input_ids), columns, strict=True)]
     spans = find_spans(types, {modality: model.visual_spans(modality, grids[modality]) for modality in MODALITIES})
     own_positions = None if position_ids is None else model.language_axes(position_ids)
-    modalities, rows = model.candidate_modalities, []
+    rows = []
     for b, real in enumerate(columns):
         positions = model.row_positions(spans[b], len(real), seconds, input_ids.device)
         language = model.language_positions(spans[b], positions)
-        competing = [span for span in spans[b] if span.modality in modalities]
+        competing = [span for span in spans[b] if span.modality == VIDEO]
         rows.append(
             PromptRow(
                 columns=real,

@@ -79,12 +79,12 @@ def choose(
     """
     device, width = layout.mask.device, model.config.text_config.hidden_size
     # By tensor: rows about the same video share it.
-    moved = {id(source): source.to(device) for kind in layout.modalities for source in features[kind]}
+    moved = {id(source): source.to(device) for source in features[VIDEO]}
     moved[0] = model.no_features(device)  # of a row without any
     scored = {key: source[:, :width] for key, source in moved.items()}
     spans = [layout.competing(row) for row in layout.rows]
     grids = [[grid for span in row for grid in layout.grids_of(span)] for row in spans]
-    keys = [[id(features[span.modality][span.index]) for span in row] or [0] for row in spans]
+    keys = [[id(features[VIDEO][span.index]) for span in row] or [0] for row in spans]
     sources = [[moved[key] for key in row] for row in keys]
     reading = cache(partial(reading_of, model, layout, selection))
     selected, qtsplus = model.qtsplus(

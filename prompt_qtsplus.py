@@ -252,20 +252,19 @@ class Layout:
     rows: list[PromptRow]  # without their padding
     grids: dict[int, list[Grid]]  # per modality, in tokens of every image or video of the batch
     seconds: Any  # per video, seconds per temporal patch
-    modalities: tuple[int, ...]  # whose tokens compete
     present: list[torch.Tensor] | None = None  # per video [k], ascending, which of its tokens are there; all if `None`
 
     def competing(self, row: PromptRow) -> "list[VisualSpan]":
-        """The first span of each image or video whose tokens compete for the budget of a row."""
-        return [span for span in row.spans if span.modality in self.modalities and not span.frame]
+        """The first span of each video of a row; their tokens compete for its budget."""
+        return [span for span in row.spans if span.modality == VIDEO and not span.frame]
 
     def grids_of(self, span: "VisualSpan") -> list[Grid]:
         """
-        The grid of an image or video; of a part of one in turn (steps, 1, tokens) for each run of steps in time that
-        have the same places of the frame.
+        The grid of a video; of a part of one in turn (steps, 1, tokens) for each run of steps in time that have the
+        same places of the frame.
         """
-        grid = self.grids[span.modality][span.index]
-        if self.present is None or span.modality == IMAGE:
+        grid = self.grids[VIDEO][span.index]
+        if self.present is None:
             return [grid]
         _, height, width = grid
         tokens = self.present[span.index]
@@ -275,15 +274,12 @@ class Layout:
 
     def narrow(self, present: Sequence[torch.Tensor]) -> "Layout":
         """As if of each video only the tokens `present` `[k]`, ascending, had been kept; they stay at their places."""
-        flags = {
-            modality: [torch.ones(t * h * w, dtype=torch.bool) for t, h, w in grids]
-            for modality, grids in self.grids.items()
-        }
-        for flag, indices in zip(flags[VIDEO], present, strict=True):
-            flag.fill_(False)[indices] = True
+        flags = [torch.zeros(t * h * w, dtype=torch.bool) for t, h, w in self.grids[VIDEO]]
+        for flag, indices in zip(flags, present, strict=True):
+            flag[indices] = True
         rows = []
         for row in self.rows:
-            parts = [flags[span.modality][span.index] for span in self.competing(row)]
+            parts = [flags[span.index] for span in self.competing(row)]
             left = join(parts, torch.zeros(0, dtype=torch.bool)).nonzero()[:, 0]
             rows.append(row.only(left.to(row.columns.device)))
         return replace(self, rows=rows, present=list(present))
@@ -390,7 +386,7 @@ def splice(
     The shortened prompts: what was no candidate, and of the candidates the kept ones.
 
     Args:
-        features: per modality, of every image or video of the batch; read where they do not compete.
+        features: per modality, of every image or video of the batch; of these only images are read.
         selected: per row `[n_b, token_width]`, the kept candidates.
         qtsplus: with the `kept_indices`; its `columns` are set.
         pad_left: pad on the left; `None` pads where the caller did, left if nowhere.
@@ -401,7 +397,7 @@ def splice(
         keep = row.keep(kept_indices.to(row.columns.device))
         columns.append(row.columns[keep])
         positions.append(row.language_positions[:, keep])
-        for name, kept in _row_features(model, layout, row, keep, tokens, features).items():
+        for name, kept in _row_features(model, row, keep, tokens, features).items():
             row_features[name].append(kept)
 
     pad_left = bool(layout.mask[:, -1].all()) if pad_left is None else pad_left
@@ -429,23 +425,12 @@ def splice(
     )
 
 
-def _row_features(model, layout: Layout, row: PromptRow, keep, tokens, features: Features) -> dict[str, torch.Tensor]:
+def _row_features(model, row: PromptRow, keep, tokens, features: Features) -> dict[str, torch.Tensor]:
     """What stands in place of a row's image and video placeholders, `[k, token_width]` each."""
-    row_features, types = {}, None
-    competing = {span.modality for span in row.spans}.intersection(layout.modalities)
-    if len(competing) > 1 or any(span.line for span in row.spans):
-        competes = torch.isin(row.types, torch.tensor(layout.modalities, device=keep.device))
-        types = row.types[keep & competes].to(tokens.device)
-        tokens = _with_line_ends(model, row, keep & competes, tokens)
-    for modality, name in MODALITIES.items():
-        if modality not in layout.modalities:
-            untouched = [features[modality][span.index] for span in row.spans if span.modality == modality]
-            row_features[name] = join(untouched, tokens[:0])
-        elif types is None:
-            row_features[name] = tokens if modality in competing else tokens[:0]
-        else:
-            row_features[name] = tokens[types == modality]
-    return row_features
+    if any(span.line for span in row.spans):
+        tokens = _with_line_ends(model, row, keep & (row.types == VIDEO), tokens)
+    images = [features[IMAGE][span.index] for span in row.spans if span.modality == IMAGE]
+    return {MODALITIES[IMAGE]: join(images, tokens[:0]), MODALITIES[VIDEO]: tokens}
 
 
 def _with_line_ends(model, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

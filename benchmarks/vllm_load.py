@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from transformers.video_utils import VideoMetadata
 
-from qtsplus.hub.convert import convert
 from qtsplus.hub.publish import assemble_folder
 from qtsplus.results import write_json
 
 from .machine import environment
 from .speed.results import spread
-from .speed.shapes import build, find_shape, make_processor, prompt_text
+from .speed.shapes import build, find_shape, make_processor, prompt_text, write_stock
 
 VIDEOS, QUESTIONS, REQUESTS, NEW_TOKENS = 8, 12, 96, 16
 RETENTIONS = (0.05, 0.1, 0.2)
@@ -61,7 +60,7 @@ class Load:
             (draw.randrange(VIDEOS), f"What is in the picture number {draw.randrange(QUESTIONS)}?", retention)
             for retention in draw.choices(RETENTIONS, k=REQUESTS)
         ]
-        convert(folder / "published", folder / "stock")
+        write_stock(folder / "published", folder / "stock")
         self.llm = self._start_vllm(folder / "published")
         # As many tokens as the requests keep on average.
         fraction = statistics.mean(retention for _, _, retention in self.requests)

@@ -9,7 +9,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from bad_command_lines import RECIPE
-from qtsplus.hub.convert import convert
+from tiny import write_stock
 
 
 def make_corpus(folder: Path, video: Path, published: Path) -> dict[str, str]:
@@ -56,7 +56,7 @@ def _write_models(folder: Path, published: Path) -> None:
     def changed(**values: object) -> bytes:
         return json.dumps({**config, **values}).encode()
 
-    convert(published, folder / "stock")
+    write_stock(published, folder / "stock")
     write("cut_weights", changed(), weights[: len(weights) // 2])
     write("garbage_weights", changed(), b"\xff" * 64)
     write("no_weights", changed(), None)

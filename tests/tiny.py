@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.configuration_qtsplus import CHOICES
@@ -106,6 +106,15 @@ def stock_twin(model) -> Qwen2_5_VLForConditionalGeneration:
     weights = {name: value for name, value in model.state_dict().items() if ".qtsplus." not in name}
     stock.load_state_dict(weights)
     return stock.eval()
+
+
+def write_stock(source, out) -> None:
+    """The bundled model and its processor as Transformers' own, in `out`."""
+    names = ("text_config", "vision_config", "tie_word_embeddings", *TOKEN_IDS)
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(source).to_dict()
+    stock = Qwen2_5_VLConfig(**{name: config[name] for name in names})
+    Qwen2_5_VLForConditionalGeneration.from_pretrained(source, config=stock).save_pretrained(out)
+    Qwen2_5_VLProcessor.from_pretrained(source, trust_remote_code=False).save_pretrained(out)
 
 
 def published_name(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.video_utils import VideoMetadata
 
 from qtsplus.backbones import Backbone, backbone_of
-from qtsplus.hub.convert import stock_settings
 from qtsplus.hub.files import hub_configs
+from qtsplus.loading import load_config, load_processor
 
 from ..world.clip import render_clip
 
@@ -265,7 +265,20 @@ def make_config(shape: Shape) -> Any:
 
 def stock_config(config: Any) -> Any:
     """The configuration of the same model without a selector."""
-    return backbone_of(config.model_type).stock_config(**stock_settings(config))
+    kind = backbone_of(config.model_type).stock_config
+    known = {field.name for field in fields(kind)} - {"model_type", "architectures", "transformers_version"}
+    return kind(**{name: value for name, value in config.to_dict().items() if name in known})
+
+
+def write_stock(source: Path, out: Path) -> Path:
+    """The model and the processor of one of our folders as Transformers' own, in `out`."""
+    config, processor = load_config(source), load_processor(source)
+    backbone = backbone_of(config.model_type)
+    stock = backbone.stock_model.from_pretrained(source, config=stock_config(config), dtype="auto")
+    stock.save_pretrained(out, save_original_format=False)
+    parts = {name: getattr(processor, name) for name in (*processor.get_attributes(), "chat_template")}
+    backbone.processor.stock_class(**parts).save_pretrained(out)
+    return out
 
 
 def build(shape: Shape, side: str, device: str, dtype: torch.dtype, attention: str | None = None) -> Any:

@@ -53,7 +53,6 @@ def note_targets(
         "shares",
         features.folder.name,
         asdict(choice),
-        selector.select_images,
         selector.position_ids,
         str(dtype),
     ]

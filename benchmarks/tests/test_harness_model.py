@@ -8,7 +8,6 @@ from clips import write_records
 from qtsplus import session
 from qtsplus.data.formats import read_records
 from qtsplus.evaluation.exact_match import exact_match
-from qtsplus.hub.convert import convert
 
 pytest.importorskip("lmms_eval", reason='lmms-eval is not installed: pip install -e ".[eval]"')
 
@@ -16,6 +15,7 @@ from lmms_eval import models  # noqa: E402
 from lmms_eval.api.instance import Instance  # noqa: E402
 
 from benchmarks.harness.model import QTSplus  # noqa: E402
+from benchmarks.speed.shapes import write_stock  # noqa: E402
 
 GREEDY = {"max_new_tokens": 16, "temperature": 0, "do_sample": False}
 
@@ -95,7 +95,7 @@ def test_options_say_which_frames_are_looked_at(tiny_published, docs, reading, f
 @pytest.fixture(scope="module")
 def stock(tiny_published, tmp_path_factory) -> Path:
     """The bundled model without its selector: a stock Qwen2.5-VL."""
-    return convert(tiny_published, tmp_path_factory.mktemp("stock") / "qwen")
+    return write_stock(tiny_published, tmp_path_factory.mktemp("stock") / "qwen")
 
 
 def test_with_all_tokens_a_stock_model_answers_as_in_the_class_of_lmms_eval(stock, docs):

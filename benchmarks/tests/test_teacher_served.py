@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
+from benchmarks.speed.shapes import write_stock
 from benchmarks.synthesis.endpoint import Endpoint
 from benchmarks.synthesis.engine import Item, ItemFailed, Job, Ledger, run_job
 from benchmarks.synthesis.questions import write_questions
 from benchmarks.synthesis.video_steps import VideoTeacher, screen, write_answers
 from qtsplus.data.records import Caption, Choice
-from qtsplus.hub.convert import convert
 from server_process import free_port, running_server
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def choices(count):
 def test_every_step_speaks_with_transformers_serve(tmp_path, tiny_published, tiny_mp4):
     assert importlib.util.find_spec("fastapi") and importlib.util.find_spec("uvicorn")
     model = tmp_path / "stock"
-    convert(tiny_published, model)
+    write_stock(tiny_published, model)
     with serving(model, tmp_path / "server.log") as url:
         # A tiny model writes no JSON.
         endpoint = Endpoint(url, str(model), timeout=120.0, retries=2, extra_body={"max_tokens": 24})

@@ -135,16 +135,6 @@ def test_training_from_features_is_training_from_pixels(model, processor, record
     torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
 
 
-def test_images_may_compete(backbone, processor, prepare):
-    if backbone.without_images:
-        pytest.skip("it takes none")
-    model = backbone.build(processor, select_images=True)
-    inputs = prepare("image and video", "image")
-    output = model(**inputs, retention=0.5)
-    counts = [int((model.model.token_types(row) > 0).sum()) for row in inputs["input_ids"]]
-    assert output.qtsplus.n.tolist() == [-(-count // 2) for count in counts]
-
-
 def test_a_query_of_its_own(model, processor, clips):
     query = "Where is the red ball?"
     text = processor.apply_chat_template(

@@ -14,15 +14,14 @@ from qtsplus.vllm.models import check_engine
 from qtsplus.vllm.processing import check_settings, count_kept, settings_of_request
 
 
-def start(select_images=False, stages=1, **graphs):
+def start(stages=1, **graphs):
     """The parts of a start that the plugin looks at."""
     parallel = ParallelConfig(pipeline_parallel_size=stages)
     vllm_config = SimpleNamespace(compilation_config=CompilationConfig(**graphs), parallel_config=parallel)
-    check_engine(vllm_config, QTSplusConfig(select_images=select_images))
+    check_engine(vllm_config)
 
 
 REFUSED = {
-    "select_images=True": {"select_images": True},
     "pipeline_parallel_size above 1": {"stages": 2},
     "cudagraph_mode FULL": {"cudagraph_mode": CUDAGraphMode.FULL},
     "cudagraph_mm_encoder": {"cudagraph_mm_encoder": True},

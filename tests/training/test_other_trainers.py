@@ -108,10 +108,9 @@ def said(text):
     return [{"role": "assistant", "content": text}]
 
 
-@pytest.mark.parametrize("select_images", [False, True])
-def test_dpo_and_grpo_take_a_step_with_images(tiny_published, tmp_path, select_images):
+def test_dpo_and_grpo_take_a_step_with_images(tiny_published, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    model, reference = (at_full_length(tiny_published, select_images=select_images) for _ in range(2))
+    model, reference = (at_full_length(tiny_published) for _ in range(2))
     processor = AutoProcessor.from_pretrained(tiny_published, trust_remote_code=True)
     row = {"images": [PICTURE], "prompt": ASKED}
     preferences = datasets.Dataset.from_list([{**row, "chosen": said("red"), "rejected": said("a blue star")}] * 2)
@@ -126,7 +125,7 @@ def test_dpo_and_grpo_take_a_step_with_images(tiny_published, tmp_path, select_i
 
     settings = trl.GRPOConfig(str(tmp_path), num_generations=2, max_completion_length=6, **SHORT_RUN)
     grpo = trl.GRPOTrainer(
-        at_full_length(tiny_published, select_images=select_images),
+        at_full_length(tiny_published),
         shortest,
         settings,
         train_dataset=datasets.Dataset.from_list([row] * 2),

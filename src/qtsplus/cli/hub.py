@@ -14,7 +14,7 @@ def convert(
         str,
         typer.Argument(
             help="A folder, or a Hub id, also as ORG/NAME@COMMIT. A stock model such as Qwen2.5-VL gets a new selector."
-            " A reference QTSplus becomes one of ours. One of ours becomes a stock model again.",
+            " A reference QTSplus becomes one of ours.",
             show_default=False,
         ),
     ],
@@ -35,7 +35,7 @@ def convert(
         str | None, typer.Option(help="Take the processor from this folder or Hub id, if the source has none.")
     ] = None,
 ) -> None:
-    """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
+    """Make a QTSplus model of a stock model or of a reference checkpoint."""
     source, revision = split_revision(source)
     with one_line_errors(), notes.status("Converting"):
         from ..hub import convert as conversion

@@ -1,9 +1,8 @@
-"""`qtsplus convert`: from a stock model and from the reference implementation to QTSplus, and back to a stock model.
+"""`qtsplus convert`: from a stock model and from the reference implementation to QTSplus.
 
 A conversion renames tensors and writes them elsewhere, byte by byte: nothing is loaded, whatever the model's size.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTe
 from ..backbones import OURS, backbone_of, model_types
 from ..configuration_qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig
 from ..lm_attention_qtsplus import attention_layer, check_attention
-from ..loading import load_config, load_generation_config, processor_of, refuse_adapter
+from ..loading import load_generation_config, processor_of, refuse_adapter
 from ..methods_qtsplus import add_method
 from ..output import check_folder, first_line
 from ..settings import check_types
@@ -93,7 +92,7 @@ def convert(
     Writes a Hub folder made from a checkpoint; which way it goes follows from the checkpoint's `model_type`.
 
     A stock model (Qwen2.5-VL or another backbone) gets a fresh selector, and `variant` and `selector` are about that; a
-    reference QTSplus becomes one of ours; one of ours becomes a stock model again.
+    reference QTSplus becomes one of ours.
 
     Args:
         source: a folder, or a Hub repository's id, at a `revision`. A reference checkpoint lacks the configuration of
@@ -124,13 +123,10 @@ def convert(
         made = _from_base(folder, str(source), variant, selector or {}, say)
     elif model_type == REFERENCE_TYPE:
         made = _from_reference(folder)
-    elif model_type in model_types():
-        made = _to_base(folder)
     else:
-        stock, ours = (", ".join(map(repr, names)) for names in (_STOCK, model_types()))
         raise ValueError(
-            f"{folder} holds a model of type {model_type!r}; expected {stock} (a stock model), {REFERENCE_TYPE!r} (a "
-            f"reference QTSplus on Qwen2.5-VL) or {ours} (ours, to go back to the stock model)."
+            f"{folder} holds a model of type {model_type!r}; expected a stock model, of type "
+            f"{', '.join(map(repr, _STOCK))}, or a reference QTSplus on Qwen2.5-VL, {REFERENCE_TYPE!r}."
         )
 
     with whole_folder(out) as staging:
@@ -144,14 +140,7 @@ def convert(
         save_torch_state_dict(made.tensors, staging)
         generation = load_generation_config(folder) or load_generation_config(hub_configs() / (made.variant or ""))
         (generation or GenerationConfig.from_model_config(made.config)).save_pretrained(staging)
-        if model_type in model_types():
-            if loaded is not None:
-                names = inspect.signature(loaded.stock_class).parameters
-                parts = {name: getattr(loaded, name) for name in names if hasattr(loaded, name)}
-                loaded.stock_class(**parts).save_pretrained(staging)
-            made.config.save_pretrained(staging)
-        else:
-            write_repository(staging, on_meta(made.config), loaded, f"org/{out.name}", made.about)
+        write_repository(staging, on_meta(made.config), loaded, f"org/{out.name}", made.about)
     return out
 
 
@@ -168,7 +157,8 @@ def _from_base(
     stated = {"qtsplus_config": {}} if variant is None else read_json(require_variant(variant) / "config.json")
     settings = {name: value for name, value in stated["qtsplus_config"].items() if name != "model_type"}
     # What a variant says of the prompt's layout is no part of a stock configuration.
-    layout = {name: stated[name] for name in _own_fields(backbone) & stated.keys() - {"qtsplus_config"}}
+    ours, theirs = ({field.name for field in fields(kind)} for kind in (backbone.config, backbone.stock_config))
+    layout = {name: stated[name] for name in (ours - theirs) & stated.keys() - {"qtsplus_config"}}
     if selector.get("selection", settings.get("selection")) == "lm_attention":
         settings["reencode_layers"] = 0  # which are there to be trained
     check_types("selector.", QTSplusConfig, selector)
@@ -259,27 +249,6 @@ def find_vision_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any
         vision = content.get("vision_config", content)
         Qwen2_5_VLVisionConfig(**{key: value for key, value in vision.items() if key not in _NOT_VISION})
     return vision
-
-
-def _to_base(folder: Path) -> _Conversion:
-    ours = load_config(folder)
-    backbone = backbone_of(ours.model_type)
-    config = backbone.stock_config(**stock_settings(ours))
-    config.architectures = [backbone.stock_model.__name__]
-    weights = check_weights(read_checkpoint(folder), ours, folder).items()
-    return _Conversion(config, {name: tensor for name, tensor in weights if not name.startswith(SELECTOR)})
-
-
-def stock_settings(ours: Any) -> dict[str, Any]:
-    """The fields of one of our configurations that the stock model's has too."""
-    dropped = {"auto_map", "model_type", "architectures", "transformers_version", "qtsplus_version"}
-    dropped |= _own_fields(backbone_of(ours.model_type))
-    return {name: value for name, value in ours.to_dict().items() if name not in dropped}
-
-
-def _own_fields(backbone: Any) -> set[str]:
-    """What our configuration has and the stock one has not."""
-    return {field.name for field in fields(backbone.config)} - {field.name for field in fields(backbone.stock_config)}
 
 
 def fresh_selector(config: Any, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:

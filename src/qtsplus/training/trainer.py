@@ -254,11 +254,7 @@ class QTSplusTrainer(Trainer):
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
         counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=tokens.device)
         counts.index_add_(0, _sources(batch), tokens)
-        config, ids = base_model(self.model).config, batch["input_ids"]
-        candidates = ids == config.video_token_id
-        if self.selector_config.select_images:
-            candidates |= ids == config.image_token_id
-        with_vision = candidates.any(1)
+        with_vision = (batch["input_ids"] == base_model(self.model).config.video_token_id).any(1)
         counts[-2], counts[-1] = with_vision.sum(), (with_vision & (tokens > 0)).sum()
         return counts.cpu()
 

@@ -47,7 +47,7 @@ class QTSplusForVLLM:
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        check_engine(vllm_config, self.config.qtsplus_config)
+        check_engine(vllm_config)
         add_method((vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {}).get("selection"))
         with torch.device("meta"):
             hooks = backbone_of(self.config.model_type).model.model_class(self.config)
@@ -218,11 +218,9 @@ class QTSplusForVLLM:
         return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
 
 
-def check_engine(vllm_config: Any, config: Any) -> None:
+def check_engine(vllm_config: Any) -> None:
     """Raises `ValueError` for what would be wrong in silence."""
     graphs = vllm_config.compilation_config
-    if config.select_images:
-        raise ValueError("select_images=True: expected False in vLLM, where images pass through whole.")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("pipeline_parallel_size above 1: expected 1, since positions do not travel between stages.")
     if graphs.cudagraph_mode == CUDAGraphMode.FULL:
