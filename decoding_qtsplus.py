@@ -156,7 +156,9 @@ class Film:
             yield
         except (av.error.FFmpegError, OSError, ValueError) as error:
             expected = "Expected a complete file with a video stream."
-            raise ValueError(f"Cannot decode {self.name!r} as a video: {error}. {expected}") from error
+            raise ValueError(
+                f"Cannot decode {self.name!r} as a video: {getattr(error, 'strerror', error)}. {expected}"
+            ) from error
 
     def stretch(self, start: float | None, end: float | None) -> tuple[int, int]:
         """

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +20,9 @@ import qtsplus
 from clips import write_records
 from qtsplus import loading
 from qtsplus.cli import app
-from qtsplus.demo import run_demo
+from qtsplus.cli.asking import print_answer
+from qtsplus.demo import CLIP, run_demo
+from qtsplus.evidence import Interval
 from refusals import fill
 
 QUESTION = "What moves?"
@@ -271,6 +274,13 @@ def test_eval_asks_for_the_rate_of_a_folder(records, tiny_published):
     write, lines = records
     del lines[-1]["fps"]
     assert_refused(CliRunner().invoke(app, ["eval", write(), "--model", str(tiny_published)]), "frames0", '"fps"')
+
+
+def test_an_answer_that_rests_on_all_of_a_film_fills_no_screen(loaded, capsys):
+    answer = qtsplus.ask(*loaded, qtsplus.encode(*loaded, CLIP), "What?", max_new_tokens=1)
+    print_answer(replace(answer, evidence=[Interval(number, number + 1, 0.01) for number in range(200)]))
+    shown = capsys.readouterr().out
+    assert shown.count("of the relevance") == 10 and "and in 190 other stretches, which --json lists" in shown
 
 
 CHECK = ["data", "check", "{records}", "--no-media"]

@@ -110,7 +110,8 @@ def test_every_frame_says_when_it_is_shown(tmp_path, codec, kind, clock):
         assert shown_too_early_or_late(*look(path, **sampling), shown, begin) == []
     watched = list(zip(*Source(str(path), 25.0, 0.01, time.monotonic()), strict=True))
     assert shown_too_early_or_late(*watched, shown, begin) == []
-    if clock == "late" or kind in ("vob", "avi"):  # of which nothing is skipped
+    # Nothing is skipped of these; FFmpeg writes others of MPEG-2 without good times where it has one processor alone.
+    if clock == "late" or kind in ("vob", "avi") or not film.timed:
         return
     for count in (2, 3, 7, 25):
         instants = (np.arange(count) + 0.3) / count * film.times[-1]

@@ -25,7 +25,7 @@ def test_no_name():
             loading.load(name)
 
 
-@pytest.mark.parametrize("name", ["/nonexistent", "./nowhere", "../a/b", "a/b/c"])
+@pytest.mark.parametrize("name", ["/nonexistent", "./nowhere", "../a/b", "a/b/c", "nope", "qtsplus-3b"])
 def test_a_folder_that_is_not_there(name):
     """Without asking the Hub for a repository of that name."""
     with pytest.raises(ValueError, match=f"There is no folder '{name}'; expected one, or a Hub id"):

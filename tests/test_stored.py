@@ -180,7 +180,7 @@ def test_index_removes_no_file_that_it_did_not_write(folder, mine, loaded):
     for name in ("model.safetensors", "0" * 32 + ".safetensors", ".note.1.part"):
         (folder / name).write_bytes(b"mine")
     (mine / "b.mp4").unlink()
-    index(mine, folder, *loaded)
+    index(mine, folder, *loaded, prune=True)
     left = {path.name for path in folder.iterdir()}
     assert {"model.safetensors", "0" * 32 + ".safetensors", ".note.1.part"} < left
     assert len(left) == 3 + 3, "the journal, its lock, and the features of a.mp4"
@@ -234,6 +234,16 @@ def test_most_videos_gone_at_once_delete_nothing(videos, loaded, tmp_path):
     for number in range(3):
         (tmp_path / f"elsewhere/{number}.mp4").rename(mine / f"{number}.mp4")
     assert len(index(mine, folder, *loaded).files) == 4, "one that was moved is not gone"
+
+
+def test_another_folder_with_one_of_the_films_does_not_take_the_place(mine, loaded, tmp_path):
+    index(mine, tmp_path / "library", *loaded)
+    other = tmp_path / "other"
+    other.mkdir()
+    (mine / "a.mp4").rename(other / "a.mp4")
+    with pytest.raises(ValueError, match=r"1 of 2 videos of .* are not in .*other: b.mp4\. .* --prune"):
+        index(other, tmp_path / "library", *loaded)
+    assert index(other, tmp_path / "library", *loaded, prune=True).files.keys() == {"a.mp4"}
 
 
 def test_a_film_replaced_with_the_same_size_and_time_is_another(mine, loaded, tmp_path):

@@ -20,6 +20,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 
 from .data.media import VIDEO_SUFFIXES
+from .output import counted
 from .session import Answer, VideoSession
 from .videos import FAILURES
 
@@ -123,7 +124,7 @@ class Visit:
         """What app.js draws: the film and what is known of it, with new answers or with what went wrong."""
         facts, films, warnings = "Drop a film to begin.", dict[str, Any](), list[str]()
         for name, film in self.session.videos.items():  # there is one at most
-            frames = f"{len(film.metadata.frames_indices)} frames read in {film.seconds:.1f} s"
+            frames = f"{counted(len(film.metadata.frames_indices), 'frame')} read in {film.seconds:.1f} s"
             facts, warnings = f"{name}: {frames}, {len(film.features):,} visual tokens.", film.warnings
             # Gradio adds the address of a file in what goes to app.js.
             films[name] = {"path": self.path, "meta": {"_type": "gradio.FileData"}}

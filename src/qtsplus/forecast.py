@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import torch
 
-from .output import size
+from .output import counted, size
 from .selector_qtsplus import kept_count
 
 _TEXT = 512  # tokens of a prompt and an answer
@@ -29,7 +29,7 @@ class Forecast:
     def __str__(self) -> str:
         tokens = f"{self.visual_tokens:,} visual tokens, of which at most {self.kept_tokens:,} are kept"
         memory = f"about {size(self.memory)} of memory beside {size(self.weights)} of weights"
-        return f"{self.frames:,} frames of {self.seconds_of_video:,.1f} s; {tokens}; {memory}"
+        return f"{counted(self.frames, 'frame')} of {self.seconds_of_video:,.1f} s; {tokens}; {memory}"
 
     def require_memory(self, device: Any) -> None:
         """Raises `ValueError` where a device has no room for the features alone."""

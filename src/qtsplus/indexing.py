@@ -187,7 +187,8 @@ class _Indexing:
             held = counted(len(known), "video")
             raise ValueError(f"{place} holds {held} and nothing of what is here: choose another folder.")
         lost = [name for name in gone if known[name]["content"] not in contents]
-        if len(lost) >= 2 and len(lost) > len(known) / 2 and not prune:
+        many = len(lost) >= 2 and len(lost) > len(known) / 2
+        if (many or (lost and not same_folder)) and not prune:
             raise ValueError(
                 f"{len(lost)} of {len(known)} videos of {place} are not in {folder}: {listed(gone)}. Nothing was "
                 "changed. Is another folder to be mounted there? To let them go, run the same command with --prune."

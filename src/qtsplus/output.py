@@ -127,8 +127,8 @@ def listed(names: Sequence[str]) -> str:
 
 
 def first_line(error: object) -> str:
-    """The first line of an error's text, or else what kind of error it is."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """The first line of an error's text, without "[Errno 21]", or else what kind of error it is."""
+    return re.sub(r"^\[Errno -?\d+\] ", "", next(iter(str(error).strip().splitlines()), type(error).__name__))
 
 
 # Controls, the ends of lines, what turns the direction of writing, and halves of characters.

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ..output import printable
+from ..output import counted, printable
 from . import options
 from .console import console, fail, note, notes, one_line_errors, require_text, wrote
 from .library import Label, read_labels
 from .models import load_named, name_model, open_library, split_revision
+
+SHOWN = 10  # stretches of evidence in a terminal
 
 if TYPE_CHECKING:
     from ..evidence import Interval
@@ -287,12 +289,14 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     share, sound = answer.kept_tokens / answer.visual_tokens, ", without its sound" * answer.unheard
     table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
-    table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at{sound}")
-    for number, interval in enumerate(answer.evidence):
+    table.add_row("video", f"{answer.seconds_of_video:.1f} s, {counted(answer.frames, 'frame')} looked at{sound}")
+    for number, interval in enumerate(answer.evidence[:SHOWN]):
         name = f"{printable(interval.name)}, " if named or len(answer.keep_maps) > 1 else ""
         span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
+    if (more := len(answer.evidence) - SHOWN) > 0:
+        table.add_row("", f"and in {more} other stretches, which --json lists")
     if answer.seen is not None:
         table.add_row("sure", f"{answer.seen:.0%}, that something in the video shows what was asked for")
     timings = ", ".join(f"{stage.replace('_', ' ')} {seconds:.2f} s" for stage, seconds in answer.timings.items())
