@@ -93,6 +93,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(chat, monkeypatch):
     assert (result.exit_code, result.stdout) == (130, "") and "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_in_a_terminal_there_is_a_prompt_and_ctrl_d_ends(tiny_published):
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()

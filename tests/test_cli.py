@@ -287,7 +287,7 @@ CHECK = ["data", "check", "{records}", "--no-media"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is a place of Linux's")
-@pytest.mark.parametrize("arguments", [["--version"], ["ask", "--help"], CHECK, ["ask", "{clip}"]])
+@pytest.mark.parametrize("arguments", [CHECK, ["ask", "{clip}"]])
 def test_output_that_nobody_takes(tiny_mp4, tiny_published, tmp_path, arguments):
     """A full disk is one line, and a closed pipe none, as with other tools."""
     (tmp_path / "records.jsonl").write_text('{"video": "a.mp4", "question": "What?", "answer": "red"}')

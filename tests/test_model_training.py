@@ -210,6 +210,7 @@ def clean_compiler():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_a_compiled_selector_gives_the_same_outputs(clean_compiler):
     model = tiny_model(reencode_layers=1)
     inputs = [mixed_inputs(), batch(prompt(videos=[(2, 4, 6)], seed=7))]

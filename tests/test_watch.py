@@ -398,6 +398,7 @@ def test_a_pipe_that_stalls(watch_pipe):
     assert result.stderr.splitlines()[-1] == "qtsplus: The stream '-' sent no frame for 2 s."
 
 
+@pytest.mark.slow
 def test_interrupted(tiny_published, film):
     """In a process of its own."""
     options = ["--every", "2", "--timeout", "600", "--model", str(tiny_published)]

@@ -135,6 +135,7 @@ def test_a_set_without_rows_and_another_that_cannot_be_read_are_refused(tmp_path
             check_set(tmp_path / f"{path}.jsonl", against=others, media=False)
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_the_check_at_once(tmp_path, tiny_mp4):
     """Also while a video is being looked at, which may take as long as it likes."""
     (tmp_path / "v_1.mp4").write_bytes(tiny_mp4.read_bytes())

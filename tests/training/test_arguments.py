@@ -118,7 +118,7 @@ def losses(trainer):
     return [line["loss"] for line in steps(trainer)]
 
 
-@pytest.fixture(scope="module", params=[OURS, PLAIN])
+@pytest.fixture(scope="module", params=[OURS, pytest.param(PLAIN, marks=pytest.mark.slow)])
 def kind(request):
     return request.param
 

@@ -117,6 +117,7 @@ def test_retention_and_the_cap_come_first(inputs):
         assert model(**inputs, max_visual_tokens=2).qtsplus.n.max() <= 2
 
 
+@pytest.mark.slow
 def test_the_head_learns_what_answers_lose(tmp_path):
     """The same twelve examples again and again, of a model that nothing else changes."""
     selector = {**LOSS, "reencode_layers": 0}
