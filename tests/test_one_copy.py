@@ -39,7 +39,7 @@ for line, text in (
     (["index", folder, "--out", f"{folder}/library", "--model", model], None),
     (["ask", f"{folder}/library", "What moves?", "--moments", "3", "--model", model], None),
     (["ask", f"{folder}/library", "What moves?", *named], None),
-    (["chat", video, *named], "What moves?\\n/add VIDEO\\nAnd then?\\n".replace("VIDEO", video)),
+    (["chat", video, *named], "What moves?\\nAnd then?\\n"),
     (["watch", video, "What moves?", *named, "--every", "2"], None),
     (["batch", f"{folder}/records.jsonl", "--out", f"{folder}/answers.jsonl", *named], None),
     (["eval", f"{folder}/records.jsonl", "--model", model], None),

@@ -161,8 +161,6 @@ class Talk:
 
     def add(self, video: str, name: str | None = None) -> "EncodedVideo":
         """Encodes one more video."""
-        if self.is_library:
-            raise ValueError("/add is about a conversation on videos; `qtsplus index` adds to a library")
         name = self.about.add(video, name, progress=True, **self.reading)
         self.places[name] = video
         encoded = self.about.videos[name]

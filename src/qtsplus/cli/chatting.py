@@ -12,7 +12,7 @@ from .asking import Talk, check_videos, print_answer
 from .console import complain, console, describe, fail, note, one_line_errors
 from .models import split_revision
 
-_HELP = "Commands: /evidence [FOLDER], /add VIDEO, /quit. Anything else is a question."
+_HELP = "Commands: /evidence [FOLDER], /quit. Anything else is a question."
 
 
 def chat(
@@ -41,7 +41,7 @@ def chat(
     stands alone, as for `qtsplus ask`: name in each what it is about.
 
     A question stands on a line of its own. /evidence says what the last answer rests on, or draws it into a folder;
-    /add VIDEO adds a video; /quit ends. From a pipe, a line that fails makes the exit code 1.
+    /quit ends. From a pipe, a line that fails makes the exit code 1.
     """
     model, revision = split_revision(model)
     reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
@@ -55,7 +55,8 @@ def chat(
             add_method(selection)
             talk = Talk(videos[0], (model, revision, device, dtype.value), reading, subtitles)
             for video in () if talk.is_library else videos:
-                _add(talk, video)
+                encoded = talk.add(video)
+                note(f"{encoded.video}: {len(encoded.features)} visual tokens")
         note(_HELP)
         failed = _listen(talk, choice, as_json)
     except KeyboardInterrupt:
@@ -91,19 +92,12 @@ def _answer(talk: Talk, text: str, choice: dict[str, Any], as_json: bool) -> Non
     """Does what one line says."""
     command, _, argument = text.partition(" ")
     argument = argument.strip()
-    if command == "/add":
-        _add(talk, argument)
-    elif command == "/evidence":
+    if command == "/evidence":
         _show_evidence(talk, argument, as_json)
     elif command.startswith("/"):
         raise ValueError(f"there is no command {command}. {_HELP}")
     else:
         print_answer(talk.ask(text, **choice), talk.is_library, as_json)
-
-
-def _add(talk: Talk, video: str) -> None:
-    encoded = talk.add(video)
-    note(f"{encoded.video}: {len(encoded.features)} visual tokens")
 
 
 def _show_evidence(talk: Talk, folder: str, as_json: bool) -> None:
