@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from .clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
 from .decoding_qtsplus import Upright, film_stream, open_container, shown_name
+from .output import first_line
 from .session import Answer
 from .settings import check_count
 from .stream import Stream
@@ -87,7 +88,7 @@ class Source:
             if isinstance(item, Exception):
                 expected = " Expected MPEG-TS, Matroska or fragmented mp4: another mp4 has to be a file."
                 expected *= not (self.is_camera or self.is_file)
-                raise ValueError(f"Cannot read the stream {self.name!r}: {item}.{expected}") from item
+                raise ValueError(f"Cannot read the stream {self.name!r}: {first_line(item)}.{expected}") from item
             yield item
 
     @property
