@@ -88,7 +88,8 @@ def index(
                 earlier = Index(folder, mend=True)
                 earlier.require(made_by)
                 if earlier.damaged:
-                    say(f"Left out of {INDEX} {counted(earlier.damaged, 'line')} that cannot be used.")
+                    lines = counted(earlier.damaged, "line")
+                    say(f"Left out of {INDEX} {lines} that cannot be used. Labels of theirs are to be given again.")
             library = Index(folder, {"made_by": made_by, "dtype": "auto", **settings})  # that of the model
             indexing = _Indexing(library, model, processor, reading, labels or {}, pattern, say)
             indexing.recognise(files, str(videos.resolve()), prune)
