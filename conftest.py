@@ -65,6 +65,16 @@ def tiny_published(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_stock(tiny_published, tmp_path_factory) -> Path:
+    """The same as a stock Qwen2.5-VL."""
+    from tiny import write_stock
+
+    folder = tmp_path_factory.mktemp("stock") / "model"
+    write_stock(tiny_published, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def loaded(tiny_published):
     """The tiny model and its processor, for tests that change nothing but by `monkeypatch`."""
     from qtsplus.loading import load

@@ -78,7 +78,7 @@ def test_on_the_command_line(mine, folder, tiny_mp4, tmp_path):
     assert json.loads(result.stdout)["kept"] == pytest.approx(0.25)
 
 
-def test_in_a_recipe_and_by_convert(mine, folder, tiny_mp4, tmp_path):
+def test_in_a_recipe_and_by_convert(mine, folder, tiny_stock, tiny_mp4, tmp_path):
     name = f"{mine}:latest"
     record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "source": "vqa"}
     (tmp_path / "train.jsonl").write_text(json.dumps(record))
@@ -90,9 +90,8 @@ def test_in_a_recipe_and_by_convert(mine, folder, tiny_mp4, tmp_path):
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     trained = run("train", tmp_path / "recipe.yaml")
-    stock, new = tmp_path / "stock", tmp_path / "new"
-    assert run("convert", folder, "--out", stock).exit_code == 0
-    made = run("convert", stock, "--out", new, "--set", f"selection={name}")
+    new = tmp_path / "new"
+    made = run("convert", tiny_stock, "--out", new, "--set", f"selection={name}")
     assert trained.exit_code == made.exit_code == 0, trained.output + made.output
     assert f"whoever loads it names its selection too, as --selection {name}" in " ".join(made.stderr.split())
     METHODS.pop(name)

@@ -38,7 +38,16 @@ def with_fields(**values):
     return lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.fixture(params=COMMANDS)
+def command(request):
+    return request.param
+
+
+@pytest.fixture
+def source(command, tiny_published, tiny_stock, tmp_path):
+    return shutil.copytree(tiny_stock if command == "convert" else tiny_published, tmp_path / "source")
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "words"),
     [
@@ -69,8 +78,9 @@ def with_fields(**values):
         ("tokenizer.json", nowhere, "has a tokenizer without words"),
     ],
 )
-def test_a_broken_file_is_named_in_one_line(command, name, spoil, words, tiny_published, tmp_path):
-    source = shutil.copytree(tiny_published, tmp_path / "source")
+def test_a_broken_file_is_named_in_one_line(command, source, name, spoil, words, tmp_path):
+    if command == "convert" and "qtsplus_config" in words:
+        pytest.skip("a stock model has none")
     spoil(source / name)
     result = CliRunner().invoke(app, list(map(str, COMMANDS[command](source, tmp_path / "out"))))
     assert (result.exit_code, result.stdout) == (2, ""), result.output
@@ -78,11 +88,9 @@ def test_a_broken_file_is_named_in_one_line(command, name, spoil, words, tiny_pu
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", ["../x.safetensors", "{absolute}", "shards/x.safetensors", "..", "", 5, None])
-def test_an_index_that_names_files_elsewhere_is_refused(command, name, tiny_published, tmp_path):
+def test_an_index_that_names_files_elsewhere_is_refused(command, source, name, tmp_path):
     """Otherwise `publish` would copy what somebody else's index names."""
-    source = shutil.copytree(tiny_published, tmp_path / "source")
     weights = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     (source / "shards").mkdir()

@@ -19,7 +19,7 @@ from qtsplus.hub.checkpoint import REFERENCE, SELECTOR, check_weights, on_meta, 
 from qtsplus.hub.convert import convert, find_vision_config
 from qtsplus.hub.files import hub_configs
 from reference import GOLDEN, load, meta
-from tiny import batch, prompt, published_name, stock_twin, tiny_model, token_types, write_stock
+from tiny import batch, prompt, published_name, stock_twin, tiny_model, token_types
 
 REFERENCE_FOLDER = GOLDEN / "case1" / "e2e" / "checkpoint"
 EVERYTHING = {"selection": "all", "reencode_layers": 0}
@@ -121,10 +121,9 @@ def test_the_selector_starts_as_an_identity(stock_folder, tmp_path):
         assert torch.equal(layer(tokens, tokens), tokens)
 
 
-def test_converting_says_what_it_does_and_nothing_else(tiny_published, tmp_path):
+def test_converting_says_what_it_does_and_nothing_else(tiny_stock, tmp_path):
     """In a process of its own, in which Transformers has not yet warned of anything."""
-    write_stock(tiny_published, tmp_path / "stock")
-    command = [sys.executable, "-m", "qtsplus.cli", "convert", tmp_path / "stock", "--out", tmp_path / "ours"]
+    command = [sys.executable, "-m", "qtsplus.cli", "convert", tiny_stock, "--out", tmp_path / "ours"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == f"Wrote {tmp_path / 'ours'}\n"
     first_words = [line.split()[0] for line in result.stderr.splitlines()]
@@ -183,9 +182,8 @@ def test_bfloat16_stays_bfloat16(tmp_path):
     assert Qwen2_5_VLQTSplusConfig.from_pretrained(folder).dtype == torch.bfloat16
 
 
-def test_the_processor_comes_along_and_says_where_a_question_stands(tiny_processor, tiny_published, tmp_path):
-    write_stock(tiny_published, tmp_path / "plain")
-    convert(tmp_path / "plain", tmp_path / "again")
+def test_the_processor_comes_along_and_says_where_a_question_stands(tiny_processor, tiny_stock, tmp_path):
+    convert(tiny_stock, tmp_path / "again")
     config = Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path / "again")
     for name, value in tiny_processor.query_token_ids.items():
         assert getattr(config, name) == value, name
