@@ -15,7 +15,9 @@ SIZES = ((112, 112), (140, 112), (112, 140), (140, 140), (168, 112))  # pixels: 
 SECONDS = (2, 4, 4, 8)
 CROWD_SECONDS = 8
 QUESTIONS = 8
-ROOM = (28, 72)  # visual tokens of a clip that the language model reads in training
+PARTS = 4  # crowds that follow each other in a film
+# Visual tokens that the language model reads in training, of a clip by how many crowds it has.
+ROOM = ((28, 72), (48, 385), (96, 769), (96, 1153), (96, 1537))
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,25 @@ def film_scene(pictures: Pictures, seed: int, split: str, parts: int) -> tuple[S
     return whole, np.concatenate(frames), np.concatenate(shown)
 
 
-def look(pictures: Pictures, tower: nn.Module, seed: int) -> Clip:
+def look(pictures: Pictures, tower: nn.Module, seed: int, parts: int = 0) -> Clip:
     """
     A clip to learn from; the same arguments give the same one. Of many tokens some are left out at random, as a
     selector does, but not the last three of a thing.
+
+    Args:
+        parts: how many crowds follow each other in it, up to [`PARTS`]; else it has a few things.
     """
     rng = np.random.default_rng([seed, 6])
-    scene, frames, shown = clip_scene(pictures, seed)
-    kept = _keep(shown.ravel(), int(rng.integers(*ROOM)), rng)
+    if parts > 1:
+        scene, frames, shown = film_scene(pictures, seed, "train", parts)
+    else:
+        scene, frames, shown = clip_scene(pictures, seed, seconds=CROWD_SECONDS if parts else None, crowd=parts == 1)
+    fewest, most = np.log(ROOM[parts])
+    room = int(np.exp(rng.uniform(fewest, most))) if parts else int(rng.integers(*ROOM[0]))
+    kept = _keep(shown.ravel(), room, rng)
     tokens = see(tower, torch.from_numpy(frames)[None])[torch.from_numpy(kept)]
     places = torch.from_numpy(np.stack(np.unravel_index(kept, shown.shape), 1))
-    return Clip(tokens, places, max(scene.grid[1:]), tuple(ask_scene(scene, QUESTIONS, seed)))
+    return Clip(tokens, places, max(scene.grid[1:]), tuple(ask_scene(scene, QUESTIONS * max(1, parts), seed)))
 
 
 def _keep(shown: np.ndarray, room: int, rng: np.random.Generator) -> np.ndarray:

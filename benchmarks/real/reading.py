@@ -13,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from .base import IDS, TOWER, TURN, TURN_END, load_language_model, make_base
-from .clips import Clip, look
+from .clips import PARTS, Clip, look
 from .tower import load_tower, read_float32
 from .work import half_precision, keep_halves, log, save
 from .world import Pictures
@@ -23,7 +23,10 @@ LORA = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["q_proj", "k_proj", "
 IGNORED = -100
 BATCH = 6  # clips
 RATE, TOWER_RATE = 1e-3, 1e-4
-CLIPS = 4_500  # what the rate's fall is planned for
+CLIPS = 4_500
+# The second part, in which long prompts are learned: clips a step by how many crowds follow each other in them, of the
+# last one to so many in turn.
+LONGER, CROWD_STEPS, CROWD_RATE = ((0, 3), (1, 2), (PARTS, 1)), 120, 5e-4
 
 
 class Packer:
@@ -136,54 +139,62 @@ def answer_loss(
     return loss, hits
 
 
-def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
+def train_reading(work: Path, minutes: float, clips: int = CLIPS, steps: int = CROWD_STEPS) -> None:
     """
     Goes on where the last run stopped, for so many minutes; writes `reading.pt` every three, and a log. Language model
-    and tower learn together, the tower from where `train_tower` left it.
+    and tower learn together, the tower from where `train_tower` left it; then the language model alone learns from
+    [`LONGER`] clips too.
 
     Args:
-        clips: after how many the learning rate has fallen to a twentieth; it falls over the last two fifths.
+        clips, steps: of the first and of the second part. Over the last two fifths of each the learning rate falls to a
+            twentieth.
     """
     weights, tokenizer = load_language_model(work)
     pictures, packer, reader = Pictures(work), Packer(tokenizer), Reader(make_base(weights))
-    trained, tower = reader.trained(), load_tower(work)
-    groups = [{"params": [*trained.values()], "lr": RATE}, {"params": [*tower.parameters()], "lr": TOWER_RATE}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
-    rates = (RATE, TOWER_RATE)
-    target, seen = work / "reading.pt", 0
+    trained, tower, target = reader.trained(), load_tower(work), work / "reading.pt"
+    groups = [{"params": [*trained.values()]}, {"params": [*tower.parameters()]}]
+    optimizer, seen, step = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0), 0, 0
     if target.is_file():
         stored = torch.load(target)
-        optimizer.load_state_dict(stored["optimizer"])
-        seen = stored["clips"]
+        seen, step = stored["clips"], stored["steps"]
+        if stored["optimizer"]:
+            optimizer.load_state_dict(stored["optimizer"])
         tower.load_state_dict(stored["tower"])
         for name, weight in trained.items():
             weight.data.copy_(stored["lora"][name])
 
     def keep() -> None:
-        save(target, lora={**trained}, tower=tower.state_dict(), optimizer=optimizer.state_dict(), clips=seen)
+        state = {"tower": tower.state_dict(), "optimizer": optimizer.state_dict()}
+        save(target, lora={**trained}, **state, clips=seen, steps=step)
 
     start = saved = time.monotonic()
     hits: dict[str, list[bool]] = defaultdict(list)
     losses: list[float] = []
-    while (now := time.monotonic()) - start < 60 * minutes and seen < clips:
-        fall = min(1.0, max(0.05, (clips - seen) / (0.4 * clips))) * min(1.0, (seen + BATCH) / (30 * BATCH))
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    while (now := time.monotonic()) - start < 60 * minutes and step < steps:
+        first = seen < clips
+        done, whole, warm = (seen, clips, BATCH * 30) if first else (step, steps, 30)
+        fall = min(1.0, max(0.05, (whole - done) / (0.4 * whole))) * min(1.0, (done + 1) / warm)
+        for group, rate in zip(optimizer.param_groups, (RATE, TOWER_RATE) if first else (CROWD_RATE, 0.0), strict=True):
             group["lr"] = rate * fall
-        batch = [look(pictures, tower, seed) for seed in range(seen, seen + BATCH)]
-        packed = packer.pack(batch)
-        loss, right = answer_loss(reader(packed), packed)
         optimizer.zero_grad()
-        loss.backward()
+        for parts, count in ((0, BATCH),) if first else LONGER:
+            parts = step % PARTS + 1 if parts == PARTS else parts
+            with torch.set_grad_enabled(first):
+                batch = [look(pictures, tower, seed, parts) for seed in range(seen, seen + count)]
+            packed = packer.pack(batch)
+            loss, right = answer_loss(reader(packed), packed)
+            loss.backward()
+            seen += count
+            losses.append(loss.item())
+            for clip, answers in zip(batch, right, strict=True):
+                for question, hit in zip(clip.questions, answers, strict=True):
+                    hits[f"{parts} {question.kind}"].append(hit)
         for group in optimizer.param_groups:
             nn.utils.clip_grad_norm_(group["params"], 1.0)
         optimizer.step()
-        seen += BATCH
-        losses.append(loss.item())
-        for clip, answers in zip(batch, right, strict=True):
-            for question, hit in zip(clip.questions, answers, strict=True):
-                hits[question.kind].append(hit)
-        if len(losses) == 20:
-            line = {"clips": seen, "loss": round(float(np.mean(losses)), 3)}
+        step += not first
+        if len(losses) >= 60:
+            line = {"clips": seen, "steps": step, "loss": round(float(np.mean(losses)), 3)}
             line |= {kind: round(100 * float(np.mean(of))) for kind, of in sorted(hits.items())}
             log(work / "reading.jsonl", {**line, "minutes": round((now - start) / 60, 1)})
             hits.clear()

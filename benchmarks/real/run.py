@@ -40,7 +40,7 @@ SETTINGS = (  # all in which the recipe's run differs from that of a 3B
 )
 # Of the second stage, in which the budget's head is all that learns.
 SECOND = ("model.selector.target_n=8", "training.learning_rate=1.0e-3", "training.max_steps=60")
-SHOWN = 5_000_017  # a scene over Big Buck Bunny
+SHOWN = 5_000_045  # a scene over Big Buck Bunny
 ASKED = (
     "What can be seen?",
     "Is there anything to eat?",
@@ -92,7 +92,7 @@ def draw_real(work: Path, path: Path) -> None:
     _, frames, _ = clip_scene(Pictures(work), SHOWN, "train", max(SECONDS), crowd=True)
     model, processor = load(work / "qtsplus")
     video, kept = encode(model, processor, frames, fps=FPS), []
-    for question in ("Is there a bus?", "Which animal can you see?"):
+    for question in ("Is there a car?", "Which animal can you see?"):
         answer = ask(model, processor, video, question, max_new_tokens=8, max_visual_tokens=8)
         count = f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens"
         kept.append((f"“{question}” {answer.answer}: {count}", answer.keep_map))
