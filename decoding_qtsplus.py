@@ -156,9 +156,8 @@ class Film:
             yield
         except (av.error.FFmpegError, OSError, ValueError) as error:
             expected = "Expected a complete file with a video stream."
-            raise ValueError(
-                f"Cannot decode {self.name!r} as a video: {getattr(error, 'strerror', error)}. {expected}"
-            ) from error
+            why = getattr(error, "strerror", None) or error  # without a number
+            raise ValueError(f"Cannot decode {self.name!r} as a video: {why}. {expected}") from error
 
     def stretch(self, start: float | None, end: float | None) -> tuple[int, int]:
         """

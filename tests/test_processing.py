@@ -15,6 +15,7 @@ from PIL import Image
 from clips import write_mp4
 from qtsplus import video_qtsplus
 from qtsplus.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
+from qtsplus.decoding_qtsplus import Film
 from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.prompt_qtsplus import find_query_mask
 from qtsplus.video_qtsplus import choose_frames, load_frames, read_video
@@ -248,6 +249,13 @@ def test_an_undecodable_file_is_named(processor, ramp, tmp_path):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ValueError, match=rf"Cannot decode '.*{name}' as a video: [^\[]*\. Expected"):
             processor(text=PROMPT, videos=str(tmp_path / name))
+
+
+def test_an_error_without_a_number_is_told_in_its_words(ramp):
+    film = Film(str(ramp))
+    for error in (OSError("it went away"), OSError(5, "it went away"), ValueError("it went away")):
+        with pytest.raises(ValueError, match=r"as a video: it went away\. Expected"), film._naming():
+            raise error
 
 
 def test_a_normal_decode_logs_nothing_above_info(processor, ramp, caplog):

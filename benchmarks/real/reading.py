@@ -157,8 +157,7 @@ def train_reading(work: Path, minutes: float, clips: int = CLIPS, steps: int = C
     if target.is_file():
         stored = torch.load(target)
         seen, step = stored["clips"], stored["steps"]
-        if stored["optimizer"]:
-            optimizer.load_state_dict(stored["optimizer"])
+        optimizer.load_state_dict(stored["optimizer"])
         tower.load_state_dict(stored["tower"])
         for name, weight in trained.items():
             weight.data.copy_(stored["lora"][name])
