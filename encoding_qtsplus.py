@@ -7,6 +7,7 @@ calls attention once per window: about 340,000 calls for 600 frames.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,78 +19,11 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
-from .methods_qtsplus import is_number
 from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs, join
 
 # Few rows fill a CPU, and their memory is used again. The C library maps what is larger than 32 MB anew each time: the
 # page faults, and caches that hold nothing, cost a third of the vision tower's time.
 PATCHES_PER_CHUNK_ON_CPU = 2048
-
-
-class Repeats:
-    """
-    What was encoded last, for the steps that come behind it.
-
-    A step is what the vision tower sees by itself: a temporal patch (two frames) in Qwen-VL, a frame in the others. It
-    learns nothing of the time, so steps of the same pixels have the same features, up to rounding.
-
-    Args:
-        tolerance: the most by which a pixel value of a step may differ from the one that was encoded last, for its
-            features to be taken: in normalised values, where one of the 255 levels of a colour is about 0.015 (0.008
-            with Qwen3-VL). 0 takes only those of equal steps; `None` encodes every step.
-
-    Raises:
-        ValueError: a tolerance below 0.
-    """
-
-    def __init__(self, tolerance: float | None = 0.0):
-        if tolerance is not None and not (is_number(tolerance) and tolerance >= 0):
-            raise ValueError(f"tolerance={tolerance!r}: expected 0 or more, or None to encode every step.")
-        self.tolerance = tolerance
-        self._size: list[int] = []
-        self.pixels: torch.Tensor | None = None
-        self._features = torch.empty(0)
-
-    def sources(self, steps: torch.Tensor, size: list[int]) -> list[int]:
-        """
-        Which step has to be encoded for each step of a video: itself, one before it, or -1 for what was encoded last.
-
-        Args:
-            steps: `[T, ...]`, the pixel values.
-            size: (height, width) of the video's grid.
-        """
-        tolerance = self.tolerance
-        if tolerance is None:
-            return list(range(len(steps)))
-        if size != self._size:
-            self._size, self.pixels = size, None
-        sources: list[int] = []
-        for index, step in enumerate(steps):
-            last = self.pixels
-            if last is not None and (
-                bool((step - last).abs().max() <= tolerance) if tolerance else torch.equal(step, last)
-            ):
-                sources.append(sources[-1] if sources else -1)
-            else:
-                sources.append(index)
-                self.pixels = step
-        return sources
-
-    def fill(self, features: torch.Tensor | None, sources: list[int]) -> torch.Tensor:
-        """
-        `[T * k, d]`: every step of a video with the features of its source.
-
-        Args:
-            features: `[T * k, d]`, right for the steps that are their own source, and written to; `None` where none is.
-        """
-        if features is None:  # all repeat what was encoded last
-            return self._features.repeat(len(sources), 1)
-        steps = features.unflatten(0, (len(sources), -1))
-        for index, source in enumerate(sources):  # one by one: all at once would hold them twice
-            if source != index:
-                steps[index] = self._features if source < 0 else steps[source]
-        self._features = steps[-1].clone()
-        return features
 
 
 def encode_visual(model: QTSplusBackboneMixin, visual: VisualInputs, grids: dict[int, list[Grid]]) -> Features:
@@ -108,67 +42,68 @@ def encode_modality(
     grid_thw: torch.Tensor | None,
     frames_per_chunk: int | None = None,
     device: torch.device | str | None = None,
-    repeats: Repeats | None = None,
 ) -> list[torch.Tensor]:
     """`[k, token_width]` features of each image or video; none without pixels."""
     if pixels is None or grid_thw is None:
         return []
-    if repeats is None:
-        repeats = Repeats(None if modality == IMAGE else 0.0)
-    grids, patches = grid_thw.tolist(), model.pixel_rows(grid_thw)
-    steps = [rows.unflatten(0, (t, -1)) for rows, (t, _, _) in zip(pixels.split(patches), grids, strict=True)]
-    sources = [repeats.sources(video, size) for video, (_, *size) in zip(steps, grids, strict=True)]
-    last, repeats.pixels = repeats.pixels, None  # if encoding fails, they have no features
-    features = _encode_sources(model, modality, grid_thw, steps, sources, frames_per_chunk, device)
-    repeats.pixels = None if last is None else last.clone()
-    return [repeats.fill(features.get(index), video) for index, video in enumerate(sources)]
+    counts, patches = grid_thw[:, 0].tolist(), model.pixel_rows(grid_thw)
+    steps = [rows.unflatten(0, (count, -1)) for rows, count in zip(pixels.split(patches), counts, strict=True)]
+    new = [new_steps(video) for video in steps]
+    steps = [video if own.all() else video[own] for video, own in zip(steps, new, strict=True)]
+    features = _encode_steps(model, modality, grid_thw, steps, frames_per_chunk, device)
+    return [
+        piece if own.all() else piece.unflatten(0, (int(own.sum()), -1))[own.cumsum(0) - 1].flatten(0, 1)
+        for piece, own in zip(features, new, strict=True)
+    ]
 
 
-def _encode_sources(
+def new_steps(steps: torch.Tensor) -> torch.Tensor:
+    """
+    `[T]` bool, whether a step of a video, `[T, ...]` pixel values, has to be encoded: it differs from the one before.
+
+    A step is what the vision tower sees by itself: a temporal patch (two frames) in Qwen-VL, a frame in the others. It
+    learns nothing of the time, so steps of the same pixels have the same features, up to rounding.
+    """
+    return torch.tensor([True, *(not torch.equal(*pair) for pair in pairwise(steps))])
+
+
+def _encode_steps(
     model: QTSplusBackboneMixin,
     modality: int,
     grid_thw: torch.Tensor,
     steps: Sequence[torch.Tensor],
-    sources: Sequence[list[int]],
     frames_per_chunk: int | None,
     device: torch.device | str | None,
-) -> dict[int, torch.Tensor]:
-    """Features of the images and videos that have steps of their own to encode; those of other steps are empty."""
-    waiting = [[index for index, source in enumerate(video) if source == index] for video in sources]
-    grid_waiting = grid_thw.clone()
-    grid_waiting[:, 0] = grid_thw.new_tensor([len(video) for video in waiting])
-    features: dict[int, torch.Tensor] = {}
-    for chunk in _chunks(model, grid_waiting, steps, frames_per_chunk):
-        chosen, parts = [], []
-        for index, (count, _, _) in chunk:
-            numbers, waiting[index] = waiting[index][:count], waiting[index][count:]
-            whole = len(numbers) == len(steps[index])
-            chosen.append((index, numbers))
-            parts.append((steps[index] if whole else steps[index][numbers]).flatten(0, 1))
+) -> list[torch.Tensor]:
+    """As [`encode_modality`], of the steps of each image and video."""
+    grids = [[len(own), height, width] for own, (_, height, width) in zip(steps, grid_thw.tolist(), strict=True)]
+    features, filled = [torch.empty(0) for _ in steps], [0 for _ in steps]
+    for chunk in _chunks(model, grids, steps, frames_per_chunk):
+        parts = [steps[index][filled[index] : filled[index] + count].flatten(0, 1) for index, (count, _, _) in chunk]
         grid = grid_thw.new_tensor([piece for _, piece in chunk])
         encoded = model.encode_pixels(modality, join(parts, parts[0]).to(grid.device), grid)
-        for (index, numbers), piece, part in zip(chosen, encoded, parts, strict=True):
+        for (index, (count, _, _)), piece, part in zip(chunk, encoded, parts, strict=True):
             if not _is_finite(piece):
                 blame = "its features (the weights or the dtype overflow)" if _is_finite(part) else "its pixel values"
                 raise ValueError(
                     f"NaN or infinity in {blame} of {MODALITIES[modality]} {index}: expected finite numbers."
                 )
-            if len(numbers) == len(sources[index]):
+            if count == len(steps[index]):
                 features[index] = piece.to(device or piece.device)
                 continue
-            if index not in features:
+            cells = len(piece) // count
+            if not filled[index]:
                 # Filled piece by piece: joining the pieces afterwards would hold them twice.
-                length = len(piece) // len(numbers) * len(sources[index])
+                length = cells * len(steps[index])
                 features[index] = piece.new_empty(length, piece.shape[-1], device=device or piece.device)
-            filled = features[index].unflatten(0, (len(sources[index]), -1))
-            filled[numbers] = piece.unflatten(0, (len(numbers), -1)).to(filled.device)
+            features[index][cells * filled[index] : cells * (filled[index] + count)] = piece
+            filled[index] += count
     return features
 
 
 def _chunks(
-    model: QTSplusBackboneMixin, grid_thw: torch.Tensor, steps: Sequence[torch.Tensor], frames_per_chunk: int | None
+    model: QTSplusBackboneMixin, grids: Sequence[list[int]], steps: Sequence[torch.Tensor], frames_per_chunk: int | None
 ) -> Iterable:
-    grids = grid_thw.tolist()
     if frames_per_chunk is not None:
         if isinstance(frames_per_chunk, bool) or frames_per_chunk != int(frames_per_chunk) or frames_per_chunk < 1:
             raise ValueError(f"frames_per_chunk={frames_per_chunk!r}: expected a whole number, at least 1.")
@@ -176,7 +111,7 @@ def _chunks(
         return chunk_grids(grids, frames_per_chunk, [frames] * len(grids))
     if model.training and torch.is_grad_enabled():
         # Gradients would keep every chunk's activations, and ranks that share weights must call them equally often.
-        return [[(index, grid) for index, grid in enumerate(grids) if grid[0]]]
+        return [list(enumerate(grids))]
     capacity = PATCHES_PER_CHUNK_ON_CPU if model.device.type == "cpu" else PATCHES_PER_CHUNK
     patches = [rows.shape[1] * model.patches_per_row for rows in steps]
     return chunk_grids(grids, capacity, patches)

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
-from .encoding_qtsplus import Repeats, encode_modality, encode_visual
+from .encoding_qtsplus import encode_modality, encode_visual
 from .generation_qtsplus import QTSplusGenerationMixin, places, states_of
 from .layout_qtsplus import QTSplusBackboneMixin, check_grids, lay_out
 from .lm_attention_qtsplus import check_attention, log_attention, reading_of
@@ -156,7 +156,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         *,
         frames_per_chunk: int | None = None,
         device: torch.device | str | None = None,
-        repeats: Repeats | None = None,
     ) -> list[torch.Tensor]:
         """
         Encodes videos once, for any number of questions: `forward` and `generate` take what this returns as
@@ -168,8 +167,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             frames_per_chunk: the most frames that are encoded together, but at least one temporal patch; about 16,384
                 patches if `None`, and 2,048 on a CPU. Chunks change nothing but the memory in use.
             device: where the features shall live, such as `"cpu"`; the model's if `None`.
-            repeats: which steps in time are not encoded again, see [`Repeats`]; those that equal the one before if
-                `None`. One that is passed to several calls remembers the last step of each for the next.
 
         Returns:
             per video `[k, token_width]`, all its visual tokens.
@@ -182,7 +179,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             raise ValueError("encode_videos got no videos: pass pixel_values_videos and video_grid_thw.")
         if self.device.type != "meta":  # as where weights wait on disk; what brings them in brings the pixels too
             video_grid_thw = video_grid_thw.to(self.device)
-        return encode_modality(self, VIDEO, pixel_values_videos, video_grid_thw, frames_per_chunk, device, repeats)
+        return encode_modality(self, VIDEO, pixel_values_videos, video_grid_thw, frames_per_chunk, device)
 
     def shorten(
         self,

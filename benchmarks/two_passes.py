@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from qtsplus.encoding_qtsplus import Repeats
 from qtsplus.layout_qtsplus import lay_out
 from qtsplus.methods_qtsplus import Method, is_number
 from qtsplus.mixin_qtsplus import choose
@@ -93,7 +92,6 @@ class Large:
     count: int  # the most tokens that may be encoded
     merge_size: int
     temporal_patch_size: int
-    frame_tolerance: float | None  # as for [`Repeats`], from step to step of a tile
 
 
 @dataclass(frozen=True)
@@ -113,13 +111,12 @@ def read_small(
     video: str | Path,
     two_passes: TwoPasses,
     fps: float | None = None,
-    frame_tolerance: float | None = 0.0,
 ) -> tuple[EncodedVideo, Large]:
     """The first pass: a video with smaller frames, encoded, and the same at full size; as [`open_twice`]."""
-    started, repeats = time.perf_counter(), Repeats(frame_tolerance)
-    large, small = open_twice(model, processor, processor.video_chunks(video, fps=fps), two_passes, frame_tolerance)
+    started = time.perf_counter()
+    large, small = open_twice(model, processor, processor.video_chunks(video, fps=fps), two_passes)
     pieces = small if model.device.type == "cpu" else read_ahead(small)
-    features = [model.encode_videos(pixels, grid, repeats=repeats)[0] for pixels, grid in pieces]
+    features = [model.encode_videos(pixels, grid)[0] for pixels, grid in pieces]
     encoded = EncodedVideo(
         video=str(video),
         features=torch.cat(features),
@@ -143,9 +140,7 @@ def tile_side(model: Any) -> int | None:
     return side // vision.patch_size // vision.spatial_merge_size
 
 
-def open_twice(
-    model: Any, processor: Any, chunks: VideoChunks, two_passes: TwoPasses, frame_tolerance: float | None = 0.0
-) -> tuple[Large, VideoChunks]:
+def open_twice(model: Any, processor: Any, chunks: VideoChunks, two_passes: TwoPasses) -> tuple[Large, VideoChunks]:
     """
     A video at full size, and the same with smaller frames: their sides times `scale`, in whole tokens.
 
@@ -168,7 +163,7 @@ def open_twice(
     height, width = (length // sizes.merge_size for length in size)
     tiles = Tiles((time, height, width), (height, width) if side is None else (side, side))
     count = math.floor(two_passes.tokens * time * height * width)
-    large = Large(chunks, tiles, count, sizes.merge_size, sizes.temporal_patch_size, frame_tolerance)
+    large = Large(chunks, tiles, count, sizes.merge_size, sizes.temporal_patch_size)
     small = [max(round(length * two_passes.scale / sizes.merge_size), 1) * sizes.merge_size for length in size]
     grid = torch.tensor([[time, *small]])
     return large, replace(
@@ -281,8 +276,7 @@ def encode_tiles(
             by_size.setdefault(own.shape, []).append((tile.flatten(0, 2), own.flatten()))
         grids = torch.tensor([[len(some), *(side * merge for side in size)] for size, some in by_size.items()])
         tiles = [tile for some in by_size.values() for tile, _ in some]
-        repeats = Repeats(large.frame_tolerance)
-        features += model.encode_videos(torch.cat(tiles), grids, device=device, repeats=repeats)
+        features += model.encode_videos(torch.cat(tiles), grids, device=device)
         places += [own for some in by_size.values() for _, own in some]
     order, joined = torch.cat(places).argsort(), torch.cat(features)
     return joined[order.to(joined.device)], torch.cat(places)[order]

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from clips import write_mp4
-from qtsplus import session, videos
+from qtsplus import encoding_qtsplus, session, videos
 from tiny import chat_inputs
 
 QUESTION = "What moves?"
@@ -181,23 +181,21 @@ def test_what_ends_the_encoding_leaves_no_reader(loaded, wide_mp4, monkeypatch, 
     assert len(calls) == 2 and not readers()
 
 
-def test_what_stands_still_is_encoded_once_over_all_chunks(loaded, tmp_path, monkeypatch):
+def test_what_stands_still_is_encoded_once_in_a_chunk(loaded, tmp_path, monkeypatch):
     model, processor = loaded
     for index in range(40):
         Image.new("RGB", (84, 56), (200, 20 * (index >= 20), 20)).save(tmp_path / f"{index:02d}.png")
-    grids, encode_pixels = [], model.model.encode_pixels
+    times, encode_pixels = [], model.model.encode_pixels
     monkeypatch.setattr(
-        model.model, "encode_pixels", lambda *args: grids.append(args[2].tolist()) or encode_pixels(*args)
+        model.model, "encode_pixels", lambda *args: times.extend(args[2][:, 0].tolist()) or encode_pixels(*args)
     )
-    options = {"fps": 2, "frames_per_chunk": 4}
+    options = {"fps": 2, "frames_per_chunk": 16}
     once = session.encode(model, processor, tmp_path, **options)
-    assert [[time for time, _, _ in chunk] for chunk in grids] == [[1], [1]], "two pictures in ten chunks"
-    grids.clear()
-    every = session.encode(model, processor, tmp_path, frame_tolerance=None, **options)
-    assert len(grids) == 10
-    torch.testing.assert_close(once.features, every.features, atol=1e-6, rtol=1e-6)
+    assert times == [1, 2, 1], "two pictures in three chunks"
+    times.clear()
+    monkeypatch.setattr(encoding_qtsplus, "new_steps", lambda steps: torch.ones(len(steps), dtype=torch.bool))
+    every = session.encode(model, processor, tmp_path, **options)
+    assert times == [8, 8, 4]
+    torch.testing.assert_close(once.features, every.features, atol=5e-5, rtol=1e-4)
     answers = [session.ask(model, processor, video, QUESTION, max_new_tokens=8) for video in (once, every)]
     assert answers[0].answer == answers[1].answer and torch.equal(answers[0].keep_map, answers[1].keep_map)
-    grids.clear()
-    session.encode(model, processor, tmp_path, frame_tolerance=2.0, **options)
-    assert len(grids) == 1, "one picture, to a tolerance of two"

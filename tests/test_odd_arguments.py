@@ -25,7 +25,7 @@ ODD = st.one_of(
     st.integers(-3, 3),
     st.floats(-2, 2),
 )
-ENCODE = ("fps", "max_frames", "frames_per_chunk", "device", "frame_tolerance")
+ENCODE = ("fps", "max_frames", "frames_per_chunk", "device")
 ASK = ("question", "turns", "retention", "max_visual_tokens", "selection", "max_new_tokens", "subtitles")
 STREAM = ("memory_tokens", "policy", "question", "fps", "device")
 ARGUMENTS = (

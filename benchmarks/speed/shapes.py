@@ -18,7 +18,7 @@ from qtsplus.backbones import Backbone, backbone_of
 from qtsplus.hub.files import hub_configs
 from qtsplus.loading import load_config, load_processor
 
-from ..world.clip import render_clip
+from ..world.clip import write_mp4
 
 SIDES = ("stock", "ours")
 FRAMES_PER_SECOND = 2  # looked at, as Qwen2.5-VL does
@@ -380,10 +380,16 @@ def _read(variant: str, name: str) -> dict[str, Any]:
 
 
 def render_video(shape: Shape, frames: int, folder: Path) -> Path:
-    """An mp4 of which `frames` frames are looked at; written once."""
+    """An mp4 of which `frames` frames are looked at, no two alike: stock would encode equal ones too; written once."""
     path = folder / f"{shape.name}-{frames}.mp4"
     if not path.exists():
-        render_clip(path, seconds=frames / FRAMES_PER_SECOND, fps=shape.source_fps, size=shape.size, seed=0)
+        width, height = shape.size
+        y, x = np.mgrid[:height, :width]
+        moving = (
+            128 + 100 * np.sin((x + y + 5 * index) / 20)
+            for index in range(frames * shape.source_fps // FRAMES_PER_SECOND)
+        )
+        write_mp4(path, (np.repeat(wave[..., None].astype(np.uint8), 3, -1) for wave in moving), shape.source_fps)
     return path
 
 

@@ -210,9 +210,9 @@ class _Bench:
             # Stock encodes every frame too.
             large, call = None, (model, self.processor, video)
             if two_passes is None:
-                known = encode(*call, frame_tolerance=None)
+                known = encode(*call)
             else:
-                known, large = read_small(*call, two_passes, frame_tolerance=None)
+                known, large = read_small(*call, two_passes)
             inputs, second = self._ask(QUESTION, known, large)
             encoded, chosen = now(self.device), stages.seconds("selection")
             output = self._generate(inputs, second, streamer=tokens)

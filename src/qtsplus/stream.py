@@ -16,7 +16,6 @@ from transformers.utils import logging
 from transformers.video_utils import VideoMetadata
 
 from .answers import Answer, answer_questions, check_name
-from .encoding_qtsplus import Repeats
 from .loading import find_device
 from .methods_qtsplus import Candidates, Method, check_kept, diversity, is_number, most_relevant
 from .output import printable
@@ -60,7 +59,6 @@ class Camera:
     size: tuple[int, int]  # height and width of its frames
     patches: torch.Tensor  # [1, 2], those of its grid in patches
     cells: tuple[int, int]  # those of its grid in tokens
-    repeats: Repeats
     tokens: Tokens
     waiting: list[tuple[int, np.ndarray]] = field(
         default_factory=list
@@ -198,7 +196,7 @@ class Stream:
             ((_, height, width),) = self.model.model.merged_grid(grid)
             index, features = torch.empty(0, dtype=torch.long), self.model.model.no_features(self.device)
             tokens = Tokens(features, index, index, torch.empty(0, 0))
-            self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), Repeats(), tokens)
+            self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), tokens)
         return self.cameras[name]
 
     def _add(self, camera: Camera, steps: Sequence[list[tuple[int, np.ndarray]]]) -> None:
@@ -207,7 +205,7 @@ class Stream:
         grid = torch.cat([torch.ones(1, 1, dtype=torch.long), camera.patches], dim=1)
         frames = stack_frames([frame for step in filled for _, frame in step])
         pixels, grid = self.processor.preprocess_frames(frames, grid)
-        (features,) = self.model.encode_videos(pixels, grid, device=self.device, repeats=camera.repeats)
+        (features,) = self.model.encode_videos(pixels, grid, device=self.device)
         numbers = [step[0][0] for step in steps]
         camera.waiting, camera.missing, camera.frame = [], 0, (numbers[-1] + 1) * self.frames_per_step - 1
         self.remember(camera, features, numbers)

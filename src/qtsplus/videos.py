@@ -18,7 +18,6 @@ from rich.progress import track
 from transformers.image_utils import get_image_size
 
 from .decoding_qtsplus import shown_name
-from .encoding_qtsplus import Repeats
 from .forecast import forecast
 from .loading import find_device
 from .settings import check_count
@@ -98,7 +97,6 @@ def encode(
     metadata: Mapping[str, Any] | None = None,
     frames_per_chunk: int | None = None,
     device: str | None = None,
-    frame_tolerance: float | None = 0.0,
     subtitles: bool = False,
     progress: bool = False,
 ) -> EncodedVideo:
@@ -117,7 +115,6 @@ def encode(
             `frames_indices`, which need not be evenly apart, and how many frames they stand for, `total_num_frames`.
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
-        frame_tolerance: see [`Repeats`]: 0 encodes equal frames once, `None` encodes every frame.
         subtitles: read those of a file too, from one beside it or within it, for questions with `subtitles=`.
         progress: show a bar on standard error while a video of several chunks is encoded.
 
@@ -130,7 +127,7 @@ def encode(
     if not isinstance(video, (str, Path)):
         if given := [name for name, value in reading.items() if value is not None]:
             raise ValueError(f"Got {', '.join(given)} for frames; expected those to look at, in their size.")
-        return _encode_frames(model, processor, video, fps, metadata, device, frame_tolerance)
+        return _encode_frames(model, processor, video, fps, metadata, device)
     if metadata is not None:
         raise ValueError("metadata is about frames that are given; the video says its own.")
     started = time.perf_counter()
@@ -138,12 +135,12 @@ def encode(
     forecast(model, chunks).require_memory(device or model.device)
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features, filled = torch.empty(0), 0
-    repeats, console = Repeats(frame_tolerance), Console(stderr=True)
+    console = Console(stderr=True)
     bar: dict[str, Any] = {"console": console, "transient": True, "disable": not (progress and console.is_terminal)}
     # A reading thread has OpenMP threads of its own: on a CPU they cost the encoder more than reading ahead saves.
     with nullcontext(chunks) if model.device.type == "cpu" else closing(read_ahead(chunks)) as pieces:
         for pixels, grid in track(pieces, "Encoding the video", len(chunks), **bar):
-            (encoded,) = model.encode_videos(pixels, grid, device=device, repeats=repeats)
+            (encoded,) = model.encode_videos(pixels, grid, device=device)
             if not filled:
                 features = encoded.new_empty(tokens, encoded.shape[-1])
             features[filled : filled + len(encoded)] = encoded
@@ -179,9 +176,7 @@ def open_chunks(
     return processor.video_chunks(video, fps=fps, frames_per_chunk=frames_per_chunk, **keys)
 
 
-def _encode_frames(
-    model: Any, processor: Any, frames: Any, fps: float | None, about: Any, device: Any, frame_tolerance: float | None
-) -> EncodedVideo:
+def _encode_frames(model: Any, processor: Any, frames: Any, fps: float | None, about: Any, device: Any) -> EncodedVideo:
     """[`encode`] of frames that are in memory, which are one chunk."""
     started = time.perf_counter()
     if about is not None and fps is not None:
@@ -192,7 +187,7 @@ def _encode_frames(
     if others:
         raise ValueError(f"Got {1 + len(others)} videos; expected the frames of one.")
     metadata.height, metadata.width = get_image_size(np.asarray(flatten_videos(frames)[0]["video"][0]))
-    (features,) = model.encode_videos(pixels, grid, device=device, repeats=Repeats(frame_tolerance))
+    (features,) = model.encode_videos(pixels, grid, device=device)
     seconds = [float(second) for second in inputs["second_per_grid_ts"]]
     begin = metadata.frames_indices[0] / metadata.fps
     return EncodedVideo(IN_MEMORY, features, grid, seconds, metadata, time.perf_counter() - started, begin)

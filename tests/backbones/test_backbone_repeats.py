@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qtsplus.encoding_qtsplus import Repeats, encode_modality
+from qtsplus import encoding_qtsplus
+from qtsplus.encoding_qtsplus import encode_modality
 from tiny_backbones import each_unlike
 
 
@@ -32,19 +33,24 @@ def seen(model, monkeypatch):
     return rows
 
 
+def every_step(monkeypatch):
+    """From here on every step is encoded."""
+    monkeypatch.setattr(encoding_qtsplus, "new_steps", lambda steps: torch.ones(len(steps), dtype=torch.bool))
+
+
 def taken(inputs):
     return inputs["pixel_values_videos"], inputs["video_grid_thw"]
 
 
 @each_unlike
-def test_a_step_is_encoded_once(model, video, seen):
-    every = model.encode_videos(*taken(video), repeats=Repeats(None))
-    total = sum(seen)
+def test_a_step_is_encoded_once(model, video, seen, monkeypatch):
+    once, few = model.encode_videos(*taken(video)), sum(seen)
     seen.clear()
-    once = model.encode_videos(*taken(video))
+    every_step(monkeypatch)
+    every = model.encode_videos(*taken(video))
     grid = taken(video)[1]
     long, short, _ = (rows // t for rows, t in zip(model.model.pixel_rows(grid), grid[:, 0].tolist(), strict=True))
-    assert sum(seen) == 2 * long + (int(grid[1, 0]) + 1) * short < total
+    assert few == 2 * long + (int(grid[1, 0]) + 1) * short < sum(seen)
     for one, other in zip(once, every, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     steps = once[0].unflatten(0, (int(grid[0, 0]), -1))
@@ -55,41 +61,37 @@ def test_a_step_is_encoded_once(model, video, seen):
 def test_the_answer_stays(model, video, monkeypatch):
     call = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     once = model.generate(**video, **call)
-    features = model.encode_videos(*taken(video), repeats=Repeats(None))
+    every_step(monkeypatch)
+    features = model.encode_videos(*taken(video))
     rest = {name: value for name, value in video.items() if name != "pixel_values_videos"}
     assert torch.equal(once, model.generate(**rest, video_features=features, **call))
 
 
 @each_unlike
-def test_from_call_to_call(model, video, seen):
-    pixels, grid = taken(video)
-    whole = model.encode_videos(pixels, grid)[0]
-    rows, repeats, parts = int(model.model.pixel_rows(grid)[0] // grid[0, 0]), Repeats(), []
-    seen.clear()
-    for step in range(int(grid[0, 0])):
-        one = torch.tensor([[1, *grid[0, 1:]]])
-        parts += model.encode_videos(pixels[step * rows : (step + 1) * rows], one, repeats=repeats)
-    assert seen == [rows, rows]
-    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-5)
-
-
-@each_unlike
-def test_a_moving_video_is_encoded_as_ever(model, prepare):
+def test_a_moving_video_is_encoded_as_ever(model, prepare, monkeypatch):
     inputs = prepare("video")
-    assert torch.equal(*(model.encode_videos(*taken(inputs), repeats=Repeats(given))[0] for given in (0.0, None)))
+    (once,) = model.encode_videos(*taken(inputs))
+    every_step(monkeypatch)
+    assert torch.equal(once, model.encode_videos(*taken(inputs))[0])
 
 
 @each_unlike
-def test_gradients_of_repeated_steps_add_up(backbone, processor, video):
+def test_gradients_of_repeated_steps_add_up(backbone, processor, video, monkeypatch):
     gradients = []
-    for tolerance in (0.0, None):
+    for _ in range(2):
         model = backbone.build(processor).train()
-        features = encode_modality(model.model, 2, *taken(video), repeats=Repeats(tolerance))
+        features = encode_modality(model.model, 2, *taken(video))
         sum(own.square().mean() for own in features).backward()
         vision = next(part for part in ("visual", "vision_tower") if hasattr(model.model, part))
         gradients.append(
             [weight.grad for weight in getattr(model.model, vision).parameters() if weight.grad is not None]
         )
+        every_step(monkeypatch)
     assert gradients[0]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_nothing_equals_what_is_not_a_number():
+    values = torch.tensor([1.0, 1.0, 2.0, float("nan"), float("nan"), 2.0])
+    assert encoding_qtsplus.new_steps(values[:, None].expand(-1, 6)).tolist() == [True, False, True, True, True, True]
