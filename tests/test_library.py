@@ -503,13 +503,12 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
 def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published, tmp_path):
     items = [only_there(name) for name in WORLDS]
     questions = [f"What is in the {item.name}?" for item in items]
-    lines = [questions[0], "/evidence", *questions[1:], f"/evidence {tmp_path / 'drawn'}"]
+    lines = [*questions, f"/evidence {tmp_path / 'drawn'}"]
     call = ["chat", str(library.folder), "--model", str(tiny_published), "--max-new-tokens", "4"]
     result = CliRunner().invoke(app, [*call, "--json"], input="\n".join(lines))
     assert result.exit_code == 0, result.stderr
-    first, evidence, *others = map(json.loads, result.stdout.splitlines())
-    assert evidence == first["evidence"][0] and evidence["video"] == "a.mp4"
-    for answer, question, item, name in zip([first, *others], questions, items, WORLDS, strict=True):
+    answers = map(json.loads, result.stdout.splitlines())
+    for answer, question, item, name in zip(answers, questions, items, WORLDS, strict=True):
         alone = library.ask(question, max_new_tokens=4)
         assert answer["answer"] == alone.answer and alone.answer.rstrip(".") == item.mark and answer["video"] == name
         assert answer["evidence"] == alone.as_dict()["evidence"] and answer["kept_tokens"] == alone.kept_tokens

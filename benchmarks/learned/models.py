@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from qtsplus.results import write_json
-from qtsplus.training.features import digest_of
+from qtsplus.storage import digest_of
 from qtsplus.training.models import make_config, make_model, make_processor
 from qtsplus.training.recipe import Recipe, load_stages
 from qtsplus.training.running import is_finished, last_checkpoint, run
@@ -136,7 +136,7 @@ class Checkpoint:
 
     def __init__(self, model: Any, processor: Any, work: Path, say: Callable[[str], None]):
         self.base_model, self.processor, self.work, self.say = model, processor, work, say
-        self.setup = {"base": digest_of({"model": model}, model.config.to_dict())}
+        self.setup = {"base": digest_of(model.state_dict(), model.config.to_dict())}
 
     def load(self, seed: int, name: str) -> Any:
         """The model, whatever is asked for."""

@@ -23,7 +23,7 @@ from qtsplus.evaluation.labelled import LabelledQuestion, sighting_tokens
 from qtsplus.methods_qtsplus import METHODS
 from qtsplus.output import check_output
 from qtsplus.session import encode
-from qtsplus.training.features import digest_of
+from qtsplus.storage import digest_of
 
 from ..exact_match import answer, conversation
 from ..files import begin, finish, save_figure
@@ -93,7 +93,7 @@ def run_needle(
     haystack = encode(model, processor, background, fps=fps, max_frames=_MAX_FRAMES, device="cpu", progress=progress)
     call: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     features = [_digest(one) for one in (haystack.features, *(clip.features for clip in clips))]
-    made_from = {"model": digest_of({"model": model}, model.config.to_dict()), "features": features}
+    made_from = {"model": digest_of(model.state_dict(), model.config.to_dict()), "features": features}
     journal = begin(out / ".needle.jsonl", {**call, **made_from, "needles": [asdict(one) for one in needles]})
     asked, answers = list(product(lengths, enumerate(needles))), []
     for length, (number, needle) in track(asked, "Asking", console=Console(stderr=True), disable=not progress):

@@ -10,10 +10,11 @@ from accelerate import PartialState
 from accelerate.utils import send_to_device
 
 from qtsplus.data.records import VideoRecord
+from qtsplus.storage import digest_of
 from qtsplus.training.arguments import QTSplusTrainingArguments
 from qtsplus.training.attention import AttentionChoice, answer_attention
 from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
-from qtsplus.training.features import VideoFeatures, digest_of, encode_files, read_tensors, write_tensors
+from qtsplus.training.features import VideoFeatures, encode_files, read_tensors, write_tensors
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def note_targets(
         selector.position_ids,
         str(dtype),
     ]
-    name = digest_of({"language_model": model.model.language_model}, settings)
+    name = digest_of(model.model.language_model.state_dict(), settings)[:16]
     targets = AttentionTargets(folder / f"attention-{name}", features)
     targets.folder.mkdir(parents=True, exist_ok=True)
     device = next(model.parameters()).device

@@ -1,9 +1,8 @@
 """The library's Trainer with dense supervision of a small base, and with Muon for its matrices."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from qtsplus.data.records import SOURCES
 from qtsplus.training.freezing import parameter_groups
 from qtsplus.training.lora import base_model
-from qtsplus.training.trainer import FurtherLosses, QTSplusTrainer
+from qtsplus.training.trainer import QTSplusTrainer
 
 from .arguments import TinyWorldTrainingArguments
 from .dataset import TinyWorldCollator, TinyWorldDataset
@@ -46,6 +45,7 @@ class TinyWorldTrainer(QTSplusTrainer):
     loss_names = (*QTSplusTrainer.loss_names, *_others, *(f"loss_{kind}" for kind in LOOKS))
 
     args: TinyWorldTrainingArguments
+    _watched: Any = None  # what the next pass is to be watched for
 
     def __init__(self, model: nn.Module, args: TinyWorldTrainingArguments, **kwargs: Any):
         super().__init__(model, args, **kwargs)
@@ -73,31 +73,44 @@ class TinyWorldTrainer(QTSplusTrainer):
             )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """As ever; the attention that teaches the scores is kept for rivals."""
+        """
+        As ever, with what a batch's `token_words` and `needles` teach; the attention that teaches the scores is kept
+        for rivals. A base that keeps everything learns to read with gaps.
+        """
+        inputs = dict(inputs)
         self._rivals = Rivals(inputs.get("about", ()), inputs.get("attention", ()))
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        token_words, needles, *_ = (inputs.pop(name, None) for name in ("token_words", "needles", "about", "attention"))
+        if model.training and self._retention is not None and self.selector_config.selection == "all":
+            inputs["selection"] = "random"
+        named = token_words is not None and model.training and self.args.naming_weight > 0
+        if named:
+            inputs = with_features(base_model(self.model), inputs)
+        self._watched = needles, token_words
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if model.training:
+            assert self._counts is not None
+            labels, samples = inputs["labels"], self._counts[-2].clamp(min=1)
+            inputs = {name: inputs[name] for name in inputs.keys() - {"labels", "source_ids", "skipped"}}
+            further = self._dense_losses(inputs, labels, token_words if named else None, self._looks, outputs)
+            for name, (weight, losses) in further.items():
+                loss = loss + weight * losses.sum() / samples * self.accelerator.num_processes
+                self.running[True].add(name, losses.sum(), len(losses))
+            outputs["loss"] = loss
+        return (loss, outputs) if return_outputs else loss
+
+    def answer(self, model, inputs, labels, smoothing=0.0):
+        """As ever; the first pass over a micro-batch is watched."""
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return super().answer(model, inputs, labels, smoothing)
+        with watching_scores(self.selector, self._rivals), self._watching(inputs, labels, *watched) as self._looks:
+            return super().answer(model, inputs, labels, smoothing)
 
     def attention_targets(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> Sequence[torch.Tensor]:
         """What is kept, or else what the model attends to now."""
         if getattr(self.train_dataset, "targets", None) is None:
             return super().attention_targets(inputs, labels)
         return self._rivals.targets or [torch.zeros(0)] * len(labels)
-
-    @contextmanager
-    def further_losses(
-        self, inputs: dict[str, Any], labels: torch.Tensor
-    ) -> Iterator[tuple[dict[str, Any], FurtherLosses]]:
-        """What a batch's `token_words` and `needles` teach. A base that keeps everything learns to read with gaps."""
-        if "retention" in inputs and self.selector_config.selection == "all":
-            inputs["selection"] = "random"
-        own = ("token_words", "needles", "about", "attention")
-        token_words, needles, *_ = (inputs.pop(name, None) for name in own)
-        named = token_words is not None and self.model.training and self.args.naming_weight > 0
-        if named:
-            inputs = with_features(base_model(self.model), inputs)
-        scores = watching_scores(self.selector, self._rivals)
-        with scores, self._watching(inputs, labels, needles, token_words) as looks:
-            yield inputs, partial(self._dense_losses, inputs, labels, token_words if named else None, looks)
 
     def _watching(
         self, inputs: Mapping[str, Any], labels: torch.Tensor, needles: Any, token_words: Any
@@ -153,7 +166,7 @@ class TinyWorldTrainer(QTSplusTrainer):
         for scale in (factor, 1 / factor):
             retention = torch.where(with_vision, (rho.detach() * scale).clamp(max=1.0), 1.0).tolist()
             with torch.no_grad():
-                _, token_losses, rows = self._answer(self.model, {**inputs, "retention": retention}, labels)
+                _, token_losses, rows = self.answer(self.model, {**inputs, "retention": retention}, labels)
             measured.append(torch.zeros_like(rho).index_add(0, rows, token_losses))
         slope = (measured[0] - measured[1]) / (2 * math.log(factor))
         return weight, (slope * torch.where(with_vision, rho, 1.0).log())[with_vision]

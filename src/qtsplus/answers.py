@@ -81,6 +81,7 @@ def answer_questions(
     videos: Mapping[str, EncodedVideo],
     questions: Sequence[str],
     *,
+    queries: Sequence[str] = (),
     turns: Sequence[str] = (),
     retention: float | None = None,
     max_visual_tokens: int | None = None,
@@ -95,6 +96,7 @@ def answer_questions(
     Args:
         videos: by name; the names stand in the prompt where there are several.
         questions: each a row of the batch, with a budget of its own.
+        queries: what to select by, for each question, where that is not the question itself.
         turns: what was asked and answered before, in turn, in one conversation with each of the questions. The oldest
             go for which the model has no positions, and a warning of the answer says so.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
@@ -124,7 +126,7 @@ def answer_questions(
     if len(questions) > 1 and _remembered(videos):
         raise ValueError(f"Got {len(questions)} questions to a stream; expected one, which has positions of its own.")
     options = generation_options(model, generation, max_new_tokens)
-    conversation = (model, processor, videos, questions, turns, choice, options)
+    conversation = (model, processor, videos, questions, queries, turns, choice, options)
     prompts = _lay_out(*conversation)
     compact = _shorten(model, prompts)
     if subtitles:
@@ -164,6 +166,7 @@ def _lay_out(
     processor: Any,
     videos: Mapping[str, EncodedVideo],
     questions: Sequence[str],
+    queries: Sequence[str],
     turns: Sequence[str],
     choice: Mapping[str, Any],
     options: Mapping[str, Any],
@@ -172,7 +175,7 @@ def _lay_out(
     """The prompts, without the oldest turns if the model has no positions for them; `ValueError` if still not."""
     most, new_tokens, left_out = model.config.get_text_config().max_position_embeddings, options["max_new_tokens"], 0
     while True:
-        inputs = prompt_inputs(processor, videos, questions, turns[left_out:], model.device, captions)
+        inputs = prompt_inputs(processor, videos, questions, turns[left_out:], model.device, captions, queries)
         options["streamer"].start()
         visual, selection = take_inputs({**inputs, **choice})
         layout, places = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]), None
@@ -295,6 +298,7 @@ def prompt_inputs(
     turns: Sequence[str] = (),
     device: Any = "cpu",
     captions: Sequence[str] = (),
+    queries: Sequence[str] = (),
 ) -> dict[str, Any]:
     """
     The model's inputs for questions about the same videos, a row for each; with a text in front of each question.
@@ -313,7 +317,8 @@ def prompt_inputs(
         rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
     grids, metadata = torch.cat([video.video_grid_thw for video in encoded]), [video.metadata for video in encoded]
     # Where nothing else stands in the last turn, it is the question.
-    query = {"query": list(questions)} if any(captions) or (len(videos) > 1 and not turns) else {}
+    apart = queries or any(captions) or (len(videos) > 1 and not turns)
+    query = {"query": list(queries or questions)} if apart else {}
     inputs = processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **query)
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
     more = {"video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import track
 
@@ -16,7 +15,7 @@ from .data.media import VIDEO_SUFFIXES
 from .known import remember_model
 from .library import INDEX, MADE, Entry, Index, refuse_links
 from .nearest import grow
-from .output import check_folder, counted, first_line, listed, printable, require_space, size
+from .output import check_folder, counted, first_line, listed, locked, printable, require_space, size
 from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, saved_video
 from .videos import FAILURES, encode, open_chunks
 
@@ -79,31 +78,28 @@ def index(
     settings = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
     settings |= {name: value for name, value in reading.items() if value is not None or name not in settings}
     name = str(Path(name).resolve()) if name and Path(name).is_dir() else name
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            for path in folder.iterdir():
-                if _PARTS.fullmatch(path.name):
-                    path.unlink()
-            if others and (folder / INDEX).stat().st_size:
-                earlier = Index(folder, mend=True)
-                earlier.require(made_by)
-                if earlier.damaged:
-                    lines = counted(earlier.damaged, "line")
-                    say(f"Left out of {INDEX} {lines} that cannot be used. Labels of theirs are to be given again.")
-            library = Index(folder, {"made_by": made_by, "dtype": "auto", **settings})  # that of the model
-            indexing = _Indexing(library, model, processor, reading, labels or {}, pattern, say)
-            indexing.recognise(files, str(videos.resolve()), prune)
-            library.add(MADE, {"model": name, "revision": revision, "videos": str(videos.resolve())})
-            if name:
-                try:
-                    remember_model(made_by, {"name": name, "revision": revision})
-                except OSError as error:
-                    what = "questions to the library will have to name the model with --model"
-                    say(f"{error.filename} cannot be written: {what}.")
-            indexing.encode_all(indexing.measure(files))
-            grow(library, model, say)
-    except Timeout as error:
-        raise ValueError(f"Another process is writing {folder}; wait until it is done.") from error
+    with locked(folder / ".lock", f"is writing {folder}", 0):
+        for path in folder.iterdir():
+            if _PARTS.fullmatch(path.name):
+                path.unlink()
+        if others and (folder / INDEX).stat().st_size:
+            earlier = Index(folder, mend=True)
+            earlier.require(made_by)
+            if earlier.damaged:
+                lines = counted(earlier.damaged, "line")
+                say(f"Left out of {INDEX} {lines} that cannot be used. Labels of theirs are to be given again.")
+        library = Index(folder, {"made_by": made_by, "dtype": "auto", **settings})  # that of the model
+        indexing = _Indexing(library, model, processor, reading, labels or {}, pattern, say)
+        indexing.recognise(files, str(videos.resolve()), prune)
+        library.add(MADE, {"model": name, "revision": revision, "videos": str(videos.resolve())})
+        if name:
+            try:
+                remember_model(made_by, {"name": name, "revision": revision})
+            except OSError as error:
+                what = "questions to the library will have to name the model with --model"
+                say(f"{error.filename} cannot be written: {what}.")
+        indexing.encode_all(indexing.measure(files))
+        grow(library, model, say)
     return library
 
 

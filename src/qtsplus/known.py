@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from filelock import FileLock
 from pydantic import with_config
 from typing_extensions import TypedDict
 
+from .output import locked
 from .results import STORED, Journal, Line, Schema
 from .storage import Digest
 
@@ -34,10 +34,7 @@ def known_models(made_by: str) -> list[KnownModel]:
 
 def remember_model(made_by: str, model: KnownModel) -> None:
     """Puts a model in front of those with its [`fingerprint`]; `OSError` if the cache cannot be written."""
-    _file().parent.mkdir(parents=True, exist_ok=True)
-    lock = _file().with_suffix(".lock")
-    lock.touch()  # a FileLock takes some places that cannot be written for ones that are locked
-    with FileLock(lock):
+    with locked(_file().with_suffix(".lock")):
         earlier = known_models(made_by)
         if earlier[:1] != [model]:
             others = [one for one in earlier if one != model]

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -46,18 +46,28 @@ def _remove_left(target: Path) -> None:
             pass  # not of ours, or of another user who is still at work
 
 
+def locked(path: Path, busy: str = "", timeout: float = -1) -> AbstractContextManager:
+    """
+    Holds the lock of a file, which the system takes from a process that dies, until the context ends: a `ValueError`
+    that says what another process does that holds it beyond the timeout, an `OSError` where it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()  # a FileLock takes some places that cannot be written for ones that are locked
+    try:
+        return FileLock(path).acquire(timeout=timeout)
+    except Timeout as error:
+        raise ValueError(f"Another process {busy}: wait for it, or choose another folder.") from error
+
+
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
     """
     A folder for one process at a time, whose work goes on where it stopped: a `ValueError` for a second one, and an
     `OSError` that says how to go on for a full disk.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / ".lock", timeout=0):
+        with locked(folder / ".lock", f"works in {folder}", 0):
             yield
-    except Timeout as error:
-        raise ValueError(f"Another process works in {folder}: wait for it, or choose another folder.") from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise

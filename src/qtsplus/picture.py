@@ -122,23 +122,19 @@ def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Inter
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def draw_kept_video(
-    video: EncodedVideo, kept: torch.Tensor, path: str | Path, evidence: Sequence[Interval] | None = None
-) -> None:
+def draw_kept_video(video: EncodedVideo, kept: torch.Tensor, path: str | Path, evidence: Sequence[Interval]) -> None:
     """
-    The video's own frames as H.264 with the kept tokens lit and the others dimmed, each frame when a player shows it.
+    Stretches of a video, one behind the other, as H.264 with the kept tokens lit and the others dimmed.
 
     Args:
         kept: bool `[T, H, W]`, tokens.
         path: where the mp4 goes.
-        evidence: only these stretches of the video, one behind the other.
     """
     fps, light, console = video.metadata.fps, kept.numpy(), Console(stderr=True)
-    indices: Any = range(video.metadata.total_num_frames or 0)
-    if evidence is not None:
-        bounds = [(round((one.start - video.start) * fps), round((one.end - video.start) * fps)) for one in evidence]
-        indices = sorted({index for first, last in bounds for index in indices[first : max(last, first + 1)]})
-    opened, begin = _open(video, indices), video.start if evidence is None else 0.0
+    bounds = [(round((one.start - video.start) * fps), round((one.end - video.start) * fps)) for one in evidence]
+    there = range(video.metadata.total_num_frames or 0)
+    indices = sorted({index for first, last in bounds for index in there[first : max(last, first + 1)]})
+    opened = _open(video, indices)
     with av.open(str(path), "w") as container:
         rate = Fraction(fps).limit_denominator(1001)
         stream = container.add_stream("libx264", rate=rate, options={"preset": "veryfast"})
@@ -149,7 +145,7 @@ def draw_kept_video(
         for number, (index, frame) in enumerate(frames):
             lit = _lit(frame, light[_step(video, index / fps, kept)])[: stream.height, : stream.width]
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(lit), format="rgb24")
-            picture.pts, picture.time_base = round((begin + number / fps) / _CLOCK), _CLOCK
+            picture.pts, picture.time_base = round(number / fps / _CLOCK), _CLOCK
             container.mux(stream.encode(picture))
         container.mux(stream.encode())
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from pydantic import Field, with_config
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.video_utils import VideoMetadata
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from .data.records import String
 from .output import first_line, whole_file
@@ -31,6 +31,15 @@ _When = Annotated[float, Field(ge=-1e9, le=1e9)]  # seconds on a player's clock
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video says its own
 
 
+def digest_of(tensors: Mapping[str, torch.Tensor], settings: Any = None) -> str:
+    """A hash of tensors by name, in their order, and of settings that JSON can hold."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def fingerprint(model: Any, processor: Any) -> str:
     """A hash of what features depend on: the vision tower's weights and settings, and the processor's for pixels."""
     others = (*SAMPLING, "do_sample_frames")
@@ -38,12 +47,8 @@ def fingerprint(model: Any, processor: Any) -> str:
         "vision": {**model.config.vision_config.to_dict(), "transformers_version": None},
         "pixels": {name: at for name, at in processor.video_processor.to_dict().items() if name not in others},
     }
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, weight in model.model.state_dict().items():
-        if not name.startswith(("language_model.", "qtsplus.")):
-            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-            digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    weights, apart = model.model.state_dict(), ("language_model.", "qtsplus.")
+    return digest_of({name: weight for name, weight in weights.items() if not name.startswith(apart)}, settings)
 
 
 @with_config(STORED)
@@ -88,13 +93,11 @@ class _Said(TypedDict):
 class _About(TypedDict):
     """What the header of a stored video says beside the [`fingerprint`] of what encoded it."""
 
-    video: NotRequired[str]  # of another's word, and not written since 2026-11-27
-    file: NotRequired[State | None]  # nor this
     seconds: Seconds
     start: _When
     warnings: list[str]
-    sound: NotRequired[bool]  # not said before 2026-11-26
-    subtitles: NotRequired[list[_Said]]  # nor these
+    sound: bool
+    subtitles: list[_Said]
     video_grid_thw: Annotated[list[Annotated[list[Count], Field(min_length=3, max_length=3)]], _ONE]
     second_per_grid_ts: Annotated[list[Annotated[float, Field(ge=1e-6, le=1e9)]], _ONE]
     metadata: _Metadata
@@ -171,9 +174,8 @@ def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = Non
 
 def _build(content: Any, features: torch.Tensor, model: Any, whole: bool) -> EncodedVideo:
     about: Any = {**check_stored(_About, content), "video": IN_MEMORY}
-    about.pop("file", None)
     grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
-    said = [Subtitle(**line) for line in about.pop("subtitles", ())]
+    said = [Subtitle(**line) for line in about.pop("subtitles")]
     steps, rows, columns = model.model.merged_grid(grid)[0]
     expected, width = steps * rows * columns, model.model.token_width
     if not expected or features.shape != (expected, width) or features.dtype not in _DTYPES:

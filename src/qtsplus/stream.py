@@ -60,9 +60,8 @@ class Camera:
     patches: torch.Tensor  # [1, 2], those of its grid in patches
     cells: tuple[int, int]  # those of its grid in tokens
     tokens: Tokens
-    waiting: list[tuple[int, np.ndarray]] = field(
-        default_factory=list
-    )  # frames of a step that may go on, and its number
+    # Frames of a step that may go on, and its number
+    waiting: list[tuple[int, np.ndarray]] = field(default_factory=list)
     newest: int = -1  # the number of the newest step
     missing: int = 0  # frames that it lacks, as at the end of a video
     frame: int = -1  # the number of the newest frame, where there are `fps` a second

@@ -15,6 +15,7 @@ import torch
 from transformers.utils import logging
 
 from .evidence import keep_maps
+from .settings import check_count
 
 if TYPE_CHECKING:
     from .videos import EncodedVideo
@@ -94,8 +95,7 @@ def check_subtitles(most: int | None, videos: Mapping[str, "EncodedVideo"]) -> N
     """A `ValueError` where no video has the subtitles of which so many tokens are wanted."""
     if most is None:
         return
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise ValueError(f"subtitles={most!r}: expected a number of tokens, at least 1.")
+    check_count("subtitles", most, "tokens")
     if not any(video.subtitles for video in videos.values()):
         raise ValueError("No video was encoded with its subtitles; give `subtitles=True` to `encode` or `add`.")
 

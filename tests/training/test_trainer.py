@@ -1,7 +1,6 @@
 """The objective: its terms, their means over an optimizer step, and the log."""
 
 import json
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from qtsplus.selector_qtsplus import GATES
 from qtsplus.training import QTSplusTrainingArguments
 from qtsplus.training.trainer import STATE_FILE
 from tiny import tiny_model
-from training_examples import InOrder, assert_same_training, collate, examples, make_trainer, steps
+from training_examples import assert_same_training, collate, examples, make_trainer, steps
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -185,32 +184,3 @@ def test_arguments_that_exclude_each_other(tmp_path):
         QTSplusTrainingArguments(output_dir=str(tmp_path), lora_rank=4, freeze_language_model=False)
     with pytest.raises(ValueError, match="sft_loss"):
         QTSplusTrainingArguments(output_dir=str(tmp_path), sft_loss="sum")
-
-
-class Warm(InOrder):
-    """Adds the mean logit of every row's first token to its objective."""
-
-    loss_names = (*InOrder.loss_names, "loss_warmth")
-
-    @contextmanager
-    def further_losses(self, inputs, labels):
-        warmth = inputs.pop("warmth")
-        yield inputs, lambda outputs: {"loss_warmth": (0.5, warmth * outputs.logits[:, 0].float().mean(1))}
-
-
-def with_warmth(rows):
-    return {**collate(rows), "warmth": torch.ones(len(rows))}
-
-
-def test_a_subclass_adds_a_loss_in_one_place(tmp_path):
-    def train(**settings):
-        trainer = make_trainer(tmp_path, **settings)
-        trainer.data_collator = with_warmth if isinstance(trainer, Warm) else collate
-        trainer.train()
-        return trainer
-
-    plain, warm = (steps(train(kind=kind, max_steps=1))[0] for kind in (InOrder, Warm))
-    rows_with_vision = sum(bool(row.videos) for row in examples(4))
-    assert warm["loss"] == pytest.approx(plain["loss"] + 0.5 * warm["loss_warmth"] * 4 / rows_with_vision, rel=1e-5)
-    whole = train(kind=Warm)
-    assert_same_training(whole, train(kind=Warm, per_device_train_batch_size=2, gradient_accumulation_steps=2))

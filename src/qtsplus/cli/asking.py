@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..output import counted, printable
 from . import options
-from .console import console, fail, note, notes, one_line_errors, require_text, wrote
+from .console import console, fail, note, notes, one_line_errors, wrote
 from .library import Label, read_labels
 from .models import load_named, name_model, open_library, split_revision
 
@@ -83,13 +83,14 @@ def ask(
         refuse({**no_part, "dry_run": dry_run or None}, "has no effect with --summary; leave it out")
     if dry_run:
         refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
-    require_text(question)
     choice = {**budget, "subtitles": subtitles, "max_new_tokens": max_new_tokens or 128}
     with one_line_errors():
+        from ..answers import check_text
         from ..decoding_qtsplus import shown_name
         from ..hub.folder import check_own
         from ..methods_qtsplus import add_method
 
+        check_text("question", question)
         add_method(selection)
         if evidence is not None:
             check_own(evidence)

@@ -1,6 +1,5 @@
 """`qtsplus chat`: a conversation about videos, line by line, in a terminal or through a pipe."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,10 +8,11 @@ import typer
 
 from . import options
 from .asking import Talk, check_videos, print_answer
-from .console import complain, console, describe, fail, note, one_line_errors
+from .console import complain, describe, fail, note, one_line_errors
 from .models import split_revision
 
-_HELP = "Commands: /evidence [FOLDER], /quit. Anything else is a question."
+_EVIDENCE = "/evidence FOLDER draws what the last answer rests on"
+_HELP = "Commands: /evidence FOLDER, /quit. Anything else is a question."
 
 
 def chat(
@@ -40,8 +40,8 @@ def chat(
     Every question to a library searches all of it, and may be answered from another video than the one before. So it
     stands alone, as for `qtsplus ask`: name in each what it is about.
 
-    A question stands on a line of its own. /evidence says what the last answer rests on, or draws it into a folder;
-    /quit ends. From a pipe, a line that fails makes the exit code 1.
+    A question stands on a line of its own. /evidence draws what the last answer rests on into a folder; /quit ends.
+    From a pipe, a line that fails makes the exit code 1.
     """
     model, revision = split_revision(model)
     reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
@@ -75,10 +75,17 @@ def _listen(talk: Talk, choice: dict[str, Any], as_json: bool) -> int:
         try:
             text = input("> " if stdin.isatty() else "").strip()
             text.encode()  # or it was no text
+            command, _, folder = text.partition(" ")
             if text == "/quit":
                 return failed
-            if text:
-                _answer(talk, text, choice, as_json)
+            if command == "/evidence":
+                if talk.last is None or not folder.strip():
+                    raise ValueError(f"{_EVIDENCE}: ask something first, and name a folder")
+                talk.draw(Path(folder.strip()))
+            elif command.startswith("/"):
+                raise ValueError(f"there is no command {command}. {_HELP}")
+            elif text:
+                print_answer(talk.ask(text, **choice), talk.is_library, as_json)
         except EOFError:
             return failed
         except BrokenPipeError:
@@ -86,28 +93,3 @@ def _listen(talk: Talk, choice: dict[str, Any], as_json: bool) -> int:
         except (ValueError, OSError) as error:
             failed += 1
             complain(describe(error))
-
-
-def _answer(talk: Talk, text: str, choice: dict[str, Any], as_json: bool) -> None:
-    """Does what one line says."""
-    command, _, argument = text.partition(" ")
-    argument = argument.strip()
-    if command == "/evidence":
-        _show_evidence(talk, argument, as_json)
-    elif command.startswith("/"):
-        raise ValueError(f"there is no command {command}. {_HELP}")
-    else:
-        print_answer(talk.ask(text, **choice), talk.is_library, as_json)
-
-
-def _show_evidence(talk: Talk, folder: str, as_json: bool) -> None:
-    """What the last answer rests on, as lines or drawn."""
-    if talk.last is None:
-        raise ValueError("/evidence is about an answer; ask something first")
-    if folder:
-        talk.draw(Path(folder))
-        return
-    for one in talk.last.as_dict()["evidence"]:
-        line = f"{one['video']}: {one['start']:.1f} to {one['end']:.1f} s, box {one['pixels'] or one['box']}"
-        line = json.dumps(one) if as_json else f"{line}, {one['weight']:.0%}"
-        console.print(line, soft_wrap=True, highlight=False)

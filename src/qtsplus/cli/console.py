@@ -95,14 +95,6 @@ def require_fraction(retention: float | None) -> float | None:
     return retention
 
 
-def require_text(question: str) -> None:
-    """Ends the command for bytes that are no text."""
-    try:
-        question.encode()
-    except UnicodeEncodeError:
-        fail("the question is not valid UTF-8 text")
-
-
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Bad input ends in one line on standard error and exit code 2; anything else is a bug and keeps its traceback."""

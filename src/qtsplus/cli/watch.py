@@ -10,7 +10,7 @@ import typer
 
 from ..output import printable
 from .asking import place
-from .console import console, fail, note, one_line_errors, require_text
+from .console import console, fail, note, one_line_errors
 from .models import load_named, split_revision
 from .options import AsJson, Asked, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Start
 
@@ -59,10 +59,11 @@ def watch(
     """Answer a question again and again while video comes. Ctrl-C ends it."""
     model, revision = split_revision(model)
     named = named_sources(sources)
-    require_text(question)
     with one_line_errors():
         from .. import watching
+        from ..answers import check_text
 
+        check_text("question", question)
         loaded, processor = load_named(model, revision, device)
         if when_seen is not None and not loaded.config.qtsplus_config.null_token:
             fail("--when-seen needs a model with a null token, which says how sure it is; use --on-change")

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
-from ..answers import check_question
+from ..answers import answer_questions, check_question
 from ..data.records import VideoRecord
 from ..methods_qtsplus import Method
 from ..output import first_line
@@ -36,7 +35,6 @@ class Outcome:
         return len(self.kept_indices)
 
 
-@torch.no_grad()
 def exact_match(
     model: Any,
     processor: Any,
@@ -68,32 +66,21 @@ def exact_match(
             continue
         for start in range(0, len(indices), batch_size):
             batch = [records[index] for index in indices[start : start + batch_size]]
-            conversations = [
-                [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": record.question}]}]
-                for record in batch
-            ]
-            inputs = processor.conversation_inputs(
-                conversations,
-                query=[record.query or record.question for record in batch],
-                video_grid_thw=encoded.video_grid_thw.repeat(len(batch), 1),
-                video_metadata=[encoded.metadata] * len(batch),
-            )
-            output = model.generate(
-                **inputs.to(model.device),
-                video_features=[encoded.features] * len(batch),
-                second_per_grid_ts=encoded.second_per_grid_ts * len(batch),
+            answers = answer_questions(
+                model,
+                processor,
+                {video: encoded},
+                [record.question for record in batch],
+                queries=[record.query or record.question for record in batch],
                 retention=retention,
                 selection=selection,
                 do_sample=False,
                 max_new_tokens=max(len(processor.text_ids(record.answer)) for record in batch) + 2,
-                return_dict_in_generate=True,
             )
-            ids, chosen = output.sequences[:, inputs["input_ids"].shape[1] :], output.qtsplus
-            texts = processor.batch_decode(ids, skip_special_tokens=True)
-            for row, (index, text) in enumerate(zip(indices[start:], texts, strict=False)):
-                correct, kept = text.strip() == records[index].answer, tuple(chosen.kept_indices[row].tolist())
-                rho = float(chosen.rho[row])
-                outcomes[index] = Outcome(records[index], correct, len(encoded.features), rho, kept, said=text.strip())
+            for index, record, answer in zip(indices[start:], batch, answers, strict=False):
+                kept = tuple(answer.keep_map.flatten().nonzero()[:, 0].tolist())
+                correct, tokens = answer.answer == record.answer, answer.visual_tokens
+                outcomes[index] = Outcome(record, correct, tokens, answer.rho, kept, said=answer.answer)
     return [outcomes[index] for index in range(len(records))]
 
 

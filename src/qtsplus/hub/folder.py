@@ -8,12 +8,11 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
-from ..output import check_folder, listed, whole_file
+from ..output import check_folder, listed, locked, whole_file
 
 # In every folder that is written here: what was written, so that a later run replaces that and nothing else.
 WRITTEN = ".qtsplus-files.json"
@@ -63,23 +62,19 @@ def check_own(folder: str | Path) -> Path:
 
 @contextmanager
 def _sole_writer(folder: Path) -> Iterator[None]:
-    """Holds a lock beside the folder, which the system takes from a process that dies."""
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    """Holds a lock beside the folder."""
+    path = folder.with_name(f".{folder.name}.lock")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        Path(lock.lock_file).touch()  # a FileLock takes some places that cannot be written for ones that are locked
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ValueError(f"Another process is writing {folder}; wait until it is done or choose another.") from error
+        lock = locked(path, f"is writing {folder}", 0)
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error}); choose another folder.") from error
-    try:
-        yield
-    finally:
-        # Removed while it is held: who waits for it sees that its file is gone. Windows keeps it until it is released.
-        with suppress(PermissionError):
-            Path(lock.lock_file).unlink()
-        lock.release()
+    with lock:
+        try:
+            yield
+        finally:
+            # Removed while it is held: who waits for it sees that its file is gone. Windows keeps it until then.
+            with suppress(PermissionError):
+                path.unlink()
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Videos encoded once: with a frozen vision tower, training need not decode and encode them again and again."""
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from transformers.utils import logging
 
 from ..output import first_line, require_space, size, whole_file
 from ..results import is_plain_file
+from ..storage import digest_of, fingerprint
 from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)
@@ -73,8 +73,8 @@ def encode_files(
     """
     kwargs, tower = dict(processor_kwargs or {}), vision_modules(model)
     reading = {name: value for name, value in processor.video_processor.to_dict().items() if name not in _CLASSES}
-    settings = ["with digests", reading, kwargs, str(autocast_dtype)]
-    features = VideoFeatures(Path(folder) / digest_of(tower, settings))
+    settings = [fingerprint(model, processor), reading, kwargs, str(autocast_dtype)]
+    features = VideoFeatures(Path(folder) / digest_of({}, settings)[:16])
     features.folder.mkdir(parents=True, exist_ok=True)
     state, console = PartialState(), Console(stderr=True)
     missing = sorted({video for video in videos if not features.file(*video).exists()}, key=str)
@@ -110,17 +110,6 @@ def _decode(processor: Any, processor_kwargs: dict[str, Any], video: tuple[str, 
     return video, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
 
 
-def digest_of(modules: Mapping[str, Any], settings: Any) -> str:
-    """Of the weights of some modules, by name, and of settings that JSON can hold."""
-    digest = hashlib.sha256()
-    weights = {f"{part}.{key}": tensor for part, one in modules.items() for key, tensor in one.state_dict().items()}
-    for name, weight in sorted(weights.items()):
-        digest.update(f"{name} {weight.dtype}".encode())
-        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
-    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    return digest.hexdigest()[:16]
-
-
 def read_tensors(path: Path, ranks: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
     """What [`write_tensors`] wrote, of these ranks by name; `None` without a file, a `ValueError` for damage."""
     if not os.path.lexists(path):
@@ -149,5 +138,4 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def _header(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """A digest of the tensors and of the place where they belong: that of another video is damage too."""
-    place = f"{path.parent.name}/{path.name}".encode()
-    return {"digest": hashlib.sha256(place + save(tensors)).hexdigest()}
+    return {"digest": digest_of(dict(sorted(tensors.items())), f"{path.parent.name}/{path.name}")}

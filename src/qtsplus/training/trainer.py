@@ -1,8 +1,7 @@
 """The Trainer of Transformers with the paper's objective, its diagnostics and its dual variable."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,6 @@ logger = logging.get_logger(__name__)
 _TERMS = ("loss_t", "loss_m", "loss_s", "loss_relevance", "loss_budget")
 _LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), *_TERMS)
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
-
-FurtherLosses = Callable[[Any], Mapping[str, tuple[float, torch.Tensor]]]
 
 
 class _StepCallback(TrainerCallback):
@@ -110,7 +107,7 @@ class QTSplusTrainer(Trainer):
         elif not isinstance(model, PeftModel):
             freeze(model, args)
         if kwargs.get("compute_loss_func") is not None:
-            raise ValueError("compute_loss_func has no effect here: add losses in further_losses.")
+            raise ValueError("compute_loss_func has no effect here: add losses in a subclass's compute_loss.")
         super().__init__(model=model, args=args, **kwargs)
         if base_model(model).model.full_length is None:
             base_model(model).model.full_length = False  # the losses below are of the shortened prompt
@@ -158,8 +155,7 @@ class QTSplusTrainer(Trainer):
         inputs.pop("source_ids", None)
         if model.training and self._retention is not None:
             inputs["retention"] = self._retention
-        with self.further_losses(inputs, labels) as (inputs, losses_of):
-            outputs, token_losses, rows = self._answer(model, inputs, labels, self.args.label_smoothing_factor)
+        outputs, token_losses, rows = self.answer(model, inputs, labels, self.args.label_smoothing_factor)
         token_source = sources[rows]
         tokens = counts[: len(SOURCES)]  # supervised ones of the step, of each source
         if self.args.sft_loss == "token_mean":
@@ -173,7 +169,7 @@ class QTSplusTrainer(Trainer):
 
         budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training, asked=self._retention is None)
         if model.training:
-            terms = dict(losses_of(outputs))
+            terms: dict[str, tuple[float, torch.Tensor]] = {}
             if self.args.relevance_weight > 0:
                 divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels)
                 terms["loss_relevance"] = self.args.relevance_weight, divergences
@@ -186,17 +182,6 @@ class QTSplusTrainer(Trainer):
             loss = (loss + budget) * self.accelerator.num_processes
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
-
-    @contextmanager
-    def further_losses(
-        self, inputs: dict[str, Any], labels: torch.Tensor
-    ) -> Iterator[tuple[dict[str, Any], FurtherLosses]]:
-        """
-        Where a subclass adds losses: a context around the pass over a micro-batch, with labels `[B, S]`. It yields what
-        the model gets, and what makes further losses of its outputs: by a name in `loss_names` a weight, and the losses
-        `[k]` of some samples, which in training are divided by the step's samples with visual tokens.
-        """
-        yield inputs, lambda outputs: {}
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """As stock; the labels are those of the shortened prompt, column for column beside the logits."""
@@ -212,7 +197,7 @@ class QTSplusTrainer(Trainer):
         columns = None if qtsplus is None else qtsplus.columns
         return labels if columns is None else base_model(self.model).compact_labels(labels, input_ids, columns)
 
-    def _answer(self, model, inputs: Mapping[str, Any], labels: torch.Tensor, smoothing: float = 0.0):
+    def answer(self, model, inputs: Mapping[str, Any], labels: torch.Tensor, smoothing: float = 0.0):
         """The model's outputs, and of every supervised token its cross-entropy and its row."""
         outputs = model(**inputs, use_cache=False)
         labels = self._compact(labels, inputs["input_ids"], outputs.qtsplus)
@@ -231,7 +216,7 @@ class QTSplusTrainer(Trainer):
         with evaluating(self.model), torch.no_grad():  # kept is what inference keeps
             for step in range(steps):
                 limited = {**inputs, "retention": 1.0, "max_visual_tokens": 2**step}
-                _, token_losses, rows = self._answer(self.model, limited, labels)
+                _, token_losses, rows = self.answer(self.model, limited, labels)
                 measured[:, step].index_add_(0, rows, token_losses)
         if qtsplus is None:
             return measured[:0, 0]
