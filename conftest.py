@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import shutil
 import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -96,6 +97,35 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory) -> Path:
+    """A folder of three films."""
+    from clips import LIBRARY, render_world, write_mp4
+
+    folder = tmp_path_factory.mktemp("videos")
+    for name, world in LIBRARY.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_mp4(folder / name, render_world(world), 2)
+    return folder
+
+
+@pytest.fixture
+def mine(videos, tmp_path) -> Path:
+    """The same, which a test may change."""
+    return Path(shutil.copytree(videos, tmp_path / "videos"))
+
+
+@pytest.fixture(scope="module")
+def library(videos, loaded, tiny_published, tmp_path_factory):
+    """The library of those films."""
+    from qtsplus.indexing import index
+    from qtsplus.library import Library
+
+    folder = tmp_path_factory.mktemp("library")
+    index(videos, folder, *loaded, name=str(tiny_published))
+    return Library(folder, *loaded)
 
 
 @pytest.fixture(scope="module")

@@ -184,3 +184,6 @@ def write_records(folder: Path, videos: int = 2, seconds: int = 4, objects: int 
             lines.append(json.dumps({"video": f"{seed}.mp4", "kind": "attribute", **seen}))
     (folder / "records.jsonl").write_text("\n".join(lines) + "\n")
     return folder / "records.jsonl"
+
+
+LIBRARY = {name: make_world(160 + seed, 6) for seed, name in enumerate(("a.mp4", "b.mp4", "more/c.mp4"))}

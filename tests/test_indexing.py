@@ -1,0 +1,261 @@
+"""`qtsplus index`: what is encoded, what is known again, what leaves, and what is refused."""
+
+import os
+import shutil
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from clips import LIBRARY, make_world, render_world, write_mp4
+from qtsplus import indexing, session
+from qtsplus.cli import app
+from qtsplus.indexing import index
+from qtsplus.library import Index, Library
+
+QUESTION = "What is in the red circle?"
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def encoded(folder):
+    """The encoded videos of a library on disk, with when they were written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+
+
+def test_what_is_on_disk_is_not_encoded_again(mine, loaded, tmp_path):
+    lines: list[str] = []
+    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    before = encoded(tmp_path / "library")
+    assert len(before) == 3 and "3 of 3 videos: 648 tokens, 332 kB" in lines[0]
+    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    assert encoded(tmp_path / "library") == before and len(lines) == 1
+
+
+def test_the_content_of_a_file_decides(mine, loaded, tmp_path):
+    folder = tmp_path / "library"
+    index(mine, folder, *loaded)
+    before = encoded(folder)
+    (mine / "a.mp4").rename(mine / "moved.mp4")
+    shutil.copy(mine / "moved.mp4", mine / "copy.mp4")
+    index(mine, folder, *loaded)
+    assert encoded(folder) == before
+    assert Library(folder, *loaded).names == ["b.mp4", "copy.mp4", "more/c.mp4", "moved.mp4"]
+
+    (mine / "copy.mp4").unlink()
+    write_mp4(mine / "b.mp4", render_world(make_world(109, 6)), 2)
+    index(mine, folder, *loaded)
+    after = encoded(folder)
+    assert len(after) == 3 and len(after.items() & before.items()) == 2  # the changed one was encoded, its past is gone
+    assert Library(folder, *loaded).names == ["b.mp4", "more/c.mp4", "moved.mp4"]
+
+    (mine / "more/c.mp4").unlink()
+    index(mine, folder, *loaded)
+    assert len(encoded(folder)) == 2
+    assert Library(folder, *loaded).names == ["b.mp4", "moved.mp4"]
+
+
+def test_a_bad_file_is_named_and_ends_nothing(mine, loaded, tmp_path):
+    (mine / "a.mp4").write_bytes(b"no video")
+    made = index(mine, tmp_path / "library", *loaded)
+    assert "Cannot decode" in made.entries["a.mp4"]["error"]
+    assert Library(tmp_path / "library", *loaded).names == ["b.mp4", "more/c.mp4"]
+    write_mp4(mine / "a.mp4", render_world(LIBRARY["a.mp4"]), 2)
+    made = index(mine, tmp_path / "library", *loaded)
+    assert made.entries["a.mp4"]["error"] is None and len(made.files) == 3
+
+
+def test_a_file_that_cannot_be_read_ends_nothing(mine, loaded, tmp_path, monkeypatch):
+    """A new one is named; what was known of another stays."""
+    folder, lines, measure = tmp_path / "library", [], indexing.measure
+    locked = ["a.mp4"]
+
+    def read(path):
+        if path.name in locked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return measure(path)
+
+    monkeypatch.setattr(indexing, "measure", read)
+    made = index(mine, folder, *loaded)
+    assert made.entries["a.mp4"]["error"] == "Permission denied" and len(made.files) == 2
+    locked[:] = ["b.mp4"]
+    (mine / "b.mp4").touch()
+    made = index(mine, folder, *loaded, say=lines.append)
+    assert made.entries["a.mp4"]["error"] is None and len(made.files) == 3
+    assert lines[0] == "b.mp4 cannot be read now, and stays as it was: Permission denied."
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(mine, loaded, tmp_path, monkeypatch):
+    folder, scan = tmp_path / "library", os.scandir
+    index(mine, folder, *loaded)
+    before = encoded(folder)
+
+    def refuse(path):
+        if Path(path).name == "more":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError):
+        index(mine, folder, *loaded)
+    assert encoded(folder) == before and len(Index(folder).files) == 3
+
+
+def test_links_are_followed_once(mine, loaded, tmp_path):
+    (mine / "more").rename(tmp_path / "elsewhere")
+    (mine / "more").symlink_to(tmp_path / "elsewhere")
+    (mine / "itself").symlink_to(mine)
+    assert list(index(mine, tmp_path / "library", *loaded).files) == list(LIBRARY)
+
+
+def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, loaded, tmp_path):
+    films = ("disc.VOB", "phone.3gp", "camera.MTS", "loop.gif")
+    for name in films:
+        shutil.copy(next(mine.glob("**/*.mp4")), mine / name)
+    (mine / ".trash").mkdir()
+    for name in (".trash/gone.mp4", "._phone.mp4"):
+        shutil.copy(mine / "phone.3gp", mine / name)
+    notes = [f"notes-{number:02}.txt" for number in range(22)]
+    for name in (*notes, ".hidden.txt"):
+        (mine / name).write_text("not a film")
+    lines = []
+    for _ in range(2):
+        made = index(mine, mine / "library", *loaded, say=lines.append)
+        assert {*films} < made.entries.keys() and not any("gone" in name or "._" in name for name in made.entries)
+        said = f"Left out 22 files, by the name no video: {', '.join(notes[:20])} and 2 more"
+        assert said in lines
+        lines.clear()
+
+
+def test_what_leaves_is_named(mine, loaded, tmp_path):
+    index(mine, tmp_path / "library", *loaded)
+    (mine / "b.mp4").unlink()
+    lines: list[str] = []
+    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    assert lines == ["The library loses 1 of 3 videos, not here any more: b.mp4"]
+
+
+def flipped(data):
+    return data[:-4000] + bytes([data[-4000] ^ 8]) + data[-3999:]
+
+
+@pytest.mark.parametrize("damage", [flipped, lambda data: data[:1000], lambda data: b"", lambda data: data[:-40]])
+def test_what_is_damaged_is_made_again(mine, loaded, tmp_path, damage):
+    folder = tmp_path / "library"
+    made = index(mine, folder, *loaded)
+    stored = made.files["b.mp4"]
+    good = stored.read_bytes()
+    stored.write_bytes(damage(good))
+    with pytest.raises(ValueError, match=rf"{stored}'?, what was stored of b.mp4, is damaged|changed since it was wri"):
+        Library(folder, *loaded).find(QUESTION)
+    lines: list[str] = []
+    index(mine, folder, *loaded, say=lines.append)
+    assert lines[0].startswith("What was stored of b.mp4 is damaged") and len(load_file(stored)["features"]) == 216
+    assert Library(folder, *loaded).find(QUESTION, 1)
+
+
+def test_a_library_that_was_only_begun(mine, loaded, tmp_path):
+    """The process ended after nothing, or after the first line."""
+    folder = tmp_path / "library"
+    index(mine, folder, *loaded)
+    journal, before = folder / "library.jsonl", encoded(folder)
+    for begun in ("", journal.read_text().splitlines(keepends=True)[0]):
+        journal.write_text(begun)
+        with pytest.raises(ValueError, match="begin it first|was only begun"):
+            Library.open(folder)
+        index(mine, folder, *loaded)
+        assert Library(folder, *loaded).names == list(LIBRARY) and encoded(folder).keys() == before.keys()
+
+
+def test_a_reader_changes_nothing(library):
+    """A line that another process is writing is left to it."""
+    journal = library.folder / "library.jsonl"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"key": "ne')
+    assert len(Index(library.folder).files) == 3 and journal.read_bytes() == whole + b'{"key": "ne'
+    journal.write_bytes(whole)
+
+
+def test_two_at_once(mine, loaded, tmp_path):
+    (tmp_path / "library").mkdir()
+    with (
+        FileLock(tmp_path / "library" / ".lock"),
+        pytest.raises(ValueError, match="Another process is writing"),
+    ):
+        index(mine, tmp_path / "library", *loaded)
+
+
+def test_others_may_read_what_the_umask_lets_them(library):
+    rights = {path.stat().st_mode & 0o777 for path in library.files.values()}
+    assert rights == {(library.folder / "library.jsonl").stat().st_mode & 0o777}
+
+
+def test_what_is_missing_is_said(mine, loaded, tmp_path):
+    made = index(mine, tmp_path / "library", *loaded)
+    made.files["b.mp4"].unlink()
+    assert Library(tmp_path / "library", *loaded).missing == ["b.mp4"]
+
+
+def test_other_settings_are_refused(library, videos, loaded):
+    with pytest.raises(ValueError, match=r"was begun with fps=.*, not 1"):
+        index(videos, library.folder, *loaded, fps=1)
+
+
+def test_another_vision_tower_is_refused(library, videos, loaded):
+    model, processor = deepcopy(loaded[0]), loaded[1]
+    with torch.no_grad():
+        next(model.model.visual.parameters()).add_(1)
+    for use in (Library, lambda folder, *other: index(videos, folder, *other)):
+        with pytest.raises(ValueError, match="another vision tower or processor"):
+            use(library.folder, model, processor)
+
+
+def test_a_folder_of_other_videos_empties_no_library(library, videos, loaded, tmp_path):
+    write_mp4(tmp_path / "other.mp4", render_world(make_world(110, 1)), 2)
+    before = encoded(library.folder)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="3 videos and nothing of what is here"):
+            index(tmp_path, library.folder, *loaded)
+        (tmp_path / "other.mp4").rename(tmp_path / "a.mp4")  # other cameras give the same names
+        (tmp_path / "other.mp4").write_bytes(b"no video")
+    left = Index(library.folder)
+    assert encoded(library.folder) == before and list(left.entries) == list(LIBRARY) and left.videos == videos.resolve()
+
+
+def test_a_folder_of_other_files_becomes_no_library(videos, loaded, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(ValueError, match=r"holds other files, such as model\.safetensors"):
+        index(videos, tmp_path, *loaded)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_folder_without_videos_is_refused(loaded, tmp_path):
+    with pytest.raises(ValueError, match="There is no video in"):
+        index(tmp_path, tmp_path / "library", *loaded)
+    with pytest.raises(ValueError, match="There is no folder"):
+        index(tmp_path / "missing", tmp_path / "library", *loaded)
+    with pytest.raises(ValueError, match="There is no library in"):
+        Library.open(tmp_path)
+    assert not (tmp_path / "library").exists()
+
+
+def test_an_interrupted_run_goes_on(loaded, tiny_published, videos, tmp_path, monkeypatch):
+    folder, films = tmp_path / "library", iter(["a.mp4"])
+
+    def interrupted(*call, **options):
+        if next(films, None) is None:
+            raise KeyboardInterrupt
+        return session.encode(*call, **options)
+
+    monkeypatch.setattr("qtsplus.indexing.encode", interrupted)
+    result = CliRunner().invoke(app, ["index", str(videos), "--out", str(folder), "--model", str(tiny_published)])
+    assert result.exit_code == 130 and "qtsplus: interrupted; the same command goes on" in result.stderr
+    before = encoded(folder)
+    assert len(before) == 1
+    monkeypatch.undo()
+    index(videos, folder, *loaded, name=str(tiny_published))
+    after = encoded(folder)
+    assert len(after) == 3 and before.items() <= after.items()
