@@ -19,7 +19,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
-from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs, join
+from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs
 
 # Few rows fill a CPU, and their memory is used again. The C library maps what is larger than 32 MB anew each time: the
 # page faults, and caches that hold nothing, cost a third of the vision tower's time.
@@ -81,7 +81,8 @@ def _encode_steps(
     for chunk in _chunks(model, grids, steps, frames_per_chunk):
         parts = [steps[index][filled[index] : filled[index] + count].flatten(0, 1) for index, (count, _, _) in chunk]
         grid = grid_thw.new_tensor([piece for _, piece in chunk])
-        encoded = model.encode_pixels(modality, join(parts, parts[0]).to(grid.device), grid)
+        pixels = parts[0] if len(parts) == 1 else torch.cat(parts)  # one is not copied
+        encoded = model.encode_pixels(modality, pixels.to(grid.device), grid)
         for (index, (count, _, _)), piece, part in zip(chunk, encoded, parts, strict=True):
             if not _is_finite(piece):
                 blame = "its features (the weights or the dtype overflow)" if _is_finite(part) else "its pixel values"

@@ -22,7 +22,7 @@ from .work import HALVES
 from .world import Pictures
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/qtsplus-3b.yaml"
-RECORDS = {"train": 120, "validation": 24, "test": 40}  # clips
+RECORDS = {"train": 120, "validation": 24, "test": 160}  # clips
 # Where the words of a question look at what they name, on validation clips: by their own question these heads find most
 # of it, and by another question of the same clip least.
 HEADS = [[2, 4], [5, 6], [8, 0], [8, 1], [9, 2], [14, 3], [15, 6], [15, 7]]
