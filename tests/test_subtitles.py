@@ -122,8 +122,8 @@ def test_a_special_token_in_a_subtitle_is_text(loaded, tmp_path, monkeypatch):
     "options, message",
     [
         ({"subtitles": 50}, "There are no subtitles in"),
-        ({"subtitles": 0}, "subtitles=0: expected a number of tokens"),
-        ({"subtitles": True}, "subtitles=True: expected a number of tokens"),
+        ({"subtitles": 0}, "subtitles=0: expected a whole number of tokens"),
+        ({"subtitles": True}, "subtitles=True: expected a whole number of tokens"),
     ],
 )
 def test_refused(loaded, tmp_path, options, message):

@@ -52,7 +52,7 @@ def locked(path: Path, busy: str = "", timeout: float = -1) -> AbstractContextMa
     that says what another process does that holds it beyond the timeout, an `OSError` where it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()  # a FileLock takes some places that cannot be written for ones that are locked
+    path.open("a").close()  # a FileLock takes some places that cannot be written for ones that are locked
     try:
         return FileLock(path).acquire(timeout=timeout)
     except Timeout as error:

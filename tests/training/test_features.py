@@ -91,7 +91,6 @@ def test_no_process_encodes_before_all_have_seen_what_is_missing(recipe_file, tm
 
     monkeypatch.setattr(features, "PartialState", Second)
     monkeypatch.setattr(features, "vision_modules", lambda model: {"visual": model.visual})
-    monkeypatch.setattr(features, "fingerprint", lambda model, processor: "made")
     processor = make_processor("qtsplus-tiny", None, make_config("qtsplus-tiny", None))
     videos = [(str(tiny_mp4), None), (str(tmp_path / "other.mp4"), None)]
     found = features.encode_files(Model(), processor, videos, tmp_path / "features")

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ..output import first_line, require_space, size, whole_file
 from ..results import is_plain_file
-from ..storage import digest_of, fingerprint
+from ..storage import digest_of
 from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)
@@ -73,8 +73,9 @@ def encode_files(
     """
     kwargs, tower = dict(processor_kwargs or {}), vision_modules(model)
     reading = {name: value for name, value in processor.video_processor.to_dict().items() if name not in _CLASSES}
-    settings = [fingerprint(model, processor), reading, kwargs, str(autocast_dtype)]
-    features = VideoFeatures(Path(folder) / digest_of({}, settings)[:16])
+    weights = {f"{part} {name}": one for part, module in tower.items() for name, one in module.state_dict().items()}
+    digest = digest_of(weights, [reading, kwargs, str(autocast_dtype)])
+    features = VideoFeatures(Path(folder) / digest[:16])
     features.folder.mkdir(parents=True, exist_ok=True)
     state, console = PartialState(), Console(stderr=True)
     missing = sorted({video for video in videos if not features.file(*video).exists()}, key=str)
