@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load, save
 
 from clips import make_world, render_world, write_mp4
-from qtsplus import batch, indexing, known, library, storage
+from qtsplus import batch, indexing, library, storage
 from qtsplus.library import Library
 from qtsplus.results import Journal, seal
 from qtsplus.training.features import read_tensors, write_tensors
@@ -80,7 +80,6 @@ def read_journal(name, schema):
 READERS = {
     "library": read_library,
     "batch.jsonl": read_journal("batch.jsonl", batch._ENTRIES),
-    "cache": read_journal("cache/qtsplus/models.jsonl", known._SCHEMA),
     "features": lambda folder, model: {
         name: value.tolist() for name, value in read_tensors(folder / "features/0.safetensors", RANKS).items()
     },

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from .data.media import VIDEO_SUFFIXES
-from .known import remember_model
+from .known import known_model
 from .library import INDEX, MADE, Entry, Index, refuse_links
 from .nearest import grow
 from .output import check_folder, counted, first_line, listed, locked, printable, require_space, size
@@ -78,7 +78,7 @@ def index(
     settings = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
     settings |= {name: value for name, value in reading.items() if value is not None or name not in settings}
     name = str(Path(name).resolve()) if name and Path(name).is_dir() else name
-    with locked(folder / ".lock", f"is writing {folder}", 0):
+    with locked(folder / ".lock", f"is writing {folder}"):
         for path in folder.iterdir():
             if _PARTS.fullmatch(path.name):
                 path.unlink()
@@ -94,7 +94,9 @@ def index(
         library.add(MADE, {"model": name, "revision": revision, "videos": str(videos.resolve())})
         if name:
             try:
-                remember_model(made_by, {"name": name, "revision": revision})
+                known = known_model(made_by, name, revision)
+                known.parent.mkdir(parents=True, exist_ok=True)
+                known.touch()
             except OSError as error:
                 what = "questions to the library will have to name the model with --model"
                 say(f"{error.filename} cannot be written: {what}.")

@@ -18,7 +18,7 @@ from typing_extensions import NotRequired, TypedDict
 from .answers import placed
 from .data.media import VIDEO_SUFFIXES
 from .evidence import Interval, evidence_intervals
-from .known import known_models
+from .known import known_model
 from .loading import load
 from .nearest import Nearest
 from .output import printable
@@ -117,16 +117,14 @@ class Index(Journal):
         The name and the revision of the model that made it, as this user has indexed with it, no name for the bundled
         one; a `ValueError` for any other, whose name is only a stranger's word, and for one that is gone.
         """
-        made, known = self.made, known_models(self.settings["made_by"])
-        if made["model"] is None:
+        name, revision = self.made["model"], self.made["revision"]
+        if name is None:
             return None, None
-        if not known:
+        if not known_model(self.settings["made_by"], name, revision).is_file():
             raise ValueError(
-                f"{self.folder} was made with the model {made['model']!r}, with which nothing was indexed on this "
-                "machine: name it with --model if you trust it."
+                f"{self.folder} was made with the model {name!r}, with which nothing was indexed on this machine: name "
+                "it with --model if you trust it."
             )
-        named = [one for one in known if one == {"name": made["model"], "revision": made["revision"]}]
-        name, revision = (named or known)[0]["name"], (named or known)[0]["revision"]
         if os.path.isabs(name) and not os.path.isdir(name):
             raise ValueError(f"{self.folder} was made with the model in {name}, which is gone: name where it is now.")
         return name, revision

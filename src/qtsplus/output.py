@@ -46,15 +46,15 @@ def _remove_left(target: Path) -> None:
             pass  # not of ours, or of another user who is still at work
 
 
-def locked(path: Path, busy: str = "", timeout: float = -1) -> AbstractContextManager:
+def locked(path: Path, busy: str) -> AbstractContextManager:
     """
     Holds the lock of a file, which the system takes from a process that dies, until the context ends: a `ValueError`
-    that says what another process does that holds it beyond the timeout, an `OSError` where it cannot be written.
+    that says what another process does that holds it, an `OSError` where it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.open("a").close()  # a FileLock takes some places that cannot be written for ones that are locked
     try:
-        return FileLock(path).acquire(timeout=timeout)
+        return FileLock(path).acquire(timeout=0)
     except Timeout as error:
         raise ValueError(f"Another process {busy}: wait for it, or choose another folder.") from error
 
@@ -66,7 +66,7 @@ def working_in(folder: Path) -> Iterator[None]:
     `OSError` that says how to go on for a full disk.
     """
     try:
-        with locked(folder / ".lock", f"works in {folder}", 0):
+        with locked(folder / ".lock", f"works in {folder}"):
             yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -65,7 +65,7 @@ def _sole_writer(folder: Path) -> Iterator[None]:
     """Holds a lock beside the folder."""
     path = folder.with_name(f".{folder.name}.lock")
     try:
-        lock = locked(path, f"is writing {folder}", 0)
+        lock = locked(path, f"is writing {folder}")
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error}); choose another folder.") from error
     with lock:
