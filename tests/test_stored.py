@@ -100,12 +100,15 @@ def test_a_model_is_not_loaded_because_a_library_names_it(folder, monkeypatch, m
 
 
 def test_a_library_is_asked_with_the_model_that_this_user_has_indexed_with(folder, mine, loaded, tiny_published):
-    """Also where the stranger has it elsewhere; the one that stands in the library is asked for first."""
+    """One that a stranger has elsewhere is to be named, even where this user has the same."""
     index(mine, folder.parent / "mine", *loaded, name=str(tiny_published))
     assert Index(folder).model == (str(tiny_published), None)
-    rewrite(folder, made_of(model="/home/stranger/model"))
-    assert Index(folder).model == (str(tiny_published), None)
+    for model, revision in (("/home/stranger/model", None), (str(tiny_published), "main")):
+        rewrite(folder, made_of(model=model, revision=revision))
+        with pytest.raises(ValueError, match=f"made with the model '{model}', .* name it with --model"):
+            _ = Index(folder).model
     index(mine, folder.parent / "mine", *loaded, name="org/same", revision="main")
+    rewrite(folder, made_of(model="org/same", revision="main"))
     assert Index(folder).model == ("org/same", "main")
     rewrite(folder, made_of(model=str(tiny_published), revision=None))
     assert Index(folder).model == (str(tiny_published), None)
