@@ -6,11 +6,11 @@ from pathlib import Path
 
 from qtsplus import ask, encode, load
 from qtsplus.answers import Answer
-from qtsplus.picture import draw_kept_tokens
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import is_finished, last_checkpoint, run_stages
 
 from ..bases import REAL
+from ..drawing import draw_kept_tokens
 from ..world.scene import FPS
 from .base import save_base, save_parts
 from .clips import SECONDS, clip_scene

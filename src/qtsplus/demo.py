@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from . import loading, session
 from .hub.files import TINY
 from .hub.folder import whole_folder
@@ -33,13 +31,13 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Example, sessi
     Publishes the tiny model, loads it back, asks two questions about a clip, and draws what it kept.
 
     Args:
-        out: folder for `clip.mp4`, `qtsplus-tiny/` and `kept_tokens.png`, as [`whole_folder`] writes it.
+        out: folder for `clip.mp4`, `qtsplus-tiny/` and a picture for each question, as [`whole_folder`] writes it.
 
     Returns:
         both questions, with the true answers, and what the model answered.
     """
     # Matplotlib wants a folder in the user's home; who only asks the tiny model does without.
-    from .picture import draw_kept_tokens
+    from .picture import draw_spans
 
     with whole_folder(out) as staging:
         shutil.copyfile(CLIP, staging / "clip.mp4")
@@ -52,13 +50,7 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Example, sessi
         encoded = session.encode(model, processor, CLIP)
         answers = [session.ask(model, processor, encoded, one.question, max_new_tokens=16) for one in QUESTIONS]
 
-        chunks = processor.video_chunks(CLIP)
-        # Two frames make one step in time.
-        frames = np.stack([chunks.resize(frame) for frame in chunks.decode()])[::2]
-        kept = []
-        for question, one in zip(QUESTIONS, answers, strict=True):
-            title = f"“{question.question}” {one.answer}: {one.kept_tokens} of {one.visual_tokens} visual tokens"
-            kept.append((title, one.keep_map))
-        draw_kept_tokens(frames, kept, chunks.second_per_grid_ts[0], staging / "kept_tokens.png")
-        say(f"Drew the kept tokens to {out / 'kept_tokens.png'}.")
+        for number, one in enumerate(answers, 1):
+            draw_spans(encoded, one.keep_map, one.evidence, staging / f"evidence-{number}.png")
+        say(f"Drew what the answers rest on to {out / 'evidence-1.png'} and {out / 'evidence-2.png'}.")
     return list(zip(QUESTIONS, answers, strict=True))

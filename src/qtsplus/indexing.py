@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from .data.media import VIDEO_SUFFIXES
-from .known import known_model
-from .library import INDEX, MADE, Entry, Index, refuse_links
+from .library import INDEX, MADE, Entry, Index, known_model, refuse_links
 from .nearest import grow
 from .output import check_folder, counted, first_line, listed, locked, printable, require_space, size
 from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, saved_video

@@ -1,6 +1,8 @@
 """A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
 
 import fnmatch
+import hashlib
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +20,6 @@ from typing_extensions import NotRequired, TypedDict
 from .answers import placed
 from .data.media import VIDEO_SUFFIXES
 from .evidence import Interval, evidence_intervals
-from .known import known_model
 from .loading import load
 from .nearest import Nearest
 from .output import printable
@@ -43,6 +44,16 @@ def _inside(name: str) -> str:
     if path.is_absolute() or "\0" in name or ".." in path.parts or path.suffix.lower() not in VIDEO_SUFFIXES:
         raise ValueError(f"is {show(name)}; expected the path of a video inside the folder that was indexed")
     return name
+
+
+def known_model(made_by: str, name: str, revision: str | None) -> Path:
+    """
+    The empty file that is there once this user has indexed with a model of this [`fingerprint`] and name: a library
+    from elsewhere can have no other loaded.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    digest = hashlib.sha256(json.dumps([made_by, name, revision]).encode()).hexdigest()
+    return Path(cache, "qtsplus", "models", digest)
 
 
 def refuse_links(folder: Path) -> None:

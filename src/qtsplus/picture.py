@@ -27,38 +27,12 @@ from .videos import IN_MEMORY, EncodedVideo
 _CLOCK = Fraction(1, 90_000)  # seconds between the times that a frame can have
 
 
-def draw_kept_tokens(
-    frames: np.ndarray,
-    kept: Sequence[tuple[str, torch.Tensor]],
-    seconds_per_step: float,
-    path: Path,
-) -> None:
-    """
-    Saves a PNG with a row of frames for every answer, eight at most, in which only the tokens that it kept are lit.
-
-    Args:
-        frames: `[T, H', W', 3]` uint8, one frame per grid step.
-        kept: per answer a title and the keep map, bool `[T, H, W]`, in tokens; H' and W' are multiples of H and W.
-    """
-    steps = len(frames)
-    shown = np.unique(np.linspace(0, steps - 1, min(steps, 8)).round().astype(int))
-    figure = Figure(figsize=(1.5 * len(shown), 2.0 * len(kept)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for row, (title, keep_map) in zip(figure.subfigures(len(kept), squeeze=False)[:, 0], kept, strict=True):
-        row.suptitle(title, fontsize=10)
-        for axes, step in zip(row.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-            axes.imshow(_lit(frames[step], keep_map[step].numpy()))
-            axes.set_title(f"{step * seconds_per_step:.0f} s", fontsize=8)
-            axes.axis("off")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
-def _lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """`[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` `[H, W]` leaves out."""
     rows, columns = (np.arange(side) * tokens // side for side, tokens in zip(frame.shape, kept.shape, strict=False))
-    lit, shown = frame >> 2, kept[rows][:, columns]
-    lit[shown] = frame[shown]
-    return lit
+    dimmed, shown = frame >> 2, kept[rows][:, columns]
+    dimmed[shown] = frame[shown]
+    return dimmed
 
 
 def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: str | Path) -> None:
@@ -112,7 +86,7 @@ def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Inter
         figure.subplots(1, len(spans), squeeze=False)[0], spans, middles, frames, strict=False
     ):
         height, width = frame.shape[:2]
-        axes.imshow(_lit(frame, kept[_step(video, middle, kept)].numpy()))
+        axes.imshow(lit(frame, kept[_step(video, middle, kept)].numpy()))
         left, top, right, bottom = one.box
         size = ((right - left) * width, (bottom - top) * height)
         axes.add_patch(Rectangle((left * width, top * height), *size, fill=False, color="tab:orange", linewidth=2))
@@ -143,8 +117,8 @@ def draw_kept_video(video: EncodedVideo, kept: torch.Tensor, path: str | Path, e
         bar: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
         frames = track(zip(indices, opened.decode(), strict=False), "Drawing", len(indices), **bar)
         for number, (index, frame) in enumerate(frames):
-            lit = _lit(frame, light[_step(video, index / fps, kept)])[: stream.height, : stream.width]
-            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(lit), format="rgb24")
+            shown = lit(frame, light[_step(video, index / fps, kept)])[: stream.height, : stream.width]
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(shown), format="rgb24")
             picture.pts, picture.time_base = round(number / fps / _CLOCK), _CLOCK
             container.mux(stream.encode(picture))
         container.mux(stream.encode())

@@ -232,9 +232,9 @@ def check_videos(videos: list[str], reading: dict[str, Any]) -> None:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="The folder for the clip, the model and the picture.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="The folder for the clip, the model and the pictures.")] = Path("demo"),
 ) -> None:
-    """Ask the bundled tiny model two questions about a clip, and draw the tokens that it kept for each."""
+    """Ask the bundled tiny model two questions about a clip, and draw what each answer rests on."""
     with one_line_errors():
         from ..demo import run_demo
 
