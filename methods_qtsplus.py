@@ -5,6 +5,7 @@ Of tokens that are as good as each other the earliest stay: [`top_n`] says what 
 """
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ class Candidates:
     score: Callable[[torch.Tensor], torch.Tensor]  # from the states of the question's words to `log_relevance`
     contextualise: Callable[[], torch.Tensor] | None = None  # computes those states; `query` itself if `None`
     attend: Callable[[], torch.Tensor] | None = None  # computes `log_attention`
-    scores: torch.Tensor | None = field(default=None, init=False)  # `log_attention` or else `log_relevance`, once read
+    # `log_attention` or else `log_relevance`, once the method has read it
+    scores: torch.Tensor | None = field(default=None, init=False)
 
     @cached_property
     def query_states(self) -> torch.Tensor:
@@ -48,20 +50,27 @@ class Candidates:
         return self.query if self.contextualise is None else self.contextualise()
 
     @cached_property
-    def log_relevance(self) -> torch.Tensor:
-        """`[M]` float32, at most 0: what the selector has learned to give each token."""
-        relevance = self.score(self.query_states)
-        if self.scores is None:
-            self.scores = relevance
-        return relevance
+    def _relevance(self) -> torch.Tensor:
+        return self.score(self.query_states)
 
     @cached_property
-    def log_attention(self) -> torch.Tensor:
-        """`[M]` float32, at most 0: how much the language model attends to each token, in its first layers."""
+    def _attention(self) -> torch.Tensor:
         if self.attend is None:
             raise ValueError("This selection asks the language model: call the whole model, not only the selector.")
-        attention = self.scores = self.attend()
-        return attention
+        return self.attend()
+
+    @property
+    def log_relevance(self) -> torch.Tensor:
+        """`[M]` float32, at most 0: what the selector has learned to give each token."""
+        if self.scores is None:
+            self.scores = self._relevance
+        return self._relevance
+
+    @property
+    def log_attention(self) -> torch.Tensor:
+        """`[M]` float32, at most 0: how much the language model attends to each token, in its first layers."""
+        self.scores = self._attention
+        return self._attention
 
     @cached_property
     def num_tokens(self) -> int:
@@ -245,8 +254,8 @@ def add_method(name: str | None) -> None:
     if colon and name not in METHODS:
         try:
             if place.endswith(".py"):
-                spec: Any = spec_from_file_location(Path(place).stem, place)
-                module = module_from_spec(spec)
+                spec: Any = spec_from_file_location(f"qtsplus_method_{Path(place).stem}", place)
+                module = sys.modules[spec.name] = module_from_spec(spec)
                 spec.loader.exec_module(module)
                 found = getattr(module, function)
             else:

@@ -334,7 +334,8 @@ class QTSplusSelector(nn.Module):
         mrope_section: list[int] | tuple[int, ...] = (16, 24, 24),
     ):
         super().__init__()
-        find_method(config.selection)  # or a `ValueError`
+        if ":" not in config.selection:  # else whoever asks names it: what is stored imports nothing
+            find_method(config.selection)  # or a `ValueError`
         self.config, self.hidden_size = config, hidden_size
         self.head_dim = hidden_size // num_attention_heads
         self.rope_theta, self.mrope_section = rope_theta, list(mrope_section)
@@ -415,7 +416,7 @@ class QTSplusSelector(nn.Module):
             attend = None if attention is None else attention[row]
             candidates = Candidates(parts, words, where, grid, relevance, states, attend)
             budget = predict_budget(self, candidates, selection, retentions[row], cap)
-            threshold = budget.rho.new_zeros(())
+            threshold, candidates.scores = budget.rho.new_zeros(()), None  # what the budget has read is no evidence
             if budget.n == 0:
                 tokens, kept = parts[0], threshold.new_empty(0).long()
             elif sample_gate and selection == "qtsplus":

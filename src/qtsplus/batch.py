@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from rich.progress import track
 
 from . import loading, session
 from .data.formats import Row, iter_rows, media_folder
-from .data.media import find_media
+from .data.media import find_media, media_state
 from .data.records import Rate, String, Text
 from .output import check_output, whole_file, working_in
 from .results import STORED, Journal, Line, Schema
@@ -62,7 +61,7 @@ class Failed(BaseModel):
 
 
 # By the digest of a row's content.
-_ENTRIES = Schema(line=Line[str, Answered | Failed], format=2)
+_ENTRIES = Schema(line=Line[str, Answered | Failed], format=3)
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,10 @@ class Asker:
         return loading.load(self.model, self.device, self.dtype, revision=self.revision)
 
     def settings(self) -> dict[str, Any]:
-        """All that decides an answer."""
-        return {name: value for name, value in vars(self).items() if name not in ("device", "loaded")}
+        """All that decides an answer, with a digest of the model's files and of those of a method of one's own."""
+        own = [media_state(self.model), media_state((self.selection or "").rpartition(":")[0])]
+        said = {name: value for name, value in vars(self).items() if name not in ("device", "loaded")}
+        return {**said, "files": hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]}
 
     def __call__(self, tasks: list[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
         model, processor = self.loaded
@@ -210,19 +211,9 @@ def _keys(tasks: list[Task]) -> dict[int, str]:
     By number, under what the answer is kept: a digest of what is asked and of the video's file. A row that moved or has
     another id has the same one, and a video that was changed under its name another.
     """
-    states = {place: _state(place) for place in {task.place for task in tasks}}
+    states = {place: media_state(place) for place in {task.place for task in tasks}}
     asked = {task.number: [task.question.model_dump(exclude={"id"}), states[task.place]] for task in tasks}
     return {number: hashlib.sha256(json.dumps(one).encode()).hexdigest()[:32] for number, one in asked.items()}
-
-
-def _state(place: str) -> list[list[Any]]:
-    """Of a file, or of each in a folder, what changes when its content does; nothing of an address."""
-    try:
-        files = sorted(Path(place).iterdir()) if os.path.isdir(place) else [Path(place)]
-        states = [(path.name, path.stat()) for path in files]
-    except (OSError, ValueError):
-        return []
-    return [[name, state.st_size, state.st_mtime_ns, state.st_ino] for name, state in states]
 
 
 def _named(row: Row) -> dict[str, Any]:

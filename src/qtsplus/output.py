@@ -5,6 +5,7 @@ import glob
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
+_HOST = re.sub(r"\W", "-", socket.gethostname())  # whose processes can be asked whether they are there
 NAMED = 20  # of many things, how many a message names
 
 
@@ -25,7 +27,7 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     target.parent.mkdir(parents=True, exist_ok=True)
     if os.name == "posix":  # elsewhere a process cannot be asked whether it is there
         _remove_left(target)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part = target.with_name(f".{target.name}.{_HOST}.{os.getpid()}.part")
     try:
         with part.open(mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
@@ -37,7 +39,7 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
 
 def _remove_left(target: Path) -> None:
     """Removes what a process left of a file when it was killed."""
-    for part in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+    for part in target.parent.glob(glob.escape(f".{target.name}.{_HOST}.") + "*.part"):
         try:
             os.kill(int(part.stem.rpartition(".")[2]), 0)
         except ProcessLookupError:
@@ -52,7 +54,8 @@ def locked(path: Path, busy: str) -> AbstractContextManager:
     that says what another process does that holds it, an `OSError` where it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.open("a").close()  # a FileLock takes some places that cannot be written for ones that are locked
+    # A FileLock takes some places that cannot be written for ones that are locked. A stranger's link leads anywhere.
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o666))
     try:
         return FileLock(path).acquire(timeout=0)
     except Timeout as error:

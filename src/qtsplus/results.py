@@ -92,7 +92,7 @@ class Journal:
 
     def _read(self, goes_on: bool) -> dict[str, Any] | None:
         """The settings, with the places of the entries noted; `None` where the file ends before them."""
-        settings, end, damaged = None, 0, set()
+        settings, end, damaged = None, 0, set[int]()
         if not is_plain_file(self.path):
             raise ValueError(f"{self.path} is no file: choose another folder.")
         with self.path.open("rb") as file:
@@ -110,11 +110,12 @@ class Journal:
                     if settings is None or not self.mend:
                         what = "choose another folder" if settings is None else self.schema.remedy
                         raise ValueError(f"Line {number} of {self.path} cannot be used: {error} So {what}.") from error
-                    damaged.add(line)
+                    damaged.add(number)
                 end += len(line)
         if damaged:
             with self.path.open("rb") as file, whole_file(self.path, "wb") as rest:
-                rest.writelines(line for line in iter(lambda: file.readline(_LONGEST), b"") if line not in damaged)
+                lines = enumerate(iter(lambda: file.readline(_LONGEST), b""), start=1)
+                rest.writelines(line for number, line in lines if number not in damaged)
             self.damaged = len(damaged)
             self.done.places.clear()
             return self._read(goes_on)

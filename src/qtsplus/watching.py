@@ -70,6 +70,7 @@ class Source:
             )
         self.dropped, self.newest = 0, 0.0  # seconds that were read so far
         self.clock: Clock | None = None
+        self.sound = False  # whether it has some, which is not read
         self._states: list[str] = []
         self._waiting: queue.Queue[Any] = queue.Queue(ROOM)
         self._closed = False
@@ -139,6 +140,7 @@ class Source:
     def _decode(self) -> Iterator[tuple[float, np.ndarray]]:
         with self._open() as container:
             stream, upright = film_stream(container), Upright()
+            self.sound = bool(container.streams.audio)
             arbitrary = container.format.flags & ARBITRARY_CLOCK
             begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
             step = -1
@@ -246,7 +248,8 @@ def watch(
         warnings = [warning for source in opened.values() for warning in source.warnings]
         if looked == max_frames:
             warnings.append(f"Looked at {looked} frames, the most that were asked for; nothing behind them.")
-        return replace(stream.ask(question, **choice), warnings=warnings)
+        unheard = any(source.sound for source in opened.values())
+        return replace(stream.ask(question, **choice), warnings=warnings, unheard=unheard)
 
     try:
         due = every

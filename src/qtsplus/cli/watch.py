@@ -12,7 +12,7 @@ from ..output import printable
 from .asking import place
 from .console import console, fail, note, one_line_errors
 from .models import load_named, split_revision
-from .options import AsJson, Asked, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Start
+from .options import AsJson, Asked, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Selection, Start
 
 if TYPE_CHECKING:
     from ..session import Answer
@@ -44,6 +44,7 @@ def watch(
     timeout: Annotated[
         float, typer.Option(help="Seconds without a frame after which a source has failed that is no file.")
     ] = 10.0,
+    selection: Selection = None,
     max_new_tokens: MaxNewTokens = 128,
     on_change: Annotated[bool, typer.Option("--on-change", help="Tell an answer only if it is a new one.")] = False,
     when_seen: Annotated[
@@ -62,13 +63,21 @@ def watch(
     with one_line_errors():
         from .. import watching
         from ..answers import check_text
+        from ..methods_qtsplus import add_method
 
+        add_method(selection)
         check_text("question", question)
         loaded, processor = load_named(model, revision, device)
         if when_seen is not None and not loaded.config.qtsplus_config.null_token:
             fail("--when-seen needs a model with a null token, which says how sure it is; use --on-change")
         options: dict[str, Any] = {"memory_tokens": memory_tokens, "fps": fps, "timeout": timeout}
-        options |= {"every": every, "max_new_tokens": max_new_tokens, "start": start or 0.0, "end": end}
+        options |= {
+            "every": every,
+            "max_new_tokens": max_new_tokens,
+            "selection": selection,
+            "start": start or 0.0,
+            "end": end,
+        }
         options |= {"max_frames": max_frames, "max_pixels": max_pixels}
         try:
             answers = watching.watch(loaded, processor, named, question, **options)

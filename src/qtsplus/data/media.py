@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,16 @@ def media_key(name: str) -> str:
     """What one video is called whether its suffix is named or not."""
     name = os.path.normpath(name)
     return name[: -len(Path(name).suffix)] if name.lower().endswith(VIDEO_SUFFIXES) else name
+
+
+def media_state(place: str) -> list[list[Any]]:
+    """Of a file, or of each in a folder, what changes when its content does; nothing of an address."""
+    try:
+        files = sorted(Path(place).iterdir()) if os.path.isdir(place) else [Path(place)]
+        states = [(path.name, path.stat()) for path in files]
+    except (OSError, ValueError):
+        return []
+    return [[name, state.st_size, state.st_mtime_ns, state.st_ino] for name, state in states]
 
 
 def media_problem(path: str) -> str | None:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -54,33 +55,29 @@ def exact_match(
     for record in records:
         check_question(model, processor, record.question)
     outcomes: dict[int, Outcome] = {}
-    videos: dict[tuple[str, float | None], list[int]] = {}
+    videos: dict[Any, dict[Any, list[int]]] = {}  # by video and rate, by earlier turns
     for index, record in enumerate(records):
-        videos.setdefault((str(record.video), record.fps), []).append(index)
-    for (video, fps), indices in track(videos.items(), "Asking", console=Console(stderr=True), disable=not progress):
+        videos.setdefault((str(record.video), record.fps), {}).setdefault(record.earlier, []).append(index)
+    choice: dict[str, Any] = {"retention": retention, "selection": selection, "do_sample": False}
+    choice["max_new_tokens"] = max((len(processor.text_ids(record.answer)) for record in records), default=0) + 2
+    for (video, fps), asked in track(videos.items(), "Asking", console=Console(stderr=True), disable=not progress):
         try:
-            encoded = encode(model, processor, video, fps=fps)
+            encoded = {video: encode(model, processor, video, fps=fps)}
+            for earlier, own in asked.items():
+                turns = list(chain.from_iterable(earlier))
+                for indices in (own[start : start + batch_size] for start in range(0, len(own), batch_size)):
+                    batch = [records[index] for index in indices]
+                    questions, queries = [one.question for one in batch], [one.query or one.question for one in batch]
+                    more: dict[str, Any] = {"queries": queries, "turns": turns, **choice}
+                    answers = answer_questions(model, processor, encoded, questions, **more)
+                    for index, record, answer in zip(indices, batch, answers, strict=True):
+                        kept = tuple(answer.keep_map.flatten().nonzero()[:, 0].tolist())
+                        correct, tokens = answer.answer == record.answer, answer.visual_tokens
+                        outcomes[index] = Outcome(record, correct, tokens, answer.rho, kept, said=answer.answer)
         except FAILURES as error:
-            problem = SkippedRecord(video, first_line(error))
-            outcomes |= {index: Outcome(records[index], False, unreadable=problem) for index in indices}
-            continue
-        for start in range(0, len(indices), batch_size):
-            batch = [records[index] for index in indices[start : start + batch_size]]
-            answers = answer_questions(
-                model,
-                processor,
-                {video: encoded},
-                [record.question for record in batch],
-                queries=[record.query or record.question for record in batch],
-                retention=retention,
-                selection=selection,
-                do_sample=False,
-                max_new_tokens=max(len(processor.text_ids(record.answer)) for record in batch) + 2,
-            )
-            for index, record, answer in zip(indices[start:], batch, answers, strict=False):
-                kept = tuple(answer.keep_map.flatten().nonzero()[:, 0].tolist())
-                correct, tokens = answer.answer == record.answer, answer.visual_tokens
-                outcomes[index] = Outcome(record, correct, tokens, answer.rho, kept, said=answer.answer)
+            problem, waiting = SkippedRecord(video, first_line(error)), chain.from_iterable(asked.values())
+            failed = [index for index in waiting if index not in outcomes]
+            outcomes |= {index: Outcome(records[index], False, unreadable=problem) for index in failed}
     return [outcomes[index] for index in range(len(records))]
 
 

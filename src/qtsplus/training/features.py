@@ -1,6 +1,7 @@
 """Videos encoded once: with a frozen vision tower, training need not decode and encode them again and again."""
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from safetensors.torch import save
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
+from ..data.media import media_state
 from ..output import first_line, require_space, size, whole_file
 from ..results import is_plain_file
 from ..storage import digest_of
@@ -39,11 +41,8 @@ class VideoFeatures:
 
     def file(self, video: str, fps: float | None = None) -> Path:
         """Where a video's features are kept; a file that was changed since, or read at another rate, is another."""
-        there = os.path.exists(video)
-        state = os.stat(video) if there else None
-        name = os.path.abspath(video) if there else video
-        identity = f"{name} {state and state.st_size} {state and state.st_mtime_ns}"
-        identity += "" if fps is None else f" {float(fps)}"
+        name = os.path.abspath(video) if os.path.exists(video) else video
+        identity = json.dumps([name, media_state(video), fps and float(fps)])
         return self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.safetensors"
 
     def load(self, video: str, fps: float | None = None) -> dict[str, torch.Tensor] | None:

@@ -118,6 +118,11 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         raise ValueError(f"{recipe.path}: data.train_files hold no record.")
     if data.features is not None and not training.freeze_vision_model:
         raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
+    frozen = training.freeze_language_model or training.freeze_vision_model
+    if args.dtype != "float32" and frozen and not (training.bf16 or training.fp16):
+        raise ValueError(f"model.dtype={args.dtype} is of what is frozen; expected training.bf16 or training.fp16 too.")
+    if args.weights is None:
+        logger.warning(f"No model.weights: {recipe.name} starts from random ones.")
     config = make_config(args.variant, args.weights, args.selector)
     processor = make_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
