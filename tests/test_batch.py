@@ -218,6 +218,21 @@ def test_other_settings_and_other_peoples_files_are_refused(batch, videos, rows,
     assert (tmp_path / "thesis.tex").read_text() == "mine" and out.read_text() == answers
 
 
+def test_other_weights_and_another_method_under_their_names_are_refused(videos, rows, tiny_published, tmp_path):
+    file, model = write(videos / "weights.jsonl", rows[:1]), shutil.copytree(tiny_published, tmp_path / "model")
+    (tmp_path / "mine.py").write_text("def first(candidates, n):\n    return __import__('torch').arange(n)\n")
+    line = command(file, tmp_path / "out.jsonl", model, "--selection", tmp_path / "mine.py:first")
+    for changed in (None, model / "model.safetensors", tmp_path / "mine.py"):
+        if changed is None:
+            assert CliRunner().invoke(app, line).exit_code == 0
+            continue
+        before = changed.stat()
+        os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+        result = CliRunner().invoke(app, line)
+        assert result.exit_code == 2 and "was begun with files=" in result.stderr, changed
+        os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def test_failed_rows_are_asked_again(batch, videos, rows, tmp_path):
     file, out = write(tmp_path / "rows.jsonl", [rows[0], {"video": "late.mp4", "question": "What?"}]), tmp_path / "out"
     (tmp_path / "clip0.mp4").write_bytes((videos / "clip0.mp4").read_bytes())

@@ -157,6 +157,16 @@ def test_what_is_damaged_is_made_again(mine, loaded, tmp_path, damage):
     assert Library(folder, *loaded).find(QUESTION, 1)
 
 
+def test_a_line_that_stands_there_twice_costs_no_other(mine, loaded, tmp_path):
+    """As after `cat a/library.jsonl >> b/library.jsonl`: the first line is right where it stands."""
+    folder = index(mine, tmp_path / "library", *loaded).folder
+    whole = (folder / "library.jsonl").read_text()
+    (folder / "library.jsonl").write_text(whole + whole)
+    lines: list[str] = []
+    assert len(index(mine, folder, *loaded, say=lines.append).files) == 3 and "1 line that" in lines[0]
+    assert Library(folder, *loaded).names == list(LIBRARY)
+
+
 def test_a_library_that_was_only_begun(mine, loaded, tmp_path):
     """The process ended after nothing, or after the first line."""
     folder = tmp_path / "library"

@@ -1,6 +1,7 @@
 """What commands write appears whole or not at all, and where it can be written is known before the work begins."""
 
 import os
+import socket
 import subprocess
 import sys
 import unicodedata
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtsplus.output import check_folder, check_output, first_line, printable, whole_file
+from qtsplus import output
+from qtsplus.output import check_folder, check_output, first_line, printable, whole_file, working_in
 
 
 @pytest.mark.parametrize(("mode", "content"), [("w", "ä\n"), ("wb", b"\xff")])
@@ -30,11 +32,30 @@ def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "file [1]")])
     (left,) = os.listdir(tmp_path)
-    other = f".file [1].{os.getppid()}.part"
+    other = f".file [1].{output._HOST}.{os.getppid()}.part"
     (tmp_path / other).touch()
     with whole_file(tmp_path / "file [1]") as file:
         file.write("whole")
     assert sorted(os.listdir(tmp_path)) == sorted(["file [1]", other])
+
+
+def test_a_lock_is_no_link(tmp_path):
+    """Which a stranger may have put there, to make a file elsewhere."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError), working_in(tmp_path / "work"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_another_machine_writes_is_left_to_it(tmp_path):
+    """Its processes cannot be asked whether they are there."""
+    other = tmp_path / ".file.elsewhere.1.part"
+    other.touch()
+    with whole_file(tmp_path / "file") as file:
+        assert all(socket.gethostname() in path.name for path in tmp_path.iterdir() if path != other)
+        file.write("whole")
+    assert sorted(os.listdir(tmp_path)) == [other.name, "file"]
 
 
 def test_a_failure_leaves_what_was_there(tmp_path):

@@ -99,6 +99,8 @@ def test_in_a_recipe_and_by_convert(mine, folder, tiny_stock, tiny_mp4, tmp_path
         question = ["ask", tiny_mp4, "What?", "--model", result, "--max-new-tokens", "1"]
         refused = run(*question)
         assert refused.exit_code == 2 and f"selection={name!r}" in refused.stderr, refused.output
+        assert run(*question, "--selection", "uniform").exit_code == 0  # nothing else needs it
+        assert run("publish", result, "--to", tmp_path / f"hub-{result.name}").exit_code == 0
         assert run(*question, "--selection", name, "--retention", "0.1").exit_code == 0
         METHODS.pop(name)
 
@@ -142,3 +144,13 @@ def test_a_configuration_of_an_unknown_method_makes_no_model():
         tiny_model(selection="best")
     with pytest.raises(ValueError, match="selection='best'; expected one of"):
         add_method("best")
+
+
+def test_a_file_may_hold_what_a_module_may(mine):
+    mine.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        + MINE
+        + "\n\n@dataclass\nclass One:\n    it: int\n"
+    )
+    add_method(f"{mine}:latest")
+    assert METHODS[f"{mine}:latest"].__name__ == "latest"

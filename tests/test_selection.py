@@ -197,7 +197,9 @@ def test_the_mass_of_the_attention_is_held_by_the_fewest_tokens():
 def test_relevance_is_none_where_nothing_was_scored(model, inputs):
     assert model(**inputs, selection="all").qtsplus.relevance is None
     assert model(**inputs, selection="uniform", retention=0.2).qtsplus.relevance is None
-    scored = model(**inputs, selection="uniform").qtsplus.relevance  # its budget asks for it
+    free = model(**inputs, selection="uniform").qtsplus  # its budget has read it, and the choice has not
+    assert free.relevance is None and free.seen is None
+    scored = model(**inputs).qtsplus.relevance
     assert [len(row) for row in scored] == [96, 8 * 2 + 4 * 3, 0]
 
 

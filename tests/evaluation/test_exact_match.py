@@ -1,9 +1,14 @@
 """Answers of a set of questions, about videos that are encoded once."""
 
+import shutil
+from pathlib import Path
+
 import pytest
+import torch
 from PIL import Image
 
 from clips import write_records
+from qtsplus.answers import answer_questions
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import Outcome, exact_match, tally
@@ -52,6 +57,40 @@ def test_an_unreadable_video_is_one_wrong_answer_among_the_others(model, tiny_pr
     summary = tally(mixed)
     assert summary["kept"] == tally(alone)["kept"]
     assert [entry["questions"] for entry in summary["unreadable"]] == [2]
+
+
+def test_a_method_that_fails_for_one_video_is_one_wrong_answer(model, tiny_processor, tiny_mp4, tmp_path):
+    other = Path(shutil.copy(tiny_mp4, tmp_path / "other.mp4"))
+    records = [VideoRecord(str(path), "What?", "red") for path in (tiny_mp4, other)]
+    calls = iter([None, ValueError("This film is too much.")])
+
+    def method(candidates, n):
+        if error := next(calls):
+            raise error
+        return torch.arange(n)
+
+    first, second = exact_match(model, tiny_processor, records, selection=method, retention=0.1, progress=False)
+    assert first.unreadable is None and second.unreadable.reason == "This film is too much."
+    assert "other.mp4" in second.unreadable.name
+
+
+def test_a_question_is_asked_in_its_conversation_and_not_by_its_batch(model, tiny_processor, tiny_mp4, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "qtsplus.evaluation.exact_match.answer_questions",
+        lambda *call, **options: (
+            asked.append((call[3], options["turns"], options["max_new_tokens"])) or answer_questions(*call, **options)
+        ),
+    )
+    earlier = (("What is there?", "A red circle."),)
+    records = [
+        VideoRecord(str(tiny_mp4), "What?", "red"),
+        VideoRecord(str(tiny_mp4), "And now?", "x " * 9, earlier=earlier),
+    ]
+    outcomes = exact_match(model, tiny_processor, [*records, records[0]], retention=0.1, progress=False)
+    longest = len(tiny_processor.text_ids("x " * 9)) + 2
+    assert asked == [(["What?"] * 2, [], longest), (["And now?"], ["What is there?", "A red circle."], longest)]
+    assert outcomes[0] == outcomes[2] and outcomes[1].record is records[1]
 
 
 def test_an_image_that_is_too_large_makes_its_video_unreadable(model, tiny_processor, tiny_mp4, tmp_path, monkeypatch):

@@ -98,6 +98,16 @@ def test_no_process_encodes_before_all_have_seen_what_is_missing(recipe_file, tm
     assert [found.file(*video).exists() for video in sorted(videos, key=str)] == [False, True]
 
 
+def test_frames_of_a_folder_that_were_changed_are_others(tmp_path):
+    kept, frames = features.VideoFeatures(tmp_path), tmp_path / "frames"
+    frames.mkdir()
+    (frames / "0.png").write_bytes(b"one")
+    before = kept.file(str(frames), 2.0)
+    assert kept.file(str(frames), 2.0) == before != kept.file(str(frames), 1.0)
+    (frames / "0.png").write_bytes(b"another")
+    assert kept.file(str(frames), 2.0) != before
+
+
 def test_features_of_a_vision_tower_that_trains_are_refused(recipe_file, tmp_path):
     overrides = [f"data.features={tmp_path}/features", "training.freeze_vision_model=false"]
     with pytest.raises(ValueError, match="set freeze_vision_model"):
