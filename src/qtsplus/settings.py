@@ -1,7 +1,6 @@
 """Settings that a person writes: YAML read strictly, and values checked against the types that a dataclass declares."""
 
 import json
-import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -11,8 +10,9 @@ from numbers import Integral
 from os import PathLike
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from .output import first_line
 
@@ -22,39 +22,14 @@ Settings = TypeVar("Settings")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 where 1.1 surprises: 1e-6 is a number, yes and no are texts. And no key stands twice."""
-
-    # A copy without the resolver of booleans, which are registered by their first letters.
-    yaml_implicit_resolvers = {
-        letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice} stands there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
 def parse_yaml(text: str, name: str) -> Any:
-    """Reads YAML of plain values; a `ValueError`, with the `name` of what is read, for anything else."""
+    """Reads YAML 1.2 of plain values; a `ValueError`, with the `name` of what is read, for anything else."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506, a SafeLoader
-    except yaml.MarkedYAMLError as error:
+        return YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
         raise ValueError(f"{name} is not YAML that can be read{line}: {error.problem}.") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except (YAMLError, RecursionError) as error:
         raise ValueError(f"{name} is not YAML that can be read: {first_line(error)}.") from error
 
 

@@ -153,7 +153,7 @@ def test_mistakes_in_a_recipe_are_named(override, message):
     [
         ("model: {", "line 1"),
         ("model: !!python/object/apply:os.system [true]", "python/object"),
-        ("model: {variant: a}\nmodel: {variant: b}", "model stands there twice"),
+        ("model: {variant: a}\nmodel: {variant: b}", 'found duplicate key "model"'),
         ("model: 5", "the section 'model' is 5"),
         ("stages: 5", "stages is 5"),
         ("stages: {}", "expected sections by the name of each stage"),
