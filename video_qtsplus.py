@@ -154,12 +154,6 @@ def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float
     return VideoFile(film.name, metadata, (len(indices), height, width), decode, start, film.warnings, film.sound)
 
 
-def read_video(path: str, choose: FrameChoice) -> tuple[np.ndarray, VideoMetadata]:
-    """The chosen frames of a video `[T, H, W, 3]`, and its metadata, as [`open_video`] gives them."""
-    video = open_video(path, choose)
-    return np.stack(list(video.decode())), video.metadata
-
-
 @contextmanager
 def naming(video: str) -> Iterator[None]:
     """Says which video it is whose size a video processor refuses."""

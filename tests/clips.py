@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 from PIL import Image, ImageDraw
 
 from qtsplus.evaluation.labelled import Sighting
+from qtsplus.video_qtsplus import open_video
 
 COLOURS = {
     "red": (214, 48, 49),
@@ -187,3 +189,9 @@ def write_records(folder: Path, videos: int = 2, seconds: int = 4, objects: int 
 
 
 LIBRARY = {name: make_world(160 + seed, 6) for seed, name in enumerate(("a.mp4", "b.mp4", "more/c.mp4"))}
+
+
+def read_video(path: str, choose: Any) -> tuple[np.ndarray, Any]:
+    """The chosen frames of a video `[T, H, W, 3]`, and its metadata, as [`open_video`] gives them."""
+    video = open_video(path, choose)
+    return np.stack(list(video.decode())), video.metadata

@@ -68,8 +68,8 @@ def test_labels_choose_videos(films, loaded, tiny_published, tmp_path):
     found = json.loads(run(*ask, "--label", "camera=back", "--start", 1, "--end", 4).stdout)["moments"]
     assert {one["name"] for one in found} == {"4.mp4"} and all(1 <= one["start"] < one["end"] <= 4 for one in found)
     for wrong, reason in {
-        ("--label", "camera"): "--label is 'camera'; expected a key and a value",
-        ("--label", "a=1", "--label", "a=2"): "--label has a key twice",
+        ("--label", "camera"): "--label is 'camera'; expected a name and a value",
+        ("--label", "a=1", "--label", "a=2"): "--label has a name twice",
         ("--label", "camera=side"): "is like --label camera=side, but for example '1.mp4'",
         ("--start", "900"): "No video shows anything from second 900",
         ("--summary", "--start", "1"): "--moments has no effect with --summary",

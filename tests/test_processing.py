@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from clips import write_mp4
+from clips import read_video, write_mp4
 from qtsplus import video_qtsplus
 from qtsplus.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.decoding_qtsplus import Film
 from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.prompt_qtsplus import find_query_mask
-from qtsplus.video_qtsplus import choose_frames, load_frames, read_video
+from qtsplus.video_qtsplus import choose_frames, load_frames
 
 TINY = Path(__file__).parents[1] / "hub_configs" / "qtsplus-tiny"
 PROMPT = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Where is it?<|im_end|>\n<|im_start|>assistant\n"

@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from clips import write_mp4
+from clips import read_video, write_mp4
 from qtsplus import decoding_qtsplus, session
 from qtsplus.cli import app
 from qtsplus.subtitles import read_subtitles
-from qtsplus.video_qtsplus import choose_frames, load_frames, open_video, read_video
+from qtsplus.video_qtsplus import choose_frames, load_frames, open_video
 from qtsplus.watching import Source
 
 

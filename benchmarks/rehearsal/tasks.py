@@ -13,8 +13,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 from qtsplus import session
 from qtsplus.training.lora import merge_lora
-from qtsplus.video_qtsplus import read_video
 
+from ..world.clip import read_video
 from .films import CLIPS, FILM, QUESTION, SECOND_QUESTION
 from .stock import SPECIAL_TOKENS, write_stock
 

@@ -15,11 +15,12 @@ from transformers import BatchFeature
 
 from qtsplus.results import Journal, write_json
 from qtsplus.session import EncodedVideo, encode, prompt_inputs
-from qtsplus.video_qtsplus import choose_frames, read_video
+from qtsplus.video_qtsplus import choose_frames
 
 from ..files import begin, finish
 from ..machine import environment, steps
 from ..two_passes import Large, SecondPass, TwoPasses, read_small, second_pass, second_prompt
+from ..world.clip import read_video
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages

@@ -16,8 +16,9 @@ from qtsplus.data.media import UNREADABLE
 from qtsplus.data.records import Caption, Choice, FreeAnswer, VideoRecord
 from qtsplus.evaluation.events import EVENTS
 from qtsplus.output import first_line
-from qtsplus.video_qtsplus import choose_frames, image_paths, load_frames, read_video
+from qtsplus.video_qtsplus import choose_frames, image_paths, load_frames
 
+from ..world.clip import read_video
 from .endpoint import Endpoint, Reply
 from .engine import Item, ItemFailed, Ledger
 

@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from qtsplus.modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
-from qtsplus.video_qtsplus import read_video
 
-from ..world.clip import write_mp4
+from ..world.clip import read_video, write_mp4
 from ..world.open_tokens import OPEN_ASPECTS, OPEN_WORDS, count_pixels, name_tokens
 from ..world.openworld import OPEN_SIZES, OpenWorld, make_open, render_open
 from ..world.scene import FPS

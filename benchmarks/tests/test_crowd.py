@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.world import crowd
+from benchmarks.world.clip import read_video
 from benchmarks.world.crowd import (
     ALL_WORDS,
     CROWD_COLOURS,
@@ -28,7 +29,6 @@ from benchmarks.world.crowd import (
 from benchmarks.world.crowd_questions import crowd_questions
 from benchmarks.world.scene import CELL, DIRECTIONS, FPS, GRID, OBJECT_SHAPES
 from benchmarks.world.tinyworld import ask_world, build_dataset, draw_world, split_world
-from qtsplus.video_qtsplus import read_video
 
 SEEDS = st.integers(0, 12_000_000)
 CROWDS = st.builds(make_crowd, SEEDS, st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 4, 12, 21, 22]))

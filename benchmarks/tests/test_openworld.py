@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.world.clip import read_video
 from benchmarks.world.open_questions import OPEN_PLAN, WORDINGS, in_any_words, in_words, open_questions
 from benchmarks.world.open_sets import VARIANTS, build_open
 from benchmarks.world.open_tokens import OPEN_CONTEXT, OPEN_WORDS, count_pixels, name_tokens
@@ -18,7 +19,6 @@ from benchmarks.world.scene import CELL, FPS
 from benchmarks.world.tinyworld import split_seed
 from benchmarks.world.token_words import UNNAMED, read_token_words
 from qtsplus.demo import CLIP, QUESTIONS
-from qtsplus.video_qtsplus import read_video
 
 SEEDS = st.integers(0, 10**6)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.world import tinyworld
-from benchmarks.world.clip import COLOURS
+from benchmarks.world.clip import COLOURS, read_video
 from benchmarks.world.scene import CELL, FPS, GRID, OBJECT_SHAPES, WorldObject, sightings
 from benchmarks.world.tinyworld import (
     LETTERS,
@@ -33,7 +33,6 @@ from benchmarks.world.tinyworld import (
 )
 from qtsplus.data.check import check_set
 from qtsplus.evaluation.labelled import sighting_tokens
-from qtsplus.video_qtsplus import read_video
 
 SEEDS = st.integers(0, 12_000_000)
 SECONDS = st.sampled_from([2, 4, 8, 16, 32, 128])

@@ -4,10 +4,13 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import av
 import numpy as np
 from PIL import Image, ImageDraw
+
+from qtsplus.video_qtsplus import open_video
 
 COLOURS = {
     "red": (214, 48, 49),
@@ -128,3 +131,9 @@ def write_mp4(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float)
                 stream.height, stream.width = frame.shape[:2]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
+
+
+def read_video(path: str, choose: Any) -> tuple[np.ndarray, Any]:
+    """The chosen frames of a video `[T, H, W, 3]`, and its metadata, as [`open_video`] gives them."""
+    video = open_video(path, choose)
+    return np.stack(list(video.decode())), video.metadata

@@ -80,9 +80,8 @@ def rows_of(steps: Sequence[int]) -> list[int]:
 def places_of(camera: "Camera", rows: Sequence[int]) -> torch.Tensor:
     """`[m]` ascending: where a camera's tokens stand in a video of these steps."""
     row_of = {step: row for row, step in enumerate(rows)}
-    return torch.tensor([row_of[step] for step in camera.tokens.steps.tolist()]) * math.prod(camera.cells) + (
-        camera.tokens.cells
-    )
+    rows_of_tokens = torch.tensor([row_of[step] for step in camera.tokens.steps.tolist()])
+    return rows_of_tokens * math.prod(camera.cells) + camera.tokens.cells
 
 
 def within(rows: Sequence[Sequence[int]], most: int) -> list[list[int]]:

@@ -26,7 +26,6 @@ from .video_qtsplus import naming, resize_frame, stack_frames
 
 logger = logging.get_logger(__name__)
 
-
 STEPS_AT_A_TIME = 8  # that are encoded together
 EARLY = 0.1  # the part of the time between two frames by which one may come too early
 _TICKS = 1000  # of a second: the rate at which a prompt's metadata state the times of frames

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from .output import printable
 from .ranking import Piece
 from .session import VideoSession
 from .settings import check_count
+from .video_qtsplus import require_positive
 from .videos import EncodedVideo
 
 JOIN = "These are parts of a video in their order, with their times. Tell what happens in all of them together."
@@ -74,8 +74,7 @@ def summarise(
         ValueError: no video, an empty prompt; as `answer_questions`.
     """
     model, processor = about.model, about.processor
-    if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not 0 < longest < inf:
-        raise ValueError(f"longest={longest!r}: expected the seconds of a chapter, a number above 0.")
+    require_positive("longest", longest)
     check_question(model, processor, prompt)
     check_count("max_new_tokens", max_new_tokens, "tokens")
     names = about.names

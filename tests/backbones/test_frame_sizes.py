@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from clips import write_mp4
-from qtsplus.video_qtsplus import read_video
+from clips import read_video, write_mp4
 from tiny import chat_inputs
 
 SIZES = {"wide": (96, 200), "tall": (300, 90), "small": (16, 24), "narrow": (24, 1400), "even": (64, 64)}

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from ..output import counted, printable
 from . import options
-from .console import console, fail, note, notes, one_line_errors, wrote
-from .library import Label, read_labels
+from .console import console, fail, note, notes, one_line_errors, read_pairs, wrote
+from .library import Label
 from .models import load_named, name_model, open_library, split_revision
 
 SHOWN = 10  # stretches of evidence in a terminal
@@ -104,7 +104,7 @@ def ask(
         about: dict[str, Any] = {}
         if talk.is_library:
             about = {
-                "names": talk.about.select(name or "*", read_labels(label)),
+                "names": talk.about.select(name or "*", read_pairs("--label", label)),
                 "window": (start or 0.0, inf if end is None else end),
             }
             if not about["names"]:

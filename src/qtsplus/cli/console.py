@@ -95,6 +95,17 @@ def require_fraction(retention: float | None) -> float | None:
     return retention
 
 
+def read_pairs(option: str, given: list[str] | None) -> dict[str, str]:
+    """`["camera=front"]` as `{"camera": "front"}`; ends the command for what is no such thing."""
+    pairs = [one.partition("=") for one in given or ()]
+    if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
+        fail(f"{option} is {wrong[0]!r}; expected a name and a value, such as camera=front or n_max=512")
+    read = {key: value for key, _, value in pairs}
+    if len(read) < len(pairs):
+        fail(f"{option} has a name twice; expected one value of each")
+    return read
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Bad input ends in one line on standard error and exit code 2; anything else is a bug and keeps its traceback."""

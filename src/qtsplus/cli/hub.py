@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .console import note, notes, one_line_errors, wrote
+from .console import note, notes, one_line_errors, read_pairs, wrote
 from .models import split_revision
 
 
@@ -37,14 +37,16 @@ def convert(
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint."""
     source, revision = split_revision(source)
+    pairs = read_pairs("--set", settings)
     with one_line_errors(), notes.status("Converting"):
         from ..hub import convert as conversion
+        from ..settings import parse_yaml
 
         folder = conversion.convert(
             source,
             out,
             variant=variant,
-            selector=_parse_settings(settings),
+            selector={name: parse_yaml(value, f"--set {name}={value}") for name, value in pairs.items()} or None,
             processor=processor,
             revision=revision,
             say=note,
@@ -69,16 +71,3 @@ def publish(
         from ..hub import publish as publishing
 
         wrote(publishing.assemble_folder(model, to, repository=repo, say=note).resolve())
-
-
-def _parse_settings(settings: list[str] | None) -> dict[str, object] | None:
-    """`["n_max=512"]` as `{"n_max": 512}`; the values are YAML."""
-    from ..settings import parse_yaml
-
-    parsed: dict[str, object] = {}
-    for setting in settings or ():
-        name, equals, value = setting.partition("=")
-        if not equals or not name:
-            raise ValueError(f"--set {setting!r}: expected name=value")
-        parsed[name] = parse_yaml(value, f"--set {setting!r}")
-    return parsed or None

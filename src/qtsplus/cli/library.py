@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from ..output import NAMED, counted, printable
-from .console import fail, note, one_line_errors, resumable, wrote
+from .console import fail, note, one_line_errors, read_pairs, resumable, wrote
 from .evaluating import fail_run
 from .models import load_named, split_revision
 from .options import Device, End, Fps, MaxFrames, MaxPixels, Model, Start
@@ -15,17 +15,6 @@ Label = Annotated[
     list[str] | None,
     typer.Option(help="Of the videos: a key of yours and its value, such as camera=front. May be repeated."),
 ]
-
-
-def read_labels(labels: list[str] | None) -> dict[str, str]:
-    """`["camera=front"]` as `{"camera": "front"}`; ends the command for what is no such thing."""
-    pairs = [label.partition("=") for label in labels or ()]
-    if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
-        fail(f"--label is {wrong[0]!r}; expected a key and a value, such as camera=front")
-    read = {key: value for key, _, value in pairs}
-    if len(read) < len(pairs):
-        fail("--label has a key twice; expected one value of each")
-    return read
 
 
 def index(
@@ -59,7 +48,7 @@ def index(
         loaded, processor = load_named(model, revision, device)
         options: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "start": start, "end": end}
         options |= {"max_frames": max_frames, "max_pixels": max_pixels, "prune": prune, "say": note}
-        options |= {"labels": read_labels(label), "pattern": name}
+        options |= {"labels": read_pairs("--label", label), "pattern": name}
         made_index = indexing.index(folder, out, loaded, processor, **options)
     bad = {name: entry["error"] for name, entry in made_index.entries.items() if entry["error"] is not None}
     for name in [*bad][:NAMED]:
