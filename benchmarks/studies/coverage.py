@@ -8,6 +8,7 @@ one scene in eight has something. An event is a thing that comes, or takes anoth
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ PAIRS = 20_000  # of events, at most, whose order is looked at
 Scene = tuple[torch.Tensor, list[np.ndarray]]
 
 
+def _part(candidates: Candidates, low: int, high: int, _: torch.Tensor) -> torch.Tensor:
+    return candidates.log_relevance[low:high]
+
+
 def spread(choose: Callable[[Candidates, int], torch.Tensor], tokens: int) -> Callable[[Candidates, int], torch.Tensor]:
     """A method in each of so many equal parts of the time that each keeps about `tokens`."""
 
@@ -45,8 +50,8 @@ def spread(choose: Callable[[Candidates, int], torch.Tensor], tokens: int) -> Ca
         edges = [part * steps // parts * int(np.prod(cells)) for part in range(parts + 1)]
         kept = []
         for part, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
-            own = Candidates([candidates.visual[0][low:high]], candidates.query, candidates.positions, [], lambda _: _)
-            own.__dict__["log_relevance"] = candidates.log_relevance[low:high]
+            visual, relevance = [candidates.visual[0][low:high]], partial(_part, candidates, low, high)
+            own = Candidates(visual, candidates.query, candidates.positions, [], relevance)
             kept.append(low + choose(own, (part + 1) * n // parts - part * n // parts))
         return torch.cat(kept)
 
