@@ -265,7 +265,8 @@ def add_method(name: str | None) -> None:
             signature(found).bind("candidates", 1)
             METHODS[name] = found
         except (ImportError, AttributeError, OSError, SyntaxError, TypeError, ValueError) as error:
-            raise ValueError(f"selection={name!r} cannot be imported: {error}") from error
+            hint = "" if place.endswith(".py") else "; a file is named as FILE.py:FUNCTION"
+            raise ValueError(f"selection={name!r} cannot be imported: {error}{hint}") from error
     find_method(name)
 
 
@@ -283,6 +284,7 @@ def check_kept(kept: Any, n: int, num_tokens: int, selection: str | Method) -> N
     if not fits or bool((kept.diff() < 1).any() | (kept[0] < 0) | (kept[-1] >= num_tokens)):
         name = selection if isinstance(selection, str) else getattr(selection, "__name__", selection)
         result = f"{kept.dtype} of shape {tuple(kept.shape)}" if isinstance(kept, torch.Tensor) else type(kept).__name__
+        result = "some that do not ascend, or are not there" if fits else result
         raise ValueError(
             f"selection={name!r} returned {result}; expected {n} ascending int64 indices below {num_tokens}."
         )

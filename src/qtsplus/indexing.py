@@ -191,9 +191,9 @@ class _Indexing:
                 f"{len(lost)} of {len(known)} videos of {place} are not in {folder}: {listed(gone)}. Nothing was "
                 "changed. Is another folder to be mounted there? To let them go, run the same command with --prune."
             )
-        if gone:
+        if lost:
             held = counted(len(known), "video")
-            self.say(f"The library loses {len(gone)} of {held}, not here any more: {listed(gone)}")
+            self.say(f"The library loses {len(lost)} of {held}, not here any more: {listed(lost)}")
         for name in gone:
             self._leave(known[name], contents)
             self.index.add(name, None)

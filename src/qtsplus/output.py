@@ -14,7 +14,7 @@ from typing import IO
 from filelock import FileLock, Timeout
 
 _HOST = re.sub(r"\W", "-", socket.gethostname())  # whose processes can be asked whether they are there
-NAMED = 20  # of many things, how many a message names
+NAMED = 8  # of many things, how many a message names
 
 
 @contextmanager

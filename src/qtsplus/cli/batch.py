@@ -47,6 +47,6 @@ def batch(
         counts = run_batch(questions, out, asker)
     wrote(out)
     if counts["error"]:
-        note(f"{counts['error']} of {counts.total()} rows have an error; the same command asks them again.")
+        note(f"{counts['error']} of {counts.total()} rows have an error in {out}; the same command asks them again.")
     if not counts["answer"]:
         fail_run(f"no question of {file} was answered")

@@ -75,13 +75,13 @@ def _listen(talk: Talk, choice: dict[str, Any], as_json: bool) -> int:
         try:
             text = input("> " if stdin.isatty() else "").strip()
             text.encode()  # or it was no text
-            command, _, folder = text.partition(" ")
+            command, folder = [*text.split(maxsplit=1), "", ""][:2]
             if text == "/quit":
                 return failed
             if command == "/evidence":
-                if talk.last is None or not folder.strip():
+                if talk.last is None or not folder:
                     raise ValueError(f"{_EVIDENCE}: ask something first, and name a folder")
-                talk.draw(Path(folder.strip()))
+                talk.draw(Path(folder).expanduser())
             elif command.startswith("/"):
                 raise ValueError(f"there is no command {command}. {_HELP}")
             elif text:
