@@ -45,11 +45,16 @@ Keys = dict[tuple[torch.Tensor, ...], torch.Tensor]  # of the last video, for fu
 
 
 def score(
-    selector: "QTSplusSelector", row: int, context: tuple[torch.Tensor, ...], keys: Keys | None, words: torch.Tensor
+    selector: "QTSplusSelector",
+    row: int,
+    context: tuple[torch.Tensor, ...],
+    keys: Keys | None,
+    known: Sequence[torch.Tensor],
+    words: torch.Tensor,
 ) -> torch.Tensor:
     """
     `[M]` log-relevance of a row's visual tokens, which `context` has with the null token behind them, for the states
-    `[L, d]` of the question's words. `keys` is kept for the next row, unless `None`.
+    `[L, d]` of the question's words. `keys` is kept for the next row, unless `None`; of videos they may be `known`.
     """
     nulls = len(selector.null_tokens)
     if not len(words):
@@ -60,7 +65,9 @@ def score(
         words = layer(words, context)
     if keys is not None and context not in keys:
         keys.clear()
-        keys[context] = last.keys(context)
+        there = [part.to(words.device) for part in known]
+        rest = context[len(there) :]
+        keys[context] = torch.cat([*there, *map(last.keys, rest)], 1) if there else last.keys(rest)
     scores = last(words, context, reduction=selector.config.reduction, keys=None if keys is None else keys[context])
     return scores[: len(scores) - nulls]
 
@@ -375,6 +382,7 @@ class QTSplusSelector(nn.Module):
         reencode: bool = True,
         sample_gate: bool | None = None,
         attention: Sequence[Callable[[], torch.Tensor]] | None = None,
+        keys: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> tuple[list[torch.Tensor], QTSplusOutput]:
         """
         Args:
@@ -387,6 +395,8 @@ class QTSplusSelector(nn.Module):
             retention, max_visual_tokens, selection, reencode: as in `SelectionInputs` (prompt_qtsplus.py).
             sample_gate: use the training gate; `self.training` if `None`.
             attention: per row what computes the `[M_b]` log-attention of the language model, for methods that ask it.
+            keys: per row those of its videos, `[kv_heads, k, head_dim]` each, as the last of the `scoring_layers` gives
+                them, where they were kept from an earlier question.
 
         Returns:
             per row `[n_b, d]` tokens for the language model, in their original order, and a [`QTSplusOutput`].
@@ -410,9 +420,10 @@ class QTSplusSelector(nn.Module):
         anchor = self._anchor() if self.training and torch.is_grad_enabled() else None
         nulls, rows = self.null_states(), []
         # Rows about the same tensors, such as questions on one video, share the keys; else none are held for others.
-        keys: Keys | None = {} if len(set(videos)) < len(videos) else None
+        shared: Keys | None = {} if keys or len(set(videos)) < len(videos) else None
         for row, (parts, words, where, grid) in enumerate(zip(videos, query, positions, grids, strict=True)):
-            relevance, states = partial(score, self, row, (*parts, *nulls), keys), partial(self.contextualise, words)
+            context, known = (*parts, *nulls), () if keys is None else keys[row]
+            relevance, states = partial(score, self, row, context, shared, known), partial(self.contextualise, words)
             attend = None if attention is None else attention[row]
             candidates = Candidates(parts, words, where, grid, relevance, states, attend)
             budget = predict_budget(self, candidates, selection, retentions[row], cap)

@@ -1,11 +1,13 @@
-"""Many questions about a few videos at once: vLLM with the selector, the same vLLM with all tokens, vLLM with its own
-pruning (EVS, which never sees the question), and Transformers with the selector, one question after another.
+"""Many questions about a few videos at once: vLLM with the selector, at stated budgets and at the model's own; the same
+vLLM with all tokens; vLLM with its own pruning (EVS, which never sees the question); and Transformers with the
+selector, one question after another.
 
     python -m benchmarks.vllm_load benchmarks/results/vllm-load-cpu.json
     python -m benchmarks.vllm_load benchmarks/results/vllm-gpu.json 3b
 
 It needs vLLM, and runs in one process with models of random weights, three of them beside each other on a GPU. Every
-run begins with no video known; within a run each side encodes a video once. Frames are handed over decoded.
+run begins with no video known; within a run each side encodes a video once. Frames are handed over decoded. On a CPU
+seconds are those of the processor, in one thread, so that what else runs there counts little.
 """
 
 import os
@@ -24,6 +26,7 @@ from transformers.video_utils import VideoMetadata
 
 from qtsplus.hub.publish import assemble_folder
 from qtsplus.results import write_json
+from qtsplus.vllm.server import mark_of
 
 from .machine import environment
 from .speed.results import spread
@@ -33,7 +36,7 @@ VIDEOS, QUESTIONS, REQUESTS, NEW_TOKENS = 8, 12, 96, 16
 RETENTIONS = (0.05, 0.1, 0.2)
 FRAMES = 64
 ON_GPU = torch.cuda.is_available()
-DEVICE, DTYPE, REPEATS = ("cuda", torch.bfloat16, 3) if ON_GPU else ("cpu", torch.float32, 7)
+DEVICE, DTYPE, REPEATS = ("cuda", torch.bfloat16, 3) if ON_GPU else ("cpu", torch.float32, 5)
 
 
 class Load:
@@ -46,7 +49,16 @@ class Load:
     """
 
     def __init__(self, shape: Any, folder: Path):
+        draw = random.Random(0)
+        self.requests = [
+            (draw.randrange(VIDEOS), f"What is in the picture number {draw.randrange(QUESTIONS)}?", retention)
+            for retention in draw.choices(RETENTIONS, k=REQUESTS)
+        ]
+        # As many tokens as the requests keep on average, for those that keep one fraction of all.
+        fraction = statistics.mean(retention for _, _, retention in self.requests)
         self.processor, self.model = make_processor(shape), build(shape, "ours", DEVICE, DTYPE)
+        selector = self.model.config.qtsplus_config
+        selector.rho_min = selector.rho_max = fraction
         for part in (self.model, self.processor):
             part.save_pretrained(folder / "saved")
         assemble_folder(folder / "saved", folder / "published")
@@ -54,16 +66,12 @@ class Load:
         self.length = FRAMES * width * height // 28**2  # twice the tokens of a video
         self.videos = [rng.integers(0, 255, (FRAMES, height, width, 3), dtype=np.uint8) for _ in range(VIDEOS)]
         self.described: dict[str, Any] = {"fps": 2.0, "total_num_frames": FRAMES, "frames_indices": list(range(FRAMES))}
+        self.marks = [mark_of(video, self.described) for video in self.videos]
         self.prompt_tokens: dict[str, float] = {}  # of a request, on average
-        draw = random.Random(0)
-        self.requests = [
-            (draw.randrange(VIDEOS), f"What is in the picture number {draw.randrange(QUESTIONS)}?", retention)
-            for retention in draw.choices(RETENTIONS, k=REQUESTS)
-        ]
         write_stock(folder / "published", folder / "stock")
-        self.llm = self._start_vllm(folder / "published")
-        # As many tokens as the requests keep on average.
-        fraction = statistics.mean(retention for _, _, retention in self.requests)
+        self.llm = self._start_vllm(folder / "published", worker_extension_cls="qtsplus.vllm.worker.Worker")
+        processor = self.llm.llm_engine.renderer.get_mm_processor()
+        processor.call_engine = lambda method, args: self.llm.collective_rpc(method, args=args)
         self.evs = self._start_vllm(folder / "stock", video_pruning_rate=1 - fraction)
         self.evs.collective_rpc(_switch_pruning_on)
 
@@ -76,18 +84,21 @@ class Load:
         return LLM(model=str(folder), limit_mm_per_prompt={"video": 1, "image": 0}, **options, **more)
 
     def ask_vllm(self, way: str) -> None:
-        """All requests at once, with the "selector", "all" tokens, or "evs"."""
+        """All requests at once, with the "selector", its budget "learned", "all" tokens, or "evs"."""
         from vllm import SamplingParams
 
         prompts = []
         for video, question, retention in self.requests:
             described = {**self.described, "duration": FRAMES / 2, "video_backend": "opencv", "do_sample_frames": False}
+            if way != "evs":  # as the server hands over what it has read
+                described["mark"] = self.marks[video]
             prompts.append(
                 {
                     "prompt": prompt_text(self.processor, question),
                     "multi_modal_data": {"video": [(self.videos[video], described)]},
                     "mm_processor_kwargs": {
                         "selector": {"retention": retention},
+                        "learned": {},
                         "all": {"selection": "all", "reencode": False},
                         "evs": {},
                     }[way],
@@ -136,20 +147,24 @@ def _switch_pruning_on(worker: Any) -> None:
 
 
 def seconds_of(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
+    clock = time.perf_counter if ON_GPU else time.process_time
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def measure(out: Path, shape_name: str) -> dict[str, Any]:
     """Runs the ways in turn, and writes every run."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    if not ON_GPU:
+        torch.set_num_threads(1)
     shape = find_shape(shape_name)
     with tempfile.TemporaryDirectory() as folder:
         load = Load(shape, Path(folder))
         sides: dict[str, Callable[[], None]] = {
             "vllm": lambda: load.ask_vllm("selector"),
+            "vllm_own_budget": lambda: load.ask_vllm("learned"),
             "vllm_all_tokens": lambda: load.ask_vllm("all"),
             "vllm_evs": lambda: load.ask_vllm("evs"),
             "transformers_one_by_one": load.ask_transformers,
@@ -175,6 +190,7 @@ def measure(out: Path, shape_name: str) -> dict[str, Any]:
         "figures": {
             "all_tokens_over_ours": medians["vllm_all_tokens"] / medians["vllm"],
             "evs_over_ours": medians["vllm_evs"] / medians["vllm"],
+            "own_budget_over_ours": medians["vllm_own_budget"] / medians["vllm"],
             "one_by_one_over_ours": medians["transformers_one_by_one"] / medians["vllm"],
             "requests_per_second": REQUESTS / medians["vllm"],
         },

@@ -4,32 +4,72 @@ A video's tokens are chosen where vLLM asks for its embeddings. Every row of tho
 values, so what vLLM does with them (caching, prefill in chunks, batches) needs not know of the selection.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cachetools import LRUCache  # which vLLM needs too
 from torch import nn
 from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.platforms import current_platform
 
 from ..answers import Answer, shown_by
 from ..backbones import backbone_of
+from ..encoding_qtsplus import attend_within
 from ..layout_qtsplus import lay_out
 from ..methods_qtsplus import add_method
 from ..mixin_qtsplus import choose
-from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs, splice
+from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs, pad_rows, splice
 from ..selector_qtsplus import QTSplusOutput
 from ..videos import EncodedVideo
 from .processing import QTSplusMultiModalProcessor, of_bytes
 
 CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
 CHOSEN_BYTES = 2**28  # of the model's memory, for tokens that were chosen before their request runs
+TOGETHER = 2**15  # tokens of prompts
 BASES = 2**16  # requests of which it is known what their answers rest on: more than vLLM's own caches answer again
+
+
+class Asked(NamedTuple):
+    """A request's item, and what of it was JSON."""
+
+    item: dict[str, Any]
+    settings: dict[str, Any]
+
+
+def batches(asked: list[Asked], chosen: Container[str]) -> Iterator[list[Asked]]:
+    """
+    The requests of a step that are chosen for together: by one method, questions about one video side by side, and of
+    no more than [`TOGETHER`] tokens, since the features of all are in the model's memory.
+
+    Args:
+        chosen: keys of requests for which it is known what stays.
+    """
+
+    def kind(one: Asked) -> tuple[Any, ...]:
+        settings = one.settings
+        return settings["key"] in chosen, settings["selection"], settings.get("reencode", True)
+
+    batch, tokens = list[Asked](), 0
+    for one in sorted(asked, key=lambda one: (*kind(one), one.settings["hashes"])):
+        length = len(one.item["prompt_ids"])
+        if batch and (kind(one) != kind(batch[0]) or tokens + length > TOGETHER):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(one)
+        tokens += length
+    if batch:
+        yield batch
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class QTSplusForVLLM:
@@ -48,6 +88,9 @@ class QTSplusForVLLM:
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         check_engine(vllm_config)
+        for part in self.visual.modules() if current_platform.is_cpu() else ():
+            if isinstance(part, MMEncoderAttention):
+                part._forward_sdpa = attend_together
         add_method((vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {}).get("selection"))
         with torch.device("meta"):
             hooks = backbone_of(self.config.model_type).model.model_class(self.config)
@@ -56,12 +99,12 @@ class QTSplusForVLLM:
         self.qtsplus = hooks.qtsplus = hooks.build_selector(self.config)
         object.__setattr__(self, "hooks", hooks.eval())  # no part of the weights
         gigabytes = float(vllm_config.additional_config.get("qtsplus_cache_gb", CACHE_GB))
-        # By content and settings of the processor what videos were encoded to, `[k, token_width]`.
-        self.encoded: LRUCache = LRUCache(gigabytes * 2**30, getsizeof=lambda features: features.nbytes)
+        # By content and settings of the processor what videos were encoded to, `[k, token_width]`, and their keys.
+        self.encoded: LRUCache = LRUCache(gigabytes * 2**30, getsizeof=_bytes_of)
         # By the hashes of video items, fields of an `Answer`.
         self.bases: LRUCache = LRUCache(BASES)
         # By the same, what was chosen when the budget was asked.
-        self.chosen: LRUCache = LRUCache(CHOSEN_BYTES, getsizeof=lambda choice: choice[0][0].nbytes)
+        self.chosen: LRUCache = LRUCache(CHOSEN_BYTES, getsizeof=_bytes_of)
         self.moved: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def load_weights(self, weights: Any) -> Any:
@@ -74,37 +117,45 @@ class QTSplusForVLLM:
         """Per video item `[length, token_width + positions]`; images as they are."""
         if "settings" not in kwargs:
             return super().embed_multimodal(**kwargs)  # type: ignore[misc]
-        items = zip(*kwargs.values(), strict=True)
-        return [self._embed(dict(zip(kwargs, item, strict=True))) for item in items]
+        items = [dict(zip(kwargs, item, strict=True)) for item in zip(*kwargs.values(), strict=True)]
+        asked = [Asked(item, of_bytes(item["settings"])) for item in items]
+        rows: dict[int, torch.Tensor] = {}
+        for batch in batches(asked, self.chosen):
+            rows |= zip(map(id, batch), self._embed(batch), strict=True)
+        return [rows[id(one)] for one in asked]
 
-    def _embed(self, item: dict[str, Any]) -> torch.Tensor:
-        settings = of_bytes(item["settings"])
-        layout, features, selected, qtsplus = self._choose(item, settings)
-        prompt = splice(self.hooks, layout, features, selected, qtsplus, pad_left=False)
+    def _embed(self, asked: list["Asked"]) -> list[torch.Tensor]:
+        layout, choices = self._choose(asked)
+        tokens, kept = zip(*choices, strict=True)
+        features = {IMAGE: [self.hooks.no_features(layout.mask.device)] * len(layout.grids[IMAGE])}
+        prompt = splice(self.hooks, layout, features, tokens, QTSplusOutput(kept_indices=kept), pad_left=False)
+        language = self.hooks.language_axes(prompt.position_ids)
+        embedded = []
+        for row, (_, settings) in enumerate(asked):
+            part = slice(settings["start"], settings["start"] + settings["length"])
+            ids = prompt.input_ids[row, part]
+            rows = self.hooks.get_input_embeddings()(ids)
+            rows = nn.functional.pad(rows, (0, self.hooks.token_width - rows.shape[-1]))
+            rows[ids == self.config.video_token_id] = prompt.features["video"][row].to(rows.dtype)
+            positions = language[:, row, part].T.int().contiguous()
+            embedded.append(torch.cat([rows, positions.view(rows.dtype)], dim=1))
+        return embedded
 
-        part = slice(settings["start"], settings["start"] + settings["length"])
-        ids = prompt.input_ids[0, part]
-        rows = self.hooks.get_input_embeddings()(ids)
-        rows = nn.functional.pad(rows, (0, self.hooks.token_width - rows.shape[-1]))
-        rows[ids == self.config.video_token_id] = prompt.features["video"][0].to(rows.dtype)
-        positions = self.hooks.language_axes(prompt.position_ids)[:, 0, part]
-        return torch.cat([rows, positions.T.int().contiguous().view(rows.dtype)], dim=1)
-
-    def _basis(self, item: dict[str, Any], settings: dict[str, Any], features: Any, chosen: Any) -> dict[str, Any]:
+    def _basis(self, asked: "Asked", features: Any, chosen: QTSplusOutput, row: int) -> dict[str, Any]:
         """What an answer rests on: the fields of an [`Answer`], whose videos are called by their numbers from 1."""
-        videos = {}
+        (item, settings), videos = asked, {}
         for number, (told, encoded) in enumerate(zip(settings["told"], features, strict=True), start=1):
             height, width = told["size"]
             metadata = SimpleNamespace(**told, height=height, width=width)
             grid, step = item["video_grid_thw"][number - 1 : number].cpu(), [told["step"]]
             stated = {name: told[name] for name in ("start", "warnings", "sound")}
             videos[str(number)] = EncodedVideo(str(number), encoded, grid, step, metadata, 0.0, **stated)
-        relevance = None if chosen.relevance is None else chosen.relevance[0]
+        relevance = None if chosen.relevance is None else chosen.relevance[row]
         merge_size, config = self.config.vision_config.spatial_merge_size, self.config.qtsplus_config
-        shown = shown_by(videos, chosen.kept_indices[0], relevance, merge_size, config)
-        shown |= {"seen": None if chosen.seen is None else float(chosen.seen[0])}
+        shown = shown_by(videos, chosen.kept_indices[row], relevance, merge_size, config)
+        shown |= {"seen": None if chosen.seen is None else float(chosen.seen[row])}
         shown |= {"unheard": any(video.sound for video in videos.values())}
-        rho = settings.get("rho", float(chosen.rho[0]))
+        rho = settings.get("rho", float(chosen.rho[row]))
         fields = Answer(answer="", video="", rho=rho, timings={}, **shown).as_dict()
         return {name: fields[name] for name in fields.keys() - {"answer", "video", "timings"}}
 
@@ -119,65 +170,69 @@ class QTSplusForVLLM:
         if key not in self.bases:
             if "pixel_values_videos" not in item and any(self.encoded.get(one) is None for one in settings["hashes"]):
                 return None
-            *_, selected, qtsplus = self._choose(item, settings)
-            if selected[0].nbytes <= self.chosen.maxsize:
-                self.chosen[key] = selected, qtsplus
+            _, (choice,) = self._choose([Asked(item, settings)])
+            if choice[0].nbytes <= self.chosen.maxsize:
+                self.chosen[key] = choice
         return self.bases[key]["kept_tokens"], self.bases[key]["rho"]
 
-    def _choose(self, item: dict[str, Any], settings: dict[str, Any]) -> tuple[Layout, Any, Any, QTSplusOutput]:
-        """The full prompt of a request, its features by modality, the tokens that stay, and how they were chosen."""
-        videos = self._encode(item, settings["hashes"])
-        layout, most = self._lay_out(item, videos), settings.get("max_visual_tokens")
+    def _choose(self, asked: list["Asked"]) -> tuple[Layout, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The full prompts of requests of one of [`batches`], and of each the tokens that stay and their indices."""
+        layout = self._lay_out([item for item, _ in asked], self.visual.device)
+        choices = [self.chosen.pop(settings["key"], None) for _, settings in asked]
+        if all(choices):
+            return layout, choices
+        videos = [self._encode(*one) for one in asked]
+        first, most = asked[0].settings, asked[0].settings.get("max_visual_tokens")
         selection = SelectionInputs(
-            query_mask=item["query_mask"].to(layout.mask.device)[None],
-            retention=settings.get("retention"),
+            query_mask=pad_rows([item["query_mask"] for item, _ in asked], False, left=False).to(layout.mask.device),
+            retention=[settings.get("retention") for _, settings in asked],
             max_visual_tokens=None if most is None else int(most),
-            selection=settings["selection"],
-            reencode=settings.get("reencode", True),
+            selection=first["selection"],
+            reencode=first.get("reencode", True),
         )
-        features = {VIDEO: videos, IMAGE: [self.hooks.no_features(layout.mask.device)] * len(item["image_grids"])}
-        key = settings["key"]
-        selected, qtsplus = self.chosen.pop(key, None) or choose(self.hooks, layout, features, selection)
-        if key not in self.bases:
-            self.bases[key] = self._basis(item, settings, videos, qtsplus)
-        return layout, features, selected, qtsplus
+        features = [features for row in videos for features, _ in row]
+        keys = [[keys for _, keys in row] for row in videos]
+        selected, qtsplus = choose(self.hooks, layout, {VIDEO: features}, selection, keys=keys)
+        for row, one in enumerate(asked):
+            if one.settings["key"] not in self.bases:
+                self.bases[one.settings["key"]] = self._basis(one, [known for known, _ in videos[row]], qtsplus, row)
+        return layout, list(zip(selected, qtsplus.kept_indices or (), strict=True))
 
-    def _encode(self, item: dict[str, Any], hashes: list[str]) -> list[torch.Tensor]:
-        """Per video `[k, token_width]`; the tower sees those that are not in the cache."""
+    def _encode(self, item: dict[str, Any], settings: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per video `[k, token_width]` and its keys; the tower sees those that are not in the cache."""
         grids = item["video_grid_thw"]
-        pixels = item["pixel_values_videos"].split(grids.prod(-1).tolist()) if "pixel_values_videos" in item else ()
-        features = []
-        for index, key in enumerate(hashes):
+        encoded, width = [], self.qtsplus.hidden_size
+        for index, key in enumerate(settings["hashes"]):
             known = self.encoded.get(key)
             if known is None:
                 one = slice(index, index + 1)
-                known = super().embed_multimodal(  # type: ignore[misc]
-                    pixel_values_videos=pixels[index].to(self.visual.device),
+                features = super().embed_multimodal(  # type: ignore[misc]
+                    pixel_values_videos=item["pixel_values_videos"][index].to(self.visual.device),
                     video_grid_thw=grids[one],
                     second_per_grid_ts=item["second_per_grid_ts"][one],
                 )[0]
-                if known.nbytes <= self.encoded.maxsize:
-                    self.encoded[key] = known.cpu()
-            features.append(known)
-        return features
+                known = features.cpu(), self.qtsplus.scoring_layers[-1].keys(features[:, :width]).cpu()
+                if _bytes_of(known) <= self.encoded.maxsize:
+                    self.encoded[key] = known
+            encoded.append(known)
+        return encoded
 
-    def _lay_out(self, item: dict[str, Any], features: list[torch.Tensor] | None = None) -> Layout:
-        """The full prompt of a request; without `features` for its positions alone."""
-        videos, images = item["video_grid_thw"], item["image_grids"]
+    def _lay_out(self, items: list[dict[str, Any]], device: Any = "cpu") -> Layout:
+        """The full prompts of requests."""
+        videos, images = (torch.cat([item[name] for item in items]) for name in ("video_grid_thw", "image_grids"))
         pixels = [torch.empty(int(grids.prod(-1).sum()), device="meta") for grids in (videos, images)]
         visual = VisualInputs(
             pixel_values=pixels[1] if len(images) else None,
             image_grid_thw=images if len(images) else None,
-            pixel_values_videos=pixels[0] if features is None else None,
-            video_features=features,
+            pixel_values_videos=pixels[0],
             video_grid_thw=videos,
-            second_per_grid_ts=item["second_per_grid_ts"],
+            second_per_grid_ts=torch.cat([item["second_per_grid_ts"] for item in items]),
         )
-        device = "cpu" if features is None else self.visual.device
-        layout = lay_out(self.hooks, visual, item["prompt_ids"][None].to(device))
-        row = layout.rows[0]
+        prompts = [item["prompt_ids"] for item in items]
+        mask = pad_rows([torch.ones_like(ids) for ids in prompts], 0, left=False)
+        layout = lay_out(self.hooks, visual, pad_rows(prompts, 0, left=False).to(device), mask.to(device))
         # Which frames will have kept tokens is not known where vLLM counts: the times of all of them stay.
-        return replace(layout, rows=[replace(row, separators=row.separators[:, :0])])
+        return replace(layout, rows=[replace(row, separators=row.separators[:, :0]) for row in layout.rows])
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Any) -> tuple[torch.Tensor, int]:
         """`[3, S]` of the shortened prompt, right outside of its video item, and what decoding adds to the count."""
@@ -188,7 +243,7 @@ class QTSplusForVLLM:
             return super().get_mrope_input_positions(input_tokens, mm_features)  # type: ignore[misc]
         item = videos[0].get_data()
         settings = of_bytes(item["settings"])
-        full = self._lay_out(item).rows[0].language_positions
+        full = self._lay_out([item]).rows[0].language_positions
         around = [full[:, : settings["start"]], full.new_zeros(3, settings["length"]), full[:, settings["stop"] :]]
         positions = torch.cat(around, dim=1)
         behind = int(full[:, -1].max()) + 1 - positions.shape[1]
@@ -216,6 +271,13 @@ class QTSplusForVLLM:
             positions[:, columns.to(positions.device)] = moved.to(positions.device, positions.dtype)
             self.moved = None
         return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
+
+
+def attend_together(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """In place of vLLM's on a CPU, `[1, N, heads, head_dim]` each, which calls attention once for each window."""
+    return attend_within(query[0], key[0], value[0], cu_seqlens)[None]
 
 
 def check_engine(vllm_config: Any) -> None:

@@ -18,7 +18,7 @@ from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.parse import VideoProcessorItems
 
 from ..methods_qtsplus import METHODS, add_method, check_budget
-from ..prompt_qtsplus import find_query_mask, join
+from ..prompt_qtsplus import find_query_mask
 from ..selector_qtsplus import kept_count
 from .worker import ask_budget
 
@@ -89,6 +89,15 @@ class QTSplusMultiModalProcessor:
         dummy = super().get_dummy_inputs(*args, **kwargs)  # type: ignore[misc]
         return replace(dummy, hf_processor_mm_kwargs={"selection": "all"})
 
+    def _get_mm_hashes(self, inputs: Any) -> Any:
+        """As vLLM's, but videos with a `mark` go by it, and nobody reads their frames for every question."""
+        videos = inputs.mm_data_items.get("video")
+        if isinstance(videos, VideoProcessorItems):
+            marks = [about.get("mark", (frames, about)) for frames, about in videos.get_all()]
+            marked = type(inputs.mm_data_items)({**inputs.mm_data_items, "video": VideoProcessorItems(marks)})
+            inputs = replace(inputs, mm_data_items=marked)
+        return super()._get_mm_hashes(inputs)  # type: ignore[misc]
+
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
         """As vLLM's, with the seconds of a temporal patch, which it drops for most backbones, and what is `told`."""
         items, videos = mm_items.get("video"), list[Any]()
@@ -146,8 +155,9 @@ class QTSplusMultiModalProcessor:
 
         check_settings(settings)
         num_tokens = ids[start:stop].count(placeholder)
+        prompt = torch.tensor(ids)
         mask = find_query_mask(
-            torch.tensor([ids]),
+            prompt[None],
             None,
             config.user_turn_token_ids,
             config.turn_end_token_id,
@@ -161,19 +171,20 @@ class QTSplusMultiModalProcessor:
             raise ValueError("The last user turn has no text to select by: expected a question beside the video.")
         hashes = processed["mm_hashes"]
         settings["hashes"] = hashes["video"]
+        stated = json.dumps([hashes, sorted(settings.items())]).encode()
+        key = hashlib.sha256(prompt.numpy().tobytes() + stated).hexdigest()
         settings["told"] = [of_bytes(video["told"].data) for video in items["video"]]
-        key = hashlib.sha256(json.dumps([hashes, ids, sorted(settings.items())]).encode()).hexdigest()
         settings["key"], rho = key, settings.get("retention") or 1.0
         if call:  # for the model's own
-            settings["max_visual_tokens"], rho = ask_budget(call, merged_item(items, ids, mask, settings))
+            settings["max_visual_tokens"], rho = ask_budget(call, merged_item(items, prompt, mask, settings))
         kept = count_kept(config.qtsplus_config, num_tokens, settings)
         between = [one for one in ids[start:stop] if one != placeholder]  # text that is part of the item
         length = kept + len(between)
 
         settings |= {"start": start, "stop": stop, "length": length, "rho": rho}
         if settings["selection"] != "all":
-            settings |= {"retention": 1.0, "max_visual_tokens": kept}
-        item = merged_item(items, ids, mask, settings)
+            settings |= {"retention": kept / num_tokens, "max_visual_tokens": None}
+        item = merged_item(items, prompt, mask, settings)
         moved = [
             replace(image, offset=image.offset - (stop - start) + length) if image.offset >= stop else image
             for image in images
@@ -190,7 +201,9 @@ class QTSplusMultiModalProcessor:
         }
 
 
-def merged_item(items: Any, ids: list[int], mask: torch.Tensor, settings: dict[str, Any]) -> mm.MultiModalKwargsItem:
+def merged_item(
+    items: Any, prompt: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]
+) -> mm.MultiModalKwargsItem:
     """
     All videos of a request as one item, with what the engine needs to choose among their tokens: the prompt with every
     placeholder `[S]`, its question `[S]`, and settings as JSON.
@@ -198,12 +211,13 @@ def merged_item(items: Any, ids: list[int], mask: torch.Tensor, settings: dict[s
     videos = [item.get_data() for item in items["video"]]
     images = [item["image_grid_thw"].data for item in items.get("image", [])]
     nothing = torch.zeros(0, 3, dtype=torch.long)
-    fields = {
-        "pixel_values_videos": join([video["pixel_values_videos"] for video in videos], nothing),
+    fields: dict[str, Any] = {
+        # A list, of which vLLM makes no copy for a batch.
+        "pixel_values_videos": [video["pixel_values_videos"] for video in videos],
         "video_grid_thw": torch.stack([video["video_grid_thw"] for video in videos]),
         "second_per_grid_ts": torch.stack([torch.as_tensor(video["second_per_grid_ts"]) for video in videos]),
         "image_grids": torch.stack(images) if images else nothing,
-        "prompt_ids": torch.tensor(ids),
+        "prompt_ids": prompt,
         "query_mask": mask,
         "settings": as_bytes(settings),
     }
@@ -219,4 +233,4 @@ def as_bytes(fields: Any) -> torch.Tensor:
 
 
 def of_bytes(content: torch.Tensor) -> Any:
-    return json.loads(bytes(content.tolist()))
+    return json.loads(content.numpy().tobytes())

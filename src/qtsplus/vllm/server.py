@@ -51,7 +51,13 @@ def read_frames(processor: Any, video: str, **reading: Any) -> tuple[np.ndarray,
     frames = np.stack(list(map(chunks.resize, chunks.decode())))
     told = {"video_backend": "opencv", "do_sample_frames": False}
     more = {"start": chunks.start, "sound": chunks.sound, "warnings": chunks.warnings}
-    return frames, {**vars(chunks.metadata), **told, **more}
+    about = {**vars(chunks.metadata), **told, **more}
+    return frames, {**about, "mark": mark_of(frames, about)}
+
+
+def mark_of(frames: np.ndarray, about: dict[str, Any]) -> str:
+    """A hash of all that vLLM is told of a video."""
+    return hashlib.sha256(frames.tobytes() + repr((frames.shape, about)).encode()).hexdigest()
 
 
 def _mark(processor: Any, video: str, **reading: Any) -> Any:

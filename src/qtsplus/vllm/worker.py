@@ -10,6 +10,8 @@ from typing import Any
 
 from safetensors.torch import load, save
 
+PIXELS = "pixel_values_videos"
+
 
 class Worker:
     """What a worker of vLLM can be asked beside its own methods."""
@@ -18,7 +20,9 @@ class Worker:
 
     def qtsplus_budget(self, item: bytes) -> tuple[int, float] | None:
         """As the model's `learned_budget`, for an item of [`ask_budget`]."""
-        return self.get_model().learned_budget(load(item))
+        data: dict[str, Any] = load(item)
+        pixels = [data.pop(name) for name in sorted(data) if name.isdigit()]
+        return self.get_model().learned_budget({**data, **({PIXELS: pixels} if pixels else {})})
 
     def qtsplus_basis(self, key: str) -> dict[str, Any] | None:
         """What the answers to a request rest on, by the hash of its video item; `None` from a worker without it."""
@@ -30,8 +34,10 @@ def ask_budget(call_engine: Callable[..., Any], item: Any) -> tuple[int, float]:
     How many tokens the model would keep of a request, whose item [`processing.merged_item`] has made, and the fraction
     that it aims at.
     """
-    data = {name: value.contiguous() for name, value in item.get_data().items()}
+    data = item.get_data()
+    pixels = {f"{index:03}": part.contiguous() for index, part in enumerate(data.pop(PIXELS))}
+    data = {name: value.contiguous() for name, value in data.items()}
     # Frames travel only where the engine does not have their features.
-    first = {name: value for name, value in data.items() if name != "pixel_values_videos"}
-    n, rho = call_engine("qtsplus_budget", (save(first),))[0] or call_engine("qtsplus_budget", (save(data),))[0]
+    known = call_engine("qtsplus_budget", (save(data),))[0]
+    n, rho = known or call_engine("qtsplus_budget", (save(data | pixels),))[0]
     return n, rho
