@@ -7,17 +7,15 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from cachetools import LRUCache  # which vLLM needs too
 from torch import nn
 from vllm.config import CUDAGraphMode
-from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.platforms import current_platform
 
 from ..answers import Answer, shown_by
 from ..backbones import backbone_of
@@ -28,7 +26,7 @@ from ..mixin_qtsplus import choose
 from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs, pad_rows, splice
 from ..selector_qtsplus import QTSplusOutput
 from ..videos import EncodedVideo
-from .processing import QTSplusMultiModalProcessor, of_bytes
+from .processing import QTSplusMultiModalProcessor, read
 
 CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
 CHOSEN_BYTES = 2**28  # of the model's memory, for tokens that were chosen before their request runs
@@ -36,34 +34,26 @@ TOGETHER = 2**15  # tokens of prompts
 BASES = 2**16  # requests of which it is known what their answers rest on: more than vLLM's own caches answer again
 
 
-class Asked(NamedTuple):
-    """A request's item, and what of it was JSON."""
-
-    item: dict[str, Any]
-    settings: dict[str, Any]
-
-
-def batches(asked: list[Asked], chosen: Container[str]) -> Iterator[list[Asked]]:
+def batches(items: list[dict[str, Any]], chosen: Container[str]) -> Iterator[list[dict[str, Any]]]:
     """
-    The requests of a step that are chosen for together: by one method, questions about one video side by side, and of
-    no more than [`TOGETHER`] tokens, since the features of all are in the model's memory.
+    The requests of a step that are chosen for together: by one method, questions about one video side by side, and no
+    more than [`TOGETHER`], or one request.
 
     Args:
         chosen: keys of requests for which it is known what stays.
     """
 
-    def kind(one: Asked) -> tuple[Any, ...]:
-        settings = one.settings
+    def kind(item: dict[str, Any]) -> tuple[Any, ...]:
+        settings = item["settings"]
         return settings["key"] in chosen, settings["selection"], settings.get("reencode", True)
 
-    batch, tokens = list[Asked](), 0
-    for one in sorted(asked, key=lambda one: (*kind(one), one.settings["hashes"])):
-        length = len(one.item["prompt_ids"])
-        if batch and (kind(one) != kind(batch[0]) or tokens + length > TOGETHER):
+    batch, tokens = list[dict[str, Any]](), 0
+    for item in sorted(items, key=lambda item: (*kind(item), item["settings"]["hashes"])):
+        tokens += len(item["prompt_ids"])
+        if batch and (kind(item) != kind(batch[0]) or tokens > TOGETHER):
             yield batch
-            batch, tokens = [], 0
-        batch.append(one)
-        tokens += length
+            batch, tokens = [], len(item["prompt_ids"])
+        batch.append(item)
     if batch:
         yield batch
 
@@ -88,8 +78,8 @@ class QTSplusForVLLM:
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         check_engine(vllm_config)
-        for part in self.visual.modules() if current_platform.is_cpu() else ():
-            if isinstance(part, MMEncoderAttention):
+        for part in self.visual.modules():
+            if self.visual.device.type == "cpu" and hasattr(part, "_forward_sdpa"):
                 part._forward_sdpa = attend_together
         add_method((vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {}).get("selection"))
         with torch.device("meta"):
@@ -117,22 +107,22 @@ class QTSplusForVLLM:
         """Per video item `[length, token_width + positions]`; images as they are."""
         if "settings" not in kwargs:
             return super().embed_multimodal(**kwargs)  # type: ignore[misc]
-        items = [dict(zip(kwargs, item, strict=True)) for item in zip(*kwargs.values(), strict=True)]
-        asked = [Asked(item, of_bytes(item["settings"])) for item in items]
-        rows: dict[int, torch.Tensor] = {}
-        for batch in batches(asked, self.chosen):
-            rows |= zip(map(id, batch), self._embed(batch), strict=True)
-        return [rows[id(one)] for one in asked]
+        items = [read(dict(zip(kwargs, item, strict=True))) for item in zip(*kwargs.values(), strict=True)]
+        embedded: dict[int, torch.Tensor] = {}
+        for batch in batches(items, self.chosen):
+            embedded |= zip(map(id, batch), self._embed(batch), strict=True)
+        return [embedded[id(item)] for item in items]
 
-    def _embed(self, asked: list["Asked"]) -> list[torch.Tensor]:
-        layout, choices = self._choose(asked)
+    def _embed(self, items: list[dict[str, Any]]) -> list[torch.Tensor]:
+        layout, choices = self._choose(items)
         tokens, kept = zip(*choices, strict=True)
         features = {IMAGE: [self.hooks.no_features(layout.mask.device)] * len(layout.grids[IMAGE])}
         prompt = splice(self.hooks, layout, features, tokens, QTSplusOutput(kept_indices=kept), pad_left=False)
         language = self.hooks.language_axes(prompt.position_ids)
         embedded = []
-        for row, (_, settings) in enumerate(asked):
-            part = slice(settings["start"], settings["start"] + settings["length"])
+        for row, item in enumerate(items):
+            start = item["settings"]["start"]
+            part = slice(start, start + item["settings"]["length"])
             ids = prompt.input_ids[row, part]
             rows = self.hooks.get_input_embeddings()(ids)
             rows = nn.functional.pad(rows, (0, self.hooks.token_width - rows.shape[-1]))
@@ -141,9 +131,9 @@ class QTSplusForVLLM:
             embedded.append(torch.cat([rows, positions.view(rows.dtype)], dim=1))
         return embedded
 
-    def _basis(self, asked: "Asked", features: Any, chosen: QTSplusOutput, row: int) -> dict[str, Any]:
+    def _basis(self, item: dict[str, Any], features: Any, chosen: Any, row: int) -> dict[str, Any]:
         """What an answer rests on: the fields of an [`Answer`], whose videos are called by their numbers from 1."""
-        (item, settings), videos = asked, {}
+        settings, videos = item["settings"], {}
         for number, (told, encoded) in enumerate(zip(settings["told"], features, strict=True), start=1):
             height, width = told["size"]
             metadata = SimpleNamespace(**told, height=height, width=width)
@@ -165,44 +155,44 @@ class QTSplusForVLLM:
         How many tokens the model itself would keep of a request, at most its `max_visual_tokens`, and the fraction that
         it aims at; `None` where a video is not in the cache and its pixels are not in the item.
         """
-        settings = of_bytes(item["settings"])
-        key = settings["key"]
+        item = read(item)
+        key = item["settings"]["key"]
         if key not in self.bases:
-            if "pixel_values_videos" not in item and any(self.encoded.get(one) is None for one in settings["hashes"]):
+            hashes = item["settings"]["hashes"]
+            if "pixel_values_videos" not in item and any(self.encoded.get(one) is None for one in hashes):
                 return None
-            _, (choice,) = self._choose([Asked(item, settings)])
+            _, (choice,) = self._choose([item])
             if choice[0].nbytes <= self.chosen.maxsize:
                 self.chosen[key] = choice
         return self.bases[key]["kept_tokens"], self.bases[key]["rho"]
 
-    def _choose(self, asked: list["Asked"]) -> tuple[Layout, list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _choose(self, items: list[dict[str, Any]]) -> tuple[Layout, list[tuple[torch.Tensor, torch.Tensor]]]:
         """The full prompts of requests of one of [`batches`], and of each the tokens that stay and their indices."""
-        layout = self._lay_out([item for item, _ in asked], self.visual.device)
-        choices = [self.chosen.pop(settings["key"], None) for _, settings in asked]
+        asked = [item["settings"] for item in items]
+        layout = self._lay_out(items, self.visual.device)
+        choices = [self.chosen.pop(settings["key"], None) for settings in asked]
         if all(choices):
             return layout, choices
-        videos = [self._encode(*one) for one in asked]
-        first, most = asked[0].settings, asked[0].settings.get("max_visual_tokens")
+        videos, most = list(map(self._encode, items)), asked[0].get("max_visual_tokens")
         selection = SelectionInputs(
-            query_mask=pad_rows([item["query_mask"] for item, _ in asked], False, left=False).to(layout.mask.device),
-            retention=[settings.get("retention") for _, settings in asked],
+            query_mask=pad_rows([item["query_mask"] for item in items], False, left=False).to(layout.mask.device),
+            retention=[settings.get("retention") for settings in asked],
             max_visual_tokens=None if most is None else int(most),
-            selection=first["selection"],
-            reencode=first.get("reencode", True),
+            selection=asked[0]["selection"],
+            reencode=asked[0].get("reencode", True),
         )
-        features = [features for row in videos for features, _ in row]
-        keys = [[keys for _, keys in row] for row in videos]
-        selected, qtsplus = choose(self.hooks, layout, {VIDEO: features}, selection, keys=keys)
-        for row, one in enumerate(asked):
-            if one.settings["key"] not in self.bases:
-                self.bases[one.settings["key"]] = self._basis(one, [known for known, _ in videos[row]], qtsplus, row)
+        features, keys = ([[pair[part] for pair in row] for row in videos] for part in (0, 1))
+        selected, qtsplus = choose(self.hooks, layout, {VIDEO: sum(features, [])}, selection, keys=keys)
+        for row, settings in enumerate(asked):
+            if settings["key"] not in self.bases:
+                self.bases[settings["key"]] = self._basis(items[row], features[row], qtsplus, row)
         return layout, list(zip(selected, qtsplus.kept_indices or (), strict=True))
 
-    def _encode(self, item: dict[str, Any], settings: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _encode(self, item: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Per video `[k, token_width]` and its keys; the tower sees those that are not in the cache."""
         grids = item["video_grid_thw"]
         encoded, width = [], self.qtsplus.hidden_size
-        for index, key in enumerate(settings["hashes"]):
+        for index, key in enumerate(item["settings"]["hashes"]):
             known = self.encoded.get(key)
             if known is None:
                 one = slice(index, index + 1)
@@ -241,8 +231,8 @@ class QTSplusForVLLM:
         videos = [feature.data for feature in mm_features if feature.modality == "video"]
         if not videos:
             return super().get_mrope_input_positions(input_tokens, mm_features)  # type: ignore[misc]
-        item = videos[0].get_data()
-        settings = of_bytes(item["settings"])
+        item = read(videos[0].get_data())
+        settings = item["settings"]
         full = self._lay_out([item]).rows[0].language_positions
         around = [full[:, : settings["start"]], full.new_zeros(3, settings["length"]), full[:, settings["stop"] :]]
         positions = torch.cat(around, dim=1)

@@ -93,9 +93,11 @@ class QTSplusMultiModalProcessor:
         """As vLLM's, but videos with a `mark` go by it, and nobody reads their frames for every question."""
         videos = inputs.mm_data_items.get("video")
         if isinstance(videos, VideoProcessorItems):
-            marks = [about.get("mark", (frames, about)) for frames, about in videos.get_all()]
-            marked = type(inputs.mm_data_items)({**inputs.mm_data_items, "video": VideoProcessorItems(marks)})
-            inputs = replace(inputs, mm_data_items=marked)
+            marks = [about.get("mark", one) for one, (_, about) in zip(videos.data, videos.get_all(), strict=True)]
+            marked = VideoProcessorItems(marks, videos.metadata)
+            inputs = replace(
+                inputs, mm_data_items=type(inputs.mm_data_items)({**inputs.mm_data_items, "video": marked})
+            )
         return super()._get_mm_hashes(inputs)  # type: ignore[misc]
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
@@ -234,3 +236,8 @@ def as_bytes(fields: Any) -> torch.Tensor:
 
 def of_bytes(content: torch.Tensor) -> Any:
     return json.loads(content.numpy().tobytes())
+
+
+def read(item: dict[str, Any]) -> dict[str, Any]:
+    """The data of an item of [`merged_item`], with its settings as they were."""
+    return {**item, "settings": of_bytes(item["settings"])}
