@@ -269,12 +269,7 @@ def test_keys_that_were_kept_give_the_same_choice(null_token):
     videos = [torch.randn(length, selector.hidden_size, generator=generator) for length in (12, 8)]
     words = [torch.randn(length, selector.hidden_size, generator=generator) for length in (3, 5, 2)]
     positions, layer = torch.arange(20).expand(3, -1), selector.scoring_layers[-1]
-    rows = [
-        [videos, words[0], positions],
-        [videos[:1], words[1], positions[:, :12]],
-        [videos[1:], words[2], positions[:, :8]],
-    ]
-    visual, query, where = map(list, zip(*rows, strict=True))
+    visual, where = [videos, videos[:1], videos[1:]], [positions, positions[:, :12], positions[:, :8]]
     with torch.no_grad():
         keys = [[layer.keys(video) for video in row] for row in visual]
         tokens, once = selector(visual, words, where, retention=0.3)
