@@ -2,7 +2,6 @@
 [`QTSplusModelMixin`] stands in front of a backbone's model, [`QTSplusHeadMixin`] in front of the class with a head.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
@@ -71,13 +70,12 @@ def choose(
     selection: SelectionInputs,
     *,
     sample_gate: bool | None = None,
-    keys: Sequence[Sequence[torch.Tensor]] | None = None,
 ) -> tuple[list[torch.Tensor], QTSplusOutput]:
     """
     Per row the kept tokens `[n_b, token_width]`, and how they were chosen.
 
     Args:
-        sample_gate, keys: as for [`QTSplusSelector`].
+        sample_gate: as for [`QTSplusSelector`].
     """
     device, width = layout.mask.device, model.config.text_config.hidden_size
     # By tensor: rows about the same video share it.
@@ -86,11 +84,11 @@ def choose(
     scored = {key: source[:, :width] for key, source in moved.items()}
     spans = [layout.competing(row) for row in layout.rows]
     grids = [[grid for span in row for grid in layout.grids_of(span)] for row in spans]
-    which = [[id(features[VIDEO][span.index]) for span in row] or [0] for row in spans]
-    sources = [[moved[key] for key in row] for row in which]
+    keys = [[id(features[VIDEO][span.index]) for span in row] or [0] for row in spans]
+    sources = [[moved[key] for key in row] for row in keys]
     reading = cache(partial(reading_of, model, layout, selection))
     selected, qtsplus = model.qtsplus(
-        [[scored[key] for key in row] for row in which],
+        [[scored[key] for key in row] for row in keys],
         query_embeds(model, layout, selection),
         [row.positions[:, row.candidates] for row in layout.rows],
         grids,
@@ -99,7 +97,6 @@ def choose(
         selection=selection.selection,
         reencode=selection.reencode,
         sample_gate=sample_gate,
-        keys=keys,
         attention=[
             partial(log_attention, model, reading, row, sources[row], grids[row], features) for row in range(len(spans))
         ],

@@ -45,16 +45,11 @@ Keys = dict[tuple[torch.Tensor, ...], torch.Tensor]  # of the last video, for fu
 
 
 def score(
-    selector: "QTSplusSelector",
-    row: int,
-    context: tuple[torch.Tensor, ...],
-    keys: Keys | None,
-    known: Sequence[torch.Tensor],
-    words: torch.Tensor,
+    selector: "QTSplusSelector", row: int, context: tuple[torch.Tensor, ...], keys: Keys | None, words: torch.Tensor
 ) -> torch.Tensor:
     """
     `[M]` log-relevance of a row's visual tokens, which `context` has with the null token behind them, for the states
-    `[L, d]` of the question's words. `keys` is kept for the next row, unless `None`; of videos they may be `known`.
+    `[L, d]` of the question's words. `keys` is kept for the next row, unless `None`.
     """
     nulls = len(selector.null_tokens)
     if not len(words):
@@ -65,9 +60,7 @@ def score(
         words = layer(words, context)
     if keys is not None and context not in keys:
         keys.clear()
-        there = [part.to(words.device) for part in known]
-        rest = context[len(there) :]
-        keys[context] = torch.cat([*there, *map(last.keys, rest)], 1) if there else last.keys(rest)
+        keys[context] = last.keys(context)
     scores = last(words, context, reduction=selector.config.reduction, keys=None if keys is None else keys[context])
     return scores[: len(scores) - nulls]
 
@@ -348,11 +341,8 @@ class QTSplusSelector(nn.Module):
         self.rope_theta, self.mrope_section = rope_theta, list(mrope_section)
         shape = (hidden_size, num_attention_heads, num_key_value_heads, rms_norm_eps, config.dropout)
         self.scoring_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.scoring_layers))
-        self.budget: nn.Module
-        if config.budget == "loss":
-            self.budget = QTSplusLossHead(hidden_size, config.budget_hidden_size)
-        else:
-            self.budget = QTSplusBudgetHead(hidden_size, config.budget_hidden_size)
+        head = QTSplusLossHead if config.budget == "loss" else QTSplusBudgetHead
+        self.budget: nn.Module = head(hidden_size, config.budget_hidden_size)
         self.reencode_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.reencode_layers))
         self.null_tokens = nn.ModuleList(nn.Embedding(1, hidden_size) for _ in range(config.null_token))
         self.question_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.query_states == "layer"))
@@ -382,7 +372,6 @@ class QTSplusSelector(nn.Module):
         reencode: bool = True,
         sample_gate: bool | None = None,
         attention: Sequence[Callable[[], torch.Tensor]] | None = None,
-        keys: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> tuple[list[torch.Tensor], QTSplusOutput]:
         """
         Args:
@@ -395,8 +384,6 @@ class QTSplusSelector(nn.Module):
             retention, max_visual_tokens, selection, reencode: as in `SelectionInputs` (prompt_qtsplus.py).
             sample_gate: use the training gate; `self.training` if `None`.
             attention: per row what computes the `[M_b]` log-attention of the language model, for methods that ask it.
-            keys: per row those of its videos, `[kv_heads, k, head_dim]` each, as the last of the `scoring_layers` gives
-                them, where they were kept from an earlier question.
 
         Returns:
             per row `[n_b, d]` tokens for the language model, in their original order, and a [`QTSplusOutput`].
@@ -420,10 +407,9 @@ class QTSplusSelector(nn.Module):
         anchor = self._anchor() if self.training and torch.is_grad_enabled() else None
         nulls, rows = self.null_states(), []
         # Rows about the same tensors, such as questions on one video, share the keys; else none are held for others.
-        shared: Keys | None = {} if keys or len(set(videos)) < len(videos) else None
+        keys: Keys | None = {} if len(set(videos)) < len(videos) else None
         for row, (parts, words, where, grid) in enumerate(zip(videos, query, positions, grids, strict=True)):
-            context, known = (*parts, *nulls), () if keys is None else keys[row]
-            relevance, states = partial(score, self, row, context, shared, known), partial(self.contextualise, words)
+            relevance, states = partial(score, self, row, (*parts, *nulls), keys), partial(self.contextualise, words)
             attend = None if attention is None else attention[row]
             candidates = Candidates(parts, words, where, grid, relevance, states, attend)
             budget = predict_budget(self, candidates, selection, retentions[row], cap)

@@ -84,7 +84,7 @@ class Load:
         return LLM(model=str(folder), limit_mm_per_prompt={"video": 1, "image": 0}, **options, **more)
 
     def ask_vllm(self, way: str) -> None:
-        """All requests at once, with the "selector", its budget "learned", "all" tokens, or "evs"."""
+        """All requests at once, with the "selector", without its "re-encoder", its "learned" budget, "all", or "evs"."""
         from vllm import SamplingParams
 
         prompts = []
@@ -98,6 +98,7 @@ class Load:
                     "multi_modal_data": {"video": [(self.videos[video], described)]},
                     "mm_processor_kwargs": {
                         "selector": {"retention": retention},
+                        "re-encoder": {"retention": retention, "reencode": False},
                         "learned": {},
                         "all": {"selection": "all", "reencode": False},
                         "evs": {},
@@ -164,6 +165,7 @@ def measure(out: Path, shape_name: str) -> dict[str, Any]:
         load = Load(shape, Path(folder))
         sides: dict[str, Callable[[], None]] = {
             "vllm": lambda: load.ask_vllm("selector"),
+            "vllm_without_reencoder": lambda: load.ask_vllm("re-encoder"),
             "vllm_own_budget": lambda: load.ask_vllm("learned"),
             "vllm_all_tokens": lambda: load.ask_vllm("all"),
             "vllm_evs": lambda: load.ask_vllm("evs"),
@@ -190,6 +192,7 @@ def measure(out: Path, shape_name: str) -> dict[str, Any]:
         "figures": {
             "all_tokens_over_ours": medians["vllm_all_tokens"] / medians["vllm"],
             "evs_over_ours": medians["vllm_evs"] / medians["vllm"],
+            "evs_over_ours_without_reencoder": medians["vllm_evs"] / medians["vllm_without_reencoder"],
             "own_budget_over_ours": medians["vllm_own_budget"] / medians["vllm"],
             "one_by_one_over_ours": medians["transformers_one_by_one"] / medians["vllm"],
             "requests_per_second": REQUESTS / medians["vllm"],

@@ -260,23 +260,3 @@ def test_every_input_stands_in_the_signatures(model):
     trainer = Trainer(model=model, args=TrainingArguments(use_cpu=True, report_to="none", output_dir="unused"))
     trainer._set_signature_columns_if_needed()
     assert set(NAMES) <= set(trainer._signature_columns)
-
-
-@pytest.mark.parametrize("null_token", [False, True])
-def test_keys_that_were_kept_give_the_same_choice(null_token):
-    selector = tiny_model(null_token=null_token).model.qtsplus
-    generator = torch.Generator().manual_seed(0)
-    videos = [torch.randn(length, selector.hidden_size, generator=generator) for length in (12, 8)]
-    words = [torch.randn(length, selector.hidden_size, generator=generator) for length in (3, 5, 2)]
-    positions, layer = torch.arange(20).expand(3, -1), selector.scoring_layers[-1]
-    visual, where = [videos, videos[:1], videos[1:]], [positions, positions[:, :12], positions[:, :8]]
-    with torch.no_grad():
-        keys = [[layer.keys(video) for video in row] for row in visual]
-        tokens, once = selector(visual, words, where, retention=0.3)
-        projected = []
-        hook = layer.k_proj.register_forward_hook(lambda _, inputs, __: projected.append(len(inputs[0])))
-        again, known = selector(visual, words, where, retention=0.3, keys=keys)
-        hook.remove()
-    for pairs in ((once.log_relevance, known.log_relevance), (once.kept_indices, known.kept_indices), (tokens, again)):
-        assert all(map(torch.equal, *pairs))
-    assert projected == [1] * 3 * null_token, "the null token's alone"

@@ -82,9 +82,8 @@ def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Inter
     middles = [(one.start + one.end) / 2 - video.start for one in spans]
     frames = list(_open(video, [int(middle * video.metadata.fps) for middle in middles]).decode())
     figure = Figure(figsize=(2.4 * len(spans), 2.6), layout="constrained")
-    for axes, one, middle, frame in zip(
-        figure.subplots(1, len(spans), squeeze=False)[0], spans, middles, frames, strict=False
-    ):
+    panes = figure.subplots(1, len(spans), squeeze=False)[0]
+    for axes, one, middle, frame in zip(panes, spans, middles, frames, strict=False):
         height, width = frame.shape[:2]
         axes.imshow(lit(frame, kept[_step(video, middle, kept)].numpy()))
         left, top, right, bottom = one.box

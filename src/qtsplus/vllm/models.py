@@ -4,8 +4,9 @@ A video's tokens are chosen where vLLM asks for its embeddings. Every row of tho
 values, so what vLLM does with them (caching, prefill in chunks, batches) needs not know of the selection.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,19 +48,10 @@ def batches(items: list[dict[str, Any]], chosen: Container[str]) -> Iterator[lis
         settings = item["settings"]
         return settings["key"] in chosen, settings["selection"], settings.get("reencode", True)
 
-    batch, tokens = list[dict[str, Any]](), 0
-    for item in sorted(items, key=lambda item: (*kind(item), item["settings"]["hashes"])):
-        tokens += len(item["prompt_ids"])
-        if batch and (kind(item) != kind(batch[0]) or tokens > TOGETHER):
-            yield batch
-            batch, tokens = [], len(item["prompt_ids"])
-        batch.append(item)
-    if batch:
-        yield batch
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    ordered = sorted(items, key=lambda item: (*kind(item), item["settings"]["hashes"]))
+    for group in (list(own) for _, own in groupby(ordered, kind)):
+        size = max(1, TOGETHER // max(len(item["prompt_ids"]) for item in group))
+        yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
 class QTSplusForVLLM:
@@ -80,7 +72,7 @@ class QTSplusForVLLM:
         check_engine(vllm_config)
         for part in self.visual.modules():
             if self.visual.device.type == "cpu" and hasattr(part, "_forward_sdpa"):
-                part._forward_sdpa = attend_together
+                part._forward_sdpa = lambda q, k, v, ends: attend_within(q[0], k[0], v[0], ends)[None]
         add_method((vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {}).get("selection"))
         with torch.device("meta"):
             hooks = backbone_of(self.config.model_type).model.model_class(self.config)
@@ -89,12 +81,12 @@ class QTSplusForVLLM:
         self.qtsplus = hooks.qtsplus = hooks.build_selector(self.config)
         object.__setattr__(self, "hooks", hooks.eval())  # no part of the weights
         gigabytes = float(vllm_config.additional_config.get("qtsplus_cache_gb", CACHE_GB))
-        # By content and settings of the processor what videos were encoded to, `[k, token_width]`, and their keys.
-        self.encoded: LRUCache = LRUCache(gigabytes * 2**30, getsizeof=_bytes_of)
+        # By content and settings of the processor what videos were encoded to, `[k, token_width]`.
+        self.encoded: LRUCache = LRUCache(gigabytes * 2**30, getsizeof=lambda features: features.nbytes)
         # By the hashes of video items, fields of an `Answer`.
         self.bases: LRUCache = LRUCache(BASES)
         # By the same, what was chosen when the budget was asked.
-        self.chosen: LRUCache = LRUCache(CHOSEN_BYTES, getsizeof=_bytes_of)
+        self.chosen: LRUCache = LRUCache(CHOSEN_BYTES, getsizeof=lambda choice: choice[0].nbytes)
         self.moved: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def load_weights(self, weights: Any) -> Any:
@@ -173,7 +165,7 @@ class QTSplusForVLLM:
         choices = [self.chosen.pop(settings["key"], None) for settings in asked]
         if all(choices):
             return layout, choices
-        videos, most = list(map(self._encode, items)), asked[0].get("max_visual_tokens")
+        features, most = list(map(self._encode, items)), asked[0].get("max_visual_tokens")
         selection = SelectionInputs(
             query_mask=pad_rows([item["query_mask"] for item in items], False, left=False).to(layout.mask.device),
             retention=[settings.get("retention") for settings in asked],
@@ -181,28 +173,30 @@ class QTSplusForVLLM:
             selection=asked[0]["selection"],
             reencode=asked[0].get("reencode", True),
         )
-        features, keys = ([[pair[part] for pair in row] for row in videos] for part in (0, 1))
-        selected, qtsplus = choose(self.hooks, layout, {VIDEO: sum(features, [])}, selection, keys=keys)
+        # Questions about one video share its tensor, and so its keys.
+        selected, qtsplus = choose(self.hooks, layout, {VIDEO: sum(features, [])}, selection)
         for row, settings in enumerate(asked):
             if settings["key"] not in self.bases:
                 self.bases[settings["key"]] = self._basis(items[row], features[row], qtsplus, row)
         return layout, list(zip(selected, qtsplus.kept_indices or (), strict=True))
 
-    def _encode(self, item: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per video `[k, token_width]` and its keys; the tower sees those that are not in the cache."""
-        grids = item["video_grid_thw"]
-        encoded, width = [], self.qtsplus.hidden_size
+    def _encode(self, item: dict[str, Any]) -> list[torch.Tensor]:
+        """Per video `[k, token_width]`; the tower sees those that are not in the cache."""
+        grids, encoded = item["video_grid_thw"], []
         for index, key in enumerate(item["settings"]["hashes"]):
             known = self.encoded.get(key)
             if known is None:
                 one = slice(index, index + 1)
-                features = super().embed_multimodal(  # type: ignore[misc]
-                    pixel_values_videos=item["pixel_values_videos"][index].to(self.visual.device),
-                    video_grid_thw=grids[one],
-                    second_per_grid_ts=item["second_per_grid_ts"][one],
-                )[0]
-                known = features.cpu(), self.qtsplus.scoring_layers[-1].keys(features[:, :width]).cpu()
-                if _bytes_of(known) <= self.encoded.maxsize:
+                known = (
+                    super()
+                    .embed_multimodal(  # type: ignore[misc]
+                        pixel_values_videos=item["pixel_values_videos"][index].to(self.visual.device),
+                        video_grid_thw=grids[one],
+                        second_per_grid_ts=item["second_per_grid_ts"][one],
+                    )[0]
+                    .cpu()
+                )
+                if known.nbytes <= self.encoded.maxsize:
                     self.encoded[key] = known
             encoded.append(known)
         return encoded
@@ -261,13 +255,6 @@ class QTSplusForVLLM:
             positions[:, columns.to(positions.device)] = moved.to(positions.device, positions.dtype)
             self.moved = None
         return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
-
-
-def attend_together(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
-) -> torch.Tensor:
-    """In place of vLLM's on a CPU, `[1, N, heads, head_dim]` each, which calls attention once for each window."""
-    return attend_within(query[0], key[0], value[0], cu_seqlens)[None]
 
 
 def check_engine(vllm_config: Any) -> None:
