@@ -84,7 +84,7 @@ class Load:
         return LLM(model=str(folder), limit_mm_per_prompt={"video": 1, "image": 0}, **options, **more)
 
     def ask_vllm(self, way: str) -> None:
-        """All requests at once, with the "selector", without its "re-encoder", its "learned" budget, "all", or "evs"."""
+        """All requests at once: the "selector", without its "re-encoder", its "learned" budget, "all" tokens, "evs"."""
         from vllm import SamplingParams
 
         prompts = []
