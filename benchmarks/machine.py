@@ -46,7 +46,11 @@ def environment(device: str) -> dict[str, Any]:
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "device": device,
         # One that keeps freed memory spared stock's vision tower 37 and 49% of its time on a Xeon.
-        "allocator": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "LD_PRELOAD"))},
+        "allocator": {
+            name: os.path.basename(value)  # and not where it lies
+            for name, value in os.environ.items()
+            if name.startswith(("MALLOC_", "LD_PRELOAD"))
+        },
     }
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
