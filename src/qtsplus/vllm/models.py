@@ -6,7 +6,6 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,10 +47,15 @@ def batches(items: list[dict[str, Any]], chosen: Container[str]) -> Iterator[lis
         settings = item["settings"]
         return settings["key"] in chosen, settings["selection"], settings.get("reencode", True)
 
-    ordered = sorted(items, key=lambda item: (*kind(item), item["settings"]["hashes"]))
-    for group in (list(own) for _, own in groupby(ordered, kind)):
-        size = max(1, TOGETHER // max(len(item["prompt_ids"]) for item in group))
-        yield from (group[start : start + size] for start in range(0, len(group), size))
+    batch, tokens = list[dict[str, Any]](), 0
+    for item in sorted(items, key=lambda item: (*kind(item), item["settings"]["hashes"])):
+        tokens += len(item["prompt_ids"])
+        if batch and (kind(item) != kind(batch[0]) or tokens > TOGETHER):
+            yield batch
+            batch, tokens = [], len(item["prompt_ids"])
+        batch.append(item)
+    if batch:
+        yield batch
 
 
 class QTSplusForVLLM:
