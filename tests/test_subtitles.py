@@ -8,6 +8,7 @@ from av import AudioFrame, VideoFrame
 from qtsplus import session, storage
 from qtsplus.cli.asking import print_answer
 from qtsplus.subtitles import read_subtitles
+from qtsplus.watching import watch
 
 LINES = [(second, f"line {second}") for second in range(0, 40, 2)]
 SRT = "".join(
@@ -140,6 +141,13 @@ def test_a_video_without_its_subtitles_is_refused(loaded, film):
         session.ask(*loaded, video, "What?", subtitles=50)
     with pytest.raises(ValueError, match="expected the film's path"):
         session.encode(*loaded, np.zeros((4, 112, 112, 3), np.uint8), fps=1, subtitles=True)
+
+
+@pytest.mark.parametrize("sound", [False, True])
+def test_a_stream_with_sound_is_said_to_be_watched_without_it(loaded, tmp_path, sound):
+    path = write_film(tmp_path / "film.mp4", seconds=4, sound=sound)
+    (*_, answer) = watch(*loaded, {"film": str(path)}, "What?", max_new_tokens=1)
+    assert answer.unheard == sound
 
 
 def test_a_film_with_sound_is_said_to_be_watched_without_it(loaded, film, tmp_path, capsys):

@@ -108,6 +108,12 @@ def test_frames_of_a_folder_that_were_changed_are_others(tmp_path):
     assert kept.file(str(frames), 2.0) != before
 
 
+def test_frozen_weights_of_16_bits_need_mixed_precision(recipe_file):
+    (recipe,) = load_stages(recipe_file, ["model.dtype=bfloat16", "training.bf16=false"])
+    with pytest.raises(ValueError, match=r"model\.dtype=bfloat16 .* expected training\.bf16"):
+        run(recipe)
+
+
 def test_features_of_a_vision_tower_that_trains_are_refused(recipe_file, tmp_path):
     overrides = [f"data.features={tmp_path}/features", "training.freeze_vision_model=false"]
     with pytest.raises(ValueError, match="set freeze_vision_model"):
