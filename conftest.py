@@ -1,12 +1,15 @@
 """Fixtures that the tests share with those of the laboratory. Nothing here needs the network."""
 
+import atexit
 import functools
 import gc
 import os
 import shutil
 import signal
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="qtsplus-tests-")  # the user's own is left alone
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores: their threads would wait for each other
 
@@ -17,6 +20,8 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 
 from qtsplus.hub.files import hub_configs
+
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # Where a shell runs the tests in the background they ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

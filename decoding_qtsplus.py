@@ -62,7 +62,7 @@ class Film:
             stream = film_stream(container)
             dated, said = self._read_packets(container, stream)
             self.sound = bool(container.streams.audio)
-            stated_frames, stated_fps = stream.frames, stream.average_rate or stream.guessed_rate
+            stated_frames, stated_fps = stream.frames, stream.guessed_rate or stream.average_rate
             arbitrary = container.format.flags & ARBITRARY_CLOCK
             begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
             end = None if container.duration is None or arbitrary else container.duration / av.time_base

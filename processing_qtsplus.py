@@ -390,7 +390,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             elif others := sorted(part.keys() - {"video", "fps"}):
                 raise ValueError(f"Got frames with {others}; expected the frames to look at, and fps alone.")
             else:
-                frames = check_frames(video)
+                frames = check_frames(video, options.get("do_rescale", self.video_processor.do_rescale))
                 sample = metadata is not None and asked_to_sample
                 metadata = describe_frames(frames, metadata, rate)
                 if sample:

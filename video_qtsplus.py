@@ -367,7 +367,7 @@ def _flatten(videos: Any) -> list[Any]:
     return [flat for video in videos for flat in _flatten(video)]
 
 
-def check_frames(frames: Any) -> Any:
+def check_frames(frames: Any, rescaled: bool) -> Any:
     """The same frames, laid out as torch can read them: an array may be a view that runs backwards (BGR to RGB)."""
     if len(frames) == 0:
         raise ValueError("Got an empty video (0 frames); expected at least one frame.")
@@ -377,6 +377,8 @@ def check_frames(frames: Any) -> Any:
     values = torch.as_tensor(frames)
     if values.is_floating_point() and not torch.isfinite(values).all():
         raise ValueError("The frames of a video hold NaN or infinite pixels; expected finite values.")
+    if rescaled and values.is_floating_point() and 0 < values.max() <= 1:
+        raise ValueError("The frames of a video are numbers from 0 to 1; expected 0 to 255, or `do_rescale=False`.")
     return frames
 
 

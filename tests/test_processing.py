@@ -391,6 +391,7 @@ EMPTY, NARROW, WIDE = (np.zeros((0, 56, 56, 3), np.uint8), np.zeros((28, 28, 3))
     ("videos", "message"),
     [
         *((with_one(value), "NaN or infinite") for value in (float("nan"), float("inf"))),
+        (with_one(0.9), "from 0 to 1; expected 0 to 255, or `do_rescale=False`"),
         *((videos, r"empty video \(0 frames\)") for videos in ([], [[]], EMPTY)),
         ([{"clip.mp4"}], "type set"),
         ([NARROW, WIDE], "differ in shape"),
@@ -399,6 +400,15 @@ EMPTY, NARROW, WIDE = (np.zeros((0, 56, 56, 3), np.uint8), np.zeros((28, 28, 3))
 def test_frames_that_are_none_are_refused(processor, videos, message):
     with pytest.raises(ValueError, match=message):
         processor(text=PROMPT, videos=videos, fps=2.0)
+
+
+def test_frames_from_0_to_1_are_taken_as_the_caller_says(processor):
+    whole = torch.randint(0, 256, (4, 3, 56, 56), generator=torch.Generator().manual_seed(0)).float()
+    pixels = [
+        processor(text=PROMPT, videos=frames, fps=2.0, do_rescale=rescaled)["pixel_values_videos"]
+        for frames, rescaled in ((whole, True), (whole / 255, False))
+    ]
+    assert torch.allclose(*pixels, atol=1e-5)
 
 
 @pytest.mark.parametrize(
