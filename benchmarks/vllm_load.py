@@ -3,6 +3,7 @@ vLLM with all tokens; vLLM with its own pruning (EVS, which never sees the quest
 selector, one question after another.
 
     python -m benchmarks.vllm_load benchmarks/results/vllm-load-cpu.json
+    python -m benchmarks.vllm_load benchmarks/results/vllm-load-deep-cpu.json deep
     python -m benchmarks.vllm_load benchmarks/results/vllm-gpu.json 3b
 
 It needs vLLM, and runs in one process with models of random weights, three of them beside each other on a GPU. Every
@@ -29,14 +30,16 @@ from qtsplus.results import write_json
 from qtsplus.vllm.server import mark_of
 
 from .machine import environment
+from .speed.peak import extra_memory
 from .speed.results import spread
 from .speed.shapes import build, find_shape, make_processor, prompt_text, write_stock
 
 VIDEOS, QUESTIONS, REQUESTS, NEW_TOKENS = 8, 12, 96, 16
 RETENTIONS = (0.05, 0.1, 0.2)
+SLOW = {"vllm_all_tokens": 3, "transformers_one_by_one": 3}  # runs at most
 FRAMES = 64
 ON_GPU = torch.cuda.is_available()
-DEVICE, DTYPE, REPEATS = ("cuda", torch.bfloat16, 3) if ON_GPU else ("cpu", torch.float32, 5)
+DEVICE, DTYPE, REPEATS = ("cuda", torch.bfloat16, 3) if ON_GPU else ("cpu", torch.float32, 7)
 
 
 class Load:
@@ -172,10 +175,15 @@ def measure(out: Path, shape_name: str) -> dict[str, Any]:
             "transformers_one_by_one": load.ask_transformers,
         }
         runs: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(REPEATS):
+        megabytes: dict[str, float] = {}
+        for repeat in range(REPEATS):
             for name, run in sides.items():
+                if repeat >= SLOW.get(name, REPEATS):
+                    continue
                 load.forget()
-                runs[name].append(seconds_of(run))
+                with extra_memory(DEVICE) as peak:
+                    runs[name].append(seconds_of(run))
+                megabytes.setdefault(name, round(peak.mb, 1))
                 print(f"{name}: {runs[name][-1]:.1f} s", file=sys.stderr)
     from vllm import __version__ as vllm_version
 
@@ -198,6 +206,7 @@ def measure(out: Path, shape_name: str) -> dict[str, Any]:
             "requests_per_second": REQUESTS / medians["vllm"],
         },
         "prompt_tokens": load.prompt_tokens,
+        "peak_mb_of_the_first_run": megabytes,
         "seconds": {name: spread(times) for name, times in runs.items()},
         "runs": runs,
     }

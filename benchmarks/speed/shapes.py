@@ -88,6 +88,9 @@ class Shape:
 # them with attention over whole frames). The selector has its full depth, so it weighs four times what it does in 3B.
 _QUARTER_TEXT = {"num_hidden_layers": 9, "max_window_layers": 9}
 _QUARTER_VISION = {"depth": 8, "fullatt_block_indexes": [7]}
+# An eighth of its width.
+_EIGHTH_TEXT = {"hidden_size": 256, "intermediate_size": 1376, "num_attention_heads": 2, "num_key_value_heads": 1}
+_EIGHTH_VISION = {"hidden_size": 160, "intermediate_size": 428, "num_heads": 2, "out_hidden_size": 256}
 
 # As many frames as fit into the language models' 32,768 positions.
 _INTERNVL = Shape(
@@ -143,15 +146,11 @@ MODEL_SHAPES = {
         size=(224, 112),
         sweep=(8, 64, 200, 600, 1200),
         source_fps=8,
-        text={
-            **_QUARTER_TEXT,
-            **{"hidden_size": 256, "intermediate_size": 1376, "num_attention_heads": 2, "num_key_value_heads": 1},
-        },
-        vision={
-            **_QUARTER_VISION,
-            **{"hidden_size": 160, "intermediate_size": 428, "num_heads": 2, "out_hidden_size": 256},
-        },
+        text={**_QUARTER_TEXT, **_EIGHTH_TEXT},
+        vision={**_QUARTER_VISION, **_EIGHTH_VISION},
     ),
+    # The same with every layer of the 3B, so that the selector weighs beside them what it weighs there.
+    "deep": Shape("deep", "qtsplus-3b", frames=64, size=(224, 112), text=_EIGHTH_TEXT, vision=_EIGHTH_VISION),
     "3b": Shape("3b", "qtsplus-3b", frames=600, size=(840, 560), sweep=(8, 64, 200, 400, 600, 900)),
     "internvl2.5-8b": _INTERNVL,
     "llava-video-7b": _LLAVA_VIDEO,
