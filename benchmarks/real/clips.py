@@ -7,14 +7,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from .questions import Question, ask_scene
+from qtsplus.library import clock
+from qtsplus.summaries import JOIN
+
+from .questions import WORDINGS, Question, ask_scene, join_things
 from .tower import see
+from .words import NAMES
 from .world import CROWD_SIZE, NOTHING, UNCLEAR, Pictures, Scene, Thing, make_scene, render, token_things
 
 SIZES = ((112, 112), (140, 112), (112, 140), (140, 140), (168, 112))  # pixels: (width, height)
 SECONDS = (2, 4, 4, 8)
 CROWD_SECONDS = 8
 QUESTIONS = 8
+TAUGHT_KINDS = (*WORDINGS, "absent", "some", "list")  # what is learned last
 PARTS = 4  # crowds that follow each other in a film
 # Visual tokens that the language model reads in training, of a clip by how many crowds it has.
 ROOM = ((28, 72), (48, 385), (96, 769), (96, 1153), (96, 1537))
@@ -92,15 +97,35 @@ def look(pictures: Pictures, tower: nn.Module, seed: int, parts: int = 0) -> Cli
     """
     rng = np.random.default_rng([seed, 6])
     if parts > 1:
-        scene, frames, shown = film_scene(pictures, seed, "train", parts)
+        scene, frames, shown = film_scene(pictures, seed, "varied", parts)
     else:
-        scene, frames, shown = clip_scene(pictures, seed, seconds=CROWD_SECONDS if parts else None, crowd=parts == 1)
+        scene, frames, shown = clip_scene(
+            pictures, seed, "varied", seconds=CROWD_SECONDS if parts else None, crowd=parts == 1
+        )
     fewest, most = np.log(ROOM[parts])
     room = int(np.exp(rng.uniform(fewest, most))) if parts else int(rng.integers(*ROOM[0]))
     kept = _keep(shown.ravel(), room, rng)
     tokens = see(tower, torch.from_numpy(frames)[None])[torch.from_numpy(kept)]
     places = torch.from_numpy(np.stack(np.unravel_index(kept, shown.shape), 1))
-    return Clip(tokens, places, max(scene.grid[1:]), tuple(ask_scene(scene, QUESTIONS * max(1, parts), seed)))
+    asked = ask_scene(scene, QUESTIONS * max(1, parts), seed, kinds=TAUGHT_KINDS, further=True)
+    return Clip(tokens, places, max(scene.grid[1:]), tuple(asked))
+
+
+def join(seed: int) -> Clip:
+    """Chapters' texts of a film that is not seen, to be joined as `summarise` asks for it."""
+    rng = np.random.default_rng([seed, 9])
+    name, length = (
+        rng.choice(("film", "clip.mp4", "7.mp4", "10min-0.mp4", "door/may.mp4")),
+        int(rng.choice((8, 16, 30))),
+    )
+    lines, told = [JOIN], []
+    for part in range(int(rng.integers(2, 7))):
+        text = join_things([str(one) for one in rng.choice(NAMES, int(rng.integers(1, 6)), replace=False)])
+        begin, end = clock(part * length), clock((part + 1) * length)
+        lines.append(f"{name}, {begin} to {end}: {text}")
+        told.append(f"At {begin} {text[0].lower()}{text[1:]}.")
+    asked = Question("join", "\n".join(lines), " ".join(told))
+    return Clip(torch.zeros(0, 576), torch.zeros(0, 3, dtype=torch.long), 0, (asked,))
 
 
 def _keep(shown: np.ndarray, room: int, rng: np.random.Generator) -> np.ndarray:

@@ -55,6 +55,19 @@ WORDINGS: Final[Mapping[str, tuple[Sequence[str], Sequence[str]]]] = {
         ["List the things that are shown.", "Which things appear?"],
     ),
 }
+# What the base and its selector learn beside the first of each; never tested.
+FURTHER: Final[Mapping[str, Sequence[str]]] = {
+    "present": ["Is {a} in the video?", "Does the clip show {a}?", "Was {a} filmed?"],
+    "absent": [
+        *("Is {t} absent from the video?", "Is {t} nowhere to be seen?", "Does the clip lack {a}?"),
+        *("Is it right that no {n} appears?", "Does {a} not appear?", "Can it be that there is no {n} here?"),
+    ],
+    "kind": ["What {k} do you see?", "Which {k} does the clip show?"],
+    "some": ["Do you see {k}?", "Does the clip show {k}?", "Is {k} in the video?", "Was {k} filmed?"],
+    "which": ["Is {A} or {B} in the video?", "{A} and {B}: only one of them is here. Which?"],
+    "first": ["What shows up sooner, {A} or {B}?", "Which was there before the other, {A} or {B}?"],
+    "list": ["Summarise the video.", "What happens, in order?", "Describe the clip.", "Tell me what comes and goes."],
+}
 PLURAL = {"grapes", "cherries", "scissors", "jeans", "gloves", "socks", "glasses", "pancakes", "blueberries"}
 PLURAL |= {"spectacles", "trousers", "sweets", "flames", "bones", "sunglasses"}
 MASS = {"bread", "cheese", "chocolate", "sushi", "popcorn", "corn", "broccoli", "fire", "candy", "garlic", "spaghetti"}
@@ -97,12 +110,18 @@ class Asker:
     Args:
         held_out: with wordings, synonyms and kinds that are never trained.
         names: what may be asked for that is not there.
+        further: with [`FURTHER`] wordings too.
     """
 
     def __init__(
-        self, scene: Scene, rng: np.random.Generator, held_out: bool = False, names: Sequence[str] = NAMES
+        self,
+        scene: Scene,
+        rng: np.random.Generator,
+        held_out: bool = False,
+        names: Sequence[str] = NAMES,
+        further: bool = False,
     ) -> None:
-        self.scene, self.rng, self.held_out, self.names = scene, rng, held_out, names
+        self.scene, self.rng, self.held_out, self.names, self.further = scene, rng, held_out, names, further
         self.things = sorted(scene.things, key=lambda thing: (thing.start, middle(thing, scene)[0]))
         self.shown = {thing.name for thing in self.things}
 
@@ -118,7 +137,7 @@ class Asker:
         return of[int(self.rng.integers(len(of)))] if len(of) else None
 
     def _say(self, kind: str, answer: str, about: Sequence[str] = (), **words: str) -> Question:
-        wording = self._pick(WORDINGS[kind][self.held_out])
+        wording = self._pick([*WORDINGS[kind][self.held_out], *(FURTHER.get(kind, ()) if self.further else ())])
         return Question(kind, self._type(wording.format(**words)), answer, tuple(about))
 
     def _type(self, text: str) -> str:
@@ -216,10 +235,11 @@ def ask_scene(
     held_out: bool = False,
     names: Sequence[str] = NAMES,
     kinds: Sequence[str] = tuple(WORDINGS),
+    further: bool = False,
 ) -> list[Question]:
     """Up to `count` different questions about a scene; the same arguments give the same ones."""
     rng = np.random.default_rng([scene.seed, seed, 3])
-    asker, asked = Asker(scene, rng, held_out, names), dict[str, Question]()
+    asker, asked = Asker(scene, rng, held_out, names, further), dict[str, Question]()
     for kind in [str(kind) for _ in range(4) for kind in rng.permutation(kinds)]:
         question = asker.ask(kind)
         if question is not None and len(asked) < count:

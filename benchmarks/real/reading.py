@@ -13,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from .base import IDS, TOWER, TURN, TURN_END, load_language_model, make_base
-from .clips import PARTS, Clip, look
+from .clips import PARTS, Clip, join, look
 from .tower import load_tower, read_float32
 from .work import half_precision, keep_halves, log, save
 from .world import Pictures
@@ -25,8 +25,9 @@ BATCH = 6  # clips
 RATE, TOWER_RATE = 1e-3, 1e-4
 CLIPS = 4_500
 # The second part, in which long prompts are learned: clips a step by how many crowds follow each other in them, of the
-# last one to so many in turn.
-LONGER, CROWD_STEPS, CROWD_RATE = ((0, 3), (1, 2), (PARTS, 1)), 120, 5e-4
+# last one to so many in turn; and texts that are joined.
+JOINED = -1
+LONGER, CROWD_STEPS, CROWD_RATE = ((0, 3), (1, 2), (PARTS, 1), (JOINED, 1)), 210, 5e-4
 
 
 class Packer:
@@ -70,22 +71,24 @@ class Packer:
         }
 
     def _row(self, clip: Clip) -> dict[str, Any]:
-        start, count = len(self.before), len(clip.tokens)
-        ids = [*self.before, *[IDS["<|video_pad|>"]] * count]
+        count, after = len(clip.tokens), [IDS["<|vision_end|>"]] if len(clip.tokens) else []
+        before = self.before[: len(self.before) - (not count)]
+        start = len(before)
+        ids = [*before, *[IDS["<|video_pad|>"]] * count]
         labels, owner = [IGNORED] * len(ids), [-1] * len(ids)
         seconds = torch.tensor([TOWER["tokens_per_second"], 1, 1])
         positions = [torch.arange(start).expand(3, -1), (clip.places * seconds).T + start]
-        after = start + clip.side
+        begin = start + clip.side
         for number, question in enumerate(clip.questions):
             asked = [
-                IDS["<|vision_end|>"],
+                *after,
                 *self._ids(f"{question.question}{TURN_END}\n{TURN}assistant\n"),
             ]
             said = self._ids(f"{question.answer}{TURN_END}")
             ids += asked + said
             labels += [IGNORED] * len(asked) + said
             owner += [number] * len(asked + said)
-            positions.append(torch.arange(len(asked + said)).expand(3, -1) + after)
+            positions.append(torch.arange(len(asked + said)).expand(3, -1) + begin)
         return {"ids": ids, "labels": labels, "owner": owner, "positions": torch.cat(positions, 1)}
 
 
@@ -142,8 +145,8 @@ def answer_loss(
 def train_reading(work: Path, minutes: float, clips: int = CLIPS, steps: int = CROWD_STEPS) -> None:
     """
     Goes on where the last run stopped, for so many minutes; writes `reading.pt` every three, and a log. Language model
-    and tower learn together, the tower from where `train_tower` left it; then the language model alone learns from
-    [`LONGER`] clips too.
+    and tower learn together, the tower from where `train_tower` left it; then the language model learns from [`LONGER`]
+    clips too, the tower from those of few things alone.
 
     Args:
         clips, steps: of the first and of the second part. Over the last two fifths of each the learning rate falls to a
@@ -173,13 +176,14 @@ def train_reading(work: Path, minutes: float, clips: int = CLIPS, steps: int = C
         first = seen < clips
         done, whole, warm = (seen, clips, BATCH * 30) if first else (step, steps, 30)
         fall = min(1.0, max(0.05, (whole - done) / (0.4 * whole))) * min(1.0, (done + 1) / warm)
-        for group, rate in zip(optimizer.param_groups, (RATE, TOWER_RATE) if first else (CROWD_RATE, 0.0), strict=True):
+        for group, rate in zip(optimizer.param_groups, (RATE if first else CROWD_RATE, TOWER_RATE), strict=True):
             group["lr"] = rate * fall
         optimizer.zero_grad()
         for parts, count in ((0, BATCH),) if first else LONGER:
             parts = step % PARTS + 1 if parts == PARTS else parts
-            with torch.set_grad_enabled(first):
-                batch = [look(pictures, tower, seed, parts) for seed in range(seen, seen + count)]
+            seeds = range(seen, seen + count)
+            with torch.set_grad_enabled(not parts):
+                batch = [join(seed) if parts == JOINED else look(pictures, tower, seed, parts) for seed in seeds]
             packed = packer.pack(batch)
             loss, right = answer_loss(reader(packed), packed)
             loss.backward()

@@ -56,7 +56,7 @@ def write_records(
             (out / video).parent.mkdir(parents=True, exist_ok=True)
             write_mp4(out / f"{video}.part.mp4", frames, FPS)
             (out / f"{video}.part.mp4").replace(out / video)
-        for question in ask_scene(scene, questions, seed, held_out, names):
+        for question in ask_scene(scene, questions, seed, held_out, names, further=split == "train"):
             about = [place for place, thing in enumerate(scene.things) if thing.name in question.about]
             evidence = [sightings(shown == place) for place in about]
             row = {"video": video, "question": question.question, "answer": question.answer, "kind": question.kind}

@@ -39,7 +39,10 @@ SETTINGS = (  # all in which the recipe's run differs from that of a 3B
     *("training.dataloader_num_workers=0", "training.use_cpu=true", "training.save_steps=40"),
 )
 # Of the second stage, in which the budget's head is all that learns.
-SECOND = ("model.selector.target_n=8", "training.learning_rate=1.0e-3", "training.max_steps=60")
+SECOND = (
+    *("model.selector.target_n=12", "model.selector.rho_max=0.2", "training.retention_share=0"),
+    *("training.learning_rate=1.0e-3", "training.max_steps=150"),
+)
 SHOWN = 5_000_045  # a scene over Big Buck Bunny
 ASKED = (
     "What can be seen?",

@@ -71,6 +71,7 @@ class Scene:
         seconds, size: length, and (width, height) in pixels.
         film, since, crop: background, its first frame, and (left, top, scale) of what is seen of it.
         things: a later one hides an earlier one.
+        disguised: whether the background is turned, has other colours and shows through another film.
         light, contrast: factors; grain: deviation of a pixel, of 255; quality: of JPEG, or 100 for none.
     """
 
@@ -85,6 +86,7 @@ class Scene:
     contrast: float
     grain: float
     quality: int
+    disguised: bool = False
 
     @property
     def frames(self) -> int:
@@ -119,7 +121,7 @@ def make_scene(
     """
     rng = np.random.default_rng([seed, seconds, sorted(SPLITS).index(split), most])
     width, height = size or SIZES[rng.integers(len(SIZES))]
-    film = str(rng.choice(SPLITS[split], p=(0.6, 0.15, 0.25) if split == "train" else None))
+    film = str(rng.choice(SPLITS[split], p=(0.6, 0.15, 0.25) if len(SPLITS[split]) == 3 else None))
     length, tall, wide = pictures.films[film].shape[:3]
     scale = float(rng.uniform(max(width / wide, height / tall), 1.0))
     left = int(rng.integers(0, int(wide - width / scale) + 1))
@@ -138,6 +140,7 @@ def make_scene(
         contrast=float(rng.uniform(0.7, 1.15)),
         grain=float(rng.uniform(0, 8)),
         quality=int(rng.integers(35, 96)) if rng.random() < 0.6 else 100,
+        disguised=split == "varied" and bool(rng.random() < 0.5),
     )
 
 
@@ -224,6 +227,8 @@ def render(scene: Scene, pictures: Pictures, without: str | None = None) -> tupl
     for index in range(scene.frames):
         place = (scene.since + index * FILM_FPS // FPS) % (2 * len(film) - 1)
         behind = film[min(place, 2 * len(film) - 2 - place)]  # forth and back
+        if scene.disguised:
+            behind = _disguise(behind, pictures, np.random.default_rng([scene.seed, 9]))
         canvas = Image.fromarray(behind).resize((width, height), Image.Resampling.BILINEAR, box=box)
         frame = np.asarray(canvas).astype(np.float32)
         for number, thing in enumerate(scene.things):
@@ -233,6 +238,18 @@ def render(scene: Scene, pictures: Pictures, without: str | None = None) -> tupl
         grain = rng.standard_normal((height, width, 1), np.float32) * scene.grain
         frames[index] = _compress(np.clip(frame + grain, 0, 255).astype(np.uint8), scene.quality)
     return frames, owners
+
+
+def _disguise(frame: np.ndarray, pictures: Pictures, rng: np.random.Generator) -> np.ndarray:
+    """A frame of a film that has not been made; the same `rng` gives all frames of a scene the same disguise."""
+    frame = frame[:: rng.choice((-1, 1)), :: rng.choice((-1, 1)), rng.permutation(3)]
+    if rng.random() < 0.3:
+        frame = 255 - frame
+    other = pictures.films[str(rng.choice(SPLITS["varied"]))]
+    still, share = other[int(rng.integers(len(other)))], float(rng.choice((0.0, rng.uniform(0.2, 0.6))))
+    height, width = frame.shape[:2]
+    still = np.asarray(Image.fromarray(still).resize((width, height)))
+    return ((1 - share) * frame + share * still).astype(np.uint8)
 
 
 def _sprite(thing: Thing, rgba: np.ndarray) -> np.ndarray:
