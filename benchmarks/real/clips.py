@@ -108,7 +108,7 @@ def look(pictures: Pictures, tower: nn.Module, seed: int, parts: int = 0) -> Cli
     tokens = see(tower, torch.from_numpy(frames)[None])[torch.from_numpy(kept)]
     places = torch.from_numpy(np.stack(np.unravel_index(kept, shown.shape), 1))
     asked = ask_scene(scene, QUESTIONS * max(1, parts), seed, kinds=TAUGHT_KINDS, further=True)
-    return Clip(tokens, places, max(scene.grid[1:]), tuple(asked))
+    return Clip(tokens, places, max(scene.grid[1:]), tuple(one for one in asked if not one.doubtful))
 
 
 def join(seed: int) -> Clip:

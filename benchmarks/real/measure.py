@@ -26,7 +26,7 @@ from ..open.measures import area_under_curve, constant_right, interval, spearman
 from .words import NAMES
 from .work import half_precision
 
-COUNTED = ("present", "absent", "some", "kind", "which", "first")  # a list is seldom right to its last word
+KINDS = ("present", "absent", "some", "kind", "which", "first")  # a list is seldom right to its last word
 LADDER = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -67,6 +67,14 @@ class RealTest(OpenTest):
             grid = (steps, rows // 2, columns // 2)
             found.append(sighting_tokens(seen, grid, float(example["second_per_grid_ts"][0])).tolist() if seen else [])
         return found
+
+    @cached_property
+    def counted(self) -> np.ndarray:
+        """`[questions]` bool: those of [`KINDS`], not in other words, and not about what the film itself shows."""
+        return np.isin(self.kinds, KINDS) & ~self.marked("other_words") & ~self.marked("doubtful")
+
+    def marked(self, mark: str) -> np.ndarray:
+        return np.array([row.get(mark, False) for row in self.rows])
 
     @property
     def named(self) -> list[list[int]]:
@@ -199,7 +207,7 @@ def seen(test: RealTest, model: Any) -> dict[str, float]:
 
 def row(test: RealTest, answers: Answers) -> dict[str, Any]:
     """Per cent of right answers with its interval over videos, by kind, the tokens, and the needles' tokens kept."""
-    right, counted = np.array(answers.right, dtype=float), np.isin(test.kinds, COUNTED)
+    right, counted = np.array(answers.right, dtype=float), test.counted
     low, high = interval(right[counted], test.videos[counted])
     share = np.array(answers.share)[~np.isnan(answers.share)] if answers.share else np.array([])
     return {
@@ -208,15 +216,18 @@ def row(test: RealTest, answers: Answers) -> dict[str, Any]:
         "tokens": round(float(np.mean(answers.kept)), 1),
         "needles kept": _percent(share) if len(share) else None,
         "kinds": {
-            str(kind): [_percent(right[test.kinds == kind]), int((test.kinds == kind).sum())] for kind in COUNTED
+            str(kind): [_percent(right[counted & (test.kinds == kind)]), int((counted & (test.kinds == kind)).sum())]
+            for kind in KINDS
         },
+        "other words": _percent(right[test.marked("other_words") & ~test.marked("doubtful")]),
+        "doubtful": _percent(right[test.marked("doubtful")]),
         "list": _percent(right[test.kinds == "list"]),
     }
 
 
 def budget(test: RealTest, result: dict[str, Any]) -> dict[str, Any]:
     """The model's own budget beside a constant one of equal mean, and how it follows the needles."""
-    counted, own = np.isin(test.kinds, COUNTED), result["crowds, its own budget"]
+    counted, own = test.counted, result["crowds, its own budget"]
     right = np.array([[*map(int, result[f"{count} tokens"]["rights"])] for count in LADDER]).T[counted]
     kept, needles = np.array(own["kepts"]), np.array([len(found) for found in test.needles])
     mean = float(kept[counted].mean())

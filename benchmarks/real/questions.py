@@ -1,12 +1,13 @@
 """What is asked about a scene: kinds of questions, each in wordings that are trained and in others that never are."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from .words import KINDS, NAMES, OTHER_KINDS
+from .words import FOOTAGE, KINDS, NAMES, OTHER_KINDS
 from .world import Scene, Thing
 
 ALL_KINDS: Final = {**OTHER_KINDS, **KINDS}
@@ -23,6 +24,9 @@ HELD_OUT_SYNONYMS: Final[Mapping[str, str]] = {
     **{"bicycle": "bike", "telephone": "phone", "rabbit": "bunny", "dog": "puppy", "cat": "kitten", "ship": "boat"},
     **{"corn": "maize", "airplane": "aeroplane", "pig": "hog", "clock": "alarm clock", "axe": "hatchet"},
 }
+
+_NEVER = [*HELD_OUT_SYNONYMS.values(), *HELD_OUT_KINDS, CONTENT["animal"], *map(CONTENT.get, HELD_OUT_KINDS[-2:])]
+OTHER_WORDS: Final = re.compile(rf"\b({'|'.join(map(str, _NEVER))})\b")
 
 # {a} is a thing with its article, {t} with "the", {k} a kind, {A} and {B} things with "the". The second are held out.
 WORDINGS: Final[Mapping[str, tuple[Sequence[str], Sequence[str]]]] = {
@@ -82,12 +86,16 @@ class Question:
     Attributes:
         kind: a name in [`WORDINGS`].
         about: names of the things that the answer rests on; none for "No".
+        other_words: it has a synonym or a kind that is never trained.
+        doubtful: the film behind the drawings shows what the answer takes for not there.
     """
 
     kind: str
     question: str
     answer: str
     about: tuple[str, ...] = ()
+    other_words: bool = False
+    doubtful: bool = False
 
 
 def article(word: str) -> str:
@@ -136,9 +144,14 @@ class Asker:
     def _pick(self, of: Sequence):
         return of[int(self.rng.integers(len(of)))] if len(of) else None
 
-    def _say(self, kind: str, answer: str, about: Sequence[str] = (), **words: str) -> Question:
+    def _say(
+        self, kind: str, answer: str, about: Sequence[str] = (), missing: Sequence[str] = (), **words: str
+    ) -> Question:
         wording = self._pick([*WORDINGS[kind][self.held_out], *(FURTHER.get(kind, ()) if self.further else ())])
-        return Question(kind, self._type(wording.format(**words)), answer, tuple(about))
+        doubtful = bool(FOOTAGE.get(self.scene.film, frozenset()).intersection(missing))
+        text = wording.format(**words)
+        other = self.held_out and bool(OTHER_WORDS.search(text))
+        return Question(kind, self._type(text), answer, tuple(about), other, doubtful)
 
     def _type(self, text: str) -> str:
         """Now and then in lower case, without its mark, or with two letters in each other's place."""
@@ -166,14 +179,16 @@ class Asker:
     def _present(self) -> Question | None:
         there = self.things and self.rng.random() < 0.5
         name = self._pick(self.things).name if there else self._absentee()
-        return self._say("present", "Yes" if there else "No", [name] if there else [], a=article(self._word(name)))
+        about, missing = ([name], []) if there else ([], [name])
+        return self._say("present", "Yes" if there else "No", about, missing, a=article(self._word(name)))
 
     def _absent(self) -> Question | None:
         there = self.things and self.rng.random() < 0.5
         name = self._pick(self.things).name if there else self._absentee()
         word = self._word(name)
         words = {"a": article(word), "n": word, "t": f"the {word}"}
-        return self._say("absent", "No" if there else "Yes", [name] if there else [], **words)
+        about, missing = ([name], []) if there else ([], [name])
+        return self._say("absent", "No" if there else "Yes", about, missing, **words)
 
     def _kind(self) -> Question | None:
         kinds = HELD_OUT_KINDS if self.held_out and self.rng.random() < 0.5 else ASKED_KINDS
@@ -182,7 +197,7 @@ class Asker:
             return None
         kind = self._pick(single)
         (name,) = (thing.name for thing in self.things if kind in ALL_KINDS[thing.name])
-        return self._say("kind", f"The {name}", [name], k=kind)
+        return self._say("kind", f"The {name}", [name], [kind], k=kind)
 
     def _some(self) -> Question | None:
         kinds = HELD_OUT_KINDS if self.held_out and self.rng.random() < 0.5 else ASKED_KINDS
@@ -196,23 +211,24 @@ class Asker:
         if kind in CONTENT and self.rng.random() < 0.4 and (self.held_out or kind not in ("animal", "clothing")):
             words = CONTENT[kind]
         about = [thing.name for thing in self.things if kind in ALL_KINDS[thing.name]]
-        return self._say("some", "Yes" if yes else "No", about, k=words)
+        return self._say("some", "Yes" if yes else "No", about, [] if yes else [kind, words], k=words)
 
-    def _two(self, kind: str, answer: str, other: str, about: Sequence[str]) -> Question:
+    def _two(self, kind: str, answer: str, other: str, about: Sequence[str], missing: Sequence[str]) -> Question:
         pair = [f"the {answer}", f"the {other}"]
         self.rng.shuffle(pair)
-        return self._say(kind, f"The {answer}", about, A=pair[0], B=pair[1])
+        return self._say(kind, f"The {answer}", about, missing, A=pair[0], B=pair[1])
 
     def _which(self) -> Question | None:
         thing = self._pick(self.things)
-        return thing and self._two("which", thing.name, self._absentee(), [thing.name])
+        other = self._absentee() if thing else ""
+        return thing and self._two("which", thing.name, other, [thing.name], [other])
 
     def _first(self) -> Question | None:
         pairs = [(a, b) for a in self.things for b in self.things if a.start < b.start]
         if not pairs:
             return None
         one, two = self._pick(pairs)
-        return self._two("first", one.name, two.name, [one.name, two.name])
+        return self._two("first", one.name, two.name, [one.name, two.name], [one.name, two.name])
 
     def _list(self) -> Question | None:
         names = [thing.name for thing in self.things]

@@ -57,9 +57,12 @@ def write_records(
             write_mp4(out / f"{video}.part.mp4", frames, FPS)
             (out / f"{video}.part.mp4").replace(out / video)
         for question in ask_scene(scene, questions, seed, held_out, names, further=split == "train"):
+            if question.doubtful and split != "test":
+                continue
             about = [place for place, thing in enumerate(scene.things) if thing.name in question.about]
             evidence = [sightings(shown == place) for place in about]
             row = {"video": video, "question": question.question, "answer": question.answer, "kind": question.kind}
+            row |= {mark: True for mark in ("other_words", "doubtful") if getattr(question, mark)}
             rows.append(json.dumps({**row, "evidence": evidence}) + "\n")
     path = out / f"{split}{marks}{'-held-out' if held_out else ''}.jsonl"
     with whole_file(path) as file:

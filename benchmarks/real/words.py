@@ -58,3 +58,15 @@ OTHER_THINGS, OTHER_KINDS = _read(
         ("clothing",): "coat scarf",
     }
 )
+
+# What the films themselves show, by their names in `fetch`: that it is not there would be wrong.
+_BUNNY = frozenset({"rabbit", "butterfly", "tree", "animal", "bird", "insect", "plant", "a living creature"})
+FOOTAGE: Final[Mapping[str, frozenset[str]]] = {
+    "trailer": _BUNNY,
+    "bunny": _BUNNY,
+    "carphone": frozenset({"car", "vehicle", "clothing", "a living creature"}),
+    "bikes": frozenset(
+        {"car", "bus", "truck", "bicycle", "house", "tree", "shoe", "vehicle", "building", "plant", "clothing"}
+        | {"a living creature"}
+    ),
+}
