@@ -1,5 +1,7 @@
 """The world of real words, with drawings and films made here: nothing is downloaded."""
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +13,13 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from benchmarks.bases import REAL
 from benchmarks.real import work
 from benchmarks.real.base import IDS, make_config
-from benchmarks.real.clips import Clip, clip_scene
+from benchmarks.real.clips import Clip, clip_scene, join
 from benchmarks.real.measure import RealTest, of_same_videos, with_another_thing
-from benchmarks.real.questions import WORDINGS, Question, ask_scene
+from benchmarks.real.questions import FURTHER, OTHER_WORDS, WORDINGS, Question, ask_scene
 from benchmarks.real.reading import Packer, Reader, answer_loss
 from benchmarks.real.records import sightings
 from benchmarks.real.words import KINDS, NAMES, OTHER_DRAWINGS, OTHER_THINGS
-from benchmarks.real.world import SPLITS
+from benchmarks.real.world import SPLITS, make_scene, render
 from qtsplus.evaluation.labelled import Sighting, sighting_tokens
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?<|>_ \n"
@@ -46,10 +48,10 @@ def pictures():
 
 def test_what_is_never_trained_is_not_trained():
     assert not set(OTHER_THINGS) & set(NAMES) and set(OTHER_DRAWINGS) <= set(NAMES)
-    for trained, held_out in WORDINGS.values():
-        assert not set(trained) & set(held_out)
-    films = [film for split in SPLITS.values() for film in split]
-    assert len(films) == len(set(films))
+    for kind, (trained, held_out) in WORDINGS.items():
+        assert not {*trained, *FURTHER[kind]} & set(held_out) and not set(trained) & set(FURTHER[kind])
+    films = [film for split, films in SPLITS.items() for film in films if split != "varied"]
+    assert len(films) == len(set(films)) and not set(SPLITS["varied"]) & {*SPLITS["test"], *SPLITS["validation"]}
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -71,6 +73,43 @@ def test_answers_are_true(pictures, held_out):
                 starts = {thing.name: thing.start for thing in scene.things}
                 assert starts[question.about[0]] < starts[question.about[1]]
     assert asked == set(WORDINGS)
+
+
+def test_what_the_film_itself_shows_is_not_asked_as_missing(pictures):
+    asked = [
+        question
+        for seed in range(60)
+        for question in ask_scene(clip_scene(pictures, seed, "test", 4)[0], 12, seed, held_out=bool(seed % 2))
+    ]
+    for question in asked:
+        if question.kind in ("present", "absent", "some") and not question.about:
+            named = re.search(r"\b(vehicle|building|bus|a living creature)\b", question.question)
+            assert question.doubtful or not named
+        assert not (question.doubtful and question.kind in ("present", "absent", "some") and question.about)
+    assert {one.kind for one in asked if one.doubtful} == {"present", "absent", "some", "kind", "which", "first"}
+    assert {bool(OTHER_WORDS.search(one.question)) for one in asked if one.other_words} == {True}
+
+
+def test_a_disguise_is_that_of_the_whole_clip(pictures):
+    """And of half of the scenes, whose things are where they would be without it."""
+    scenes = [make_scene(pictures, seed, 2, "varied", size=(112, 112)) for seed in range(20)]
+    assert 4 < sum(scene.disguised for scene in scenes) < 16
+    scene = replace(next(scene for scene in scenes if scene.disguised), grain=0, quality=100, things=())
+    still = replace(scene, film="still")
+    pictures.films["still"] = pictures.films[scene.film][:1].repeat(6, 0)
+    frames, plain = (render(one, pictures)[0] for one in (still, replace(still, disguised=False)))
+    assert np.array_equal(frames[0], frames[-1]) and not np.array_equal(frames, plain)
+
+
+def test_a_joined_text_says_what_its_parts_say_and_when():
+    for seed in range(20):
+        (question,) = join(seed).questions
+        lines = question.question.split("\n")[1:]
+        told = question.answer.rstrip(".").split(". ")
+        assert len(lines) == len(told) > 1
+        for line, sentence in zip(lines, told, strict=True):
+            when, things = re.fullmatch(r".+, ([\d:]+) to [\d:]+: (.+)", line).groups()  # type: ignore[union-attr]
+            assert sentence == f"At {when} {things[0].lower()}{things[1:]}"
 
 
 @pytest.mark.parametrize("crowd", [False, True])
@@ -144,6 +183,15 @@ def test_a_packed_question_is_read_as_alone(monkeypatch):
         torch.testing.assert_close(scores[begin : begin + len(expected)], expected, rtol=1e-4, atol=1e-5)
         begin += len(expected)
     assert begin == len(scores)
+
+
+def test_a_packed_text_is_the_prompt_of_a_text():
+    packed = Packer(tokenizer).pack(
+        [Clip(torch.zeros(0, 64), torch.zeros(0, 3).long(), 0, (Question("join", "A", "B"),))]
+    )
+    ids = tokenizer("<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nB<|im_end|>")["input_ids"]
+    assert packed["input_ids"].tolist() == [ids] and not packed["visual"].any()
+    assert packed["positions"].tolist() == 3 * [[list(range(len(ids)))]]
 
 
 def test_the_trained_parts_fit_their_model():
