@@ -41,7 +41,7 @@ OTHERS |= {"few things": "-few", "32 s": "-32s"}
 
 
 class RealTest(OpenTest):
-    """Records of `write_records`, with their videos encoded once."""
+    """Records of `write_records`, with their videos encoded once, when first asked about."""
 
     batch = 8  # a vocabulary of 49,152 makes logits large
 
@@ -50,12 +50,15 @@ class RealTest(OpenTest):
         self.records = [question.record for question in self.questions]
         lines = path.read_text(encoding="utf-8").splitlines()
         self.rows = [json.loads(line) for line in lines]
-        self.processor: Any = processor
+        self.model, self.processor = model, processor
         self.collate: Any = VideoQACollator(processor)
-        self.dataset: Any = VideoQADataset(self.records, processor)
         self._folder = tempfile.TemporaryDirectory()
-        videos = [(str(record.video), None) for record in self.records]
-        self.dataset.features = encode_files(model, processor, videos, self._folder.name)
+
+    @cached_property
+    def dataset(self) -> Any:  # type: ignore[override]
+        dataset, videos = VideoQADataset(self.records, self.processor), [(str(one.video), None) for one in self.records]
+        dataset.features = encode_files(self.model, self.processor, videos, self._folder.name)
+        return dataset
 
     @cached_property
     def needles(self) -> list[list[int]]:
@@ -100,7 +103,11 @@ class RealTest(OpenTest):
 
     def without_needles(self) -> Callable[[Candidates, int], torch.Tensor]:
         """A selection by relevance among what shows nothing of the answer, for one pass over the questions in turn."""
-        rows = iter(self.needles)
+
+        def each() -> Iterator[list[int]]:  # found when the first is asked for
+            yield from self.needles
+
+        rows = each()
 
         def select(candidates: Candidates, n: int) -> torch.Tensor:
             relevance = candidates.log_relevance.clone()
