@@ -62,8 +62,8 @@ def write_records(
             about = [place for place, thing in enumerate(scene.things) if thing.name in question.about]
             evidence = [sightings(shown == place) for place in about]
             row = {"video": video, "question": question.question, "answer": question.answer, "kind": question.kind}
-            row |= {mark: True for mark in ("other_words", "doubtful") if getattr(question, mark)}
-            rows.append(json.dumps({**row, "evidence": evidence}) + "\n")
+            marked = {mark: True for mark in ("other_words", "doubtful") if getattr(question, mark)}
+            rows.append(json.dumps({**row, **marked, "evidence": evidence}) + "\n")
     path = out / f"{split}{marks}{'-held-out' if held_out else ''}.jsonl"
     with whole_file(path) as file:
         file.writelines(rows)
