@@ -285,10 +285,9 @@ def test_what_follows_from_a_damaged_frame_is_counted(tmp_path):
     assert " is damaged: 2 of the 4 " in film.warnings[0] and warning in ("", film.warnings[0])
 
 
-@pytest.mark.parametrize("name", ["film.h264", "film.hevc"])
-def test_a_film_without_times_has_the_rate_of_its_codec(tmp_path, name):
+@pytest.mark.parametrize(("name", "codec"), [("film.h264", "libx264"), ("film.hevc", "libx265")])
+def test_a_film_without_times_has_the_rate_of_its_codec(tmp_path, name, codec):
     """And not the 25 frames a second that FFmpeg takes for one without a clock."""
-    codec = {"film.h264": "libx264", "film.hevc": "libx265"}[name]
     film = Film(str(write_film(tmp_path / name, codec, range(0, 4000, 100), 10)))
     assert (film.total, film.fps, film.timed) == (40, 10.0, False)
 
