@@ -25,8 +25,9 @@ HELD_OUT_SYNONYMS: Final[Mapping[str, str]] = {
     **{"corn": "maize", "airplane": "aeroplane", "pig": "hog", "clock": "alarm clock", "axe": "hatchet"},
 }
 
-_NEVER = [*HELD_OUT_SYNONYMS.values(), *HELD_OUT_KINDS, CONTENT["animal"], *map(CONTENT.get, HELD_OUT_KINDS[-2:])]
-OTHER_WORDS: Final = re.compile(rf"\b({'|'.join(map(str, _NEVER))})\b")
+_NEVER = [*HELD_OUT_SYNONYMS.values(), *HELD_OUT_KINDS]
+_NEVER += [CONTENT[kind] for kind in ("animal", "musical instrument", "clothing")]
+OTHER_WORDS: Final = re.compile(rf"\b({'|'.join(_NEVER)})\b")
 
 # {a} is a thing with its article, {t} with "the", {k} a kind, {A} and {B} things with "the". The second are held out.
 WORDINGS: Final[Mapping[str, tuple[Sequence[str], Sequence[str]]]] = {
