@@ -251,8 +251,8 @@ def budget(test: RealTest, result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _percent(values: Any) -> float:
-    return round(100 * float(np.mean(values)), 1) if len(values) else float("nan")
+def _percent(values: Any) -> float | None:
+    return round(100 * float(np.mean(values)), 1) if len(values) else None
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def write_film(pictures: Pictures, path: Path, seed: int, blocks: float) -> list
     return events
 
 
-def score(summary: Summary, events: list[Event], film: EncodedVideo) -> dict[str, float]:
+def score(summary: Summary, events: list[Event], film: EncodedVideo) -> dict[str, float | None]:
     """
     The part of the events that the chapters tell in which they happen; of the pairs of those that come one after the
     other, the part that is told so; the part of what is named that is not there; and what the text of all has of both.
@@ -82,7 +82,7 @@ def score(summary: Summary, events: list[Event], film: EncodedVideo) -> dict[str
     shown = {name for name, _ in events}
     return {
         "told": len(found) / len(events),
-        "order": float(np.mean(pairs)) if pairs else float("nan"),
+        "order": float(np.mean(pairs)) if pairs else None,
         "invented": invented / max(1, named),
         "names in the joined text": len(set(joined) & shown) / len(shown),
     }
@@ -118,12 +118,12 @@ class Film:
         kept = model.model.qtsplus(*given, **choice, reencode=False)[1].kept_indices[0]
         return list(seen_events(kept, [tokens for _, tokens in self.events], rows * columns // 4))
 
-    def told(self, way: str, budget: int) -> dict[str, float]:
+    def told(self, way: str, budget: int) -> dict[str, float | None]:
         """With the budget shared out among the chapters."""
         choice = {"max_visual_tokens": max(1, budget // self.chapters), "retention": 1.0, "selection": WAYS[way]}
         return self.summarised(**choice)
 
-    def summarised(self, **choice: Any) -> dict[str, float]:
+    def summarised(self, **choice: Any) -> dict[str, float | None]:
         summary = summarise(self.session, PROMPT, longest=self.longest, max_new_tokens=80, **choice)
         return score(summary, self.events, self.video)
 
