@@ -33,6 +33,9 @@ _JOIN = 2  # packets before a key frame, of which FFmpeg calls one damaged where
 ADDRESS_TIMEOUT, ADDRESS_SECONDS = 30.0, 1800.0  # in which a server sends nothing; in which all has to arrive
 ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
 
+# The tags of older files are no UTF-8; PyAV from 19 on keeps their bytes.
+TAGS: dict[str, Any] = {"metadata_errors": "replace"} if av and int(av.__version__.split(".")[0]) < 19 else {}
+
 # What FFmpeg would follow to other files and servers.
 _LIST = re.compile(rb"\W{0,3}\s*(#EXTM3U|ffconcat|file\s|v=0\s|\[\w+\]|(<\?xml[^>]*>\s*)?<(MPD|smil))", re.IGNORECASE)
 
@@ -311,8 +314,7 @@ def open_container(source: str | io.BytesIO) -> Iterator[Any]:
         file.seek(0)
         refuse_list(file.read(400))
         file.seek(0)
-        # The tags of older files are no UTF-8.
-        with av.open(file, options={"protocol_whitelist": "none"}, metadata_errors="replace") as container:
+        with av.open(file, options={"protocol_whitelist": "none"}, **TAGS) as container:
             yield container
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,15 @@ def test_bad_arguments(wrong):
     done = script(*wrong)
     assert done.returncode == 2 and not done.stdout
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("gpu.sh: ")
+
+
+def test_it_looks_for_all_that_the_package_needs():
+    modules, brought = {"pillow": "PIL"}, {"numpy", "huggingface_hub", "filelock", "jinja2", "typing_extensions"}
+    needs = re.search(r'^NEEDS="(.*)"$', SCRIPT.read_text(), re.MULTILINE)[1].split()
+    pyproject = (SCRIPT.parents[1] / "pyproject.toml").read_text()
+    (block,) = re.findall(r"^dependencies = \[(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)
+    packages = re.findall(r'^ *"([\w.]+)', block, re.MULTILINE)
+    assert {modules.get(name, name) for name in packages} - {"torch", "transformers"} - brought <= set(needs)
 
 
 def real(*arguments):

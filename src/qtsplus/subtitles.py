@@ -14,6 +14,7 @@ import av
 import torch
 from transformers.utils import logging
 
+from .decoding_qtsplus import TAGS
 from .evidence import keep_maps
 from .settings import check_count
 
@@ -53,8 +54,8 @@ def read_subtitles(film: Any) -> list[Subtitle]:
     files = [path for path in film.parent.iterdir() if path.suffix.lower() in SUFFIXES and own.fullmatch(path.stem)]
     path = min(files, key=lambda path: (len(path.name), path.name), default=film)
     try:
-        options: dict[str, Any] = {"options": {"protocol_whitelist": "file"}, "metadata_errors": "replace"}
-        with av.open(_as_utf8(path) if files else str(path), **options) as container:
+        options = {"protocol_whitelist": "file"}
+        with av.open(_as_utf8(path) if files else str(path), options=options, **TAGS) as container:
             tracks = container.streams.subtitles
             track = next((one for one in tracks if one.disposition.default), tracks[0] if tracks else None)
             lines = [] if track is None else sorted(_lines(container, track), key=lambda line: line.start)

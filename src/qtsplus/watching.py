@@ -18,7 +18,7 @@ import numpy as np
 from transformers.utils import logging
 
 from .clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
-from .decoding_qtsplus import Upright, film_stream, open_container, shown_name
+from .decoding_qtsplus import TAGS, Upright, film_stream, open_container, shown_name
 from .output import first_line
 from .session import Answer
 from .settings import check_count
@@ -125,7 +125,7 @@ class Source:
     def _open(self) -> Any:
         if self.address == "-":  # what is sent may name other places
             options = {"protocol_whitelist": "none"}
-            return av.open(open(0, "rb", buffering=0, closefd=False), options=options, metadata_errors="replace")
+            return av.open(open(0, "rb", buffering=0, closefd=False), options=options, **TAGS)
         if self.is_file:
             return open_container(self.address)
         if self.address.startswith(("/dev/", *DEVICES)):
@@ -135,7 +135,7 @@ class Source:
         options = {"protocol_whitelist": _PROTOCOLS[self.address.partition("://")[0].lower()]}
         if self.address.lower().startswith("rtsp"):
             options["rtsp_transport"] = "tcp"
-        return av.open(self.address, options=options, timeout=self.timeout, metadata_errors="replace")
+        return av.open(self.address, options=options, timeout=self.timeout, **TAGS)
 
     def _decode(self) -> Iterator[tuple[float, np.ndarray]]:
         with self._open() as container:
