@@ -114,7 +114,7 @@ class Film:
             clock.mend(pts, dts)
         key, damaged, hidden = np.array(flags, bool).reshape(-1, 3).T
         lost: dict[int, float] = {}  # seconds without a frame beside what is damaged, by where they begin
-        for place in np.flatnonzero(damaged):
+        for place in np.flatnonzero(damaged).tolist():
             beside = sorted(time for time in pts[max(place - _ORDER, 0) : place + _ORDER] if time is not None)
             lost |= {time: gap for time, gap in zip(beside, np.diff(beside) * clock.step, strict=False) if gap > LEAP}
             damaged[place] = not key[place + 1 : place + 1 + _JOIN].any()
@@ -134,7 +134,7 @@ class Film:
         # Whether a decoded frame has its packet's time; else frames have all the times in their order.
         self.timed = dated and len(set(pts)) == len(pts) and not (clock.is_avi and clock.reorders)
         if clock.is_ps and pts:
-            self.timed &= abs(np.sort(self.pts) - clock.waiting).max() * clock.step <= NEAR
+            self.timed &= np.abs(np.sort(self.pts) - clock.waiting).max() * clock.step <= NEAR
             if not self.timed:
                 dated, self.pts, self.end = True, np.array(clock.waiting), clock.due or 0
         # [N], the packets that are frames, in the order in which they are shown, without what an edit list cuts off.

@@ -301,7 +301,7 @@ def find_gaps(paths: Sequence[str]) -> list[str]:
     steps = np.diff(np.array(numbers, float).ravel()) if all(numbers) else np.array([])
     if len(steps) < 2 or steps.min() != np.median(steps) or steps.min() < 1 or steps.min() == steps.max():
         return []
-    after, gaps = paths[int(steps.argmax())], int((steps > steps.min()).sum())
+    after, gaps = paths[int(np.argmax(steps))], int((steps > steps.min()).sum())
     warning = (
         f"The numbers of the frames in {os.path.dirname(paths[0])!r} have {gaps} gap{'s' * (gaps > 1)}, such as after "
         f"{os.path.basename(after)!r}; their times are those of frames without gaps."

@@ -221,8 +221,8 @@ def nothing_seen(model: Any, test: OpenTest) -> dict[str, Any]:
     yes = asked & np.array([row["answer"] == "Yes" for row in test.rows])
     measures = {
         "what the null token leaves": seen,
-        "the largest relevance": [float(row.max()) for row in relevance],
-        "the largest share": [float(row.max()) for row in shares],
+        "the largest relevance": [float(np.max(row)) for row in relevance],
+        "the largest share": [float(np.max(row)) for row in shares],
         "less entropy": [-value for value in entropy],
     }
     areas = {

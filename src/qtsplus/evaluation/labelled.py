@@ -48,7 +48,7 @@ def sighting_tokens(seen: Sequence[Sighting], grid: tuple[int, int, int], second
         wide = _overlap(np.arange(columns + 1) * width / columns, left, right) / (right - left)
         cell_in_boxes = height / rows * width / columns / ((bottom - top) * (right - left))
         shares = np.outer(tall, wide) / min(1.0, cell_in_boxes)
-        least = min(LEAST_SHARE, shares.max())
+        least = min(LEAST_SHARE, float(np.max(shares)))
         first = min(int(sighting.start / seconds_per_grid + 1e-6), steps - 1)
         last = min(int(np.ceil(sighting.end / seconds_per_grid - 1e-6)), steps)
         for row, column in np.argwhere((shares >= least) & (shares > 0)):
