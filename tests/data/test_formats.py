@@ -182,11 +182,13 @@ def test_readers_hold_no_more_of_a_longer_file(name, tmp_path):
             tmp_path / name,
             (Caption(vision_id=f"v{index}", caption="A man climbs a wall. " * 5) for index in range(count)),
         )
-        assert sum(1 for _ in iter_rows(tmp_path / name)) == count  # what is imported and warmed up is not counted
-        tracemalloc.start()
-        assert sum(1 for _ in iter_rows(tmp_path / name)) == count
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
+        held = []
+        for _ in range(4):  # the first imports, and what another test left running may allocate in between
+            tracemalloc.start()
+            assert sum(1 for _ in iter_rows(tmp_path / name)) == count
+            held.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        peaks.append(min(held))
     assert peaks[1] < 1.5 * peaks[0] + 2**20, f"a file six times as long held {peaks} bytes at most"
 
 
