@@ -108,7 +108,7 @@ def make_processor(tokenizer: Any) -> Qwen2_5_VLProcessor:
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=sizes),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(size=sizes, fps=FPS),
+        video_processor=Qwen2VLVideoProcessor(size=sizes, fps=FPS, cap_pixels_per_frame=False),
         chat_template=TEMPLATE,
     )
 
