@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLVisionAttention,
-    apply_rotary_pos_emb_vision,
-)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention, apply_rotary_pos_emb_vision
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
@@ -175,17 +172,8 @@ class PatchProjection(nn.Conv3d):
     """
     The vision tower's first layer, `[N, channels, time, height, width]` -> `[N, d, 1, 1, 1]`. Its kernel covers a whole
     patch, so it is one matrix product, which in bfloat16 on a CPU takes a 46th of the convolution's time. In float32 it
-    stays a convolution, stock's result bit for bit.
-
-    Args:
-        stock: the layer in whose place it stands, with its weights.
+    stays a convolution, stock's result bit for bit. Stock's own layer becomes one: PEFT makes adapters by its class.
     """
-
-    def __init__(self, stock: nn.Conv3d):
-        shape: Any = {"kernel_size": stock.kernel_size, "stride": stock.stride, "bias": stock.bias is not None}
-        super().__init__(stock.in_channels, stock.out_channels, **shape, device="meta")
-        self.weight, self.bias = stock.weight, stock.bias
-        self._is_hf_initialized = getattr(stock, "_is_hf_initialized", False)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         if patches.dtype == torch.float32:

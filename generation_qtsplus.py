@@ -14,15 +14,7 @@ from transformers import initialization as init
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.generation.streamers import BaseStreamer
 
-from .prompt_qtsplus import (
-    CACHE,
-    TEXT,
-    CompactPrompt,
-    SelectedFeatures,
-    alone_with_ids,
-    take_cache,
-    take_inputs,
-)
+from .prompt_qtsplus import CACHE, TEXT, CompactPrompt, SelectedFeatures, alone_with_ids, take_cache, take_inputs
 from .selector_qtsplus import QTSplusSelector
 
 _SPLITS_FEATURES = Version(transformers.__version__) >= Version("5.23")  # along with the chunks of a prompt

@@ -243,10 +243,7 @@ def _read_group(
 ) -> GroupAttention:
     """The attention of one group: of the shortened prompt that would hold it alone."""
     alone = replace(
-        layout,
-        input_ids=layout.input_ids[index : index + 1],
-        mask=layout.mask[index : index + 1],
-        rows=[row],
+        layout, input_ids=layout.input_ids[index : index + 1], mask=layout.mask[index : index + 1], rows=[row]
     )
     every = torch.arange(len(tokens), device=tokens.device)
     compact = splice(model, alone, features, [tokens], QTSplusOutput(kept_indices=(every,)), pad_left=False)

@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLModel,
-)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLForConditionalGeneration, Qwen2VLModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLModel
@@ -41,7 +38,7 @@ class QwenVLQTSplusModelMixin(QTSplusModelMixin):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.visual.patch_embed.proj = PatchProjection(self.visual.patch_embed.proj)
+        self.visual.patch_embed.proj.__class__ = PatchProjection
 
 
 class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_VLModel):

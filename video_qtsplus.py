@@ -291,7 +291,8 @@ def image_paths(folder: str) -> list[str]:
     """The images of a folder in natural order; raises `ValueError` if there is none."""
     names = [name for name in os.listdir(folder) if name.lower().endswith(FRAME_SUFFIXES) and name[0] != "."]
     if not names:
-        raise ValueError(f"The folder {folder!r} holds no frames; expected images ({', '.join(FRAME_SUFFIXES)}).")
+        expected = f"expected images ({', '.join(FRAME_SUFFIXES)}); `qtsplus index` makes a library of one with videos"
+        raise ValueError(f"The folder {folder!r} holds no frames; {expected}.")
     return [os.path.join(folder, name) for name in sorted(names, key=_natural_order)]
 
 

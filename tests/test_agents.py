@@ -166,9 +166,9 @@ def results(request, library):
 def test_an_agent_is_told_what_the_library_says(results, library):
     listed, some, none, moments, one, answer, look = results[len(HOSTILE) :]
     videos = [{"video": name, "start": 0.0, "seconds": 6.0} for name in sorted(WORLDS)]
-    assert listed.structured_content == {"videos": videos, "of": 3}
-    assert some.structured_content == {"videos": videos[:1], "of": 1}
-    assert none.structured_content == {"videos": [], "of": 3}
+    assert listed.structured_content == {"videos": videos, "of": 3, "not_encoded_yet": []}
+    assert some.structured_content == {"videos": videos[:1], "of": 1, "not_encoded_yet": []}
+    assert none.structured_content == {"videos": [], "of": 3, "not_encoded_yet": []}
     for truth, told in (
         (library.find(QUESTION, 3), moments),
         (library.find(QUESTION, 5, ["b [1].mp4"]), one),
@@ -251,7 +251,22 @@ def test_changes_are_told_over_http(port):
     assert not begun.is_error and event.uri == "watch://door" and last["answer"]["answer"] and not stopped.is_error
 
 
+def test_what_is_not_encoded_is_said(library, tmp_path):
+    folder = Path(shutil.copytree(library.folder, tmp_path / "library"))
+    (folder / library.files["a.mp4"].name).unlink()
+    shelf = Shelf(Library(folder, library.model, library.processor))
+    listed, answer = call(shelf, ("list_videos", {}), ("ask", {"question": QUESTION, "max_new_tokens": 2}))
+    assert listed.structured_content["not_encoded_yet"] == ["a.mp4"] and listed.structured_content["of"] == 2
+    assert answer.structured_content["warnings"][-1] == "1 video of the library cannot be asked yet."
+    shutil.rmtree(folder)
+    (gone,) = call(shelf, ("look", {"video": "b [1].mp4", "seconds": 99}))
+    assert gone.is_error and gone.content[0].text
+
+
 def test_http_refuses_what_no_client_sends(port):
+    prompt = {"jsonrpc": "2.0", "id": 1, "method": "prompts/get", "params": {"name": "x"}}
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    assert status(port, json.dumps(prompt).encode(), **bearer) in (200, 400)  # and the log has no traceback
     own = {"Authorization": f"Bearer {KEY}"}
     assert status(port) == status(port, Authorization="Bearer wrong") == status(port, Authorization=KEY) == 401
     assert status(port, b"x" * 2**18 + b"x", **own) == 413

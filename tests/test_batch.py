@@ -158,6 +158,26 @@ def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, videos, tmp_path):
     assert ["more cells" in row.get("error", "") for row in read(tmp_path / "out")] == [True, False]
 
 
+def test_csv_as_spreadsheets_write_it(batch, videos, tmp_path):
+    """Capitals in the name, empty rows at the end, columns without a name, and a cell without bounds."""
+    rows = f"video,question,,\nclip0.mp4,What?,,\nclip1.mp4,{'x' * 140_000},,\n,,,\n,,,\n"
+    (tmp_path / "rows.CSV").write_text(rows)
+    assert batch(tmp_path / "rows.CSV", tmp_path / "out", "--media-root", videos).exit_code == 0
+    assert [row["video"] for row in read(tmp_path / "out")] == ["clip0.mp4", "clip1.mp4"]
+    for header in ("video;question", "video,question,question", "film,question"):
+        (tmp_path / "rows.csv").write_text(f"{header}\nclip0.mp4,What?,Who?\n")
+        result = batch(tmp_path / "rows.csv", tmp_path / "other", "--media-root", videos)
+        assert result.exit_code == 2 and "expected video,question and others once each" in result.stderr
+
+
+def test_what_is_written_beside_a_run_does_not_end_it(batch, videos, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path / "rows.jsonl", [*rows[:2], {"video": "cut.mp4", "question": "What?"}])
+    for _ in range(2):
+        result = batch(file, "out.jsonl", "--media-root", videos)
+        assert result.exit_code == 0 and "1 of 3 rows have an error" in result.stderr, result.stderr
+
+
 KILLED = """
 import os
 from qtsplus.cli import app

@@ -32,10 +32,10 @@ def test_a_window_of_time_is_a_library_of_its_own(films, loaded, tmp_path, monke
     monkeypatch.setattr(library.model.model.qtsplus.config, "reduction", reduction)
     (_, whole), (_, some) = library._rank(QUESTIONS[0]), library._rank(QUESTIONS[0], window=(2, 4))
     assert {(one.first, one.last) for one in some.pieces} == {(2, 4)} and len(some.pieces) == len(whole.pieces) == 5
-    cut = {name: replace(one := library._video(name), features=one.features.clone()) for name in library.names}
+    cut = {name: replace(one := library.stored(name), features=one.features.clone()) for name in library.names}
     for video in cut.values():  # what lies outside is not looked at
         video.features[:72], video.features[144:] = 1e3, 1e3
-    monkeypatch.setattr(library, "_video", cut.__getitem__)
+    monkeypatch.setattr(library, "stored", cut.__getitem__)
     assert library._rank(QUESTIONS[0], window=(2, 4))[1] == some
     assert all(2 <= one.start < one.end <= 4 for one in library.find(QUESTIONS[0], 9, window=(2, 4)))
     monkeypatch.setattr(ranking, "PIECE", 72)  # two steps

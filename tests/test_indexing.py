@@ -130,6 +130,17 @@ def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, lo
         lines.clear()
 
 
+def test_copies_take_room_once(mine, loaded, tmp_path):
+    said = []
+    for number in range(3):
+        shutil.copy(mine / "a.mp4", mine / f"copy-{number}.mp4")
+    films = len(list(mine.rglob("*.mp4")))
+    index(mine, tmp_path / "library", *loaded, say=said.append)
+    tokens = {load_file(path)["features"].shape[0] for path in (tmp_path / "library").glob("*.safetensors")}
+    (line,) = [line for line in said if line.startswith("Encoding")]
+    assert line.startswith(f"Encoding {films} of {films} videos: {tokens.pop() * (films - 3):,} tokens") and not tokens
+
+
 def test_what_leaves_is_named(mine, loaded, tmp_path):
     index(mine, tmp_path / "library", *loaded)
     (mine / "b.mp4").unlink()

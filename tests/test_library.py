@@ -35,7 +35,7 @@ def only_there(name):
 def joint_log_relevance(library, question):
     """What the selector says of all tokens at once, `[M]`."""
     model, words = library.model, torch.tensor(library.processor.text_ids(question))
-    features = [library._video(name).features for name in library.names]
+    features = [library.stored(name).features for name in library.names]
     positions = torch.zeros(3, sum(map(len, features)), dtype=torch.long)
     query = model.get_input_embeddings()(words)
     with torch.no_grad():
@@ -64,10 +64,10 @@ def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, 
     scorer, ranked = library._rank(question)
     assert (scorer.scores.queries is None) == (question != LONG)  # a short one has fewer rows than a key numbers
     with torch.no_grad():
-        streamed = torch.cat([scorer.relevance(library._video(name).features) for name in library.names])
+        streamed = torch.cat([scorer.relevance(library.stored(name).features) for name in library.names])
     torch.testing.assert_close(streamed - ranked.total, joint, atol=1e-4, rtol=0)
     assert top_n(streamed, len(kept)).tolist() == kept.tolist()
-    best = [library._video(name).features.shape[0] for name in library.names]
+    best = [library.stored(name).features.shape[0] for name in library.names]
     peaks = [float(part.max()) for part in joint.split(best)]
     assert [piece.name for piece in ranked.pieces] == [
         name for _, name in sorted(zip(peaks, library.names, strict=True), reverse=True)
@@ -112,7 +112,7 @@ def test_ask_is_a_session_of_the_files_that_rank_first(library):
     answer = library.ask("What?", pieces=3, max_visual_tokens=20, max_new_tokens=4)
     session = VideoSession(library.model, library.processor)
     for name in library.names:
-        session.add(library._video(name), f"{name}, 0:00 to 0:06")
+        session.add(library.stored(name), f"{name}, 0:00 to 0:06")
     wanted = session.ask("What?", max_visual_tokens=20, max_new_tokens=4)
     assert (answer.answer, answer.kept_tokens, answer.rho) == (wanted.answer, wanted.kept_tokens, wanted.rho)
     assert list(answer.keep_maps) == library.names and answer.video == ", ".join(library.names)
@@ -143,7 +143,7 @@ def test_a_pattern_names_some_videos(library, tiny_published):
 
 
 def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
-    whole = library._video("a.mp4")
+    whole = library.stored("a.mp4")
     monkeypatch.setattr(ranking, "PIECE", 100)  # of 36 tokens a step: two steps
     _, ranked = library._rank(QUESTION)
     pieces = sorted((one for one in ranked.pieces if one.name == "a.mp4"), key=lambda one: one.first)
@@ -165,13 +165,13 @@ def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
 
 
 def test_a_piece_that_is_the_whole_video_is_the_video(library):
-    video = library._video("b.mp4")
+    video = library.stored("b.mp4")
     assert Piece("b.mp4", 0, 6, 0.0).cut(video) is video
 
 
 def test_pieces_of_one_second_are_told_apart(library):
     pieces = [Piece("a.mp4", step, step + 1, 0.0) for step in range(3)]
-    library._video("a.mp4")
+    library.stored("a.mp4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library_module, "clock", lambda seconds: "0:00")
         answer = library.ask_pieces(QUESTION, pieces, max_new_tokens=1)
@@ -304,7 +304,7 @@ def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path)
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 1 and "could be encoded" in result.stderr
     result = CliRunner().invoke(app, ["ask", str(tmp_path / "library"), QUESTION, "--moments", "3"])
-    assert result.exit_code == 2 and "holds no video yet" in result.stderr
+    assert result.exit_code == 2 and "holds no video: run" in result.stderr
 
 
 def test_an_empty_scorer_is_refused(loaded):

@@ -252,6 +252,17 @@ def lora_model():
     return get_peft_model(tiny_model(), settings)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_on_the_tower_take_a_step(dtype):
+    """On the convolution of its patches too."""
+    settings = LoraConfig(target_modules=["qkv", "proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_model().to(dtype), settings).train()
+    model(**with_labels(mixed_inputs())).loss.backward()
+    trained = {name: p.grad for name, p in trainable(model).items()}
+    assert any("patch_embed.proj.lora_B" in name for name in trained)
+    assert all(gradient is not None and gradient.any() for gradient in trained.values())
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -250,9 +250,13 @@ def test_arrays_of_a_stranger_are_checked(small, films, loaded, tmp_path, caplog
     with safe_open(first, "pt") as file:
         head = file.metadata()
     far = whole["keys"].clone()
-    far[:, -1] = 1  # of steps that no film has
+    far[:, -1] = 255  # of steps that no film has
     hashes = torch.tensor([[*_hash(own)] for own in far.split(whole["sizes"].tolist())], dtype=torch.uint8)
-    bad = [{"keys": far, "hashes": hashes}, {"sizes": whole["sizes"] * 2}, {"counts": whole["counts"] + 1}]
+    bad = [{"keys": far, "hashes": hashes}]
+    bad += [{"sizes": whole["sizes"][:1].view([])}, {"counts": whole["counts"].to(torch.float8_e4m3fn)}]
+    bad += [{name: whole[name] * torch.nan} for name in ("centroids", "ranges", "seconds")]
+    bad += [{"ranges": whole["ranges"] * 1e30}, {"centroids": whole["centroids"][:, :8].clone()}]
+    bad += [{"sizes": whole["sizes"] * 2}, {"counts": whole["counts"] + 1}]
     bad += [{"centroids": whole["centroids"].double()}, {"seconds": whole["seconds"][:1].clone()}, {"more": far}]
     first.unlink()
     for changed in bad:

@@ -22,6 +22,7 @@ from qtsplus.cli import app
 from qtsplus.indexing import index
 from qtsplus.library import Index, Library
 from qtsplus.results import seal
+from qtsplus.videos import IN_MEMORY
 
 QUESTION = "What is in the red circle?"
 
@@ -189,6 +190,39 @@ def test_index_removes_no_file_that_it_did_not_write(folder, mine, loaded):
     assert len(left) == 3 + 3, "the journal, its lock, and the features of a.mp4"
 
 
+@pytest.mark.parametrize("change", [lambda features: features * 0 + 3e38, None], ids=["numbers", "grid"])
+def test_features_and_grids_that_no_model_makes_are_refused(folder, loaded, change):
+    path = Index(folder).files["a.mp4"]
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    about, features = json.loads(header["about"]), load_file(path)["features"]
+    if change is None:
+        about["video_grid_thw"][0][1] += 1
+    header["about"] = json.dumps(about)
+    save_file({"features": change(features) if change else features}, path, header)
+    stored = {"features": storage.measure(path)}
+    rewrite(folder, lambda line: line["value"].update(stored) if line.get("key") == "a.mp4" else None)
+    with pytest.raises(ValueError, match="numbers that are too large" if change else "expected multiples of 2"):
+        Library(folder, *loaded).stored("a.mp4")
+
+
+def test_a_film_that_a_stranger_has_not_seen_is_not_shown(folder, mine, loaded):
+    """He can know all of its file but what is in it."""
+    write_mp4(mine / "a.mp4", render_world(make_world(170)), 2)
+    state = storage.film_state(mine / "a.mp4")
+    rewrite(folder, made_of(videos=str(mine)))
+    rewrite(folder, lambda line: line["value"].update(state) if line.get("key") == "a.mp4" else None)
+    library = Library(folder, *loaded)
+    assert library.film("a.mp4").video == IN_MEMORY
+
+
+def test_a_pipe_in_place_of_a_lock_is_not_waited_for(folder, mine, loaded):
+    (folder / ".lock").unlink(missing_ok=True)
+    os.mkfifo(folder / ".lock")
+    with pytest.raises(OSError, match="No such device"):
+        index(mine, folder, *loaded)
+
+
 @pytest.mark.parametrize("name", [".lock", "library.jsonl", "features", ".library.jsonl.7.part"])
 def test_no_link_is_followed_out_of_a_library(folder, mine, loaded, name):
     place = next(folder.glob("*.safetensors")) if name == "features" else folder / name
@@ -204,7 +238,7 @@ def test_no_link_is_followed_out_of_a_library(folder, mine, loaded, name):
 
 
 def test_what_a_kill_has_left_is_cleaned_up(folder, mine, loaded):
-    for name in (f".{'a' * 32}.safetensors.123.part", ".library.jsonl.123.part"):
+    for name in (f".{'a' * 32}.safetensors.vm-1.123.part", ".library.jsonl.vm-1.123.part"):
         (folder / name).write_bytes(b"half")
     index(mine, folder, *loaded)
     assert not list(folder.glob(".*.part"))

@@ -70,7 +70,7 @@ def read_library(folder, model):
     found = Library(folder / "library", *model)
     if found.missing:  # which the commands say
         raise ValueError(f"{folder} lacks {found.missing}")
-    return {name: as_json(found._video(name)) for name in found.names}
+    return {name: as_json(found.stored(name)) for name in found.names}
 
 
 def read_journal(name, schema):

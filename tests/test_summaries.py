@@ -136,7 +136,7 @@ def test_a_library_is_summarised_as_a_session_is_and_an_empty_one_is_refused(loa
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "broken.mp4").write_bytes(b"no film")
     index(tmp_path / "none", tmp_path / "empty", *loaded, name=str(tiny_published))
-    with pytest.raises(ValueError, match="holds no video yet"):
+    with pytest.raises(ValueError, match="holds no video: run"):
         Library(tmp_path / "empty", *loaded)
 
 

@@ -155,7 +155,7 @@ def _by_means(library: Library) -> Callable[[str], list[Interval]]:
     layer = library.model.model.qtsplus.scoring_layers[-1]
     with torch.no_grad():
         width = layer.k_proj.in_features
-        keys = (layer.keys(library._video(name).features[:, :width].float()).mean(1) for name in library.names)
+        keys = (layer.keys(library.stored(name).features[:, :width].float()).mean(1) for name in library.names)
         means = torch.stack([key.flatten() for key in keys])
 
     def find(question: str) -> list[Interval]:
@@ -177,7 +177,7 @@ def _measure_large(base: Library, size: int, asked: Sequence[str], folder: Path)
     names = {f"{turn}/{name}": name for turn in turns for name in indexed}
     library.names = [*names]
     library.digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
-    library.__dict__["_video"] = lru_cache(lambda name: replace(base._video(names[name]), video=name))
+    library.__dict__["_video"] = lru_cache(lambda name: replace(base.stored(names[name]), video=name))
     named = {digest: name for name, digest in base.digests.items()}
 
     def write() -> None:

@@ -83,7 +83,7 @@ class _Bench:
 
     def __init__(self, library: Library, hidden: Sequence[Hidden]):
         self.library, self.hidden = library, hidden
-        self.features = torch.cat([library._video(name).features for name in library.names])
+        self.features = torch.cat([library.stored(name).features for name in library.names])
         # By what ranks the files, [questions, videos].
         self.scores: dict[str, list[list[float]]] = {name: [] for name in _SCORES}
         self.answers: list[dict[str, Any]] = []

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import anyio
 import anyio.to_thread
 import uvicorn
+from mcp import MCPError
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError, UnexpectedToolError
 from mcp.server.mcpserver.tools import Tool
 from mcp.server.transport_security import TransportSecuritySettings
-from mcp_types import ToolAnnotations
+from mcp_types import INVALID_PARAMS, ToolAnnotations
 from PIL import Image as Picture
 from pydantic import Field, ValidationError
 from starlette.datastructures import Headers
@@ -24,7 +25,7 @@ from .door import ARRIVAL_SECONDS, is_key
 from .evidence import Interval
 from .library import Library
 from .live import Live, Question
-from .output import first_line, printable
+from .output import counted, first_line, printable
 from .picture import frame_at
 from .settings import explain
 from .videos import FAILURES
@@ -59,6 +60,7 @@ class Shelf(MCPServer):
         more: dict[str, Any] = {"resources": live.resources, "subscriptions": live.bus, "log_level": "ERROR"}
         super().__init__("qtsplus", instructions=_INSTRUCTIONS, tools=tools, **more)
         self.library, self.turn, self.waiting = library, anyio.Lock(), 0
+        self.places = library.folder, library.index.videos
         self.names = {printable(name): name for name in library.names}  # those of others may be no text
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
@@ -72,15 +74,20 @@ class Shelf(MCPServer):
             line = explain(cause, arguments) if isinstance(cause, ValidationError) else first_line(cause)
             raise ToolError(printable(line)[:500]) from cause
 
+    async def get_prompt(self, name: str, arguments: Any = None, context: Any = None) -> Any:
+        """There are none; the SDK would draw a traceback, which takes seconds."""
+        raise MCPError(INVALID_PARAMS, "There are no prompts.")
+
     async def list_videos(
         self,
         text: Annotated[str, Field(max_length=200, description="A part of the names that are wanted.")] = "",
         first: Annotated[int, Field(ge=0, description="How many to leave out in front.")] = 0,
         count: ResultCount = 20,
     ) -> dict[str, Any]:
-        """The videos in the order of their names: when each begins and how long it is; and how many there are."""
+        """The videos by name, when each begins and how long it is; how many there are; some that answer nothing yet."""
         names = [shown for shown in self.names if text.lower() in shown.lower()]
-        return {"videos": await self._work(self._describe, names[first : first + count]), "of": len(names)}
+        videos, missing = await self._work(self._describe, names[first : first + count]), self.library.missing
+        return {"videos": videos, "of": len(names), "not_encoded_yet": [*map(printable, missing[:MAX_CALLS])]}
 
     async def find_moments(self, question: Question, videos: Videos = [], count: ResultCount = 5) -> dict[str, Any]:  # noqa: B006
         """The moments that matter most for a question, best first: video, seconds, and place in the frame."""
@@ -97,6 +104,8 @@ class Shelf(MCPServer):
         names = self._chosen(videos)
         answer = await self._work(partial(self.library.ask, question, names=names, max_new_tokens=max_new_tokens))
         evidence = [_moment(one) for one in answer.evidence]
+        if missing := self.library.missing:
+            answer.warnings.append(f"{counted(len(missing), 'video')} of the library cannot be asked yet.")
         return {**answer.as_dict(), "video": printable(answer.video), "evidence": evidence}
 
     async def look(
@@ -118,7 +127,7 @@ class Shelf(MCPServer):
                 return await anyio.to_thread.run_sync(work, *inputs)
         except FAILURES as error:  # which is not to say where things lie
             line = first_line(error)
-            for place in (self.library.folder, self.library.index.videos):
+            for place in self.places:
                 line = line.replace(f"{place}/", "")
             raise ToolError(line) from error
         finally:
@@ -133,7 +142,7 @@ class Shelf(MCPServer):
         return [self._name(video) for video in videos] or None
 
     def _describe(self, names: list[str]) -> list[dict[str, Any]]:
-        films = {shown: self.library.film(self.names[shown]) for shown in names}
+        films = {shown: self.library.stored(self.names[shown]) for shown in names}
         return [{"video": shown, "start": film.start, "seconds": film.length} for shown, film in films.items()]
 
     def _picture(self, name: str, seconds: float, side: int) -> Image:

@@ -94,7 +94,7 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; expected a file of questions, such as JSONL, CSV or Parquet.")
     root = media_folder(path, media_root)
-    questions = Questions(list(_read_csv(path) if path.suffix == ".csv" else iter_rows(path)), [], {})
+    questions = Questions(list(_read_csv(path) if path.suffix.lower() == ".csv" else iter_rows(path)), [], {})
     for row in questions.rows:
         try:
             question = _question(row.content, row.problem)
@@ -112,8 +112,19 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
 def _read_csv(path: Path) -> Iterator[Row]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            for number, cells in enumerate(csv.DictReader(file, strict=True), start=1):
-                yield Row(number, {name: cell for name, cell in cells.items() if cell not in (None, "")})
+            csv.field_size_limit(2**31 - 1)  # no less than of JSONL
+            table = csv.DictReader(file, strict=True)
+            names = list(table.fieldnames or ())
+            if any(
+                names.count(name) != (name in names or name in ("video", "question"))
+                for name in QuestionRow.model_fields
+            ):
+                raise ValueError(
+                    f"The columns of {path} are {show(names)}; expected video,question and others once each."
+                )
+            for number, cells in enumerate(table, start=1):
+                if any(cells.values()):
+                    yield Row(number, {name: cell for name, cell in cells.items() if cell not in (None, "")})
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
 

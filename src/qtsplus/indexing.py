@@ -18,7 +18,7 @@ from .output import check_folder, counted, first_line, listed, locked, printable
 from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, saved_video
 from .videos import FAILURES, encode, open_chunks
 
-_PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.(safetensors|keys))\.\d+\.part")  # of one that was killed
+_PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.(safetensors|keys))(\.[\w-]+)+\.part")  # of one that was killed
 
 
 def index(
@@ -205,7 +205,7 @@ class _Indexing:
 
     def measure(self, files: dict[str, Path]) -> dict[str, Path]:
         """The files that are to be encoded, once it is said how large that is."""
-        waiting, tokens = {}, 0
+        waiting, contents, tokens = {}, set[str](), 0
         for name, entry in self.index.entries.items():
             if not entry["content"] or self._is_stored(name, entry):
                 continue
@@ -215,7 +215,9 @@ class _Indexing:
                 self._refuse(name, error)
                 continue
             waiting[name] = files[name]
-            tokens += int(grid.prod()) // self.processor.video_processor.merge_size**2
+            if entry["content"] not in contents:  # copies share what is stored
+                tokens += int(grid.prod()) // self.processor.video_processor.merge_size**2
+            contents.add(entry["content"])
         if waiting:
             needed = tokens * self.model.model.token_width * self.model.dtype.itemsize
             what = f"{len(waiting)} of {counted(len(files), 'video')}"

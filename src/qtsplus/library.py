@@ -27,7 +27,7 @@ from .ranking import Piece, Ranking, Scorer
 from .results import STORED, Journal, Key, Line, Schema
 from .session import Answer, answer_questions
 from .settings import check_count, check_path, show
-from .storage import Digest, State, Stored, film_state, fingerprint, load_video
+from .storage import Digest, State, Stored, film_state, fingerprint, load_video, measure
 from .videos import IN_MEMORY, EncodedVideo
 
 Names = Sequence[str] | None  # of videos
@@ -195,13 +195,16 @@ class Library:
         self.files = self.index.files
         self._whole: set[str] = set()  # those whose every byte was checked, as they are read for the first time
         self._kept = lru_cache(maxsize=KEPT)(self._read)
+        self._content = lru_cache(maxsize=None)(lambda path, changed: measure(path)["digest"])
         self.names = list(self.files)  # the videos' paths in the folder that was indexed
         entries = self.index.entries
         self.digests = {name: noted["digest"] for name in self.names if (noted := entries[name]["features"])}
         # Those that are neither encoded nor known to be bad, as after an index that was interrupted.
         self.missing = [name for name in entries if name not in self.files and entries[name]["error"] is None]
         if not self.files:
-            raise ValueError(f"The library {folder} holds no video yet: run `qtsplus index` to its end.")
+            raise ValueError(
+                f"The library {folder} holds no video: run `qtsplus index` to its end, and see what it says."
+            )
 
     @classmethod
     def open(cls, folder: str | Path, device: str | None = None) -> "Library":
@@ -253,7 +256,7 @@ class Library:
     def ask_pieces(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
         """Answers a question from these pieces alone, which stand in the prompt with their names and times."""
         pieces = sorted(pieces, key=lambda piece: (piece.name, piece.first))
-        videos = {piece.name: self._video(piece.name) for piece in pieces}
+        videos = {piece.name: self.stored(piece.name) for piece in pieces}
         parts: dict[str, EncodedVideo] = {}
         for piece in pieces:
             part = piece.cut(videos[piece.name])
@@ -269,11 +272,14 @@ class Library:
 
     def film(self, name: str) -> EncodedVideo:
         """A video with the path of its file, to be drawn; that is [`IN_MEMORY`] where it is gone or was changed."""
-        path = self.index.videos / name  # which may be a stranger's word: only who has indexed it knows its state
-        there = path.is_file() and film_state(path).items() <= self.index.entries[name].items()
-        return replace(self._video(name), video=str(path) if there else IN_MEMORY)
+        path, entry = self.index.videos / name, self.index.entries[name]
+        there = path.is_file() and film_state(path).items() <= entry.items()
+        # The path may be a stranger's word: a film that he has not seen is not shown.
+        there = there and self._content(path, path.stat().st_ctime_ns) == entry["content"]
+        return replace(self.stored(name), video=str(path) if there else IN_MEMORY)
 
-    def _video(self, name: str) -> EncodedVideo:
+    def stored(self, name: str) -> EncodedVideo:
+        """A video without its file."""
         file = self.files[name]
         return self._kept(name, file.exists() and file.stat().st_ctime_ns)  # what was cut off must not be looked at
 
@@ -299,13 +305,13 @@ class Library:
             for name in names:
                 if self.digests[name] in indexed:
                     continue
-                video = self._video(name)
+                video = self.stored(name)
                 first, last = video.within(*window)
                 if first < last:
                     yield Piece(name, first, last, 0.0), video
 
         scorer = Scorer(self.model, self.processor, question, lambda: (one.cut(film).features for one, film in films()))
-        found = searched.rank(scorer, copies, window, top, self._video) if searched else Ranking([], -math.inf)
+        found = searched.rank(scorer, copies, window, top, self.stored) if searched else Ranking([], -math.inf)
         ranking = scorer.rank(films())
         pieces = sorted([*ranking.pieces, *found.pieces], key=lambda piece: -piece.peak)
         ranking = Ranking(pieces, float(np.logaddexp(ranking.total, found.total)))
@@ -316,7 +322,7 @@ class Library:
     @torch.no_grad()
     def _moments(self, scorer: Scorer, piece: Piece, total: float) -> list[Interval]:
         """Those of a piece, or where an index names steps of it those that some of these are in: no others are read."""
-        part, share = piece.cut(self._video(piece.name)), self.model.config.qtsplus_config.evidence_share
+        part, share = piece.cut(self.stored(piece.name)), self.model.config.qtsplus_config.evidence_share
         features, seconds = part.features.unflatten(0, (piece.last - piece.first, -1)), part.second_per_grid_ts
         wanted, relevance = torch.full([len(features)], not piece.steps), torch.full(features.shape[:2], -torch.inf)
         wanted[[step - piece.first for step in piece.steps]] = True

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from .output import counted, first_line, whole_file
 from .ranking import PIECE, Piece, Ranking, Scorer
 from .results import is_plain_file
-from .storage import load_video
+from .storage import LARGE, load_video
 from .videos import EncodedVideo
 
 try:
@@ -38,7 +38,7 @@ CELL = 512  # tokens of a cell, on average
 LOOK = 0.02  # of the cells that a question looks into
 FEWEST = 64  # cells that it looks into
 SPARE = 5  # pieces, since 8 bits do not put them in order
-BRING = 50  # tokens for each moment that is wanted
+BRING = 50  # steps for each moment that is wanted
 
 _Names = Mapping[str, Sequence[str]]  # of films, by the digests of their features
 _Read = Callable[[str], EncodedVideo]
@@ -50,6 +50,11 @@ def _hash(*tensors: torch.Tensor, text: str = "") -> bytes:
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()
+
+
+def _steps(rows: torch.Tensor) -> torch.Tensor:
+    """`[k]`, of which step of the file each row is."""
+    return rows[:, -4:].contiguous().view(torch.int32)[:, 0].long()
 
 
 def _selector(model: Any) -> str:
@@ -133,7 +138,7 @@ def _save(folder: Path, head: dict[str, str], tensors: dict[str, torch.Tensor], 
 class _File:
     """Films that can be searched; a `ValueError` for what was changed since it was written, or does not fit."""
 
-    def __init__(self, path: Path, selector: str):
+    def __init__(self, path: Path, selector: str, width: int):
         if not is_plain_file(path):
             raise ValueError("it is no file")
         with safe_open(path, "pt") as file:
@@ -146,31 +151,38 @@ class _File:
             raise ValueError("it was changed since it was written")
         if head["selector"] != selector:
             raise ValueError("it is another selector's")
+        other = ValueError("it holds something else than its films")
         self.sizes, self.counts = self.tensors["sizes"], self.tensors["counts"]
-        self.ends, self.seen = self.sizes.cumsum(0).tolist(), set[int]()
-        cells, width, steps = len(self.sizes), self.keys.shape[1] - 4, int(self.counts.sum())
+        if any((one.dtype, one.ndim) != (torch.int64, 1) for one in (self.sizes, self.counts)):
+            raise other
+        self.ends, self.seen, self.steps = self.sizes.cumsum(0).tolist(), set[int](), int(self.counts.sum())
+        cells, steps = len(self.sizes), self.steps
         kinds: dict[str, tuple[Any, ...]] = {"sizes": (torch.int64, cells), "counts": (torch.int64, len(self.films))}
         kinds |= {"ranges": (torch.float32, 2, width), "seconds": (torch.float64, 2, steps)}
         kinds |= {"hashes": (torch.uint8, cells, 32), "centroids": (torch.float32, cells, width)}
         found = {name: (tensor.dtype, *tensor.shape) for name, tensor in self.tensors.items()}
-        good = found == kinds and (self.keys.dtype, len(self.keys)) == (torch.uint8, self.ends[-1])
+        good = found == kinds and (self.keys.dtype, *self.keys.shape) == (torch.uint8, self.ends[-1], width + 4)
         if not (good and self.films) or self.sizes.min() < 0 or self.counts.min() < 1:
-            raise ValueError("it holds something else than its films")
+            raise other
+        if not all((self.tensors[name].abs() < LARGE).all() for name in ("ranges", "seconds", "centroids")):
+            raise other
 
     def read(self, cells: Sequence[int]) -> list[torch.Tensor]:
         """Of each cell `[k, width + 4]` bytes, which are checked when they are first read."""
-        parts = [self.keys[self.ends[cell] - int(self.sizes[cell]) : self.ends[cell]] for cell in cells]
-        for cell, part in zip(cells, parts, strict=True):
-            if cell not in self.seen and _hash(part) != bytes(self.tensors["hashes"][cell].tolist()):
+        parts = {cell: self.keys[self.ends[cell] - int(self.sizes[cell]) : self.ends[cell]] for cell in cells}
+        for cell in parts.keys() - self.seen:
+            steps = _steps(parts[cell])
+            strange = ((steps < 0) | (steps >= self.steps)).any()
+            if strange or _hash(parts[cell]) != bytes(self.tensors["hashes"][cell].tolist()):
                 raise ValueError("it was changed since it was written")
         self.seen.update(cells)
-        return parts
+        return list(parts.values())
 
     def look(self, queries: torch.Tensor, cells: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """`[k]`, the scores of the tokens in cells, by keys in 8 bits; and of which step they are."""
         rows, (low, scale) = torch.cat([self.keys[:0], *self.read(cells)]), self.tensors["ranges"]
         scores = (queries * scale) @ rows[:, :-4].float().T + (queries @ low)[:, None]
-        return scores.logsumexp(0), rows[:, -4:].contiguous().view(torch.int32)[:, 0].long()
+        return scores.logsumexp(0), _steps(rows)
 
 
 def _warn(path: Path, error: object) -> None:
@@ -185,10 +197,10 @@ class Nearest:
         """What cannot be used is said; with `whole` all is read, and else a cell when it is looked at."""
         self.files: list[_File] = []
         self.films: set[str] = set()
-        selector = _selector(model)
+        selector, width = _selector(model), model.model.qtsplus.scoring_layers[-1].k_proj.out_features
         for path in sorted(folder.glob("*.keys")) if selector else ():
             try:
-                file = _File(path, selector)
+                file = _File(path, selector, width)
                 if whole:
                     file.read(range(len(file.sizes)))
             except (OSError, SafetensorError, LookupError, ValueError) as error:
@@ -235,10 +247,11 @@ class Nearest:
             scores, steps = scores[inside], steps[inside]
             rest = (near + file.sizes.log() + mask.float().mean().log())[near < least]
             total = torch.cat([total[None], scores, rest]).logsumexp(0)
-            scores, best = scores.topk(min(BRING * top, len(scores)))
+            peaks = torch.full([file.steps], -torch.inf).scatter_reduce(0, steps, scores, "amax")
+            scores, steps = peaks.topk(min(BRING * top, int(peaks.isfinite().sum())))
             ends = file.counts.cumsum(0)
-            film = torch.searchsorted(ends, steps[best], right=True)
-            steps = steps[best] - (ends - file.counts)[film]
+            film = torch.searchsorted(ends, steps, right=True)
+            steps = steps - (ends - file.counts)[film]
             brought += zip(scores.tolist(), map(file.films.__getitem__, film.tolist()), steps.tolist(), strict=True)
         own: dict[tuple[str, int, int], list[int]] = {}
         for _, digest, step in sorted(brought, reverse=True)[: BRING * top]:

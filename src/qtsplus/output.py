@@ -55,7 +55,8 @@ def locked(path: Path, busy: str) -> AbstractContextManager:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # A FileLock takes some places that cannot be written for ones that are locked. A stranger's link leads anywhere.
-    os.close(os.open(path, os.O_CREAT | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o666))
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor is his pipe waited for
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY | flags, 0o666))
     try:
         return FileLock(path).acquire(timeout=0)
     except Timeout as error:

@@ -109,7 +109,7 @@ def draw_kept_video(video: EncodedVideo, kept: torch.Tensor, path: str | Path, e
     indices = sorted({index for first, last in bounds for index in there[first : max(last, first + 1)]})
     opened = _open(video, indices)
     with av.open(str(path), "w") as container:
-        rate = Fraction(fps).limit_denominator(1001)
+        rate = max(Fraction(fps).limit_denominator(1001), Fraction(1, 1001))
         stream = container.add_stream("libx264", rate=rate, options={"preset": "veryfast"})
         stream.height, stream.width = (side // 2 * 2 for side in opened.shape[1:])  # H.264 has no odd sides
         stream.pix_fmt, stream.codec_context.time_base = "yuv420p", _CLOCK

@@ -70,11 +70,7 @@ class Journal:
     """
 
     def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any] | None = None,
-        schema: Schema = Schema(),
-        mend: bool = False,
+        self, path: Path, settings: Mapping[str, Any] | None = None, schema: Schema = Schema(), mend: bool = False
     ):
         self.path, self.schema, self.mend, self.damaged = path, schema, mend, 0
         self.done = _Entries(self)

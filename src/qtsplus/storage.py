@@ -20,6 +20,7 @@ from .results import STORED, check_stored, is_plain_file
 from .subtitles import Subtitle
 from .videos import IN_MEMORY, EncodedVideo
 
+LARGE = 1e15  # as no model computes: its square would be infinite in a sum
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
@@ -105,12 +106,7 @@ class _About(TypedDict):
 
 def film_state(path: Path) -> State:
     state = path.stat()
-    return {
-        "size": state.st_size,
-        "modified": state.st_mtime_ns,
-        "inode": state.st_ino,
-        "changed": state.st_ctime_ns,
-    }
+    return {"size": state.st_size, "modified": state.st_mtime_ns, "inode": state.st_ino, "changed": state.st_ctime_ns}
 
 
 @contextmanager
@@ -178,11 +174,14 @@ def _build(content: Any, features: torch.Tensor, model: Any, whole: bool) -> Enc
     said = [Subtitle(**line) for line in about.pop("subtitles")]
     steps, rows, columns = model.model.merged_grid(grid)[0]
     expected, width = steps * rows * columns, model.model.token_width
+    merge = getattr(model.config.vision_config, "spatial_merge_size", 1)
+    if grid.tolist() != [[steps, rows * merge, columns * merge]]:
+        raise ValueError(f"video_grid_thw is {grid.tolist()}; expected multiples of {merge}")
     if not expected or features.shape != (expected, width) or features.dtype not in _DTYPES:
         kind = f"{list(features.shape)} {features.dtype}"
         raise ValueError(f"features are {kind}; expected {[expected, width]} of 16 or 32 bits, by video_grid_thw")
     if (frames := len(metadata.frames_indices or ())) < steps:
         raise ValueError(f"metadata.frames_indices are {frames}; expected some for each of {steps} steps")
-    if whole and not all(part.isfinite().all() for part in features.split(4096)):
-        raise ValueError("features hold NaN or infinity")
+    if whole and not all((part.abs() < LARGE).all() for part in features.split(4096)):
+        raise ValueError("features hold NaN, infinity or numbers that are too large")
     return EncodedVideo(features=features, video_grid_thw=grid, metadata=metadata, subtitles=said, **about)

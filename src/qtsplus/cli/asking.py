@@ -103,11 +103,9 @@ def ask(
         talk = Talk(video, loading, reading, subtitles)
         about: dict[str, Any] = {}
         if talk.is_library:
-            about = {
-                "names": talk.about.select(name or "*", read_pairs("--label", label)),
-                "window": (start or 0.0, inf if end is None else end),
-            }
-            if not about["names"]:
+            names = talk.about.select(name or "*", read_pairs("--label", label))
+            about = {"names": names, "window": (start or 0.0, inf if end is None else end)}
+            if not names:
                 given = " ".join([f"--name {name!r}"] * (name is not None) + [f"--label {one}" for one in label or ()])
                 raise ValueError(f"No video of the library is like {given}, but for example {talk.about.names[0]!r}.")
         if moments is not None:
@@ -228,7 +226,8 @@ def check_videos(videos: list[str], reading: dict[str, Any]) -> None:
         if "://" not in video and not os.path.exists(video):
             fail(f"there is no video at {video!r}")
         if os.path.isdir(video) and reading["fps"] is None and not library:
-            fail(f"{video} is a folder of frames: give the rate at which they were taken, such as --fps 2")
+            rate = "give the rate at which they were taken, such as --fps 2"
+            fail(f"{video} is a folder, of frames or videos: of frames {rate}; of videos run `qtsplus index` first")
 
 
 def demo(

@@ -20,8 +20,7 @@ def convert(
     ],
     out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
     variant: Annotated[
-        str | None,
-        typer.Option(help="Give a stock model the selector settings of this variant, such as qtsplus-3b."),
+        str | None, typer.Option(help="Give a stock model the selector settings of this variant, such as qtsplus-3b.")
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -56,8 +55,7 @@ def convert(
 
 def publish(
     model: Annotated[
-        str,
-        typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.", show_default=False),
+        str, typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.", show_default=False)
     ],
     to: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
     repo: Annotated[str | None, typer.Option(help="The Hub repository ORG/NAME, which the card's usage names.")] = None,

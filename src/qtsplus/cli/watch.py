@@ -70,14 +70,8 @@ def watch(
         loaded, processor = load_named(model, revision, device)
         if when_seen is not None and not loaded.config.qtsplus_config.null_token:
             fail("--when-seen needs a model with a null token, which says how sure it is; use --on-change")
-        options: dict[str, Any] = {"memory_tokens": memory_tokens, "fps": fps, "timeout": timeout}
-        options |= {
-            "every": every,
-            "max_new_tokens": max_new_tokens,
-            "selection": selection,
-            "start": start or 0.0,
-            "end": end,
-        }
+        options: dict[str, Any] = {"memory_tokens": memory_tokens, "fps": fps, "timeout": timeout, "every": every}
+        options |= {"max_new_tokens": max_new_tokens, "selection": selection, "start": start or 0.0, "end": end}
         options |= {"max_frames": max_frames, "max_pixels": max_pixels}
         try:
             answers = watching.watch(loaded, processor, named, question, **options)

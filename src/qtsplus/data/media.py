@@ -36,7 +36,7 @@ def media_key(name: str) -> str:
 def media_state(place: str) -> list[list[Any]]:
     """Of a file, or of each in a folder, what changes when its content does; nothing of an address."""
     try:
-        files = sorted(Path(place).iterdir()) if os.path.isdir(place) else [Path(place)]
+        files = sorted(Path(place).iterdir()) if os.path.isdir(place) else [Path(place)] * bool(place)
         states = [(path.name, path.stat()) for path in files]
     except (OSError, ValueError):
         return []
