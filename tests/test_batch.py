@@ -150,6 +150,7 @@ def test_other_formats_give_what_jsonl_gives(batch, videos, rows, tmp_path, kind
         assert batch(source, tmp_path / name, "--media-root", videos).exit_code == 0
     assert read(tmp_path / "here") == read(tmp_path / "jsonl")
     assert read(tmp_path / "here")[1]["kept_tokens"] == 3
+    assert all(one["video"] == row["video"] for row in read(tmp_path / "here") for one in row["evidence"])
 
 
 def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, videos, tmp_path):

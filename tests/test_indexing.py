@@ -130,6 +130,18 @@ def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, lo
         lines.clear()
 
 
+def test_films_that_cannot_be_read_are_none_of_a_library_s_videos(mine, loaded, tmp_path):
+    said = []
+    (mine / "bad.mp4").write_bytes(b"no film")
+    held = len(index(mine, tmp_path / "library", *loaded).files)
+    (mine / "bad.mp4").unlink()
+    index(mine, tmp_path / "library", *loaded, say=said.append)
+    assert not any("loses" in line for line in said)
+    (mine / "a.mp4").unlink()
+    index(mine, tmp_path / "library", *loaded, say=said.append)
+    assert f"The library loses 1 of {held} videos, not here any more: a.mp4" in said
+
+
 def test_copies_take_room_once(mine, loaded, tmp_path):
     said = []
     for number in range(3):

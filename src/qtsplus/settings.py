@@ -97,7 +97,7 @@ def explain(error: ValidationError, values: Any, where: str = "") -> str:
         clause, _, expected = said.partition("; expected ")
         name = where + _name(problem["loc"], values, kind in _SAID)
         # What a dataclass says of itself begins with the name of a field.
-        name += " " * (name != where)
+        name += " " * (name != where or said[:1].isupper())
         wrong.setdefault(f"{name}{clause}".strip(), []).extend([expected] if expected else [])
     clauses = ((clause, " or ".join(dict.fromkeys(kinds))) for clause, kinds in islice(wrong.items(), 3))
     return "; ".join(f"{clause}; expected {kinds}" if kinds else clause for clause, kinds in clauses) + "."
