@@ -1,5 +1,7 @@
 """`qtsplus watch` and the sources behind it: files, pipes, servers and cameras, each a real one."""
 
+import io
+import itertools
 import json
 import os
 import signal
@@ -11,6 +13,7 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -18,7 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from clips import make_world, render_world
-from qtsplus import session
+from qtsplus import session, watching
 from qtsplus.cli import app
 from qtsplus.video_qtsplus import open_video
 from qtsplus.watching import ROOM, Source, watch
@@ -47,6 +50,17 @@ def film(tmp_path_factory):
 
 def read(address, timeout=5.0, fps=2.0):
     return [seconds for seconds, _ in Source(str(address), fps, timeout, time.monotonic())]
+
+
+@pytest.fixture
+def wall(monkeypatch):
+    """Has sources read a wall clock that shows these times, one a look; else one that goes on by 1/8 s."""
+
+    def put(times):
+        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=iter(times).__next__))
+
+    put(itertools.count(0, 1 / 8))
+    return put
 
 
 def times_of(answers):
@@ -243,24 +257,75 @@ def until_it_fails(source):
     return frames
 
 
-def test_a_camera_that_stalls(film):
+def test_a_camera_that_stalls(film, wall):
     """What it sent is there first, with the film's seconds on the stream's clock."""
     with rtsp_camera(film) as address:
-        frames = until_it_fails(Source(address, 2.0, 4.0, time.monotonic() - 100))
+        frames = until_it_fails(Source(address, 2.0, 4.0, -100))
     seconds = np.array([one for one, _ in frames])
     assert 14 <= len(frames) <= 17 and frames[0][1].shape == (168, 168, 3)
     assert seconds[0] >= 100 and np.allclose(np.diff(seconds), 0.5, atol=0.13)
 
 
-def test_a_camera_waits_for_nobody(film):
+def test_a_camera_waits_for_nobody(film, wall):
     """Of 64 frames that come while nobody takes one the newest are there, and the others are counted."""
     with rtsp_camera(film) as address:
-        source = Source(address, 1000.0, 4.0, time.monotonic())
+        source = Source(address, 1000.0, 4.0, 0)
         while source.dropped < 40:
             time.sleep(0.1)
         frames = until_it_fails(source)
     assert ROOM <= len(frames) <= 64 - source.dropped
     assert np.allclose(np.diff([seconds for seconds, _ in frames]), 1 / 8, atol=0.01), "the newest, all of them"
+
+
+@pytest.mark.parametrize("held, opening", [(0, 6.0), (12, 6.0), (40, 6.0), (40, 3.0)])
+def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
+    """Of 64 frames, 8 a second, FFmpeg held some while it opened the camera; the others come as they are taken."""
+    now = [0, *[opening] * held, *(opening + np.arange(1, 65 - held) / 8)]  # of the opening, and of each frame
+    wall(now)
+    monkeypatch.setattr(watching, "ROOM", 64)
+    monkeypatch.setattr(Source, "_open", lambda _: av.open(str(film)))
+    seconds = [one for one, _ in Source("udp://127.0.0.1:9", 1000.0, 5.0, 0.0)]
+    late = 64 - max(held, 1)  # frames; that first one was taken nobody knows when
+    assert seconds[-late:] == pytest.approx(now[-late:]), "on the wall clock, whatever the opening took"
+    assert seconds[:-late] == pytest.approx(np.arange(len(seconds) - late) / 8) and seconds[-late - 1] <= opening
+
+
+def motion_jpeg(kind, rate=5):
+    with av.open(data := io.BytesIO(), "w", format=kind) as container:
+        stream = container.add_stream("mjpeg", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 168, 168, "yuvj420p"
+        for frame in render_world(WORLD):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+    return data.getvalue()
+
+
+def test_multipart_jpeg_has_the_times_of_its_arrival(wall):
+
+    def send(handler):
+        handler.send_header("Content-Type", "multipart/x-mixed-replace;boundary=ffmpeg")
+        send_until_it_closes(handler, motion_jpeg("mpjpeg"))
+
+    with served(send) as address:
+        seconds = [one for one, _ in itertools.islice(Source(address, 1000.0, 5.0, 0.0), 12)]
+    assert seconds == pytest.approx(np.arange(1, 13) / 8), "not 25 frames a second, as FFmpeg counts"
+
+
+def test_one_frame_a_second_is_opened_by_the_first_ones(tmp_path):
+    write(tmp_path / "slow.ts", render_world(WORLD), 1)
+    content, done = (tmp_path / "slow.ts").read_bytes(), threading.Event()
+    content = content[: len(content) * 2 // 5]
+
+    def stall(handler):
+        handler.end_headers()
+        handler.wfile.write(content)
+        done.wait(30)
+
+    with served(stall) as address:
+        assert next(iter(Source(address, 2.0, 3.0, 0.0)))[0] == 0
+        content = b""
+        with pytest.raises(TimeoutError, match="sends nothing, or too little to be opened within 0.3 s"):
+            read(address, 0.3)
+    done.set()
 
 
 @pytest.mark.parametrize(
@@ -302,6 +367,16 @@ def test_two_cameras_on_one_clock(loaded, film, tmp_path):
     assert times_of(answers) == [2, 4, 6, 8], "one ends after 3 s, the other goes on"
     assert all(answer.evidence[0].name == "door" for answer in answers)
     assert answers[-1].visual_tokens == 150 and answers[-1].answer == ANSWER
+
+
+def test_messages_name_a_source_and_hide_its_address(loaded, film):
+    twice = 2 * film.read_bytes()
+    with served(lambda handler: send_until_it_closes(handler, twice)) as address:
+        source = {"door": address.replace("http", "HTTP") + "?token=SECRET"}
+        (answer,) = watch(*loaded, source, QUESTION, every=100)
+    assert [one[:17] for one in answer.warnings] == ["The stream 'door'"], answer.warnings
+    with pytest.raises(ValueError, match="^Cannot read the stream 'door': [^/]*$"):
+        list(watch(*loaded, {"door": "http://name:word@127.0.0.1:9/film?token=SECRET"}, QUESTION))
 
 
 def test_a_file_that_was_cut_off_says_so(loaded, tmp_path):
@@ -358,14 +433,14 @@ def test_numbers_out_of_range(loaded, film, options):
 def watch_pipe(tiny_published, shared_model, film):
     """Runs `qtsplus watch` on a film that comes through a pipe, which ends behind it or stalls."""
 
-    def run(*arguments, stalls=False):
+    def run(*arguments, stalls=False, content=None):
         ours, pipe = os.pipe()
         before = os.dup(0)
         os.dup2(ours, 0)
 
         def send():
             with open(pipe, "wb", closefd=False) as target:
-                target.write(film.read_bytes())
+                target.write(content or film.read_bytes())
             if not stalls:
                 os.close(pipe)
 
@@ -389,6 +464,11 @@ def test_a_pipe_that_ends(watch_pipe):
     assert [answer["seconds_of_video"] for answer in answers] == [4, 8]
     assert [answer["answer"] for answer in answers] == [ANSWER] * 2
     assert answers[0]["evidence"][0]["video"] == "door"
+
+
+def test_a_pipe_without_times(watch_pipe):
+    result = watch_pipe("-", QUESTION, content=motion_jpeg("mjpeg"))
+    assert result.exit_code == 2 and "'-': its frames have no times." in result.stderr
 
 
 def test_a_pipe_that_stalls(watch_pipe):

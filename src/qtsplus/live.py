@@ -11,7 +11,6 @@ from mcp.server.mcpserver.resources import FunctionResource
 from mcp.server.subscriptions import InMemorySubscriptionBus, ResourceUpdated
 from pydantic import Field
 
-from .decoding_qtsplus import shown_name
 from .output import first_line
 from .session import Answer
 from .stream import Stream
@@ -36,18 +35,17 @@ class Watch(threading.Thread):
         self.is_stopped = False  # as it sees with the next answer
 
     def run(self) -> None:
-        (name, address), stream = self.source, self.stream
-        options: dict[str, Any] = {"every": EVERY, "timeout": PATIENCE, "stream": stream}
+        what = self.stream.model, self.stream.processor, dict([self.source]), self.question
         try:
-            for answer in watch(stream.model, stream.processor, {name: address}, self.question, **options):
+            for answer in watch(*what, every=EVERY, timeout=PATIENCE, stream=self.stream):
                 if self.is_stopped:
                     return
                 earlier, self.last = self.last, answer
                 if earlier is None or earlier.answer != answer.answer:
                     self.tell()
             self.ended = "The source has ended."
-        except FAILURES as error:  # which is not to say where it lies
-            self.ended = first_line(error).replace(shown_name(address), name)
+        except FAILURES as error:
+            self.ended = first_line(error)
         self.tell()
 
 
@@ -110,9 +108,5 @@ class Live:
         """The newest answer to the question that a source is watched for, and why it has ended if it has."""
         watch = self.watches.get(source)
         last = watch.last.as_dict() if watch and watch.last else None
-        return {
-            "watched": watch is not None,
-            "question": watch and watch.question,
-            "answer": last,
-            "ended": watch and watch.ended,
-        }
+        question, ended = (watch.question, watch.ended) if watch else (None, None)
+        return {"watched": watch is not None, "question": question, "answer": last, "ended": ended}

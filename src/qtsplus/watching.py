@@ -6,11 +6,11 @@ import itertools
 import math
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 import av
@@ -37,6 +37,8 @@ _PROTOCOLS = {
     **dict.fromkeys(("rtmp", "rtmps"), "rtmp,rtmps,tcp,tls"),
     **{"udp": "udp", "rtp": "rtp,srtp,udp", "srt": "srt", "tcp": "tcp"},
 }
+_UNTIMED = re.compile("mp?jpeg|obu|.*_pipe")  # formats without times, to whose frames FFmpeg gives 25 a second
+_OPENED = {"fpsprobesize": "0", "rtsp_transport": "tcp"}  # else FFmpeg waits for 20 frames, to tell their rate
 
 
 class Source:
@@ -50,24 +52,25 @@ class Source:
         address: a file, `-` for standard input, an address, or a device such as `/dev/video0` or `avfoundation:0`.
         timeout: seconds without a frame after which a source has failed that is no file.
         start: the second from which on there are frames.
-        began: when the clock of the stream stood at 0, by `time.monotonic`; a camera's frames have its times. Those of
-            other sources have a player's.
+        began: when the clock of the stream stood at 0, by `time.monotonic`. A camera's seconds are of that clock, as
+            far apart as the camera says and never ahead: the first frame that was waited for was taken when it came,
+            those held while the camera was opened between that and now. Multipart JPEG at an address has no times;
+            each frame has that of its arrival. Other sources have a player's seconds.
+        name: what messages call it, instead of by its address.
 
     Iterating gives (seconds, `[H, W, 3]` uint8) until the source ends, or raises `TimeoutError` where nothing came for
     too long, and `ValueError` for what cannot be opened or decoded, or breaks off.
     """
 
-    def __init__(self, address: str, fps: float, timeout: float, began: float, start: float = 0.0):
-        address = address.removeprefix("file://")
+    def __init__(self, address: str, fps: float, timeout: float, began: float, start: float = 0.0, name: str = ""):
+        address = re.sub("^[A-Za-z]+://", lambda scheme: scheme[0].lower(), address).removeprefix("file://")
         self.address, self.fps, self.timeout, self.began, self.start = address, fps, timeout, began, start
-        self.name, scheme = shown_name(address), address.partition("://")[0].lower()
-        self.is_camera = address.lower().startswith(CAMERAS)
-        self.is_file = not (self.is_camera or scheme in _PROTOCOLS or address == "-")
+        self.name, self.scheme = name or shown_name(address), address.partition("://")[0]
+        self.is_camera = address.startswith(CAMERAS)
+        self.is_file = not (self.is_camera or self.scheme in _PROTOCOLS or address == "-")
         if self.is_file and not os.path.isfile(address):
-            raise ValueError(
-                f"There is no stream at {self.name!r}; expected a file, an address ({', '.join(_PROTOCOLS)}), a device "
-                "such as /dev/video0, or -."
-            )
+            expected = f"a file, an address ({', '.join(_PROTOCOLS)}), a device such as /dev/video0, or -"
+            raise ValueError(f"There is no stream {self.name!r}; expected {expected}.")
         self.dropped, self.newest = 0, 0.0  # seconds that were read so far
         self.clock: Clock | None = None
         self.sound = False  # whether it has some, which is not read
@@ -80,16 +83,18 @@ class Source:
         while True:
             try:
                 item = self._waiting.get(timeout=None if self.is_file else self.timeout)
-            except queue.Empty:
-                raise TimeoutError(f"The stream {self.name!r} sent no frame for {self.timeout:g} s.") from None
+            except queue.Empty as error:
+                item = error
             if item is None:
                 return
-            if isinstance(item, av.error.ExitError):  # FFmpeg's own patience ended
-                raise TimeoutError(f"The stream {self.name!r} sent no frame for {self.timeout:g} s.") from item
+            if isinstance(item, (queue.Empty, av.error.ExitError)):  # our patience ended, or FFmpeg's
+                state = "sent no frame for" if self.clock else "sends nothing, or too little to be opened within"
+                raise TimeoutError(f"The stream {self.name!r} {state} {self.timeout:g} s.") from item
             if isinstance(item, Exception):
                 expected = " Expected MPEG-TS, Matroska or fragmented mp4: another mp4 has to be a file."
                 expected *= not (self.is_camera or self.is_file)
-                raise ValueError(f"Cannot read the stream {self.name!r}: {first_line(item)}.{expected}") from item
+                why = getattr(item, "strerror", None) or item  # without the address
+                raise ValueError(f"Cannot read the stream {self.name!r}: {first_line(why)}.{expected}") from item
             yield item
 
     @property
@@ -124,35 +129,41 @@ class Source:
 
     def _open(self) -> Any:
         if self.address == "-":  # what is sent may name other places
-            options = {"protocol_whitelist": "none"}
+            options = {**_OPENED, "protocol_whitelist": "none"}
             return av.open(open(0, "rb", buffering=0, closefd=False), options=options, **TAGS)
         if self.is_file:
             return open_container(self.address)
         if self.address.startswith(("/dev/", *DEVICES)):
-            device = f"v4l2:{self.address}" if self.address.startswith("/dev/") else self.address
-            kind, _, name = device.partition(":")
+            kind, _, name = re.sub("^/dev/", "v4l2:/dev/", self.address).partition(":")
             return av.open(name, format=kind, timeout=self.timeout)
-        options = {"protocol_whitelist": _PROTOCOLS[self.address.partition("://")[0].lower()]}
-        if self.address.lower().startswith("rtsp"):
-            options["rtsp_transport"] = "tcp"
+        options = {**_OPENED, "protocol_whitelist": _PROTOCOLS[self.scheme]}
         return av.open(self.address, options=options, timeout=self.timeout, **TAGS)
 
     def _decode(self) -> Iterator[tuple[float, np.ndarray]]:
+        opened = time.monotonic() - self.began
         with self._open() as container:
             stream, upright = film_stream(container), Upright()
             self.sound = bool(container.streams.audio)
             arbitrary = container.format.flags & ARBITRARY_CLOCK
             begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
-            step = -1
+            untimed = not self.is_file and bool(_UNTIMED.fullmatch(container.format.name))
+            self.is_camera |= untimed and container.format.name == "mpjpeg" and self.address != "-"
+            step, synced, came, before = -1, -1, math.inf, 0.0
             for frame, after in with_next(self._frames(container, stream), self.is_camera):
-                if frame.time is None:
+                if frame.time is None or (untimed and not self.is_camera):
                     raise ValueError("its frames have no times")
                 if after is not None and frame.time > (after.time or 0) + LEAP:
                     self.clock.strays += 1  # type: ignore[union-attr]  # of a frame that is shown before the next
                     continue
-                if self.is_camera and step < 0:
-                    begin = frame.time - (time.monotonic() - self.began)
-                seconds = max(frame.time - begin, 0.0)
+                now = math.inf
+                if self.is_camera:
+                    now, joins = time.monotonic() - self.began, len(self.clock.joins)  # type: ignore[union-attr]
+                    if untimed or (synced < joins and now - came > (frame.time - before) / 2):  # it was waited for
+                        begin, synced = frame.time - now, joins
+                    elif came == math.inf:
+                        begin = frame.time - opened
+                    came, before = now, frame.time
+                seconds = min(max(frame.time - begin, 0.0), now)
                 self.newest = max(self.newest, seconds)
                 if seconds >= self.start and int(seconds * self.fps + 1e-3) > step:
                     step = int(seconds * self.fps + 1e-3)
@@ -160,8 +171,8 @@ class Source:
             stated = container.duration if stream.duration is None and not container.streams.audio else None
             stated = float((stream.duration or 0) * (stream.time_base or 0)) or (stated or 0) / av.time_base
             if self.is_file and not arbitrary and stated > 1.05 * self.newest + 1:
-                missing = f"its header states {stated:.1f} s, and {self.newest:.1f} s can be read"
-                self._states.append(f"is incomplete: {missing}")
+                read = f"and {self.newest:.1f} s can be read"
+                self._states.append(f"is incomplete: its header states {stated:.1f} s, {read}")
 
     def _frames(self, container: Any, stream: Any) -> Iterator[Any]:
         self.clock = clock = Clock(container, stream)
@@ -242,7 +253,7 @@ def watch(
         raise ValueError(f"start={start!r} and end={end!r}: expected seconds, the end behind the start.")
     stream = stream or Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
     began, looked = time.monotonic(), 0
-    opened = {name: Source(address, fps, timeout, began, start) for name, address in sources.items()}
+    opened = {name: Source(address, fps, timeout, began, start, name) for name, address in sources.items()}
 
     def answer() -> Answer:
         warnings = [warning for source in opened.values() for warning in source.warnings]
@@ -253,17 +264,16 @@ def watch(
 
     try:
         due = every
-        merged = heapq.merge(*map(_named, opened, opened.values()), key=itemgetter(0))
-        coming = itertools.takewhile(lambda item: item[0] <= last, merged)
-        for seconds, name, frame in itertools.islice(coming, max_frames):
+        named = [zip(itertools.repeat(name), source) for name, source in opened.items()]
+        coming = itertools.takewhile(lambda one: one[1][0] <= last, heapq.merge(*named, key=lambda one: one[1][0]))
+        for name, (seconds, frame) in itertools.islice(coming, max_frames):
             looked += 1
             if seconds >= due:
                 due = (seconds // every + 1) * every
                 if stream.num_tokens:
                     yield answer()
             if max_pixels is not None:
-                size = shrink(frame.shape[:2], max_pixels, 1)
-                frame = resize_frame(processor.video_processor, size, frame)
+                frame = resize_frame(processor.video_processor, shrink(frame.shape[:2], max_pixels, 1), frame)
             stream.append([frame], [seconds], name)
         stream.finish()
         if not stream.num_tokens:
@@ -274,7 +284,3 @@ def watch(
     finally:
         for source in opened.values():
             source.close()
-
-
-def _named(name: str, source: Source) -> Iterator[tuple[float, str, np.ndarray]]:
-    return ((seconds, name, frame) for seconds, frame in source)
