@@ -150,7 +150,6 @@ def test_other_formats_give_what_jsonl_gives(batch, videos, rows, tmp_path, kind
         assert batch(source, tmp_path / name, "--media-root", videos).exit_code == 0
     assert read(tmp_path / "here") == read(tmp_path / "jsonl")
     assert read(tmp_path / "here")[1]["kept_tokens"] == 3
-    assert all(one["video"] == row["video"] for row in read(tmp_path / "here") for one in row["evidence"])
 
 
 def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, videos, tmp_path):
@@ -177,6 +176,11 @@ def test_what_is_written_beside_a_run_does_not_end_it(batch, videos, rows, tmp_p
     for _ in range(2):
         result = batch(file, "out.jsonl", "--media-root", videos)
         assert result.exit_code == 0 and "1 of 3 rows have an error" in result.stderr, result.stderr
+    assert batch(write(videos / "here.jsonl", rows[:1]), "here.jsonl").exit_code == 0
+    monkeypatch.chdir(videos)
+    assert batch("here.jsonl", tmp_path / "named.jsonl").exit_code == 0
+    (named,) = read(tmp_path / "named.jsonl")
+    assert named["evidence"] and {one["video"] for one in named["evidence"]} == {named["video"]}
 
 
 KILLED = """

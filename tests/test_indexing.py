@@ -142,6 +142,19 @@ def test_films_that_cannot_be_read_are_none_of_a_library_s_videos(mine, loaded, 
     assert f"The library loses 1 of {held} videos, not here any more: a.mp4" in said
 
 
+def test_films_that_wait_are_not_lost_in_silence(mine, loaded, tmp_path, monkeypatch):
+    """Interrupted before any was encoded, and then most were not there for a while."""
+    monkeypatch.setattr(indexing, "encode", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        index(mine, tmp_path / "library", *loaded, labels={"camera": "front"})
+    monkeypatch.undo()
+    films = sorted(mine.rglob("*.mp4"))
+    for path in films[1:]:
+        path.rename(tmp_path / path.name)
+    with pytest.raises(ValueError, match="Nothing was changed"):
+        index(mine, tmp_path / "library", *loaded)
+
+
 def test_copies_take_room_once(mine, loaded, tmp_path):
     said = []
     for number in range(3):

@@ -254,24 +254,32 @@ def test_arrays_of_a_stranger_are_checked(small, films, loaded, tmp_path, caplog
     hashes = torch.tensor([[*_hash(own)] for own in far.split(whole["sizes"].tolist())], dtype=torch.uint8)
     bad = [{"keys": far, "hashes": hashes}]
     bad += [{"sizes": whole["sizes"][:1].view([])}, {"counts": whole["counts"].to(torch.float8_e4m3fn)}]
+    bad += [{"counts": whole["counts"] + 2**62}]
     bad += [{name: whole[name] * torch.nan} for name in ("centroids", "ranges", "seconds")]
     bad += [{"ranges": whole["ranges"] * 1e30}, {"centroids": whole["centroids"][:, :8].clone()}]
     bad += [{"sizes": whole["sizes"] * 2}, {"counts": whole["counts"] + 1}]
     bad += [{"centroids": whole["centroids"].double()}, {"seconds": whole["seconds"][:1].clone()}, {"more": far}]
     first.unlink()
-    for changed in bad:
+
+    def forged(changed):
         tensors = {**whole, **changed}
         rows = tensors.pop("keys")
         text = str({name: head[name] for name in ("selector", "films")})
-        name = _hash(*(tensors[one] for one in sorted(tensors)), text=text).hex()[:32]
-        save_file({**tensors, "keys": rows}, folder / f"{name}.keys", head)
+        path = folder / f"{_hash(*(tensors[one] for one in sorted(tensors)), text=text).hex()[:32]}.keys"
+        save_file({**tensors, "keys": rows}, path, head)
+        return path
+
+    for changed in bad:
+        path = forged(changed)
         caplog.clear()
         library = Library(folder, *loaded)
         assert places(library.find(QUESTIONS[0], 3)) == right
-        assert len(library.nearest.files) == len(others) and f"{name}.keys is not searched" in caplog.text, (
-            changed.keys()
-        )
-        (folder / f"{name}.keys").unlink()
+        assert len(library.nearest.files) == len(others), changed.keys()
+        assert f"{path.name} is not searched" in caplog.text, changed.keys()
+        path.unlink()
+    forged({"seconds": torch.tensor([[-1e9], [1e9]]).expand_as(whole["seconds"]).double()})
+    found = Library(folder, *loaded).find(QUESTIONS[0], 3, window=(0.0, 1.0))
+    assert found and all(one.start < 1 and one.weight <= 1 for one in found)
 
 
 @with_faiss

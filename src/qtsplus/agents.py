@@ -59,7 +59,7 @@ class Shelf(MCPServer):
             tool.parameters = arguments.model_json_schema()
         more: dict[str, Any] = {"resources": live.resources, "subscriptions": live.bus, "log_level": "ERROR"}
         super().__init__("qtsplus", instructions=_INSTRUCTIONS, tools=tools, **more)
-        self.library, self.turn, self.waiting = library, anyio.Lock(), 0
+        self.library, self.turn, self.eyes, self.waiting = library, anyio.Lock(), anyio.Lock(), 0
         self.places = library.folder, library.index.videos
         self.names = {printable(name): name for name in library.names}  # those of others may be no text
 
@@ -115,15 +115,15 @@ class Shelf(MCPServer):
         side: Annotated[int, Field(ge=32, le=1024, description="Pixels of its longer side, at most.")] = 512,
     ) -> Image:
         """The frame of a video that a player shows at a time."""
-        return await self._work(self._picture, self._name(video), seconds, side)
+        return await self._work(self._picture, self._name(video), seconds, side, turn=self.eyes)
 
-    async def _work(self, work: Callable[..., Any], *inputs: Any) -> Any:
-        """What one call computes, in a thread, when it is its turn."""
+    async def _work(self, work: Callable[..., Any], *inputs: Any, turn: anyio.Lock | None = None) -> Any:
+        """What one call computes, in a thread, when it is its turn; the model's, if no other is named."""
         if self.waiting >= MAX_CALLS:
             raise ToolError(f"{MAX_CALLS} calls wait already; try again later.")
         self.waiting += 1
         try:
-            async with self.turn:
+            async with turn or self.turn:
                 return await anyio.to_thread.run_sync(work, *inputs)
         except FAILURES as error:  # which is not to say where things lie
             line = first_line(error)

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -171,7 +171,6 @@ class Asker:
         model, processor = self.loaded
         try:
             video = session.encode(model, processor, tasks[0].place, fps=tasks[0].question.fps or self.fps)
-            video = replace(video, video=tasks[0].question.video)  # as its evidence calls it
         except FAILURES as error:
             yield from ((task.number, failure(error)) for task in tasks)
             return

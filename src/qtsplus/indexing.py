@@ -180,15 +180,15 @@ class _Indexing:
     def _forget(self, gone: list[str], contents: set[str], folder: str, prune: bool) -> None:
         """Lets those videos go that are not here, unless they are too many."""
         known, place = self.index.entries, self.index.folder
-        encoded = [name for name, entry in known.items() if entry["features"]]
-        held = counted(len(encoded), "video")
+        good = [name for name, entry in known.items() if entry["error"] is None]
+        held = counted(len(good), "video")
         same_folder = MADE in self.index.done and folder == str(self.index.videos) and len(gone) < len(known)
         if known and not (same_folder or any(entry["content"] in contents for entry in known.values())):
             raise ValueError(f"{place} holds {held} and nothing of what is here: choose another folder.")
-        lost = [name for name in gone if name in encoded and known[name]["content"] not in contents]
-        if (len(lost) > max(1, len(encoded) / 2) or (lost and not same_folder)) and not prune:
+        lost = [name for name in gone if name in good and known[name]["content"] not in contents]
+        if (len(lost) > max(1, len(good) / 2) or (lost and not same_folder)) and not prune:
             raise ValueError(
-                f"{len(lost)} of {len(encoded)} videos of {place} are not in {folder}: {listed(lost)}. Nothing was "
+                f"{len(lost)} of {len(good)} videos of {place} are not in {folder}: {listed(lost)}. Nothing was "
                 "changed. Is another folder to be mounted there? To let them go, run the same command with --prune."
             )
         if lost:

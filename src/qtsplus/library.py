@@ -337,5 +337,5 @@ class Library:
         merge_size, moments = self.processor.video_processor.merge_size, []
         for one in evidence_intervals(every, shares, part.video_grid_thw, seconds, merge_size, share):
             peak = relevance[round(one.start / seconds[0]) : round(one.end / seconds[0])].max()
-            moments.append(placed(replace(one, weight=float((peak - total).exp())), piece.name, part))
+            moments.append(placed(replace(one, weight=min(1.0, float((peak - total).exp()))), piece.name, part))
         return moments

@@ -152,8 +152,8 @@ class _File:
         if head["selector"] != selector:
             raise ValueError("it is another selector's")
         other = ValueError("it holds something else than its films")
-        self.sizes, self.counts = self.tensors["sizes"], self.tensors["counts"]
-        if any((one.dtype, one.ndim) != (torch.int64, 1) for one in (self.sizes, self.counts)):
+        both = self.sizes, self.counts = self.tensors["sizes"], self.tensors["counts"]
+        if any((one.dtype, one.ndim) != (torch.int64, 1) or (one.abs() >= 2**31).any() for one in both):
             raise other
         self.ends, self.seen, self.steps = self.sizes.cumsum(0).tolist(), set[int](), int(self.counts.sum())
         cells, steps = len(self.sizes), self.steps
@@ -259,7 +259,8 @@ class Nearest:
                 break  # no better moment is in what is left
             video = read(names[digest][0])
             size = max(1, PIECE * video.count // len(video.features))
-            if step < video.count:  # else a stranger wrote it
+            first, last = video.within(*window)
+            if first <= step < last:  # else a stranger wrote it
                 own.setdefault((digest, step // size * size, size), []).append(step)
         pieces = []
         for (digest, at, size), some in own.items():

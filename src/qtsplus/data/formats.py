@@ -51,9 +51,9 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
     if not os.path.isfile(path):
         raise ValueError(f"There is no file {str(path)!r}; expected a set of records, such as JSONL or Parquet.")
     items: Iterable[Any] | None = None
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         items = _read_table(path)
-    elif path.suffix == ".json":
+    elif path.suffix.lower() == ".json":
         items = _read_array(path)
     if items is None:
         yield from _iter_lines(path)

@@ -18,9 +18,9 @@ def find_media(name: str, root: str | os.PathLike, source: str | None = None) ->
     Where a video lies, which a record names as a file, with its suffix or without, a folder of frames, or an address:
     under the root, or under the folder of it that LLaVA-Video's rows name as their source. Else `root/name`.
     """
-    plain = os.path.join(root, name)
     if "://" in name or name.startswith("data:"):
         return name
+    plain = str(Path(root, name))
     if os.path.exists(plain):
         return plain
     bases = [plain, *([os.path.join(root, source, name)] if source else [])]
