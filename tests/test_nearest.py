@@ -151,6 +151,16 @@ def test_a_question_looks_at_few_cells(small, films, loaded, tmp_path, monkeypat
 
 
 @with_faiss
+def test_copies_count_as_often_as_in_a_scan(small, films, loaded, tmp_path):
+    for number in range(3):
+        (films / f"copy-{number}.mp4").write_bytes((films / "1.mp4").read_bytes())
+    library = Library(index(films, tmp_path / "library", *loaded).folder, *loaded)
+    for question in QUESTIONS:
+        found, right = library.find(question, 3), scanned(library).find(question, 3)
+        assert [one.weight for one in found] == pytest.approx([one.weight for one in right], rel=0.05)
+
+
+@with_faiss
 def test_few_tokens_make_no_index(films, loaded, tmp_path):
     assert not keys(index(films, tmp_path / "library", *loaded).folder)
 

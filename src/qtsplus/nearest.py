@@ -227,26 +227,26 @@ class Nearest:
             if file.path.exists() and file.path.stat().st_size != file.size:
                 self._leave(file, "it was changed since it was opened")
                 continue
-            mask = torch.tensor([film in names for film in file.films]).repeat_interleave(file.counts)  # [steps]
+            often = torch.tensor([len(names.get(film, ())) for film in file.films]).repeat_interleave(file.counts)
             begin, end = file.tensors["seconds"]
-            if (mask := mask & (begin < window[1]) & (end > window[0])).any():
-                asked.append((file, mask, (queries @ file.tensors["centroids"].T).logsumexp(0)))
+            if (often := often * (begin < window[1]) * (end > window[0])).any():  # [steps], the copies that are asked
+                asked.append((file, often.float(), (queries @ file.tensors["centroids"].T).logsumexp(0)))
         if not asked:
             return Ranking([], -torch.inf)
         cells = torch.cat([near for _, _, near in asked])
-        share = torch.cat([mask for _, mask, _ in asked]).float().mean()
+        share = torch.cat([often > 0 for _, often, _ in asked]).float().mean()
         least = cells.topk(min(len(cells), max(FEWEST, int(LOOK * len(cells) / share)))).values[-1]
         brought: list[tuple[float, str, int]] = []
-        for file, mask, near in asked:
+        for file, often, near in asked:
             try:
                 scores, steps = file.look(queries, (near >= least).nonzero().flatten().tolist())
-                inside = mask[steps]
+                inside = often[steps] > 0
             except (IndexError, ValueError) as error:
                 self._leave(file, error)
                 continue
             scores, steps = scores[inside], steps[inside]
-            rest = (near + file.sizes.log() + mask.float().mean().log())[near < least]
-            total = torch.cat([total[None], scores, rest]).logsumexp(0)
+            rest = (near + file.sizes.log() + often.mean().log())[near < least]
+            total = torch.cat([total[None], scores + often[steps].log(), rest]).logsumexp(0)
             peaks = torch.full([file.steps], -torch.inf).scatter_reduce(0, steps, scores, "amax")
             scores, steps = peaks.topk(min(BRING * top, int(peaks.isfinite().sum())))
             ends = file.counts.cumsum(0)
