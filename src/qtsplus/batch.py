@@ -115,10 +115,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
             csv.field_size_limit(2**31 - 1)  # no less than of JSONL
             table = csv.DictReader(file, strict=True)
             names = list(table.fieldnames or ())
-            if any(
-                names.count(name) != (name in names or name in ("video", "question"))
-                for name in QuestionRow.model_fields
-            ):
+            known = [name for name in names if name in QuestionRow.model_fields]
+            if len({*known}) < len(known) or not {"video", "question"} <= {*known}:
                 raise ValueError(
                     f"The columns of {path} are {show(names)}; expected video,question and others once each."
                 )

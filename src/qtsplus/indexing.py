@@ -180,7 +180,7 @@ class _Indexing:
     def _forget(self, gone: list[str], contents: set[str], folder: str, prune: bool) -> None:
         """Lets those videos go that are not here, unless they are too many."""
         known, place = self.index.entries, self.index.folder
-        good = [name for name, entry in known.items() if entry["error"] is None]
+        good = {name for name, entry in known.items() if entry["error"] is None}
         held = counted(len(good), "video")
         same_folder = MADE in self.index.done and folder == str(self.index.videos) and len(gone) < len(known)
         if known and not (same_folder or any(entry["content"] in contents for entry in known.values())):
