@@ -178,7 +178,7 @@ class QTSplusBudgetHead(nn.Module):
         self.mlp = float32_mlp(hidden_size + 3, budget_hidden_size, 1)
 
     def forward(self, features: torch.Tensor, rho_min: float, rho_max: float) -> torch.Tensor:
-        logit = self.mlp(features)
+        logit = self.mlp(features).flatten()
         return rho_min + (rho_max - rho_min) * torch.sigmoid(logit[0])
 
 
@@ -198,7 +198,7 @@ class QTSplusLossHead(nn.Module):
             query: `[L, d]`, the states of the question's words.
             log_relevance: `[M]` float32.
         """
-        falls = F.softplus(self.mlp(self._features(query, log_relevance)) - 4)  # few at first
+        falls = F.softplus(self.mlp(self._features(query, log_relevance)).flatten() - 4)  # few at first
         return falls.flip(0).cumsum(0).flip(0)
 
     @staticmethod

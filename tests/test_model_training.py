@@ -283,6 +283,16 @@ def test_adapters_on_the_embeddings_take_a_step(settings):
     assert torch.isfinite(main_output(model.eval(), inputs)).all()
 
 
+@pytest.mark.parametrize("budget", ["rho", "loss"])
+def test_adapters_on_every_layer_that_begin_as_nothing_answer_as_before(budget):
+    """DoRA gives a budget's head rows where it was given one vector."""
+    inputs = mixed_inputs()
+    expected = main_output(tiny_model(budget=budget).eval(), inputs)
+    model = get_peft_model(tiny_model(budget=budget), LoraConfig(target_modules="all-linear", use_dora=True))
+    model.train()(**with_labels(inputs)).loss.backward()
+    torch.testing.assert_close(main_output(model.eval(), inputs), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_lora_with_a_trained_selector_trains_saves_loads_and_merges_to_the_same_logits_and_ids(tmp_path):
     model, inputs = lora_model(), mixed_inputs()
     optimizer = torch.optim.SGD(trainable(model).values(), lr=1e-2)
