@@ -257,7 +257,7 @@ def test_what_is_not_encoded_is_said(library, tmp_path):
     shelf = Shelf(Library(folder, library.model, library.processor))
     listed, answer = call(shelf, ("list_videos", {}), ("ask", {"question": QUESTION, "max_new_tokens": 2}))
     assert listed.structured_content["not_encoded_yet"] == ["a.mp4"] and listed.structured_content["of"] == 2
-    assert answer.structured_content["warnings"][-1] == "1 video of the library cannot be asked yet."
+    assert answer.structured_content["warnings"] == shelf.library.warnings != []
     shutil.rmtree(folder)
     (gone,) = call(shelf, ("look", {"video": "b [1].mp4", "seconds": 99}))
     assert gone.is_error and gone.content[0].text

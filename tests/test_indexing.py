@@ -16,6 +16,7 @@ from qtsplus import indexing, session
 from qtsplus.cli import app
 from qtsplus.indexing import index
 from qtsplus.library import Index, Library
+from qtsplus.summaries import summarise
 
 QUESTION = "What is in the red circle?"
 pytestmark = pytest.mark.usefixtures("cache")
@@ -242,7 +243,10 @@ def test_others_may_read_what_the_umask_lets_them(library):
 def test_what_is_missing_is_said(mine, loaded, tmp_path):
     made = index(mine, tmp_path / "library", *loaded)
     made.files["b.mp4"].unlink()
-    assert Library(tmp_path / "library", *loaded).missing == ["b.mp4"]
+    library = Library(tmp_path / "library", *loaded)
+    assert library.missing == ["b.mp4"]
+    answer, summary = library.ask("What?", max_new_tokens=2), summarise(library, "What?", max_new_tokens=2)
+    assert answer.warnings == summary.warnings == library.warnings != []
 
 
 def test_other_settings_are_refused(library, videos, loaded):

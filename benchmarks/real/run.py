@@ -80,7 +80,7 @@ def make_real(work: Path, minutes: float, say: Callable[[str], None] = print) ->
 
 
 def teach_selector(work: Path) -> Path:
-    """Runs `recipes/qtsplus-3b.yaml` with overrides alone, about an hour on one core."""
+    """Runs `recipes/qtsplus-3b.yaml` with overrides alone, an hour and a quarter on one core."""
     own = [f"model.weights={work / 'base'}", f"data.train_files=[{work / 'records/train.jsonl'}]"]
     settings = [*SETTINGS, *own, f"training.output_dir={work / 'qtsplus'}"]
     stages = [*load_stages(RECIPE, settings)[:1], *load_stages(RECIPE, [*settings, *SECOND])[1:]]

@@ -25,7 +25,7 @@ from .door import ARRIVAL_SECONDS, is_key
 from .evidence import Interval
 from .library import Library
 from .live import Live, Question
-from .output import counted, first_line, printable
+from .output import first_line, printable
 from .picture import frame_at
 from .settings import explain
 from .videos import FAILURES
@@ -104,8 +104,6 @@ class Shelf(MCPServer):
         names = self._chosen(videos)
         answer = await self._work(partial(self.library.ask, question, names=names, max_new_tokens=max_new_tokens))
         evidence = [_moment(one) for one in answer.evidence]
-        if missing := self.library.missing:
-            answer.warnings.append(f"{counted(len(missing), 'video')} of the library cannot be asked yet.")
         return {**answer.as_dict(), "video": printable(answer.video), "evidence": evidence}
 
     async def look(

@@ -22,7 +22,7 @@ from .data.media import VIDEO_SUFFIXES
 from .evidence import Interval, evidence_intervals
 from .loading import load
 from .nearest import Nearest
-from .output import printable
+from .output import counted, printable
 from .ranking import Piece, Ranking, Scorer
 from .results import STORED, Journal, Key, Line, Schema
 from .session import Answer, answer_questions
@@ -201,6 +201,8 @@ class Library:
         self.digests = {name: noted["digest"] for name in self.names if (noted := entries[name]["features"])}
         # Those that are neither encoded nor known to be bad, as after an index that was interrupted.
         self.missing = [name for name in entries if name not in self.files and entries[name]["error"] is None]
+        waiting = f"Not encoded yet: {counted(len(self.missing), 'video')} of the library. Run `qtsplus index` again."
+        self.warnings = [waiting] if self.missing else []  # of every answer
         if not self.files:
             raise ValueError(
                 f"The library {folder} holds no video: run `qtsplus index` to its end, and see what it says."
@@ -268,7 +270,8 @@ class Library:
             steps = int(videos[piece.name].video_grid_thw[0, 0])
             maps.setdefault(piece.name, kept.new_zeros(steps, *kept.shape[1:]))[piece.first : piece.last] = kept
         evidence = [replace(one, name=pieces[one.video].name) for one in answer.evidence]
-        return replace(answer, video=", ".join(maps), evidence=evidence, keep_maps=maps)
+        warnings = [*answer.warnings, *self.warnings]
+        return replace(answer, video=", ".join(maps), evidence=evidence, keep_maps=maps, warnings=warnings)
 
     def film(self, name: str) -> EncodedVideo:
         """A video with the path of its file, to be drawn; that is [`IN_MEMORY`] where it is gone or was changed."""

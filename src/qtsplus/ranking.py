@@ -34,14 +34,13 @@ class Piece:
         steps = int(video.video_grid_thw[0, 0])
         if (self.first, self.last) == (0, steps):
             return video
-        (seconds,), metadata, grid = video.second_per_grid_ts, copy(video.metadata), video.video_grid_thw.clone()
+        metadata, grid, every = copy(video.metadata), video.video_grid_thw.clone(), math.ceil(video.frames / steps)
         grid[0, 0] = self.last - self.first
-        skipped, every = self.first * seconds, math.ceil(len(metadata.frames_indices) / steps)
+        begin, end = video.steps[self.first], video.steps[self.last]
         metadata.frames_indices = metadata.frames_indices[self.first * every : self.last * every]
-        metadata.total_num_frames -= round(skipped * metadata.fps)
+        metadata.total_num_frames = round((end - begin) * metadata.fps)
         features = video.features.unflatten(0, (steps, -1))[self.first : self.last].flatten(0, 1)
-        start = video.start + skipped
-        return replace(video, features=features, video_grid_thw=grid, metadata=metadata, start=start)
+        return replace(video, features=features, video_grid_thw=grid, metadata=metadata, start=video.start + begin)
 
 
 class Ranking(NamedTuple):

@@ -84,7 +84,7 @@ def summarise(
         retention = model.config.qtsplus_config.rho_max
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, **generation}
-    chapters, warnings = [], list[str]()
+    chapters, warnings = [], [*about.warnings] if isinstance(about, Library) else []
     for name in track(names, "Summarising", console=Console(stderr=True), disable=not progress):
         film = about.film(name) if isinstance(about, Library) else about.videos[name]
         warnings += [warning for warning in film.warnings if warning not in warnings]

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+from threading import Barrier
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +23,8 @@ class Engine:
     """Answers to what was asked with the hash of its video."""
 
     def __init__(self):
-        self.renderer = SimpleNamespace(get_mm_processor=SimpleNamespace)
+        self.together = Barrier(3)
+        self.renderer = SimpleNamespace(get_mm_processor=SimpleNamespace, _process_multimodal=self.together.wait)
         multimodal = SimpleNamespace(media_io_kwargs={"video": {"num_frames": 9}})
         config = SimpleNamespace(model="tiny", revision=None, multimodal_config=multimodal)
         self.vllm_config = SimpleNamespace(model_config=config)
@@ -213,3 +215,12 @@ def test_nothing_is_read_that_was_not_allowed(tiny_processor, tiny_mp4, tmp_path
         with pytest.raises(ValueError):
             opened.fetch_image(f"http://localhost:{port}/picture.png")
         assert seen == ["/there", "/list", "/picture.png"]
+
+
+def test_questions_wait_for_their_budget_together(connection):
+    async def ask():
+        engine = Engine()
+        connection._connect(engine)
+        return await asyncio.gather(*(engine.renderer._process_multimodal_async(20) for _ in range(3)))
+
+    assert sorted(asyncio.run(ask())) == [0, 1, 2]  # in one thread the first would wait in vain

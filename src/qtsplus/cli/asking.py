@@ -155,7 +155,7 @@ class Talk:
             self.about = VideoSession(*load_named(*loading))
         self.reading = {**reading, "subtitles": subtitles is not None}
         self.places: dict[str, str] = {}  # of the videos, as they were named here
-        self.warnings: set[str] = set()  # that the log said when they were added
+        self.warnings = set[str](self.about.warnings if self.is_library else ())  # that the log has said
         self.last: Answer | None = None
 
     def add(self, video: str, name: str | None = None) -> "EncodedVideo":
@@ -171,9 +171,8 @@ class Talk:
         ask = self.about.ask if self.is_library else self.about.chat
         with notes.status("Asking"):
             self.last = ask(question, **choice)
-        for warning in self.last.warnings:
-            if warning not in self.warnings:
-                note(warning)
+        for warning in (one for one in self.last.warnings if one not in self.warnings):
+            note(warning)
         return self.last
 
     def summarise(self, prompt: str, **choice: Any) -> "Summary":
@@ -181,7 +180,7 @@ class Talk:
 
         given = {name: value for name, value in choice.items() if value is not None}
         summary = summarise(self.about, prompt, progress=notes.is_terminal, **given)
-        for warning in summary.warnings:
+        for warning in (one for one in summary.warnings if one not in self.warnings):
             note(warning)
         return summary
 

@@ -37,8 +37,8 @@ def open_library(folder: Path, model: str | None, revision: str | None, device: 
     if model is None:
         model, revision = Index(folder).model
     library = Library(folder, *load_named(model, revision, device, dtype))
-    if library.missing:
-        note(f"Not encoded yet: {counted(len(library.missing), 'video')} of the library. Run `qtsplus index` again.")
+    for warning in library.warnings:
+        note(warning)
     if library.nearest.films:
         note(f"Searched by an index: {counted(len(library.nearest.films), 'video')} of {len(library.names)}.")
     return library

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class QTSplusMultiModalProcessor:
         add_method(self._defaults.get("selection"))  # which the operator names
         # vLLM's own would leave out of a request what the engine has seen already. An item of ours is new each time.
         self._processed = MultiModalProcessorOnlyCache(self.info.ctx.model_config)
+        self._one = Lock()
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
@@ -140,7 +142,8 @@ class QTSplusMultiModalProcessor:
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         settings = settings_of_request(self._defaults, {name: kwargs.pop(name) for name in SETTINGS if name in kwargs})
         stock = replace(inputs, hf_processor_mm_kwargs=kwargs, cache=inputs.cache and self._processed)
-        processed = super().apply(stock, timing_ctx)  # type: ignore[misc]
+        with self._one:  # while others wait for their budget
+            processed = super().apply(stock, timing_ctx)  # type: ignore[misc]
         return self._shorten(processed, settings) if processed["mm_placeholders"].get("video") else processed
 
     def _shorten(self, processed: Any, settings: dict[str, Any]) -> Any:
@@ -158,15 +161,9 @@ class QTSplusMultiModalProcessor:
         check_settings(settings)
         num_tokens = ids[start:stop].count(placeholder)
         prompt = torch.tensor(ids)
-        mask = find_query_mask(
-            prompt[None],
-            None,
-            config.user_turn_token_ids,
-            config.turn_end_token_id,
-            config.special_token_ids,
-            placeholder,
-            getattr(config, "frame_text_token_ids", ()),
-        )[0].bool()
+        turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
+        labels = getattr(config, "frame_text_token_ids", ())
+        mask = find_query_mask(prompt[None], None, *turns, placeholder, labels)[0].bool()
         fixed = settings["selection"] == "all" or settings.get("retention") is not None
         call = None if fixed else self.call_engine
         if (call or settings["selection"] == "qtsplus") and not mask.any():
@@ -187,10 +184,8 @@ class QTSplusMultiModalProcessor:
         if settings["selection"] != "all":
             settings |= {"retention": kept / num_tokens, "max_visual_tokens": None}
         item = merged_item(items, prompt, mask, settings)
-        moved = [
-            replace(image, offset=image.offset - (stop - start) + length) if image.offset >= stop else image
-            for image in images
-        ]
+        shift = length - (stop - start)
+        moved = [replace(image, offset=image.offset + shift * (image.offset >= stop)) for image in images]
         return {
             **processed,
             "prompt_token_ids": ids[:start] + [placeholder] * kept + between + ids[stop:],

@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from threading import Condition
@@ -24,6 +25,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.utils.async_utils import make_async
 
 from ..data.media import UNREADABLE
 from ..decoding_qtsplus import is_inline, shown_name
@@ -33,6 +35,7 @@ from ..settings import check_count
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
+ASKING = 32  # questions that wait for their budget at once
 READ_BYTES = 2 * 2**30  # of main memory, for frames of videos that may be asked about again
 HOSTS, KEY = "QTSPLUS_HOSTS", "VLLM_API_KEY"  # in the environment: the names it answers to, and its key
 
@@ -145,6 +148,8 @@ class Connection:
             return generate(prompt, *args, **kwargs)
 
         self.engine, engine.generate, processor.call_engine = engine, noting, call
+        pool = ThreadPoolExecutor(ASKING)  # in vLLM's one thread each would wait for a step of the engine, one by one
+        engine.renderer._process_multimodal_async = make_async(engine.renderer._process_multimodal, executor=pool)
         config = engine.vllm_config.model_config
         Media.processor = load_processor(config.model, config.revision)
         Media.most_frames = (config.multimodal_config.media_io_kwargs or {}).get("video", {}).get("num_frames", 0)
