@@ -194,6 +194,14 @@ def test_what_is_damaged_is_made_again(mine, loaded, tmp_path, damage):
     assert Library(folder, *loaded).find(QUESTION, 1)
 
 
+def test_a_folder_in_place_of_what_is_stored_is_to_be_removed(mine, loaded, tmp_path):
+    stored = index(mine, tmp_path / "library", *loaded).files["b.mp4"]
+    stored.unlink()
+    stored.mkdir()
+    with pytest.raises(ValueError, match=rf"{stored} is a folder; .* b.mp4: remove it"):
+        index(mine, tmp_path / "library", *loaded)
+
+
 def test_a_line_that_stands_there_twice_costs_no_other(mine, loaded, tmp_path):
     """As after `cat a/library.jsonl >> b/library.jsonl`: the first line is right where it stands."""
     folder = index(mine, tmp_path / "library", *loaded).folder

@@ -229,6 +229,8 @@ class _Indexing:
         file = self.index.file(entry)
         if entry["features"] is None or not file.exists():
             return False
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder; expected what was stored of {printable(name)}: remove it.")
         try:
             load_video(file, self.index.settings["made_by"], self.model, entry["features"])
         except ValueError as error:
