@@ -78,7 +78,8 @@ def run_needle(
     """
     check_places(lengths, depths, selections)
     target = check_output(out / "needle.json")
-    opened = processor.video_chunks(background, fps=fps, max_frames=_MAX_FRAMES)  # nothing is decoded yet
+    most: dict[str, Any] = {} if Path(background).is_dir() else {"max_frames": _MAX_FRAMES}  # or all of a folder
+    opened = processor.video_chunks(background, fps=fps, **most)  # nothing is decoded yet
     total, *size = opened.video_grid_thw[0].tolist()
     seconds, (cells,) = opened.second_per_grid_ts[0], model.model.merged_grid(torch.tensor([[1, *size]]))
     if round(max(lengths) / seconds) > total:
@@ -90,7 +91,7 @@ def run_needle(
             f"A length of {min(lengths):g} s is shorter than a needle of {longest // per_step * seconds:g} s: ask for "
             "longer videos, or give shorter clips."
         )
-    haystack = encode(model, processor, background, fps=fps, max_frames=_MAX_FRAMES, device="cpu", progress=progress)
+    haystack = encode(model, processor, background, fps=fps, **most, device="cpu", progress=progress)
     call: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     features = [_digest(one) for one in (haystack.features, *(clip.features for clip in clips))]
     made_from = {"model": digest_of(model.state_dict(), model.config.to_dict()), "features": features}

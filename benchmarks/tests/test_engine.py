@@ -228,7 +228,8 @@ def test_few_items_are_in_memory(tmp_path):
 
 def start(url, folder, items, concurrency=16):
     command = [sys.executable, str(HERE / "synthesis_run.py"), url, str(folder), str(items), str(concurrency)]
-    return subprocess.Popen(command, env={**os.environ, "OPENAI_API_KEY": KEY})
+    path = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(command, env={**os.environ, "OPENAI_API_KEY": KEY, "PYTHONPATH": path})
 
 
 def finished(folder):
