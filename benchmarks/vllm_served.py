@@ -2,9 +2,9 @@
 
     python -m benchmarks.vllm_served benchmarks/results/vllm-served-cpu.json
 
-Each of 32 clients sends its questions about mp4 files one after the other. The models have random weights. Every run is
-about files that no server has seen; the servers take turns, and seconds are those of a server's processes, in one
-thread. It needs vLLM.
+Each of 32 clients sends its questions about mp4 files one after the other. The models have random weights, and the
+servers no prefix cache, by which EVS gains and a choice by the question does not. Every run is about files that no
+server has seen; the servers take turns, and seconds are those of a server's processes, in one thread. It needs vLLM.
 """
 
 import json
