@@ -1,10 +1,12 @@
 """Clients of a server: `qtsplus serve` beside vLLM with its own pruning (EVS), which never sees the question.
 
     python -m benchmarks.vllm_served benchmarks/results/vllm-served-cpu.json
+    python -m benchmarks.vllm_served benchmarks/results/vllm-served-prefix-cpu.json deep enable
 
-Each of 32 clients sends its questions about mp4 files one after the other. The models have random weights, and the
-servers no prefix cache, by which EVS gains and a choice by the question does not. Every run is about files that no
-server has seen; the servers take turns, and seconds are those of a server's processes, in one thread. It needs vLLM.
+Each of 32 clients sends its questions about mp4 files one after the other. The models have random weights. The second
+command leaves vLLM its prefix cache, by which EVS gains and a choice by the question does not. Every run is about files
+that no server has seen; the servers take turns, and seconds are those of a server's processes, in one thread. It needs
+vLLM.
 """
 
 import json
@@ -158,8 +160,8 @@ def ask_all(server: Server, videos: list[Path], settings: Callable[[float], dict
     return {"seconds": server.seconds() - start, "wall": wall, "prompt_tokens": statistics.mean(tokens)}
 
 
-def measure(out: Path, shape_name: str = "deep") -> dict[str, Any]:
-    """Runs the ways in turn, and writes every run."""
+def measure(out: Path, shape_name: str = "deep", prefix_cache: str = "no-enable") -> dict[str, Any]:
+    """Runs the ways in turn, and writes every run; the servers have a prefix cache with "enable"."""
     shape, fraction = find_shape(shape_name), statistics.mean(random.Random(0).choices(RETENTIONS, k=REQUESTS))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -174,7 +176,7 @@ def measure(out: Path, shape_name: str = "deep") -> dict[str, Any]:
         length = FRAMES * shape.size[0] * shape.size[1] // 28**2  # twice the tokens of a video
         common = _options(
             **{"served-model-name": "served", "max-model-len": length, "max-num-batched-tokens": length},
-            **{"max-num-seqs": CLIENTS, "enforce-eager": None, "no-enable-prefix-caching": None},
+            **{"max-num-seqs": CLIENTS, "enforce-eager": None, f"{prefix_cache}-prefix-caching": None},
         )
         stock = _options(
             **{"model": folder / "stock", "dtype": "float32", "allowed-local-media-path": folder},
@@ -206,14 +208,14 @@ def measure(out: Path, shape_name: str = "deep") -> dict[str, Any]:
                     runs[side].append(ask_all(server, videos, settings))
                     print(side, runs[side][-1], file=sys.stderr, flush=True)
             peaks = {"ours": own.peak_mb(), "evs": evs.peak_mb()}
-    return _write(out, shape_name, runs, peaks)
+    return _write(out, shape_name, prefix_cache, runs, peaks)
 
 
 def _write(
-    out: Path, shape_name: str, runs: dict[str, list[dict[str, float]]], peaks: dict[str, float]
+    out: Path, shape_name: str, prefix_cache: str, runs: dict[str, list[dict[str, float]]], peaks: dict[str, float]
 ) -> dict[str, Any]:
     document = {
-        "command": f"python -m benchmarks.vllm_served {out}",
+        "command": f"python -m benchmarks.vllm_served {out} {shape_name} {prefix_cache}",
         "environment": {**environment("cpu"), "vllm": vllm_version},
         "settings": {
             **{"shape": shape_name, "frames": FRAMES, "source_fps": SOURCE_FPS, "clients": CLIENTS, "videos": VIDEOS},

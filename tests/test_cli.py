@@ -255,6 +255,9 @@ def test_eval_goes_on_after_unreadable_videos_and_lists_them(records, tiny_publi
     broken, missing = summary["unreadable"]
     assert broken["video"].endswith("broken.mp4") and missing["video"].endswith("missing.mp4")
     assert broken["questions"] == missing["questions"] == 1 and broken["reason"] and missing["reason"]
+    first, *_, frames = summary["answers"]
+    assert len(summary["answers"]) == 5 and first["said"] == frames["said"] != ""
+    assert first["question"] == QUESTION and first["correct"] == (first["said"] == first["answer"] == "red")
 
     shown = CliRunner().invoke(app, arguments)
     assert "accuracy" in shown.stdout and "95% interval" in shown.stdout

@@ -101,6 +101,12 @@ def test_another_format_is_refused_by_every_reader(path):
             Journal(path, settings, NUMBERS)
 
 
+def test_a_lost_first_line_is_named(path):
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(ValueError, match=r"Line 1 of .*: the line before it.* is lost\. So choose another folder"):
+        Journal(path, SETTINGS, NUMBERS)
+
+
 @pytest.mark.parametrize("line", ["[" * 100_000, "[]", "1" * 5000, "\x00", "{}", '{"check": 1}', "{'a': 1}", ""])
 def test_what_is_no_entry_is_one_line(path, line):
     path.write_text(path.read_text() + line + "\n")

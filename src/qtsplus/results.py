@@ -125,6 +125,8 @@ class Journal:
     def _begin(self, line: bytes) -> dict[str, Any]:
         """The settings of a first line."""
         content = unseal(line)
+        if content.keys() == {"key", "value"}:
+            raise ValueError("the line before it, which says what the run depends on, is lost.")
         head = check_stored(_Head, content if "format" in content else {"format": 0, "settings": content})
         if head.format != self.schema.format:
             version = "a later" if head.format > self.schema.format else "an earlier"

@@ -62,8 +62,7 @@ def summarise(
 
     Args:
         prompt: what is asked of each chapter.
-        longest: seconds of a chapter. A longer stretch is parted where its features change most; where nothing changes,
-            in the middle.
+        longest: seconds of a chapter. A longer stretch is parted where its features change most, else in the middle.
         retention, max_visual_tokens, selection: as for `answer_questions`. Where neither count is given, as many as the
             configuration allows, `rho_max`: a prompt about everything needs more than a question about one thing.
         max_new_tokens: of each chapter, and of what joins them.

@@ -7,6 +7,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.table import Table
 
+from ..output import counted
 from .console import complain, console, fail, note, one_line_errors
 from .models import load_named, split_revision
 from .options import AsJson, Device, MediaRoot, Model, Retention, Selection
@@ -27,8 +28,7 @@ def evaluate(
     Ask a model the questions of a file, and count the answers that match to the letter.
 
     Of summaries, whose records are of the kind "events", it says how many events they tell, in which order, and how
-    many sentences tell none. A video that cannot be read does not end the run. Its questions count as wrong, and it is
-    listed.
+    many sentences tell none. The questions of a video that cannot be read count as wrong, and the video is listed.
     """
     model, revision = split_revision(model)
     if selection == "all" and retention is not None:
@@ -45,18 +45,17 @@ def evaluate(
             fail(f"{records} holds no question about a video")
         require_rates(questions)
         loaded = load_named(model, revision, device)
-        summary = tally(exact_match(*loaded, questions, retention=retention, selection=selection, progress=not as_json))
+        asked = exact_match(*loaded, questions, retention=retention, selection=selection, progress=not as_json)
+    summary = tally(asked)
     unreadable = [
-        f"{entry['questions']} question{'s' if entry['questions'] > 1 else ''} counted as wrong, since the video "
-        f"{entry['video']} cannot be read: {entry['reason']}"
-        for entry in summary["unreadable"]
+        f"{counted(one['questions'], 'question')} counted as wrong, since the video {one['video']} cannot be read: "
+        f"{one['reason']}"
+        for one in summary["unreadable"]
     ]
     if summary["kept"] is None:
         fail_run(*unreadable, f"no video of {records} can be read, so nothing was asked")
-    if as_json:
-        print(json.dumps(summary))
-    else:
-        _print_summary(summary)
+    answers = [{**one.record.row(), "said": one.said, "correct": one.correct} for one in asked]
+    print(json.dumps({**summary, "answers": answers})) if as_json else _print_summary(summary)
     for line in unreadable:
         note(line)
 

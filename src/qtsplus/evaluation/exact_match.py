@@ -68,8 +68,8 @@ def exact_match(
                 for indices in (own[start : start + batch_size] for start in range(0, len(own), batch_size)):
                     batch = [records[index] for index in indices]
                     questions, queries = [one.question for one in batch], [one.query or one.question for one in batch]
-                    more: dict[str, Any] = {"queries": queries, "turns": turns, **choice}
-                    answers = answer_questions(model, processor, encoded, questions, **more)
+                    choice |= {"queries": queries, "turns": turns}
+                    answers = answer_questions(model, processor, encoded, questions, **choice)
                     for index, record, answer in zip(indices, batch, answers, strict=True):
                         kept = tuple(answer.keep_map.flatten().nonzero()[:, 0].tolist())
                         correct, tokens = answer.answer == record.answer, answer.visual_tokens
