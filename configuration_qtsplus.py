@@ -143,6 +143,10 @@ class QTSplusConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         _require(0 < self.rho_min <= self.rho_max <= 1, self, "rho_min, rho_max", "0 < rho_min <= rho_max <= 1")
         _require(self.n_max >= 1, self, "n_max", "n_max >= 1")
+        _require(self.null_token in (False, True), self, "null_token", "true or false")
+        weights = (self.lambda_t, self.lambda_m, self.lambda_s, self.rho_prior or 0)
+        held = all(0 <= weight < 1e9 for weight in weights)
+        _require(held, self, "lambda_t, lambda_m, lambda_s, rho_prior", "numbers from 0 to 1e9")
         _require(self.token_price > 0, self, "token_price", "token_price > 0")
         steered = self.target_n is None or self.budget != "mass"
         _require(steered, self, "target_n, budget", "a target_n with another budget, which training moves")

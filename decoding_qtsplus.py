@@ -356,7 +356,7 @@ class Upright:
         # One for this video: PyAV 19's own serves all, and a process forked later would wait for its threads forever.
         self.reformatter = av.video.reformatter.VideoReformatter()
         self.size: tuple[int, int] | None = None
-        self.mirrored = False
+        self.mirrored, self.turned = False, True
 
     def __call__(self, frame: Any, stream: Any) -> np.ndarray:
         if self.size is None:
@@ -365,9 +365,9 @@ class Upright:
             matrix = frame.side_data.get("DISPLAYMATRIX")  # asked once: who is asked lives until Python's collection
             if matrix is not None:
                 (a, b, _, c, d), _ = np.split(np.frombuffer(matrix, np.int32) / 2**16, [5])
-                self.mirrored = a * d < b * c
+                self.mirrored, self.turned = a * d < b * c, a * d != b * c  # some writers leave it empty
         pixels = self.reformatter.reformat(frame, *self.size, format="rgb24").to_ndarray()
-        return np.rot90(pixels[::-1] if self.mirrored else pixels, k=round(frame.rotation / 90))
+        return np.rot90(pixels[::-1] if self.mirrored else pixels, k=self.turned and round(frame.rotation / 90))
 
 
 def _find(path: str) -> str | io.BytesIO:

@@ -83,9 +83,7 @@ def _encode_steps(
         for (index, (count, _, _)), piece, part in zip(chunk, encoded, parts, strict=True):
             if not _is_finite(piece):
                 blame = "its features (the weights or the dtype overflow)" if _is_finite(part) else "its pixel values"
-                raise ValueError(
-                    f"NaN or infinity in {blame} of {MODALITIES[modality]} {index}: expected finite numbers."
-                )
+                raise ValueError(f"NaN or infinity in {blame} of {MODALITIES[modality]} {index}: expected finite ones.")
             if count == len(steps[index]):
                 features[index] = piece.to(device or piece.device)
                 continue

@@ -231,9 +231,7 @@ class QTSplusGenerationMixin:
             length = settings.get(total)
             if new not in settings and length:
                 if length - prompt_length < least and total == "max_length":
-                    raise ValueError(
-                        f"max_length={length}, but the prompt alone has {prompt_length} tokens: set max_new_tokens."
-                    )
+                    raise ValueError(f"max_length={length}, the prompt has {prompt_length} tokens: set max_new_tokens.")
                 kwargs[new] = max(length - prompt_length, least)
             kwargs.pop(total, None)
             if config is not None:

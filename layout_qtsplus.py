@@ -272,9 +272,7 @@ class QTSplusBackboneMixin:
                 # A placeholder behind the prompt's own is a token that was generated, or guessed by a lookup there.
                 mask &= mask.cumsum(1) <= torch.tensor(lengths, device=mask.device)[:, None]
             if int(mask.sum()) != sum(lengths):
-                raise ValueError(
-                    f"{int(mask.sum())} {name} placeholders in the prompt for {sum(lengths)} {name} features."
-                )
+                raise ValueError(f"{int(mask.sum())} {name} placeholders in the prompt for {sum(lengths)} features.")
             packed = torch.cat(list(features[name])).to(inputs_embeds.device, inputs_embeds.dtype)
             inputs_embeds = inputs_embeds.masked_scatter(mask[..., None], packed)
         return inputs_embeds

@@ -61,9 +61,7 @@ def check_attention(text_config: Any, selector: Any) -> None:
 # --- Groups ---
 
 
-def frame_groups(
-    grids: Sequence[tuple[int, int, int]], group_size: int, device: Any = None
-) -> tuple[torch.Tensor, ...]:
+def frame_groups(grids: Sequence[Sequence[int]], group_size: int, device: Any = None) -> tuple[torch.Tensor, ...]:
     """
     `[m]` int64, ascending, the tokens of each group of frames, which are dealt in turn as cards: at most `group_size`
     of them, or one frame, of videos of (time, height, width) tokens.

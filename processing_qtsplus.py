@@ -12,14 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import (
-    AddedToken,
-    BatchFeature,
-    ProcessorMixin,
-    Qwen2_5_VLProcessor,
-    Qwen2VLProcessor,
-    Qwen3VLProcessor,
-)
+from tokenizers import AddedToken
+from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
@@ -255,7 +249,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         if os.path.isdir(path):
             if within != (None, None) or (num_frames, min_frames, max_frames) != (None,) * 3:
                 raise ValueError(
-                    f"Got a start, an end or a number of frames of the folder {path!r}; all its frames are looked at."
+                    f"Got a start, an end or a count for the folder {path!r}; all its frames are looked at."
                 )
             opened = open_folder(path, fps)
         else:

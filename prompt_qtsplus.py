@@ -174,9 +174,7 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] |
     if len(ids) != rows:
         raise ValueError(f"{len(ids)} rows of query_input_ids: expected one per prompt ({rows}).")
     if mask is not None and mask.shape != ids.shape:
-        raise ValueError(
-            f"query_attention_mask {tuple(mask.shape)}: expected query_input_ids' shape, {tuple(ids.shape)}."
-        )
+        raise ValueError(f"query_attention_mask {tuple(mask.shape)}: expected query_input_ids' {tuple(ids.shape)}.")
     return list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
 
 

@@ -432,6 +432,7 @@ class QTSplusSelector(nn.Module):
         num_tokens = torch.tensor([sum(map(len, parts)) for parts in videos], device=rho.device)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
         scored = any(map(len, log_relevance))
+        sums = scored and self.null_tokens and self.config.reduction != "max"  # to what the null token left
         return features, QTSplusOutput(
             relevance=tuple(scores.exp() for scores in log_relevance) if scored else None,
             log_relevance=tuple(log_relevance) if scored else None,
@@ -443,7 +444,7 @@ class QTSplusSelector(nn.Module):
             loss_t=loss_t,
             loss_m=loss_m,
             loss_s=loss_s,
-            seen=torch.stack([row.exp().sum() for row in log_relevance]) if scored and self.null_tokens else None,
+            seen=torch.stack([row.exp().sum() for row in log_relevance]) if scored and sums else None,
             predicted_losses=torch.stack(losses) if self.config.budget == "loss" else None,
         )
 

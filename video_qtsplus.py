@@ -89,7 +89,7 @@ def frame_choice(
             logger.warning_once(
                 f"fps={fps:g} is {len(unbounded)} frames of this video, but `{bound}` makes it {len(indices)}, "
                 f"{len(indices) / total_num_frames * video_fps:.3g} frames per second. For the rate that was asked "
-                f"for, set `processor.video_processor.{bound}`."
+                f"for, change `{bound}`, here or as `processor.video_processor.{bound}`."
             )
         return indices
 
@@ -340,7 +340,7 @@ def flatten_videos(videos: Any) -> list[Any]:
         raise ValueError("Got an empty video (0 frames); expected at least one frame.")
     parts = [_as_part(video) for video in flat]
     for frames in (part["video"] for part in parts):
-        if isinstance(frames, np.ndarray) and frames.dtype.kind not in "buif":
+        if isinstance(frames, np.ndarray) and (frames.dtype.kind not in "uif" or frames.dtype == np.uint16):
             raise ValueError(f"Got frames of the type {frames.dtype}; expected numbers, such as uint8.")
     return parts
 
@@ -358,7 +358,7 @@ def _flatten(videos: Any) -> list[Any]:
     if not isinstance(videos, (list, tuple)):
         given = f"shape {tuple(videos.shape)}" if isinstance(videos, ARRAYS) else f"type {type(videos).__name__}"
         raise ValueError(
-            f"Got a video of {given}; expected a path, or frames as an array or tensor [T, H, W, C] or list of images."
+            f"Got a video of {given}; expected a path, or frames: an array, a tensor [T, H, W, C], images."
         )
     if videos and all(hasattr(item, "convert") or (isinstance(item, ARRAYS) and item.ndim == 3) for item in videos):
         return [stack_frames(videos)]

@@ -263,6 +263,22 @@ def test_what_is_not_encoded_is_said(library, tmp_path):
     assert gone.is_error and gone.content[0].text
 
 
+def test_a_library_that_is_indexed_again_is_the_new_one(library, tmp_path):
+    films = Path(shutil.copytree(library.index.videos, tmp_path / "films"))
+    model = library.model, library.processor
+    index(films, tmp_path / "library", *model)
+    shelf = Shelf(Library(tmp_path / "library", *model))
+    (films / "a.mp4").rename(films / "new.mp4")
+    write_mp4(films / "b [1].mp4", render_world(make_world(170, 6)), 2)
+    index(films, tmp_path / "library", *model)
+    listed, answer = call(shelf, ("list_videos", {}), ("ask", {"question": QUESTION, "videos": ["b [1].mp4"]}))
+    assert [one["video"] for one in listed.structured_content["videos"]] == ["b [1].mp4", "more/c.mp4", "new.mp4"]
+    assert (
+        answer.structured_content["answer"]
+        == Library(tmp_path / "library", *model).ask(QUESTION, names=["b [1].mp4"]).answer
+    )
+
+
 def test_http_refuses_what_no_client_sends(port):
     prompt = {"jsonrpc": "2.0", "id": 1, "method": "prompts/get", "params": {"name": "x"}}
     bearer = {"Authorization": f"Bearer {KEY}"}

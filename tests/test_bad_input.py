@@ -197,6 +197,8 @@ BAD_CONFIGS = {
     "a negative tau_s": ({"tau_s": -1.0}, "tau_s=-1.0; expected tau_s > 0"),
     "dropout 1": ({"dropout": 1.0}, "dropout=1.0; expected 0 <= dropout < 1"),
     "no scoring layer": ({"scoring_layers": 0}, "scoring_layers=0; expected scoring_layers >= 1"),
+    "a null token that is a number": ({"null_token": 10**12}, "null_token=1000000000000; expected true or false"),
+    "a weight without end": ({"lambda_m": float("inf")}, "lambda_m=inf, .*; expected numbers from 0"),
     "a negative number of re-encoding layers": ({"reencode_layers": -1}, "reencode_layers=-1; expected"),
 }
 
@@ -255,7 +257,7 @@ def test_a_max_length_shorter_than_the_prompt_is_refused(model):
     inputs = video_inputs()
     length = inputs["input_ids"].shape[1]
     for max_length in (length - 1, length):
-        with pytest.raises(ValueError, match=f"max_length={max_length}, but the prompt alone has {length} tokens"):
+        with pytest.raises(ValueError, match=f"max_length={max_length}, the prompt has {length} tokens"):
             model.generate(**inputs, max_length=max_length)
     assert model.generate(**inputs, max_length=length + 1).shape == (1, length + 1)
 

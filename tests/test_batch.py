@@ -19,7 +19,7 @@ from clips import render_clip
 from qtsplus import session
 from qtsplus.cli import app
 
-FIELDS = {"id", "video", "question", "answer", "kept_tokens", "visual_tokens", "evidence", "warnings"}
+FIELDS = {"id", "video", "question", "answer", "kept_tokens", "visual_tokens", "evidence", "warnings", "unheard"}
 COLOURS = ("red", "blue", "green")
 
 
@@ -167,7 +167,18 @@ def test_csv_as_spreadsheets_write_it(batch, videos, tmp_path):
     for header in ("video;question", "video,question,question", "film,question"):
         (tmp_path / "rows.csv").write_text(f"{header}\nclip0.mp4,What?,Who?\n")
         result = batch(tmp_path / "rows.csv", tmp_path / "other", "--media-root", videos)
-        assert result.exit_code == 2 and "expected video,question and others once each" in result.stderr
+        assert result.exit_code == 2 and "expected video,question and others once" in result.stderr
+
+
+def test_a_row_may_be_about_a_stretch_and_what_says_nothing_is_named(batch, videos, tmp_path):
+    text = "video,question,start,end,retentoin\nclip0.mp4,What?,,,\nclip0.mp4,What?,0.5,1.5,0.1\n"
+    (tmp_path / "rows.csv").write_text(text)
+    result = batch(tmp_path / "rows.csv", tmp_path / "out", "--media-root", videos)
+    assert result.exit_code == 0 and "rows.csv: retentoin" in result.stderr
+    whole, part = read(tmp_path / "out")
+    assert whole["evidence"] != part["evidence"] != []
+    assert all(one["video"] == "clip0.mp4" for row in (whole, part) for one in row["evidence"])
+    assert all(0.5 <= one["start"] < one["end"] <= 1.7 for one in part["evidence"])
 
 
 def test_what_is_written_beside_a_run_does_not_end_it(batch, videos, rows, tmp_path, monkeypatch):

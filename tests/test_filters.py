@@ -58,6 +58,8 @@ def test_labels_choose_videos(films, loaded, tiny_published, tmp_path):
     (tmp_path / "4.mp4").rename(more)
     assert run(*line, "--label", "camera=back").exit_code == 0  # of the new one
     assert run(*line, "--label", "floor=2", "--name", "[01].mp4").exit_code == 0
+    nothing = run(*line, "--label", "floor=3", "--name", "no*")
+    assert nothing.exit_code == 2 and "is like 'no*', but for example '0.mp4'" in nothing.output
     (films / "0.mp4").rename(films / "moved.mp4")
     assert run(*line).exit_code == 0
     library = Library(folder, *loaded)
@@ -66,7 +68,7 @@ def test_labels_choose_videos(films, loaded, tiny_published, tmp_path):
     assert library.select("[23].mp4", {"floor": "1"}) == ["2.mp4", "3.mp4"]
     ask = ["ask", folder, QUESTIONS[0], "--json", "--moments", 9, "--model", tiny_published]
     found = json.loads(run(*ask, "--label", "camera=back", "--start", 1, "--end", 4).stdout)["moments"]
-    assert {one["name"] for one in found} == {"4.mp4"} and all(1 <= one["start"] < one["end"] <= 4 for one in found)
+    assert {one["video"] for one in found} == {"4.mp4"} and all(1 <= one["start"] < one["end"] <= 4 for one in found)
     for wrong, reason in {
         ("--label", "camera"): "--label is 'camera'; expected a name and a value",
         ("--label", "a=1", "--label", "a=2"): "--label has a name twice",

@@ -126,7 +126,7 @@ def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, lo
     for _ in range(2):
         made = index(mine, mine / "library", *loaded, say=lines.append)
         assert {*films} < made.entries.keys() and not any("gone" in name or "._" in name for name in made.entries)
-        said = f"Left out 22 files, by the name no video: {', '.join(notes[:8])} and 14 more"
+        said = f"Left out 22 files without the name of a video: {', '.join(notes[:8])} and 14 more"
         assert said in lines
         lines.clear()
 

@@ -108,3 +108,6 @@ def test_frames_of_objects_are_refused(calls):
     for frames in (FRAMES.astype(object), np.array([None] * 4), [frame.astype(object) for frame in FRAMES[:4]]):
         with pytest.raises(ValueError, match=r"object.*expected|expected.*frames"):
             calls["frames"](video=frames)
+    for frames in (FRAMES[:4].astype(np.uint16) * 257, FRAMES[:4] > 99):  # which are no numbers from 0 to 255
+        with pytest.raises(ValueError, match=r"of the type (uint16|bool); expected numbers, such as uint8"):
+            calls["frames"](video=frames)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import av
 import numpy as np
@@ -98,8 +99,9 @@ def test_an_answer_without_evidence_is_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_only_the_stretches_that_answer_are_drawn(tmp_path, folder):
-    bright, path = [10 * index for index in range(24)], tmp_path / "film"
+def test_only_the_stretches_that_answer_are_drawn(tmp_path, folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bright, path = [10 * index for index in range(24)], Path("frames")
     if folder:
         path.mkdir()
         for index, value in enumerate(bright):

@@ -283,7 +283,7 @@ def test_a_rate_that_is_not_kept_is_said_once(processor, ramp, caplog, sampling,
     lines = [record.message for record in caplog.records if record.levelno > logging.INFO]
     assert len(lines) == (said is not None)
     if said:
-        assert lines[0].startswith(said) and "set `processor.video_processor." in lines[0]
+        assert lines[0].startswith(said) and "here or as `processor.video_processor." in lines[0]
 
 
 # Frames ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -17,6 +18,10 @@ print(json.dumps([*sys.argv, *map(os.environ.get, ("VLLM_MEDIA_CONNECTOR", "QTSP
 
 def test_vllm_is_started_with_nothing_open(tmp_path, tiny_published, monkeypatch):
     """What it is started with, what reads its media, what it may be called, and its key."""
+    tiny, tiny_published = tiny_published, shutil.copytree(tiny_published, tmp_path / "qtsplus-other")
+    config = json.loads((tiny / "config.json").read_text())
+    config["text_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
+    (tiny_published / "config.json").write_text(json.dumps(config))
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     (package / "api_server.py").write_text(STAND_IN)
@@ -29,6 +34,8 @@ def test_vllm_is_started_with_nothing_open(tmp_path, tiny_published, monkeypatch
     seen = []
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(os, "execve", lambda _, line, environment: seen.extend([line[3:], environment]))
+    refused = CliRunner().invoke(app, ["serve", str(tiny)])
+    assert refused.exit_code == 2 and "longrope" in refused.output and not seen
     assert CliRunner().invoke(app, ["serve", str(tiny_published)]).exit_code == 0
     assert seen[0] == ours and seen[1]["VLLM_MEDIA_CONNECTOR"] == "qtsplus" and "VLLM_API_KEY" not in seen[1]
     assert json.loads(seen[1]["QTSPLUS_HOSTS"]) == hosts

@@ -122,7 +122,7 @@ def test_a_special_token_in_a_subtitle_is_text(loaded, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"subtitles": 50}, "There are no subtitles in"),
+        ({"subtitles": 50}, "No subtitles are in"),
         ({"subtitles": 0}, "subtitles=0: expected a whole number of tokens"),
         ({"subtitles": True}, "subtitles=True: expected a whole number of tokens"),
     ],

@@ -149,12 +149,15 @@ def test_a_library_is_summarised_as_a_session_is_and_an_empty_one_is_refused(loa
         ({"prompt": " "}, "question is empty"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"selection": "best"}, "selection='best'"),
+        ({"names": ["none.mp4"]}, "not all of these"),
         ({"retention": 2.0}, "retention=2.0"),
     ],
 )
 def test_bad_arguments_are_named(loaded, films, given, said):
     with pytest.raises(ValueError, match=said):
         summarise(session_of(loaded, films / "frame.mp4"), **given)
+    with pytest.raises(ValueError, match="Got PosixPath to summarise; expected a VideoSession or a Library"):
+        summarise(films / "frame.mp4")
 
 
 def test_the_command_prints_chapters(films, tiny_published, tmp_path):
@@ -163,7 +166,8 @@ def test_the_command_prints_chapters(films, tiny_published, tmp_path):
     printed = json.loads(result.stdout)
     assert printed["text"] == printed["chapters"][0]["text"] and printed["chapters"][0]["end"] == 10
     shown = CliRunner().invoke(app, [*line, "--max-new-tokens", "3"]).stdout
-    assert "0.0 to 10.0" in shown and printed["text"] in shown
+    assert "0.0 to 10.0" in shown and printed["text"] in shown and "10.0 s, 20 frames looked at\n" in shown
+    assert (printed["frames"], printed["seconds_of_video"], printed["unheard"]) == (20, 10, False)
     for option in (["--subtitles", "9"], ["--evidence", str(tmp_path / "out")], ["--dry-run"]):
         refused = CliRunner().invoke(app, [*line, *option])
         assert refused.exit_code == 2 and "has no effect with --summary" in refused.output

@@ -412,5 +412,5 @@ def test_tags_that_are_no_utf8_cost_no_film(tmp_path, tiny_mp4):
     film, same = (list(open_video(str(one), every_frame).decode()) for one in (path, tiny_mp4))
     assert len(film) == len(same)
     assert len(list(Source(str(path), 2.0, 5.0, 0.0)))
-    with pytest.raises(ValueError, match="There are no subtitles"):
+    with pytest.raises(ValueError, match="No subtitles are"):
         read_subtitles(path)

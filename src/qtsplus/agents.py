@@ -28,6 +28,7 @@ from .live import Live, Question
 from .output import first_line, printable
 from .picture import frame_at
 from .settings import explain
+from .storage import State, film_state
 from .videos import FAILURES
 
 MAX_CALLS = 32  # calls that wait for the model; a further one is refused
@@ -59,13 +60,19 @@ class Shelf(MCPServer):
             tool.parameters = arguments.model_json_schema()
         more: dict[str, Any] = {"resources": live.resources, "subscriptions": live.bus, "log_level": "ERROR"}
         super().__init__("qtsplus", instructions=_INSTRUCTIONS, tools=tools, **more)
-        self.library, self.turn, self.eyes, self.waiting = library, anyio.Lock(), anyio.Lock(), 0
-        self.places = library.folder, library.index.videos
+        self.turn, self.eyes, self.waiting = anyio.Lock(), anyio.Lock(), 0
+        self._open(library, film_state(library.index.path))
+
+    def _open(self, library: Library, state: State) -> None:
+        self.library, self.state, self.places = library, state, (library.folder, library.index.videos)
         self.names = {printable(name): name for name in library.names}  # those of others may be no text
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
-        """As that of the SDK, with errors of one line."""
+        """As that of the SDK, about the library as it is now, with errors of one line."""
+        old, index = self.library, self.library.index.path
         try:
+            if index.exists() and (state := film_state(index)) != self.state:  # it was indexed again
+                self._open(await self._work(Library, old.folder, old.model, old.processor), state)
             return await super().call_tool(name, arguments, context)
         except UnexpectedToolError:
             raise

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from .settings import explain, show
 from .videos import FAILURES
 
 BUDGET = ("retention", "max_visual_tokens")
-BASIS = ("kept_tokens", "visual_tokens", "evidence", "warnings")  # of an answer, what stands beside its text
+BASIS = ("kept_tokens", "visual_tokens", "evidence", "warnings", "unheard")  # of an answer, what stands beside its text
 
 
 class QuestionRow(BaseModel):
@@ -36,6 +36,8 @@ class QuestionRow(BaseModel):
     question: Text
     id: String | int | None = None
     fps: Rate | None = None
+    start: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    end: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     retention: Annotated[float, Field(gt=0, le=1)] | None = None
     max_visual_tokens: Annotated[int, Field(ge=1)] | None = None
 
@@ -50,6 +52,7 @@ class Answered(BaseModel):
     visual_tokens: int
     evidence: list[dict[String, str | int | float | list[int] | list[float] | None]] = []
     warnings: list[str]
+    unheard: bool = False
 
 
 class Failed(BaseModel):
@@ -81,11 +84,18 @@ class Questions:
     tasks: list[Task]
     problems: dict[int, str]
 
+    @property
+    def unused(self) -> list[str]:
+        """Names that stand in rows and say nothing here."""
+        names = {str(name) for row in self.rows if isinstance(row.content, Mapping) for name in row.content}
+        return sorted(names - QuestionRow.model_fields.keys())
+
     def videos(self) -> list[list[Task]]:
-        """The tasks of each video, read at one rate."""
-        videos: dict[tuple[str, float | None], list[Task]] = {}
+        """The tasks of each video, read in one way."""
+        videos: dict[tuple[Any, ...], list[Task]] = {}
         for task in self.tasks:
-            videos.setdefault((task.place, task.question.fps), []).append(task)
+            one = task.question
+            videos.setdefault((task.place, one.fps, one.start, one.end), []).append(task)
         return list(videos.values())
 
 
@@ -117,9 +127,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
             names = list(table.fieldnames or ())
             known = [name for name in names if name in QuestionRow.model_fields]
             if len({*known}) < len(known) or not {"video", "question"} <= {*known}:
-                raise ValueError(
-                    f"The columns of {path} are {show(names)}; expected video,question and others once each."
-                )
+                raise ValueError(f"The columns of {path} are {show(names)}; expected video,question and others once.")
             for number, cells in enumerate(table, start=1):
                 if any(cells.values()):
                     yield Row(number, {name: cell for name, cell in cells.items() if cell not in (None, "")})
@@ -166,9 +174,10 @@ class Asker:
         return {**said, "files": hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]}
 
     def __call__(self, tasks: list[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
-        model, processor = self.loaded
+        (model, processor), first = self.loaded, tasks[0].question
+        reading: dict[str, Any] = {"fps": first.fps or self.fps, "start": first.start, "end": first.end}
         try:
-            video = session.encode(model, processor, tasks[0].place, fps=tasks[0].question.fps or self.fps)
+            video = session.encode(model, processor, tasks[0].place, **reading)
         except FAILURES as error:
             yield from ((task.number, failure(error)) for task in tasks)
             return
@@ -176,7 +185,8 @@ class Asker:
         for task in tasks:
             stated = {name: getattr(task.question, name) or getattr(self, name) for name in BUDGET}
             try:
-                fields = session.ask(model, processor, video, task.question.question, **choice, **stated).as_dict()
+                named = replace(video, video=task.question.video)
+                fields = session.ask(model, processor, named, task.question.question, **choice, **stated).as_dict()
             except FAILURES as error:
                 yield task.number, failure(error)
             else:

@@ -64,9 +64,11 @@ def index(
         raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
     files, left_out = _find_videos(videos, folder)
     if left_out:
-        say(f"Left out {counted(len(left_out), 'file')}, by the name no video: {listed(left_out)}")
+        say(f"Left out {counted(len(left_out), 'file')} without the name of a video: {listed(left_out)}")
     if not files:
         raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
+    if pattern is not None and not fnmatch.filter(files, pattern):
+        raise ValueError(f"No video of {videos} is like {pattern!r}, but for example {next(iter(files))!r}.")
     check_folder(folder).mkdir(parents=True, exist_ok=True)
     others = {path.name for path in folder.iterdir()} - {".lock"}
     if others and INDEX not in others:

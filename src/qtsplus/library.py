@@ -109,9 +109,7 @@ class Index(Journal):
         self.folder = folder
         refuse_links(folder)
         if settings is None and not (folder / INDEX).is_file():
-            raise ValueError(
-                f"There is no library in {str(folder)!r}; make one: `qtsplus index VIDEOS --out {folder}`."
-            )
+            raise ValueError(f"There is no library in {str(folder)!r}; make it: `qtsplus index VIDEOS --out {folder}`.")
         schema = Schema(_Settings, _Line, remedy="run `qtsplus index` again")
         super().__init__(folder / INDEX, settings, schema, mend=mend)
 
@@ -204,9 +202,7 @@ class Library:
         waiting = f"Not encoded yet: {counted(len(self.missing), 'video')} of the library. Run `qtsplus index` again."
         self.warnings = [waiting] if self.missing else []  # of every answer
         if not self.files:
-            raise ValueError(
-                f"The library {folder} holds no video: run `qtsplus index` to its end, and see what it says."
-            )
+            raise ValueError(f"The library {folder} holds no video: run `qtsplus index` to its end; see what it says.")
 
     @classmethod
     def open(cls, folder: str | Path, device: str | None = None) -> "Library":

@@ -163,9 +163,7 @@ def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = Non
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         reason = first_line(error).removesuffix(".")
         raise ValueError(f"The stored video {str(path)!r} cannot be used: {reason}; encode the video again.") from error
-    raise ValueError(
-        f"{str(path)!r} was made with another vision tower or processor than this model's; encode the video again."
-    )
+    raise ValueError(f"{str(path)!r} was made with another vision tower or processor; encode the video again.")
 
 
 def _build(content: Any, features: torch.Tensor, model: Any, whole: bool) -> EncodedVideo:

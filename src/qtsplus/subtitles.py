@@ -62,9 +62,7 @@ def read_subtitles(film: Any) -> list[Subtitle]:
     except av.error.FFmpegError as error:
         raise ValueError(f"The subtitles of {str(path)!r} cannot be read: {error.strerror}.") from error
     if not lines:
-        raise ValueError(
-            f"There are no subtitles in {str(path)!r}; expected {film.stem}.srt beside the film, or a track."
-        )
+        raise ValueError(f"No subtitles are in {str(path)!r}; expected {film.stem}.srt beside the film, or a track.")
     return lines
 
 

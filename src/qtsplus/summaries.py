@@ -1,6 +1,6 @@
 """Summaries: films in chapters by change, each told from the tokens that cover it, joined by the model into one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from .methods_qtsplus import Method
 from .output import printable
 from .ranking import Piece
 from .session import VideoSession
-from .settings import check_count
+from .settings import check_count, show
 from .video_qtsplus import require_positive
 from .videos import EncodedVideo
 
@@ -42,12 +42,16 @@ class Summary:
     text: str
     chapters: list[Chapter]
     warnings: list[str]  # as in `EncodedVideo`
+    frames: int  # that were looked at
+    seconds_of_video: float
+    unheard: bool  # whether a film has sound
 
 
 def summarise(
     about: VideoSession | Library,
     prompt: str = "Summarise the video.",
     *,
+    names: Sequence[str] | None = None,
     longest: float = 60.0,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
@@ -62,6 +66,7 @@ def summarise(
 
     Args:
         prompt: what is asked of each chapter.
+        names: of the videos, all when absent.
         longest: seconds of a chapter. A longer stretch is parted where its features change most, else in the middle.
         retention, max_visual_tokens, selection: as for `answer_questions`. Where neither count is given, as many as the
             configuration allows, `rho_max`: a prompt about everything needs more than a question about one thing.
@@ -72,20 +77,24 @@ def summarise(
     Raises:
         ValueError: no video, an empty prompt; as `answer_questions`.
     """
+    if not isinstance(about, VideoSession | Library):
+        raise ValueError(f"Got {type(about).__name__} to summarise; expected a VideoSession or a Library.")
     model, processor = about.model, about.processor
     require_positive("longest", longest)
     check_question(model, processor, prompt)
     check_count("max_new_tokens", max_new_tokens, "tokens")
-    names = about.names
-    if not names:
-        raise ValueError("There is no video to summarise; add one.")
+    names = about.names if names is None else names
+    if not names or not {*names} <= {*about.names}:
+        raise ValueError(f"names={show(names)}: there is no video to summarise, or not all of these.")
     if retention is None and max_visual_tokens is None and selection != "all":
         retention = model.config.qtsplus_config.rho_max
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, **generation}
     chapters, warnings = [], [*about.warnings] if isinstance(about, Library) else []
+    frames, seconds, unheard = 0, 0.0, False
     for name in track(names, "Summarising", console=Console(stderr=True), disable=not progress):
         film = about.film(name) if isinstance(about, Library) else about.videos[name]
+        frames, seconds, unheard = frames + film.frames, seconds + film.length, unheard or film.sound
         warnings += [warning for warning in film.warnings if warning not in warnings]
         for first, last in chapter_steps(film, longest):
             part = Piece(name, first, last, 0.0).cut(film)
@@ -96,7 +105,7 @@ def summarise(
     while len(parts) > 1:
         groups = [parts[start : start + TOGETHER] for start in range(0, len(parts), TOGETHER)]
         parts = [(group[0][0], group[-1][1], _join(model, processor, group, writing)) for group in groups]
-    return Summary(parts[0][2], chapters, warnings)
+    return Summary(parts[0][2], chapters, warnings, frames, seconds, unheard)
 
 
 def chapter_steps(film: EncodedVideo, longest: float) -> Iterator[tuple[int, int]]:

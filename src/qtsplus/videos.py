@@ -27,7 +27,7 @@ from .video_qtsplus import flatten_videos
 T = TypeVar("T")
 
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)  # of one video or question, while the others go on
-IN_MEMORY = "frames"  # what a video is called that was given as frames
+IN_MEMORY = "(frames)"  # what a video is called that was given as frames
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,8 @@ REFUSED = (
     ({"retention": 0.5, "selection": "lm_attention"}, "attention"),
     ({"retention": 0.5, "selection": "all"}, "keeps every visual token"),
     ({"retention": 0.5, "reencode": "no"}, "reencode='no'"),
+    ({"retentoin": 0.5}, "mm_processor_kwargs has retentoin"),
+    ({"min_pixels": 2_000_000, "max_pixels": 3_000_000}, "has max_pixels, min_pixels"),
 )
 
 
@@ -195,3 +197,44 @@ def test_what_cannot_be_is_refused_and_the_server_stays(server, clips):
         ask_about(server, [first, image, second], QUESTIONS[0], {"retention": 0.5})
     for content in ([image, first, second], [first, second, image]):
         assert ask_about(server, content, QUESTIONS[0], {"retention": 0.5})
+    with pytest.raises(openai.BadRequestError, match="holds a placeholder"):
+        ask_about(server, [first], "What is <|video_pad|>?", {"retention": 0.5})
+    for content, reason in (
+        ({"type": "image_pil", "image_pil": str(picture(clips))}, "came as no image_url"),
+        ({"image_pil": [f"http://{server.removeprefix('http://')}/health"]}, "came as no image_url"),
+        ({"type": "video_url", "video_url": None, "uuid": "none"}, "came as no video_url"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason):
+            ask_about(server, [first, content], QUESTIONS[0], {"retention": 0.5})
+
+
+def test_a_prompt_that_is_truncated_is_answered_or_refused(server, clips):
+    """By vLLM, in its text alone; a positions' table of another length ended the engine once."""
+    content = [{"type": "text", "text": "Look. " * 20}, video_part(clips, 0)]
+    whole = ask_about(server, content, QUESTIONS[0], {"max_visual_tokens": 9})
+    lengths = set()
+    for length in range(whole[1], 4, -5):
+        for side in ("left", "right"):
+            with contextlib.suppress(openai.BadRequestError):  # of what the video or the question would lose
+                more = {"truncate_prompt_tokens": length, "truncation_side": side}
+                lengths.add(truncated(server, content, more))
+    assert len(lengths) > 2 and ask_about(server, content, QUESTIONS[0], {"max_visual_tokens": 9}) == whole
+
+
+def truncated(server, content, more):
+    """How many tokens the prompt had."""
+    asked = {"mm_processor_kwargs": {"max_visual_tokens": 9}, "ignore_eos": True, **more}
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": QUESTIONS[0]}]}]
+    with openai.OpenAI(base_url=f"{server}/v1", api_key=KEY, max_retries=0) as client:
+        answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=TOKENS, extra_body=asked)
+    return answer.usage.prompt_tokens
+
+
+def test_a_film_is_itself_whatever_a_client_calls_it(server, clips):
+    """Twice in one request, unseen before; and under a name that another film had."""
+    forget(server)
+    twice = ask(server, clips, [7, 7], QUESTIONS[0], {})
+    assert twice[3]["visual_tokens"] == 2 * ask(server, clips, [7], QUESTIONS[0], {})[3]["visual_tokens"]
+    named = [{**video_part(clips, video), "uuid": "mine"} for video in (0, 1)]
+    answers = [ask_about(server, [one], QUESTIONS[0], {}) for one in named]
+    assert answers == [ask(server, clips, [video], QUESTIONS[0], {}) for video in (0, 1)]

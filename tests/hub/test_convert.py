@@ -413,7 +413,7 @@ def edit_config(**values):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (as_bin, ["has no weights", "Load others with Transformers"]),
+        (as_bin, ["has no weights", "Save others with Transformers"]),
         (without_shard, ["lacks model-00002-of-00002.safetensors"]),
         (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), ["adapter"]),

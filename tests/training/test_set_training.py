@@ -101,7 +101,10 @@ def test_tables_and_conversations_train_too(sets, tmp_path):
     ("rows", "message"),
     [
         ([Caption(vision_id="v_1", caption="A red circle.")], "Row 1 of .* it is a caption, which asks nothing"),
-        ([FreeAnswer(vision_id="v_2", question="Y?", answer="So.")], 'is a folder of frames: give the rate .*"fps": 2'),
+        (
+            [FreeAnswer(vision_id="v_2", question="Y?", answer="So.")],
+            'is a folder of frames: give their rate .*"fps": 2',
+        ),
     ],
 )
 def test_a_set_that_cannot_train_ends_in_one_line(rows, message, sets, tmp_path):

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 
 def ask(
-    video: Annotated[
-        str, typer.Argument(help="A video file, an http(s) address of one, a folder of frames, or a library.")
-    ],
+    video: Annotated[str, typer.Argument(help="A video file, its http(s) address, a folder of frames, or a library.")],
     question: options.Asked,
     model: options.Model = None,
     retention: options.Retention = None,
@@ -79,7 +77,7 @@ def ask(
         refuse({**budget, **writing}, "has no effect with --moments: no answer is written")
     if summary:
         no_part: dict[str, Any] = {"subtitles": subtitles, "evidence": evidence, "pieces": pieces, "moments": moments}
-        no_part |= {"name": name, "label": label, **({"start": start, "end": end} if is_library(video) else {})}
+        no_part |= {"start": start, "end": end} if is_library(video) else {}
         refuse({**no_part, "dry_run": dry_run or None}, "has no effect with --summary; leave it out")
     if dry_run:
         refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
@@ -115,7 +113,8 @@ def ask(
         if not talk.is_library:
             timings["encode"] = talk.add(video, printable(shown_name(video))).seconds
         if summary:
-            print_summary(talk.summarise(question, **budget, max_new_tokens=max_new_tokens), as_json)
+            names = about.get("names")
+            print_summary(talk.summarise(question, names=names, **budget, max_new_tokens=max_new_tokens), as_json)
             return
         answer = talk.ask(question, **choice, **({"pieces": pieces or 1, **about} if talk.is_library else {}))
         answer = talk.last = replace(answer, timings={**timings, **answer.timings})
@@ -229,9 +228,7 @@ def check_videos(videos: list[str], reading: dict[str, Any]) -> None:
             fail(f"{video} is a folder, of frames or videos: of frames {rate}; of videos run `qtsplus index` first")
 
 
-def demo(
-    out: Annotated[Path, typer.Option(help="The folder for the clip, the model and the pictures.")] = Path("demo"),
-) -> None:
+def demo(out: Annotated[Path, typer.Option(help="The folder for clip, model and pictures.")] = Path("demo")) -> None:
     """Ask the bundled tiny model two questions about a clip, and draw what each answer rests on."""
     with one_line_errors():
         from ..demo import run_demo
@@ -255,13 +252,18 @@ def place(box: tuple[float, float, float, float]) -> str:
 
 def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> None:
     if as_json:
-        rows = [{name: value for name, value in asdict(one).items() if name != "video"} for one in moments]
+        rows = [{**asdict(one), "video": one.name} for one in moments]
         print(json.dumps({"question": question, "moments": rows}))
         return
     table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
     for one in moments:
         table.add_row(printable(one.name), f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
     console.print(table)
+
+
+def looked_at(read: "Answer | Summary") -> str:
+    sound = ", without its sound" * read.unheard
+    return f"{read.seconds_of_video:.1f} s, {counted(read.frames, 'frame')} looked at{sound}"
 
 
 def print_summary(summary: "Summary", as_json: bool) -> None:
@@ -275,6 +277,7 @@ def print_summary(summary: "Summary", as_json: bool) -> None:
         span, kept = f"{one.start:.1f} to {one.end:.1f}", f"{one.kept_tokens} of {one.visual_tokens}"
         table.add_row(*[printable(one.video)] * several, span, kept, one.text)
     console.print(table)
+    console.print(looked_at(summary), highlight=False)
 
 
 def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -> None:
@@ -284,9 +287,9 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
         return
     console.print(answer.answer or "(an empty answer)", style="bold", highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    share, sound = answer.kept_tokens / answer.visual_tokens, ", without its sound" * answer.unheard
+    share = answer.kept_tokens / answer.visual_tokens
     table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
-    table.add_row("video", f"{answer.seconds_of_video:.1f} s, {counted(answer.frames, 'frame')} looked at{sound}")
+    table.add_row("video", looked_at(answer))
     for number, interval in enumerate(answer.evidence[:SHOWN]):
         name = f"{printable(interval.name)}, " if named or len(answer.keep_maps) > 1 else ""
         span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"

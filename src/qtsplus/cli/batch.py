@@ -15,7 +15,7 @@ def batch(
     file: Annotated[
         Path,
         typer.Argument(
-            help="JSONL, CSV or Parquet with video and question; beside them id, fps, retention, max_visual_tokens."
+            help="JSONL, CSV or Parquet with video, question; also id, fps, start, end, retention, max_visual_tokens."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The JSONL file of the answers. A run that was stopped goes on.")],
@@ -39,9 +39,12 @@ def batch(
     with one_line_errors(), resumable():
         from ..batch import Asker, read_questions, run_batch
         from ..methods_qtsplus import add_method
+        from ..output import listed
 
         add_method(selection)
         questions = read_questions(file, media_root)
+        if questions.unused:
+            note(f"Not used of {file}: {listed(questions.unused)}")
         name = name_model(model)
         asker = Asker(name, revision, device, dtype.value, fps, retention, max_visual_tokens, selection, max_new_tokens)
         counts = run_batch(questions, out, asker)

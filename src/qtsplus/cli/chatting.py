@@ -17,7 +17,7 @@ _HELP = "Commands: /evidence FOLDER, /quit. Anything else is a question."
 
 def chat(
     videos: Annotated[
-        list[str], typer.Argument(help="Video files, http(s) addresses of some, folders of frames; or a library.")
+        list[str], typer.Argument(help="Video files, http(s) addresses, folders of frames; or a library.")
     ],
     model: options.Model = None,
     retention: options.Retention = None,

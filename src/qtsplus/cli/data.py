@@ -21,7 +21,7 @@ def check(
         Path | None, typer.Option(help="Another set, such as the test set, that must not share a video with this one.")
     ] = None,
     media: Annotated[
-        bool, typer.Option("--media/--no-media", help="Look for every video, and decode a frame of it.")
+        bool, typer.Option("--media/--no-media", help="Look for every video; decode a frame of it.")
     ] = True,
 ) -> None:
     """

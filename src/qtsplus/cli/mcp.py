@@ -34,9 +34,7 @@ def mcp(
     if http is None and (allow_host or api_key):
         fail("--allow-host and --api-key (QTSPLUS_API_KEY) are about --http; give that, or leave them out")
     sources = named_sources(watch or [])
-    if wrong := [
-        name for name, address in sources.items() if not re.fullmatch(r"[\w.-]{1,80}", name) or address == "-"
-    ]:
+    if wrong := [name for name, place in sources.items() if not re.fullmatch(r"[\w.-]{1,80}", name) or place == "-"]:
         fail(
             f"--watch {wrong[0]!r}: expected NAME=SOURCE, the name of letters and digits, the source no standard input"
         )

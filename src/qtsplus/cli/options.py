@@ -34,9 +34,7 @@ def _check_hosts(hosts: list[str] | None) -> list[str] | None:
 Asked = Annotated[str, typer.Argument(help="What to ask or look for.")]
 Model = Annotated[
     str | None,
-    typer.Option(
-        help="A folder, or a Hub id; ORG/NAME@COMMIT pins its weights. Without it, the tiny bundled model answers."
-    ),
+    typer.Option(help="A folder or Hub id; ORG/NAME@COMMIT pins its weights. Without it the bundled model answers."),
 ]
 Retention = Annotated[
     float | None,
@@ -62,27 +60,21 @@ Fps = Annotated[
 Start = Annotated[float | None, typer.Option(min=0, help="Look at the film from this second on.")]
 End = Annotated[float | None, typer.Option(min=0, help="Look at the film up to this second.")]
 MaxFrames = Annotated[int | None, typer.Option(min=1, help="The most frames to look at in one video.")]
-MaxPixels = Annotated[
-    int | None, typer.Option(min=1, help="The most pixels of one frame; larger ones are read smaller.")
-]
+MaxPixels = Annotated[int | None, typer.Option(min=1, help="The most pixels of a frame; larger ones are read smaller.")]
 Subtitles = Annotated[
     int | None,
     typer.Option(min=1, help="Give a question so many tokens of the film's subtitles, those near what is kept first."),
 ]
-MaxNewTokens = Annotated[
-    int | None, typer.Option(min=1, help="The answer ends after this many tokens.", show_default="128")
-]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, at most.", show_default="128")]
 WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]
 AllowHost = Annotated[
     list[str] | None,
     typer.Option(callback=_check_hosts, help="A name by which others reach this, such as a proxy's. May be repeated."),
 ]
 ApiKey = Annotated[
-    str | None, typer.Option(envvar="QTSPLUS_API_KEY", help="What requests have to bring as their API key.")
+    str | None, typer.Option(envvar="QTSPLUS_API_KEY", help="What requests must bring as their API key.")
 ]
-Device = Annotated[
-    str | None, typer.Option(help="Where to run, such as cuda or cpu. Without it, a GPU if there is one.")
-]
+Device = Annotated[str | None, typer.Option(help="Where to run: cuda or cpu. Without it, a GPU if there is one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 MediaRoot = Annotated[
     Path | None, typer.Option(help="The folder of the videos. Without it, the folder of the file.", show_default=False)

@@ -50,9 +50,11 @@ def serve(
     if find_spec("vllm") is None:
         fail("vLLM is not installed: pip install vllm; qtsplus app, ask and batch do without it")
     with one_line_errors():
-        from ..loading import check_model, stored_dtype
+        from ..loading import check_model, stored_config, stored_dtype
 
         check_model(model, revision)
+        if "longrope" in str(stored_config(model, revision)):  # such as the bundled model
+            fail(f"{model} has rotary positions (longrope) that vLLM does not know; qtsplus app, ask and batch do")
         weights = stored_dtype(model, revision)
     name = os.path.basename(os.path.abspath(model))
     options = ["--model", model, "--served-model-name", name, "--host", host, "--port", str(port), "--dtype", weights]

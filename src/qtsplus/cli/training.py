@@ -67,15 +67,11 @@ def results_only() -> AbstractContextManager[object]:
 def calibrate(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A folder or a Hub id: the model whose attention is to teach or to select.", show_default=False
-        ),
+        typer.Argument(help="A folder or Hub id: the model whose attention is to teach or select.", show_default=False),
     ],
     records: Annotated[
         Path,
-        typer.Argument(
-            help="A JSONL file of questions with evidence of their answers. A few dozen will do.", show_default=False
-        ),
+        typer.Argument(help="JSONL of questions with evidence of their answers. A few dozen do.", show_default=False),
     ],
 ) -> None:
     """

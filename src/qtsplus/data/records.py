@@ -171,9 +171,7 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
     if isinstance(record, VideoRecord):
         return replace(record, video=video or record.video)
     if isinstance(record, Caption):
-        raise ValueError(
-            "it is a caption, which asks nothing; make questions of captions with `python -m benchmarks make` first."
-        )
+        raise ValueError("it is a caption, which asks nothing; make questions of captions first.")
     shared = {"video": video or record.vision_id, "kind": record.type or "", "fps": record.fps, "id": record.id}
     if isinstance(record, Choice):
         options = tuple(record.options[letter] for letter in get_args(Letter))

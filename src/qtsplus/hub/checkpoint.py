@@ -41,9 +41,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / _FILE).is_file():
         return [folder / _FILE]
     if not (folder / INDEX).is_file():
-        raise ValueError(
-            f"{folder} has no weights; expected {_FILE} or {INDEX}. Load others with Transformers and save them again."
-        )
+        raise ValueError(f"{folder} has no weights; expected {_FILE} or {INDEX}. Save others with Transformers.")
     shards = sorted({folder / name for name in weight_map(folder / INDEX).values()})
     absent = [shard.name for shard in shards if not shard.is_file()]
     if absent:

@@ -151,9 +151,7 @@ def _from_base(
     with reading(folder / "config.json"):
         stock = backbone.stock_config.from_pretrained(folder)
     if getattr(stock, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{folder} is quantized; convert the checkpoint that it was made from, and quantize the result."
-        )
+        raise ValueError(f"{folder} is quantized; convert the checkpoint it was made from, and quantize the result.")
     stated = {"qtsplus_config": {}} if variant is None else read_json(require_variant(variant) / "config.json")
     settings = {name: value for name, value in stated["qtsplus_config"].items() if name != "model_type"}
     # What a variant says of the prompt's layout is no part of a stock configuration.

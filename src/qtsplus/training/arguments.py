@@ -155,9 +155,7 @@ class QTSplusTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name}={value!r} has no effect here: {reason}. Expected {expected}.")
         parallel: Any = self.parallelism_config
         if parallel is not None and max(parallel.cp_size, parallel.sp_size) > 1:
-            raise ValueError(
-                "parallelism_config splits sequences: selection needs whole prompts, so leave cp and sp 1."
-            )
+            raise ValueError("parallelism_config splits sequences: selection needs whole prompts: leave cp and sp 1.")
         own_rates = (self.language_model_learning_rate, self.vision_learning_rate) != (None, None)
         if self.optim_target_modules is not None and (
             own_rates or not OptimizerNames(self.optim).value.startswith(("galore", "apollo"))

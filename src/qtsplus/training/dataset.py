@@ -26,9 +26,7 @@ def require_rates(records: Sequence[VideoRecord]) -> None:
     unrated = dict.fromkeys(record.video for record in records if record.fps is None and record.video is not None)
     folder = next(filter(os.path.isdir, unrated), None)
     if folder is not None:
-        raise ValueError(
-            f'{folder} is a folder of frames: give the rate at which they were taken in its records, such as "fps": 2.'
-        )
+        raise ValueError(f'{folder} is a folder of frames: give their rate in its records, such as "fps": 2.')
 
 
 def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:

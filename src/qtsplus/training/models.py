@@ -39,9 +39,7 @@ def make_config(variant: str | None, weights: str | None, selector: Mapping[str,
     most = max(config.text_config.num_hidden_layers, settings["reencode_layers"])
     for name in ("scoring_layers", "reencode_layers"):
         if getattr(made, name) > most:
-            raise ValueError(
-                f"selector.{name} is {getattr(made, name)}; expected at most {most}, as the language model."
-            )
+            raise ValueError(f"selector.{name} is {getattr(made, name)}; expected up to {most}, as the language model.")
     return config
 
 

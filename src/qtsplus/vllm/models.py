@@ -226,14 +226,14 @@ class QTSplusForVLLM:
         """`[3, S]` of the shortened prompt, right outside of its video item, and what decoding adds to the count."""
         if self.config.qtsplus_config.position_ids == "sequential":
             return torch.arange(len(input_tokens)).expand(3, -1).clone(), 0
-        videos = [feature.data for feature in mm_features if feature.modality == "video"]
+        videos = [feature for feature in mm_features if feature.modality == "video"]
         if not videos:
             return super().get_mrope_input_positions(input_tokens, mm_features)  # type: ignore[misc]
-        item = read(videos[0].get_data())
-        settings = item["settings"]
-        full = self._lay_out([item]).rows[0].language_positions
-        around = [full[:, : settings["start"]], full.new_zeros(3, settings["length"]), full[:, settings["stop"] :]]
-        positions = torch.cat(around, dim=1)
+        item, first = read(videos[0].data.get_data()), videos[0].mm_position.offset
+        start, stop, length = (item["settings"][name] for name in ("start", "stop", "length"))
+        full = self._lay_out([item]).rows[0].language_positions[:, start - first :]  # vLLM may have truncated a prompt
+        full = full[:, : stop - start - length + len(input_tokens)]
+        positions = torch.cat([full[:, :first], full.new_zeros(3, length), full[:, first + stop - start :]], dim=1)
         behind = int(full[:, -1].max()) + 1 - positions.shape[1]
         answer = torch.arange(positions.shape[1], len(input_tokens)) + behind  # of a request that is taken up again
         return torch.cat([positions, answer.expand(3, -1)], dim=1), behind

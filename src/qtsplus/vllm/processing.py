@@ -96,10 +96,8 @@ class QTSplusMultiModalProcessor:
         videos = inputs.mm_data_items.get("video")
         if isinstance(videos, VideoProcessorItems):
             marks = [about.get("mark", one) for one, (_, about) in zip(videos.data, videos.get_all(), strict=True)]
-            marked = VideoProcessorItems(marks, videos.metadata)
-            inputs = replace(
-                inputs, mm_data_items=type(inputs.mm_data_items)({**inputs.mm_data_items, "video": marked})
-            )
+            items = {**inputs.mm_data_items, "video": VideoProcessorItems(marks, videos.metadata)}
+            inputs = replace(inputs, mm_data_items=type(inputs.mm_data_items)(items))
         return super()._get_mm_hashes(inputs)  # type: ignore[misc]
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
@@ -141,7 +139,14 @@ class QTSplusMultiModalProcessor:
         """As vLLM's, with the request's videos shortened to what may stay of them; `ValueError` for bad requests."""
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         settings = settings_of_request(self._defaults, {name: kwargs.pop(name) for name in SETTINGS if name in kwargs})
-        stock = replace(inputs, hf_processor_mm_kwargs=kwargs, cache=inputs.cache and self._processed)
+        if kwargs:  # such as a size that nobody bounds, or a misspelt budget
+            raise ValueError(f"mm_processor_kwargs has {', '.join(sorted(kwargs))}; expected {', '.join(SETTINGS)}.")
+        for kind, items in inputs.mm_data_items.items():  # `image_pil` would have the processor read any file
+            if any(one is None or (kind == "image" and isinstance(one, (str, list, dict))) for one in items.get_all()):
+                raise ValueError(f"A request's {kind} came as no {kind}_url: expected one.")
+        # A uuid is what a client calls a video, and another client another one.
+        more: dict[str, Any] = {"mm_uuid_items": None, "cache": inputs.cache and self._processed}
+        stock = replace(inputs, hf_processor_mm_kwargs=kwargs, **more)
         with self._one:  # while others wait for their budget
             processed = super().apply(stock, timing_ctx)  # type: ignore[misc]
         return self._shorten(processed, settings) if processed["mm_placeholders"].get("video") else processed
@@ -160,6 +165,11 @@ class QTSplusMultiModalProcessor:
 
         check_settings(settings)
         num_tokens = ids[start:stop].count(placeholder)
+        shown = ids.count(placeholder) + ids.count(config.image_token_id)
+        if shown != num_tokens + sum(
+            ids[one.offset : one.offset + one.length].count(config.image_token_id) for one in images
+        ):
+            raise ValueError("A text holds a placeholder, such as <|video_pad|>: leave it out.")
         prompt = torch.tensor(ids)
         turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
         labels = getattr(config, "frame_text_token_ids", ())
@@ -219,9 +229,7 @@ def merged_item(
         "settings": as_bytes(settings),
     }
     field = mm.MultiModalBatchedField(keep_on_cpu=True)
-    return mm.MultiModalKwargsItem(
-        {name: mm.MultiModalFieldElem(data=data, field=field) for name, data in fields.items()}
-    )
+    return mm.MultiModalKwargsItem({name: mm.MultiModalFieldElem(data, field) for name, data in fields.items()})
 
 
 def as_bytes(fields: Any) -> torch.Tensor:

@@ -68,7 +68,7 @@ def _mark(processor: Any, video: str, **reading: Any) -> Any:
     if is_inline(video):
         return hashkey(hashlib.sha256(video.encode()).digest(), **reading)
     state = os.stat(video)
-    return hashkey(video, state.st_size, state.st_mtime_ns, state.st_ino, **reading)
+    return hashkey(video, state.st_size, state.st_ctime_ns, state.st_ino, **reading)
 
 
 # Of questions about one film that come together, one reads it and the others wait.

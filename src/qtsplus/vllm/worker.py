@@ -35,7 +35,7 @@ def ask_budget(call_engine: Callable[..., Any], item: Any) -> tuple[int, float]:
     that it aims at.
     """
     data = item.get_data()
-    pixels = {f"{index:03}": part.contiguous() for index, part in enumerate(data.pop(PIXELS))}
+    pixels = {f"{index:03}": part.clone() for index, part in enumerate(data.pop(PIXELS))}  # one film may be there twice
     data = {name: value.contiguous() for name, value in data.items()}
     # Frames travel only where the engine does not have their features.
     known = call_engine("qtsplus_budget", (save(data),))[0]
