@@ -360,9 +360,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         # caller says how to resize, or where.
         names = set(self.video_processor.valid_kwargs.__annotations__) - {"input_data_format"}
         options = {name: value for name, value in {**kwargs, **videos_kwargs}.items() if name in names}
-        one_by_one = (
-            all(isinstance(part["video"], str) for part in parts) and not {"do_resize", "device"} & options.keys()
-        )
+        singly = all(isinstance(part["video"], str) for part in parts) and not {"do_resize", "device"} & options.keys()
 
         frames_list, described = [], []
         for part, rate, metadata in zip(parts, rates, metadata_list, strict=True):
@@ -378,7 +376,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 within = (part.get("video_start"), part.get("video_end"))
                 opened = open_video(video, choose_frames if everything else choose, within)
                 metadata = opened.metadata
-                how = options if one_by_one else {"do_resize": False}
+                how = options if singly else {"do_resize": False}
                 resize = functools.partial(resize_frame, self.video_processor, self._size_of(opened, part, **how))
                 frames = np.stack([resize(frame, how.get("resample")) for frame in opened.decode()])
             elif others := sorted(part.keys() - {"video", "fps"}):
@@ -396,7 +394,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             frames_list.append(frames)
             described.append(metadata)
         kwargs.update(video_metadata=described, do_sample_frames=False)
-        if one_by_one:
+        if singly:
             videos_kwargs["do_resize"] = False
         if videos_kwargs:
             kwargs["videos_kwargs"] = videos_kwargs

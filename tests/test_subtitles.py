@@ -172,4 +172,4 @@ def test_a_film_with_sound_is_said_to_be_watched_without_it(loaded, film, tmp_pa
     ):
         answer = talk.ask("What?", names, subtitles=subtitles, max_new_tokens=2)
         print_answer(answer)
-        assert ("looked at, without its sound" in capsys.readouterr().out) == unheard == answer.as_dict()["unheard"]
+        assert ("looked at, without sound" in capsys.readouterr().out) == unheard == answer.as_dict()["unheard"]

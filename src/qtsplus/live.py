@@ -61,10 +61,8 @@ class Live:
         self.bus = InMemorySubscriptionBus()
         self.tools: list[Callable[..., Any]] = [self.watch_start, self.watch_ask, self.watch_stop] if sources else []
         self.resources = [
-            FunctionResource(
-                uri=f"watch://{name}", name=name, mime_type="application/json", fn=partial(self.told, name)
-            )
-            for name in sources
+            FunctionResource(uri=f"watch://{one}", name=one, mime_type="application/json", fn=partial(self.told, one))
+            for one in sources
         ]
 
     async def watch_start(self, source: SourceName, question: Question) -> dict[str, Any]:

@@ -23,9 +23,7 @@ register_backbones()
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # legacy ones without an owner hold none of our models
 
 _PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
-_A_QUESTION: list[dict[str, Any]] = [
-    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]},
-]
+_A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Who?"}]}]
 
 
 def load(

@@ -140,6 +140,16 @@ def test_dual_variable_is_saved_and_restored(tmp_path):
     assert (resumed.budget.alpha, resumed.budget.excess) == (whole.budget.alpha, whole.budget.excess)
 
 
+def test_the_best_model_has_the_price_that_it_had(tmp_path):
+    trainer = make_trainer(tmp_path, selector={"target_n": 2}, save_strategy="steps", save_steps=2, max_steps=4)
+    trainer.train()
+    last, best = trainer.budget.alpha, tmp_path / "checkpoint-2"
+    trainer.state.best_model_checkpoint, trainer.skipped = str(best), {"late.mp4": "is damaged"}
+    trainer._load_best_model()
+    assert last != trainer.budget.alpha == json.loads((best / STATE_FILE).read_text())["alpha"]
+    assert trainer.skipped == {"late.mp4": "is damaged"}
+
+
 def test_gradient_checkpointing_changes_nothing(tmp_path):
     plain = make_trainer(tmp_path, freeze_language_model=False)
     recomputed = make_trainer(tmp_path, freeze_language_model=False, gradient_checkpointing=True)

@@ -262,8 +262,7 @@ def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> No
 
 
 def looked_at(read: "Answer | Summary") -> str:
-    sound = ", without its sound" * read.unheard
-    return f"{read.seconds_of_video:.1f} s, {counted(read.frames, 'frame')} looked at{sound}"
+    return f"{read.seconds_of_video:.1f} s, {counted(read.frames, 'frame')} looked at{', without sound' * read.unheard}"
 
 
 def print_summary(summary: "Summary", as_json: bool) -> None:
@@ -287,8 +286,8 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
         return
     console.print(answer.answer or "(an empty answer)", style="bold", highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    share = answer.kept_tokens / answer.visual_tokens
-    table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
+    kept, tokens = answer.kept_tokens, answer.visual_tokens
+    table.add_row("kept", f"{kept:,} of {tokens:,} visual tokens ({kept / tokens:.1%})")
     table.add_row("video", looked_at(answer))
     for number, interval in enumerate(answer.evidence[:SHOWN]):
         name = f"{printable(interval.name)}, " if named or len(answer.keep_maps) > 1 else ""

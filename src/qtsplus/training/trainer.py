@@ -345,10 +345,18 @@ class QTSplusTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
+        self._load_budget(checkpoint)
+
+    def _load_best_model(self) -> None:
+        """As stock, with the price that its tokens had."""
+        super()._load_best_model()
+        self._load_budget(self.state.best_model_checkpoint)
+
+    def _load_budget(self, checkpoint: str | None) -> None:
         if checkpoint is not None and os.path.exists(os.path.join(checkpoint, STATE_FILE)):
             state = read_stored(Path(checkpoint, STATE_FILE), _State)
             self.budget.set_price(state)
-            self.budget.excess, self.skipped = state["excess"], state["skipped"]
+            self.budget.excess, self.skipped = state["excess"], {**state["skipped"], **self.skipped}
 
 
 def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:

@@ -144,6 +144,10 @@ class QTSplusMultiModalProcessor:
         for kind, items in inputs.mm_data_items.items():  # `image_pil` would have the processor read any file
             if any(one is None or (kind == "image" and isinstance(one, (str, list, dict))) for one in items.get_all()):
                 raise ValueError(f"A request's {kind} came as no {kind}_url: expected one.")
+        config, counts = self.info.get_hf_config(), inputs.mm_data_items.get_all_counts()
+        for kind, placeholder in (("image", config.image_token_id), ("video", config.video_token_id)):
+            if inputs.prompt.count(placeholder) != counts.get(kind, 0):
+                raise ValueError(f"A text holds <|{kind}_pad|>, or a {kind} was truncated: leave it out.")
         # A uuid is what a client calls a video, and another client another one.
         more: dict[str, Any] = {"mm_uuid_items": None, "cache": inputs.cache and self._processed}
         stock = replace(inputs, hf_processor_mm_kwargs=kwargs, **more)
@@ -165,11 +169,6 @@ class QTSplusMultiModalProcessor:
 
         check_settings(settings)
         num_tokens = ids[start:stop].count(placeholder)
-        shown = ids.count(placeholder) + ids.count(config.image_token_id)
-        if shown != num_tokens + sum(
-            ids[one.offset : one.offset + one.length].count(config.image_token_id) for one in images
-        ):
-            raise ValueError("A text holds a placeholder, such as <|video_pad|>: leave it out.")
         prompt = torch.tensor(ids)
         turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
         labels = getattr(config, "frame_text_token_ids", ())
