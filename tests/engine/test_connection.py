@@ -163,6 +163,8 @@ def test_videos_are_those_that_ask_looks_at(tiny_processor, tiny_mp4, tmp_path, 
     for count in (0, 2.5, True, 769):
         with pytest.raises(ValueError, match="num_frames="):
             Media({"video": {"num_frames": count}}).fetch_video(inline)
+    frames, told = Media({"video": {"num_frames": 1}}).fetch_video(inline)
+    assert len(frames) == 2 and np.array_equal(*frames) and len(told["frames_indices"]) == 1, "a tower wants two"
     monkeypatch.setattr(Media, "most_frames", 800)
     assert len(Media({"video": {"num_frames": 769}}).fetch_video(inline)[0]) == 8
 

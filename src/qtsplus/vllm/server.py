@@ -52,6 +52,7 @@ def read_frames(processor: Any, video: str, **reading: Any) -> tuple[np.ndarray,
     """
     chunks = processor.video_chunks(video, **reading)
     frames = np.stack(list(map(chunks.resize, chunks.decode())))
+    frames = np.repeat(frames, 1 + (len(frames) == 1), 0)  # as Transformers shows one to the tower
     told = {"video_backend": "opencv", "do_sample_frames": False}
     more = {"start": chunks.start, "sound": chunks.sound, "warnings": chunks.warnings}
     about = {**vars(chunks.metadata), **told, **more}
