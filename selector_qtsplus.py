@@ -444,7 +444,7 @@ class QTSplusSelector(nn.Module):
             loss_t=loss_t,
             loss_m=loss_m,
             loss_s=loss_s,
-            seen=torch.stack([row.exp().sum() for row in log_relevance]) if scored and sums else None,
+            seen=torch.stack([row.exp().sum() for row in log_relevance]) if sums else None,
             predicted_losses=torch.stack(losses) if self.config.budget == "loss" else None,
         )
 

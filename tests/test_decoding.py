@@ -464,17 +464,6 @@ def test_the_film_of_the_evidence_shows_what_it_says_and_when(tmp_path, kind, cl
     assert shown_too_early_or_late(times, frames, shown, begin) == []
 
 
-def test_a_film_without_a_direction_is_upright(tmp_path):
-    """As some writers leave it, whose matrix is empty."""
-    path = write_film(tmp_path / "film.mp4", "libx264", range(0, 1000, 40), 25)
-    _, upright = look(path)
-    data = bytearray(path.read_bytes())
-    place = data.index(b"tkhd") + 44
-    data[place : place + 36] = bytes(36)
-    path.write_bytes(data)
-    assert np.array_equal(look(path)[1], upright)
-
-
 def test_frames_that_change_their_size_are_as_large_as_the_first(tmp_path):
     small = write_film(tmp_path / "small.ts", "libx264", range(0, 2000, 40), 25, 2000, side=48)
     join(tmp_path / "both.ts", [write_film(tmp_path / "large.ts", "libx264", range(0, 2000, 40), 25), small])

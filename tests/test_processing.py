@@ -168,6 +168,16 @@ def test_the_decoder_returns_the_asked_frames_and_plain_metadata(ramp):
     assert metadata.timestamps == [0, 5 / 8, 23 / 8]
 
 
+def test_a_film_that_states_no_direction_is_upright(tmp_path):
+    """As some writers leave its matrix: all zeros."""
+    write_mp4(tmp_path / "phone.mp4", np.full((4, 32, 64, 3), 90, np.uint8), 8)
+    data = bytearray((tmp_path / "phone.mp4").read_bytes())
+    place = data.index(b"tkhd") + 44
+    data[place : place + 36] = bytes(36)
+    (tmp_path / "phone.mp4").write_bytes(data)
+    assert read_video(str(tmp_path / "phone.mp4"), lambda total, fps: np.arange(total))[0].shape == (4, 32, 64, 3)
+
+
 @pytest.mark.parametrize("turn", [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)])
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_a_phone_video_is_shown_upright(tmp_path, turn, mirrored):
