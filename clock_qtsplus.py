@@ -57,7 +57,7 @@ class Clock:
         """The packets, with their times on the one clock; of what is `live` without waiting for the next one."""
         for packet, after in with_next(packets, live):
             before, dts, behind = self.last, packet.dts, getattr(after, "dts", None)
-            leaps = not (self.is_ps or None in (before, dts, behind) or self._follows(before, dts))
+            leaps = not (self.is_ps or packet.is_discard or None in (before, dts, behind) or self._follows(before, dts))
             if leaps and self._follows(before, behind) and not self._follows(dts, behind):
                 packet.dts = (before or 0) + self.apart
                 packet.pts = packet.dts if packet.pts == dts else packet.pts
@@ -93,6 +93,11 @@ class Clock:
         if self.is_avi and not self.guessed:
             packet.pts = packet.dts
         if packet.pts is None:
+            return
+        if (
+            packet.is_discard and packet.dts is not None
+        ):  # cut off by an edit list, whose times go back to its key frame
+            packet.pts, packet.dts = packet.pts + self.offset, packet.dts + self.offset
             return
         if packet.dts is not None:
             since = 0 if self.last is None else packet.dts - self.last

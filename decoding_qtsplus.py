@@ -132,7 +132,8 @@ class Film:
         self.pts = np.array(pts if dated else range(len(pts)), np.int64)
         self.key, self.whole = key & ~damaged, ~damaged
         # Whether a decoded frame has its packet's time; else frames have all the times in their order.
-        self.timed = dated and len(set(pts)) == len(pts) and not (clock.is_avi and clock.reorders)
+        shown = self.pts[~hidden]
+        self.timed = dated and len(set(shown)) == len(shown) and not (clock.is_avi and clock.reorders)
         if clock.is_ps and pts:
             self.timed &= np.abs(np.sort(self.pts) - clock.waiting).max() * clock.step <= NEAR
             if not self.timed:

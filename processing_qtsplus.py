@@ -248,9 +248,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         within = (part.get("video_start"), part.get("video_end"))
         if os.path.isdir(path):
             if within != (None, None) or (num_frames, min_frames, max_frames) != (None,) * 3:
-                raise ValueError(
-                    f"Got a start, an end or a count for the folder {path!r}; all its frames are looked at."
-                )
+                raise ValueError(f"Got a start, an end or a count for the folder {path!r}; all frames are looked at.")
             opened = open_folder(path, fps)
         else:
             bounds = {"min_frames": min_frames, "max_frames": max_frames, "temporal_patch_size": None}

@@ -147,7 +147,7 @@ def test_all_frames_of_a_folder_are_looked_at(loaded, tmp_path):
     for number in range(4):
         Image.new("RGB", (56, 56)).save(tmp_path / f"{number}.png")
     for options in ({"max_frames": 2}, {"start": 1}):
-        with pytest.raises(ValueError, match="all its frames are looked at"):
+        with pytest.raises(ValueError, match="all frames are looked at"):
             session.encode(*loaded, tmp_path, fps=2, **options)
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import struct
 import threading
 import tracemalloc
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from clips import read_video, write_mp4
 from qtsplus import decoding_qtsplus, session
 from qtsplus.cli import app
-from qtsplus.decoding_qtsplus import TAGS
+from qtsplus.decoding_qtsplus import TAGS, Film
 from qtsplus.subtitles import read_subtitles
 from qtsplus.video_qtsplus import choose_frames, load_frames, open_video
 from qtsplus.watching import Source
@@ -194,6 +195,48 @@ def test_a_trimmed_file_is_whole(header_first, tmp_path, shown):
     data[at : at + 8] = (1000 * seconds).to_bytes(4, "big") + (before + start * scale).to_bytes(4, "big")
     (tmp_path / "trimmed.mp4").write_bytes(data)
     assert open_video(str(tmp_path / "trimmed.mp4"), every_frame).warnings == []
+
+
+EDITS = {  # seconds that are shown, from which second of the film on
+    "cut": [(2, 0), (3, 5)],
+    "cut between key frames": [(2, 0), (2.4, 4.6)],
+    "turned round": [(4, 4), (4, 0)],
+    "repeated": [(3, 0)] * 3,
+    "trimmed": [(4, 1.4)],
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("b_frames", ["0", "2"])
+def test_an_edit_list_is_followed(tmp_path, name, b_frames):
+    """Frames and times are those that FFmpeg shows, whose packets go back to a key frame at every cut."""
+    path = tmp_path / "film.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25, width=64, height=64, pix_fmt="yuv420p")
+        stream.options = {"g": "50", "bf": b_frames}
+        for shade in range(200):
+            picture = av.VideoFrame.from_ndarray(np.full((64, 64, 3), shade, np.uint8), format="rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    data = path.read_bytes()
+    scale = int.from_bytes(data[(at := data.index(b"mdhd") + 16) : at + 4], "big")
+    old = data.index(b"edts") - 4
+    begin = int.from_bytes(data[(at := data.index(b"elst") + 16) : at + 4], "big")
+    parts = [struct.pack(">IiHH", int(1000 * s), begin + int(start * scale), 1, 0) for s, start in EDITS[name]]
+    entries = struct.pack(">II", 0, len(parts)) + b"".join(parts)
+    new = struct.pack(">I4sI4s", 16 + len(entries), b"edts", 8 + len(entries), b"elst") + entries
+    longer = len(new) - int.from_bytes(data[old : old + 4], "big")
+    data = bytearray(data[:old] + new + data[old + len(new) - longer :])
+    for box in (b"moov", b"trak"):  # behind the frames, whose places stay
+        at = data.index(box) - 4
+        data[at : at + 4] = (int.from_bytes(data[at : at + 4], "big") + longer).to_bytes(4, "big")
+    path.write_bytes(data)
+    with av.open(str(path)) as container:
+        shown = [(float(one.pts * one.time_base), one.to_ndarray(format="rgb24").mean()) for one in container.decode()]
+    film = Film(str(path))
+    times, shades = np.array(shown).T
+    assert film.times == pytest.approx(times - times[0], abs=0.03) and film.warnings == []
+    assert [one.mean() for one in film.show(film.times + 1e-3)] == pytest.approx(shades, abs=1)
 
 
 # Larger than memory ---------------------------------------------------------------------------------------------------

@@ -71,9 +71,7 @@ AllowHost = Annotated[
     list[str] | None,
     typer.Option(callback=_check_hosts, help="A name by which others reach this, such as a proxy's. May be repeated."),
 ]
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="QTSPLUS_API_KEY", help="What requests must bring as their API key.")
-]
+ApiKey = Annotated[str | None, typer.Option(envvar="QTSPLUS_API_KEY", help="What requests must bring as API key.")]
 Device = Annotated[str | None, typer.Option(help="Where to run: cuda or cpu. Without it, a GPU if there is one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 MediaRoot = Annotated[
