@@ -168,8 +168,8 @@ class Film:
         The first frame of the clock, and the one behind the last, that come up in a player between two times; the one
         that it shows all the while where none does.
         """
-        first = 0 if start is None else max(math.ceil((start - self.start) * self.fps - 1e-3), 0)
-        stop = self.total if end is None else min(math.floor((end - self.start) * self.fps + 1e-3) + 1, self.total)
+        first = 0 if start is None else max(math.ceil(min((start - self.start) * self.fps, self.total) - 1e-3), 0)
+        stop = self.total if end is None else math.floor(min((end - self.start) * self.fps + 1e-3, self.total - 1)) + 1
         last = self.start + self.total / self.fps
         if start is not None and self.start <= start < last and first >= stop and (end is None or start <= end):
             first, stop = first - 1, first

@@ -279,6 +279,18 @@ def test_a_library_that_is_indexed_again_is_the_new_one(library, tmp_path):
     )
 
 
+def test_a_library_that_was_damaged_is_refused_without_its_place(library, tmp_path):
+    folder = Path(shutil.copytree(library.folder, tmp_path / "library"))
+    shelf, journal = Shelf(Library(folder, library.model, library.processor)), folder / "library.jsonl"
+    text = journal.read_text()
+    for damaged in ("", text.partition("\n")[0] + "\n", text.partition("\n")[2], "[]\n"):
+        journal.write_text(damaged)
+        (refused,) = call(shelf, ("list_videos", {}))
+        assert refused.is_error and str(tmp_path) not in refused.content[0].text != ""
+    journal.write_text(text)
+    assert not call(shelf, ("list_videos", {}))[0].is_error
+
+
 def test_http_refuses_what_no_client_sends(port):
     prompt = {"jsonrpc": "2.0", "id": 1, "method": "prompts/get", "params": {"name": "x"}}
     bearer = {"Authorization": f"Bearer {KEY}"}

@@ -179,6 +179,10 @@ def test_a_row_may_be_about_a_stretch_and_what_says_nothing_is_named(batch, vide
     assert whole["evidence"] != part["evidence"] != []
     assert all(one["video"] == "clip0.mp4" for row in (whole, part) for one in row["evidence"])
     assert all(0.5 <= one["start"] < one["end"] <= 1.7 for one in part["evidence"])
+    rows = [{"video": "clip0.mp4", "question": "What?", **at} for at in ({"end": 1e308}, {"start": 1e308}, {})]
+    assert batch(write(tmp_path / "rows.jsonl", rows), tmp_path / "far", "--media-root", videos).exit_code == 0
+    far, behind, plain = read(tmp_path / "far")
+    assert far["evidence"] == plain["evidence"] and "shows no frame" in behind["error"]
 
 
 def test_what_is_written_beside_a_run_does_not_end_it(batch, videos, rows, tmp_path, monkeypatch):

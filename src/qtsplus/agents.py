@@ -70,9 +70,9 @@ class Shelf(MCPServer):
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
         """As that of the SDK, about the library as it is now, with errors of one line."""
         old, index = self.library, self.library.index.path
+        if index.exists() and (state := film_state(index)) != self.state:  # it was indexed again
+            self._open(await self._work(Library, old.folder, old.model, old.processor), state)
         try:
-            if index.exists() and (state := film_state(index)) != self.state:  # it was indexed again
-                self._open(await self._work(Library, old.folder, old.model, old.processor), state)
             return await super().call_tool(name, arguments, context)
         except UnexpectedToolError:
             raise
@@ -133,8 +133,8 @@ class Shelf(MCPServer):
         except FAILURES as error:  # which is not to say where things lie
             line = first_line(error)
             for place in self.places:
-                line = line.replace(f"{place}/", "")
-            raise ToolError(line) from error
+                line = line.replace(f"{place}/", "").replace(str(place), place.name)
+            raise ToolError(printable(line)[:500]) from error
         finally:
             self.waiting -= 1
 

@@ -147,7 +147,7 @@ class QTSplusMultiModalProcessor:
         config, counts = self.info.get_hf_config(), inputs.mm_data_items.get_all_counts()
         for kind, placeholder in (("image", config.image_token_id), ("video", config.video_token_id)):
             if inputs.prompt.count(placeholder) != counts.get(kind, 0):
-                raise ValueError(f"A text holds <|{kind}_pad|>, or a {kind} was truncated: leave it out.")
+                raise ValueError(f"A text holds <|{kind}_pad|>, or the {kind} was truncated: leave it out.")
         # A uuid is what a client calls a video, and another client another one.
         more: dict[str, Any] = {"mm_uuid_items": None, "cache": inputs.cache and self._processed}
         stock = replace(inputs, hf_processor_mm_kwargs=kwargs, **more)
