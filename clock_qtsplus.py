@@ -94,9 +94,7 @@ class Clock:
             packet.pts = packet.dts
         if packet.pts is None:
             return
-        if (
-            packet.is_discard and packet.dts is not None
-        ):  # cut off by an edit list, whose times go back to its key frame
+        if packet.is_discard and packet.dts is not None:  # cut off by an edit list: it goes back to a key frame
             packet.pts, packet.dts = packet.pts + self.offset, packet.dts + self.offset
             return
         if packet.dts is not None:

@@ -35,9 +35,11 @@ def ask_budget(call_engine: Callable[..., Any], item: Any) -> tuple[int, float]:
     that it aims at.
     """
     data = item.get_data()
-    pixels = {f"{index:03}": part.clone() for index, part in enumerate(data.pop(PIXELS))}  # one film may be there twice
-    data = {name: value.contiguous() for name, value in data.items()}
+    pixels, data = data.pop(PIXELS), {name: value.contiguous() for name, value in data.items()}
     # Frames travel only where the engine does not have their features.
     known = call_engine("qtsplus_budget", (save(data),))[0]
-    n, rho = known or call_engine("qtsplus_budget", (save(data | pixels),))[0]
+    if known is None:
+        data |= {f"{index:03}": part.clone() for index, part in enumerate(pixels)}  # one film may be there twice
+        known = call_engine("qtsplus_budget", (save(data),))[0]
+    n, rho = known
     return n, rho
