@@ -28,7 +28,7 @@ def encode_visual(model: QTSplusBackboneMixin, visual: VisualInputs, grids: dict
     if visual.video_features is None:
         videos = encode_modality(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw)
     else:
-        videos = _check_features(model, visual.video_features, grids[VIDEO])
+        videos = _checked(model, visual.video_features, grids[VIDEO])
     return {IMAGE: encode_modality(model, IMAGE, visual.pixel_values, visual.image_grid_thw), VIDEO: videos}
 
 
@@ -113,15 +113,13 @@ def _chunks(
     return chunk_grids(grids, capacity, patches)
 
 
-def _check_features(
-    model: QTSplusBackboneMixin, features: Sequence[torch.Tensor], grids: Sequence[Grid]
-) -> list[torch.Tensor]:
+def _checked(model: QTSplusBackboneMixin, given: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
     """`[k, token_width]` features of videos that the caller had encoded."""
-    if len(features) != len(grids):
-        raise ValueError(f"{len(features)} video_features: expected one per video ({len(grids)}).")
+    if len(given) != len(grids):
+        raise ValueError(f"{len(given)} video_features: expected one per video ({len(grids)}).")
     dtype, width = model.get_input_embeddings().weight.dtype, model.token_width
     checked: set[int] = set()  # questions about one video share its features
-    for index, (tokens, (t, h, w)) in enumerate(zip(features, grids, strict=True)):
+    for index, (tokens, (t, h, w)) in enumerate(zip(given, grids, strict=True)):
         if tokens.shape != (t * h * w, width):
             raise ValueError(
                 f"video_features {index} has shape {tuple(tokens.shape)}: expected {(t * h * w, width)}, the merged "
@@ -130,12 +128,10 @@ def _check_features(
         if id(tokens) not in checked and not _is_finite(tokens):
             raise ValueError(f"NaN or infinity in video_features {index}: expected finite numbers.")
         checked.add(id(tokens))
-    return [tokens.to(dtype) for tokens in features]
+    return [tokens.to(dtype) for tokens in given]
 
 
-def chunk_grids(
-    grids: Sequence[Sequence[int]], capacity: int, costs: Sequence[int]
-) -> Iterator[list[tuple[int, list[int]]]]:
+def chunk_grids(grids: Sequence[list[int]], capacity: int, costs: list[int]) -> Iterator[list[tuple[int, list[int]]]]:
     """
     Cuts images and videos of (time, height, width) along time, in order, into chunks of `capacity`, or of one step.
     Per chunk its pieces: the index of an image or video and the piece's own grid.
@@ -205,19 +201,17 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
         return self.proj(attend_within(query, key, value, cu_seqlens).flatten(1))
 
 
-def attend_within(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
-) -> torch.Tensor:
+def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     """
     Bidirectional attention within each of many sequences that lie one behind the other, without a mask and without
     padding: `[N, heads, head_dim]` each -> the same. Sequences of one length attend as a batch.
     """
-    lengths, attended = cu_seqlens.diff(), torch.empty_like(query)
+    lengths, attended = bounds.diff(), torch.empty_like(query)
     distinct = lengths.unique().tolist()
     for length in distinct:
         states, rows = [query, key, value], None
         if len(distinct) > 1:
-            rows = (cu_seqlens[:-1][lengths == length, None] + torch.arange(length, device=query.device)).flatten()
+            rows = (bounds[:-1][lengths == length, None] + torch.arange(length, device=query.device)).flatten()
             # Not `heads[rows]`: on a CPU that copies number by number what this copies row by row.
             states = [heads.index_select(0, rows) for heads in states]
         batch = (heads.unflatten(0, (-1, length)).transpose(1, 2) for heads in states)

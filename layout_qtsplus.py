@@ -43,9 +43,7 @@ class VisualSpan:
         return self.start + self.line + torch.arange(self.tokens // self.line if self.line else 0) * (self.line + 1)
 
 
-def find_spans(
-    token_types: Sequence[torch.Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]
-) -> list[list[VisualSpan]]:
+def find_spans(token_types: list[torch.Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]) -> list[list[VisualSpan]]:
     """
     Pairs the placeholders of every row with the images and videos of the batch, in order.
 

@@ -158,15 +158,13 @@ def _with_queries(
 ) -> tuple[Layout, list[torch.Tensor]]:
     """The layout of the prompts with other questions in place of their own, and which of its tokens those are."""
     prompts, starts = [], []
-    for ids, mask, row, question, query in zip(
-        layout.input_ids, layout.mask, layout.rows, questions, queries, strict=True
-    ):
+    for ids, mask, row, asked, new in zip(layout.input_ids, layout.mask, layout.rows, questions, queries, strict=True):
         text = mask.clone().bool()
-        words = row.columns[question]
+        words = row.columns[asked]
         text[words] = False
         start = int(words[0]) if len(words) else len(ids)
         front, behind = ids[:start][text[:start]], ids[start:][text[start:]]
-        prompts.append(torch.cat([front, query.to(ids), behind]))
+        prompts.append(torch.cat([front, new.to(ids), behind]))
         starts.append(len(front))
     again, masks = lay_out_again(model, layout, prompts), []
     for row, start, query in zip(again.rows, starts, queries, strict=True):
@@ -240,9 +238,7 @@ def _read_group(
     looking: torch.Tensor,
 ) -> GroupAttention:
     """The attention of one group: of the shortened prompt that would hold it alone."""
-    alone = replace(
-        layout, input_ids=layout.input_ids[index : index + 1], mask=layout.mask[index : index + 1], rows=[row]
-    )
+    alone = replace(layout, input_ids=layout.input_ids[index][None], mask=layout.mask[index][None], rows=[row])
     every = torch.arange(len(tokens), device=tokens.device)
     compact = splice(model, alone, features, [tokens], QTSplusOutput(kept_indices=(every,)), pad_left=False)
     embeds = model.get_input_embeddings()(compact.input_ids)

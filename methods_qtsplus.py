@@ -167,10 +167,8 @@ def coverage(candidates: Candidates, n: int) -> torch.Tensor:
     counts anew, and a quiet hour takes nothing from a busy minute. Time is O(M d + n M), memory O(M d).
     """
     parts = candidates.visual[0] if len(candidates.visual) == 1 else torch.cat(list(candidates.visual))
-    videos = parts.float().split([math.prod(grid) for grid in candidates.grids])
-    means = torch.cat(
-        [one.unflatten(0, (grid[0], -1)).mean(1) for one, grid in zip(videos, candidates.grids, strict=True)]
-    )
+    each = parts.float().split([math.prod(grid) for grid in candidates.grids])
+    means = torch.cat([one.unflatten(0, (g[0], -1)).mean(1) for one, g in zip(each, candidates.grids, strict=True)])
     cells = torch.tensor([height * width for time, height, width in candidates.grids for _ in range(time)])
     reach = max(1, min(len(cells), round(WINDOW * len(cells) / (2 * n))))
     around = F.avg_pool1d(means.T, 2 * reach + 1, 1, reach, count_include_pad=False).T
@@ -285,25 +283,20 @@ def check_kept(kept: Any, n: int, num_tokens: int, selection: str | Method) -> N
         name = selection if isinstance(selection, str) else getattr(selection, "__name__", selection)
         result = f"{kept.dtype} of shape {tuple(kept.shape)}" if isinstance(kept, torch.Tensor) else type(kept).__name__
         result = "some that do not ascend, or are not there" if fits else result
-        raise ValueError(
-            f"selection={name!r} returned {result}; expected {n} ascending int64 indices below {num_tokens}."
-        )
+        raise ValueError(f"selection={name!r} gave {result}; expected {n} ascending int64 indices below {num_tokens}.")
 
 
-def check_budget(
-    selection: str | Method, retentions: Sequence[float | None], rows: int, max_visual_tokens: int | None
-) -> None:
+def check_budget(selection: str | Method, retentions: Sequence[float | None], rows: int, count: int | None) -> None:
     """Validates how many tokens a call asks for; see `QTSplusSelector.forward`."""
     if len(retentions) != rows:
         raise ValueError(f"{len(retentions)} retentions for {rows} rows: expected one for all, or one for each.")
     for retention in retentions:
         if retention is not None and not (is_number(retention) and 0 < retention <= 1):
             raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens, a number in (0, 1].")
-    count = max_visual_tokens
     if count is not None and not (is_number(count) and count >= 1 and count % 1 == 0):
-        raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
+        raise ValueError(f"max_visual_tokens={count!r}: expected a whole number of tokens, at least 1.")
     fixed = any(retention not in (None, 1.0) for retention in retentions)
-    if selection == "all" and (fixed or max_visual_tokens is not None):
+    if selection == "all" and (fixed or count is not None):
         raise ValueError(
             'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '
             "leave retention and max_visual_tokens out."

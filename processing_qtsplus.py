@@ -130,17 +130,15 @@ class QTSplusProcessorMixin(ProcessorMixin):
         """
         if videos is not None:
             videos, kwargs = self._read_videos(videos, kwargs)
-            _require_placeholders(text, self.video_token, len(videos), "videos", kwargs)
+            _check_placeholders(text, self.video_token, len(videos), "videos", kwargs)
         if images is not None:
             images = _fetch_images(self.image_processor, images)
             flat: Any = make_flat_list_of_images(images)
-            _require_placeholders(text, self.image_token, len(flat), "images", kwargs)
+            _check_placeholders(text, self.image_token, len(flat), "images", kwargs)
         if video_grid_thw is not None:
             if videos is not None or text is None or kwargs.get("return_tensors") not in (None, "pt"):
-                raise ValueError(
-                    'Got `video_grid_thw`; expected it in place of `videos`, with `text` and `return_tensors="pt"`.'
-                )
-            _require_placeholders(text, self.video_token, len(video_grid_thw), "videos", kwargs)
+                raise ValueError('`video_grid_thw` goes in place of `videos`, with `text` and `return_tensors="pt"`.')
+            _check_placeholders(text, self.video_token, len(video_grid_thw), "videos", kwargs)
             videos, kwargs = self._stand_ins(video_grid_thw, second_per_grid_ts, kwargs)
         inputs = super().__call__(images=images, text=text, videos=videos, **kwargs)
         if video_grid_thw is not None:
@@ -175,7 +173,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         prompts, added = [], list(self.tokenizer.added_tokens_decoder.values())
         for messages in conversations:
             texts.append([])
-            blanked = [self._blank_special_texts(message, added, texts[-1]) for message in messages]
+            blanked = [self._blank_texts(message, added, texts[-1]) for message in messages]
             prompts.append(self.apply_chat_template(blanked, tokenize=False, add_generation_prompt=True))
         # A special token keeps the place of such a text: whatever stands beside it is tokenized apart from it.
         special = [token.content for token in added if token.special]
@@ -198,9 +196,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         """The ids of a text, such as an answer, none of which is a special token."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
-    def _blank_special_texts(
-        self, message: dict[str, Any], added: list[AddedToken], texts: list[list[int]]
-    ) -> dict[str, Any]:
+    def _blank_texts(self, message: dict[str, Any], added: list[AddedToken], texts: list[list[int]]) -> dict[str, Any]:
         """A message with a blank for every text that holds special tokens; the ids of those texts go to `texts`."""
 
         def without(text: str) -> str:
@@ -424,15 +420,13 @@ def _fetch_images(image_processor: Any, images: Any) -> Any:
         raise ValueError(f"Cannot read {str(images)[:500]!r} as images; expected files that exist: {reason}") from error
 
 
-def _require_placeholders(
-    text: str | list[str] | None, token: str, count: int, kind: str, kwargs: dict[str, Any]
-) -> None:
+def _check_placeholders(text: str | list[str] | None, token: str, n: int, kind: str, kwargs: dict[str, Any]) -> None:
     # With `sanitize_control_tokens` the text holds marked tokens that only the tokenizer can tell apart.
     if text is None or kwargs.get("sanitize_control_tokens"):
         return
     given = sum(row.count(token) for row in ([text] if isinstance(text, str) else text))
-    if given != count:
-        raise ValueError(f"Got {count} {kind} and {given} placeholders {token} in the text; expected as many.")
+    if given != n:
+        raise ValueError(f"Got {n} {kind} and {given} placeholders {token} in the text; expected as many.")
 
 
 class Qwen2_5_VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2_5_VLProcessor):

@@ -134,9 +134,7 @@ def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.T
     return F.scaled_dot_product_attention(rows, keys[None], values[None]).reshape(queries.shape)
 
 
-def in_blocks(
-    function: Callable, states: torch.Tensor | Sequence[torch.Tensor], block_size: int = 4096
-) -> torch.Tensor:
+def in_blocks(apply: Callable, states: torch.Tensor | Sequence[torch.Tensor], block_size: int = 4096) -> torch.Tensor:
     """
     A function of each row of `[n, d]`, in one tensor or several, for `block_size` rows at a time: nothing between input
     and result holds all of them, and gradients compute each block again.
@@ -145,7 +143,7 @@ def in_blocks(
     if len(parts) > 1 and torch.is_grad_enabled():
         parts = [torch.cat(list(parts))]  # one checkpoint for many short videos
     blocks = [block for part in parts for block in part.split(block_size)]
-    return function(blocks[0]) if len(blocks) == 1 else torch.cat([again(function, block) for block in blocks])
+    return apply(blocks[0]) if len(blocks) == 1 else torch.cat([again(apply, block) for block in blocks])
 
 
 def again(function: Callable, *block: torch.Tensor) -> torch.Tensor:

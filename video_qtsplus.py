@@ -66,9 +66,7 @@ def choose_frames(
     return np.arange(count) * total_num_frames // count
 
 
-def frame_choice(
-    video_processor: Any, fps: float | None, num_frames: int | None, bounds: dict[str, int | None]
-) -> FrameChoice:
+def frame_choice(processor: Any, fps: float | None, num_frames: int | None, bounds: dict[str, Any]) -> FrameChoice:
     """
     [`choose_frames`] with what a call leaves open taken from the video processor. `bounds` are `min_frames`,
     `max_frames` and `temporal_patch_size`; where they are stronger than the `fps` asked for, it is logged once.
@@ -76,10 +74,10 @@ def frame_choice(
     if fps is not None and num_frames is not None:
         raise ValueError(f"Got `fps={fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
     if fps is None and num_frames is None:
-        num_frames = getattr(video_processor, "num_frames", None)
-    filled = {name: getattr(video_processor, name, None) if value is None else value for name, value in bounds.items()}
+        num_frames = getattr(processor, "num_frames", None)
+    filled = {name: getattr(processor, name, None) if value is None else value for name, value in bounds.items()}
     given: dict[str, Any] = {name: value for name, value in filled.items() if value is not None}
-    rate = fps or getattr(video_processor, "fps", None) or DEFAULT_FPS
+    rate = fps or getattr(processor, "fps", None) or DEFAULT_FPS
 
     def choose(total_num_frames: int, video_fps: float) -> np.ndarray:
         choice = functools.partial(choose_frames, total_num_frames, video_fps, rate, num_frames)
@@ -357,9 +355,7 @@ def _flatten(videos: Any) -> list[Any]:
         return [stack_frames([videos])]
     if not isinstance(videos, (list, tuple)):
         given = f"shape {tuple(videos.shape)}" if isinstance(videos, ARRAYS) else f"type {type(videos).__name__}"
-        raise ValueError(
-            f"Got a video of {given}; expected a path, or frames: an array, a tensor [T, H, W, C], images."
-        )
+        raise ValueError(f"Got a video of {given}; expected a path, or frames: an array, tensor [T, H, W, C], images.")
     if videos and all(hasattr(item, "convert") or (isinstance(item, ARRAYS) and item.ndim == 3) for item in videos):
         return [stack_frames(videos)]
     paths = [os.fspath(item) for item in videos if isinstance(item, (str, os.PathLike))]
@@ -403,9 +399,7 @@ def describe_frames(frames: Sequence[Any], metadata: Any, fps: float | None) -> 
         given["frames_indices"] = range(len(frames))
     given["frames_indices"] = [int(index) for index in given["frames_indices"]]
     if len(given["frames_indices"]) != len(frames):
-        raise ValueError(
-            f"Got {len(frames)} frames and {len(given['frames_indices'])} `frames_indices`; expected one per frame."
-        )
+        raise ValueError(f"{len(frames)} frames and {len(given['frames_indices'])} `frames_indices`: expected as many.")
     apart = np.diff(given["frames_indices"])
     if (apart < 0).any() or given["frames_indices"][0] < 0:
         raise ValueError(f"Got frames_indices={given['frames_indices'][:8]}...; expected ascending ones from 0 on.")
@@ -413,9 +407,7 @@ def describe_frames(frames: Sequence[Any], metadata: Any, fps: float | None) -> 
     if given.get("total_num_frames") is None:  # the last lasts as long as most
         given["total_num_frames"] = last - first + (max(int(np.median(apart)), 1) if len(apart) else 1)
     elif given["total_num_frames"] <= last - first:
-        raise ValueError(
-            f"Got total_num_frames={given['total_num_frames']} and frames from {first} to {last}; expected more."
-        )
+        raise ValueError(f"total_num_frames={given['total_num_frames']}: more are from {first} to {last}.")
     return VideoMetadata(**given)
 
 

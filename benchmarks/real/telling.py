@@ -1,12 +1,13 @@
 """
 What a summary tells of filmed crowds, by ways and budgets: `python -m benchmarks.real.telling WORK MODEL OUT.json`.
 
-Films are crowds of eight seconds, one after another; an event is a thing that comes. Kept is an event of which a token
-is; told is one that the language model names in the chapter in which it happens.
+Films are crowds of eight seconds, one after another, of which every frame is looked at; an event is a thing that comes.
+Kept is an event of which a token is; told is one that the language model names in the chapter in which it happens.
 """
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from itertools import combinations
@@ -24,15 +25,15 @@ from qtsplus.videos import EncodedVideo
 from ..studies.coverage import BUDGETS, WAYS, seen_events
 from ..world.clip import write_mp4
 from ..world.scene import FPS
-from .clips import film_scene
+from .clips import CROWD_SECONDS, film_scene
 from .words import NAMES
 from .work import half_precision
 from .world import Pictures
 
 PROMPT = "Summarise the video."
 PARTS = 8  # crowds in which no name comes twice
-# Of a film how many times [`PARTS`] crowds, or half of it, how many films, and the seconds of a chapter.
-FILMS = {"32 s": (0.5, 4, 8.0), "10 min": (9, 1, 32.0), "60 min": (56, 1, 32.0)}
+FILMS = {"32 s": (0.5, 4), "10 min": (9, 1), "60 min": (56, 1)}  # how many times [`PARTS`] crowds, and how many films
+CHAPTER = 8.0  # seconds at most, or as many more as leave a token for each chapter
 TOLD = [name for name in WAYS if name not in ("temporal redundancy", "diversity, spread")]
 SEED = 40_000  # of films that nothing else shows
 Event = tuple[str, np.ndarray]  # a name, and the tokens `[n]` that show it
@@ -101,11 +102,10 @@ def _names(text: str) -> list[str]:
 class Film:
     """An encoded film of which the events are known."""
 
-    def __init__(self, model: Any, processor: Any, path: Path, events: list[Event], longest: float):
-        self.video, self.events, self.longest = encode(model, processor, path), events, longest
+    def __init__(self, model: Any, processor: Any, path: Path, events: list[Event], seconds: int):
+        self.video, self.events = encode(model, processor, path, max_frames=seconds * FPS), events
         self.session = VideoSession(model, processor)
         self.session.add(self.video, "film")
-        self.chapters = len(list(chapter_steps(self.video, longest)))
 
     @torch.no_grad()
     def kept(self, way: str, budget: int) -> list[float]:
@@ -119,16 +119,19 @@ class Film:
         return list(seen_events(kept, [tokens for _, tokens in self.events], rows * columns // 4))
 
     def told(self, way: str, budget: int) -> dict[str, float | None]:
-        """With the budget shared out among the chapters."""
-        choice = {"max_visual_tokens": max(1, budget // self.chapters), "retention": 1.0, "selection": WAYS[way]}
-        return self.summarised(**choice)
+        """With the budget shared out among the chapters, of which there are no more than tokens."""
+        longest = CHAPTER
+        while (chapters := len(list(chapter_steps(self.video, longest)))) > budget:
+            longest *= 1.1
+        choice = {"max_visual_tokens": budget // chapters, "retention": 1.0, "selection": WAYS[way]}
+        return {"chapters": chapters, **self.summarised(longest, **choice)}
 
-    def summarised(self, **choice: Any) -> dict[str, float | None]:
-        summary = summarise(self.session, PROMPT, longest=self.longest, max_new_tokens=80, **choice)
+    def summarised(self, longest: float = CHAPTER, **choice: Any) -> dict[str, float | None]:
+        summary = summarise(self.session, PROMPT, longest=longest, max_new_tokens=80, progress=True, **choice)
         return score(summary, self.events, self.video)
 
 
-def run_telling(work: Path, folder: str, out: Path, lengths: list[str]) -> None:
+def run_telling(work: Path, folder: str, out: Path, lengths: list[str], budgets: list[float]) -> None:
     """Writes figures of each film; what `out` has is not measured again."""
     model, processor = load(folder)
     pictures = Pictures(work)
@@ -143,18 +146,26 @@ def run_telling(work: Path, folder: str, out: Path, lengths: list[str]) -> None:
             print(name, result[name], flush=True)
 
     for length in lengths:
-        blocks, count, longest = FILMS[length]
+        blocks, count = FILMS[length]
         for number in range(count):
             path = work / f"films/{length.replace(' ', '')}-{number}.mp4"
             events = write_film(pictures, path, SEED + 1000 * list(FILMS).index(length) + 100 * number, blocks)
-            film, name = Film(model, processor, path, events, longest), f"{length}, {number}"
-            result[name] = {"events": len(events), "chapters": film.chapters, "tokens": len(film.video.features)}
-            for budget in (size for size in BUDGETS if size < len(film.video.features) / 2):
+            seconds = round(blocks * PARTS * CROWD_SECONDS)
+            film, name = Film(model, processor, path, events, seconds), f"{length}, {number}"
+            tokens = len(film.video.features)
+            if film.video.count != seconds * FPS // 2:
+                raise ValueError(f"{path} has {film.video.count} steps, {seconds * FPS // 2} are drawn: remove it.")
+            result[name] = {
+                "events": len(events),
+                "chapters": len(list(chapter_steps(film.video, CHAPTER))),
+                "tokens": tokens,
+            }
+            for budget in (int(size) for size in budgets if size < tokens / 2):
                 for way in WAYS:
                     note(f"{name}: {way}, {budget} kept", film.kept, way, budget)
                 for way in TOLD:
                     note(f"{name}: {way}, {budget} told", film.told, way, budget)
-            if length == "32 s":
+            if math.inf in budgets:
                 note(f"{name}: all told", film.summarised, selection="all")
 
 
@@ -164,9 +175,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
     parser.add_argument("--film", action="append", choices=list(FILMS))
+    parser.add_argument("--budget", action="append", type=float, help="tokens of a film, inf for all of them")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    run_telling(given.work, given.model, given.out, given.film or list(FILMS))
+    run_telling(given.work, given.model, given.out, given.film or list(FILMS), given.budget or [*BUDGETS, math.inf])
 
 
 if __name__ == "__main__":

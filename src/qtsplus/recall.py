@@ -46,16 +46,14 @@ class Remembered(EncodedVideo):
         return self.begins.get(start, start * seconds), self.begins.get(end, min(end * seconds, self.length))
 
 
-def narrowed(
-    model: Any, layout: Layout, videos: Sequence[Remembered], max_new_tokens: int
-) -> tuple[Layout, torch.Tensor]:
+def narrowed(model: Any, layout: Layout, videos: Sequence[Remembered], new_tokens: int) -> tuple[Layout, torch.Tensor]:
     """
     The layout of one prompt about what is remembered, with the tokens that are there, at their times: [`within`] what
     the model has positions for, behind the text; and `[k]` ascending, which tokens of the whole grids these are.
     """
     backbone, grids = model.model, layout.grids[VIDEO]
     text = int((backbone.token_types(layout.input_ids) != VIDEO).sum()) + sum(max(grid[1:]) for grid in grids)
-    room = model.config.get_text_config().max_position_embeddings - text - max_new_tokens
+    room = model.config.get_text_config().max_position_embeddings - text - new_tokens
     per_step = max(backbone.tokens_per_second * videos[0].clock.seconds_per_step, 1)
     numbers = within([one.rows for one in videos], max(int(room / per_step) - 1, 1))
     layout = at_steps(backbone, layout, numbers).narrow([one.places for one in videos])

@@ -22,17 +22,22 @@ BASES = {"a": {"kept_tokens": 1}, "b": {"kept_tokens": 2}}
 class Engine:
     """Answers to what was asked with the hash of its video."""
 
-    def __init__(self):
-        self.together = Barrier(3)
-        self.renderer = SimpleNamespace(get_mm_processor=SimpleNamespace, _process_multimodal=self.together.wait)
+    def __init__(self, engines=1):
+        self.together, self.processor = Barrier(3), SimpleNamespace(release=None)
+        self.renderer = SimpleNamespace(get_mm_processor=lambda: self.processor, _process_multimodal=self.together.wait)
         multimodal = SimpleNamespace(media_io_kwargs={"video": {"num_frames": 9}})
         config = SimpleNamespace(model="tiny", revision=None, multimodal_config=multimodal)
-        self.vllm_config = SimpleNamespace(model_config=config)
+        self.vllm_config = SimpleNamespace(
+            model_config=config, parallel_config=SimpleNamespace(data_parallel_size=engines)
+        )
+        self.released = []
 
     def generate(self, prompt, *_, **__):
         return prompt
 
     async def collective_rpc(self, method, args):
+        if method == "qtsplus_release":
+            return self.released.extend(args)
         assert method == "qtsplus_basis"
         return [BASES.get(*args)]
 
@@ -105,6 +110,28 @@ def test_a_stream_has_it_in_the_last_part_of_each_choice(connection):
     assert (first, alive, usage, done) == tuple(answers[n].removesuffix(b"\n\n") for n in (0, 2, 4, 5))
     for event, line in zip(events[1:3], (second, third), strict=True):
         assert json.loads(line.removeprefix(b"data: "))["choices"] == [{**event["choices"][0], "qtsplus": BASES["a"]}]
+
+
+def test_what_a_request_held_is_released_later(connection, monkeypatch):
+    monkeypatch.setattr(server, "RELEASE_SECONDS", 0.05)
+
+    async def end(engine):
+        connection._connect(engine)
+        engine.processor.release("a")
+        await asyncio.sleep(0)
+        early = list(engine.released)
+        await asyncio.sleep(0.2)
+        return early
+
+    engine, many = Engine(), Engine(engines=2)
+    assert asyncio.run(end(engine)) == [] and engine.released == ["a"]
+    engine.processor.release("b")  # the loop is closed
+    asyncio.run(_connected(connection, many))
+    assert many.processor.release is None and many.processor.call_engine
+
+
+async def _connected(connection, engine):
+    connection._connect(engine)
 
 
 def test_what_is_about_no_video_stays_as_it_is(connection):

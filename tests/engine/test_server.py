@@ -52,6 +52,7 @@ def server(tmp_path_factory, clips, model):
     command += ["--api-key", KEY, "--"]
     command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", 1024]
     command += ["--limit-mm-per-prompt", json.dumps({"video": 3, "image": 2})]
+    command += ["--additional-config", json.dumps({"qtsplus_cache_gb": 3e-5})]  # room for the features of two films
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**engine_environment(), "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"

@@ -75,7 +75,5 @@ def _print_summary(summary: dict[str, Any]) -> None:
         table.add_row(kind, str(row["questions"]), str(row["videos"]), f"{row['accuracy']:.1%}", interval, kept)
     console.print(table)
     if scores := summary["kinds"].get("events"):
-        said = {
-            name: "none" if scores[name] is None else f"{scores[name]:.1%}" for name in ("recall", "order", "invented")
-        }
-        console.print(", ".join(f"{name} {value}" for name, value in said.items()), highlight=False)
+        said = {key: "none" if scores[key] is None else f"{scores[key]:.1%}" for key in ("recall", "order", "invented")}
+        console.print(", ".join(f"{key} {value}" for key, value in said.items()), highlight=False)

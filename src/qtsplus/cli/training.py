@@ -32,17 +32,15 @@ def train(recipe: RecipeFile, dry_run: DryRun = False, resume: Resume = False, o
         train_by(QTSplusTrainer, recipe, dry_run, resume, overrides or ())
 
 
-def train_by(
-    trainer_class: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: bool, overrides: Sequence[str]
-) -> None:
-    """Trains with a kind of trainer, or counts what it would train, and says what came of it."""
+def train_by(kind: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: bool, overrides: Sequence[str]) -> None:
+    """Trains with a `kind` of trainer, or counts what it would train, and says what came of it."""
     from ..training.plan import make_plan
     from ..training.recipe import load_stages
     from ..training.running import run_stages
 
     if dry_run:
         # Nothing is computed: a recipe in bfloat16 for a GPU can be counted on any machine.
-        stages = load_stages(recipe, [*overrides, "training.use_cpu=true"], trainer_class)
+        stages = load_stages(recipe, [*overrides, "training.use_cpu=true"], kind)
         for stage in stages:
             # What a later stage starts from need not be there yet; it has the shape of what the first starts from.
             start = replace(stage.model, weights=stages[0].model.weights)
@@ -50,7 +48,7 @@ def train_by(
             console.print(f"{stage.name}: {lines}", soft_wrap=True, highlight=False)
         return
     with results_only():
-        folder = run_stages(load_stages(recipe, [*quiet(), *overrides], trainer_class), resume)
+        folder = run_stages(load_stages(recipe, [*quiet(), *overrides], kind), resume)
     wrote(folder)
 
 

@@ -131,9 +131,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     places = [record.video for record in train if record.video is not None and "://" not in record.video]
     missing = [f"there is no video at {place!r}" for place in places if not os.path.exists(place)]
     check_skipped(len(missing), len(train), training.max_skipped, missing)
-    model = make_model(
-        args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, seed=training.seed
-    )
+    model = make_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, training.seed)
     features = None
     if data.features is not None:
         for module in vision_modules(model).values():

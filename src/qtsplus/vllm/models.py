@@ -27,6 +27,7 @@ from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs
 from ..selector_qtsplus import QTSplusOutput
 from ..videos import EncodedVideo
 from .processing import QTSplusMultiModalProcessor, read
+from .worker import PIXELS
 
 CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
 CHOSEN_BYTES = 2**28  # of the model's memory, for tokens that were chosen before their request runs
@@ -91,6 +92,8 @@ class QTSplusForVLLM:
         self.bases: LRUCache = LRUCache(BASES)
         # By the same, what was chosen when the budget was asked.
         self.chosen: LRUCache = LRUCache(CHOSEN_BYTES, getsizeof=lambda choice: choice[0].nbytes)
+        # By the same, how many requests wait or run, and the features of their videos.
+        self.held: dict[str, tuple[Any, ...]] = {}
         self.moved: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def load_weights(self, weights: Any) -> Any:
@@ -146,21 +149,33 @@ class QTSplusForVLLM:
         return {name: fields[name] for name in fields.keys() - {"answer", "video", "timings"}}
 
     @torch.inference_mode()
-    def learned_budget(self, item: dict[str, Any]) -> tuple[int, float] | None:
+    def prepare(self, item: dict[str, Any], hold: bool) -> tuple[int, float] | None:
         """
-        How many tokens the model itself would keep of a request, at most its `max_visual_tokens`, and the fraction that
-        it aims at; `None` where a video is not in the cache and its pixels are not in the item.
+        How many tokens the model keeps of a request, at most its `max_visual_tokens`, and the fraction that it aims at;
+        `None` where a video is not in the cache and its pixels are not in the item.
+
+        Args:
+            hold: keeps the features of its videos until [`release`], so that the request can come without pixels.
         """
         item = read(item)
-        key = item["settings"]["key"]
-        if key not in self.bases:
-            hashes = item["settings"]["hashes"]
-            if "pixel_values_videos" not in item and any(self.encoded.get(one) is None for one in hashes):
-                return None
+        settings = item["settings"]
+        key, own = settings["key"], settings["selection"] != "all" and settings.get("retention") is None
+        known = PIXELS in item or all(self.encoded.get(one) is not None for one in settings["hashes"])
+        if not known and (hold or key not in self.bases):
+            return None
+        if hold:
+            self.held[key] = self.held.get(key, (0,))[0] + 1, self._encode(item)
+        if own and key not in self.bases:
             _, (choice,) = self._choose([item])
             if choice[0].nbytes <= self.chosen.maxsize:
                 self.chosen[key] = choice
-        return self.bases[key]["kept_tokens"], self.bases[key]["rho"]
+        return (self.bases[key]["kept_tokens"], self.bases[key]["rho"]) if own else (0, 1.0)
+
+    def release(self, key: str) -> None:
+        """Ends one `hold` of [`prepare`]."""
+        count, features = self.held.pop(key)
+        if count > 1:
+            self.held[key] = count - 1, features
 
     def _choose(self, items: list[dict[str, Any]]) -> tuple[Layout, list[tuple[torch.Tensor, torch.Tensor]]]:
         """The full prompts of requests of one of [`batches`], and of each the tokens that stay and their indices."""
@@ -189,12 +204,14 @@ class QTSplusForVLLM:
         grids, encoded = item["video_grid_thw"], []
         for index, key in enumerate(item["settings"]["hashes"]):
             known = self.encoded.get(key)
+            if known is None and PIXELS not in item:
+                known = self.held[item["settings"]["key"]][1][index]
             if known is None:
                 one = slice(index, index + 1)
                 known = (
                     super()
                     .embed_multimodal(  # type: ignore[misc]
-                        pixel_values_videos=item["pixel_values_videos"][index].to(self.visual.device),
+                        pixel_values_videos=item[PIXELS][index].to(self.visual.device),
                         video_grid_thw=grids[one],
                         second_per_grid_ts=item["second_per_grid_ts"][one],
                     )[0]

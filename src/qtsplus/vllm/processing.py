@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from threading import Lock
 from typing import Any
+from weakref import finalize
 
 import torch
 from transformers.video_utils import VideoMetadata
@@ -21,7 +22,7 @@ from vllm.multimodal.parse import VideoProcessorItems
 from ..methods_qtsplus import METHODS, add_method, check_budget
 from ..prompt_qtsplus import find_query_mask
 from ..selector_qtsplus import kept_count
-from .worker import ask_budget
+from .worker import PIXELS, prepare
 
 _KNOWN = {"do_sample_frames", *VideoMetadata.__dataclass_fields__}  # of what is said of a video, to vLLM
 BUDGET = ("retention", "max_visual_tokens")
@@ -69,18 +70,20 @@ class QTSplusMultiModalProcessor:
     In front of a backbone's processor for vLLM, which does its work as if nothing were selected, and never hears of the
     question: so its cache of processed videos serves every question about one.
 
-    `call_engine(method, args)` calls a method of vLLM's workers, where they are connected.
+    `call_engine(method, args)` calls a method of vLLM's workers, where they are connected, and `release(key)` says that
+    a request is over; with both, a video's frames travel to the engine once.
     """
 
     info: Any
     call_engine: Callable[..., Any] | None = None
+    release: Callable[[str], None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         add_method(self._defaults.get("selection"))  # which the operator names
         # vLLM's own would leave out of a request what the engine has seen already. An item of ours is new each time.
         self._processed = MultiModalProcessorOnlyCache(self.info.ctx.model_config)
-        self._one = Lock()
+        self._one, self._turns = Lock(), [Lock() for _ in range(64)]
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
@@ -164,7 +167,7 @@ class QTSplusMultiModalProcessor:
         start, stop = videos[0].offset, videos[-1].offset + videos[-1].length
         if any(start < image.offset < stop for image in images):
             raise ValueError("An image stands between two videos: put images in front of the videos or behind them.")
-        if any("pixel_values_videos" not in video for video in items["video"]):
+        if any(PIXELS not in video for video in items["video"]):
             raise ValueError("A video came encoded (video_embeds): expected its frames, or a file.")
 
         check_settings(settings)
@@ -174,8 +177,9 @@ class QTSplusMultiModalProcessor:
         labels = getattr(config, "frame_text_token_ids", ())
         mask = find_query_mask(prompt[None], None, *turns, placeholder, labels)[0].bool()
         fixed = settings["selection"] == "all" or settings.get("retention") is not None
-        call = None if fixed else self.call_engine
-        if (call or settings["selection"] == "qtsplus") and not mask.any():
+        release = self.release
+        call = None if fixed and not release else self.call_engine
+        if (not fixed and call or settings["selection"] == "qtsplus") and not mask.any():
             raise ValueError("The last user turn has no text to select by: expected a question beside the video.")
         hashes = processed["mm_hashes"]
         settings["hashes"] = hashes["video"]
@@ -183,8 +187,11 @@ class QTSplusMultiModalProcessor:
         key = hashlib.sha256(prompt.numpy().tobytes() + stated).hexdigest()
         settings["told"] = [of_bytes(video["told"].data) for video in items["video"]]
         settings["key"], rho = key, settings.get("retention") or 1.0
-        if call:  # for the model's own
-            settings["max_visual_tokens"], rho = ask_budget(call, merged_item(items, prompt, mask, settings))
+        if call:
+            turn = self._turns[hash(hashes["video"][0]) % len(self._turns)]
+            own = prepare(call, merged_item(items, prompt, mask, settings), release is not None, turn)
+            if not fixed:
+                settings["max_visual_tokens"], rho = own
         kept = count_kept(config.qtsplus_config, num_tokens, settings)
         between = [one for one in ids[start:stop] if one != placeholder]  # text that is part of the item
         length = kept + len(between)
@@ -193,6 +200,9 @@ class QTSplusMultiModalProcessor:
         if settings["selection"] != "all":
             settings |= {"retention": kept / num_tokens, "max_visual_tokens": None}
         item = merged_item(items, prompt, mask, settings)
+        if release:
+            del item[PIXELS]
+            finalize(item, release, key).atexit = False  # lives as long as its request
         shift = length - (stop - start)
         moved = [replace(image, offset=image.offset + shift * (image.offset >= stop)) for image in images]
         return {
@@ -207,9 +217,7 @@ class QTSplusMultiModalProcessor:
         }
 
 
-def merged_item(
-    items: Any, prompt: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]
-) -> mm.MultiModalKwargsItem:
+def merged_item(items: Any, ids: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]) -> mm.MultiModalKwargsItem:
     """
     All videos of a request as one item, with what the engine needs to choose among their tokens: the prompt with every
     placeholder `[S]`, its question `[S]`, and settings as JSON.
@@ -219,11 +227,11 @@ def merged_item(
     nothing = torch.zeros(0, 3, dtype=torch.long)
     fields: dict[str, Any] = {
         # A list, of which vLLM makes no copy for a batch.
-        "pixel_values_videos": [video["pixel_values_videos"] for video in videos],
+        PIXELS: [video[PIXELS] for video in videos],
         "video_grid_thw": torch.stack([video["video_grid_thw"] for video in videos]),
         "second_per_grid_ts": torch.stack([torch.as_tensor(video["second_per_grid_ts"]) for video in videos]),
         "image_grids": torch.stack(images) if images else nothing,
-        "prompt_ids": prompt,
+        "prompt_ids": ids,
         "query_mask": mask,
         "settings": as_bytes(settings),
     }

@@ -35,7 +35,8 @@ from ..settings import check_count
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
-ASKING = 32  # questions that wait for their budget at once
+ASKING = 32  # questions that are made ready at once
+RELEASE_SECONDS = 60
 READ_BYTES = 2 * 2**30  # of main memory, for frames of videos that may be asked about again
 HOSTS, KEY = "QTSPLUS_HOSTS", "VLLM_API_KEY"  # in the environment: the names it answers to, and its key
 
@@ -121,7 +122,7 @@ class Media(MediaConnector):
 class Connection:
     """
     ASGI around vLLM's server: bounds what arrives, and puts beside each choice of an answer what it rests on, as
-    `qtsplus`. It also connects the processor to the engine, for the model's own budget.
+    `qtsplus`. It also connects the processor to the engine.
     """
 
     def __init__(self, app: Any):
@@ -141,14 +142,21 @@ class Connection:
     def _connect(self, engine: Any) -> None:
         loop, generate, processor = asyncio.get_running_loop(), engine.generate, engine.renderer.get_mm_processor()
 
-        def call(method: str, args: tuple[Any, ...]) -> Any:  # in the thread where requests are prepared
-            return asyncio.run_coroutine_threadsafe(engine.collective_rpc(method, args=args), loop).result()
+        def call(method: str, args: tuple[Any, ...]) -> Any:
+            return asyncio.run_coroutine_threadsafe(engine.collective_rpc(method, args=args), loop)
+
+        def release(key: str) -> None:
+            if not loop.is_closed():  # later, since vLLM runs what is cancelled on its way to the engine
+                loop.call_soon_threadsafe(loop.call_later, RELEASE_SECONDS, call, "qtsplus_release", (key,))
 
         def noting(prompt: Any, *args: Any, **kwargs: Any) -> Any:
             _ASKED.get([]).append(key_of(prompt))
             return generate(prompt, *args, **kwargs)
 
-        self.engine, engine.generate, processor.call_engine = engine, noting, call
+        self.engine, engine.generate = engine, noting
+        processor.call_engine = lambda *asked: call(*asked).result()  # in the thread where requests are prepared
+        if engine.vllm_config.parallel_config.data_parallel_size == 1:  # else each engine has features of its own
+            processor.release = release
         pool = ThreadPoolExecutor(ASKING)  # in vLLM's one thread each would wait for a step of the engine, one by one
         engine.renderer._process_multimodal_async = make_async(engine.renderer._process_multimodal, executor=pool)
         config = engine.vllm_config.model_config
