@@ -69,7 +69,7 @@ def test_frames_that_are_not_evenly_apart_keep_their_times(loaded):
     "options, message",
     [
         ({"metadata": {"fps": 30, "frames_indices": [3, 2, 1, 0]}}, "expected ascending ones"),
-        ({"metadata": {"fps": 30, "frames_indices": [0, 1, 2]}}, "expected one per frame"),
+        ({"metadata": {"fps": 30, "frames_indices": [0, 1, 2]}}, "expected as many"),
         ({"metadata": {"fps": 30, "frames_indices": [0, 1, 2, 9], "total_num_frames": 9}}, "more are from 0 to 9"),
         ({"metadata": {"fps": 30}, "fps": 2}, "expected one of them"),
         ({"fps": 2, "start": 1}, "Got start for frames"),
