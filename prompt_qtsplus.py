@@ -292,15 +292,9 @@ def find_questions(
     """
     config, shape = model.config, layout.input_ids.shape
     if query_mask is None or query_mask.shape != shape:
-        found = find_query_mask(
-            layout.input_ids,
-            layout.mask,
-            config.user_turn_token_ids,
-            config.turn_end_token_id,
-            config.special_token_ids,
-            config.video_token_id,
-            getattr(config, "frame_text_token_ids", ()),
-        )
+        turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
+        labels = getattr(config, "frame_text_token_ids", ())
+        found = find_query_mask(layout.input_ids, layout.mask, *turns, config.video_token_id, labels)
         if query_mask is None:
             query_mask = found
         else:

@@ -154,6 +154,11 @@ def test_a_request_is_bounded_and_comes_whole(connection, monkeypatch):
     assert request(connection, parts=[b"1", b"2"], answers=[b"x"], wait=10)[0] == 408
 
 
+def test_nobody_hands_the_engine_items_of_his_own(connection):
+    status, _, body, seen = request(connection, path="/inference/v1/generate", answers=[b"x"])
+    assert (status, seen) == (404, b"") and b"/v1/chat/completions" in body
+
+
 def test_a_name_and_a_key_are_asked_for(connection):
     connection.key = "correct horse"
     right = {b"authorization": b"Bearer correct horse"}

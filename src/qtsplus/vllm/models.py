@@ -163,12 +163,13 @@ class QTSplusForVLLM:
         known = PIXELS in item or all(self.encoded.get(one) is not None for one in settings["hashes"])
         if not known and (hold or key not in self.bases):
             return None
-        if hold:
-            self.held[key] = self.held.get(key, (0,))[0] + 1, self._encode(item)
+        features = self._encode(item) if hold else []
         if own and key not in self.bases:
             _, (choice,) = self._choose([item])
             if choice[0].nbytes <= self.chosen.maxsize:
                 self.chosen[key] = choice
+        if hold:  # and nothing can fail any more
+            self.held[key] = self.held.get(key, (0,))[0] + 1, features
         return (self.bases[key]["kept_tokens"], self.bases[key]["rho"]) if own else (0, 1.0)
 
     def release(self, key: str) -> None:

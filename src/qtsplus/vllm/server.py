@@ -169,6 +169,8 @@ class Connection:
         try:
             if not is_key(Headers(scope=scope).get("authorization", ""), self.key):
                 refusal = _refusal(401, "Expected the server's key as Authorization: Bearer KEY.")
+            elif "/inference/" in scope["path"]:  # there items come of any age and content, which may end the engine
+                refusal = _refusal(404, "Expected a question, at /v1/chat/completions.")
             else:
                 refusal = await self._arrive(body, receive)
             if refusal is not None:
