@@ -384,13 +384,17 @@ def splice(
         pad_left: pad on the left; `None` pads where the caller did, left if nowhere.
     """
     columns, positions = [], []
+    # What stands in place of each row's placeholders, `[k, token_width]`.
     row_features: dict[str, list[torch.Tensor]] = {name: [] for name in MODALITIES.values()}
     for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
         keep = row.keep(kept_indices.to(row.columns.device))
         columns.append(row.columns[keep])
         positions.append(row.language_positions[:, keep])
-        for name, kept in _row_features(model, row, keep, tokens, features).items():
-            row_features[name].append(kept)
+        if any(span.line for span in row.spans):
+            tokens = _with_line_ends(model, row, keep & (row.types == VIDEO), tokens)
+        images = [features[IMAGE][span.index] for span in row.spans if span.modality == IMAGE]
+        row_features[MODALITIES[IMAGE]].append(join(images, tokens[:0]))
+        row_features[MODALITIES[VIDEO]].append(tokens)
 
     pad_left = bool(layout.mask[:, -1].all()) if pad_left is None else pad_left
     padded = pad_rows(columns, -1, pad_left)
@@ -415,14 +419,6 @@ def splice(
         qtsplus=qtsplus,
         selected={name: SelectedFeatures(pooler_output=tuple(rows)) for name, rows in row_features.items()},
     )
-
-
-def _row_features(model, row: PromptRow, keep, tokens, features: Features) -> dict[str, torch.Tensor]:
-    """What stands in place of a row's image and video placeholders, `[k, token_width]` each."""
-    if any(span.line for span in row.spans):
-        tokens = _with_line_ends(model, row, keep & (row.types == VIDEO), tokens)
-    images = [features[IMAGE][span.index] for span in row.spans if span.modality == IMAGE]
-    return {MODALITIES[IMAGE]: join(images, tokens[:0]), MODALITIES[VIDEO]: tokens}
 
 
 def _with_line_ends(model, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

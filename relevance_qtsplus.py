@@ -248,7 +248,8 @@ def log_relevance(
     block_size = block_size or max(1, 2**21 // rows)
     if reduction == "sum":
         return _of_blocks(_sum_over_rows, block_size, key_states, queries).log_softmax(0)
-    totals = _of_blocks(_sum_over_tokens, block_size, key_states, queries).logsumexp(-1, keepdim=True)
+    totals = _of_blocks(lambda *given: _scores(*given).logsumexp(-1, keepdim=True), block_size, key_states, queries)
+    totals = totals.logsumexp(-1, keepdim=True)
     reduce = _largest_of_rows if reduction == "max" else _sum_over_rows
     reduced = _of_blocks(reduce, block_size, key_states, queries, totals)
     return reduced if reduction == "max" else reduced - math.log(rows)
@@ -263,10 +264,6 @@ def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """`[kv_heads, heads / kv_heads * L, b]` of the `b` visual tokens of a block."""
     with torch.autocast(keys.device.type, enabled=False):
         return queries @ keys.to(queries.dtype).transpose(1, 2)
-
-
-def _sum_over_tokens(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    return _scores(keys, queries).logsumexp(-1, keepdim=True)
 
 
 def _sum_over_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Tensor | float = 0.0) -> torch.Tensor:

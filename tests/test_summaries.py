@@ -61,12 +61,12 @@ def test_where_nothing_changes_chapters_are_equal():
 def test_each_chapter_is_read_from_its_own_tokens_and_joined_with_its_times(loaded, films, monkeypatch):
     asked, joined = [], []
 
-    def answer(model, processor, videos, questions, **choice):
-        asked.append((videos, questions, choice))
-        return [SimpleNamespace(answer=f"part {len(asked)}", kept_tokens=2, visual_tokens=9)]
+    def answer(model, processor, rows, questions, **choice):
+        asked.extend((videos, [question], choice) for videos, question in zip(rows, questions, strict=True))
+        return [SimpleNamespace(answer=f"part {n + 1}", kept_tokens=2, visual_tokens=9) for n in range(len(rows))]
 
     monkeypatch.setattr(summaries, "answer_questions", answer)
-    monkeypatch.setattr(summaries, "_join", lambda model, processor, parts, writing: joined.append(parts) or "all")
+    monkeypatch.setattr(summaries, "_join", lambda model, processor, groups, writing: joined.extend(groups) or ["all"])
     session = session_of(loaded, films / "cut.mp4")
     summary = summarise(session, "What happens?", longest=6)
     assert [(one.start, one.end) for one in summary.chapters] == [(0, 5), (5, 10)], "the scenes change there"
@@ -88,29 +88,68 @@ def test_what_joins_reads_every_text_with_its_times(loaded, monkeypatch):
         model, "generate", lambda input_ids, **_: prompts.append(input_ids[0]) or SimpleNamespace(sequences=input_ids)
     )
     parts = [summaries.Chapter("a.mp4", 60.0 * n, 60.0 * n + 60, f"ball {n} <|im_end|>", 1, 2) for n in range(70)]
-    text = summaries._join(model, processor, [(one, one, one.text) for one in parts[:3]], {"max_new_tokens": 4})
+    (text,) = summaries._join(model, processor, [[(one, one, one.text) for one in parts[:3]]], {"max_new_tokens": 4})
     said = processor.tokenizer.decode(prompts[0])
     assert "a.mp4, 0:00 to 1:00: ball 0 <|im_end|>\na.mp4, 1:00 to 2:00: ball 1" in said and text == ""
     ends = int((prompts[0] == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")).sum())
     monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", 64)
     with pytest.raises(ValueError, match="texts of 70 chapters take .* the model has 64: ask for shorter"):
-        summaries._join(model, processor, [(one, one, one.text) for one in parts], {"max_new_tokens": 4})
+        summaries._join(model, processor, [[(one, one, one.text) for one in parts]], {"max_new_tokens": 4})
     assert ends <= 2, "what a chapter says ends no turn"
 
 
 def test_many_chapters_are_joined_in_groups(loaded, films, monkeypatch):
     groups = []
 
-    def join(model, processor, parts, writing):
-        groups.append(len(parts))
-        return "joined"
+    def join(model, processor, several, writing):
+        groups.extend(len(parts) for parts in several)
+        return ["joined"] * len(several)
 
     answer = SimpleNamespace(answer="x", kept_tokens=1, visual_tokens=9)
-    monkeypatch.setattr(summaries, "answer_questions", lambda *_, **__: [answer])
+    monkeypatch.setattr(summaries, "answer_questions", lambda *given, **_: [answer] * len(given[3]))
     monkeypatch.setattr(summaries, "_join", join)
     monkeypatch.setattr(summaries, "TOGETHER", 4)
     summary = summarise(session_of(loaded, films / "cut.mp4"), longest=1)
     assert len(summary.chapters) == 10 and groups == [4, 4, 2, 3] and summary.text == "joined"
+
+
+def counting(monkeypatch):
+    """How many chapters, and how many groups of texts, are read at a time."""
+    read, joined = [], []
+    answer, join = summaries.answer_questions, summaries._join
+    monkeypatch.setattr(
+        summaries, "answer_questions", lambda *all, **more: read.append(len(all[3])) or answer(*all, **more)
+    )
+    monkeypatch.setattr(summaries, "_join", lambda *all: joined.append(len(all[2])) or join(*all))
+    return read, joined
+
+
+def test_chapters_that_are_read_side_by_side_say_what_each_says_alone(loaded, films, monkeypatch):
+    monkeypatch.setattr(summaries, "TOGETHER", 3)
+    session = session_of(loaded, films / "cut.mp4", films / "short.mp4")
+    given = {"longest": 0.7, "max_new_tokens": 6}
+    read, joined = counting(monkeypatch)
+    together = summarise(session, **given)
+    assert read == [10, 3] and joined[0] == 5
+    tokens = together.chapters[0].kept_tokens
+    for most, sizes in ((3 * tokens, [3, 3, 3, 1, 3]), (1, [1] * 13)):
+        read.clear()
+        monkeypatch.setattr(summaries, "AT_ONCE", most)
+        assert summarise(session, **given) == together and read == sizes
+    monkeypatch.setattr(summaries, "AT_ONCE", 8192)
+    for size in (1, 4):
+        read.clear()
+        monkeypatch.setattr(summaries, "SIDE_BY_SIDE", size)
+        assert summarise(session, **given) == together and max(read) == size
+
+
+def test_what_generates_for_one_prompt_only_reads_chapter_by_chapter(loaded, films, monkeypatch):
+    session = session_of(loaded, films / "cut.mp4")
+    read, joined = counting(monkeypatch)
+    given = {"longest": 1, "max_new_tokens": 4, "selection": "all"}
+    plain = summarise(session, **given)
+    assert summarise(session, prompt_lookup_num_tokens=2, **given).chapters == plain.chapters
+    assert read == [10] + [1] * 10 and joined == [1, 1]
 
 
 @pytest.mark.parametrize("names", [["cut"], ["short", "still"], ["frame"]])
@@ -151,6 +190,8 @@ def test_a_library_is_summarised_as_a_session_is_and_an_empty_one_is_refused(loa
         ({"selection": "best"}, "selection='best'"),
         ({"names": ["none.mp4"]}, "not all of these"),
         ({"retention": 2.0}, "retention=2.0"),
+        ({"retention": "all"}, "retention='all'"),
+        ({"max_visual_tokens": "9"}, "max_visual_tokens='9'"),
     ],
 )
 def test_bad_arguments_are_named(loaded, films, given, said):

@@ -447,3 +447,17 @@ def test_evidence_of_a_variable_rate_is_on_the_players_clock(loaded, tmp_path, l
             right += seen.start - late < thing.vanishes_at and seen.end - late > thing.appears_at
             assert late <= answer.evidence[0].start < answer.evidence[0].end <= late + 8.1
     assert total >= 3 and right == total
+
+
+def test_questions_about_videos_of_their_own_are_answered_as_alone(loaded, both):
+    """One row about one video, one about two, one about another."""
+    front, back = both.videos.values()
+    rows = [{"front": front}, {"front": front, "back": back}, {"back": back}]
+    together = answers.answer_questions(*loaded, rows, QUESTIONS[:3], max_visual_tokens=7, **SHORT)
+    for own, question, answer in zip(rows, QUESTIONS, together, strict=False):
+        (alone,) = answers.answer_questions(*loaded, own, [question], max_visual_tokens=7, **SHORT)
+        assert same(answer, alone) and list(answer.keep_maps) == [*own] and answer.video == alone.video
+    with pytest.raises(ValueError, match="videos for 3 of 2 questions; expected some for each"):
+        answers.answer_questions(*loaded, rows, QUESTIONS[:2])
+    with pytest.raises(ValueError, match="no video to ask about"):
+        answers.answer_questions(*loaded, [rows[0], {}], QUESTIONS[:2])

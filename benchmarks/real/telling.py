@@ -32,7 +32,7 @@ from .world import Pictures
 
 PROMPT = "Summarise the video."
 PARTS = 8  # crowds in which no name comes twice
-FILMS = {"32 s": (0.5, 4), "10 min": (9, 1), "60 min": (56, 1)}  # how many times [`PARTS`] crowds, and how many films
+FILMS = {"32 s": (0.5, 4), "10 min": (9, 4), "60 min": (56, 3)}  # how many times [`PARTS`] crowds, and how many films
 CHAPTER = 8.0  # seconds at most, or as many more as leave a token for each chapter
 TOLD = [name for name in WAYS if name not in ("temporal redundancy", "diversity, spread")]
 SEED = 40_000  # of films that nothing else shows
@@ -160,7 +160,7 @@ def run_telling(work: Path, folder: str, out: Path, lengths: list[str], budgets:
                 "chapters": len(list(chapter_steps(film.video, CHAPTER))),
                 "tokens": tokens,
             }
-            for budget in (int(size) for size in budgets if size < tokens / 2):
+            for budget in (int(size) for size in budgets if size < tokens):
                 for way in WAYS:
                     note(f"{name}: {way}, {budget} kept", film.kept, way, budget)
                 for way in TOLD:

@@ -15,17 +15,7 @@ from .evidence import Interval, evidence_intervals, keep_maps
 from .layout_qtsplus import lay_out
 from .methods_qtsplus import Method, check_budget
 from .mixin_qtsplus import choose
-from .prompt_qtsplus import (
-    IMAGE,
-    TEXT,
-    VIDEO,
-    CompactPrompt,
-    Layout,
-    SelectionInputs,
-    VisualInputs,
-    splice,
-    take_inputs,
-)
+from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, SelectionInputs, VisualInputs, splice, take_inputs
 from .recall import Remembered, narrowed
 from .selector_qtsplus import kept_count
 from .settings import check_count
@@ -78,7 +68,7 @@ class Answer:
 def answer_questions(
     model: Any,
     processor: Any,
-    videos: Mapping[str, EncodedVideo],
+    videos: Mapping[str, EncodedVideo] | Sequence[Mapping[str, EncodedVideo]],
     questions: Sequence[str],
     *,
     queries: Sequence[str] = (),
@@ -91,10 +81,10 @@ def answer_questions(
     **generation: Any,
 ) -> list[Answer]:
     """
-    Answers questions about the same videos, whose tokens compete for one budget, in one batch.
+    Answers questions about videos, whose tokens compete for one budget, in one batch.
 
     Args:
-        videos: by name; the names stand in the prompt where there are several.
+        videos: by name; the names stand in the prompt where there are several. Or those of each question, in a list.
         questions: each a row of the batch, with a budget of its own.
         queries: what to select by, for each question, where that is not the question itself.
         turns: what was asked and answered before, in turn, in one conversation with each of the questions. The oldest
@@ -118,29 +108,33 @@ def answer_questions(
         raise ValueError(f"turns={turns!r}; expected a list of questions and their answers, in turn.")
     for text in turns:
         check_text("turn", text)
-    if not videos:
+    rows = [videos] * len(questions) if isinstance(videos, Mapping) else videos
+    if len(rows) != len(questions):
+        raise ValueError(f"Got videos for {len(rows)} of {len(questions)} questions; expected some for each.")
+    if not all(rows):
         raise ValueError("There is no video to ask about; add one.")
-    check_subtitles(subtitles, videos)
+    for own in rows:
+        check_subtitles(subtitles, own)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     check_budget(selection or model.config.qtsplus_config.selection, [retention], 1, max_visual_tokens)
-    if len(questions) > 1 and _remembered(videos):
+    if len(questions) > 1 and any(map(_remembered, rows)):
         raise ValueError(f"Got {len(questions)} questions to a stream; expected one, which has positions of its own.")
     options = generation_options(model, generation, max_new_tokens)
-    conversation = (model, processor, videos, questions, queries, turns, choice, options)
+    conversation = (model, processor, rows, questions, queries, turns, choice, options)
     prompts = _lay_out(*conversation)
     compact = _shorten(model, prompts)
     if subtitles:
         kept = [prompts.place(indices) for indices in compact.qtsplus.kept_indices or ()]
-        captions = [near(indices, videos, processor, subtitles) for indices in kept]
+        captions = [near(indices, own, processor, subtitles) for indices, own in zip(kept, rows, strict=True)]
         prompts = _lay_out(*conversation, captions)
         compact = _shorten(model, prompts)
     output = model.generate_from(compact, **options)
     timings = options["streamer"].timings()
     new_ids = output.sequences[:, prompts.inputs["input_ids"].shape[1] :]
-    unheard = any(video.sound and not (subtitles and video.subtitles) for video in videos.values())
     answers = []
-    for row, ids in enumerate(new_ids):
-        answer = _make_answer(model, processor, videos, prompts, ids, compact.qtsplus, row)
+    for row, (ids, own) in enumerate(zip(new_ids, rows, strict=True)):
+        unheard = any(video.sound and not (subtitles and video.subtitles) for video in own.values())
+        answer = _make_answer(model, processor, own, prompts, ids, compact.qtsplus, row)
         answers.append(replace(answer, timings=timings, unheard=unheard))
     return answers
 
@@ -164,7 +158,7 @@ class _Prompts:
 def _lay_out(
     model: Any,
     processor: Any,
-    videos: Mapping[str, EncodedVideo],
+    rows: Sequence[Mapping[str, EncodedVideo]],
     questions: Sequence[str],
     queries: Sequence[str],
     turns: Sequence[str],
@@ -175,17 +169,17 @@ def _lay_out(
     """The prompts, without the oldest turns if the model has no positions for them; `ValueError` if still not."""
     most, new_tokens, left_out = model.config.get_text_config().max_position_embeddings, options["max_new_tokens"], 0
     while True:
-        inputs = prompt_inputs(processor, videos, questions, turns[left_out:], model.device, captions, queries)
+        inputs = prompt_inputs(processor, rows, questions, turns[left_out:], model.device, captions, queries)
         options["streamer"].start()
         visual, selection = take_inputs({**inputs, **choice})
         layout, places = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]), None
-        if remembered := _remembered(videos):
+        if remembered := _remembered(rows[0]):  # the only question
             layout, places = narrowed(model, layout, remembered, new_tokens)
         excess = positions_needed(model, layout, selection, new_tokens) - most
         if excess <= 0:
             break
         if left_out == len(turns):
-            text = max(int((row.types == TEXT).sum()) for row in layout.rows)
+            text = max(len(row.columns) - len(row.candidates) for row in layout.rows)
             raise ValueError(
                 f"The prompt takes {excess + most} positions, and the model has {most}: {text} are for text, "
                 f"{new_tokens} for the answer (max_new_tokens), and the rest for the videos. Ask in fewer words, for a "
@@ -293,7 +287,7 @@ def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
 
 def prompt_inputs(
     processor: Any,
-    videos: Mapping[str, EncodedVideo],
+    videos: Mapping[str, EncodedVideo] | Sequence[Mapping[str, EncodedVideo]],
     questions: Sequence[str],
     turns: Sequence[str] = (),
     device: Any = "cpu",
@@ -301,23 +295,25 @@ def prompt_inputs(
     queries: Sequence[str] = (),
 ) -> dict[str, Any]:
     """
-    The model's inputs for questions about the same videos, a row for each; with a text in front of each question.
+    The model's inputs for questions about videos, a row for each; with a text in front of each question.
 
     All videos stand in front of the first text. Of several, each has its name in front; only the question's own words
     then say which tokens are kept.
     """
-    seen: list[dict[str, Any]] = []
-    for name in videos:
-        seen += [{"type": "text", "text": f"{name}: "}] * (len(videos) > 1) + [{"type": "video"}]
-    rows, encoded = [], [*videos.values()] * len(questions)
-    for question, caption in zip_longest(questions, captions):
+    rows, several, encoded = [], False, list[EncodedVideo]()
+    of_each = [videos] * len(questions) if isinstance(videos, Mapping) else videos
+    for question, caption, own in zip_longest(questions, captions, of_each):
+        seen, several = list[dict[str, Any]](), several or len(own) > 1
+        for name, video in own.items():
+            seen += [{"type": "text", "text": f"{name}: "}] * (len(own) > 1) + [{"type": "video"}]
+            encoded.append(video)
         texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
         texts[-1] = [{"type": "text", "text": caption}] * bool(caption) + texts[-1]
         texts[0] = seen + texts[0]
         rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
     grids, metadata = torch.cat([video.video_grid_thw for video in encoded]), [video.metadata for video in encoded]
     # Where nothing else stands in the last turn, it is the question.
-    apart = queries or any(captions) or (len(videos) > 1 and not turns)
+    apart = queries or any(captions) or (several and not turns)
     query = {"query": list(queries or questions)} if apart else {}
     inputs = processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **query)
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]

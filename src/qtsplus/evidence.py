@@ -86,7 +86,9 @@ def evidence_intervals(
     intervals = []
     maps = zip(token_maps(strong, grids), token_maps(weights, grids), second_per_grid_ts, strict=False)
     for video, (is_strong, weight, seconds) in enumerate(maps):
-        for first, last in _runs(is_strong.any(2).any(1).tolist()):
+        flags = is_strong.any(2).any(1).tolist()
+        for run in (list(run) for flag, run in itertools.groupby(range(len(flags)), flags.__getitem__) if flag):
+            first, last = run[0], run[-1]
             steps = slice(first, last + 1)
             if weight[steps].max() < sure:
                 continue
@@ -111,9 +113,3 @@ def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
         groups.append(group)
     rows, columns = zip(*max(groups, key=lambda group: sum(own[y][x] for y, x in group)), strict=True)
     return min(columns) / width, min(rows) / height, (max(columns) + 1) / width, (max(rows) + 1) / height
-
-
-def _runs(flags: list[bool]) -> list[tuple[int, int]]:
-    """First and last position of every run of True."""
-    groups = (list(group) for flag, group in itertools.groupby(range(len(flags)), flags.__getitem__) if flag)
-    return [(group[0], group[-1]) for group in groups]

@@ -135,13 +135,9 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
 
 def _open(video: EncodedVideo, indices: Sequence[int]) -> VideoFile:
     """The video's frames of these indices at its own rate, in order."""
-
-    def choose(total: int, fps: float) -> np.ndarray:
-        return np.clip(indices, 0, total - 1)
-
     if not Path(video.video).is_dir():
         end = video.start + video.length - 0.5 / video.metadata.fps
-        return open_video(video.video, choose, (video.start, end))
+        return open_video(video.video, lambda total, _: np.clip(indices, 0, total - 1), (video.start, end))
     folder = open_folder(video.video, video.metadata.fps)
     return replace(folder, decode=lambda: _pick(folder, indices))
 

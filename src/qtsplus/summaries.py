@@ -11,7 +11,7 @@ from rich.progress import track
 
 from .answers import MAX_NEW_TOKENS, answer_questions, check_question, generation_options
 from .library import Library, clock
-from .methods_qtsplus import Method
+from .methods_qtsplus import Method, check_budget
 from .output import printable
 from .ranking import Piece
 from .session import VideoSession
@@ -21,6 +21,9 @@ from .videos import EncodedVideo
 
 JOIN = "These are parts of a video in their order, with their times. Tell what happens in all of them together."
 TOGETHER = 32  # parts that are joined at a time
+SIDE_BY_SIDE = 16  # prompts that the language model reads at a time, at most
+AT_ONCE = 8192  # their tokens, of which a longer prompt is read alone
+ALONE = {"streamer", "assistant_model", "prompt_lookup_num_tokens"}  # what `generate` takes for one prompt only
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class Chapter:
     text: str
     kept_tokens: int
     visual_tokens: int
+
+
+Part = tuple[Chapter, Chapter, str]  # from the begin of one to the end of another, and what is said of it
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def summarise(
 ) -> Summary:
     """
     Summarises the videos of a session or of a library: chapter by chapter, which the model then joins. Memory holds one
-    film's features at a time, and the language model reads one chapter.
+    film's features at a time, and the language model reads up to 16 chapters of 8,192 kept tokens in all, or one.
 
     Args:
         prompt: what is asked of each chapter.
@@ -83,6 +89,7 @@ def summarise(
     require_positive("longest", longest)
     check_question(model, processor, prompt)
     check_count("max_new_tokens", max_new_tokens, "tokens")
+    check_budget(selection, [retention], 1, max_visual_tokens)
     names = about.names if names is None else names
     if not names or not {*names} <= {*about.names}:
         raise ValueError(f"names={show(names)}: there is no video to summarise, or not all of these.")
@@ -96,15 +103,19 @@ def summarise(
         film = about.film(name) if isinstance(about, Library) else about.videos[name]
         frames, seconds, unheard = frames + film.frames, seconds + film.length, unheard or film.sound
         warnings += [warning for warning in film.warnings if warning not in warnings]
-        for first, last in chapter_steps(film, longest):
-            part = Piece(name, first, last, 0.0).cut(film)
-            (answer,) = answer_questions(model, processor, {name: part}, [prompt], **choice, **writing)
-            start, end = film.span(first, last)
-            chapters.append(Chapter(name, start, end, answer.answer, answer.kept_tokens, answer.visual_tokens))
+        edges, a_step = list(chapter_steps(film, longest)), len(film.features) / film.count * (retention or 1)
+        sizes = [min((last - first) * a_step, max_visual_tokens or AT_ONCE) for first, last in edges]
+        for group in _side_by_side(edges, sizes, writing):
+            videos = [{name: Piece(name, first, last, 0.0).cut(film)} for first, last in group]
+            answers = answer_questions(model, processor, videos, [prompt] * len(group), **choice, **writing)
+            for steps, one in zip(group, answers, strict=True):
+                chapters.append(Chapter(name, *film.span(*steps), one.answer, one.kept_tokens, one.visual_tokens))
     parts = [(one, one, one.text) for one in chapters]
     while len(parts) > 1:
         groups = [parts[start : start + TOGETHER] for start in range(0, len(parts), TOGETHER)]
-        parts = [(group[0][0], group[-1][1], _join(model, processor, group, writing)) for group in groups]
+        few = _side_by_side(groups, [len(group) * max_new_tokens for group in groups], writing)
+        texts = [text for some in few for text in _join(model, processor, some, writing)]
+        parts = [(group[0][0], group[-1][1], text) for group, text in zip(groups, texts, strict=True)]
     return Summary(parts[0][2], chapters, warnings, frames, seconds, unheard)
 
 
@@ -127,21 +138,35 @@ def chapter_steps(film: EncodedVideo, longest: float) -> Iterator[tuple[int, int
     return parted(0, len(edges) - 1)
 
 
+def _side_by_side(items: Sequence[Any], sizes: Sequence[float], writing: dict[str, Any]) -> Iterator[list[Any]]:
+    """Items in their order, as many at a time as the language model may read, padded to the longest."""
+    most = 1 if ALONE & {*writing} else SIDE_BY_SIDE
+    group, longest = list[Any](), 0.0
+    for item, size in zip(items, sizes, strict=True):
+        if group and (len(group) == most or max(longest, size) * (len(group) + 1) > AT_ONCE):
+            yield group
+            group, longest = [], 0.0
+        group, longest = [*group, item], max(longest, size)
+    yield group
+
+
 @torch.no_grad()
-def _join(model: Any, processor: Any, parts: list[tuple[Chapter, Chapter, str]], writing: dict[str, Any]) -> str:
-    """One text of the texts of some stretches, from the begin of one chapter to the end of another."""
-    lines = []
-    for first, last, text in parts:
-        until = f"{clock(last.end)}" if first.video == last.video else f"{printable(last.video)}, {clock(last.end)}"
-        lines.append(f"{printable(first.video)}, {clock(first.start)} to {until}: {text}")
-    content = [{"type": "text", "text": "\n".join([JOIN, *lines])}]
-    inputs = processor.conversation_inputs([[{"role": "user", "content": content}]]).to(model.device)
+def _join(model: Any, processor: Any, groups: list[list[Part]], writing: dict[str, Any]) -> list[str]:
+    """Of each group of stretches, from the begin of one chapter to the end of another, one text of their texts."""
+    asked = []
+    for parts in groups:
+        lines = [JOIN]
+        for first, last, text in parts:
+            until = clock(last.end) if first.video == last.video else f"{printable(last.video)}, {clock(last.end)}"
+            lines.append(f"{printable(first.video)}, {clock(first.start)} to {until}: {text}")
+        asked.append([{"role": "user", "content": [{"type": "text", "text": "\n".join(lines)}]}])
+    inputs = processor.conversation_inputs(asked).to(model.device)
     options = generation_options(model, writing, writing["max_new_tokens"])
     length, room = inputs["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
     if length + writing["max_new_tokens"] > room:
         raise ValueError(
-            f"The texts of {len(parts)} chapters take {length} positions, and the model has {room}: ask for shorter "
-            "ones (max_new_tokens), or for longer chapters (longest)."
+            f"The texts of {max(map(len, groups))} chapters take {length} positions, and the model has {room}: ask for "
+            "shorter ones (max_new_tokens), or for longer chapters (longest)."
         )
-    ids = model.generate(**inputs, **options).sequences[0, length:]
-    return processor.tokenizer.decode(ids, skip_special_tokens=True).strip()
+    ids = model.generate(**inputs, **options).sequences[:, length:]
+    return [text.strip() for text in processor.tokenizer.batch_decode(ids, skip_special_tokens=True)]

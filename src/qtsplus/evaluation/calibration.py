@@ -149,18 +149,15 @@ def measure_recalls(
     """
     recalls: dict[AttentionChoice, list[Recall]] = {}
     for attention, shown in _attention_by_head(model, dataset, questions, positions, progress):
-        for choice in choices or _single(attention, positions):
+        heads = [(layer, head) for layer, weights in attention.items() for head in range(len(weights))]
+        single = [AttentionChoice(layers=(layer,), positions=positions) for layer in attention]
+        single += [AttentionChoice(heads=(pair,), positions=positions) for pair in heads]
+        for choice in choices or single:
             layers = choice.chosen_layers
             names = attention if layers is None else layers
             parts = [attention[layer][choice.of_layer(layer) or slice(None)] for layer in names]
             recalls.setdefault(choice, []).append(_recall(torch.cat(parts).sum(0), shown))
     return {choice: Recall(*np.mean(row, axis=0).tolist()) for choice, row in recalls.items()}
-
-
-def _single(attention: Mapping[int, torch.Tensor], positions: str) -> list[AttentionChoice]:
-    heads = [(layer, head) for layer, weights in attention.items() for head in range(len(weights))]
-    layers = [AttentionChoice(layers=(layer,), positions=positions) for layer in attention]
-    return layers + [AttentionChoice(heads=(pair,), positions=positions) for pair in heads]
 
 
 @torch.no_grad()
