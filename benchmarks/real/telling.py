@@ -22,6 +22,7 @@ from qtsplus.results import write_json
 from qtsplus.summaries import Summary, chapter_steps, summarise
 from qtsplus.videos import EncodedVideo
 
+from ..intervals import share_interval
 from ..studies.coverage import BUDGETS, WAYS, seen_events
 from ..world.clip import write_mp4
 from ..world.scene import FPS
@@ -35,6 +36,7 @@ PARTS = 8  # crowds in which no name comes twice
 FILMS = {"32 s": (0.5, 4), "10 min": (9, 4), "60 min": (56, 3)}  # how many times [`PARTS`] crowds, and how many films
 CHAPTER = 8.0  # seconds at most, or as many more as leave a token for each chapter
 TOLD = [name for name in WAYS if name not in ("temporal redundancy", "diversity, spread")]
+SHOWN = ("told", "order", "invented", "names in the joined text")
 SEED = 40_000  # of films that nothing else shows
 Event = tuple[str, np.ndarray]  # a name, and the tokens `[n]` that show it
 
@@ -169,6 +171,36 @@ def run_telling(work: Path, folder: str, out: Path, lengths: list[str], budgets:
                 note(f"{name}: all told", film.summarised, selection="all")
 
 
+def tables(result: dict[str, Any]) -> Iterator[str]:
+    """Of each length a table in Markdown: per cent, and of several films their interval."""
+    for length in FILMS:
+        films = [name for name in result if re.fullmatch(rf"{length}, \d+", name)]
+        if not films:
+            continue
+        shares = [f"{size:,}: {what}" for size in BUDGETS for what in ("kept", *SHOWN)]
+        yield f"\n{length}, {len(films)} films, {sum(result[name]['events'] for name in films):,} events\n"
+        yield "\n".join([f"| kept by | {' | '.join(shares)} |", f"|---|{'---:|' * len(shares)}"])
+        for way in TOLD:
+            cells = []
+            for size in BUDGETS:
+                cells.append(_cell([result.get(f"{name}: {way}, {size} kept", [None])[0] for name in films]))
+                told = [result.get(f"{name}: {way}, {size} told", {}) for name in films]
+                cells += [_cell([one.get(what) for one in told]) for what in SHOWN]
+            yield f"| {way} | {' | '.join(cells)} |"
+        every = [result.get(f"{name}: all told", {}) for name in films]
+        yield f"all tokens: {', '.join(f'{what} {_cell([one.get(what) for one in every])}' for what in SHOWN)}"
+
+
+def _cell(values: list[float | None]) -> str:
+    """The mean of films, and its interval."""
+    if None in values:
+        return ""
+    found = share_interval(np.array(values, dtype=float), np.arange(len(values)))
+    if not found:
+        return f"{100 * float(values[0] or 0):.0f}"
+    return f"{100 * found['mean']:.0f} [{100 * found['low']:.0f}, {100 * found['high']:.0f}]"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
@@ -179,6 +211,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     run_telling(given.work, given.model, given.out, given.film or list(FILMS), given.budget or [*BUDGETS, math.inf])
+    print(*tables(json.loads(given.out.read_text(encoding="utf-8"))), sep="\n")
 
 
 if __name__ == "__main__":
