@@ -93,8 +93,10 @@ class Shelf(MCPServer):
     ) -> dict[str, Any]:
         """The videos by name, when each begins and how long it is; how many there are; some that answer nothing yet."""
         names = [shown for shown in self.names if text.lower() in shown.lower()]
-        videos, missing = await self._work(self._describe, names[first : first + count]), self.library.missing
-        return {"videos": videos, "of": len(names), "not_encoded_yet": [*map(printable, missing[:MAX_CALLS])]}
+        shown, library = names[first : first + count], self.library
+        films = await self._work(lambda: {name: library.stored(self.names[name]) for name in shown})
+        videos = [{"video": name, "start": film.start, "seconds": film.length} for name, film in films.items()]
+        return {"videos": videos, "of": len(names), "not_encoded_yet": [*map(printable, library.missing[:MAX_CALLS])]}
 
     async def find_moments(self, question: Question, videos: Videos = [], count: ResultCount = 5) -> dict[str, Any]:  # noqa: B006
         """The moments that matter most for a question, best first: video, seconds, and place in the frame."""
@@ -145,10 +147,6 @@ class Shelf(MCPServer):
 
     def _chosen(self, videos: list[str]) -> list[str] | None:
         return [self._name(video) for video in videos] or None
-
-    def _describe(self, names: list[str]) -> list[dict[str, Any]]:
-        films = {shown: self.library.stored(self.names[shown]) for shown in names}
-        return [{"video": shown, "start": film.start, "seconds": film.length} for shown, film in films.items()]
 
     def _picture(self, name: str, seconds: float, side: int) -> Image:
         picture, file = Picture.fromarray(frame_at(self.library.film(name), seconds)), io.BytesIO()

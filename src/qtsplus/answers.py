@@ -193,10 +193,7 @@ def _lay_out(
 
 
 def positions_needed(model: Any, layout: Layout, selection: SelectionInputs, new_tokens: int) -> int:
-    """
-    How many positions the longest prompt of a batch takes, with its answer; of the visual tokens those that may be
-    kept.
-    """
+    """How many positions a batch's longest prompt takes with its answer, of the visual tokens all that may stay."""
     config, needed = model.config.qtsplus_config, []
     for row in layout.rows:
         position = row.language_positions

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from .answers import MAX_NEW_TOKENS, answer_questions, check_question, generation_options
 from .library import Library, clock
@@ -99,17 +99,20 @@ def summarise(
     writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, **generation}
     chapters, warnings = [], [*about.warnings] if isinstance(about, Library) else []
     frames, seconds, unheard = 0, 0.0, False
-    for name in track(names, "Summarising", console=Console(stderr=True), disable=not progress):
-        film = about.film(name) if isinstance(about, Library) else about.videos[name]
-        frames, seconds, unheard = frames + film.frames, seconds + film.length, unheard or film.sound
-        warnings += [warning for warning in film.warnings if warning not in warnings]
-        edges, a_step = list(chapter_steps(film, longest)), len(film.features) / film.count * (retention or 1)
-        sizes = [min((last - first) * a_step, max_visual_tokens or AT_ONCE) for first, last in edges]
-        for group in _side_by_side(edges, sizes, writing):
-            videos = [{name: Piece(name, first, last, 0.0).cut(film)} for first, last in group]
-            answers = answer_questions(model, processor, videos, [prompt] * len(group), **choice, **writing)
-            for steps, one in zip(group, answers, strict=True):
-                chapters.append(Chapter(name, *film.span(*steps), one.answer, one.kept_tokens, one.visual_tokens))
+    with Progress(console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task("Summarising", total=len(names))
+        for name in names:
+            film = about.film(name) if isinstance(about, Library) else about.videos[name]
+            frames, seconds, unheard = frames + film.frames, seconds + film.length, unheard or film.sound
+            warnings += [warning for warning in film.warnings if warning not in warnings]
+            edges, a_step = list(chapter_steps(film, longest)), len(film.features) / film.count * (retention or 1)
+            sizes = [min((last - first) * a_step, max_visual_tokens or AT_ONCE) for first, last in edges]
+            for group in _side_by_side(edges, sizes, writing):
+                videos = [{name: Piece(name, first, last, 0.0).cut(film)} for first, last in group]
+                answers = answer_questions(model, processor, videos, [prompt] * len(group), **choice, **writing)
+                for steps, one in zip(group, answers, strict=True):
+                    chapters.append(Chapter(name, *film.span(*steps), one.answer, one.kept_tokens, one.visual_tokens))
+                bar.advance(task, len(group) / len(edges))
     parts = [(one, one, one.text) for one in chapters]
     while len(parts) > 1:
         groups = [parts[start : start + TOGETHER] for start in range(0, len(parts), TOGETHER)]
