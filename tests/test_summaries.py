@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 import qtsplus.summaries as summaries
@@ -13,6 +14,7 @@ from clips import make_world, render_world, write_mp4
 from qtsplus import Library, VideoSession, summarise
 from qtsplus.cli import app
 from qtsplus.indexing import index
+from qtsplus.stream import Stream
 from qtsplus.summaries import chapter_steps
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -93,7 +95,7 @@ def test_what_joins_reads_every_text_with_its_times(loaded, monkeypatch):
     assert "a.mp4, 0:00 to 1:00: ball 0 <|im_end|>\na.mp4, 1:00 to 2:00: ball 1" in said and text == ""
     ends = int((prompts[0] == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")).sum())
     monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", 64)
-    with pytest.raises(ValueError, match="texts of 70 chapters take .* the model has 64: ask for shorter"):
+    with pytest.raises(ValueError, match="texts of 70 chapters take .* joins them 4; the model has 64: ask for less"):
         summaries._join(model, processor, [[(one, one, one.text) for one in parts]], {"max_new_tokens": 4})
     assert ends <= 2, "what a chapter says ends no turn"
 
@@ -131,7 +133,7 @@ def test_chapters_that_are_read_side_by_side_say_what_each_says_alone(loaded, fi
     read, joined = counting(monkeypatch)
     together = summarise(session, **given)
     assert read == [10, 3] and joined[0] == 5
-    tokens = together.chapters[0].kept_tokens
+    tokens = together.chapters[0].kept_tokens + len(loaded[1].text_ids("Summarise the video."))
     for most, sizes in ((3 * tokens, [3, 3, 3, 1, 3]), (1, [1] * 13)):
         read.clear()
         monkeypatch.setattr(summaries, "AT_ONCE", most)
@@ -143,13 +145,36 @@ def test_chapters_that_are_read_side_by_side_say_what_each_says_alone(loaded, fi
         assert summarise(session, **given) == together and max(read) == size
 
 
-def test_what_generates_for_one_prompt_only_reads_chapter_by_chapter(loaded, films, monkeypatch):
+@pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 2}, {"min_length": 9}, {"max_time": 60.0}])
+def test_what_generates_for_one_prompt_only_reads_chapter_by_chapter(loaded, films, monkeypatch, option):
     session = session_of(loaded, films / "cut.mp4")
     read, joined = counting(monkeypatch)
     given = {"longest": 1, "max_new_tokens": 4, "selection": "all"}
     plain = summarise(session, **given)
-    assert summarise(session, prompt_lookup_num_tokens=2, **given).chapters == plain.chapters
-    assert read == [10] + [1] * 10 and joined == [1, 1]
+    assert read == [10] and joined == [1]
+    alone = summarise(session, **option, **given)
+    assert alone.chapters == plain.chapters and read == [10] + [1] * 10 and joined == [1, 1]
+    config = GenerationConfig(**option, max_new_tokens=4)
+    assert summarise(session, longest=1, selection="all", generation_config=config).chapters == alone.chapters
+    ((name, value),) = option.items()
+    monkeypatch.setattr(loaded[0].generation_config, name, value)
+    assert summarise(session, **given).chapters == alone.chapters and read == [10] + [1] * 30
+
+
+def test_a_long_prompt_leaves_room_for_fewer_chapters(loaded, films, monkeypatch):
+    read, _ = counting(monkeypatch)
+    summarise(session_of(loaded, films / "cut.mp4"), "What happens here? " * 400, longest=1, max_new_tokens=1)
+    assert max(read) < 6 and sum(read) == 10
+
+
+def test_what_a_stream_remembers_is_not_summarised(loaded, films):
+    stream = Stream(*loaded, memory_tokens=40)
+    stream.append(np.zeros((4, 56, 56, 3), dtype=np.uint8), [0.0, 0.5, 1.0, 1.5])
+    session = session_of(loaded, films / "frame.mp4")
+    session.add(next(iter(stream.videos().values())), "camera")
+    with pytest.raises(ValueError, match="What a stream remembers has no chapters"):
+        summarise(session)
+    assert len(summarise(session, names=["frame.mp4"], max_new_tokens=1).chapters) == 1
 
 
 @pytest.mark.parametrize("names", [["cut"], ["short", "still"], ["frame"]])
@@ -188,9 +213,15 @@ def test_a_library_is_summarised_as_a_session_is_and_an_empty_one_is_refused(loa
         ({"prompt": " "}, "question is empty"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"selection": "best"}, "selection='best'"),
-        ({"names": ["none.mp4"]}, "not all of these"),
+        ({"names": ["none.mp4"]}, "no video to summarise; expected a list, some of .*frame.mp4"),
         ({"retention": 2.0}, "retention=2.0"),
         ({"retention": "all"}, "retention='all'"),
+        ({"names": 5}, "names=5: no video to summarise; expected a list"),
+        ({"names": "frame.mp4"}, "expected a list, some of .*frame.mp4"),
+        ({"names": [["frame.mp4"]]}, "expected a list, some of"),
+        ({"turns": ["a", "b"], "queries": ["c"]}, "Got turns, queries for a summary"),
+        ({"past_key_values": None}, "Got past_key_values for a summary"),
+        ({"generation_config": {"max_new_tokens": 3}}, "generation_config={'max_new_tokens': 3}; expected"),
         ({"max_visual_tokens": "9"}, "max_visual_tokens='9'"),
     ],
 )

@@ -461,3 +461,6 @@ def test_questions_about_videos_of_their_own_are_answered_as_alone(loaded, both)
         answers.answer_questions(*loaded, rows, QUESTIONS[:2])
     with pytest.raises(ValueError, match="no video to ask about"):
         answers.answer_questions(*loaded, [rows[0], {}], QUESTIONS[:2])
+    for queries in ("ab", [1, 2], iter(["a", "b"])):
+        with pytest.raises(ValueError, match="quer.*expected a "):
+            answers.answer_questions(*loaded, rows[0], QUESTIONS[:2], queries=queries)

@@ -8,6 +8,7 @@ from math import ceil, floor, prod
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from .encoding_qtsplus import encode_visual
@@ -106,15 +107,16 @@ def answer_questions(
         check_question(model, processor, question)
     if not isinstance(turns, (list, tuple)) or len(turns) % 2:
         raise ValueError(f"turns={turns!r}; expected a list of questions and their answers, in turn.")
-    for text in turns:
-        check_text("turn", text)
+    if not isinstance(queries, (list, tuple)):
+        raise ValueError(f"queries={queries!r}; expected a list of texts, one for each question.")
+    for what, text in [*(("turn", text) for text in turns), *(("query", text) for text in queries)]:
+        check_text(what, text)
     rows = [videos] * len(questions) if isinstance(videos, Mapping) else videos
     if len(rows) != len(questions):
         raise ValueError(f"Got videos for {len(rows)} of {len(questions)} questions; expected some for each.")
     if not all(rows):
         raise ValueError("There is no video to ask about; add one.")
-    for own in rows:
-        check_subtitles(subtitles, own)
+    check_subtitles(subtitles, [video for own in rows for video in own.values()])
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     check_budget(selection or model.config.qtsplus_config.selection, [retention], 1, max_visual_tokens)
     if len(questions) > 1 and any(map(_remembered, rows)):
@@ -124,18 +126,31 @@ def answer_questions(
     prompts = _lay_out(*conversation)
     compact = _shorten(model, prompts)
     if subtitles:
-        kept = [prompts.place(indices) for indices in compact.qtsplus.kept_indices or ()]
-        captions = [near(indices, own, processor, subtitles) for indices, own in zip(kept, rows, strict=True)]
+        places = [prompts.place(indices) for indices in compact.qtsplus.kept_indices or ()]
+        captions = [near(indices, own, processor, subtitles) for indices, own in zip(places, rows, strict=True)]
         prompts = _lay_out(*conversation, captions)
         compact = _shorten(model, prompts)
     output = model.generate_from(compact, **options)
-    timings = options["streamer"].timings()
-    new_ids = output.sequences[:, prompts.inputs["input_ids"].shape[1] :]
+    timings, new_ids = options["streamer"].timings(), output.sequences[:, prompts.inputs["input_ids"].shape[1] :]
+    chosen: Any = compact.qtsplus
     answers = []
     for row, (ids, own) in enumerate(zip(new_ids, rows, strict=True)):
-        unheard = any(video.sound and not (subtitles and video.subtitles) for video in own.values())
-        answer = _make_answer(model, processor, own, prompts, ids, compact.qtsplus, row)
-        answers.append(replace(answer, timings=timings, unheard=unheard))
+        relevance = chosen.relevance[row] if chosen.relevance else None  # none if the method computed none
+        if prompts.places is not None and relevance is not None and len(relevance):
+            grids = model.model.merged_grid(torch.cat([video.video_grid_thw for video in own.values()]))
+            relevance = torch.zeros(sum(map(prod, grids))).index_copy(0, prompts.places, relevance.float().cpu())
+        kept, merge_size = prompts.place(chosen.kept_indices[row]), processor.video_processor.merge_size
+        shown = shown_by(own, kept, relevance, merge_size, model.config.qtsplus_config)
+        answer = Answer(
+            answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
+            video=next(iter(own.values())).video if len(own) == 1 else ", ".join(own),
+            rho=float(chosen.rho[row]),
+            timings=timings,
+            seen=None if chosen.seen is None else float(chosen.seen[row]),
+            unheard=any(video.sound and not (subtitles and video.subtitles) for video in own.values()),
+            **{**shown, "warnings": shown["warnings"] + prompts.warnings},
+        )
+        answers.append(answer)
     return answers
 
 
@@ -216,32 +231,6 @@ def _shorten(model: Any, prompts: _Prompts) -> CompactPrompt:
         features = encode_visual(model.model, prompts.visual, layout.grids)
     selected, chosen = choose(model.model, layout, features, prompts.selection, sample_gate=False)
     return splice(model.model, layout, features, selected, chosen, pad_left=True)
-
-
-def _make_answer(
-    model: Any,
-    processor: Any,
-    videos: Mapping[str, EncodedVideo],
-    prompts: _Prompts,
-    ids: torch.Tensor,
-    chosen: Any,
-    row: int,
-) -> Answer:
-    """An answer, without its timings, from the ids that the model wrote and what was kept for one row."""
-    relevance = chosen.relevance[row] if chosen.relevance else None  # none if the method computed none
-    if prompts.places is not None and relevance is not None and len(relevance):
-        grids = model.model.merged_grid(torch.cat([video.video_grid_thw for video in videos.values()]))
-        relevance = torch.zeros(sum(map(prod, grids))).index_copy(0, prompts.places, relevance.float().cpu())
-    kept, merge_size = prompts.place(chosen.kept_indices[row]), processor.video_processor.merge_size
-    shown = shown_by(videos, kept, relevance, merge_size, model.config.qtsplus_config)
-    return Answer(
-        answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
-        video=next(iter(videos.values())).video if len(videos) == 1 else ", ".join(videos),
-        rho=float(chosen.rho[row]),
-        timings={},
-        seen=None if chosen.seen is None else float(chosen.seen[row]),
-        **{**shown, "warnings": shown["warnings"] + prompts.warnings},
-    )
 
 
 def shown_by(
@@ -349,6 +338,8 @@ def check_text(what: str, text: Any) -> str:
 def generation_options(model: Any, options: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
     """Those of `generate` for one answer to each question; a `ValueError` for several, and for beams."""
     given = options.get("generation_config")
+    if not isinstance(given, GenerationConfig | None):
+        raise ValueError(f"generation_config={given!r}; expected a GenerationConfig.")
     for name in ("num_return_sequences", "num_beams"):
         value = options.get(name) or getattr(given or model.generation_config, name, None) or 1
         if value != 1:

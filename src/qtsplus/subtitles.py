@@ -5,7 +5,7 @@ import io
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,12 +90,12 @@ def _lines(container: Any, track: Any) -> Iterator[Subtitle]:
                 yield Subtitle(start, end, text)
 
 
-def check_subtitles(most: int | None, videos: Mapping[str, "EncodedVideo"]) -> None:
+def check_subtitles(most: int | None, videos: Iterable["EncodedVideo"]) -> None:
     """A `ValueError` where no video has the subtitles of which so many tokens are wanted."""
     if most is None:
         return
     check_count("subtitles", most, "tokens")
-    if not any(video.subtitles for video in videos.values()):
+    if not any(video.subtitles for video in videos):
         raise ValueError("No video was encoded with its subtitles; give `subtitles=True` to `encode` or `add`.")
 
 

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress
 
-from .answers import MAX_NEW_TOKENS, answer_questions, check_question, generation_options
+from .answers import answer_questions, check_question, generation_options
 from .library import Library, clock
 from .methods_qtsplus import Method, check_budget
 from .output import printable
 from .ranking import Piece
+from .recall import Remembered
 from .session import VideoSession
-from .settings import check_count, show
+from .settings import show
 from .video_qtsplus import require_positive
 from .videos import EncodedVideo
 
@@ -23,7 +24,8 @@ JOIN = "These are parts of a video in their order, with their times. Tell what h
 TOGETHER = 32  # parts that are joined at a time
 SIDE_BY_SIDE = 16  # prompts that the language model reads at a time, at most
 AT_ONCE = 8192  # their tokens, of which a longer prompt is read alone
-ALONE = {"streamer", "assistant_model", "prompt_lookup_num_tokens"}  # what `generate` takes for one prompt only
+ALONE = ("prompt_lookup_num_tokens", "min_length", "max_time", "guidance_scale")  # of a model's own configuration
+REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")  # of the options of a question
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,13 @@ def summarise(
     retention: float | None = None,
     max_visual_tokens: int | None = None,
     selection: str | Method = "coverage",
-    max_new_tokens: int = MAX_NEW_TOKENS,
+    max_new_tokens: int | None = None,
     progress: bool = False,
     **generation: Any,
 ) -> Summary:
     """
     Summarises the videos of a session or of a library: chapter by chapter, which the model then joins. Memory holds one
-    film's features at a time, and the language model reads up to 16 chapters of 8,192 kept tokens in all, or one.
+    film's features at a time, and the language model reads up to 16 chapters of 8,192 tokens in all, or one.
 
     Args:
         prompt: what is asked of each chapter.
@@ -76,29 +78,34 @@ def summarise(
         longest: seconds of a chapter. A longer stretch is parted where its features change most, else in the middle.
         retention, max_visual_tokens, selection: as for `answer_questions`. Where neither count is given, as many as the
             configuration allows, `rho_max`: a prompt about everything needs more than a question about one thing.
-        max_new_tokens: of each chapter, and of what joins them.
+        max_new_tokens: of each chapter, and of what joins them; as for `answer_questions` when absent.
         progress: show a bar on standard error.
-        generation: as for `generate`.
+        generation: as for `generate`, which then reads chapter by chapter.
 
     Raises:
-        ValueError: no video, an empty prompt; as `answer_questions`.
+        ValueError: no video, a stream's memory, an empty prompt; as `answer_questions`.
     """
     if not isinstance(about, VideoSession | Library):
         raise ValueError(f"Got {type(about).__name__} to summarise; expected a VideoSession or a Library.")
     model, processor = about.model, about.processor
     require_positive("longest", longest)
     check_question(model, processor, prompt)
-    check_count("max_new_tokens", max_new_tokens, "tokens")
+    if refused := [option for option in REFUSED if option in generation]:
+        raise ValueError(f"Got {', '.join(refused)} for a summary, which asks each chapter the same: leave it out.")
     check_budget(selection, [retention], 1, max_visual_tokens)
     names = about.names if names is None else names
-    if not names or not {*names} <= {*about.names}:
-        raise ValueError(f"names={show(names)}: there is no video to summarise, or not all of these.")
+    if not isinstance(names, list | tuple) or not names or any(name not in about.names for name in names):
+        raise ValueError(f"names={show(names)}: no video to summarise; expected a list, some of {show(about.names)}.")
+    if isinstance(about, VideoSession) and any(isinstance(about.videos[name], Remembered) for name in names):
+        raise ValueError("What a stream remembers has no chapters to summarise: ask about it.")
     if retention is None and max_visual_tokens is None and selection != "all":
         retention = model.config.qtsplus_config.rho_max
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, **generation}
+    longest_text = generation_options(model, generation, max_new_tokens)["max_new_tokens"]
+    writing: dict[str, Any] = {**generation, "max_new_tokens": longest_text}
+    alone = bool(generation) or any(getattr(model.generation_config, option, None) for option in ALONE)
     chapters, warnings = [], [*about.warnings] if isinstance(about, Library) else []
-    frames, seconds, unheard = 0, 0.0, False
+    frames, seconds, unheard, words = 0, 0.0, False, len(processor.text_ids(prompt))
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("Summarising", total=len(names))
         for name in names:
@@ -106,8 +113,8 @@ def summarise(
             frames, seconds, unheard = frames + film.frames, seconds + film.length, unheard or film.sound
             warnings += [warning for warning in film.warnings if warning not in warnings]
             edges, a_step = list(chapter_steps(film, longest)), len(film.features) / film.count * (retention or 1)
-            sizes = [min((last - first) * a_step, max_visual_tokens or AT_ONCE) for first, last in edges]
-            for group in _side_by_side(edges, sizes, writing):
+            sizes = [min((last - first) * a_step, max_visual_tokens or AT_ONCE) + words for first, last in edges]
+            for group in _side_by_side(edges, sizes, alone):
                 videos = [{name: Piece(name, first, last, 0.0).cut(film)} for first, last in group]
                 answers = answer_questions(model, processor, videos, [prompt] * len(group), **choice, **writing)
                 for steps, one in zip(group, answers, strict=True):
@@ -116,7 +123,7 @@ def summarise(
     parts = [(one, one, one.text) for one in chapters]
     while len(parts) > 1:
         groups = [parts[start : start + TOGETHER] for start in range(0, len(parts), TOGETHER)]
-        few = _side_by_side(groups, [len(group) * max_new_tokens for group in groups], writing)
+        few = _side_by_side(groups, [len(group) * longest_text for group in groups], alone)
         texts = [text for some in few for text in _join(model, processor, some, writing)]
         parts = [(group[0][0], group[-1][1], text) for group, text in zip(groups, texts, strict=True)]
     return Summary(parts[0][2], chapters, warnings, frames, seconds, unheard)
@@ -141,10 +148,9 @@ def chapter_steps(film: EncodedVideo, longest: float) -> Iterator[tuple[int, int
     return parted(0, len(edges) - 1)
 
 
-def _side_by_side(items: Sequence[Any], sizes: Sequence[float], writing: dict[str, Any]) -> Iterator[list[Any]]:
+def _side_by_side(items: Sequence[Any], sizes: Sequence[float], alone: bool) -> Iterator[list[Any]]:
     """Items in their order, as many at a time as the language model may read, padded to the longest."""
-    most = 1 if ALONE & {*writing} else SIDE_BY_SIDE
-    group, longest = list[Any](), 0.0
+    group, longest, most = list[Any](), 0.0, 1 if alone else SIDE_BY_SIDE
     for item, size in zip(items, sizes, strict=True):
         if group and (len(group) == most or max(longest, size) * (len(group) + 1) > AT_ONCE):
             yield group
@@ -168,8 +174,8 @@ def _join(model: Any, processor: Any, groups: list[list[Part]], writing: dict[st
     length, room = inputs["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
     if length + writing["max_new_tokens"] > room:
         raise ValueError(
-            f"The texts of {max(map(len, groups))} chapters take {length} positions, and the model has {room}: ask for "
-            "shorter ones (max_new_tokens), or for longer chapters (longest)."
+            f"The texts of {max(map(len, groups))} chapters take {length} positions and what joins them "
+            f"{writing['max_new_tokens']}; the model has {room}: ask for less (max_new_tokens)."
         )
     ids = model.generate(**inputs, **options).sequences[:, length:]
     return [text.strip() for text in processor.tokenizer.batch_decode(ids, skip_special_tokens=True)]
