@@ -192,11 +192,11 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _cell(values: list[float | None]) -> str:
-    """The mean of films, and its interval."""
+    """The mean of films, and its interval unless all are the same."""
     if None in values:
         return ""
     found = share_interval(np.array(values, dtype=float), np.arange(len(values)))
-    if not found:
+    if len({*values}) == 1:
         return f"{100 * float(values[0] or 0):.0f}"
     return f"{100 * found['mean']:.0f} [{100 * found['low']:.0f}, {100 * found['high']:.0f}]"
 
