@@ -108,7 +108,7 @@ def summarise(
     frames, seconds, unheard, words = 0, 0.0, False, len(processor.text_ids(prompt))
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("Summarising", total=len(names))
-        for name in names:
+        for number, name in enumerate(names):
             film = about.film(name) if isinstance(about, Library) else about.videos[name]
             frames, seconds, unheard = frames + film.frames, seconds + film.length, unheard or film.sound
             warnings += [warning for warning in film.warnings if warning not in warnings]
@@ -119,7 +119,7 @@ def summarise(
                 answers = answer_questions(model, processor, videos, [prompt] * len(group), **choice, **writing)
                 for steps, one in zip(group, answers, strict=True):
                     chapters.append(Chapter(name, *film.span(*steps), one.answer, one.kept_tokens, one.visual_tokens))
-                bar.advance(task, len(group) / len(edges))
+                bar.update(task, completed=number + (edges.index(group[-1]) + 1) / len(edges))
     parts = [(one, one, one.text) for one in chapters]
     while len(parts) > 1:
         groups = [parts[start : start + TOGETHER] for start in range(0, len(parts), TOGETHER)]
