@@ -93,8 +93,9 @@ def summarise(
     if refused := [option for option in REFUSED if option in generation]:
         raise ValueError(f"Got {', '.join(refused)} for a summary, which asks each chapter the same: leave it out.")
     check_budget(selection, [retention], 1, max_visual_tokens)
-    names = about.names if names is None else names
-    if not isinstance(names, list | tuple) or not names or any(name not in about.names for name in names):
+    known = dict.fromkeys(about.names)
+    names = [*known] if names is None else names
+    if not isinstance(names, list | tuple) or not names or {*map(type, names)} != {str} or not {*names} <= {*known}:
         raise ValueError(f"names={show(names)}: no video to summarise; expected a list, some of {show(about.names)}.")
     if isinstance(about, VideoSession) and any(isinstance(about.videos[name], Remembered) for name in names):
         raise ValueError("What a stream remembers has no chapters to summarise: ask about it.")
