@@ -138,7 +138,7 @@ def test_chapters_that_are_read_side_by_side_say_what_each_says_alone(loaded, fi
         read.clear()
         monkeypatch.setattr(summaries, "AT_ONCE", most)
         assert summarise(session, **given) == together and read == sizes
-    monkeypatch.setattr(summaries, "AT_ONCE", 8192)
+    monkeypatch.setattr(summaries, "AT_ONCE", 4096)
     for size in (1, 4):
         read.clear()
         monkeypatch.setattr(summaries, "SIDE_BY_SIDE", size)
@@ -174,6 +174,9 @@ def test_what_a_stream_remembers_is_not_summarised(loaded, films):
     session.add(next(iter(stream.videos().values())), "camera")
     with pytest.raises(ValueError, match="What a stream remembers has no chapters"):
         summarise(session)
+    with pytest.raises(ValueError, match="beside no other videos: ask about it alone"):
+        session.ask("What is it?", max_new_tokens=1)
+    assert session.ask("What is it?", ["camera"], max_new_tokens=1).frames == 4
     assert len(summarise(session, names=["frame.mp4"], max_new_tokens=1).chapters) == 1
 
 

@@ -121,6 +121,8 @@ def answer_questions(
     check_budget(selection or model.config.qtsplus_config.selection, [retention], 1, max_visual_tokens)
     if len(questions) > 1 and any(map(_remembered, rows)):
         raise ValueError(f"Got {len(questions)} questions to a stream; expected one, which has positions of its own.")
+    if any(0 < len(_remembered(own)) < len(own) for own in rows):
+        raise ValueError("What a stream remembers stands beside no other videos: ask about it alone, by its name.")
     options = generation_options(model, generation, max_new_tokens)
     conversation = (model, processor, rows, questions, queries, turns, choice, options)
     prompts = _lay_out(*conversation)

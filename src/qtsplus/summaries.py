@@ -23,7 +23,7 @@ from .videos import EncodedVideo
 JOIN = "These are parts of a video in their order, with their times. Tell what happens in all of them together."
 TOGETHER = 32  # parts that are joined at a time
 SIDE_BY_SIDE = 16  # prompts that the language model reads at a time, at most
-AT_ONCE = 8192  # their tokens, of which a longer prompt is read alone
+AT_ONCE = 4096  # their tokens, of which a longer prompt is read alone
 ALONE = ("prompt_lookup_num_tokens", "min_length", "max_time", "guidance_scale")  # of a model's own configuration
 REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")  # of the options of a question
 
@@ -70,7 +70,7 @@ def summarise(
 ) -> Summary:
     """
     Summarises the videos of a session or of a library: chapter by chapter, which the model then joins. Memory holds one
-    film's features at a time, and the language model reads up to 16 chapters of 8,192 tokens in all, or one.
+    film's features at a time, and the language model reads up to 16 chapters of 4,096 tokens in all, or one.
 
     Args:
         prompt: what is asked of each chapter.
