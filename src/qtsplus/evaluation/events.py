@@ -1,13 +1,14 @@
-"""Scores a summary by the events that its record names, a line each: how many it tells, in which order, what else."""
+"""Scores a summary by the events that its record names, one a line: how many it tells, in which order, what else."""
 
 import re
 from collections.abc import Sequence
 from itertools import combinations
 
 EVENTS = "events"  # the kind of such records
-_ENOUGH = 0.5  # of an event's words, in one sentence
+_ENOUGH = 0.5  # the share of an event's words that one sentence must hold
 _STEM = 4  # letters that make two words the same: cross, crosses, crossing
-_FUNCTION = (
+_SENTENCE_END = re.compile(r"[.!?;。！？\n]+")
+_FUNCTION_WORDS = (
     "a an and are as at be by for from has have he her his in into is it its of on or she that the their them then "
     "there they this to was were while with"
 )
@@ -15,34 +16,60 @@ _FUNCTION = (
 
 def score_events(events: str, said: str) -> dict[str, float | None]:
     """
-    Scores what a summary `said` by the `events` that happen, in order, a line each: a sentence, or words. A sentence
-    tells an event if it holds half of its words, function words aside, to their first four letters. No judge is asked,
-    so other words for the same, a negation, and who did what to whom are not seen.
+    Scores what a summary `said` by the `events` that happen, in order, one a line: a sentence, or words. A sentence
+    tells an event if it holds half of its words, without function words and to their first four letters. No judge is
+    asked, so other words for the same thing, a negation, and who did what to whom are not seen.
 
     Returns:
-        `recall`, the part of the events that a sentence tells; `order`, of the pairs of events that two sentences tell
-        the part that comes in the right order, `None` without such a pair; `invented`, the part of the sentences that
-        tell no event, `None` of no sentence. Of several sentences that tell an event, the first that does best counts.
+        `recall`, the share of the events that a sentence tells; `order`, of the pairs of events that two sentences tell
+        the share in the right order, `None` without such a pair; `invented`, the share of the sentences that tell no
+        event, `None` if there is no sentence. If several sentences tell an event, the first that does best counts.
     """
-    wanted = [words for line in events.splitlines() if (words := _words(line))]
-    sentences = [words for part in re.split(r"[.!?;。！？\n]+", said) if (words := _words(part))]
-    shares = [[len(words & sentence) / len(words) for sentence in sentences] for words in wanted]
-    told = [max(row) >= _ENOUGH for row in shares] if sentences else [False] * len(wanted)
-    places = [row.index(max(row)) for row, known in zip(shares, told, strict=True) if known]
-    pairs = [one < other for one, other in combinations(places, 2) if one != other]
-    idle = [all(row[place] < _ENOUGH for row in shares) for place in range(len(sentences))]
-    return {"recall": _mean(told), "order": _mean(pairs), "invented": _mean(idle)}
+    wanted = _word_sets(events.splitlines())
+    sentences = _word_sets(_SENTENCE_END.split(said))
+    shares = [_shares(words, sentences) for words in wanted]
+    told = [max(row, default=0.0) >= _ENOUGH for row in shares]
+    places = []
+    for row, is_told in zip(shares, told, strict=True):
+        if is_told:
+            places.append(row.index(max(row)))
+    in_order = []
+    for earlier, later in combinations(places, 2):
+        if earlier != later:
+            in_order.append(earlier < later)
+    invented = []
+    for place in range(len(sentences)):
+        invented.append(all(row[place] < _ENOUGH for row in shares))
+    return {"recall": _mean(told), "order": _mean(in_order), "invented": _mean(invented)}
 
 
 def mean_scores(scores: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
-    """The mean of each over the summaries that have it."""
-    names = ("recall", "order", "invented")
-    return {name: _mean([value for one in scores if (value := one[name]) is not None]) for name in names}
+    """The mean of each score over the summaries that have it."""
+    means: dict[str, float | None] = {}
+    for name in ("recall", "order", "invented"):
+        values = [score[name] for score in scores]
+        means[name] = _mean([value for value in values if value is not None])
+    return means
+
+
+def _word_sets(texts: Sequence[str]) -> list[frozenset[str]]:
+    """The words of each text that has any."""
+    word_sets = [_words(text) for text in texts]
+    return [words for words in word_sets if words]
 
 
 def _words(text: str) -> frozenset[str]:
-    return frozenset(word[:_STEM] for word in re.findall(r"\w+", text.casefold()) if word not in _FUNCTION.split())
+    function_words = _FUNCTION_WORDS.split()
+    words = re.findall(r"\w+", text.casefold())
+    return frozenset(word[:_STEM] for word in words if word not in function_words)
+
+
+def _shares(words: frozenset[str], sentences: Sequence[frozenset[str]]) -> list[float]:
+    """The share of an event's words that each sentence holds."""
+    return [len(words & sentence) / len(words) for sentence in sentences]
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    if not values:
+        return None
+    return sum(values) / len(values)
