@@ -16,6 +16,7 @@ PATCHES_PER_CHUNK = 16384
 QUERY_STATES = ("embeddings", "layer")
 REDUCTIONS = ("max", "mean", "sum")
 POSITION_IDS = ("original", "sequential")
+SEEN_AREA = 0.8  # A calibration with less does not tell what a video shows from what it does not show.
 # A `selection` is looked up where the methods are, when a selector is made.
 CHOICES: dict[str, tuple[str, ...]] = {
     "budget": ("rho", "mass", "loss"),
@@ -72,6 +73,11 @@ class QTSplusConfig(PreTrainedConfig):
             of the question: `"max"` (the paper), `"mean"`, or, for questions without options, `"sum"`; see
             relevance_qtsplus.py.
         evidence_share (`float`, defaults to 0.5): of the highest relevance, what a token needs to count as evidence.
+        seen_threshold (`float`, *optional*): an answer's `seen` from which on the video shows what was asked for, as a
+            calibration found on questions whose answer their video shows and on others. Only a model with a null token
+            and a calibration has a `seen`, see [`says_seen`]. Training the scores removes the calibration.
+        seen_area (`float`, *optional*): how often that calibration found a larger `seen` for a question of the first
+            kind than for one of the second: the area under the curve, 0.5 by chance.
 
     > The language model's own attention, for `selection="lm_attention"`
 
@@ -127,6 +133,8 @@ class QTSplusConfig(PreTrainedConfig):
     reencode_rope: bool = True
     dropout: float = 0.0
     evidence_share: float = 0.5
+    seen_threshold: float | None = None
+    seen_area: float | None = None
     position_ids: str = "original"
     lambda_t: float = 0.1
     lambda_m: float = 0.17
@@ -160,8 +168,17 @@ class QTSplusConfig(PreTrainedConfig):
         _require(self.reencode_layers >= 0, self, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
         for share in ("evidence_share", "relevance_mass", "attention_mass"):
             _require(0 < getattr(self, share) <= 1, self, share, f"0 < {share} <= 1")
+        calibration = (self.seen_threshold, self.seen_area)
+        calibrated = calibration == (None, None) or all(value is not None and 0 < value <= 1 for value in calibration)
+        _require(calibrated, self, "seen_threshold, seen_area", "both above 0 and at most 1, or neither")
         for name, choices in CHOICES.items():
             _require(getattr(self, name) in choices, self, name, f"one of {choices}")
+
+    @property
+    def says_seen(self) -> bool:
+        """Whether a calibration found that the null token tells what a video shows from what it does not show."""
+        has_null_token = self.null_token and self.reduction != "max"
+        return has_null_token and self.seen_area is not None and self.seen_area >= SEEN_AREA
 
 
 def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:

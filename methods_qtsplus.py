@@ -72,6 +72,11 @@ class Candidates:
         self.scores = self._attention
         return self._attention
 
+    @property
+    def scored_by_selector(self) -> bool:
+        """Whether `scores` come from the selector, with its null token, and not from the language model."""
+        return self.scores is not None and self.scores is vars(self).get("_relevance")
+
     @cached_property
     def num_tokens(self) -> int:
         """M."""

@@ -301,7 +301,7 @@ class QTSplusOutput(ModelOutput):
     loss_m: torch.Tensor | None = None
     loss_s: torch.Tensor | None = None
     # [B] float32, the part of the relevance that the visual tokens have and the null token does not; None without one,
-    # or where nothing was scored.
+    # or where the selector scored nothing. What it means is for a calibration to say (`seen_threshold`).
     seen: torch.Tensor | None = None
     # [B, K] float32, with budget="loss" what the answer would lose with 1, 2, 4, ... tokens; 0 in rows whose budget the
     # call gives.
@@ -406,6 +406,7 @@ class QTSplusSelector(nn.Module):
 
         anchor = self._anchor() if self.training and torch.is_grad_enabled() else None
         nulls, rows = self.null_states(), []
+        scored_by_selector = []
         # Rows about the same tensors, such as questions on one video, share the keys; else none are held for others.
         keys: Keys | None = {} if len(set(videos)) < len(videos) else None
         for row, (parts, words, where, grid) in enumerate(zip(videos, query, positions, grids, strict=True)):
@@ -422,6 +423,7 @@ class QTSplusSelector(nn.Module):
                 tokens, kept = select_tokens(candidates, selection, budget.n)
             scores = threshold.new_empty(0) if candidates.scores is None else candidates.scores
             rows.append((tokens, kept, scores, budget.rho, budget.losses, threshold.detach()))
+            scored_by_selector.append(candidates.scored_by_selector)
         features, kept_indices, log_relevance, rhos, losses, thresholds = map(list, zip(*rows, strict=True))
         if reencode:
             places = [where[:, kept] for where, kept in zip(positions, kept_indices, strict=True)]
@@ -432,7 +434,11 @@ class QTSplusSelector(nn.Module):
         num_tokens = torch.tensor([sum(map(len, parts)) for parts in videos], device=rho.device)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
         scored = any(map(len, log_relevance))
-        sums = scored and self.null_tokens and self.config.reduction != "max"  # to what the null token left
+        # The language model's attention has no null token, and the largest scores do not sum to a part of 1.
+        has_null_token = len(self.null_tokens) > 0 and self.config.reduction != "max"
+        seen = None
+        if has_null_token and any(scored_by_selector):
+            seen = torch.stack([scores.exp().sum() for scores in log_relevance])
         return features, QTSplusOutput(
             relevance=tuple(scores.exp() for scores in log_relevance) if scored else None,
             log_relevance=tuple(log_relevance) if scored else None,
@@ -444,7 +450,7 @@ class QTSplusSelector(nn.Module):
             loss_t=loss_t,
             loss_m=loss_m,
             loss_s=loss_s,
-            seen=torch.stack([row.exp().sum() for row in log_relevance]) if sums else None,
+            seen=seen,
             predicted_losses=torch.stack(losses) if self.config.budget == "loss" else None,
         )
 

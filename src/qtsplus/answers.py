@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from .configuration_qtsplus import QTSplusConfig
 from .encoding_qtsplus import encode_visual
 from .evidence import Interval, evidence_intervals, keep_maps
 from .layout_qtsplus import lay_out
@@ -18,7 +19,7 @@ from .methods_qtsplus import Method, check_budget
 from .mixin_qtsplus import choose
 from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, SelectionInputs, VisualInputs, splice, take_inputs
 from .recall import Remembered, narrowed
-from .selector_qtsplus import kept_count
+from .selector_qtsplus import QTSplusOutput, kept_count
 from .settings import check_count
 from .subtitles import check_subtitles, near
 from .videos import EncodedVideo
@@ -42,9 +43,10 @@ class Answer:
     # `first_token` and to the end (`generate`); questions of one batch share them.
     timings: dict[str, float]
     keep_maps: dict[str, torch.Tensor]  # by the video's name, bool [T, H, W], the kept tokens in its grid of tokens
-    # How sure it is that the videos show what was asked for: the part of the relevance, 0 to 1, that their tokens took
-    # from the null token; `None` from a model without one.
+    # The part of the relevance, 0 to 1, that the videos' tokens took from the null token, and from which part on the
+    # videos show what was asked for, as a calibration found; both `None` from a model without one.
     seen: float | None = None
+    seen_threshold: float | None = None
     warnings: list[str] = field(default_factory=list)  # as in [`EncodedVideo`]
     unheard: bool = False  # whether a video has sound, and the question had no subtitles in its place
 
@@ -56,8 +58,10 @@ class Answer:
         return next(iter(self.keep_maps.values()))
 
     def as_dict(self) -> dict[str, Any]:
-        """What `qtsplus ask --json` prints: all fields but the keep maps."""
+        """What `qtsplus ask --json` prints: all fields but the keep maps; `seen` only of a calibrated model."""
         fields = {name: value for name, value in vars(self).items() if name != "keep_maps"}
+        if self.seen is None:
+            del fields["seen"], fields["seen_threshold"]
         evidence = []
         for one in self.evidence:
             place = {"box": list(one.box), "pixels": None if one.pixels is None else list(one.pixels)}
@@ -148,8 +152,8 @@ def answer_questions(
             video=next(iter(own.values())).video if len(own) == 1 else ", ".join(own),
             rho=float(chosen.rho[row]),
             timings=timings,
-            seen=None if chosen.seen is None else float(chosen.seen[row]),
             unheard=any(video.sound and not (subtitles and video.subtitles) for video in own.values()),
+            **calibrated_seen(chosen, row, model.config.qtsplus_config),
             **{**shown, "warnings": shown["warnings"] + prompts.warnings},
         )
         answers.append(answer)
@@ -254,6 +258,13 @@ def shown_by(
         "keep_maps": maps,
         "warnings": [warning for video in encoded for warning in video.warnings],
     }
+
+
+def calibrated_seen(chosen: QTSplusOutput, row: int, config: QTSplusConfig) -> dict[str, float | None]:
+    """`seen` and its threshold of an [`Answer`]; empty where no calibration says what it means, or nothing scored."""
+    if chosen.seen is None or not config.says_seen:
+        return {}
+    return {"seen": float(chosen.seen[row]), "seen_threshold": config.seen_threshold}
 
 
 def _remembered(videos: Mapping[str, EncodedVideo]) -> list[Remembered]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qtsplus import encode, layout_qtsplus
-from qtsplus.answers import Answer, shown_by
+from qtsplus.answers import Answer, calibrated_seen, shown_by
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -59,8 +59,8 @@ def test_an_answer_rests_on_the_same(engine):
         relevance = None if chosen.relevance is None else chosen.relevance[0]
         merge_size, config = engine.processor.video_processor.merge_size, engine.model.config.qtsplus_config
         shown = shown_by(videos, chosen.kept_indices[0], relevance, merge_size, config)
-        seen = None if chosen.seen is None else float(chosen.seen[0])
-        here = Answer(answer="", video="", rho=float(chosen.rho[0]), timings={}, seen=seen, **shown).as_dict()
+        shown |= calibrated_seen(chosen, 0, config)
+        here = Answer(answer="", video="", rho=float(chosen.rho[0]), timings={}, **shown).as_dict()
         same_basis(told, here)
         assert {one["video"] for one in told["evidence"]} == {one["video"] for one in here["evidence"]}, name
 

@@ -297,7 +297,10 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
     if (more := len(answer.evidence) - SHOWN) > 0:
         table.add_row("", f"and in {more} other stretches, which --json lists")
     if answer.seen is not None:
-        table.add_row("sure", f"{answer.seen:.0%}, that something in the video shows what was asked for")
+        threshold = answer.seen_threshold or 0.0
+        verdict = "probably" if answer.seen >= threshold else "probably not"
+        calibration = f"seen {answer.seen:.0%}; from {threshold:.0%} on, in the model's calibration"
+        table.add_row("shown", f"{verdict} ({calibration})")
     timings = ", ".join(f"{stage.replace('_', ' ')} {seconds:.2f} s" for stage, seconds in answer.timings.items())
     table.add_row("time", timings)
     console.print(table)

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from ..session import Answer
 
 
-def _check_seen(when_seen: float | None) -> float | None:
-    if when_seen is not None and not 0 <= when_seen <= 1:
-        fail(f"--when-seen is {when_seen:g}; expected a part from 0 to 1, such as 0.8")
-    return when_seen
-
-
 def watch(
     sources: Annotated[
         list[str],
@@ -48,12 +42,9 @@ def watch(
     max_new_tokens: MaxNewTokens = 128,
     on_change: Annotated[bool, typer.Option("--on-change", help="Tell an answer only if it is a new one.")] = False,
     when_seen: Annotated[
-        float | None,
-        typer.Option(
-            callback=_check_seen,
-            help="Tell an answer only if the model has become as sure as this that it sees what is asked.",
-        ),
-    ] = None,
+        bool,
+        typer.Option("--when-seen", help="Tell an answer only when the video begins to show what is asked for."),
+    ] = False,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -68,8 +59,11 @@ def watch(
         add_method(selection)
         check_text("question", question)
         loaded, processor = load_named(model, revision, device)
-        if when_seen is not None and not loaded.config.qtsplus_config.null_token:
-            fail("--when-seen needs a model with a null token, which says how sure it is; use --on-change")
+        if when_seen and not loaded.config.qtsplus_config.says_seen:
+            fail(
+                "--when-seen needs a model with a null token and a calibration, from which on a video shows what is "
+                "asked for; this model has none (seen_threshold in its config.json). Use --on-change."
+            )
         options: dict[str, Any] = {"memory_tokens": memory_tokens, "fps": fps, "timeout": timeout, "every": every}
         options |= {"max_new_tokens": max_new_tokens, "selection": selection, "start": start or 0.0, "end": end}
         options |= {"max_frames": max_frames, "max_pixels": max_pixels}
@@ -87,13 +81,19 @@ def watch(
             raise typer.Exit(130) from None
 
 
-def _told(answers: Iterable["Answer"], on_change: bool, when_seen: float | None) -> Iterator["Answer"]:
-    """The answers that differ from the one told last, and those with which the model has become sure."""
-    last, is_sure = None, False
+def _told(answers: Iterable["Answer"], on_change: bool, when_seen: bool) -> Iterator["Answer"]:
+    """All answers; or those that differ from the one told last, and those with which `seen` reaches its threshold."""
+    last = None
+    is_seen = False
     for answer in answers:
-        was_sure, is_sure = is_sure, when_seen is None or (answer.seen or 0.0) >= when_seen
-        is_news = (on_change and answer.answer != last) or (when_seen is not None and not was_sure)
-        if is_sure and (is_news or (when_seen is None and not on_change)):
+        was_seen = is_seen
+        is_seen = answer.seen is not None and answer.seen >= (answer.seen_threshold or 0.0)
+        is_new = on_change and answer.answer != last
+        begins = is_seen and not was_seen
+        is_told = is_new or not on_change
+        if when_seen:
+            is_told = begins or (is_seen and is_new)
+        if is_told:
             last = answer.answer
             yield answer
 

@@ -153,7 +153,8 @@ def _from_base(
     if getattr(stock, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantized; convert the checkpoint it was made from, and quantize the result.")
     stated = {"qtsplus_config": {}} if variant is None else read_json(require_variant(variant) / "config.json")
-    settings = {name: value for name, value in stated["qtsplus_config"].items() if name != "model_type"}
+    not_of_a_new_selector = ("model_type", "seen_threshold", "seen_area")
+    settings = {name: value for name, value in stated["qtsplus_config"].items() if name not in not_of_a_new_selector}
     # What a variant says of the prompt's layout is no part of a stock configuration.
     ours, theirs = ({field.name for field in fields(kind)} for kind in (backbone.config, backbone.stock_config))
     layout = {name: stated[name] for name in (ours - theirs) & stated.keys() - {"qtsplus_config"}}

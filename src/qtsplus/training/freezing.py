@@ -36,10 +36,15 @@ def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
     selector = active_selector(model)
     unused = {id(parameter) for parameter in selector.unused_parameters()}
     if args.freeze_scores:
-        scoring = (selector.scoring_layers, selector.question_layers, selector.null_tokens)
-        unused |= {id(parameter) for layers in scoring for parameter in layers.parameters()}
+        unused |= {id(parameter) for parameter in score_parameters(selector)}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen[part_of(name)] and id(parameter) not in unused)
+
+
+def score_parameters(selector: nn.Module) -> list[nn.Parameter]:
+    """What decides the relevance of a token."""
+    scoring = (selector.scoring_layers, selector.question_layers, selector.null_tokens)
+    return [parameter for layers in scoring for parameter in layers.parameters()]
 
 
 class ParameterCounts(NamedTuple):

@@ -23,7 +23,7 @@ from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
 from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
 from .dataset import IGNORED, SAID, SkippedRecord, VideoQACollator, VideoQADataset, check_skipped
-from .freezing import freeze, parameter_groups
+from .freezing import freeze, parameter_groups, score_parameters
 from .lora import active_selector, add_lora, base_model, lora_config
 from .sharding import choose_layers, keep_gathered, layer_class
 
@@ -115,6 +115,10 @@ class QTSplusTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
+        # A calibration of the scores says nothing about the scores that training makes of them.
+        if any(parameter.requires_grad for parameter in score_parameters(self.selector)):
+            self.selector_config.seen_threshold = None
+            self.selector_config.seen_area = None
         check_relevance(base_model(model), self.args)
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.selector_config.selection == "lm_attention" and fsdp is not None:

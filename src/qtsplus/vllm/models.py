@@ -17,7 +17,7 @@ from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from ..answers import Answer, shown_by
+from ..answers import Answer, calibrated_seen, shown_by
 from ..backbones import backbone_of
 from ..encoding_qtsplus import attend_within
 from ..layout_qtsplus import lay_out
@@ -142,7 +142,7 @@ class QTSplusForVLLM:
         relevance = None if chosen.relevance is None else chosen.relevance[row]
         merge_size, config = self.config.vision_config.spatial_merge_size, self.config.qtsplus_config
         shown = shown_by(videos, chosen.kept_indices[row], relevance, merge_size, config)
-        shown |= {"seen": None if chosen.seen is None else float(chosen.seen[row])}
+        shown |= calibrated_seen(chosen, row, config)
         shown |= {"unheard": any(video.sound for video in videos.values())}
         rho = settings.get("rho", float(chosen.rho[row]))
         fields = Answer(answer="", video="", rho=rho, timings={}, **shown).as_dict()
