@@ -1,6 +1,7 @@
 """Decodes video files with PyAV: the chosen frames, each as it is shown at its time. Fetches those at an address."""
 
 import base64
+import functools
 import http.client
 import io
 import itertools
@@ -377,7 +378,9 @@ def _find(path: str) -> str | io.BytesIO:
     path = path.removeprefix("file://")
     if os.path.isfile(path):
         return path
-    raise ValueError(f"There is no video at {path!r}; expected a video file, a folder of frames or an http(s) address.")
+    raise ValueError(
+        f"There is no video at {shown_name(path)!r}; expected a video file, a folder of frames or an http(s) address."
+    )
 
 
 def is_address(video: str) -> bool:
@@ -407,9 +410,13 @@ def shown_name(video: str) -> str:
     """What messages and results call a video: its path, or its address without user and password, or without a file."""
     if is_inline(video):
         return f"{video[:30]}..."
-    host = re.split(r"[/?#]", video.partition("//")[2])[0]
-    secret = is_address(video) and ("@" in host or not re.fullmatch(r"[^:]*(:\d*)?|\[.*", host))
-    return re.sub(r"(?<=//).*@", "***@", video, count=1) if secret else video
+    place = re.search(r"[A-Za-z][\w+.-]*://", video)  # also behind white space, and of a stream
+    if place is None:
+        return video
+    start = place.end()
+    host = re.split(r"[/?#]", video[start:])[0]
+    is_plain = "@" not in host and re.fullmatch(r"[^:]*(:\d*)?|\[.*", host)
+    return video if is_plain else video[:start] + re.sub(r"^.*@", "***@", video[start:], flags=re.DOTALL)
 
 
 def parse_address(address: str) -> urllib.request.Request:
@@ -432,23 +439,89 @@ def parse_address(address: str) -> urllib.request.Request:
     return request
 
 
+class _OnTime(io.RawIOBase):
+    """All that a host sends: headers, chunks and trailers as well, each of which a host may drip without end."""
+
+    def __init__(self, source: Any, deadline: float):
+        self.source, self.deadline, self.count = source, deadline, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """As that of a socket; `TimeoutError` once it is too late, and `OSError` for much more than a file may have."""
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"{self.count} bytes in {ADDRESS_SECONDS:g} s; download it, and give the file")
+        received = self.source.readinto(buffer)
+        self.count += received or 0
+        if self.count > ADDRESS_BYTES * 9 / 8:
+            raise OSError(f"it sends more than a file of {ADDRESS_BYTES / 2**20:.0f} MiB needs")
+        return received
+
+    def close(self) -> None:
+        self.source.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer of which every byte has to come before a deadline."""
+
+    def __init__(self, deadline: float, sock: Any, *arguments: Any, **options: Any):
+        super().__init__(sock, *arguments, **options)
+        self.fp: Any = io.BufferedReader(_OnTime(self.fp.detach(), deadline))  # type: ignore[attr-defined]
+
+
+class _Fetching(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens the connections of one fetch, over which every answer, also one that redirects, has one deadline."""
+
+    def __init__(self, connect: Callable[[http.client.HTTPConnection], Any] | None):
+        super().__init__()
+        self.connect, self.deadline = connect, time.monotonic() + ADDRESS_SECONDS
+
+    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> Any:
+        def open_connection(*arguments: Any, **more: Any) -> http.client.HTTPConnection:
+            connection = http_class(*arguments, **more)
+            connection.response_class = functools.partial(_Response, self.deadline)
+            if self.connect is not None:
+                connection.sock = self.connect(connection)
+            return connection
+
+        return super().do_open(open_connection, req, **options)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def download(address: str) -> io.BytesIO:
     """The file at an `http(s)` address."""
-    request, data = parse_address(address), io.BytesIO()
-    receive(shown_name(address), lambda: urllib.request.urlopen(request, timeout=ADDRESS_TIMEOUT), data)
+    data = io.BytesIO()
+    fetch(address, data)
     return data
 
 
-def receive(name: str, ask: Callable[[], http.client.HTTPResponse], data: IO[bytes]) -> None:
-    """Writes the file that is the answer to `data`; a `ValueError` about the video `name` if it does not come whole."""
-    stated, until = None, time.monotonic() + ADDRESS_SECONDS
+def fetch(address: str, data: IO[bytes], connect: Callable[[http.client.HTTPConnection], Any] | None = None) -> None:
+    """
+    Writes the file at an `http(s)` address to `data`.
+
+    Args:
+        connect: opens the socket of a connection, to the very host that is named: redirects and proxies, which could
+            lead elsewhere, are then not followed.
+
+    Raises:
+        ValueError: an address that is none, does not answer, or does not send the whole file, or sends more than 1 GiB
+            or longer than half an hour.
+    """
+    request, name = parse_address(address), shown_name(address)
+    direct = [] if connect is None else [urllib.request.ProxyHandler({}), _NoRedirects()]
+    stated = None
     try:
-        with ask() as response:
+        opener = urllib.request.build_opener(_Fetching(connect), *direct)
+        with opener.open(request, timeout=ADDRESS_TIMEOUT) as response:
             stated = response.length
             while (stated or 0) <= ADDRESS_BYTES >= data.tell() and (block := response.read1(2**20)):
                 data.write(block)
-                if time.monotonic() > until:
-                    raise TimeoutError(f"{data.tell()} bytes in {ADDRESS_SECONDS:g} s; download it, and give the file")
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = ": ".join(filter(None, (type(error).__name__, str(error))))
         raise ValueError(f"Cannot load the video at {name!r} ({reason}).") from error

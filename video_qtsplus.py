@@ -18,7 +18,7 @@ from transformers.utils import logging
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from .decoding_qtsplus import Film, shown_name
+from .decoding_qtsplus import Film, download, is_address, shown_name
 from .methods_qtsplus import is_number
 
 logger = logging.get_logger(__name__)
@@ -252,7 +252,7 @@ def load_frames(folder: str | list[str]) -> np.ndarray:
 def _load_frame(path: str) -> Image.Image:
     path = path.removeprefix("file://")
     try:
-        frame, pictures = load_image(path), 1
+        frame, pictures = load_image(Image.open(download(path)) if is_address(path) else path), 1
         if os.path.isfile(path):
             with Image.open(path) as image:  # a camera's JPEG may bring a preview of itself
                 pictures = 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)

@@ -5,12 +5,17 @@ import socket
 import ssl
 import subprocess
 import tempfile
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qtsplus import decoding_qtsplus
+from qtsplus.decoding_qtsplus import Film, download, shown_name
 from qtsplus.door import Door, _is_public
 from server_process import hosting
 
@@ -143,10 +148,80 @@ def test_a_name_is_looked_up_once_and_has_to_lead_to_a_public_address(host, tmp_
     [("8.8.8.8", True), ("2606:4700::1111", True), ("::ffff:8.8.8.8", True)]
     + [(inner, False) for inner in ("127.0.0.1", "10.1.2.3", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0")]
     + [(inner, False) for inner in ("224.0.0.1", "240.0.0.1", "::1", "::", "fe80::1%lo", "fc00::1", "ff02::1")]
-    + [(inner, False) for inner in ("::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::")],
+    + [(inner, False) for inner in ("::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::")]
+    + [(inner, False) for inner in ("fec0::1", "::127.0.0.1", "::ffff:0:7f00:1", "5f00::1", "100::1", "3fff::1")]
+    + [(inner, False) for inner in ("2001:db8::1", "2001:20::1", "64:ff9b:1::1", "4000::1", "2620:4f:8000::1")]
+    + [(inner, False) for inner in ("192.0.0.192", "192.0.0.9", "192.88.99.1", "198.18.0.1", "203.0.113.1")],
 )
 def test_what_is_a_public_address(address, is_public):
     assert _is_public(address) is is_public
+
+
+DRIPS = {
+    "headers": (b"HTTP/1.1 200 OK\r\nX: ", b"x"),
+    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "blocks": (b"HTTP/1.1 200 OK\r\n\r\n", b"x"),
+    "chunk extensions": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4;", b"x"),
+    "trailers": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nfilm\r\n0\r\n", b"X: x\r\n"),
+    "a redirect's body": (b"HTTP/1.1 302 Found\r\nLocation: /b\r\n\r\n", b"x"),
+}
+
+
+@contextmanager
+def dripping(begin, drop):
+    """The port of a host that begins an answer, and then sends one drop after another until nobody listens."""
+
+    def drip():
+        with suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection, suppress(OSError):
+                    connection.recv(10_000)
+                    connection.sendall(begin)
+                    while True:
+                        connection.sendall(drop)
+                        time.sleep(0.01)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=drip, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("phase", sorted(DRIPS))
+@pytest.mark.parametrize("by_server", [False, True])
+def test_a_host_that_drips_has_no_longer_than_all_may_take(phase, by_server, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_SECONDS", 0.2)
+    with dripping(*DRIPS[phase]) as port:
+        address = f"http://localhost:{port}/a"
+        expected = "HTTPError: .*302" if by_server and phase == "a redirect's body" else "bytes in 0.2 s; download it"
+        with pytest.raises(ValueError, match=expected):
+            Door(domains=[f"localhost:{port}"]).place(address, str(tmp_path)) if by_server else download(address)
+
+
+def test_a_host_that_sends_without_end_is_not_read_on(monkeypatch):
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", 1000)
+    chunk_of_nothing = b"1;" + b"x" * 1000 + b"\r\nx\r\n"
+    with dripping(DRIPS["trailers"][0][:-3], chunk_of_nothing) as port:
+        with pytest.raises(ValueError, match="sends more than a file of 0 MiB needs"):
+            download(f"http://localhost:{port}/a")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://user:pa\r\nSECRET@host/film",
+        "http://user\r\n:SECRET@host/film",
+        "\r\nhttp://user:SECRET@host/film",
+        "http://user:SECRET\n/x@host/film",
+        "rtsp://user:x\nSECRET@host/film",
+    ],
+)
+def test_no_password_is_shown(address):
+    assert "SECRET" not in shown_name(address) and "host/film" in shown_name(address)
+    for read in (Film, download, lambda video: Door().place(video, "/nowhere")):
+        with pytest.raises(ValueError) as refused:
+            read(address)
+        assert "SECRET" not in str(refused.value)
 
 
 def test_the_certificate_is_that_of_the_name(tmp_path, monkeypatch):

@@ -7,19 +7,24 @@ import secrets
 import socket
 import ssl
 import tempfile
-import urllib.request
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from .decoding_qtsplus import ADDRESS_TIMEOUT, is_address, is_inline, parse_address, receive, shown_name
+from .decoding_qtsplus import ADDRESS_TIMEOUT, fetch, is_address, is_inline, parse_address, shown_name
 
 ARRIVAL_SECONDS = 120.0  # in which a request over HTTP has to arrive whole
 MAX_ADDRESS = 8192  # characters of one that is fetched or of a file; a signed one has about 2,000
-# Of IPv6, what leads on to an address of IPv4: 6to4, NAT64.
-_TUNNELS = [ipaddress.ip_network(network) for network in ("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48")]
+# What `is_global` of some versions of Python takes for public: IETF's protocols, the relays of 6to4.
+_SPECIAL = [ipaddress.ip_network(network) for network in ("192.0.0.0/24", "192.88.99.0/24")]
+# IPv6 has public addresses in one range alone, and in there such as lead on (Teredo, 6to4) or are for examples.
+_PUBLIC_6 = ipaddress.ip_network("2000::/3")
+_SPECIAL_6 = [
+    ipaddress.ip_network(network)
+    for network in ("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20")
+]
 
 
 def is_key(authorization: str, key: str | None) -> bool:
@@ -50,11 +55,10 @@ class Door:
         if is_address(url) and len(url) <= MAX_ADDRESS:
             request = parse_address(url)
             kind = http.client.HTTPSConnection if request.type == "https" else http.client.HTTPConnection
-            connection = kind(request.host, timeout=ADDRESS_TIMEOUT)
-            if self._allows(connection):
+            if self._allows(kind(request.host)):
                 descriptor, path = tempfile.mkstemp(dir=folder)
                 with open(descriptor, "wb") as file:
-                    receive(shown_name(url), partial(_ask, connection, request), file)
+                    fetch(url, file, _connect)
                 return path
         elif self.media_root is not None and len(url) <= MAX_ADDRESS:
             parts = urlsplit(url)
@@ -75,8 +79,8 @@ class Door:
         return not names.isdisjoint(self.domains)
 
 
-def _ask(connection: http.client.HTTPConnection, request: urllib.request.Request) -> http.client.HTTPResponse:
-    """The answer of the host that a connection names, without redirects and proxies, which could lead elsewhere."""
+def _connect(connection: http.client.HTTPConnection) -> socket.socket:
+    """A socket to the host that a connection names."""
     host = connection.host
     found = socket.getaddrinfo(host, connection.port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(place[0]) for *_, place in found))
@@ -84,27 +88,36 @@ def _ask(connection: http.client.HTTPConnection, request: urllib.request.Request
         raise ConnectionRefusedError(
             "its name leads to an address that is not public; --allow-media-domain may name that address itself"
         )
-    # Connected to as they were checked: asked again, the name could lead elsewhere.
+    opened = _open(addresses, connection)
+    if isinstance(connection, http.client.HTTPSConnection):
+        return ssl.create_default_context().wrap_socket(opened, server_hostname=host)
+    return opened
+
+
+def _open(addresses: list[str], connection: http.client.HTTPConnection) -> socket.socket:
+    """Connects to the addresses that were checked: asked for again, the name could lead elsewhere."""
+    deadline = time.monotonic() + ADDRESS_TIMEOUT
+    problem: OSError = TimeoutError("no address of it can be reached in time")
     for address in addresses:
-        try:
-            opened = socket.create_connection((address, connection.port), connection.timeout)
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
             break
+        try:
+            opened = socket.create_connection((address, connection.port), seconds)
         except OSError as error:
-            failed = error
-    else:
-        raise failed
-    if request.type == "https":
-        opened = ssl.create_default_context().wrap_socket(opened, server_hostname=host)
-    connection.sock = opened
-    connection.request("GET", request.selector, headers={"Connection": "close", **request.unredirected_hdrs})
-    response = connection.getresponse()
-    if response.status != http.client.OK:
-        raise http.client.HTTPException(f"{response.status} {response.reason}")
-    return response
+            problem = error
+        else:
+            opened.settimeout(ADDRESS_TIMEOUT)
+            return opened
+    raise problem
 
 
 def _is_public(text: str) -> bool:
+    """Whether an address is one of the public Internet, by IANA's registries of special-purpose addresses."""
     address = ipaddress.ip_address(text)
     address = getattr(address, "ipv4_mapped", None) or address
-    tunnelled = any(address in network for network in _TUNNELS if network.version == address.version)
-    return address.is_global and not address.is_multicast and not tunnelled
+    if not address.is_global or address.is_multicast:
+        return False
+    if address.version == 4:
+        return not any(address in network for network in _SPECIAL)
+    return address in _PUBLIC_6 and not any(address in network for network in _SPECIAL_6)
