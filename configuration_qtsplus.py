@@ -207,6 +207,9 @@ class QTSplusConfigMixin:
     user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)  # <|im_start|>user, without the line break
     turn_end_token_id: int = 151645  # <|im_end|>
     special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151657))  # never part of a question
+    # What begins and what ends a tool's response in a turn of the user: `<tool_response` and `</tool_response>`. The
+    # first has no `>`, which is one token with the line break behind it.
+    tool_response_token_ids: list[list[int]] | tuple[tuple[int, ...], ...] = ((27, 14172, 9655), (522, 14172, 9655, 29))
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
@@ -256,6 +259,7 @@ class Qwen3VLQTSplusConfig(QTSplusConfigMixin, Qwen3VLConfig):
     model_type = "qwen3_vl_qtsplus"
     sub_configs, sub_configs_defaults = with_selector(Qwen3VLConfig)
 
+    tool_response_token_ids: list[list[int]] | tuple[tuple[int, ...], ...] = ((151665,), (151666,))
     frame_text_token_ids: list[int] | tuple[int, ...] = (27,)
 
 
@@ -268,6 +272,7 @@ class Qwen3_5QTSplusConfig(QTSplusConfigMixin, Qwen3_5Config):
     user_turn_token_ids: list[int] | tuple[int, ...] = (248045, 846)
     turn_end_token_id: int = 248046
     special_token_ids: list[int] | tuple[int, ...] = tuple(range(248044, 248058))
+    tool_response_token_ids: list[list[int]] | tuple[tuple[int, ...], ...] = ((248066,), (248067,))
     frame_text_token_ids: list[int] | tuple[int, ...] = (27,)
 
 

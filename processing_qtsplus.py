@@ -6,7 +6,7 @@
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
-from .prompt_qtsplus import find_query_mask, tokenize_query
+from .prompt_qtsplus import find_places, find_query_mask, tokenize_query
 from .video_qtsplus import (
     VideoChunks,
     VideoFile,
@@ -71,10 +71,22 @@ class QTSplusProcessorMixin(ProcessorMixin):
         tokenizer = self.tokenizer
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         return {
-            "user_turn_token_ids": tokenizer(self.user_turn, add_special_tokens=False)["input_ids"],
+            "user_turn_token_ids": self._ids(self.user_turn),
             "turn_end_token_id": tokenizer.convert_tokens_to_ids(self.turn_end),
             "special_token_ids": sorted(special.union(tokenizer.all_special_ids)),
+            "tool_response_token_ids": self._tool_response_token_ids,
         }
+
+    @property
+    def _tool_response_token_ids(self) -> list[list[int]]:
+        """The ids of `<tool_response>` and of its end, as they stand in a turn that a chat template writes."""
+        header = len(self._ids(self.user_turn))
+        opening = self._ids(f"{self.user_turn}\n<tool_response>\n")[header + 1 : -1]
+        closing = self._ids(f"{self.turn_end}</tool_response>{self.turn_end}")[1:-1]
+        return [opening, closing]
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @property
     def placeholder_ids(self) -> list[int]:
@@ -153,8 +165,46 @@ class QTSplusProcessorMixin(ProcessorMixin):
         return inputs
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        """As stock; `video_url`, and the `VIDEO_KEYS` of a video, take effect, and other keys are a `ValueError`."""
-        return super().apply_chat_template(read_messages(conversation, kwargs.get("tokenize", False)), *args, **kwargs)
+        """
+        As stock; `video_url`, and the `VIDEO_KEYS` of a video, take effect, and other keys are a `ValueError`. With
+        `tokenize` and `return_dict` the question is the last message of the role `user`, however tools are rendered.
+        """
+        conversation = read_messages(conversation, kwargs.get("tokenize", False))
+        inputs = super().apply_chat_template(conversation, *args, **kwargs)
+        if isinstance(inputs, BatchFeature):
+            turns = self._question_turns(conversation, *args, **kwargs)
+            inputs["query_mask"] = self._query_mask(inputs["input_ids"], turns)
+        return inputs
+
+    def _question_turns(self, conversation: Any, *args: Any, **kwargs: Any) -> list[int | None]:
+        """
+        Per conversation, which of the turns that the chat template writes as a user's is the last message of a user, as
+        [`find_query_mask`] takes it; `args` and `kwargs` are those of `apply_chat_template`.
+        """
+        is_list = isinstance(conversation, (list, tuple))
+        is_batch = is_list and (isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages"))
+        turns: list[int | None] = []
+        for one in conversation if is_batch else [conversation]:
+            messages = getattr(one, "messages", one)
+            roles = [message["role"] if isinstance(message, Mapping) else message.role for message in messages]
+            written = [index for index, role in enumerate(roles) if role == "user"]
+            if not written:
+                turns.append(None)
+            elif written[-1] == len(messages) - 1:
+                turns.append(-1)
+            else:
+                turns.append(self._count_user_turns(messages[: written[-1] + 1], *args, **kwargs) - 1)
+        return turns
+
+    def _count_user_turns(self, messages: list[dict[str, Any]], *args: Any, **kwargs: Any) -> int:
+        """How many turns are written as a user's in the prompt of these messages."""
+        if kwargs.pop("sanitize_control_tokens", False):  # then a header in a message's text is text
+            messages = _without(self.user_turn, messages)
+        ends = ("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask")
+        plain = {**kwargs, **dict.fromkeys(("tokenize", "return_dict", *ends), False)}
+        template_tools_documents = args[:3]
+        prompt = super().apply_chat_template(messages, *template_tools_documents, **plain)
+        return len(find_places(torch.tensor(self._ids(prompt)), self._ids(self.user_turn)))
 
     def conversation_inputs(self, conversations: Sequence[list[dict[str, Any]]], **kwargs: Any) -> BatchFeature:
         """
@@ -162,8 +212,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
         for no video. Text without special tokens gets the ids of `apply_chat_template`.
 
         Args:
-            conversations: messages as `apply_chat_template` takes them, whose contents are lists of parts; a video is
-                only `{"type": "video"}`. Each ends where an answer begins.
+            conversations: messages as `apply_chat_template` takes them; a video is only `{"type": "video"}`. Each ends
+                where an answer begins.
             kwargs: as in a call, such as `query`, and `videos` or `video_grid_thw`.
 
         Returns:
@@ -171,25 +221,25 @@ class QTSplusProcessorMixin(ProcessorMixin):
         """
         texts: list[list[list[int]]] = []  # per conversation the ids of the texts that hold special tokens
         prompts, added = [], list(self.tokenizer.added_tokens_decoder.values())
+        question_turns: list[int | None] = []
         for messages in conversations:
             texts.append([])
             blanked = [self._blank_texts(message, added, texts[-1]) for message in messages]
             prompts.append(self.apply_chat_template(blanked, tokenize=False, add_generation_prompt=True))
+            question_turns += self._question_turns(blanked)
         # A special token keeps the place of such a text: whatever stands beside it is tokenized apart from it.
         special = [token.content for token in added if token.special]
         blank = next(token for token in [self.tokenizer.pad_token, *special] if token not in "".join(prompts))
         prompts = [prompt.replace(_BLANK, blank) for prompt in prompts]
         inputs = self(text=prompts, padding=True, return_tensors="pt", **kwargs)
         inputs.pop("mm_token_type_ids", None)  # the model does not need them
-        if not any(texts):
-            return inputs
-
-        blank_id, rows = self.tokenizer.convert_tokens_to_ids(blank), []
-        for row, mask, ids in zip(inputs["input_ids"], inputs["attention_mask"], texts, strict=True):
-            tokens, left = row[mask.bool()].tolist(), iter(ids)
-            rows.append([one for token in tokens for one in (next(left) if token == blank_id else [token])])
-        inputs.update(self.tokenizer.pad({"input_ids": rows}, padding=True, return_tensors="pt"))
-        inputs["query_mask"] = self._query_mask(inputs["input_ids"])
+        if any(texts):
+            blank_id, rows = self.tokenizer.convert_tokens_to_ids(blank), []
+            for row, mask, ids in zip(inputs["input_ids"], inputs["attention_mask"], texts, strict=True):
+                tokens, left = row[mask.bool()].tolist(), iter(ids)
+                rows.append([one for token in tokens for one in (next(left) if token == blank_id else [token])])
+            inputs.update(self.tokenizer.pad({"input_ids": rows}, padding=True, return_tensors="pt"))
+        inputs["query_mask"] = self._query_mask(inputs["input_ids"], question_turns)
         return inputs
 
     def text_ids(self, text: str) -> list[int]:
@@ -209,6 +259,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
             texts.append(ids)
             return _BLANK
 
+        if isinstance(message["content"], str):
+            return {**message, "content": without(message["content"])}
         parts = [{**part, "text": without(part["text"])} if "text" in part else part for part in message["content"]]
         return {**message, "content": parts}
 
@@ -402,12 +454,29 @@ class QTSplusProcessorMixin(ProcessorMixin):
             processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in described]
         return processed, texts
 
-    def _query_mask(self, input_ids: Any) -> Any:
-        """`[B, S]` like `input_ids`, whose rows have different lengths where they are lists; padding is special."""
-        ids = self.query_token_ids
+    def _query_mask(self, input_ids: Any, question_turns: Sequence[int | None] | None = None) -> Any:
+        """
+        `[B, S]` like `input_ids`, whose rows have different lengths where they are lists; padding is special.
+        `question_turns` are those of [`find_query_mask`].
+        """
+        token_ids = self.query_token_ids
         if torch.is_tensor(input_ids):
-            return find_query_mask(input_ids, None, **ids)
-        return [find_query_mask(torch.as_tensor(row)[None], None, **ids)[0].tolist() for row in input_ids]
+            return find_query_mask(input_ids, None, **token_ids, question_turns=question_turns)
+        masks = []
+        for row, ids in enumerate(input_ids):
+            turns = None if question_turns is None else question_turns[row : row + 1]
+            mask = find_query_mask(torch.as_tensor(ids)[None], None, **token_ids, question_turns=turns)
+            masks.append(mask[0].tolist())
+        return masks
+
+
+def _without(words: str, value: Any) -> Any:
+    """A message, or a list of them, without these words in any of its texts."""
+    if isinstance(value, str):
+        return value.replace(words, "")
+    if isinstance(value, dict):
+        return {name: _without(words, inner) for name, inner in value.items()}
+    return [_without(words, inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _fetch_images(image_processor: Any, images: Any) -> Any:

@@ -4,6 +4,7 @@ lays them out, and how the kept tokens are spliced ([`splice`]).
 
 import inspect
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -113,15 +114,20 @@ def alone_with_ids() -> ValueError:
 def find_query_mask(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    user_turn_token_ids: list[int],
+    user_turn_token_ids: Sequence[int],
     turn_end_token_id: int,
-    special_token_ids: list[int],
+    special_token_ids: Sequence[int],
     video_token_id: int | None = None,
-    frame_text_token_ids: list[int] | tuple[int, ...] = (),
+    frame_text_token_ids: Sequence[int] = (),
+    tool_response_token_ids: Sequence[Sequence[int]] = (),
+    question_turns: Sequence[int | None] | None = None,
 ) -> torch.Tensor:
     """
-    Marks the question in a chat prompt: the text of the last user turn, without its header, special and vision tokens.
-    `[B, S]` int64, 1 on the question's tokens; a row without a user turn is all 0.
+    Marks the question in a chat prompt: the text of the last turn that a user wrote, without its header, special and
+    vision tokens. `[B, S]` int64, 1 on the question's tokens; a row without such a turn is all 0.
+
+    Many chat templates write a tool's response as a turn of the user. Where the roles of the messages are known,
+    `question_turns` tells them apart. Token ids alone cannot always do so, see [`_written_by_users`].
 
     Args:
         input_ids, attention_mask: `[B, S]`, of prompts made with the chat template.
@@ -130,30 +136,99 @@ def find_query_mask(
         special_token_ids: ids that are never part of a question.
         video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text in front of
             every frame ("Frame1: ", "<0.5 seconds>"), which is no part of a question either.
+        tool_response_token_ids: the ids that begin and that end a tool's response; none if templates do not mark it.
+        question_turns: per row the index of the question among all turns that are written as a user's; `None` for a
+            row in which no user wrote.
     """
     special = torch.tensor(special_token_ids, device=input_ids.device)
     eligible = ~torch.isin(input_ids, special)
     if attention_mask is not None:
         eligible &= attention_mask.bool()
 
-    header = torch.tensor(user_turn_token_ids, device=input_ids.device)
     mask = torch.zeros_like(input_ids)
-    if input_ids.shape[1] < len(header):
-        return mask
-    opens = (input_ids.unfold(1, len(header), 1) == header).all(-1)
-    for row in range(input_ids.shape[0]):
-        starts = opens[row].nonzero()
-        if len(starts) == 0:
+    for row, ids in enumerate(input_ids):
+        turns = _find_user_turns(ids, user_turn_token_ids, turn_end_token_id)
+        question: int | None = -1
+        if question_turns is not None:
+            question = question_turns[row]
+        elif len(turns) > 1 and tool_response_token_ids:
+            turns = _written_by_users(ids, turns, user_turn_token_ids, turn_end_token_id, tool_response_token_ids)
+        if question is None or not -1 <= question < len(turns) or not turns:
             continue
-        start = int(starts[-1]) + len(header) + 1
-        ends = (input_ids[row, start:] == turn_end_token_id).nonzero()
-        stop = start + int(ends[0]) if len(ends) else input_ids.shape[1]
+        start, stop = turns[question]
         mask[row, start:stop] = eligible[row, start:stop].long()
         if frame_text_token_ids:
-            ids = input_ids[row, start:stop].tolist()
-            for first, last in _frame_texts(ids, video_token_id, frame_text_token_ids):
+            text = ids[start:stop].tolist()
+            for first, last in _frame_texts(text, video_token_id, frame_text_token_ids):
                 mask[row, start + first : start + last] = 0
     return mask
+
+
+def question_token_ids(config: Any) -> dict[str, Any]:
+    """The ids by which [`find_query_mask`] finds the question, as a model's configuration has them."""
+    return {
+        "user_turn_token_ids": config.user_turn_token_ids,
+        "turn_end_token_id": config.turn_end_token_id,
+        "special_token_ids": config.special_token_ids,
+        "video_token_id": config.video_token_id,
+        "frame_text_token_ids": getattr(config, "frame_text_token_ids", ()),
+        "tool_response_token_ids": config.tool_response_token_ids,
+    }
+
+
+def find_places(ids: torch.Tensor, pattern: Sequence[int]) -> list[int]:
+    """The indices in `ids` `[S]` at which the pattern begins."""
+    if len(ids) < len(pattern):
+        return []
+    wanted = torch.tensor(list(pattern), device=ids.device)
+    return (ids.unfold(0, len(pattern), 1) == wanted).all(-1).nonzero()[:, 0].tolist()
+
+
+def _find_user_turns(ids: torch.Tensor, header: Sequence[int], turn_end: int) -> list[tuple[int, int]]:
+    """`(start, stop)` of the text of every turn that is written as a user's."""
+    ends = [*find_places(ids, [turn_end]), len(ids)]
+    turns = []
+    for place in find_places(ids, header):
+        start = min(place + len(header) + 1, len(ids))
+        turns.append((start, ends[bisect_left(ends, start)]))
+    return turns
+
+
+def _written_by_users(
+    ids: torch.Tensor,
+    turns: list[tuple[int, int]],
+    header: Sequence[int],
+    turn_end: int,
+    tool_response_token_ids: Sequence[Sequence[int]],
+) -> list[tuple[int, int]]:
+    """
+    The turns that a user wrote, as far as ids tell.
+
+    A tool's turn begins with the ids that begin a response and ends with those that end one. A turn of a user inside of
+    it is part of the response, if no other role's turn begins before its end. The first turn is always the user's,
+    since a tool answers a request. So a later message of a user that is nothing but a response in its tags is taken for
+    a tool's, and a turn of a user is taken for a user's if the response itself has ended before it.
+    """
+    opening, closing = tool_response_token_ids
+    opened = set(find_places(ids, opening))
+    response_ends = [place + len(closing) for place in find_places(ids, [*closing, turn_end])]
+    written = set(find_places(ids, header))
+    others = [place for place in find_places(ids, header[:1]) if place not in written]
+
+    users = turns[:1]
+    response_end = 0
+    for start, stop in turns[1:]:
+        if start < response_end:
+            continue
+        next_end = bisect_left(response_ends, start)
+        next_other = bisect_left(others, start)
+        if start in opened and next_end < len(response_ends):
+            crossed = next_other < len(others) and others[next_other] < response_ends[next_end]
+            if not crossed:
+                response_end = response_ends[next_end]
+                continue
+        users.append((start, stop))
+    return users
 
 
 def _frame_texts(ids: list[int], video_token_id: int | None, openers, longest: int = 16):
@@ -179,7 +254,18 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] |
 
 
 def tokenize_query(tokenizer: Any, query: str | list[str], rows: int | None, like: Any) -> dict[str, Any]:
-    queries = [query] * (rows or 1) if isinstance(query, str) else list(query)
+    """The `query_input_ids` and `query_attention_mask` of a question for all rows, or of one for each."""
+    queries = [query] * (rows or 1) if isinstance(query, str) else query
+    if not isinstance(queries, (list, tuple)) or not queries:
+        raise ValueError(f"query={query!r}: expected a question as a str, or a list with one for each row.")
+    for row, one in enumerate(queries):
+        if not isinstance(one, str):
+            raise ValueError(f"The query of row {row} is {one!r}; expected a question as a str.")
+        try:
+            one.encode()
+        except UnicodeEncodeError as error:
+            reason = "holds half a character (a lone surrogate)"
+            raise ValueError(f"The query of row {row}, {one!r}, {reason}; expected a question in Unicode.") from error
     if rows is not None and len(queries) != rows:
         raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
     tokens = tokenizer(queries, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -290,11 +376,9 @@ def find_questions(
     Per row `[S_b]` bool, which of its tokens are the question, by `query_mask` where there is one: `[B, S]`, or
     narrower where answers were put behind the prompts that it was made for.
     """
-    config, shape = model.config, layout.input_ids.shape
+    shape = layout.input_ids.shape
     if query_mask is None or query_mask.shape != shape:
-        turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
-        labels = getattr(config, "frame_text_token_ids", ())
-        found = find_query_mask(layout.input_ids, layout.mask, *turns, config.video_token_id, labels)
+        found = find_query_mask(layout.input_ids, layout.mask, **question_token_ids(model.config))
         if query_mask is None:
             query_mask = found
         else:

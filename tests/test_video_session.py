@@ -370,6 +370,16 @@ def test_a_long_conversation_goes_on(loaded, fresh, monkeypatch):
     assert gone == sorted(gone) and not gone[2] and gone[-1] and len(fresh.turns) == 20
 
 
+def test_a_conversation_keeps_a_bounded_number_of_questions(fresh, monkeypatch):
+    monkeypatch.setattr(session, "EARLIER", 2)
+    warnings = [fresh.chat(question, **SHORT).warnings for question in QUESTIONS[:5]]
+    assert fresh.turns[::2] == QUESTIONS[3:5] and fresh.left_out == 3
+    kept = "A conversation keeps its last 2 questions. Left out, the oldest: "
+    assert warnings == [[], [], [], [f"{kept}1."], [f"{kept}2."]]
+    fresh.reset()
+    assert fresh.chat(QUESTIONS[0], **SHORT).warnings == []
+
+
 def test_what_has_no_positions_is_refused_on_every_way(loaded, cameras, fresh, monkeypatch):
     stream, film = Stream(*loaded), cameras / "front.mp4"
     stream.append(render_world(WORLDS[0]))

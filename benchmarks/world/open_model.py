@@ -41,6 +41,7 @@ def make_open_model(folder: str | Path, seed: int = 0) -> tuple[Any, Any]:
         "user_turn_token_ids": processor.tokenizer("<|im_start|>user")["input_ids"],
         "turn_end_token_id": ids["<|im_end|>"],
         "special_token_ids": sorted(ids.values()),
+        "tool_response_token_ids": processor.query_token_ids["tool_response_token_ids"],
     }
     values["text_config"] |= {
         "vocab_size": len(processor.tokenizer),

@@ -16,6 +16,8 @@ from .output import printable
 from .settings import check_count
 from .videos import EncodedVideo, encode
 
+EARLIER = 100  # questions of a conversation that the next one knows, with their answers
+
 
 def ask(
     model: Any,
@@ -59,6 +61,7 @@ class VideoSession:
         self.model, self.processor = model, processor
         self.videos: dict[str, EncodedVideo] = {}
         self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
+        self.left_out = 0  # questions of the conversation that `turns` no longer holds
         self._talking = threading.Lock()
 
     @property
@@ -119,18 +122,24 @@ class VideoSession:
         Answers a question that knows those before and their answers.
 
         The model reads the whole conversation, with the visual tokens that this question's own words choose: a
-        follow-up should name what it is about. The oldest turns go for which the model has no positions; a warning of
-        the answer says so. Threads take turns.
+        follow-up should name what it is about. The oldest turns are left out where there are more than 100 questions,
+        or where the model has no positions for them; a warning of the answer says so. Threads take turns.
         """
         with self._talking:
             answer = self.ask(question, turns=self.turns, **generation)
-            self.turns = [*self.turns, question, answer.answer]
+            if self.left_out:
+                warning = f"A conversation keeps its last {EARLIER} questions. Left out, the oldest: {self.left_out}."
+                answer = replace(answer, warnings=[*answer.warnings, warning])
+            turns = [*self.turns, question, answer.answer]
+            self.turns = turns[-2 * EARLIER :]
+            self.left_out += (len(turns) - len(self.turns)) // 2
         return answer
 
     def reset(self) -> None:
         """Ends the conversation; the videos stay."""
         with self._talking:
             self.turns = []
+            self.left_out = 0
 
     def _check_names(self, names: Sequence[str]) -> None:
         if not isinstance(names, (list, tuple)):

@@ -109,3 +109,25 @@ def test_special_tokens_in_any_turn_of_a_batch_and_in_a_query_are_text(processor
     assert marked.strip("\n") == "And then?"
     queries = inputs["query_input_ids"][0][inputs["query_attention_mask"][0].bool()]
     assert queries.tolist() == processor.text_ids(text)
+
+
+@pytest.mark.parametrize(
+    "query", [7, 1.5, b"Why?", {"text": "Why?"}, [None, "Why?"], ["Why?", 7], [], iter(["Why?"]), "", "\ud800"]
+)
+@each_unlike
+def test_a_query_of_another_type_is_refused(processor, query):
+    with pytest.raises(ValueError, match="expected a question"):
+        processor(text=["a", "b"], query=query)
+
+
+def test_a_placeholder_as_text_is_named(processor, model):
+    """Whatever stands for a video or an image: the tokens that a chat template writes, and those in their place."""
+    placeholders = {processor.image_token, processor.video_token}
+    placeholders |= {processor.tokenizer.convert_ids_to_tokens(one) for one in processor.placeholder_ids}
+    frames = torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
+    for placeholder in placeholders:
+        for media in ({}, {"videos": [frames], "fps": 2}):
+            text = f"{processor.video_token if media else ''}What is {placeholder}?"
+            with pytest.raises(ValueError, match="in the text|as text") as refused:
+                processor(text=text, **media)
+            assert placeholder in str(refused.value)

@@ -71,6 +71,13 @@ def test_special_tokens_in_a_record_are_text(tiny_mp4, tiny_processor, stored, t
     assert tiny_processor.tokenizer.decode(ids[example["query_mask"].bool()]) == FORGED
 
 
+def test_a_question_in_the_tags_of_a_tool_is_the_question(tiny_mp4, tiny_processor):
+    question = "<tool_response>\nWhich shape?\n</tool_response>"
+    record = VideoRecord(str(tiny_mp4), question, "circle", earlier=(("What colour is it?", "red"),))
+    example = VideoQADataset([record], tiny_processor)[0]
+    assert tiny_processor.tokenizer.decode(example["input_ids"][example["query_mask"].bool()]) == question
+
+
 def test_the_query_can_leave_the_options_out(records, tiny_processor):
     batch = VideoQACollator(tiny_processor)([VideoQADataset(records, tiny_processor)[index] for index in range(3)])
     queries = [

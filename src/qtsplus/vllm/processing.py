@@ -20,7 +20,7 @@ from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.parse import VideoProcessorItems
 
 from ..methods_qtsplus import METHODS, add_method, check_budget
-from ..prompt_qtsplus import find_query_mask
+from ..prompt_qtsplus import find_query_mask, question_token_ids
 from ..selector_qtsplus import kept_count
 from .worker import PIXELS, prepare
 
@@ -173,9 +173,7 @@ class QTSplusMultiModalProcessor:
         check_settings(settings)
         num_tokens = ids[start:stop].count(placeholder)
         prompt = torch.tensor(ids)
-        turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
-        labels = getattr(config, "frame_text_token_ids", ())
-        mask = find_query_mask(prompt[None], None, *turns, placeholder, labels)[0].bool()
+        mask = find_query_mask(prompt[None], None, **question_token_ids(config))[0].bool()
         fixed = settings["selection"] == "all" or settings.get("retention") is not None
         release = self.release
         call = None if fixed and not release else self.call_engine
