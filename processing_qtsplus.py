@@ -116,7 +116,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 `[T, C, H, W]` as an array or tensor, or a list of images; or one of these as `video` of a dictionary,
                 beside `VIDEO_KEYS`. Alone, in a list, or in a list per row.
             query (`str` or `list[str]`, *optional*): the question to select by, one per row or one for all rows, where
-                it is not the text of the last user turn.
+                it is not the text of the last turn that a user wrote.
             video_grid_thw (`torch.Tensor`, *optional*): `[videos, 3]`, the grids of videos that were encoded before, in
                 place of `videos`; for `model.generate(..., video_features=...)`. Where the prompt tells the times of
                 frames, they come from `video_metadata` or from `second_per_grid_ts`.

@@ -178,7 +178,9 @@ class QTSplusMultiModalProcessor:
         release = self.release
         call = None if fixed and not release else self.call_engine
         if (not fixed and call or settings["selection"] == "qtsplus") and not mask.any():
-            raise ValueError("The last user turn has no text to select by: expected a question beside the video.")
+            raise ValueError(
+                "The last turn that a user wrote has no text to select by: expected a question beside the video."
+            )
         hashes = processed["mm_hashes"]
         settings["hashes"] = hashes["video"]
         stated = json.dumps([hashes, sorted(settings.items())]).encode()
