@@ -288,7 +288,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         inputs = {"inputs_embeds": inputs_embeds}
         if mm_encoder_outputs:
             self.check_selected(mm_encoder_outputs)
-            features = {name: output.pooler_output for name, output in mm_encoder_outputs.items()}
+            features = {name: output["pooler_output"] for name, output in mm_encoder_outputs.items()}
             inputs = self.language_inputs(inputs_embeds, input_ids, features)
         elif self.training and torch.is_grad_enabled():
             # The selector takes part in every training step, so that no rank of a distributed run waits for another.
@@ -310,9 +310,15 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         return {**inputs, "attention_mask": attention_mask, "position_ids": position_ids}, qtsplus
 
     def check_selected(self, mm_encoder_outputs: dict[str, Any] | None):
-        """Raises `ValueError` for features that [`shorten`] has not selected."""
-        if not all(isinstance(output, SelectedFeatures) for output in (mm_encoder_outputs or {}).values()):
-            raise ValueError("mm_encoder_outputs would bypass the selector: pass pixel values.")
+        """
+        Raises `ValueError` for features that [`shorten`] has not selected, as stock encoders return them. Hooks that
+        move a module's inputs, such as llm-compressor's, make a plain dict of those that it has selected.
+        """
+        for output in (mm_encoder_outputs or {}).values():
+            was_selected = isinstance(output, SelectedFeatures)
+            was_moved = type(output) is dict and output.keys() == {"pooler_output"}
+            if not was_selected and not was_moved:
+                raise ValueError("mm_encoder_outputs would bypass the selector: pass pixel values.")
 
     def check_no_placeholders(self, input_ids: torch.Tensor | None):
         """Raises `ValueError` for placeholders in a prompt that comes without pixels."""

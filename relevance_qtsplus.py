@@ -156,8 +156,12 @@ def again(function: Callable, *block: torch.Tensor) -> torch.Tensor:
 # --- The budget's heads ---
 
 
-class Float32Linear(nn.Linear):
-    """Computes in float32 whatever its parameters' dtype; a module of its own, so that offloading finds its weights."""
+class Linear(nn.Linear):
+    """
+    Computes in float32 whatever its parameters' dtype; a module of its own, so that offloading finds its weights.
+
+    It has the name of its base, by which llm-compressor lists the modules that it did not quantize.
+    """
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         with torch.autocast(states.device.type, enabled=False):
@@ -165,7 +169,7 @@ class Float32Linear(nn.Linear):
 
 
 def float32_mlp(inputs: int, hidden_size: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(Float32Linear(inputs, hidden_size), nn.GELU(), Float32Linear(hidden_size, outputs))
+    return nn.Sequential(Linear(inputs, hidden_size), nn.GELU(), Linear(hidden_size, outputs))
 
 
 class QTSplusBudgetHead(nn.Module):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor, loading, session
 from qtsplus.cli import app
+from qtsplus.training.lora import add_lora, lora_config
 
 
 @pytest.fixture
@@ -135,6 +136,16 @@ def test_an_adapter_beside_a_model_is_not_added(folder):
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/other"}')
     with pytest.raises(ValueError, match="holds a PEFT adapter; merge it"):
         loading.load(folder)
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_an_adapter_as_model_is_refused_by_what_it_is(folder, tmp_path, tiny_mp4, options):
+    """As `save_pretrained` of PEFT writes it: without a config.json."""
+    adapted = add_lora(Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder), lora_config(rank=2))
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    result = CliRunner().invoke(app, ["ask", str(tiny_mp4), "What?", "--model", str(tmp_path / "adapter"), *options])
+    assert result.exit_code == 2 and "holds a PEFT adapter; merge it" in result.stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import find_adapter_config_file
 
@@ -44,16 +45,32 @@ def load(
     """
     device = find_device(device)
     processor = load_processor(model, revision)
-    refuse_adapter(model, revision)
     backbone = backbone_of(stored_config(model, revision).get("model_type"))
     if Path(model, INDEX).is_file():
         weight_map(Path(model, INDEX))
     with reading(f"The model {str(model)!r}"):
         loaded = backbone.model.from_pretrained(model, dtype=dtype, revision=revision)
     loaded = loaded.to(device).eval()
-    if names := [name for name, weight in loaded.named_parameters() if bool(weight.sum().isnan())]:
-        raise ValueError(f"The weights of {str(model)!r} hold NaN, such as {names[0]}; copy or train the model again.")
+    for name, weight in loaded.named_parameters():
+        if any(holds_nan(part) for part in stored_parts(weight)):
+            raise ValueError(f"The weights of {str(model)!r} hold NaN, such as {name}; copy or train the model again.")
     return loaded, processor
+
+
+def stored_parts(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold a weight: itself, or the numbers and scales of a quantized one, which cannot be summed."""
+    if not is_traceable_wrapper_subclass(weight):
+        return [weight]
+    names, _ = weight.__tensor_flatten__()
+    return [part for name in names for part in stored_parts(getattr(weight, name))]
+
+
+def holds_nan(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return False
+    if tensor.dtype.itemsize == 1:  # float8 has no sums
+        tensor = tensor.to(torch.bfloat16)
+    return bool(tensor.sum().isnan())
 
 
 def load_processor(model: str | Path, revision: str | None = None) -> Any:
@@ -105,7 +122,7 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
     What the config.json of a folder or a Hub repository holds.
 
     Raises:
-        ValueError: no such folder or repository, or none with a config.json; a revision of a folder.
+        ValueError: no such folder or repository, or none with a config.json; an adapter; a revision of a folder.
     """
     name = str(check_path("model", model))
     if revision is not None and Path(model).is_dir():
@@ -113,6 +130,7 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
     if not name.strip():
         raise ValueError("The model's name is empty; expected a folder or a Hub id, such as ORG/NAME.")
     if Path(model).is_dir():
+        refuse_adapter(model)
         if not Path(model, "config.json").exists():
             raise ValueError(f"There is no config.json in {name!r}; expected the folder of a model.")
         if odd := [path for path in Path(model).iterdir() if path.exists() and not (path.is_file() or path.is_dir())]:
@@ -121,6 +139,7 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
     if not _HUB_ID.fullmatch(name):
         raise ValueError(f"There is no folder {name!r}; expected one, or a Hub id such as ORG/NAME.")
     try:
+        refuse_adapter(model, revision)
         config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
     except OSError as error:
         raise ValueError(f"There is no folder {name!r}, and the Hub did not give it: {first_line(error)}") from error

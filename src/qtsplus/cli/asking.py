@@ -129,12 +129,11 @@ def foresee(video: str, loading: tuple, reading: dict[str, Any], budget: dict[st
 
     from ..forecast import forecast
     from ..hub.checkpoint import on_meta
-    from ..loading import load_config, load_processor, refuse_adapter
+    from ..loading import load_config, load_processor
     from ..videos import open_chunks
 
     name, revision, _, dtype = loading
     name = name_model(name)
-    refuse_adapter(name, revision)
     config = load_config(name, revision)
     kind = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     chunks = open_chunks(load_processor(name, revision), video, **reading)

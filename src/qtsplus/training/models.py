@@ -13,7 +13,7 @@ from ..configuration_qtsplus import QTSplusConfig
 from ..hub.checkpoint import read_checkpoint
 from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
-from ..loading import find_device, load_config, processor_of, refuse_adapter, stored_config
+from ..loading import find_device, load_config, processor_of, stored_config
 from ..methods_qtsplus import add_method
 from ..settings import check_types
 
@@ -105,7 +105,6 @@ def require_weights(weights: str, expected: str) -> None:
             f"{weights} holds a model of type {kind!r}; expected {expected!r}, or its stock model "
             f"{expected.removesuffix(OURS)!r}."
         )
-    refuse_adapter(weights)
     if Path(weights).is_dir():
         read_checkpoint(Path(weights))  # raises what is cut off; the files of a Hub repository are checked on their way
 
