@@ -231,6 +231,11 @@ class QTSplusConfigMixin:
         given = self.qtsplus_config
         if given is not None and not isinstance(given, (dict, PreTrainedConfig)):
             raise ValueError(f"qtsplus_config={given!r}: expected the selector's fields, as a dict or a QTSplusConfig.")
+        tags = self.tool_response_token_ids
+        if tags and (len(tags) != 2 or not all(tags)):
+            raise ValueError(
+                f"tool_response_token_ids={tags!r}: expected the ids that begin a response and that end it."
+            )
         self.qtsplus_config = given if isinstance(given, PreTrainedConfig) else QTSplusConfig(**(given or {}))
         kwargs.pop("model_type", None)  # a base checkpoint's config.json has the stock model's
         super().__post_init__(**kwargs)  # type: ignore[misc]

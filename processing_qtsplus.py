@@ -52,6 +52,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
     _auto_class = "AutoProcessor"  # as `register_for_auto_class` has it
     user_turn = "<|im_start|>user"  # what the chat template opens and closes a turn with
     turn_end = "<|im_end|>"
+    tool_response = ("<tool_response>", "</tool_response>")  # what begins and ends it in a turn of the user
     native_resolution = True  # larger frames become more tokens
 
     # Every backbone's processor has these.
@@ -79,11 +80,12 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     @property
     def _tool_response_token_ids(self) -> list[list[int]]:
-        """The ids of `<tool_response>` and of its end, as they stand in a turn that a chat template writes."""
+        """The ids of `tool_response`, as they stand in a turn that a chat template writes."""
+        begin, end = self.tool_response
         header = len(self._ids(self.user_turn))
-        opening = self._ids(f"{self.user_turn}\n<tool_response>\n")[header + 1 : -1]
-        closing = self._ids(f"{self.turn_end}</tool_response>{self.turn_end}")[1:-1]
-        return [opening, closing]
+        opening = self._ids(f"{self.user_turn}\n{begin}\n")[header + 1 : -1]
+        closing = self._ids(f"{self.turn_end}{end}{self.turn_end}")[1:-1]
+        return [opening, closing] if opening and closing else []
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -195,7 +195,7 @@ def test_the_question_of_a_text_and_of_ids(processor, model, prepare, name):
 
 
 @each_unlike
-def test_tags_that_are_tokens_of_the_vocabulary(backbone, prepare, monkeypatch):
+def test_tags_that_are_tokens_of_the_vocabulary(backbone):
     """As in Qwen3's, where they are not special."""
     processor = backbone.processor()
     tags = ("<tool_response>", "</tool_response>")
@@ -267,3 +267,19 @@ def test_a_follow_up_in_the_tags_of_a_tool_is_the_question(model, processor, cli
     for question in (ASKED, WRAPPED):
         session.chat(question, max_new_tokens=2)
     assert [questions(processor, inputs) for inputs in made] == [[ASKED], [WRAPPED]]
+
+
+@pytest.mark.parametrize("ids", [[[1]], [[], [1]], [[1], [2], [3]]])
+def test_a_configuration_has_both_ends_of_a_response(model, ids):
+    with pytest.raises(ValueError, match="expected the ids that begin a response and that end it"):
+        type(model.config)(tool_response_token_ids=ids)
+
+
+@each_unlike
+def test_a_template_with_tags_of_its_own_in_a_processor_that_knows_them(backbone):
+    processor = backbone.processor()
+    processor.tool_response = ("<function_results>", "</function_results>")
+    messages, expected = CONVERSATIONS["a question in the result"]
+    text = processor.apply_chat_template(messages, chat_template=template(processor, "own tags"), tokenize=False)
+    inputs = processor(text=text, video_grid_thw=processor.grid_of(2, 32, 32), return_tensors="pt")
+    assert questions(processor, inputs) == [expected]
