@@ -20,7 +20,7 @@ import qtsplus
 from clips import write_records
 from qtsplus import loading
 from qtsplus.cli import app
-from qtsplus.cli.asking import print_answer
+from qtsplus.cli.asking import place, print_answer
 from qtsplus.demo import CLIP, run_demo
 from qtsplus.evidence import Interval
 from refusals import fill
@@ -329,3 +329,11 @@ def test_no_name_of_a_film_moves_the_cursor(tiny_mp4, tiny_published, shared_mod
         result = CliRunner().invoke(app, [command, *arguments], input="Who?\n/evidence\n")
         said = result.stdout + result.stderr
         assert "a\\x1b[31m\\u202e" in said and not re.search("[\x1b\u202e]", said), (command, said)
+
+
+@pytest.mark.parametrize(
+    ("box", "words"),
+    [((0, 0, 1, 0.9), "all over the frame"), ((0.4, 0.4, 0.6, 0.6), "centre"), ((0, 0, 0.2, 0.2), "top left")],
+)
+def test_a_region_in_words(box, words):
+    assert place(box) == words

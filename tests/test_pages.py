@@ -1,11 +1,13 @@
 """What the pages show runs as pasted, in a folder where `make demo` ran, and what they point to exists."""
 
+import ast
 import asyncio
 import json
 import pkgutil
 import re
 import shlex
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,6 +222,31 @@ def test_the_page_on_design_names_files_of_the_package():
 def test_tests_it_names_exist(page):
     for file, name in re.findall(r"`(tests/\S+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
         assert re.search(rf"^\s*(def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), name
+
+
+@cache
+def texts_of(folder: str, files: str) -> list[str]:
+    """The texts in Python files, without line breaks; of a text with values in it what stands between these."""
+    texts = []
+    for path in (ROOT / folder).rglob(files):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        texts += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [" ".join(text.split()) for text in texts]
+
+
+def quoted_messages() -> list[str]:
+    """The messages of which the page on troubleshooting says what to do."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quotes = [quote for line in page.splitlines() for quote in re.findall(r'"([^"]+)"', line)]
+    return [quote for quote in quotes if " " in quote]
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_messages_that_it_explains_are_the_products(message):
+    """Part by part around the dots, and a test has seen that one of the parts is said."""
+    parts = [part.strip(" ,") for part in message.split("...") if part.strip(" ,")]
+    assert all(any(part in text for text in texts_of("src", "*.py")) for part in parts)
+    assert any(part in text for part in parts for text in texts_of("tests", "test_*.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -145,7 +145,14 @@ def test_an_adapter_as_model_is_refused_by_what_it_is(folder, tmp_path, tiny_mp4
     adapted.save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter" / "config.json").exists()
     result = CliRunner().invoke(app, ["ask", str(tiny_mp4), "What?", "--model", str(tmp_path / "adapter"), *options])
-    assert result.exit_code == 2 and "holds a PEFT adapter; merge it" in result.stderr
+    error = f"qtsplus: {tmp_path / 'adapter'} holds a PEFT adapter; merge it"
+    assert result.exit_code == 2 and error in result.stderr
+
+
+def test_a_repository_that_the_hub_does_not_give(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="There is no folder 'org/nothing', and the Hub did not give it: "):
+        loading.load("org/nothing")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")

@@ -96,7 +96,7 @@ def test_a_model_is_not_loaded_because_a_library_names_it(folder, monkeypatch, m
     monkeypatch.setattr("qtsplus.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
     line = first_line_of(run("ask", folder, QUESTION, *moments))
     assert f"made with the model {name!r}" in line and "name it with --model if you trust it" in line
-    with pytest.raises(ValueError, match="nothing was indexed on this machine"):
+    with pytest.raises(ValueError, match="with which nothing was indexed on this machine"):
         Library.open(folder)
 
 

@@ -84,9 +84,9 @@ def load_processor(model: str | Path, revision: str | None = None) -> Any:
 
 def load_config(model: str | Path, revision: str | None = None) -> Any:
     """The configuration of one of our models; `ValueError` for another, and for a broken one."""
+    backbone = backbone_of(stored_config(model, revision).get("model_type"))
     with reading(Path(model, "config.json")):
-        config = backbone_of(stored_config(model, revision).get("model_type")).config
-        return config.from_pretrained(model, revision=revision)
+        return backbone.config.from_pretrained(model, revision=revision)
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:
