@@ -164,6 +164,8 @@ def test_a_corrupt_film_and_an_empty_question_are_told_and_the_page_stays(visit,
     anna.sees(".note", "Drop a film first.")
     anna.drop(tmp_path / "<b>broken.mp4")
     anna.sees(".note", "Cannot decode")
+    anna.ask(RING.question)
+    anna.sees(".question, .note", "Cannot decode")
     (tmp_path / "list.mp4").write_text(f"ffconcat version 1.0\nfile {CLIP}\n")
     anna.drop(tmp_path / "list.mp4")
     anna.sees(".note", "list.mp4")
@@ -198,7 +200,7 @@ def test_no_file_beside_the_films_and_no_address_is_read_for_a_visitor(visit, ad
     anna = visit(address)
     assert anna.page.request.get(f"{address}gradio_api/file={place}").status == 403
     assert anna.page.request.get(f"{address}monitoring/summary").status == 403
-    assert anna.page.request.get(f"{address}gradio_api/deep_link?session_hash=x").status == 413
+    assert anna.page.request.get(f"{address}gradio_api/deep_link?session_hash=x").status == 404
 
 
 @pytest.fixture
@@ -396,7 +398,7 @@ def test_a_film_that_is_not_sent_to_its_end_holds_no_room(send, tmp_path, monkey
 
 
 def test_nothing_is_sent_but_what_the_page_sends(send):
-    assert send(1000, where="process_recording") == 413
+    assert send(1000, where="process_recording") == 404
     assert send(1000, **{"Sec-Fetch-Site": "cross-site"}) == send(1000, **{"Sec-Fetch-Site": "same-site"}) == 403
     assert send(1000, **{"Sec-Fetch-Site": "same-origin"}) == 200
     assert send(1000, **{"Content-Length": "2000000", "Content-Type": "application/json"}, where="queue/join") == 413

@@ -1,9 +1,10 @@
 """`qtsplus mcp`: an agent looks into a library by the Model Context Protocol. It names videos, and never places."""
 
-import asyncio
 import io
+import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,14 +15,14 @@ from mcp import MCPError
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError, UnexpectedToolError
 from mcp.server.mcpserver.tools import Tool
+from mcp.server.stdio import stdio_server
 from mcp.server.transport_security import TransportSecuritySettings
-from mcp_types import INVALID_PARAMS, ToolAnnotations
+from mcp.shared.message import SessionMessage
+from mcp_types import INVALID_PARAMS, PARSE_ERROR, ErrorData, JSONRPCError, ToolAnnotations
 from PIL import Image as Picture
 from pydantic import Field, ValidationError
-from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse
 
-from .door import ARRIVAL_SECONDS, is_key
+from .door import Guard
 from .evidence import Interval
 from .library import Library
 from .live import Live, Question
@@ -80,6 +81,23 @@ class Shelf(MCPServer):
             cause = error.__cause__ or error
             line = explain(cause, arguments) if isinstance(cause, ValidationError) else first_line(cause)
             raise ToolError(printable(line)[:500]) from cause
+
+    async def run_stdio_async(self) -> None:
+        """As that of the SDK; but who sends a line that cannot be read gets an error, and not silence."""
+        async with stdio_server() as (incoming, outgoing), anyio.create_task_group() as tasks:
+            good, read = anyio.create_memory_object_stream[Any](0)
+
+            async def pass_on() -> None:
+                async with good:
+                    async for item in incoming:
+                        if isinstance(item, Exception):
+                            await outgoing.send(SessionMessage(_unreadable(item)))
+                        else:
+                            await good.send(item)
+
+            tasks.start_soon(pass_on)
+            server = self._lowlevel_server
+            await server.run(read, outgoing, server.create_initialization_options())
 
     async def get_prompt(self, name: str, arguments: Any = None, context: Any = None) -> Any:
         """There are none; the SDK would draw a traceback, which takes seconds."""
@@ -155,37 +173,24 @@ class Shelf(MCPServer):
         return Image(data=file.getvalue(), format="jpeg")
 
 
+def _unreadable(error: Exception) -> JSONRPCError:
+    """The reply to a line that is no message, with the line's id where that can be read."""
+    number = None
+    if isinstance(error, ValidationError):
+        content = error.errors(include_url=False)[0]["input"]
+        with suppress(ValueError, RecursionError):
+            content = json.loads(content) if isinstance(content, str) else content
+        number = content.get("id") if isinstance(content, dict) else None
+    if type(number) not in (int, str):
+        number = None
+    why = explain(error, {}) if isinstance(error, ValidationError) else first_line(error)
+    problem = ErrorData(code=PARSE_ERROR, message=printable(f"The message cannot be read: {why}")[:500])
+    return JSONRPCError(jsonrpc="2.0", id=number, error=problem)
+
+
 def _moment(one: Interval) -> dict[str, Any]:
     place = {"box": one.box, "pixels": one.pixels}
     return {"video": printable(one.name), "start": one.start, "end": one.end, "weight": one.weight, **place}
-
-
-class _Entrance:
-    """Lets in what comes whole in time, with the key if there is one."""
-
-    def __init__(self, app: Any, key: str | None):
-        self.app, self.key = app, key
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        if not is_key(Headers(scope=scope).get("authorization", ""), self.key):
-            refusal = PlainTextResponse("Expected the server's key as Authorization: Bearer KEY.", 401)
-            return await refusal(scope, receive, send)
-        late, whole = asyncio.get_running_loop().time() + ARRIVAL_SECONDS, False
-
-        async def arriving() -> Any:
-            nonlocal whole
-            if whole:
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), late - asyncio.get_running_loop().time())
-            except asyncio.TimeoutError:
-                return {"type": "http.disconnect"}
-            whole = not message.get("more_body", False)
-            return message
-
-        await self.app(scope, arriving, send)
 
 
 def serve_shelf(shelf: Shelf, place: tuple[str, int] | None, hosts: Sequence[str] = (), key: str | None = None) -> None:
@@ -201,10 +206,18 @@ def serve_shelf(shelf: Shelf, place: tuple[str, int] | None, hosts: Sequence[str
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a thread that waits for a line would outlive anything else
         return shelf.run()
     host, port = place
-    named = ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *hosts]
-    names = [name + end for name in named for end in ("", ":*")]
-    origins = [f"{kind}://{name}" for name in names for kind in ("http", "https")]
-    security = TransportSecuritySettings(allowed_hosts=names, allowed_origins=origins)
-    app = shelf.streamable_http_app(stateless_http=True, max_request_body_size=MAX_MESSAGE, transport_security=security)
+    app = shelf.streamable_http_app(
+        stateless_http=True,
+        max_request_body_size=MAX_MESSAGE,
+        transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),  # the guard does that
+    )
+    guard = Guard(
+        app,
+        hosts=[host, *hosts],
+        key=key,
+        most=lambda method, path: MAX_MESSAGE,
+        total=MAX_CONNECTIONS * MAX_MESSAGE,
+        own_pages=True,
+    )
     limits: dict[str, Any] = {"limit_concurrency": MAX_CONNECTIONS, "ws": "none", "timeout_graceful_shutdown": 5}
-    uvicorn.run(_Entrance(app, key), host=host, port=port, log_level="warning", **limits)
+    uvicorn.run(guard, host=host, port=port, log_level="warning", **limits)

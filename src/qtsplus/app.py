@@ -1,6 +1,5 @@
 """`qtsplus app`: a page on which people ask about a film, and see in it what each answer rests on."""
 
-import asyncio
 import os
 import shutil
 import signal
@@ -16,10 +15,9 @@ import gradio as gr
 import safehttpx
 import torch
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import PlainTextResponse
 
 from .data.media import VIDEO_SUFFIXES
+from .door import Guard
 from .output import counted
 from .session import Answer, VideoSession
 from .videos import FAILURES
@@ -62,7 +60,7 @@ class Visit:
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.begun = self.served = self.stopped = 0  # requests, which are served in turn; of those stopped the last
-        self.path = ""
+        self.path, self.problem = "", ""  # of the film on the page, and why it cannot be read
         self.session = VideoSession(_Stoppable(model, self._check), processor)
 
     @property
@@ -95,12 +93,14 @@ class Visit:
         for name in self.session.names:
             self.session.remove(name)
         self.path = path or ""
+        self.problem = ""
         try:
             self._check()
             if path is not None:
                 self.session.add(path, device="cpu")  # the model's device may have no room for the films of all visits
         except FAILURES as error:
-            return self.stage(error=str(error).replace(self.path, Path(self.path).name))
+            self.problem = str(error).replace(self.path, Path(self.path).name)
+            return self.stage(error=self.problem)
         return self.stage()
 
     def ask(self, path: str | None, first: str, second: str, share: float) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Visit:
         if path and not self.path and (error := self.read(path)["error"]):  # other visits took the place of this one
             return self.stage(error=error)
         if not self.session.names:
-            return self.stage(error="Drop a film first.")
+            return self.stage(error=self.problem or "Drop a film first.")
         if not questions:
             return self.stage(error="Write a question first.")
         try:
@@ -145,42 +145,26 @@ class Visit:
         return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps}
 
 
-class Gate:
-    """Lets in what the page itself sends, to a name of this machine; the oldest films in `folder` go for new ones."""
+def largest_request(method: str, path: str) -> int | None:
+    """Bytes of what the page itself sends; `None` for what it does not send."""
+    name = path.rpartition("/gradio_api/")[2]
+    if name == "deep_link":  # which would write to the disk
+        return None
+    return 0 if method in ("GET", "HEAD") else _MOST.get(name)
 
-    def __init__(self, app: Any, hosts: Sequence[str], folder: str) -> None:
-        self.app = TrustedHostMiddleware(app, ["localhost", "127.0.0.1", "[::1]", *hosts], www_redirect=False)
-        self.folder, self.coming = Path(folder), 0  # bytes that are on their way
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        what = scope.get("path", "").rpartition("/gradio_api/")[2]
-        if scope.get("method", "GET") in ("GET", "HEAD") and what != "deep_link":  # which would write to the disk
-            return await self.app(scope, receive, send)
-        headers, most = dict(scope["headers"]), _MOST.get(what, -1)
-        if headers.get(b"sec-fetch-site", b"same-origin") not in (b"same-origin", b"none"):  # a browser says so
-            return await PlainTextResponse("A page elsewhere sent this.", 403)(scope, receive, send)
-        length = int(headers.get(b"content-length", most + 1))
-        if not 0 <= length <= most or self.coming + length > ALL_FILMS:
-            return await PlainTextResponse("This is too large, or too much at once.", 413)(scope, receive, send)
-        self.coming += length
-        try:
-            self._make_room()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.app(scope, receive, send), LONGEST_UPLOAD)
-        finally:
-            self.coming -= length
-
-    def _make_room(self) -> None:
-        there = []
-        for entry in self.folder.iterdir():  # a folder with a film, or a file that was not sent whole
-            with suppress(FileNotFoundError):
-                size = sum(file.stat().st_size for file in (entry, *entry.rglob("*")))
-                there.append((entry.stat().st_mtime, size, entry))
-        total = self.coming + sum(size for _, size, _ in there)
-        for when, size, entry in sorted(there):
-            if total > ALL_FILMS or when < time.time() - FILM_AGE:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-                total -= size
+def make_room(folder: Path, coming: int) -> None:
+    """Removes the oldest films of a folder where those that come, in bytes, would be too much beside them."""
+    there = []
+    for entry in folder.iterdir():  # a folder with a film, or a file that was not sent whole
+        with suppress(FileNotFoundError):
+            size = sum(file.stat().st_size for file in (entry, *entry.rglob("*")))
+            there.append((entry.stat().st_mtime, size, entry))
+    total = coming + sum(size for _, size, _ in there)
+    for when, size, entry in sorted(there):
+        if total > ALL_FILMS or when < time.time() - FILM_AGE:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            total -= size
 
 
 def build_page(model: Any, processor: Any, hosts: Sequence[str]) -> Any:
@@ -220,10 +204,18 @@ def build_page(model: Any, processor: Any, hosts: Sequence[str]) -> Any:
         fields = [visit, film, first, second, share]
         asking.then(partial(Visit.serve, work=Visit.ask), fields, stage, scroll_to_output=True, **in_line)
         stop.click(lambda visit: visit and visit.stop(), visit, **at_once)
-    gate = Middleware(Gate, hosts=hosts, folder=os.environ["GRADIO_TEMP_DIR"])
+    guard = Middleware(
+        Guard,
+        hosts=hosts,
+        most=largest_request,
+        total=ALL_FILMS,
+        seconds=LONGEST_UPLOAD,
+        own_pages=True,
+        make_room=partial(make_room, Path(os.environ["GRADIO_TEMP_DIR"])),
+    )
     options = {"max_file_size": LARGEST_FILM, "theme": _THEME, "css": _STYLE.read_text("utf-8"), "footer_links": []}
     options |= {"run_history": False, "state_session_capacity": VISITS, "ssr_mode": False, "quiet": True}
-    options |= {"app_kwargs": {"middleware": [gate]}}
+    options |= {"app_kwargs": {"middleware": [guard]}}
     return blocks.queue(api_open=False), {**options, "enable_monitoring": False, "prevent_thread_lock": True}
 
 

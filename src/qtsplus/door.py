@@ -1,21 +1,29 @@
 """Whose requests come in, which videos they may name, and how one is fetched: from the very host that was checked."""
 
+import asyncio
 import http.client
 import ipaddress
+import json
 import os
+import re
 import secrets
 import socket
 import ssl
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from starlette.requests import ClientDisconnect
+
 from .decoding_qtsplus import ADDRESS_TIMEOUT, fetch, is_address, is_inline, parse_address, shown_name
+from .output import size
 
 ARRIVAL_SECONDS = 120.0  # in which a request over HTTP has to arrive whole
+HEALTH = "/health"  # a path that everyone may ask
 MAX_ADDRESS = 8192  # characters of one that is fetched or of a file; a signed one has about 2,000
 # What `is_global` of some versions of Python takes for public: IETF's protocols, the relays of 6to4.
 _SPECIAL = [ipaddress.ip_network(network) for network in ("192.0.0.0/24", "192.88.99.0/24")]
@@ -27,10 +35,196 @@ _SPECIAL_6 = [
 ]
 
 
-def is_key(authorization: str, key: str | None) -> bool:
-    """Whether a request with this header brings the server's key, if there is one."""
-    kind, _, brought = authorization.partition(" ")
-    return key is None or (kind.lower() == "bearer" and secrets.compare_digest(brought.encode(), key.encode()))
+class Guard:
+    """
+    ASGI in front of a server: the page's, that of agents, and vLLM's. It lets in requests over HTTP that name this
+    machine and bring the key, and whose body comes whole, in time, and in its bounds. Of others the server hears
+    nothing, or that the client has left. Websockets are refused.
+
+    How long a client may take over the headers of a request, and how many may be connected, is for the HTTP server or
+    a reverse proxy to say.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        hosts: Sequence[str],
+        most: Callable[[str, str], int | None],
+        total: int,
+        seconds: float = ARRIVAL_SECONDS,
+        key: str | None = None,
+        own_pages: bool = False,
+        make_room: Callable[[int], object] | None = None,
+    ):
+        """
+        Args:
+            hosts: names of this machine that requests may use beside localhost; `*` for all, `*.example.org` for all
+                below a name.
+            most: bytes that the body of a request may have, by its method and path; `None` where nothing is served.
+            total: bytes of all requests that were not answered yet.
+            seconds: in which a request has to arrive.
+            key: what requests have to bring as `Authorization: Bearer KEY`.
+            own_pages: whether browsers may send requests only from pages of this machine.
+            make_room: called with the bytes of all requests on their way, before another one is read.
+
+        Raises:
+            ValueError: an empty key, which would let everyone in.
+        """
+        if key is not None and not key.strip():
+            raise ValueError("The API key is empty; expected one, or None for a server without a key.")
+        self.app = app
+        self.hosts = [host.lower().strip("[]") for host in ("localhost", "127.0.0.1", "::1", *hosts)]
+        self.most = most
+        self.total = total
+        self.seconds = seconds
+        self.key = key
+        self.own_pages = own_pages
+        self.make_room = make_room
+        self.coming = 0  # bytes of the requests that were not answered yet
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or scope.get("path") == HEALTH:
+            return await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1008})
+        most = self.most(scope["method"], scope["path"])
+        refusal = self._refusal(scope, most)
+        if refusal is not None:
+            return await refusal.say(receive, send)
+        length = _length(scope, most or 0)
+        self.coming += length
+        try:
+            if length and self.make_room is not None:
+                self.make_room(self.coming)
+            await self._serve(scope, _Arrival(receive, length, self.seconds), send)
+        finally:
+            self.coming -= length
+
+    def _refusal(self, scope: Any, most: int | None) -> "_Refusal | None":
+        """Why a request is not let in, by what its headers say."""
+        if not self._is_own(_header(scope, b"host")):
+            return _Refusal(400, "The request names another host; --allow-host adds a name of this one.")
+        if self.own_pages and scope["method"] not in ("GET", "HEAD") and not self._is_own_page(scope):
+            return _Refusal(403, "A page elsewhere sent this.")
+        if not self._has_key(_header(scope, b"authorization")):
+            return _Refusal(401, "Expected the server's key as Authorization: Bearer KEY.")
+        if most is None:
+            return _Refusal(404, "There is nothing here for clients.")
+        stated = _header(scope, b"content-length")
+        if stated and (not stated.isdecimal() or _header(scope, b"transfer-encoding")):
+            return _Refusal(400, "The length of the request is not clear; expected one Content-Length, or chunks.")
+        length = _length(scope, most)
+        if length > min(most, self.total):
+            return _Refusal(413, f"The request is larger than {size(min(most, self.total))}.", most, self.seconds)
+        if self.coming + length > self.total:
+            return _Refusal(503, "Too many requests wait for their answer; try again.")
+        return None
+
+    def _is_own(self, netloc: str) -> bool:
+        """Whether a host, with a port or without, is a name of this machine."""
+        match = re.fullmatch(r"([\w.-]+|\[[\da-f:.]+\])(:\d*)?", netloc.lower(), re.ASCII)
+        host = match[1].strip("[]") if match else ""
+        below = any(name.startswith("*.") and host.endswith(name[1:]) for name in self.hosts)
+        return match is not None and (host in self.hosts or below or "*" in self.hosts)
+
+    def _is_own_page(self, scope: Any) -> bool:
+        site = _header(scope, b"sec-fetch-site")
+        if site:  # a browser says so
+            return site in ("same-origin", "none")
+        origin = _header(scope, b"origin")
+        return not origin or self._is_own(origin.partition("://")[2])
+
+    def _has_key(self, authorization: str) -> bool:
+        kind, _, brought = authorization.partition(" ")
+        if self.key is None:
+            return True
+        return kind.lower() == "bearer" and secrets.compare_digest(brought.encode(), self.key.encode())
+
+    async def _serve(self, scope: Any, arrival: "_Arrival", send: Any) -> None:
+        """Has the server answer a request; where its body did not come as it should, the client hears why."""
+        is_begun = False
+
+        async def answer(message: Any) -> None:
+            nonlocal is_begun
+            if arrival.refusal is None or is_begun:
+                is_begun = True
+                await send(message)
+
+        try:
+            await self.app(scope, arrival.receive, answer)
+        except ClientDisconnect:
+            if arrival.refusal is None:
+                raise
+        if arrival.refusal is not None and not is_begun:
+            await arrival.refusal.say(arrival.receive, send)
+
+
+class _Arrival:
+    """The body of a request as it comes, of at most so many bytes and within so many seconds."""
+
+    def __init__(self, receive: Any, most: int, seconds: float):
+        self.source = receive
+        self.most = most
+        self.left = most
+        self.deadline = time.monotonic() + seconds
+        self.seconds = seconds
+        self.is_whole = False
+        self.refusal: _Refusal | None = None
+
+    async def receive(self) -> Any:
+        """As the server's; a client that sends too much or too slowly has left."""
+        if self.is_whole:
+            return await self.source()
+        if self.refusal is not None:
+            return {"type": "http.disconnect"}
+        try:
+            message = await asyncio.wait_for(self.source(), self.deadline - time.monotonic())
+        except asyncio.TimeoutError:
+            self.refusal = _Refusal(408, f"The request did not arrive within {self.seconds:g} seconds.")
+            return {"type": "http.disconnect"}
+        if message["type"] != "http.request":
+            return message
+        self.left -= len(message.get("body", b""))
+        if self.left < 0:
+            self.refusal = _Refusal(413, f"The request is larger than {size(self.most)}.")
+            return {"type": "http.disconnect"}
+        self.is_whole = not message.get("more_body", False)
+        return message
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a request is not answered; before it is said, so much is read of a body that is on its way."""
+
+    status: int
+    message: str
+    passed_over: int = 0  # bytes: a client that still sends hears nothing
+    seconds: float = 0.0
+
+    async def say(self, receive: Any, send: Any) -> None:
+        arrival = _Arrival(receive, self.passed_over, self.seconds)
+        while self.passed_over and not arrival.is_whole:
+            message = await arrival.receive()
+            if message["type"] != "http.request":
+                break
+        error = {"error": {"message": self.message, "type": "invalid_request_error"}}
+        body = json.dumps(error).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _length(scope: Any, most: int) -> int:
+    """Bytes that the body of a request has at most: in chunks as many as are allowed, and none without a length."""
+    if _header(scope, b"transfer-encoding"):
+        return most
+    return int(_header(scope, b"content-length") or 0)
+
+
+def _header(scope: Any, name: bytes) -> str:
+    """A header of a request; empty where there is none, and where it is there twice no good value of any."""
+    return ",".join(value.decode("latin-1") for key, value in scope["headers"] if key == name)
 
 
 @dataclass(frozen=True)

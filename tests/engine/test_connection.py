@@ -46,7 +46,7 @@ def choice(index=0, end: "str | None" = "stop"):
     return {"index": index, "message": {"content": "grün"}, "finish_reason": end}
 
 
-def request(connection, *, asked=("a",), answers=(), headers=(), path="/v1/chat/completions", parts=(b"{}",), wait=0.0):
+def request(connection, *, asked=("a",), answers=(), headers=(), path="/v1/chat/completions", parts=(b"{}",)):
     """(status, headers, body, what came of the request) of an app that asks the engine and sends `answers`."""
     sent, seen, left = [], [], list(parts)
 
@@ -64,16 +64,21 @@ def request(connection, *, asked=("a",), answers=(), headers=(), path="/v1/chat/
             await send({"type": "http.response.body", "body": answer, "more_body": answer is not answers[-1]})
 
     async def receive():
-        await asyncio.sleep(wait)
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
     async def send(message):
         sent.append(message)
 
     connection.app = app
-    named = {b"host": b"localhost", **dict(headers)}
+    named = {b"host": b"localhost", b"content-length": str(sum(map(len, parts))).encode(), **dict(headers)}
     state = SimpleNamespace(engine_client=connection.engine or Engine())
-    scope = {"type": "http", "path": path, "headers": list(named.items()), "app": SimpleNamespace(state=state)}
+    scope = {
+        "type": "http",
+        "path": path,
+        "method": "POST",
+        "headers": list(named.items()),
+        "app": SimpleNamespace(state=state),
+    }
     asyncio.run(connection(scope, receive, send))
     start, *bodies = sent
     return start["status"], dict(start["headers"]), b"".join(one["body"] for one in bodies), b"".join(seen)
@@ -147,20 +152,16 @@ def test_a_request_is_bounded_and_comes_whole(connection, monkeypatch):
     assert request(connection, parts=[b"12345", b"67890"], answers=[b"x"])[3] == b"1234567890"
     status, _, body, seen = request(connection, parts=[b"12345", b"67890", b"1"], answers=[b"x"])
     assert (status, seen) == (413, b"") and b"larger than" in body
-    monkeypatch.setattr(server, "MAX_WAITING", 8)
-    assert request(connection, parts=[b"12345", b"6789"], answers=[b"x"])[0] == 503
-    assert connection.waiting == 0
-    monkeypatch.setattr(server, "ARRIVAL_SECONDS", 0.05)
-    assert request(connection, parts=[b"1", b"2"], answers=[b"x"], wait=10)[0] == 408
+    assert connection.guard.coming == 0
 
 
 def test_nobody_hands_the_engine_items_of_his_own(connection):
     status, _, body, seen = request(connection, path="/inference/v1/generate", answers=[b"x"])
-    assert (status, seen) == (404, b"") and b"/v1/chat/completions" in body
+    assert (status, seen) == (404, b"") and b"nothing here" in body
 
 
 def test_a_name_and_a_key_are_asked_for(connection):
-    connection.key = "correct horse"
+    connection.guard.key = "correct horse"
     right = {b"authorization": b"Bearer correct horse"}
     for headers, path, expected in (
         ({}, "/v1/models", 401),
@@ -195,6 +196,9 @@ def test_videos_are_those_that_ask_looks_at(tiny_processor, tiny_mp4, tmp_path, 
     for count in (0, 2.5, True, 769):
         with pytest.raises(ValueError, match="num_frames="):
             Media({"video": {"num_frames": count}}).fetch_video(inline)
+    for stated in ({"fps": [1]}, {"fps": "1"}, {"fps": 0}, {"fps": {}}, {"num_frames": [1]}, [1], 5, "fps"):
+        with pytest.raises(ValueError, match="expected|fps="):
+            Media({"video": stated}).fetch_video(inline)
     frames, told = Media({"video": {"num_frames": 1}}).fetch_video(inline)
     assert len(frames) == 2 and np.array_equal(*frames) and len(told["frames_indices"]) == 1, "a tower wants two"
     monkeypatch.setattr(Media, "most_frames", 800)

@@ -1,5 +1,6 @@
 """Options that several commands have."""
 
+import os
 import re
 from enum import Enum
 from pathlib import Path
@@ -29,6 +30,18 @@ def _check_hosts(hosts: list[str] | None) -> list[str] | None:
     if wrong := [host for host in hosts or [] if not re.fullmatch(HOST, host)]:
         fail(f"--allow-host is {wrong[0]!r}; expected the name of a host without a port, such as ask.example.org")
     return hosts
+
+
+def check_key(name: str, key: str | None) -> None:
+    """Ends the command for a key that is there and empty, which would be a server without a key."""
+    if key is not None and not key.strip():
+        fail(f"{name} is empty; give it a value, or unset it for a server without a key")
+
+
+def _check_key(key: str | None) -> str | None:
+    # A variable that is empty is none to Typer.
+    check_key("The API key (--api-key, QTSPLUS_API_KEY)", os.environ.get("QTSPLUS_API_KEY") if key is None else key)
+    return key
 
 
 Asked = Annotated[str, typer.Argument(help="What to ask or look for.")]
@@ -71,7 +84,10 @@ AllowHost = Annotated[
     list[str] | None,
     typer.Option(callback=_check_hosts, help="A name by which others reach this, such as a proxy's. May be repeated."),
 ]
-ApiKey = Annotated[str | None, typer.Option(envvar="QTSPLUS_API_KEY", help="What requests must bring as API key.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(callback=_check_key, envvar="QTSPLUS_API_KEY", help="What requests must bring as API key."),
+]
 Device = Annotated[str | None, typer.Option(help="Where to run: cuda or cpu. Without it, a GPU if there is one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 MediaRoot = Annotated[

@@ -12,7 +12,7 @@ import typer
 
 from .console import fail, one_line_errors
 from .models import split_revision
-from .options import HOST, AllowHost, ApiKey, MaxVisualTokens, Retention
+from .options import HOST, AllowHost, ApiKey, MaxVisualTokens, Retention, check_key
 
 
 def serve(
@@ -47,6 +47,8 @@ def serve(
     budget = {name: value for name, value in budget.items() if value is not None}
     if not host.strip():  # which would let every machine in
         fail("--host is empty; expected an address, such as 127.0.0.1")
+    if api_key is None:
+        check_key("VLLM_API_KEY", os.environ.get("VLLM_API_KEY"))
     if find_spec("vllm") is None:
         fail("vLLM is not installed: pip install vllm; qtsplus app, ask and batch do without it")
     with one_line_errors():
@@ -65,7 +67,7 @@ def serve(
     # Frames that other pages show may send nothing, and read nothing; usage says how many tokens were kept.
     ours = ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details", "--allowed-origins", "[]"]
     ours += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker", "--middleware", "qtsplus.vllm.server.Connection"]
-    hosts = ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *(allow_host or [])]
+    hosts = [host, *(allow_host or [])]
     environment = {**os.environ, "VLLM_MEDIA_CONNECTOR": "qtsplus", "QTSPLUS_HOSTS": json.dumps(hosts)}
     environment |= {} if api_key is None else {"VLLM_API_KEY": api_key}  # no other process can read it there
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]

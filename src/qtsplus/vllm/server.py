@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -22,16 +21,15 @@ import numpy as np
 from cachetools import LRUCache, cached  # which vLLM needs too
 from cachetools.keys import hashkey
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import JSONResponse
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.utils.async_utils import make_async
 
 from ..data.media import UNREADABLE
 from ..decoding_qtsplus import is_inline, shown_name
-from ..door import ARRIVAL_SECONDS, Door, is_key
+from ..door import HEALTH, Door, Guard
 from ..loading import load_processor
 from ..settings import check_count
+from ..video_qtsplus import require_positive
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
@@ -96,7 +94,11 @@ class Media(MediaConnector):
     def fetch_video(self, video_url: str, **kwargs: Any) -> Any:
         if video_url[:16].lower() == "data:video/jpeg;":  # frames, as vLLM takes them
             return super().fetch_video(video_url, **kwargs)
-        stated = self.media_io_kwargs.get("video", {})
+        stated = self.media_io_kwargs.get("video") or {}
+        if not isinstance(stated, dict):
+            raise ValueError(f"media_io_kwargs of a video are {stated!r}; expected fps or num_frames by their names.")
+        if stated.get("fps") is not None:
+            require_positive("fps", stated["fps"])
         names = {"fps": "fps", "num_frames": "max_frames"}
         if unknown := sorted(stated.keys() - names.keys()):
             raise ValueError(f"media_io_kwargs names {', '.join(unknown)} for a video; expected fps or num_frames.")
@@ -121,23 +123,18 @@ class Media(MediaConnector):
 
 class Connection:
     """
-    ASGI around vLLM's server: bounds what arrives, and puts beside each choice of an answer what it rests on, as
-    `qtsplus`. It also connects the processor to the engine.
+    ASGI around vLLM's server: a [`Guard`], behind which each choice of an answer gets what it rests on, as `qtsplus`.
+    It also connects the processor to the engine.
     """
 
     def __init__(self, app: Any):
-        self.app, self.key = app, os.environ.get(KEY)
+        self.app = app
         self.engine: Any = None
-        self.waiting = 0  # bytes of the requests that wait
         hosts = json.loads(os.environ.get(HOSTS, '["*"]'))
-        self.guarded = TrustedHostMiddleware(self._answer, allowed_hosts=hosts, www_redirect=False)
+        self.guard = Guard(self._answer, hosts=hosts, key=os.environ.get(KEY), most=_most, total=MAX_WAITING)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
-            return await self.app(scope, receive, send)
-        if self.engine is None:
-            self._connect(scope["app"].state.engine_client)
-        await self.guarded(scope, receive, send)
+        await self.guard(scope, receive, send)
 
     def _connect(self, engine: Any) -> None:
         loop, generate, processor = asyncio.get_running_loop(), engine.generate, engine.renderer.get_mm_processor()
@@ -164,46 +161,13 @@ class Connection:
         Media.most_frames = (config.multimodal_config.media_io_kwargs or {}).get("video", {}).get("num_frames", 0)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        body = bytearray()
-        refusal: JSONResponse | None = None
-        try:
-            if not is_key(Headers(scope=scope).get("authorization", ""), self.key):
-                refusal = _refusal(401, "Expected the server's key as Authorization: Bearer KEY.")
-            elif "/inference/" in scope["path"]:  # there items come of any age and content, which may end the engine
-                refusal = _refusal(404, "Expected a question, at /v1/chat/completions.")
-            else:
-                refusal = await self._arrive(body, receive)
-            if refusal is not None:
-                return await refusal(scope, receive, send)
-            parts, asked = [{"type": "http.request", "body": bytes(body), "more_body": False}], list[str]()
-            _ASKED.set(asked)
-
-            async def arrived() -> Any:
-                return parts.pop() if parts else await receive()
-
-            await self.app(scope, arrived, self._telling(asked, send))
-        finally:
-            self.waiting -= len(body)
-
-    async def _arrive(self, body: bytearray, receive: Any) -> JSONResponse | None:
-        """Fills the body of a request; returns why it is refused, if it is."""
-        deadline, size, more = time.monotonic() + ARRIVAL_SECONDS, 0, True
-        while more:
-            try:
-                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
-            except asyncio.TimeoutError:
-                return _refusal(408, f"The request did not arrive within {ARRIVAL_SECONDS:g} seconds.")
-            chunk, more = message.get("body", b""), message.get("more_body", False)
-            size += len(chunk)
-            if size > MAX_BODY:  # it is read to its end, so that the client hears why, and not kept
-                continue
-            body += chunk
-            self.waiting += len(chunk)
-            if self.waiting > MAX_WAITING:
-                return _refusal(503, "Too many requests wait for their answer; try again.")
-        if size > MAX_BODY:
-            return _refusal(413, f"The request is larger than {MAX_BODY / 2**20:.0f} MiB.")
-        return None
+        if scope["type"] != "http" or scope["path"] == HEALTH:
+            return await self.app(scope, receive, send)
+        if self.engine is None:
+            self._connect(scope["app"].state.engine_client)
+        asked: list[str] = []
+        _ASKED.set(asked)
+        await self.app(scope, receive, self._telling(asked, send))
 
     def _telling(self, asked: list[str], send: Any) -> Any:
         """Sends an answer, or the parts of a stream, with what its choices rest on."""
@@ -239,5 +203,7 @@ def key_of(prompt: Any) -> str:
     return next(iter(hashes.get("video", ())), "")
 
 
-def _refusal(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status)
+def _most(method: str, path: str) -> int | None:
+    """Bytes of a request."""
+    # There items come of any age and content, which may end the engine.
+    return None if "/inference/" in path else MAX_BODY
