@@ -176,8 +176,8 @@ def _looking(
     model: QTSplusBackboneMixin, ids: torch.Tensor, question: torch.Tensor, candidates: torch.Tensor
 ) -> torch.Tensor:
     """
-    `[1]`, the place from which the answer begins: the last token of the header behind the question. Where no turn is
-    opened there, the question's last word looks, or the last token of all if a video stands behind that. Without a
+    `[1]`, the place from which the answer begins: the last token of the last header behind the question, which may have
+    calls of tools in front of it. Where no turn is opened there, the question's last word looks, or the last token of all if a video stands behind that. Without a
     question nobody looks (`[0]`).
     """
     words = question.nonzero()[:, 0]
@@ -185,7 +185,7 @@ def _looking(
         return words
     last, header = int(words[-1]), len(model.config.user_turn_token_ids)
     opened = (ids[last + 1 :] == model.config.user_turn_token_ids[0]).nonzero()[:, 0]
-    stop = min(last + 1 + int(opened[0]) + header, len(ids) - 1) if len(opened) else last
+    stop = min(last + 1 + int(opened[-1]) + header, len(ids) - 1) if len(opened) else last
     if len(candidates) and stop < int(candidates[-1]):
         stop = len(ids) - 1
     return torch.tensor([stop], device=ids.device)

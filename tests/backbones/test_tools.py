@@ -7,6 +7,7 @@ import torch
 from tokenizers import AddedToken
 
 from qtsplus import answers
+from qtsplus.lm_attention_qtsplus import _looking
 from qtsplus.prompt_qtsplus import find_query_mask, question_token_ids
 from qtsplus.session import VideoSession
 from tiny_backbones import each_unlike
@@ -242,6 +243,15 @@ def test_a_tools_answer_chooses_no_tokens(model, prepare):
     (found,) = model.generate(**without_mask, **call).qtsplus.kept_indices
     (alone,) = model.generate(**prepare([START], "as user"), **call).qtsplus.kept_indices
     assert torch.equal(kept, found) and torch.equal(kept, alone)
+
+
+@each_unlike
+def test_the_answer_begins_behind_the_tools(model, prepare):
+    """It looks from there where the language model's attention chooses the tokens."""
+    inputs = prepare(CONVERSATIONS["tools in a row"][0], "as user")
+    ids = inputs["input_ids"][0]
+    place = _looking(model, ids, inputs["query_mask"][0].bool(), torch.zeros(0))
+    assert place.tolist() == [len(ids) - 1]
 
 
 @each_unlike
