@@ -66,17 +66,16 @@ def test_labels_choose_videos(films, loaded, tiny_published, tmp_path):
     assert library.select(labels={"camera": "back"}) == ["4.mp4"]
     assert library.select(labels={"camera": "front", "floor": "2"}) == ["1.mp4", "moved.mp4"]
     assert library.select("[23].mp4", {"floor": "1"}) == ["2.mp4", "3.mp4"]
-    ask = ["ask", folder, QUESTIONS[0], "--json", "--moments", 9, "--model", tiny_published]
-    found = json.loads(run(*ask, "--label", "camera=back", "--start", 1, "--end", 4).stdout)["moments"]
+    find = ["find", folder, QUESTIONS[0], "--json", "--moments", 9, "--model", tiny_published]
+    found = json.loads(run(*find, "--label", "camera=back", "--start", 1, "--end", 4).stdout)["moments"]
     assert {one["video"] for one in found} == {"4.mp4"} and all(1 <= one["start"] < one["end"] <= 4 for one in found)
     for wrong, reason in {
         ("--label", "camera"): "--label is 'camera'; expected a name and a value",
         ("--label", "a=1", "--label", "a=2"): "--label has a name twice",
         ("--label", "camera=side"): "is like --label camera=side, but for example '1.mp4'",
         ("--start", "900"): "No video shows anything from second 900",
-        ("--summary", "--start", "1"): "--moments has no effect with --summary",
     }.items():
-        result = run(*ask, *wrong)
+        result = run(*find, *wrong)
         assert result.exit_code == 2 and reason in result.stderr.splitlines()[-1], result.stderr
     result = run(*line, "--name", "*")
     assert result.exit_code == 2 and "--name is about --label" in result.stderr

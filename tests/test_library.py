@@ -136,8 +136,9 @@ def test_some_videos_are_a_library_of_their_own(library, tmp_path, loaded):
 
 
 def test_a_pattern_names_some_videos(library, tiny_published):
-    call = ["ask", str(library.folder), QUESTION, "--json", "--name", "more/*", "--model", str(tiny_published)]
-    answer, found = (CliRunner().invoke(app, [*call, *more]) for more in (["--max-new-tokens=2"], ["--moments=9"]))
+    call = [str(library.folder), QUESTION, "--json", "--name", "more/*", "--model", str(tiny_published)]
+    answer = CliRunner().invoke(app, ["ask", *call, "--max-new-tokens=2"])
+    found = CliRunner().invoke(app, ["find", *call, "--moments=9"])
     assert json.loads(answer.stdout)["video"] == "more/c.mp4"
     assert {one["name"] for one in json.loads(found.stdout)["moments"]} == {"more/c.mp4"}
 
@@ -205,7 +206,7 @@ def test_names_of_any_kind_are_shown_and_asked_about(videos, tiny_published, tmp
     wide = {"env": {"COLUMNS": "150"}}
     folder = tmp_path / "library"
     assert qtsplus("index", tmp_path / "films", "--out", folder, "--model", tiny_published).exit_code == 0
-    found = qtsplus("ask", folder, QUESTION, "--moments", 10, **wide)
+    found = qtsplus("find", folder, QUESTION, "--moments", 10, **wide)
     assert found.exit_code == 0 and all(name in found.stdout for name in [*names[:3], "bad\\xff.mp4"])
     asked = qtsplus("ask", folder, QUESTION, "--pieces", 4, "--evidence", tmp_path / "drawn", **wide)
     assert asked.exit_code == 0, asked.stderr
@@ -238,7 +239,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     assert "The file of more/c.mp4 is gone or was changed, so its frames are not drawn.\n" in asked.stderr
 
     shutil.rmtree(mine)
-    moments = json.loads(qtsplus("ask", folder, question, "--json", "--moments", 2).stdout)["moments"]
+    moments = json.loads(qtsplus("find", folder, question, "--json", "--moments", 2).stdout)["moments"]
     assert len(moments) == 2 and moments[0]["name"] == "a.mp4"
     assert item.appears_at <= moments[0]["start"] < moments[0]["end"] <= item.vanishes_at
     answer = json.loads(qtsplus("ask", folder, question, "--json", "--max-new-tokens", 4).stdout)
@@ -269,13 +270,17 @@ def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["ask", "{empty}", QUESTION, "--moments", "3"], "--moments is about a library"),
+        (["find", "{empty}", QUESTION], "is not a library; make one of a folder of videos with `qtsplus index`"),
+        (["find", "{library}", " "], "empty"),
+        (["find", "{library}", QUESTION, "--name", "door/*"], "is like --name 'door/*', but for example 'a.mp4'"),
+        (["find", "{library}", QUESTION, "--end", "0"], "No video shows anything"),
+        (["summarise", "{videos}/a.mp4", "--name", "*"], "--name is about a library"),
+        (["summarise", "{library}", "--name", "door/*"], "is like --name 'door/*', but for example 'a.mp4'"),
+        (["summarise", "{library}", "--start", "1"], "--start is about a video"),
+        (["summarise", "{videos}/a.mp4", " "], "empty"),
         (["ask", "{empty}", QUESTION, "--name", "*"], "--name is about a library"),
-        (["ask", "{library}", QUESTION, "--pieces", "2", "--summary"], "--pieces has no effect with --summary"),
         (["ask", "{library}", QUESTION, "--name", "door/*"], "is like --name 'door/*', but for example 'a.mp4'"),
-        (["ask", "{library}", QUESTION, "--moments", "3", "--pieces", "2"], "--pieces has no effect with --moments"),
         (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
-        (["ask", "{library}", QUESTION, "--moments", "3", "--max-new-tokens", "2"], "--max-new-tokens has no effect"),
         (["ask", "{library}", QUESTION, "--end", "0"], "No video shows anything"),
         (["ask", "{library}", QUESTION, "--dry-run"], "--dry-run is about a video"),
         (["ask", "{videos}/a.mp4", QUESTION, "--dry-run", "--evidence", "{empty}/x"], "--evidence has no effect"),
@@ -303,7 +308,7 @@ def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path)
     line = ["index", str(tmp_path), "--out", str(tmp_path / "library"), "--model", str(tiny_published)]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 1 and "could be encoded" in result.stderr
-    result = CliRunner().invoke(app, ["ask", str(tmp_path / "library"), QUESTION, "--moments", "3"])
+    result = CliRunner().invoke(app, ["find", str(tmp_path / "library"), QUESTION])
     assert result.exit_code == 2 and "holds no video: run" in result.stderr
 
 

@@ -307,8 +307,8 @@ def test_another_selector_scans(small, films, loaded, tmp_path):
 
 
 @with_faiss
-def test_ask_says_that_it_searches(small, films, loaded, tiny_published, tmp_path):
+def test_find_says_that_it_searches(small, films, loaded, tiny_published, tmp_path):
     folder = index(films, tmp_path / "library", *loaded, name=str(tiny_published)).folder
-    result = CliRunner().invoke(app, ["ask", str(folder), QUESTIONS[0], "--moments", "1"])
+    result = CliRunner().invoke(app, ["find", str(folder), QUESTIONS[0], "--moments", "1"])
     assert result.exit_code == 0 and "Searched by an index: 5 videos of 5." in result.output, result.output
     assert Index(folder).entries.keys() == {f"{number}.mp4" for number in range(5)}

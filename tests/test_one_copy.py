@@ -37,7 +37,7 @@ named = ["--model", model, "--max-new-tokens", "2"]
 for line, text in (
     (["ask", video, "What moves?", *named], None),
     (["index", folder, "--out", f"{folder}/library", "--model", model], None),
-    (["ask", f"{folder}/library", "What moves?", "--moments", "3", "--model", model], None),
+    (["find", f"{folder}/library", "What moves?", "--moments", "3", "--model", model], None),
     (["ask", f"{folder}/library", "What moves?", *named], None),
     (["chat", video, *named], "What moves?\\nAnd then?\\n"),
     (["watch", video, "What moves?", *named, "--every", "2"], None),

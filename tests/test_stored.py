@@ -88,13 +88,13 @@ def run(*arguments):
 # --- Whose model is loaded ---
 
 
-@pytest.mark.parametrize("moments", [(), ("--moments", 3)])
+@pytest.mark.parametrize("command", ["ask", "find"])
 @pytest.mark.parametrize("name", ["stranger/model", "/tmp", "../model", "http://127.0.0.1/model"])
-def test_a_model_is_not_loaded_because_a_library_names_it(folder, monkeypatch, moments, name):
+def test_a_model_is_not_loaded_because_a_library_names_it(folder, monkeypatch, command, name):
     rewrite(folder, made_of(model=name, revision="main"))
     monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("an address was asked for"))
     monkeypatch.setattr("qtsplus.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
-    line = first_line_of(run("ask", folder, QUESTION, *moments))
+    line = first_line_of(run(command, folder, QUESTION))
     assert f"made with the model {name!r}" in line and "name it with --model if you trust it" in line
     with pytest.raises(ValueError, match="with which nothing was indexed on this machine"):
         Library.open(folder)
@@ -118,7 +118,7 @@ def test_a_library_is_asked_with_the_model_that_this_user_has_indexed_with(folde
 
 def test_the_bundled_model_is_loaded_and_has_to_fit(folder):
     rewrite(folder, made_of(model=None, revision=None))
-    assert "another vision tower or processor" in first_line_of_last(run("ask", folder, QUESTION, "--moments", 3))
+    assert "another vision tower or processor" in first_line_of_last(run("find", folder, QUESTION))
 
 
 def first_line_of_last(result):
@@ -317,7 +317,7 @@ def test_a_full_disk_is_one_line(mine, tiny_published, tmp_path, monkeypatch):
 def test_a_library_of_the_future_is_refused_by_every_reader(folder, mine, loaded):
     rewrite(folder, lambda line: line.update(format=2) if "format" in line else None)
     for line in (
-        first_line_of(run("ask", folder, QUESTION, "--moments", 3)),
+        first_line_of(run("find", folder, QUESTION)),
         first_line_of(run("ask", folder, QUESTION)),
         first_line_of(run("chat", folder)),
     ):
@@ -329,7 +329,7 @@ def test_a_library_of_the_future_is_refused_by_every_reader(folder, mine, loaded
 
 def test_a_library_from_before_formats_had_numbers_says_what_to_do(folder):
     (folder / "library.jsonl").write_text('{"made_by": "x", "dtype": "auto"}\n{"key": 0, "value": [null, null]}\n')
-    assert "an earlier version of qtsplus wrote it" in first_line_of(run("ask", folder, QUESTION, "--moments", 3))
+    assert "an earlier version of qtsplus wrote it" in first_line_of(run("find", folder, QUESTION))
 
 
 def stored(folder):
@@ -439,8 +439,8 @@ def written_by(call):
 @pytest.mark.parametrize(
     ("command", "field"),
     [
-        ("ask {library} What? --moments 3", "model"),
-        ("ask {library} What? --moments 3 --model {model}", "videos"),
+        ("find {library} What? --moments 3", "model"),
+        ("find {library} What? --moments 3 --model {model}", "videos"),
         ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "videos"),
         ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "features"),
         ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "key"),

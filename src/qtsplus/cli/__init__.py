@@ -11,10 +11,12 @@ from .chatting import chat
 from .console import FilledArguments, console
 from .data import data_app
 from .evaluating import evaluate
+from .finding import find
 from .hub import convert, publish
 from .library import index
 from .mcp import mcp
 from .serve import serve
+from .summarising import summarise
 from .training import calibrate, train
 from .watch import watch
 
@@ -38,7 +40,7 @@ def qtsplus(
     """Query-aware visual-token selection for long videos."""
 
 
-for command in (demo, ask, chat, watch, index, batch, serve, mcp, convert, publish, train, calibrate):
+for command in (demo, ask, chat, find, summarise, watch, index, batch, serve, mcp, convert, publish, train, calibrate):
     app.command()(command)
 app.command("app")(page)
 app.command("eval")(evaluate)

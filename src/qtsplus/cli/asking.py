@@ -14,13 +14,12 @@ from rich.table import Table
 from ..output import counted, printable
 from . import options
 from .console import console, fail, note, notes, one_line_errors, read_pairs, wrote
-from .library import Label
+from .library import Label, Like
 from .models import load_named, name_model, open_library, split_revision
 
 SHOWN = 10  # stretches of evidence in a terminal
 
 if TYPE_CHECKING:
-    from ..evidence import Interval
     from ..forecast import Forecast
     from ..session import Answer
     from ..summaries import Summary
@@ -48,16 +47,8 @@ def ask(
     pieces: Annotated[
         int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Of a library: ask only videos whose path in it is like this, such as 'door/*'.")
-    ] = None,
+    name: Like = None,
     label: Label = None,
-    moments: Annotated[
-        int | None, typer.Option(min=1, help="Of a library: name so many moments, best first, and write no answer.")
-    ] = None,
-    summary: Annotated[
-        bool, typer.Option("--summary", help="Summarise by chapters: the question is what to say of each.")
-    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what reading the video will take.")] = False,
     device: options.Device = None,
     dtype: options.WeightType = options.Dtype.auto,
@@ -67,18 +58,12 @@ def ask(
     model, revision = split_revision(model)
     reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     if not is_library(video):
-        of_library = {"pieces": pieces, "name": name, "label": label, "moments": moments}
+        of_library = {"pieces": pieces, "name": name, "label": label}
         refuse(of_library, "is about a library, which `qtsplus index` makes; leave it out")
     whole = {"fps": fps, "max_frames": max_frames, "max_pixels": max_pixels} if is_library(video) else reading
     check_videos([video], {**whole, "subtitles": subtitles, "dry_run": dry_run or None})
     budget = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     writing = {"max_new_tokens": max_new_tokens, "evidence": evidence, "pieces": pieces}
-    if moments is not None:
-        refuse({**budget, **writing}, "has no effect with --moments: no answer is written")
-    if summary:
-        no_part: dict[str, Any] = {"subtitles": subtitles, "evidence": evidence, "pieces": pieces, "moments": moments}
-        no_part |= {"start": start, "end": end} if is_library(video) else {}
-        refuse({**no_part, "dry_run": dry_run or None}, "has no effect with --summary; leave it out")
     if dry_run:
         refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
     choice = {**budget, "subtitles": subtitles, "max_new_tokens": max_new_tokens or 128}
@@ -101,21 +86,10 @@ def ask(
         talk = Talk(video, loading, reading, subtitles)
         about: dict[str, Any] = {}
         if talk.is_library:
-            names = talk.about.select(name or "*", read_pairs("--label", label))
-            about = {"names": names, "window": (start or 0.0, inf if end is None else end)}
-            if not names:
-                given = " ".join([f"--name {name!r}"] * (name is not None) + [f"--label {one}" for one in label or ()])
-                raise ValueError(f"No video of the library is like {given}, but for example {talk.about.names[0]!r}.")
-        if moments is not None:
-            print_moments(question, talk.about.find(question, moments, **about), as_json)
-            return
+            about = {"names": chosen_names(talk.about, name, label), "window": window(start, end)}
         timings = {"load": time.perf_counter() - started}
         if not talk.is_library:
             timings["encode"] = talk.add(video, printable(shown_name(video))).seconds
-        if summary:
-            names = about.get("names")
-            print_summary(talk.summarise(question, names=names, **budget, max_new_tokens=max_new_tokens), as_json)
-            return
         answer = talk.ask(question, **choice, **({"pieces": pieces or 1, **about} if talk.is_library else {}))
         answer = talk.last = replace(answer, timings={**timings, **answer.timings})
         print_answer(answer, talk.is_library, as_json)
@@ -173,15 +147,6 @@ class Talk:
             note(warning)
         return self.last
 
-    def summarise(self, prompt: str, **choice: Any) -> "Summary":
-        from ..summaries import summarise
-
-        given = {name: value for name, value in choice.items() if value is not None}
-        summary = summarise(self.about, prompt, progress=notes.is_terminal, **given)
-        for warning in (one for one in summary.warnings if one not in self.warnings):
-            note(warning)
-        return summary
-
     def draw(self, folder: Path) -> None:
         """Draws what the last answer rests on."""
         from ..picture import draw_evidence
@@ -199,6 +164,21 @@ class Talk:
         if film.video == IN_MEMORY:
             note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
         return film
+
+
+def chosen_names(library: Any, name: str | None, labels: list[str] | None) -> list[str]:
+    """The videos of a library whose path is like `name` and that have the labels; `ValueError` if there are none."""
+    names = library.select(name or "*", read_pairs("--label", labels))
+    if not names:
+        given = [f"--label {label}" for label in labels or ()]
+        if name is not None:
+            given = [f"--name {name!r}", *given]
+        raise ValueError(f"No video of the library is like {' '.join(given)}, but for example {library.names[0]!r}.")
+    return names
+
+
+def window(start: float | None, end: float | None) -> tuple[float, float]:
+    return start or 0.0, inf if end is None else end
 
 
 def is_library(path: str) -> bool:
@@ -249,33 +229,8 @@ def place(box: tuple[float, float, float, float]) -> str:
     return f"{row} {column}" if (row, column) != ("middle", "centre") else "centre"
 
 
-def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> None:
-    if as_json:
-        rows = [{**asdict(one), "video": one.name} for one in moments]
-        print(json.dumps({"question": question, "moments": rows}))
-        return
-    table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
-    for one in moments:
-        table.add_row(printable(one.name), f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
-    console.print(table)
-
-
 def looked_at(read: "Answer | Summary") -> str:
     return f"{read.seconds_of_video:.1f} s, {counted(read.frames, 'frame')} looked at{', without sound' * read.unheard}"
-
-
-def print_summary(summary: "Summary", as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(asdict(summary)))
-        return
-    console.print(summary.text or "(an empty answer)", style="bold", highlight=False)
-    several = len({one.video for one in summary.chapters}) > 1
-    table = Table(*["video"] * several, "seconds", "kept", "chapter", box=None, padding=(0, 2, 0, 0))
-    for one in summary.chapters:
-        span, kept = f"{one.start:.1f} to {one.end:.1f}", f"{one.kept_tokens} of {one.visual_tokens}"
-        table.add_row(*[printable(one.video)] * several, span, kept, one.text)
-    console.print(table)
-    console.print(looked_at(summary), highlight=False)
 
 
 def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -> None:

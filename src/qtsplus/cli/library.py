@@ -16,6 +16,10 @@ Label = Annotated[
     typer.Option(help="Of the videos: a key of yours and its value, such as camera=front. May be repeated."),
 ]
 
+Like = Annotated[
+    str | None, typer.Option(help="Only videos of a library whose path in it is like this, such as 'door/*'.")
+]
+
 
 def index(
     folder: Annotated[Path, typer.Argument(help="The folder of the videos, with those in it.")],

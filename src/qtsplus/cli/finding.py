@@ -1,0 +1,56 @@
+"""`qtsplus find`: the moments of a library that matter most for a question."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from ..output import printable
+from . import options
+from .asking import chosen_names, is_library, place, window
+from .console import console, fail, one_line_errors
+from .library import Label, Like
+from .models import open_library, split_revision
+
+if TYPE_CHECKING:
+    from ..evidence import Interval
+
+
+def find(
+    library: Annotated[str, typer.Argument(help="A library, which `qtsplus index` makes.", show_default=False)],
+    question: options.Asked,
+    model: options.Model = None,
+    moments: Annotated[int, typer.Option(min=1, help="How many moments to name at most.")] = 10,
+    name: Like = None,
+    label: Label = None,
+    start: options.Start = None,
+    end: options.End = None,
+    device: options.Device = None,
+    dtype: options.WeightType = options.Dtype.auto,
+    as_json: options.AsJson = False,
+) -> None:
+    """Name the moments of a library that matter most for a question, best first, and write no answer."""
+    model, revision = split_revision(model)
+    if not is_library(library):
+        fail(f"{library!r} is not a library; make one of a folder of videos with `qtsplus index`")
+    with one_line_errors():
+        from ..answers import check_text
+
+        check_text("question", question)
+        opened = open_library(Path(library), model, revision, device, dtype.value)
+        names = chosen_names(opened, name, label)
+        print_moments(question, opened.find(question, moments, names=names, window=window(start, end)), as_json)
+
+
+def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> None:
+    if as_json:
+        rows = [{**asdict(one), "video": one.name} for one in moments]
+        print(json.dumps({"question": question, "moments": rows}))
+        return
+    table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
+    for one in moments:
+        table.add_row(printable(one.name), f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
+    console.print(table)
