@@ -83,6 +83,17 @@ def ask_lines() -> list[list[str]]:
     ]
 
 
+def find_and_summarise_lines() -> list[list[str]]:
+    summarise = ["summarise", "{video}", "--model", "{model}"]
+    return [
+        *(["find", library, QUESTION] for library in ("", "{missing}", "{empty_folder}", "{video}", "\x00", LONG)),
+        *(["find", *some] for some in ([], ["{video}"], ["{video}", QUESTION, "--moments", "0"])),
+        *(["summarise", video, "--model", "{model}"] for video in NO_VIDEOS),
+        *wrong(summarise, "--fps", "--retention", "--max-visual-tokens", "--max-new-tokens", "--selection"),
+        *([*summarise, *more] for more in (["--subtitles", "9"], ["--dry-run"], ["--name", "*"], [" "])),
+    ]
+
+
 def watch_lines() -> list[list[str]]:
     rest = [QUESTION, "--model", "{model}", "--timeout", "0.2"]
     watch = ["watch", "{video}", *rest]
@@ -341,6 +352,16 @@ def train_lines() -> list[list[str]]:
 
 def command_lines() -> list[list[str]]:
     """All of them but those that read a record file or a recipe of their own."""
-    groups = (ask_lines, watch_lines, batch_lines, serve_lines, app_lines, mcp_lines, eval_lines, convert_lines)
+    groups = (
+        ask_lines,
+        find_and_summarise_lines,
+        watch_lines,
+        batch_lines,
+        serve_lines,
+        app_lines,
+        mcp_lines,
+        eval_lines,
+        convert_lines,
+    )
     more = (publish_lines, data_lines, train_lines, override_lines)
     return thinned([line for group in (*groups, *more) for line in group()])
