@@ -177,8 +177,8 @@ def _looking(
 ) -> torch.Tensor:
     """
     `[1]`, the place from which the answer begins: the last token of the last header behind the question, which may have
-    calls of tools in front of it. Where no turn is opened there, the question's last word looks, or the last token of all if a video stands behind that. Without a
-    question nobody looks (`[0]`).
+    calls of tools in front of it. Where no turn is opened there, the question's last word looks, or the last token of
+    all if a video stands behind that. Without a question nobody looks (`[0]`).
     """
     words = question.nonzero()[:, 0]
     if not len(words):
