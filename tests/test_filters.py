@@ -30,16 +30,16 @@ def test_a_window_of_time_is_a_library_of_its_own(films, loaded, tmp_path, monke
     """What is shown before and after changes nothing, and a piece keeps its place."""
     library = Library(index(films, tmp_path / "library", *loaded).folder, *loaded)
     monkeypatch.setattr(library.model.model.qtsplus.config, "reduction", reduction)
-    (_, whole), (_, some) = library._rank(QUESTIONS[0]), library._rank(QUESTIONS[0], window=(2, 4))
+    (_, whole), (_, some) = library._rank(QUESTIONS[0], top=5), library._rank(QUESTIONS[0], window=(2, 4), top=5)
     assert {(one.first, one.last) for one in some.pieces} == {(2, 4)} and len(some.pieces) == len(whole.pieces) == 5
     cut = {name: replace(one := library.stored(name), features=one.features.clone()) for name in library.names}
     for video in cut.values():  # what lies outside is not looked at
         video.features[:72], video.features[144:] = 1e3, 1e3
     monkeypatch.setattr(library, "stored", cut.__getitem__)
-    assert library._rank(QUESTIONS[0], window=(2, 4))[1] == some
+    assert library._rank(QUESTIONS[0], window=(2, 4), top=5)[1] == some
     assert all(2 <= one.start < one.end <= 4 for one in library.find(QUESTIONS[0], 9, window=(2, 4)))
     monkeypatch.setattr(ranking, "PIECE", 72)  # two steps
-    assert {(one.first, one.last) for one in library._rank(QUESTIONS[0], window=(1, 5))[1].pieces} == {
+    assert {(one.first, one.last) for one in library._rank(QUESTIONS[0], window=(1, 5), top=15)[1].pieces} == {
         *((1, 2), (2, 4), (4, 5)),
     }
     with pytest.raises(ValueError, match="shows anything from second 60 to 70"):

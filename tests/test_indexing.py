@@ -31,7 +31,7 @@ def test_what_is_on_disk_is_not_encoded_again(mine, loaded, tmp_path):
     lines: list[str] = []
     index(mine, tmp_path / "library", *loaded, say=lines.append)
     before = encoded(tmp_path / "library")
-    assert len(before) == 3 and "3 of 3 videos: 648 tokens, 332 kB" in lines[0]
+    assert len(before) == 3 and "3 of 3 videos: 648 tokens, 373 kB" in lines[0]
     index(mine, tmp_path / "library", *loaded, say=lines.append)
     assert encoded(tmp_path / "library") == before and len(lines) == 1
 

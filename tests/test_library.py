@@ -52,7 +52,6 @@ LONG = f"What is in the {'big ' * 30}red circle?"
 )
 def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, reduction, layers, question):
     model = deepcopy(library.model)
-    monkeypatch.setattr(library, "model", model)
     selector = model.model.qtsplus
     monkeypatch.setattr(selector.config, "reduction", reduction)
     selector.scoring_layers.extend(deepcopy(selector.scoring_layers[0]) for _ in range(layers - 1))
@@ -60,9 +59,10 @@ def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, 
     with torch.no_grad():
         selector.scoring_layers[-1].kv_norm.weight.mul_(torch.linspace(0.5, 1.5, 128))
         selector.scoring_layers[-1].k_proj.bias.add_(1)
+    library = Library(library.folder, model, library.processor)
     joint, kept = joint_log_relevance(library, question)
-    scorer, ranked = library._rank(question)
-    assert (scorer.scores.queries is None) == (question != LONG)  # a short one has fewer rows than a key numbers
+    scorer, ranked = library._rank(question, top=3)
+    assert scorer.scores.folded == (question != LONG)  # a short one has fewer rows than a key numbers
     with torch.no_grad():
         streamed = torch.cat([scorer.relevance(library.stored(name).features) for name in library.names])
     torch.testing.assert_close(streamed - ranked.total, joint, atol=1e-4, rtol=0)
@@ -146,7 +146,7 @@ def test_a_pattern_names_some_videos(library, tiny_published):
 def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
     whole = library.stored("a.mp4")
     monkeypatch.setattr(ranking, "PIECE", 100)  # of 36 tokens a step: two steps
-    _, ranked = library._rank(QUESTION)
+    _, ranked = library._rank(QUESTION, top=9)
     pieces = sorted((one for one in ranked.pieces if one.name == "a.mp4"), key=lambda one: one.first)
     parts = [piece.cut(whole) for piece in pieces]
     assert [(piece.first, piece.last) for piece in pieces] == [(0, 2), (2, 4), (4, 6)]
@@ -224,7 +224,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     made = qtsplus("index", mine, "--out", folder, "--model", tiny_published)
     assert made.exit_code == 0, made.stderr
     assert made.stdout == f"Wrote {folder}, a library of 3 videos\n"
-    assert "Encoding 3 of 4 videos: 648 tokens, 332 kB" in made.stderr
+    assert "Encoding 3 of 4 videos: 648 tokens, 373 kB" in made.stderr
     assert "Left out bad.mp4: Cannot decode" in made.stderr
 
     (mine / "more/c.mp4").write_bytes(b"another film")

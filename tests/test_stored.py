@@ -187,7 +187,7 @@ def test_index_removes_no_file_that_it_did_not_write(folder, mine, loaded):
     index(mine, folder, *loaded, prune=True)
     left = {path.name for path in folder.iterdir()}
     assert {"model.safetensors", "0" * 32 + ".safetensors", ".note.1.part"} < left
-    assert len(left) == 3 + 3, "the journal, its lock, and the features of a.mp4"
+    assert len(left) == 3 + 4, "the journal, its lock, and the features and keys of a.mp4"
 
 
 @pytest.mark.parametrize("change", [lambda features: features * 0 + 3e38, None], ids=["numbers", "grid"])

@@ -4,7 +4,7 @@ import typer
 
 from qtsplus.cli.console import FilledArguments
 
-from .comparing import ablation, attention, evidence, growing, learned, library
+from .comparing import ablation, attention, evidence, learned, library
 from .evaluating import analysis, evaluate, needle, report
 from .making import haystack, real, tiny, tinyworld, train
 from .measuring import decoding, efficiency, memory, rehearsal, scaling, speed, stream, training_step
@@ -29,7 +29,6 @@ for command in (
     attention,
     ablation,
     library,
-    growing,
     evidence,
     needle,
     analysis,

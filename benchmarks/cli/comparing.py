@@ -183,24 +183,6 @@ def library(
     wrote(target)
 
 
-def growing(
-    hours: Annotated[list[int], typer.Option(help="A size, in hours. May be repeated, ascending.", min=1)],
-    model: Model = None,
-    unique: Annotated[int, typer.Option(help="Hours that are rendered; more are these again.", min=5)] = 100,
-    out: Results = RESULTS,
-    work: Work = Path("runs/growing"),
-    device: Device = None,
-) -> None:
-    """Ask libraries of crowds as they grow, with an index and without: what it finds, its time, disk and memory."""
-    model, revision = split_revision(model)
-    with one_line_errors():
-        from ..library import run_growing
-
-        loaded, processor = load_named(model, revision, device)
-        target = run_growing(loaded, processor, out, work, hours=hours, unique=unique, command=typed())
-    wrote(target)
-
-
 def evidence(
     model: Model = None,
     videos: Annotated[int, typer.Option(help="How many crowds are asked about.", min=3)] = 200,

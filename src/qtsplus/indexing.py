@@ -5,17 +5,19 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import track
 
 from .data.media import VIDEO_SUFFIXES
 from .library import INDEX, MADE, Entry, Index, known_model, refuse_links
-from .nearest import grow
 from .output import check_folder, counted, first_line, listed, locked, printable, require_space, size
-from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, saved_video
+from .ranking import keys_fingerprint, token_keys
+from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, save_keys, saved_video
 from .videos import FAILURES, encode, open_chunks
 
 _PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.(safetensors|keys))(\.[\w-]+)+\.part")  # of one that was killed
@@ -102,7 +104,7 @@ def index(
                 what = "questions to the library will have to name the model with --model"
                 say(f"{error.filename} cannot be written: {what}.")
         indexing.encode_all(indexing.measure(files))
-        grow(library, model, say)
+        indexing.store_keys()
     return library
 
 
@@ -200,9 +202,10 @@ class _Indexing:
             self.index.add(name, None)
 
     def _leave(self, entry: Entry | None, contents: set[str]) -> None:
-        """Removes the features of an entry that wrote them, if no video has them any more."""
+        """Removes the features and keys of an entry, if no other video has its content."""
         if entry and entry["features"] and entry["content"] not in contents:
             self.index.file(entry).unlink(missing_ok=True)
+            self.index.keys_file(entry).unlink(missing_ok=True)
 
     def measure(self, files: dict[str, Path]) -> dict[str, Path]:
         """The files that are to be encoded, once it is said how large that is."""
@@ -220,7 +223,10 @@ class _Indexing:
                 tokens += int(grid.prod()) // self.processor.video_processor.merge_size**2
             contents.add(entry["content"])
         if waiting:
-            needed = tokens * self.model.model.token_width * self.model.dtype.itemsize
+            bytes_per_token = self.model.model.token_width * self.model.dtype.itemsize
+            if self.selector is not None:
+                bytes_per_token += self._scoring_layer.k_proj.out_features
+            needed = tokens * bytes_per_token
             what = f"{len(waiting)} of {counted(len(files), 'video')}"
             self.say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {self.index.folder}.")
             require_space(self.index.folder, needed, f"the features of {what}")
@@ -264,6 +270,41 @@ class _Indexing:
                 # Noted before it is there: a file that is there and was not noted would belong to nobody.
                 self.index.add(name, {**entry, "error": None, "features": features})
             copies[content] = features
+
+    @cached_property
+    def selector(self) -> str | None:
+        return keys_fingerprint(self.model)
+
+    @property
+    def _scoring_layer(self) -> Any:
+        return self.model.model.qtsplus.scoring_layers[-1]
+
+    def store_keys(self) -> None:
+        """Makes the keys that this model's selector has not made yet."""
+        seen = set()
+        for name, file in self.index.files.items():
+            entry = self.index.entries[name]
+            path = self.index.keys_file(entry)
+            if path not in seen and not self._has_keys(name, entry):  # copies share the file
+                self._make_keys(file, path, entry)
+            seen.add(path)
+
+    def _has_keys(self, name: str, entry: Entry) -> bool:
+        try:
+            return self.index.load_keys(entry, self.model, self.selector) is not None
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            self.say(f"The keys of {printable(name)} are damaged, and are made again.")
+            return False
+
+    @torch.no_grad()
+    def _make_keys(self, file: Path, path: Path, entry: Entry) -> None:
+        if self.selector is None or entry["features"] is None:
+            return
+        video = load_video(file, self.index.settings["made_by"], self.model, entry["features"])
+        keys = token_keys(self._scoring_layer, video.features)
+        save_keys(path, video, keys, {"made_by": self.selector, "features": entry["features"]["digest"]})
 
     def _refuse(self, name: str, error: BaseException) -> None:
         self.index.add(name, {**self.index.done[name], "error": first_line(error), "features": None})

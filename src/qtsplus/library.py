@@ -11,9 +11,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import AfterValidator, Discriminator, Tag, with_config
 from typing_extensions import NotRequired, TypedDict
 
@@ -21,22 +19,30 @@ from .answers import placed
 from .data.media import VIDEO_SUFFIXES
 from .evidence import Interval, evidence_intervals
 from .loading import load
-from .nearest import Nearest
 from .output import counted, printable
-from .ranking import Piece, Ranking, Scorer
+from .ranking import Piece, Ranking, Scorer, keys_fingerprint
 from .results import STORED, Journal, Key, Line, Schema
 from .session import Answer, answer_questions
 from .settings import check_count, check_path, show
-from .storage import Digest, State, Stored, film_state, fingerprint, load_video, measure
+from .storage import (
+    Digest,
+    KeyedVideo,
+    State,
+    Stored,
+    film_state,
+    fingerprint,
+    load_keys,
+    load_video,
+    measure,
+)
 from .videos import IN_MEMORY, EncodedVideo
 
 Names = Sequence[str] | None  # of videos
 Window = tuple[float, float]  # seconds on a player's clock
 EVER = (-math.inf, math.inf)
 INDEX = "library.jsonl"
-KEPT = 1024  # videos that stay open
-FEW = 0.05  # of the videos: as fast as an index they are read whole
-MADE = 0  # the key of what it was made of; the others are names of videos
+KEPT = 2**14  # videos that stay open
+MADE = 0  # the key of the line on what the library was made of; the other keys are names of videos
 
 
 def _inside(name: str) -> str:
@@ -58,7 +64,9 @@ def known_model(made_by: str, name: str, revision: str | None) -> Path:
 
 def refuse_links(folder: Path) -> None:
     """Raises `ValueError` for a library with links, which could lead out of it."""
-    for path in folder.iterdir() if folder.is_dir() else ():
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
         if path.is_symlink():
             raise ValueError(f"{str(path)!r} is a link; expected a library, which holds none: remove it.")
 
@@ -126,7 +134,8 @@ class Index(Journal):
         The name and the revision of the model that made it, as this user has indexed with it, no name for the bundled
         one; a `ValueError` for any other, whose name is only a stranger's word, and for one that is gone.
         """
-        name, revision = self.made["model"], self.made["revision"]
+        name = self.made["model"]
+        revision = self.made["revision"]
         if name is None:
             return None, None
         if not known_model(self.settings["made_by"], name, revision).is_file():
@@ -150,22 +159,44 @@ class Index(Journal):
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """In the order of their names."""
-        entries = {name: self.done[name] for name in self.done if isinstance(name, str)}
-        return {name: entries[name] for name in sorted(entries) if entries[name] is not None}
+        entries = {}
+        for name in sorted(key for key in self.done if isinstance(key, str)):
+            entry = self.done[name]
+            if entry is not None:
+                entries[name] = entry
+        return entries
 
     @property
     def files(self) -> dict[str, Path]:
-        """Where the features of each video lie that has been encoded; a `ValueError` for a damaged file."""
+        """The file with the features of each video that was encoded; a `ValueError` for a damaged file."""
         files = {}
         for name, entry in self.entries.items():
-            if entry["features"] is not None and (file := self.file(entry)).exists():
-                if file.stat().st_size != entry["features"]["size"]:
-                    raise ValueError(f"{file}, what was stored of {name}, is damaged: run `qtsplus index` again.")
-                files[name] = file
+            file = self.file(entry)
+            if entry["features"] is None or not file.exists():
+                continue
+            if file.stat().st_size != entry["features"]["size"]:
+                raise ValueError(f"{file}, what was stored of {name}, is damaged: run `qtsplus index` again.")
+            files[name] = file
         return files
 
     def file(self, entry: Entry) -> Path:
+        """Where the features of a video are."""
         return self.folder / f"{str(entry['content'])[:32]}.safetensors"
+
+    def keys_file(self, entry: Entry) -> Path:
+        """Where the keys of a video are: what a selector compares with a question, in 8 bits."""
+        return self.file(entry).with_suffix(".keys")
+
+    def load_keys(self, entry: Entry, model: Any, selector: str | None) -> KeyedVideo | None:
+        """
+        The keys of a video for a model's selector, by its [`keys_fingerprint`]; `None` where there are none, a
+        `ValueError` for damaged ones.
+        """
+        path = self.keys_file(entry)
+        if selector is None or entry["features"] is None or not path.exists():
+            return None
+        key_width = model.model.qtsplus.scoring_layers[-1].k_proj.out_features
+        return load_keys(path, model, key_width, {"made_by": selector, "features": entry["features"]["digest"]})
 
     def require(self, made_by: str) -> None:
         if self.settings["made_by"] != made_by:
@@ -187,22 +218,30 @@ class Library:
     """Videos that [`index`] has encoded. Questions read their features from disk and never the videos."""
 
     def __init__(self, folder: str | Path, model: Any, processor: Any):
-        self.folder, self.model, self.processor = Path(check_path("folder", folder)), model, processor
-        self.index, self.made_by = Index(self.folder), fingerprint(model, processor)
+        self.folder = Path(check_path("folder", folder))
+        self.model = model
+        self.processor = processor
+        self.index = Index(self.folder)
+        self.made_by = fingerprint(model, processor)
+        self.selector = keys_fingerprint(model)
         self.index.require(self.made_by)
         self.files = self.index.files
-        self._whole: set[str] = set()  # those whose every byte was checked, as they are read for the first time
-        self._kept = lru_cache(maxsize=KEPT)(self._read)
-        self._content = lru_cache(maxsize=None)(lambda path, changed: measure(path)["digest"])
         self.names = list(self.files)  # the videos' paths in the folder that was indexed
-        entries = self.index.entries
-        self.digests = {name: noted["digest"] for name in self.names if (noted := entries[name]["features"])}
-        # Those that are neither encoded nor known to be bad, as after an index that was interrupted.
-        self.missing = [name for name in entries if name not in self.files and entries[name]["error"] is None]
-        waiting = f"Not encoded yet: {counted(len(self.missing), 'video')} of the library. Run `qtsplus index` again."
-        self.warnings = [waiting] if self.missing else []  # of every answer
         if not self.files:
             raise ValueError(f"The library {folder} holds no video: run `qtsplus index` to its end; see what it says.")
+        # Those that are neither encoded nor known to be bad, as after an index that was interrupted.
+        self.missing = []
+        for name, entry in self.index.entries.items():
+            if name not in self.files and entry["error"] is None:
+                self.missing.append(name)
+        self.warnings: list[str] = []  # of every answer
+        if self.missing:
+            waiting = counted(len(self.missing), "video")
+            self.warnings.append(f"Not encoded yet: {waiting} of the library. Run `qtsplus index` again.")
+        self._whole: set[str] = set()  # those whose every byte was checked, as they are read for the first time
+        self._read_once = lru_cache(maxsize=KEPT)(self._read)
+        self._read_keys_once = lru_cache(maxsize=KEPT)(self._read_keys)
+        self._content = lru_cache(maxsize=None)(lambda path, changed: measure(path)["digest"])
 
     @classmethod
     def open(cls, folder: str | Path, device: str | None = None) -> "Library":
@@ -210,22 +249,21 @@ class Library:
         from .hub.files import bundled_model
 
         name, revision = Index(Path(folder)).model
-        return cls(folder, *load(name or bundled_model(), device, revision=revision))
-
-    @cached_property
-    def nearest(self) -> Nearest:
-        return Nearest(self.folder, self.model)
+        model, processor = load(name or bundled_model(), device, revision=revision)
+        return cls(folder, model, processor)
 
     def select(self, pattern: str = "*", labels: Mapping[str, str] | None = None) -> list[str]:
         """The names of the videos that are like `"door/*"`, and have these labels of [`index`]."""
-        entries, wanted = self.index.entries, (labels or {}).items()
-        return [one for one in fnmatch.filter(self.names, pattern) if wanted <= entries[one].get("labels", {}).items()]
+        wanted = (labels or {}).items()
+        entries = self.index.entries
+        like_pattern = fnmatch.filter(self.names, pattern)
+        return [name for name in like_pattern if wanted <= entries[name].get("labels", {}).items()]
 
     def find(self, question: str, top: int = 10, names: Names = None, window: Window = EVER) -> list[Interval]:
         """
         The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
-        Their `weight` is the relevance of the best token among all tokens that are asked about, which are those of the
-        library, of the videos of `names`, and shown in a window of seconds. An index estimates it.
+        Their `weight` is the relevance of the best token among all tokens that are asked about: those of the library,
+        or of the videos of `names`, that are shown in a window of seconds. Keys in 8 bits estimate it.
         """
         check_count("top", top, "moments")
         scorer, ranking = self._rank(question, names, window, top)
@@ -259,82 +297,90 @@ class Library:
         for piece in pieces:
             part = piece.cut(videos[piece.name])
             label = f"{printable(piece.name)}, {clock(part.start)} to {clock(part.start + part.length)}"
-            parts[label if label not in parts else f"{label} ({len(parts) + 1})"] = part
+            if label in parts:
+                label = f"{label} ({len(parts) + 1})"
+            parts[label] = part
         (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
         maps: dict[str, torch.Tensor] = {}
         for piece, kept in zip(pieces, answer.keep_maps.values(), strict=True):
-            steps = int(videos[piece.name].video_grid_thw[0, 0])
-            maps.setdefault(piece.name, kept.new_zeros(steps, *kept.shape[1:]))[piece.first : piece.last] = kept
-        evidence = [replace(one, name=pieces[one.video].name) for one in answer.evidence]
-        warnings = [*answer.warnings, *self.warnings]
+            if piece.name not in maps:
+                maps[piece.name] = kept.new_zeros(videos[piece.name].count, *kept.shape[1:])
+            maps[piece.name][piece.first : piece.last] = kept
+        evidence = [replace(interval, name=pieces[interval.video].name) for interval in answer.evidence]
+        warnings = answer.warnings + self.warnings
         return replace(answer, video=", ".join(maps), evidence=evidence, keep_maps=maps, warnings=warnings)
 
     def film(self, name: str) -> EncodedVideo:
         """A video with the path of its file, to be drawn; that is [`IN_MEMORY`] where it is gone or was changed."""
-        path, entry = self.index.videos / name, self.index.entries[name]
-        there = path.is_file() and film_state(path).items() <= entry.items()
+        path = self.index.videos / name
+        entry = self.index.entries[name]
+        unchanged = path.is_file() and film_state(path).items() <= entry.items()
         # The path may be a stranger's word: a film that he has not seen is not shown.
-        there = there and self._content(path, path.stat().st_ctime_ns) == entry["content"]
-        return replace(self.stored(name), video=str(path) if there else IN_MEMORY)
+        unchanged = unchanged and self._content(path, path.stat().st_ctime_ns) == entry["content"]
+        return replace(self.stored(name), video=str(path) if unchanged else IN_MEMORY)
 
     def stored(self, name: str) -> EncodedVideo:
         """A video without its file."""
-        file = self.files[name]
-        return self._kept(name, file.exists() and file.stat().st_ctime_ns)  # what was cut off must not be looked at
+        return self._read_once(name, _changed(self.files[name]))
 
-    def _read(self, name: str, changed: int) -> EncodedVideo:
+    def _read(self, name: str, changed: int | None) -> EncodedVideo:
         stored = None if name in self._whole else self.index.entries[name]["features"]
         video = load_video(self.files[name], self.made_by, self.model, stored)
         self._whole.add(name)
         return replace(video, video=name)
 
+    def _read_keys(self, name: str, changed: int | None) -> KeyedVideo | None:
+        return self.index.load_keys(self.index.entries[name], self.model, self.selector)
+
+    def _searched(self, name: str) -> EncodedVideo | KeyedVideo:
+        """The keys of a video, or where there are none for this selector its features."""
+        changed = _changed(self.index.keys_file(self.index.entries[name]))
+        return self._read_keys_once(name, changed) or self.stored(name)
+
     @torch.no_grad()
     def _rank(self, question: str, names: Names = None, window: Window = EVER, top: int = 1) -> tuple[Scorer, Ranking]:
-        """The `top` pieces of those videos that are in the index, and all pieces of the others."""
+        """The `top` pieces of those videos, best first, and those that had to be read to know them."""
         names = self.names if names is None else list(dict.fromkeys(names))
         if not names or not set(names) <= set(self.names):
             raise ValueError(f"names={show(names)}; expected some of the library's videos, as its `names` lists them.")
-        copies: dict[str, list[str]] = {}
-        for name in names:
-            copies.setdefault(self.digests[name], []).append(name)
-        searched = self.nearest if len(names) > FEW * len(self.names) else None
 
-        def films() -> Iterator[tuple[Piece, EncodedVideo]]:
-            indexed = searched.films if searched else ()
+        def searched() -> Iterator[tuple[Piece, EncodedVideo | KeyedVideo]]:
             for name in names:
-                if self.digests[name] in indexed:
-                    continue
-                video = self.stored(name)
+                tokens = self._searched(name)
+                video = tokens.video if isinstance(tokens, KeyedVideo) else tokens
                 first, last = video.within(*window)
                 if first < last:
-                    yield Piece(name, first, last, 0.0), video
+                    yield Piece(name, first, last, 0.0), tokens
 
-        scorer = Scorer(self.model, self.processor, question, lambda: (one.cut(film).features for one, film in films()))
-        found = searched.rank(scorer, copies, window, top, self.stored) if searched else Ranking([], -math.inf)
-        ranking = scorer.rank(films())
-        pieces = sorted([*ranking.pieces, *found.pieces], key=lambda piece: -piece.peak)
-        ranking = Ranking(pieces, float(np.logaddexp(ranking.total, found.total)))
+        scorer = Scorer(
+            self.model, self.processor, question, lambda: (piece.tokens(video) for piece, video in searched())
+        )
+        ranking = scorer.rank(searched())
         if not ranking.pieces:
             raise ValueError(f"No video shows anything from second {window[0]} to {window[1]}.")
-        return scorer, ranking
+        return scorer, Ranking(scorer.refine(ranking.pieces, top, self.stored), ranking.total)
 
     @torch.no_grad()
     def _moments(self, scorer: Scorer, piece: Piece, total: float) -> list[Interval]:
-        """Those of a piece, or where an index names steps of it those that some of these are in: no others are read."""
-        part, share = piece.cut(self.stored(piece.name)), self.model.config.qtsplus_config.evidence_share
-        features, seconds = part.features.unflatten(0, (piece.last - piece.first, -1)), part.second_per_grid_ts
-        wanted, relevance = torch.full([len(features)], not piece.steps), torch.full(features.shape[:2], -torch.inf)
-        wanted[[step - piece.first for step in piece.steps]] = True
-        inside = wanted
-        while (near := (F.max_pool1d(inside[None].float(), 33, 1, 16)[0] > 0) & relevance[:, 0].isinf()).any():
-            relevance[near] = scorer.relevance(features[near].flatten(0, 1)).view(-1, relevance.shape[1])
-            strong = relevance.amax(1) >= relevance.max() + math.log(share)
-            stretch = (~strong).cumsum(0)  # of steps of one stretch the same
-            inside = strong & torch.isin(stretch, stretch[strong & wanted])
-        relevance[~inside] = -torch.inf
-        every, shares = torch.arange(relevance.numel()), (relevance - relevance.max()).exp().flatten()
-        merge_size, moments = self.processor.video_processor.merge_size, []
-        for one in evidence_intervals(every, shares, part.video_grid_thw, seconds, merge_size, share):
-            peak = relevance[round(one.start / seconds[0]) : round(one.end / seconds[0])].max()
-            moments.append(placed(replace(one, weight=min(1.0, float((peak - total).exp()))), piece.name, part))
+        """The stretches of a piece that hold strong tokens."""
+        part = piece.cut(self.stored(piece.name))
+        share = self.model.config.qtsplus_config.evidence_share
+        seconds = part.second_per_grid_ts
+        relevance = scorer.relevance(part.features).unflatten(0, (piece.last - piece.first, -1))
+        strong = relevance.amax(1) >= relevance.max() + math.log(share)
+        relevance[~strong] = -torch.inf
+        shares = (relevance - relevance.max()).exp().flatten()
+        every_token = torch.arange(len(shares))
+        merge_size = self.processor.video_processor.merge_size
+        moments = []
+        for interval in evidence_intervals(every_token, shares, part.video_grid_thw, seconds, merge_size, share):
+            first = round(interval.start / seconds[0])
+            last = round(interval.end / seconds[0])
+            weight = min(1.0, float((relevance[first:last].max() - total).exp()))
+            moments.append(placed(replace(interval, weight=weight), piece.name, part))
         return moments
+
+
+def _changed(file: Path) -> int | None:
+    """When a file was changed last, so that one that was cut off is read again; `None` for one that is not there."""
+    return file.stat().st_ctime_ns if file.exists() else None

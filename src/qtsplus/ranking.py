@@ -1,22 +1,24 @@
 """How relevant tokens are for a question, where the selector cannot look at all of them at once."""
 
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import reduce
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from .answers import check_question
 from .relevance_qtsplus import QTSplusLayer
+from .storage import KeyedVideo, digest_of
 from .videos import EncodedVideo
 
 CHUNK = 512  # tokens that are scored at a time, few enough for a processor's cache
-PIECE = 16384  # tokens; a longer video competes in pieces of so many
+PIECE = 16384  # tokens; a longer video competes in pieces of this size
+
+Tokens = torch.Tensor | KeyedVideo  # of a video: features `[M, token_width]`, or the selector's keys in 8 bits
 
 
 @dataclass(frozen=True)
@@ -26,25 +28,34 @@ class Piece:
     name: str  # the video's
     first: int  # steps in time; the last one is not part of it
     last: int
-    peak: float  # of its tokens the highest log-relevance
-    steps: tuple[int, ...] = ()  # those to look at for its best moments, counted from the video's first; all if none
+    peak: float  # the highest log-relevance of its tokens
+    error: float = 0.0  # how far the peak can be from that of the video's features
 
     def cut(self, video: EncodedVideo) -> EncodedVideo:
         """The piece as a video of its own, at its place in time."""
         steps = int(video.video_grid_thw[0, 0])
-        if (self.first, self.last) == (0, steps):
+        if self.first == 0 and self.last == steps:
             return video
-        metadata, grid, every = copy(video.metadata), video.video_grid_thw.clone(), math.ceil(video.frames / steps)
-        grid[0, 0] = self.last - self.first
-        begin, end = video.steps[self.first], video.steps[self.last]
-        metadata.frames_indices = metadata.frames_indices[self.first * every : self.last * every]
+        frames_per_step = math.ceil(video.frames / steps)
+        begin = video.steps[self.first]
+        end = video.steps[self.last]
+        metadata = copy(video.metadata)
+        metadata.frames_indices = metadata.frames_indices[self.first * frames_per_step : self.last * frames_per_step]
         metadata.total_num_frames = round((end - begin) * metadata.fps)
+        grid = video.video_grid_thw.clone()
+        grid[0, 0] = self.last - self.first
         features = video.features.unflatten(0, (steps, -1))[self.first : self.last].flatten(0, 1)
         return replace(video, features=features, video_grid_thw=grid, metadata=metadata, start=video.start + begin)
 
+    def tokens(self, video: EncodedVideo | KeyedVideo) -> Tokens:
+        """The tokens of the piece."""
+        if isinstance(video, KeyedVideo):
+            return replace(video, video=self.cut(video.video))
+        return self.cut(video).features
+
 
 class Ranking(NamedTuple):
-    """Pieces, that with the most relevant token first, and what is to be taken from a log-relevance."""
+    """Pieces, the one with the most relevant token first, and a number to subtract from each log-relevance."""
 
     pieces: list[Piece]
     total: float
@@ -53,8 +64,36 @@ class Ranking(NamedTuple):
 def question_states(model: Any, processor: Any, question: str) -> torch.Tensor:
     """`[L, d]`, the words of a question as the selector's scoring layers see them."""
     check_question(model, processor, question)
-    ids, selector = torch.tensor(processor.text_ids(question), device=model.device), model.model.qtsplus
-    return selector.contextualise(model.get_input_embeddings()(ids))
+    ids = torch.tensor(processor.text_ids(question), device=model.device)
+    return model.model.qtsplus.contextualise(model.get_input_embeddings()(ids))
+
+
+def keys_fingerprint(model: Any) -> str | None:
+    """A hash of what makes a selector's keys; `None` for several scoring layers, whose keys depend on the question."""
+    layers = model.model.qtsplus.scoring_layers
+    if len(layers) > 1:
+        return None
+    norm = layers[0].kv_norm
+    projection = layers[0].k_proj
+    weights = {"norm": norm.weight, "weight": projection.weight, "bias": projection.bias}
+    return digest_of(weights, norm.eps)
+
+
+def key_projection(layer: QTSplusLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix `[key_width, d]` that makes keys of tokens whose norm is 1, and its bias `[key_width, 1]`; float32."""
+    weight = layer.k_proj.weight.float() * layer.kv_norm.weight.float()
+    return weight, layer.k_proj.bias.float()[:, None]
+
+
+def token_keys(layer: QTSplusLayer, features: torch.Tensor) -> torch.Tensor:
+    """`[M, key_width]` float32 on the CPU, the keys of tokens `[M, token_width]`, of whatever dtype the layer is."""
+    weight, bias = key_projection(layer)
+    keys = []
+    for chunk in features.split(CHUNK):
+        tokens = chunk[:, : weight.shape[1]].to(weight.device, torch.float32)
+        scale = torch.rsqrt(tokens.square().mean(1) + layer.kv_norm.eps)
+        keys.append(((weight @ tokens.T) * scale + bias).T.cpu())
+    return torch.cat(keys)
 
 
 class Scores:
@@ -62,32 +101,76 @@ class Scores:
     The scores of any tokens for one question, whose words have `states` `[L, d]`, in the last scoring layer: a row for
     each head and word, or with the reduction `"sum"` one for all.
 
-    A score is the product of a query and a key, and a key is a token's norm and a matrix. Where there are fewer rows
-    than a key has numbers, the matrix is taken into the queries: that leaves a fraction of the work for each token.
+    A score is the product of a query and a key, and a key is the product of a token's norm and a matrix. Where there
+    are fewer rows than a key has numbers, the matrix is multiplied into the queries: that leaves a fraction of the work
+    for each token.
     """
 
     def __init__(self, layer: QTSplusLayer, states: torch.Tensor, reduction: str):
         queries = layer._heads(layer.q_proj(layer.q_norm(states))).float() / layer.head_dim**0.5
         if reduction == "sum":  # the sum of the scores is the score of the sum
             queries = queries.sum(1, keepdim=True)
-        keys = layer.k_proj.weight.float() * layer.kv_norm.weight.float(), layer.k_proj.bias.float()[:, None]
-        queries = queries.reshape(len(keys[0]) // layer.head_dim, -1, layer.head_dim)
-        self.rows = torch.block_diag(*queries).cpu()  # [rows, kv_heads * head_dim], to be multiplied with whole keys
-        few = queries[..., 0].numel() < len(keys[0])
-        self.queries = None if few else queries
-        self.weights, self.shift = (_products(queries, part) for part in keys) if few else keys
-        self.eps, self.reduction = layer.kv_norm.eps, reduction
+        weight, bias = key_projection(layer)
+        key_width = len(weight)
+        self.queries = queries.reshape(key_width // layer.head_dim, -1, layer.head_dim)
+        self.folded = queries[..., 0].numel() < key_width
+        if self.folded:
+            weight = _products(self.queries, weight)
+            bias = _products(self.queries, bias)
+        self.weight = weight
+        self.bias = bias
+        self.eps = layer.kv_norm.eps
+        self.reduction = reduction
+
+    def chunks(self, tokens: Tokens) -> Iterator[torch.Tensor]:
+        """The scores `[rows, k]` of some tokens after the others."""
+        if isinstance(tokens, KeyedVideo):
+            yield from self._code_chunks(tokens)
+        else:
+            for features in tokens.split(CHUNK):
+                yield self.of(features)
 
     def of(self, features: torch.Tensor) -> torch.Tensor:
         """`[rows, k]` float32 on the CPU, of tokens `[k, token_width]`."""
-        tokens = features[:, : self.weights.shape[1]].to(self.weights.device, torch.float32)
+        tokens = features[:, : self.weight.shape[1]].to(self.weight.device, torch.float32)
         scale = torch.rsqrt(tokens.square().mean(1) + self.eps)
-        scores = (self.weights @ tokens.T) * scale + self.shift
-        scores = (scores if self.queries is None else _products(self.queries, scores)).cpu()
-        return scores.logsumexp(0, keepdim=True) if self.reduction == "sum" else scores
+        scores = (self.weight @ tokens.T) * scale + self.bias
+        if not self.folded:
+            scores = _products(self.queries, scores)
+        return self._summed(scores.cpu())
+
+    def _code_chunks(self, keyed: KeyedVideo) -> Iterator[torch.Tensor]:
+        """The scores of a video's codes, each to within [`error`]."""
+        queries = self.queries.cpu()
+        shift = _products(queries, keyed.low[:, None])
+        queries = queries * keyed.step.reshape(len(queries), 1, -1)
+        for codes in keyed.video.features.split(CHUNK):
+            yield self._summed(_products(queries, codes.float().T) + shift)
+
+    def error(self, keyed: KeyedVideo) -> float:
+        """
+        How far a score by codes can be from the score by features: half a step in every number of a key, and what
+        float32 rounds away in two such sums. A reduction over rows adds nothing to the largest error of a row.
+        """
+        shape = (len(self.queries), 1, -1)
+        queries = self.queries.cpu().abs()
+        largest_key = torch.maximum(keyed.low.abs(), (keyed.low + 255 * keyed.step).abs())
+        half_a_step = queries * (keyed.step / 2).reshape(shape)
+        rounding = queries * (1e-5 * largest_key).reshape(shape)
+        return float((half_a_step + rounding).sum(2).max())
+
+    def _summed(self, scores: torch.Tensor) -> torch.Tensor:
+        if self.reduction == "sum":
+            return scores.logsumexp(0, keepdim=True)
+        return scores
 
     def log_relevance(self, scores: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
-        """`[k]` of tokens with these scores `[rows, k]`, among all, the log-sum-exp of whose scores is `[rows, 1]`."""
+        """
+        `[k]` of tokens with these scores `[rows, k]`, among all tokens.
+
+        Args:
+            total: `[rows, 1]`, the log-sum-exp of the scores of all tokens.
+        """
         log_attention = scores - total
         if self.reduction == "mean":
             return log_attention.logsumexp(0) - math.log(len(scores))
@@ -104,57 +187,91 @@ class Scorer:
     The relevance of every token of many videos for one question, for one video at a time: what the selector says of all
     of them together, whose softmax runs over all tokens.
 
-    With the reduction `"sum"` one pass over the videos is enough: the softmax keeps the order of the tokens, and what
-    it divides by is known at the end. With `"max"` and `"mean"` a first pass finds it. `features` begins a pass over
-    those of the videos, `[M, token_width]` each; memory does not grow with their number.
+    With the reduction `"sum"` one pass over the videos is enough: the softmax keeps the order of the tokens, and the
+    number that it divides by is known at the end. With `"max"` and `"mean"` a first pass finds that number for each
+    row. Each call of `videos` begins a pass over their tokens; memory does not grow with their number. A selector with
+    several scoring layers needs features.
     """
 
-    def __init__(self, model: Any, processor: Any, question: str, features: Callable[[], Iterable[torch.Tensor]]):
-        states, selector = question_states(model, processor, question), model.model.qtsplus
-        *earlier, last = selector.scoring_layers
+    def __init__(self, model: Any, processor: Any, question: str, videos: Callable[[], Iterable[Tokens]]):
+        states = question_states(model, processor, question)
+        selector = model.model.qtsplus
         nulls = selector.null_states()
-        for layer in earlier:
-            states = layer(states, [*(video[:, : states.shape[1]].to(states) for video in features()), *nulls])
-        self.scores = Scores(last, states, selector.config.reduction)
+        last_layer = selector.scoring_layers[-1]
+        for layer in selector.scoring_layers[:-1]:
+            context = [features[:, : states.shape[1]].to(states) for features in videos()]
+            states = layer(states, context + nulls)
+        self.scores = Scores(last_layer, states, selector.config.reduction)
         self.total: torch.Tensor | float = 0.0
         if self.scores.reduction != "sum":
-            tokens = itertools.chain(features(), nulls)
-            chunks = (self.scores.of(chunk) for video in tokens for chunk in video.split(CHUNK))
-            self.total = reduce(torch.logaddexp, (chunk.logsumexp(1, keepdim=True) for chunk in chunks))
-        self.null = torch.cat([torch.tensor([-torch.inf]), *map(self.relevance, nulls)]).logsumexp(0)
+            self.total = torch.tensor(-torch.inf)
+            for tokens in itertools.chain(videos(), nulls):
+                for scores in self.scores.chunks(tokens):
+                    self.total = self.total.logaddexp(scores.logsumexp(1, keepdim=True))
+        self.null = torch.tensor(-torch.inf)
+        for null in nulls:
+            self.null = self.null.logaddexp(self.relevance(null).logsumexp(0))
 
-    def relevance(self, features: torch.Tensor) -> torch.Tensor:
+    def relevance(self, tokens: Tokens) -> torch.Tensor:
         """`[M]` float32, the log-relevance of the tokens of one video, plus the ranking's `total`."""
-        chunks = map(self.scores.of, features.split(CHUNK))
-        return torch.cat([self.scores.log_relevance(chunk, self.total) for chunk in chunks])
+        return torch.cat([self.scores.log_relevance(scores, self.total) for scores in self.scores.chunks(tokens)])
 
-    def rank(self, videos: Iterable[tuple[Piece, EncodedVideo]]) -> Ranking:
-        """Ranks videos, of each of which a piece is asked, those of more than [`PIECE`] tokens in pieces."""
-        pieces, total = [], self.null
-        for one, video in videos:
-            relevance = self.relevance(one.cut(video).features)
+    def rank(self, videos: Iterable[tuple[Piece, EncodedVideo | KeyedVideo]]) -> Ranking:
+        """Ranks the given piece of each video, in pieces of at most [`PIECE`] tokens."""
+        pieces = []
+        total = self.null
+        for asked, video in videos:
+            relevance = self.relevance(asked.tokens(video))
             total = total.logaddexp(relevance.logsumexp(0))
-            peaks = relevance.unflatten(0, (one.last - one.first, -1)).amax(1)
+            error = self.scores.error(video) if isinstance(video, KeyedVideo) else 0.0
+            peaks = relevance.unflatten(0, (asked.last - asked.first, -1)).amax(1)
             size = max(1, PIECE * len(peaks) // len(relevance))
-            bounds = [one.first, *range((one.first // size + 1) * size, one.last, size), one.last]
-            for first, last in pairwise(bounds):
-                pieces.append(Piece(one.name, first, last, float(peaks[first - one.first : last - one.first].max())))
+            first = asked.first
+            while first < asked.last:
+                last = min(asked.last, (first // size + 1) * size)
+                peak = peaks[first - asked.first : last - asked.first].max()
+                pieces.append(Piece(asked.name, first, last, float(peak), error))
+                first = last
         pieces.sort(key=lambda piece: -piece.peak)
         return Ranking(pieces, float(total) if self.scores.reduction == "sum" else 0.0)
+
+    def refine(self, pieces: Iterable[Piece], top: int, read: Callable[[str], EncodedVideo]) -> list[Piece]:
+        """
+        The `top` pieces by the features of their videos, and those that had to be read to know them; best first.
+
+        A piece is read unless its keys show that, whatever their error, `top` others are better.
+
+        Args:
+            read: gives the video of a name.
+        """
+        exact = []
+        best_peaks: list[float] = []  # a heap of the `top` highest ones
+        for piece in sorted(pieces, key=lambda piece: -(piece.peak + piece.error)):
+            if len(best_peaks) == top and best_peaks[0] > piece.peak + piece.error:
+                break
+            if piece.error > 0:
+                relevance = self.relevance(piece.cut(read(piece.name)).features)
+                piece = replace(piece, peak=float(relevance.max()), error=0.0)
+            exact.append(piece)
+            heapq.heappush(best_peaks, piece.peak)
+            if len(best_peaks) > top:
+                heapq.heappop(best_peaks)
+        return sorted(exact, key=lambda piece: -piece.peak)
 
 
 class StandingQuestion:
     """
     How much the tokens of a stream matter for a question. Each is scored once, when it comes.
 
-    A token keeps its scores. They are compared with the log-sum-exp of all scores so far, to which those of new tokens
-    are merged: a token's relevance is that among all that ever came, as if none had gone. A second scoring layer would
-    have to look at every token again, so a selector with one is refused.
+    A token keeps its scores. They are compared with the log-sum-exp of all scores so far, into which those of new
+    tokens are merged: a token's relevance is its relevance among all that ever came, as if none had gone. A second
+    scoring layer would have to look at every token again, so a selector with two is refused.
     """
 
     @torch.no_grad()
     def __init__(self, model: Any, processor: Any, question: str):
-        states, selector = question_states(model, processor, question), model.model.qtsplus
+        states = question_states(model, processor, question)
+        selector = model.model.qtsplus
         if len(selector.scoring_layers) != 1:
             raise ValueError(
                 f"The selector has {len(selector.scoring_layers)} scoring layers; a standing question needs one that "

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,20 +116,98 @@ def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Sto
     Writes an encoded video to one file, with the [`fingerprint`] of what encoded it. It stands at `path` once the
     context ends, where what is known of it can be noted.
     """
+    with _whole_tensors(path, {"features": encoded.features}, {"made_by": made_by, "about": _about(encoded)}) as part:
+        yield measure(part)
+
+
+@contextmanager
+def _whole_tensors(path: Path, tensors: dict[str, torch.Tensor], header: dict[str, str]) -> Iterator[Path]:
+    """Writes tensors to a file that is at `path` once the context ends; yields where it is until then."""
+    with whole_file(path, "wb") as part:
+        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        try:
+            save_file(on_cpu, part.name, header)
+        except SafetensorError as error:  # such as a full disk; it does not say where
+            raise OSError(f"{path} cannot be written: {first_line(error)}") from error
+        yield Path(part.name)
+
+
+def _about(encoded: EncodedVideo) -> str:
+    """All that is stored of a video but its tensor, as JSON."""
     about = {
-        **{name: getattr(encoded, name) for name in ("seconds", "start", "warnings", "sound")},
+        "seconds": encoded.seconds,
+        "start": encoded.start,
+        "warnings": encoded.warnings,
+        "sound": encoded.sound,
         "video_grid_thw": encoded.video_grid_thw.tolist(),
         "second_per_grid_ts": [float(seconds) for seconds in encoded.second_per_grid_ts],
         "metadata": vars(encoded.metadata),
         "subtitles": [vars(line) for line in encoded.subtitles],
     }
-    with whole_file(path, "wb") as part:
-        header = {"made_by": made_by, "about": json.dumps(about)}
-        try:
-            save_file({"features": encoded.features.detach().cpu().contiguous()}, part.name, header)
-        except SafetensorError as error:  # such as a full disk; it does not say where
-            raise OSError(f"{path} cannot be written: {first_line(error)}") from error
-        yield measure(Path(part.name))
+    return json.dumps(about)
+
+
+@dataclass(frozen=True)
+class KeyedVideo:
+    """
+    A video with the keys that a selector compares with the words of a question, in place of its features.
+
+    Args:
+        video: its `features` are codes, `[M, key_width]` of 8 bits.
+        low, step: `[key_width]` float32; the key of a code is `low + step * code`, to half a step.
+    """
+
+    video: EncodedVideo
+    low: torch.Tensor
+    step: torch.Tensor
+
+
+def save_keys(path: Path, encoded: EncodedVideo, keys: torch.Tensor, made_from: Mapping[str, str]) -> None:
+    """
+    Writes the keys of a video's tokens in 8 bits, each column on a scale of its own.
+
+    Args:
+        keys: `[M, key_width]` float32.
+        made_from: digests of what the keys depend on, by name.
+    """
+    low, high = keys.aminmax(dim=0)
+    step = (high - low).clamp(min=1e-6) / 255
+    codes = ((keys - low) / step).round().clamp(0, 255).byte()
+    tensors = {"codes": codes, "low": low, "step": step}
+    header = {**made_from, "about": _about(replace(encoded, subtitles=[], warnings=[]))}
+    header["digest"] = digest_of(tensors, header)
+    with _whole_tensors(path, tensors, header):
+        pass
+
+
+def load_keys(path: Path, model: Any, key_width: int, made_from: Mapping[str, str]) -> KeyedVideo | None:
+    """
+    Reads what [`save_keys`] wrote; `None` for keys that were made from something else, a `ValueError` for damaged ones.
+    The codes stay on disk until they are looked at.
+    """
+    try:
+        if not is_plain_file(path):
+            raise ValueError("it is no file")
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in ("codes", "low", "step")}
+        digest = header.pop("digest", None)
+        if digest != digest_of(tensors, header):
+            raise ValueError("it was changed since it was written")
+        about = header.pop("about", "")
+        if header != made_from:
+            return None
+        video = _build(json.loads(about), tensors["codes"], model, key_width, (torch.uint8,))
+        for name in ("low", "step"):
+            scale = tensors[name]
+            if scale.shape != (key_width,) or scale.dtype != torch.float32 or not (scale.abs() < LARGE).all():
+                raise ValueError(f"{name} is {list(scale.shape)} {scale.dtype}; expected {[key_width]} finite numbers")
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        reason = first_line(error).removesuffix(".")
+        raise ValueError(
+            f"The stored keys {str(path)!r} cannot be used: {reason}; run `qtsplus index` again."
+        ) from error
+    return KeyedVideo(video, tensors["low"], tensors["step"])
 
 
 def measure(path: Path) -> Stored:
@@ -159,27 +238,31 @@ def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = Non
         if header.keys() != {"made_by", "about"}:
             raise ValueError("it is no stored video")
         if header["made_by"] == made_by:
-            return _build(json.loads(header["about"]), features, model, stored is not None)
+            video = _build(json.loads(header["about"]), features, model, model.model.token_width, _DTYPES)
+            if stored is not None and not all((part.abs() < LARGE).all() for part in features.split(4096)):
+                raise ValueError("features hold NaN, infinity or numbers that are too large")
+            return video
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         reason = first_line(error).removesuffix(".")
         raise ValueError(f"The stored video {str(path)!r} cannot be used: {reason}; encode the video again.") from error
     raise ValueError(f"{str(path)!r} was made with another vision tower or processor; encode the video again.")
 
 
-def _build(content: Any, features: torch.Tensor, model: Any, whole: bool) -> EncodedVideo:
+def _build(
+    content: Any, features: torch.Tensor, model: Any, width: int, dtypes: Collection[torch.dtype]
+) -> EncodedVideo:
     about: Any = {**check_stored(_About, content), "video": IN_MEMORY}
     grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
     said = [Subtitle(**line) for line in about.pop("subtitles")]
     steps, rows, columns = model.model.merged_grid(grid)[0]
-    expected, width = steps * rows * columns, model.model.token_width
+    expected = steps * rows * columns
     merge = getattr(model.config.vision_config, "spatial_merge_size", 1)
     if grid.tolist() != [[steps, rows * merge, columns * merge]]:
         raise ValueError(f"video_grid_thw is {grid.tolist()}; expected multiples of {merge}")
-    if not expected or features.shape != (expected, width) or features.dtype not in _DTYPES:
+    if not expected or features.shape != (expected, width) or features.dtype not in dtypes:
         kind = f"{list(features.shape)} {features.dtype}"
-        raise ValueError(f"features are {kind}; expected {[expected, width]} of 16 or 32 bits, by video_grid_thw")
+        expected_dtypes = " or ".join(map(str, dtypes))
+        raise ValueError(f"features are {kind}; expected {[expected, width]} of {expected_dtypes}, by video_grid_thw")
     if (frames := len(metadata.frames_indices or ())) < steps:
         raise ValueError(f"metadata.frames_indices are {frames}; expected some for each of {steps} steps")
-    if whole and not all((part.abs() < LARGE).all() for part in features.split(4096)):
-        raise ValueError("features hold NaN, infinity or numbers that are too large")
     return EncodedVideo(features=features, video_grid_thw=grid, metadata=metadata, subtitles=said, **about)

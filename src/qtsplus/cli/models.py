@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..output import counted
 from .console import fail, note, notes
 
 Name = TypeVar("Name", str, str | None)
@@ -39,8 +38,6 @@ def open_library(folder: Path, model: str | None, revision: str | None, device: 
     library = Library(folder, *load_named(model, revision, device, dtype))
     for warning in library.warnings:
         note(warning)
-    if library.nearest.films:
-        note(f"Searched by an index: {counted(len(library.nearest.films), 'video')} of {len(library.names)}.")
     return library
 
 
