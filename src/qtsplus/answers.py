@@ -147,13 +147,15 @@ def answer_questions(
             relevance = torch.zeros(sum(map(prod, grids))).index_copy(0, prompts.places, relevance.float().cpu())
         kept, merge_size = prompts.place(chosen.kept_indices[row]), processor.video_processor.merge_size
         shown = shown_by(own, kept, relevance, merge_size, model.config.qtsplus_config)
+        seen, seen_threshold = calibrated_seen(chosen, row, model.config.qtsplus_config)
         answer = Answer(
             answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
             video=next(iter(own.values())).video if len(own) == 1 else ", ".join(own),
             rho=float(chosen.rho[row]),
             timings=timings,
             unheard=any(video.sound and not (subtitles and video.subtitles) for video in own.values()),
-            **calibrated_seen(chosen, row, model.config.qtsplus_config),
+            seen=seen,
+            seen_threshold=seen_threshold,
             **{**shown, "warnings": shown["warnings"] + prompts.warnings},
         )
         answers.append(answer)
@@ -260,11 +262,11 @@ def shown_by(
     }
 
 
-def calibrated_seen(chosen: QTSplusOutput, row: int, config: QTSplusConfig) -> dict[str, float | None]:
-    """`seen` and its threshold of an [`Answer`]; empty where no calibration says what it means, or nothing scored."""
+def calibrated_seen(chosen: QTSplusOutput, row: int, config: QTSplusConfig) -> tuple[float | None, float | None]:
+    """`seen` and its threshold of an [`Answer`]; `None` where no calibration says what it means, or nothing scored."""
     if chosen.seen is None or not config.says_seen:
-        return {}
-    return {"seen": float(chosen.seen[row]), "seen_threshold": config.seen_threshold}
+        return None, None
+    return float(chosen.seen[row]), config.seen_threshold
 
 
 def _remembered(videos: Mapping[str, EncodedVideo]) -> list[Remembered]:

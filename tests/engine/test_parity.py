@@ -59,7 +59,8 @@ def test_an_answer_rests_on_the_same(engine):
         relevance = None if chosen.relevance is None else chosen.relevance[0]
         merge_size, config = engine.processor.video_processor.merge_size, engine.model.config.qtsplus_config
         shown = shown_by(videos, chosen.kept_indices[0], relevance, merge_size, config)
-        shown |= calibrated_seen(chosen, 0, config)
+        seen, seen_threshold = calibrated_seen(chosen, 0, config)
+        shown |= {"seen": seen, "seen_threshold": seen_threshold}
         here = Answer(answer="", video="", rho=float(chosen.rho[0]), timings={}, **shown).as_dict()
         same_basis(told, here)
         assert {one["video"] for one in told["evidence"]} == {one["video"] for one in here["evidence"]}, name

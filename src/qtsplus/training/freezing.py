@@ -41,7 +41,7 @@ def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
         parameter.requires_grad_(not frozen[part_of(name)] and id(parameter) not in unused)
 
 
-def score_parameters(selector: nn.Module) -> list[nn.Parameter]:
+def score_parameters(selector: Any) -> list[nn.Parameter]:
     """What decides the relevance of a token."""
     scoring = (selector.scoring_layers, selector.question_layers, selector.null_tokens)
     return [parameter for layers in scoring for parameter in layers.parameters()]

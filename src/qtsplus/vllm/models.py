@@ -142,7 +142,8 @@ class QTSplusForVLLM:
         relevance = None if chosen.relevance is None else chosen.relevance[row]
         merge_size, config = self.config.vision_config.spatial_merge_size, self.config.qtsplus_config
         shown = shown_by(videos, chosen.kept_indices[row], relevance, merge_size, config)
-        shown |= calibrated_seen(chosen, row, config)
+        seen, seen_threshold = calibrated_seen(chosen, row, config)
+        shown |= {"seen": seen, "seen_threshold": seen_threshold}
         shown |= {"unheard": any(video.sound for video in videos.values())}
         rho = settings.get("rho", float(chosen.rho[row]))
         fields = Answer(answer="", video="", rho=rho, timings={}, **shown).as_dict()
