@@ -61,51 +61,112 @@ def index(
         ValueError: no video; a library of another tower, settings or videos, or one that another process is writing; a
             folder of other files; most videos are gone; a full disk.
     """
-    videos, folder = Path(videos), Path(folder)
-    if not videos.is_dir():
-        raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
-    files, left_out = _find_videos(videos, folder)
-    if left_out:
-        say(f"Left out {counted(len(left_out), 'file')} without the name of a video: {listed(left_out)}")
-    if not files:
-        raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
-    if pattern is not None and not fnmatch.filter(files, pattern):
-        raise ValueError(f"No video of {videos} is like {pattern!r}, but for example {next(iter(files))!r}.")
-    check_folder(folder).mkdir(parents=True, exist_ok=True)
-    others = {path.name for path in folder.iterdir()} - {".lock"}
-    if others and INDEX not in others:
-        raise ValueError(f"{folder} holds other files, such as {min(others)}: choose another folder for the library.")
-    refuse_links(folder)
+    videos = Path(videos)
+    folder = Path(folder)
+    files = _check_videos(videos, folder, pattern, say)
+    is_new = _check_library_folder(folder)
     made_by = fingerprint(model, processor)
-    reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
-    settings = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
-    settings |= {name: value for name, value in reading.items() if value is not None or name not in settings}
-    name = str(Path(name).resolve()) if name and Path(name).is_dir() else name
+    reading = {
+        "fps": fps,
+        "start": start,
+        "end": end,
+        "max_frames": max_frames,
+        "max_pixels": max_pixels,
+    }
+    if name and Path(name).is_dir():
+        name = str(Path(name).resolve())
     with locked(folder / ".lock", f"is writing {folder}"):
-        for path in folder.iterdir():
-            if _PARTS.fullmatch(path.name):
-                path.unlink()
-        if others and (folder / INDEX).stat().st_size:
-            earlier = Index(folder, mend=True)
-            earlier.require(made_by)
-            if earlier.damaged:
-                lines = counted(earlier.damaged, "line")
-                say(f"Left out of {INDEX} {lines} that cannot be used. Labels of theirs are to be given again.")
-        library = Index(folder, {"made_by": made_by, "dtype": "auto", **settings})  # that of the model
+        _remove_parts(folder)
+        if not is_new and (folder / INDEX).stat().st_size:
+            _check_earlier(folder, made_by, say)
+        settings = {
+            "made_by": made_by,
+            "dtype": "auto",  # the model's
+            **_sampling(processor, reading),
+        }
+        library = Index(folder, settings)
         indexing = _Indexing(library, model, processor, reading, labels or {}, pattern, say)
         indexing.recognise(files, str(videos.resolve()), prune)
-        library.add(MADE, {"model": name, "revision": revision, "videos": str(videos.resolve())})
+        made = {
+            "model": name,
+            "revision": revision,
+            "videos": str(videos.resolve()),
+        }
+        library.add(MADE, made)
         if name:
-            try:
-                known = known_model(made_by, name, revision)
-                known.parent.mkdir(parents=True, exist_ok=True)
-                known.touch()
-            except OSError as error:
-                what = "questions to the library will have to name the model with --model"
-                say(f"{error.filename} cannot be written: {what}.")
-        indexing.encode_all(indexing.measure(files))
+            _note_model(known_model(made_by, name, revision), say)
+        waiting = indexing.measure(files)
+        indexing.encode_all(waiting)
         indexing.store_keys()
     return library
+
+
+def _check_videos(
+    videos: Path,
+    library: Path,
+    pattern: str | None,
+    say: Callable[[str], None],
+) -> dict[str, Path]:
+    """The videos of a folder, by their paths in it; a `ValueError` if there are none, or none like the pattern."""
+    if not videos.is_dir():
+        raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
+    files, left_out = _find_videos(videos, library)
+    if left_out:
+        count = counted(len(left_out), "file")
+        say(f"Left out {count} without the name of a video: {listed(left_out)}")
+    if not files:
+        suffixes = ", ".join(VIDEO_SUFFIXES)
+        raise ValueError(f"There is no video in {videos}; expected files such as {suffixes}.")
+    if pattern is not None and not fnmatch.filter(files, pattern):
+        example = next(iter(files))
+        raise ValueError(f"No video of {videos} is like {pattern!r}, but for example {example!r}.")
+    return files
+
+
+def _check_library_folder(folder: Path) -> bool:
+    """Makes the folder; returns whether it was empty. A `ValueError` for one with other files, or with links."""
+    check_folder(folder).mkdir(parents=True, exist_ok=True)
+    others = {path.name for path in folder.iterdir()}
+    others.discard(".lock")
+    if others and INDEX not in others:
+        example = min(others)
+        raise ValueError(f"{folder} holds other files, such as {example}: choose another folder for the library.")
+    refuse_links(folder)
+    return not others
+
+
+def _sampling(processor: Any, reading: Mapping[str, Any]) -> dict[str, Any]:
+    """How frames are sampled: as the processor does, unless [`index`] was told otherwise."""
+    sampling = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
+    for name, value in reading.items():
+        if value is not None or name not in sampling:
+            sampling[name] = value
+    return sampling
+
+
+def _remove_parts(folder: Path) -> None:
+    for path in folder.iterdir():
+        if _PARTS.fullmatch(path.name):
+            path.unlink()
+
+
+def _check_earlier(folder: Path, made_by: str, say: Callable[[str], None]) -> None:
+    """Raises `ValueError` for a library of another vision tower; leaves damaged lines out of its journal."""
+    earlier = Index(folder, mend=True)
+    earlier.require(made_by)
+    if earlier.damaged:
+        lines = counted(earlier.damaged, "line")
+        say(f"Left out of {INDEX} {lines} that cannot be used. Labels of theirs are to be given again.")
+
+
+def _note_model(known: Path, say: Callable[[str], None]) -> None:
+    """Remembers that this user has indexed with this model, so that questions to the library can load it."""
+    try:
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.touch()
+    except OSError as error:
+        consequence = "questions to the library will have to name the model with --model"
+        say(f"{error.filename} cannot be written: {consequence}.")
 
 
 def _find_videos(root: Path, library: Path) -> tuple[dict[str, Path], list[str]]:
@@ -117,21 +178,26 @@ def _find_videos(root: Path, library: Path) -> tuple[dict[str, Path], list[str]]
     def fail(error: OSError) -> None:
         raise error  # else what cannot be read would pass for what is gone
 
-    files, left_out = {}, []
+    files = {}
+    left_out = []
     seen: set[str] = set()
     for place, folders, names in os.walk(root, onerror=fail, followlinks=True):
-        if os.path.realpath(place) in seen:
+        real_place = os.path.realpath(place)
+        if real_place in seen:
             folders.clear()
             continue
-        seen.add(os.path.realpath(place))
-        folders[:] = [name for name in folders if name[0] != "."]
-        for path in filter(Path.is_file, (Path(place, name) for name in names if name[0] != ".")):
+        seen.add(real_place)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file_name in names:
+            path = Path(place, file_name)
+            if file_name.startswith(".") or not path.is_file():
+                continue
             name = path.relative_to(root).as_posix()
             if path.suffix.lower() in VIDEO_SUFFIXES:
                 files[name] = path
             elif library.resolve() not in path.resolve().parents:
                 left_out.append(name)
-    return {name: files[name] for name in sorted(files)}, sorted(left_out)
+    return dict(sorted(files.items())), sorted(left_out)
 
 
 @dataclass(frozen=True)
@@ -149,48 +215,73 @@ class _Indexing:
     def recognise(self, files: dict[str, Path], folder: str, prune: bool) -> None:
         """Notes the content of each file that is new or was changed, and forgets those that are not there any more."""
         known = self.index.entries
-        encoded = {entry["content"]: entry for entry in known.values() if entry["features"]}
+        encoded = {}
+        for entry in known.values():
+            if entry["features"]:
+                encoded[entry["content"]] = entry
         after: dict[str, Entry] = {}
-        unread: State = {"size": 0, "modified": 0, "inode": 0, "changed": 0}
         for name, path in files.items():
-            earlier = known.get(name)
-            try:
-                state = film_state(path)
-                if earlier and state.items() <= earlier.items():
-                    after[name] = earlier
-                    continue
-                content = measure(path)["digest"]
-                same = encoded.get(content)
-                after[name] = {**state, "content": content, "error": None, "features": same and same["features"]}
-            except OSError as error:
-                if earlier and earlier["features"]:
-                    after[name] = earlier
-                    self.say(f"{printable(name)} cannot be read now, and stays as it was: {error.strerror}.")
-                else:
-                    after[name] = {**unread, "content": None, "error": str(error.strerror), "features": None}
-        for name, entry in after.items():
-            own: dict[str, str] = (known.get(name) or encoded.get(entry["content"], entry)).get("labels", {})
-            if name not in known if self.pattern is None else fnmatch.fnmatch(name, self.pattern):
-                own = {**own, **self.labels}
-            if own:
-                after[name] = {**entry, "labels": own}
+            entry = self._look(name, path, encoded)
+            after[name] = self._labelled(name, entry, encoded)
         contents = {entry["content"] for entry in after.values() if entry["content"]}
-        self._forget([name for name in known if name not in files], contents, folder, prune)
+        gone = [name for name in known if name not in files]
+        self._forget(gone, contents, folder, prune)
         for name, entry in after.items():
-            if entry != known.get(name):
-                self._leave(known.get(name), contents)
+            earlier = known.get(name)
+            if entry != earlier:
+                self._leave(earlier, contents)
                 self.index.add(name, entry)
+
+    def _look(self, name: str, path: Path, encoded: Mapping[str | None, Entry]) -> Entry:
+        """The entry of a file as it is now; the earlier one where the file is unchanged, or cannot be read."""
+        earlier = self.index.entries.get(name)
+        try:
+            state = film_state(path)
+            if earlier and state.items() <= earlier.items():
+                return earlier
+            content = measure(path)["digest"]
+        except OSError as error:
+            reason = str(error.strerror)
+            if earlier and earlier["features"]:
+                self.say(f"{printable(name)} cannot be read now, and stays as it was: {reason}.")
+                return earlier
+            unread: State = {"size": 0, "modified": 0, "inode": 0, "changed": 0}
+            return {**unread, "content": None, "error": reason, "features": None}
+        features = encoded[content]["features"] if content in encoded else None
+        return {**state, "content": content, "error": None, "features": features}
+
+    def _labelled(self, name: str, entry: Entry, encoded: Mapping[str | None, Entry]) -> Entry:
+        """An entry with its earlier labels, which follow the content of a moved file, and with the new ones."""
+        known = self.index.entries
+        earlier = known.get(name) or encoded.get(entry["content"], entry)
+        labels: dict[str, str] = earlier.get("labels", {})
+        is_meant = name not in known
+        if self.pattern is not None:
+            is_meant = fnmatch.fnmatch(name, self.pattern)
+        if is_meant:
+            labels = {**labels, **self.labels}
+        if not labels:
+            return entry
+        return {**entry, "labels": labels}
 
     def _forget(self, gone: list[str], contents: set[str], folder: str, prune: bool) -> None:
         """Lets those videos go that are not here, unless they are too many."""
-        known, place = self.index.entries, self.index.folder
+        known = self.index.entries
+        place = self.index.folder
         good = {name for name, entry in known.items() if entry["error"] is None}
         held = counted(len(good), "video")
-        same_folder = MADE in self.index.done and folder == str(self.index.videos) and len(gone) < len(known)
-        if known and not (same_folder or any(entry["content"] in contents for entry in known.values())):
+        was_finished = MADE in self.index.done
+        same_folder = was_finished and folder == str(self.index.videos) and len(gone) < len(known)
+        has_common = any(entry["content"] in contents for entry in known.values())
+        if known and not same_folder and not has_common:
             raise ValueError(f"{place} holds {held} and nothing of what is here: choose another folder.")
-        lost = [name for name in gone if name in good and known[name]["content"] not in contents]
-        if (len(lost) > max(1, len(good) / 2) or (lost and not same_folder)) and not prune:
+        lost = []
+        for name in gone:
+            if name in good and known[name]["content"] not in contents:
+                lost.append(name)
+        most_are_lost = len(lost) > max(1, len(good) / 2)
+        is_strange = most_are_lost or (lost and not same_folder)
+        if is_strange and not prune:
             raise ValueError(
                 f"{len(lost)} of {len(good)} videos of {place} are not in {folder}: {listed(lost)}. Nothing was "
                 "changed. Is another folder to be mounted there? To let them go, run the same command with --prune."
@@ -209,7 +300,9 @@ class _Indexing:
 
     def measure(self, files: dict[str, Path]) -> dict[str, Path]:
         """The files that are to be encoded, once it is said how large that is."""
-        waiting, contents, tokens = {}, set[str](), 0
+        waiting = {}
+        contents = set()
+        tokens = 0
         for name, entry in self.index.entries.items():
             if not entry["content"] or self._is_stored(name, entry):
                 continue
@@ -250,14 +343,19 @@ class _Indexing:
         return True
 
     def encode_all(self, waiting: dict[str, Path]) -> None:
-        console, made = Console(stderr=True), self.index.settings["made_by"]
+        console = Console(stderr=True)
+        made_by = self.index.settings["made_by"]
         entries = self.index.entries
-        copies = {str(one["content"]): one["features"] for name, one in entries.items() if name not in waiting}
-        for name, path in track(waiting.items(), "Encoding", console=console, disable=not console.is_terminal):
+        copies = {}
+        for name, entry in entries.items():
+            if name not in waiting:
+                copies[entry["content"]] = entry["features"]
+        hidden = not console.is_terminal
+        for name, path in track(waiting.items(), "Encoding", console=console, disable=hidden):
             entry = entries[name]
-            content = str(entry["content"])
-            if features := copies.get(content):
-                self.index.add(name, {**entry, "error": None, "features": features})
+            content = entry["content"]
+            if copies.get(content):
+                self.index.add(name, {**entry, "error": None, "features": copies[content]})
                 continue
             try:
                 encoded = encode(self.model, self.processor, path, device="cpu", **self.reading)
@@ -266,7 +364,7 @@ class _Indexing:
             except FAILURES as error:
                 self._refuse(name, error)
                 continue
-            with saved_video(encoded, self.index.file(entry), made) as features:
+            with saved_video(encoded, self.index.file(entry), made_by) as features:
                 # Noted before it is there: a file that is there and was not noted would belong to nobody.
                 self.index.add(name, {**entry, "error": None, "features": features})
             copies[content] = features

@@ -44,13 +44,16 @@ def digest_of(tensors: Mapping[str, torch.Tensor], settings: Any = None) -> str:
 
 def fingerprint(model: Any, processor: Any) -> str:
     """A hash of what features depend on: the vision tower's weights and settings, and the processor's for pixels."""
-    others = (*SAMPLING, "do_sample_frames")
-    settings = {
-        "vision": {**model.config.vision_config.to_dict(), "transformers_version": None},
-        "pixels": {name: at for name, at in processor.video_processor.to_dict().items() if name not in others},
-    }
-    weights, apart = model.model.state_dict(), ("language_model.", "qtsplus.")
-    return digest_of({name: weight for name, weight in weights.items() if not name.startswith(apart)}, settings)
+    vision = model.config.vision_config.to_dict()
+    vision["transformers_version"] = None
+    pixels = processor.video_processor.to_dict()
+    for name in (*SAMPLING, "do_sample_frames"):
+        pixels.pop(name, None)
+    weights = {}
+    for name, weight in model.model.state_dict().items():
+        if not name.startswith(("language_model.", "qtsplus.")):
+            weights[name] = weight
+    return digest_of(weights, {"vision": vision, "pixels": pixels})
 
 
 @with_config(STORED)
@@ -107,16 +110,23 @@ class _About(TypedDict):
 
 def film_state(path: Path) -> State:
     state = path.stat()
-    return {"size": state.st_size, "modified": state.st_mtime_ns, "inode": state.st_ino, "changed": state.st_ctime_ns}
+    return {
+        "size": state.st_size,
+        "modified": state.st_mtime_ns,
+        "inode": state.st_ino,
+        "changed": state.st_ctime_ns,
+    }
 
 
 @contextmanager
 def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Stored]:
     """
-    Writes an encoded video to one file, with the [`fingerprint`] of what encoded it. It stands at `path` once the
-    context ends, where what is known of it can be noted.
+    Writes an encoded video to one file, with the [`fingerprint`] of what encoded it. The file is at `path` once the
+    context ends; within it, its size and digest can be noted.
     """
-    with _whole_tensors(path, {"features": encoded.features}, {"made_by": made_by, "about": _about(encoded)}) as part:
+    tensors = {"features": encoded.features}
+    header = {"made_by": made_by, "about": _about(encoded)}
+    with _whole_tensors(path, tensors, header) as part:
         yield measure(part)
 
 
@@ -198,10 +208,8 @@ def load_keys(path: Path, model: Any, key_width: int, made_from: Mapping[str, st
         if header != made_from:
             return None
         video = _build(json.loads(about), tensors["codes"], model, key_width, (torch.uint8,))
-        for name in ("low", "step"):
-            scale = tensors[name]
-            if scale.shape != (key_width,) or scale.dtype != torch.float32 or not (scale.abs() < LARGE).all():
-                raise ValueError(f"{name} is {list(scale.shape)} {scale.dtype}; expected {[key_width]} finite numbers")
+        _check_scale("low", tensors["low"], key_width)
+        _check_scale("step", tensors["step"], key_width)
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         reason = first_line(error).removesuffix(".")
         raise ValueError(
@@ -210,11 +218,19 @@ def load_keys(path: Path, model: Any, key_width: int, made_from: Mapping[str, st
     return KeyedVideo(video, tensors["low"], tensors["step"])
 
 
+def _check_scale(name: str, scale: torch.Tensor, key_width: int) -> None:
+    is_float = scale.shape == (key_width,) and scale.dtype == torch.float32
+    if not is_float or not (scale.abs() < LARGE).all():
+        kind = f"{list(scale.shape)} {scale.dtype}"
+        raise ValueError(f"{name} is {kind}; expected {[key_width]} finite numbers of 32 bits")
+
+
 def measure(path: Path) -> Stored:
     """The size and the digest of a file, which is read to its end."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with path.open("rb") as file:
-        while block := file.read(2**20):
+        for block in iter(lambda: file.read(2**20), b""):
             digest.update(block)
             size += len(block)
     return {"size": size, "digest": digest.hexdigest()}
@@ -234,13 +250,14 @@ def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = Non
         if stored is not None and (path.stat().st_size != stored["size"] or measure(path) != stored):
             raise ValueError("it was changed since it was written")
         with safe_open(path, "pt") as file:
-            header, features = file.metadata() or {}, file.get_tensor("features")
+            header = file.metadata() or {}
+            features = file.get_tensor("features")
         if header.keys() != {"made_by", "about"}:
             raise ValueError("it is no stored video")
         if header["made_by"] == made_by:
             video = _build(json.loads(header["about"]), features, model, model.model.token_width, _DTYPES)
-            if stored is not None and not all((part.abs() < LARGE).all() for part in features.split(4096)):
-                raise ValueError("features hold NaN, infinity or numbers that are too large")
+            if stored is not None:
+                _check_numbers(features)
             return video
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         reason = first_line(error).removesuffix(".")
@@ -248,12 +265,19 @@ def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = Non
     raise ValueError(f"{str(path)!r} was made with another vision tower or processor; encode the video again.")
 
 
+def _check_numbers(features: torch.Tensor) -> None:
+    for part in features.split(4096):
+        if not (part.abs() < LARGE).all():
+            raise ValueError("features hold NaN, infinity or numbers that are too large")
+
+
 def _build(
     content: Any, features: torch.Tensor, model: Any, width: int, dtypes: Collection[torch.dtype]
 ) -> EncodedVideo:
-    about: Any = {**check_stored(_About, content), "video": IN_MEMORY}
-    grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
-    said = [Subtitle(**line) for line in about.pop("subtitles")]
+    """The video that the header of a file describes; a `ValueError` for tensors that do not fit it."""
+    about = check_stored(_About, content)
+    grid = torch.tensor(about["video_grid_thw"])
+    metadata = VideoMetadata(**about["metadata"])
     steps, rows, columns = model.model.merged_grid(grid)[0]
     expected = steps * rows * columns
     merge = getattr(model.config.vision_config, "spatial_merge_size", 1)
@@ -263,6 +287,18 @@ def _build(
         kind = f"{list(features.shape)} {features.dtype}"
         expected_dtypes = " or ".join(map(str, dtypes))
         raise ValueError(f"features are {kind}; expected {[expected, width]} of {expected_dtypes}, by video_grid_thw")
-    if (frames := len(metadata.frames_indices or ())) < steps:
+    frames = len(metadata.frames_indices or ())
+    if frames < steps:
         raise ValueError(f"metadata.frames_indices are {frames}; expected some for each of {steps} steps")
-    return EncodedVideo(features=features, video_grid_thw=grid, metadata=metadata, subtitles=said, **about)
+    return EncodedVideo(
+        video=IN_MEMORY,
+        features=features,
+        video_grid_thw=grid,
+        second_per_grid_ts=about["second_per_grid_ts"],
+        metadata=metadata,
+        seconds=about["seconds"],
+        start=about["start"],
+        warnings=about["warnings"],
+        sound=about["sound"],
+        subtitles=[Subtitle(**line) for line in about["subtitles"]],
+    )
