@@ -4,6 +4,7 @@ No folder's own Python runs: that is for Transformers without this package. Its 
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from .backbones import backbone_of, register_backbones
 from .hub.checkpoint import INDEX, weight_map
 from .hub.folder import read_json, reading
 from .output import first_line
-from .settings import check_path
+from .settings import check_count, check_path, show
+from .templates import check_template
 
 register_backbones()
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # legacy ones without an owner hold none of our models
 
 _PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
+_SIZES = ("patch_size", "merge_size", "temporal_patch_size")
 _A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Who?"}]}]
 
 
@@ -52,8 +55,11 @@ def load(
         loaded = backbone.model.from_pretrained(model, dtype=dtype, revision=revision)
     loaded = loaded.to(device).eval()
     for name, weight in loaded.named_parameters():
-        if any(holds_nan(part) for part in stored_parts(weight)):
-            raise ValueError(f"The weights of {str(model)!r} hold NaN, such as {name}; copy or train the model again.")
+        if not all(is_finite(part) for part in stored_parts(weight)):
+            raise ValueError(
+                f"The weights of {str(model)!r} hold NaN or infinity, such as {name}; copy or train the model again."
+            )
+    check_values(str(model), loaded.generation_config.to_dict())
     return loaded, processor
 
 
@@ -65,18 +71,47 @@ def stored_parts(weight: torch.Tensor) -> list[torch.Tensor]:
     return [part for name in names for part in stored_parts(getattr(weight, name))]
 
 
-def holds_nan(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity."""
     if not tensor.is_floating_point():
-        return False
+        return True
     if tensor.dtype.itemsize == 1:  # float8 has no sums
         tensor = tensor.to(torch.bfloat16)
-    return bool(tensor.sum().isnan())
+    wide = torch.promote_types(tensor.dtype, torch.float32)  # in float16 the sum of good weights can be infinite
+    return bool(tensor.sum(dtype=wide).isfinite())
+
+
+def check_values(what: str, values: Any, name: str = "") -> None:
+    """
+    Raises `ValueError` for what no configuration of a model may hold, and Transformers takes: numbers that are not
+    finite, an epsilon that is none, and ids of tokens that are no whole numbers. `name` is that of the field.
+    """
+    if name.endswith("_token_id") and values is not None:
+        ids = values if isinstance(values, list) else [values]
+        wrong = [one for one in ids if type(one) is not int]
+        if wrong:
+            raise ValueError(f"{what} has {name}={show(values)}; expected the number of a token, or a list of some.")
+    if isinstance(values, dict):
+        for key, value in values.items():
+            check_values(what, value, str(key))
+        return
+    if isinstance(values, list):
+        for value in values:
+            check_values(what, value, name)
+    elif isinstance(values, (int, float)) and not math.isfinite(values):
+        raise ValueError(f"{what} has {name}={show(values)}; expected a finite number.")
+    elif name.endswith(("_eps", "_epsilon")) and not (isinstance(values, (int, float)) and 0 <= values < 1):
+        raise ValueError(f"{what} has {name}={show(values)}; expected a number from 0 to 1, such as 1e-6.")
 
 
 def load_processor(model: str | Path, revision: str | None = None) -> Any:
     """The processor alone, see [`load`]."""
     check_model(model, revision)
     processor = processor_of(model, load_config(model, revision), revision)
+    templates = processor.chat_template
+    for template in templates.values() if isinstance(templates, dict) else [templates or ""]:
+        inputs = {"messages": _A_QUESTION, "add_generation_prompt": True}
+        check_template(template, f"The folder {str(model)!r}", **inputs, **processor.tokenizer.special_tokens_map)
     with reading(f"The processor of {str(model)!r}"):
         processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
     return processor
@@ -94,6 +129,7 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
     path = folder / "generation_config.json"
     if not path.exists():
         return None
+    check_values(str(path), read_json(path))
     with reading(path):
         return GenerationConfig.from_pretrained(folder)
 
@@ -109,6 +145,10 @@ def processor_of(model: str | Path, config: Any, revision: str | None = None) ->
     backbone = backbone_of(config.model_type)
     with reading(f"The processor of {model}"):
         processor = backbone.processor.from_pretrained(model, config=config, revision=revision, trust_remote_code=False)
+    for name in _SIZES:
+        value = getattr(processor.video_processor, name, None)
+        if value is not None:
+            check_count(f"{model}: {name} of the video processor", value, "pixels, patches or frames")
     # Transformers makes a tokenizer of only the special tokens where the file is missing.
     if len(processor.tokenizer) <= len(processor.tokenizer.added_tokens_decoder):
         raise ValueError(f"{model} has a tokenizer without words; expected a tokenizer.json, or vocab and merges.")
@@ -135,7 +175,7 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
             raise ValueError(f"There is no config.json in {name!r}; expected the folder of a model.")
         if odd := [path for path in Path(model).iterdir() if path.exists() and not (path.is_file() or path.is_dir())]:
             raise ValueError(f"{odd[0]} is a pipe or a device; expected the files of a model.")
-        return _without_kernels(read_json(Path(model, "config.json")), name)
+        return _checked(read_json(Path(model, "config.json")), name)
     if not _HUB_ID.fullmatch(name):
         raise ValueError(f"There is no folder {name!r}; expected one, or a Hub id such as ORG/NAME.")
     try:
@@ -145,6 +185,11 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
         raise ValueError(f"There is no folder {name!r}, and the Hub did not give it: {first_line(error)}") from error
     if not config:
         raise ValueError(f"There is no config.json in {name!r}; expected the repository of a model.")
+    return _checked(config, name)
+
+
+def _checked(config: dict[str, Any], name: str) -> dict[str, Any]:
+    check_values(f"The config.json of {name!r}", config)
     return _without_kernels(config, name)
 
 

@@ -82,7 +82,10 @@ def reading(what: object) -> Iterator[None]:
     """Raises one `ValueError` that names the file, whatever reading it raises."""
     try:
         yield
-    except _BROKEN as error:
+    except Exception as error:
+        # What the library of tokenizers raises is of no kind of its own: such as for merges outside of the vocabulary.
+        if not isinstance(error, _BROKEN) and type(error) is not Exception:
+            raise
         kind = "" if isinstance(error, _SPEAKING) else f"{type(error).__name__}: "
         raise ValueError(f"{what} cannot be used: {kind}{' '.join(str(error).split())}") from error
 
