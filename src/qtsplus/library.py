@@ -195,8 +195,12 @@ class Index(Journal):
         path = self.keys_file(entry)
         if selector is None or entry["features"] is None or not path.exists():
             return None
-        key_width = model.model.qtsplus.scoring_layers[-1].k_proj.out_features
-        return load_keys(path, model, key_width, {"made_by": selector, "features": entry["features"]["digest"]})
+        made_from = {
+            "made_by": selector,
+            "features": entry["features"]["digest"],
+        }
+        layer = model.model.qtsplus.scoring_layers[-1]
+        return load_keys(path, model, layer.k_proj.out_features, made_from)
 
     def require(self, made_by: str) -> None:
         if self.settings["made_by"] != made_by:
@@ -256,8 +260,12 @@ class Library:
         """The names of the videos that are like `"door/*"`, and have these labels of [`index`]."""
         wanted = (labels or {}).items()
         entries = self.index.entries
-        like_pattern = fnmatch.filter(self.names, pattern)
-        return [name for name in like_pattern if wanted <= entries[name].get("labels", {}).items()]
+        selected = []
+        for name in fnmatch.filter(self.names, pattern):
+            labels_of_video = entries[name].get("labels", {})
+            if wanted <= labels_of_video.items():
+                selected.append(name)
+        return selected
 
     def find(self, question: str, top: int = 10, names: Names = None, window: Window = EVER) -> list[Interval]:
         """
@@ -269,7 +277,8 @@ class Library:
         scorer, ranking = self._rank(question, names, window, top)
         moments: list[Interval] = []
         for piece in ranking.pieces[:top]:
-            if len(moments) == top and moments[-1].weight >= math.exp(piece.peak - ranking.total):
+            best_weight = math.exp(piece.peak - ranking.total)
+            if len(moments) == top and moments[-1].weight >= best_weight:
                 break  # nothing in it, or in those behind it, is better
             moments += self._moments(scorer, piece, ranking.total)
             moments = sorted(moments, key=lambda moment: -moment.weight)[:top]
@@ -296,7 +305,9 @@ class Library:
         parts: dict[str, EncodedVideo] = {}
         for piece in pieces:
             part = piece.cut(videos[piece.name])
-            label = f"{printable(piece.name)}, {clock(part.start)} to {clock(part.start + part.length)}"
+            begin = clock(part.start)
+            end = clock(part.start + part.length)
+            label = f"{printable(piece.name)}, {begin} to {end}"
             if label in parts:
                 label = f"{label} ({len(parts) + 1})"
             parts[label] = part
@@ -306,25 +317,39 @@ class Library:
             if piece.name not in maps:
                 maps[piece.name] = kept.new_zeros(videos[piece.name].count, *kept.shape[1:])
             maps[piece.name][piece.first : piece.last] = kept
-        evidence = [replace(interval, name=pieces[interval.video].name) for interval in answer.evidence]
-        warnings = answer.warnings + self.warnings
-        return replace(answer, video=", ".join(maps), evidence=evidence, keep_maps=maps, warnings=warnings)
+        evidence = []
+        for interval in answer.evidence:
+            name = pieces[interval.video].name
+            evidence.append(replace(interval, name=name))
+        return replace(
+            answer,
+            video=", ".join(maps),
+            evidence=evidence,
+            keep_maps=maps,
+            warnings=answer.warnings + self.warnings,
+        )
 
     def film(self, name: str) -> EncodedVideo:
         """A video with the path of its file, to be drawn; that is [`IN_MEMORY`] where it is gone or was changed."""
         path = self.index.videos / name
         entry = self.index.entries[name]
-        unchanged = path.is_file() and film_state(path).items() <= entry.items()
+        video = replace(self.stored(name), video=IN_MEMORY)
+        if not path.is_file() or not film_state(path).items() <= entry.items():
+            return video
         # The path may be a stranger's word: a film that he has not seen is not shown.
-        unchanged = unchanged and self._content(path, path.stat().st_ctime_ns) == entry["content"]
-        return replace(self.stored(name), video=str(path) if unchanged else IN_MEMORY)
+        content = self._content(path, path.stat().st_ctime_ns)
+        if content != entry["content"]:
+            return video
+        return replace(video, video=str(path))
 
     def stored(self, name: str) -> EncodedVideo:
         """A video without its file."""
         return self._read_once(name, _changed(self.files[name]))
 
     def _read(self, name: str, changed: int | None) -> EncodedVideo:
-        stored = None if name in self._whole else self.index.entries[name]["features"]
+        stored = None
+        if name not in self._whole:
+            stored = self.index.entries[name]["features"]
         video = load_video(self.files[name], self.made_by, self.model, stored)
         self._whole.add(name)
         return replace(video, video=name)
@@ -334,31 +359,41 @@ class Library:
 
     def _searched(self, name: str) -> EncodedVideo | KeyedVideo:
         """The keys of a video, or where there are none for this selector its features."""
-        changed = _changed(self.index.keys_file(self.index.entries[name]))
-        return self._read_keys_once(name, changed) or self.stored(name)
+        keys_file = self.index.keys_file(self.index.entries[name])
+        keyed = self._read_keys_once(name, _changed(keys_file))
+        if keyed is None:
+            return self.stored(name)
+        return keyed
 
     @torch.no_grad()
     def _rank(self, question: str, names: Names = None, window: Window = EVER, top: int = 1) -> tuple[Scorer, Ranking]:
         """The `top` pieces of those videos, best first, and those that had to be read to know them."""
-        names = self.names if names is None else list(dict.fromkeys(names))
+        if names is None:
+            names = self.names
+        names = list(dict.fromkeys(names))
         if not names or not set(names) <= set(self.names):
             raise ValueError(f"names={show(names)}; expected some of the library's videos, as its `names` lists them.")
 
-        def searched() -> Iterator[tuple[Piece, EncodedVideo | KeyedVideo]]:
-            for name in names:
-                tokens = self._searched(name)
-                video = tokens.video if isinstance(tokens, KeyedVideo) else tokens
-                first, last = video.within(*window)
-                if first < last:
-                    yield Piece(name, first, last, 0.0), tokens
+        def tokens() -> Iterator[torch.Tensor | KeyedVideo]:
+            for piece, video in self._pieces(names, window):
+                yield piece.tokens(video)
 
-        scorer = Scorer(
-            self.model, self.processor, question, lambda: (piece.tokens(video) for piece, video in searched())
-        )
-        ranking = scorer.rank(searched())
+        scorer = Scorer(self.model, self.processor, question, tokens)
+        ranking = scorer.rank(self._pieces(names, window))
         if not ranking.pieces:
-            raise ValueError(f"No video shows anything from second {window[0]} to {window[1]}.")
-        return scorer, Ranking(scorer.refine(ranking.pieces, top, self.stored), ranking.total)
+            begin, end = window
+            raise ValueError(f"No video shows anything from second {begin} to {end}.")
+        pieces = scorer.refine(ranking.pieces, top, self.stored)
+        return scorer, Ranking(pieces, ranking.total)
+
+    def _pieces(self, names: Sequence[str], window: Window) -> Iterator[tuple[Piece, EncodedVideo | KeyedVideo]]:
+        """Of each video the piece that is shown in a window of seconds."""
+        for name in names:
+            searched = self._searched(name)
+            video = searched.video if isinstance(searched, KeyedVideo) else searched
+            first, last = video.within(*window)
+            if first < last:
+                yield Piece(name, first, last, 0.0), searched
 
     @torch.no_grad()
     def _moments(self, scorer: Scorer, piece: Piece, total: float) -> list[Interval]:
@@ -366,18 +401,21 @@ class Library:
         part = piece.cut(self.stored(piece.name))
         share = self.model.config.qtsplus_config.evidence_share
         seconds = part.second_per_grid_ts
-        relevance = scorer.relevance(part.features).unflatten(0, (piece.last - piece.first, -1))
+        relevance = scorer.relevance(part.features).unflatten(0, (part.count, -1))
         strong = relevance.amax(1) >= relevance.max() + math.log(share)
         relevance[~strong] = -torch.inf
-        shares = (relevance - relevance.max()).exp().flatten()
+        relative = relevance - relevance.max()
+        shares = relative.exp().flatten()
         every_token = torch.arange(len(shares))
         merge_size = self.processor.video_processor.merge_size
         moments = []
         for interval in evidence_intervals(every_token, shares, part.video_grid_thw, seconds, merge_size, share):
             first = round(interval.start / seconds[0])
             last = round(interval.end / seconds[0])
-            weight = min(1.0, float((relevance[first:last].max() - total).exp()))
-            moments.append(placed(replace(interval, weight=weight), piece.name, part))
+            log_weight = relevance[first:last].max() - total
+            weight = min(1.0, float(log_weight.exp()))
+            weighted = replace(interval, weight=weight)
+            moments.append(placed(weighted, piece.name, part))
         return moments
 
 

@@ -31,21 +31,34 @@ class Piece:
     peak: float  # the highest log-relevance of its tokens
     error: float = 0.0  # how far the peak can be from that of the video's features
 
+    @property
+    def highest(self) -> float:
+        """No peak of the video's features is above it."""
+        return self.peak + self.error
+
     def cut(self, video: EncodedVideo) -> EncodedVideo:
         """The piece as a video of its own, at its place in time."""
         steps = int(video.video_grid_thw[0, 0])
         if self.first == 0 and self.last == steps:
             return video
-        frames_per_step = math.ceil(video.frames / steps)
         begin = video.steps[self.first]
         end = video.steps[self.last]
+        frames_per_step = math.ceil(video.frames / steps)
+        first_frame = self.first * frames_per_step
+        last_frame = self.last * frames_per_step
         metadata = copy(video.metadata)
-        metadata.frames_indices = metadata.frames_indices[self.first * frames_per_step : self.last * frames_per_step]
+        metadata.frames_indices = metadata.frames_indices[first_frame:last_frame]
         metadata.total_num_frames = round((end - begin) * metadata.fps)
         grid = video.video_grid_thw.clone()
         grid[0, 0] = self.last - self.first
-        features = video.features.unflatten(0, (steps, -1))[self.first : self.last].flatten(0, 1)
-        return replace(video, features=features, video_grid_thw=grid, metadata=metadata, start=video.start + begin)
+        features_of_steps = video.features.unflatten(0, (steps, -1))
+        return replace(
+            video,
+            features=features_of_steps[self.first : self.last].flatten(0, 1),
+            video_grid_thw=grid,
+            metadata=metadata,
+            start=video.start + begin,
+        )
 
     def tokens(self, video: EncodedVideo | KeyedVideo) -> Tokens:
         """The tokens of the piece."""
@@ -65,7 +78,8 @@ def question_states(model: Any, processor: Any, question: str) -> torch.Tensor:
     """`[L, d]`, the words of a question as the selector's scoring layers see them."""
     check_question(model, processor, question)
     ids = torch.tensor(processor.text_ids(question), device=model.device)
-    return model.model.qtsplus.contextualise(model.get_input_embeddings()(ids))
+    embed = model.get_input_embeddings()
+    return model.model.qtsplus.contextualise(embed(ids))
 
 
 def keys_fingerprint(model: Any) -> str | None:
@@ -75,7 +89,11 @@ def keys_fingerprint(model: Any) -> str | None:
         return None
     norm = layers[0].kv_norm
     projection = layers[0].k_proj
-    weights = {"norm": norm.weight, "weight": projection.weight, "bias": projection.bias}
+    weights = {
+        "norm": norm.weight,
+        "weight": projection.weight,
+        "bias": projection.bias,
+    }
     return digest_of(weights, norm.eps)
 
 
@@ -90,10 +108,23 @@ def token_keys(layer: QTSplusLayer, features: torch.Tensor) -> torch.Tensor:
     weight, bias = key_projection(layer)
     keys = []
     for chunk in features.split(CHUNK):
-        tokens = chunk[:, : weight.shape[1]].to(weight.device, torch.float32)
-        scale = torch.rsqrt(tokens.square().mean(1) + layer.kv_norm.eps)
-        keys.append(((weight @ tokens.T) * scale + bias).T.cpu())
+        projected = _projected(chunk, weight, bias, layer.kv_norm.eps)
+        keys.append(projected.T.cpu())
     return torch.cat(keys)
+
+
+def _projected(
+    features: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """`[rows, k]`: the matrix `[rows, d]` times the normalised tokens `[k, token_width]`, and the bias `[rows, 1]`."""
+    width = weight.shape[1]
+    tokens = features[:, :width].to(weight.device, torch.float32)
+    mean_square = tokens.square().mean(1)
+    scale = torch.rsqrt(mean_square + eps)
+    return (weight @ tokens.T) * scale + bias
 
 
 class Scores:
@@ -107,13 +138,15 @@ class Scores:
     """
 
     def __init__(self, layer: QTSplusLayer, states: torch.Tensor, reduction: str):
-        queries = layer._heads(layer.q_proj(layer.q_norm(states))).float() / layer.head_dim**0.5
+        projected = layer.q_proj(layer.q_norm(states))
+        queries = layer._heads(projected).float() / layer.head_dim**0.5
         if reduction == "sum":  # the sum of the scores is the score of the sum
             queries = queries.sum(1, keepdim=True)
         weight, bias = key_projection(layer)
         key_width = len(weight)
         self.queries = queries.reshape(key_width // layer.head_dim, -1, layer.head_dim)
-        self.folded = queries[..., 0].numel() < key_width
+        rows = self.queries.flatten(0, 1)
+        self.folded = len(rows) < key_width
         if self.folded:
             weight = _products(self.queries, weight)
             bias = _products(self.queries, bias)
@@ -132,9 +165,7 @@ class Scores:
 
     def of(self, features: torch.Tensor) -> torch.Tensor:
         """`[rows, k]` float32 on the CPU, of tokens `[k, token_width]`."""
-        tokens = features[:, : self.weight.shape[1]].to(self.weight.device, torch.float32)
-        scale = torch.rsqrt(tokens.square().mean(1) + self.eps)
-        scores = (self.weight @ tokens.T) * scale + self.bias
+        scores = _projected(features, self.weight, self.bias, self.eps)
         if not self.folded:
             scores = _products(self.queries, scores)
         return self._summed(scores.cpu())
@@ -152,12 +183,11 @@ class Scores:
         How far a score by codes can be from the score by features: half a step in every number of a key, and what
         float32 rounds away in two such sums. A reduction over rows adds nothing to the largest error of a row.
         """
-        shape = (len(self.queries), 1, -1)
-        queries = self.queries.cpu().abs()
-        largest_key = torch.maximum(keyed.low.abs(), (keyed.low + 255 * keyed.step).abs())
-        half_a_step = queries * (keyed.step / 2).reshape(shape)
-        rounding = queries * (1e-5 * largest_key).reshape(shape)
-        return float((half_a_step + rounding).sum(2).max())
+        high = keyed.low + 255 * keyed.step
+        largest = torch.maximum(keyed.low.abs(), high.abs())
+        error_of_number = keyed.step / 2 + 1e-5 * largest
+        error_of_row = _products(self.queries.cpu().abs(), error_of_number[:, None])
+        return float(error_of_row.max())
 
     def _summed(self, scores: torch.Tensor) -> torch.Tensor:
         if self.reduction == "sum":
@@ -179,7 +209,8 @@ class Scores:
 
 def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """`[rows, k]` of `[kv_heads, rows / kv_heads, head_dim]` and `[kv_heads * head_dim, k]`."""
-    return (queries @ keys.unflatten(0, (len(queries), -1))).flatten(0, 1)
+    keys_of_heads = keys.unflatten(0, (len(queries), -1))
+    return (queries @ keys_of_heads).flatten(0, 1)
 
 
 class Scorer:
@@ -193,13 +224,24 @@ class Scorer:
     several scoring layers needs features.
     """
 
-    def __init__(self, model: Any, processor: Any, question: str, videos: Callable[[], Iterable[Tokens]]):
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        question: str,
+        videos: Callable[[], Iterable[Tokens]],
+    ):
         states = question_states(model, processor, question)
         selector = model.model.qtsplus
         nulls = selector.null_states()
         last_layer = selector.scoring_layers[-1]
+        width = states.shape[1]
         for layer in selector.scoring_layers[:-1]:
-            context = [features[:, : states.shape[1]].to(states) for features in videos()]
+            context = []
+            for tokens in videos():
+                if isinstance(tokens, KeyedVideo):
+                    raise ValueError("A selector with several scoring layers was given keys; it needs features.")
+                context.append(tokens[:, :width].to(states))
             states = layer(states, context + nulls)
         self.scores = Scores(last_layer, states, selector.config.reduction)
         self.total: torch.Tensor | float = 0.0
@@ -207,35 +249,57 @@ class Scorer:
             self.total = torch.tensor(-torch.inf)
             for tokens in itertools.chain(videos(), nulls):
                 for scores in self.scores.chunks(tokens):
-                    self.total = self.total.logaddexp(scores.logsumexp(1, keepdim=True))
+                    total_of_chunk = scores.logsumexp(1, keepdim=True)
+                    self.total = self.total.logaddexp(total_of_chunk)
         self.null = torch.tensor(-torch.inf)
         for null in nulls:
-            self.null = self.null.logaddexp(self.relevance(null).logsumexp(0))
+            relevance = self.relevance(null)
+            self.null = self.null.logaddexp(relevance.logsumexp(0))
 
     def relevance(self, tokens: Tokens) -> torch.Tensor:
         """`[M]` float32, the log-relevance of the tokens of one video, plus the ranking's `total`."""
-        return torch.cat([self.scores.log_relevance(scores, self.total) for scores in self.scores.chunks(tokens)])
+        parts = []
+        for scores in self.scores.chunks(tokens):
+            parts.append(self.scores.log_relevance(scores, self.total))
+        return torch.cat(parts)
 
     def rank(self, videos: Iterable[tuple[Piece, EncodedVideo | KeyedVideo]]) -> Ranking:
         """Ranks the given piece of each video, in pieces of at most [`PIECE`] tokens."""
-        pieces = []
+        pieces: list[Piece] = []
         total = self.null
         for asked, video in videos:
             relevance = self.relevance(asked.tokens(video))
             total = total.logaddexp(relevance.logsumexp(0))
-            error = self.scores.error(video) if isinstance(video, KeyedVideo) else 0.0
-            peaks = relevance.unflatten(0, (asked.last - asked.first, -1)).amax(1)
-            size = max(1, PIECE * len(peaks) // len(relevance))
-            first = asked.first
-            while first < asked.last:
-                last = min(asked.last, (first // size + 1) * size)
-                peak = peaks[first - asked.first : last - asked.first].max()
-                pieces.append(Piece(asked.name, first, last, float(peak), error))
-                first = last
+            error = 0.0
+            if isinstance(video, KeyedVideo):
+                error = self.scores.error(video)
+            pieces += self._cut(asked, relevance, error)
         pieces.sort(key=lambda piece: -piece.peak)
-        return Ranking(pieces, float(total) if self.scores.reduction == "sum" else 0.0)
+        if self.scores.reduction != "sum":
+            return Ranking(pieces, 0.0)
+        return Ranking(pieces, float(total))
 
-    def refine(self, pieces: Iterable[Piece], top: int, read: Callable[[str], EncodedVideo]) -> list[Piece]:
+    def _cut(self, asked: Piece, relevance: torch.Tensor, error: float) -> Iterator[Piece]:
+        """The pieces of [`PIECE`] tokens of a piece whose tokens have this relevance `[M]`."""
+        count = asked.last - asked.first
+        peaks = relevance.unflatten(0, (count, -1)).amax(1)
+        size = max(1, PIECE * count // len(relevance))
+        first = asked.first
+        while first < asked.last:
+            next_cut = (first // size + 1) * size
+            last = min(asked.last, next_cut)
+            begin = first - asked.first
+            end = last - asked.first
+            peak = float(peaks[begin:end].max())
+            yield Piece(asked.name, first, last, peak, error)
+            first = last
+
+    def refine(
+        self,
+        pieces: Iterable[Piece],
+        top: int,
+        read: Callable[[str], EncodedVideo],
+    ) -> list[Piece]:
         """
         The `top` pieces by the features of their videos, and those that had to be read to know them; best first.
 
@@ -246,11 +310,12 @@ class Scorer:
         """
         exact = []
         best_peaks: list[float] = []  # a heap of the `top` highest ones
-        for piece in sorted(pieces, key=lambda piece: -(piece.peak + piece.error)):
-            if len(best_peaks) == top and best_peaks[0] > piece.peak + piece.error:
+        for piece in sorted(pieces, key=lambda piece: -piece.highest):
+            if len(best_peaks) == top and best_peaks[0] > piece.highest:
                 break
             if piece.error > 0:
-                relevance = self.relevance(piece.cut(read(piece.name)).features)
+                part = piece.cut(read(piece.name))
+                relevance = self.relevance(part.features)
                 piece = replace(piece, peak=float(relevance.max()), error=0.0)
             exact.append(piece)
             heapq.heappush(best_peaks, piece.peak)
@@ -273,11 +338,13 @@ class StandingQuestion:
         states = question_states(model, processor, question)
         selector = model.model.qtsplus
         if len(selector.scoring_layers) != 1:
+            count = len(selector.scoring_layers)
             raise ValueError(
-                f"The selector has {len(selector.scoring_layers)} scoring layers; a standing question needs one that "
-                "has a single layer: choose another policy."
+                f"The selector has {count} scoring layers; a standing question needs one that has a single layer: "
+                "choose another policy."
             )
-        self.scores = Scores(selector.scoring_layers[0], states, selector.config.reduction)
+        layer = selector.scoring_layers[0]
+        self.scores = Scores(layer, states, selector.config.reduction)
         self.total = torch.tensor(-torch.inf)  # then [rows, 1], the log-sum-exp of all scores so far
         for null in selector.null_states():
             self.add(null)
@@ -285,7 +352,8 @@ class StandingQuestion:
     def add(self, features: torch.Tensor) -> torch.Tensor:
         """`[k, rows]`: the [`Scores`] of new tokens `[k, d]`."""
         scores = self.scores.of(features)
-        self.total = self.total.logaddexp(scores.logsumexp(1, keepdim=True))
+        total_of_new = scores.logsumexp(1, keepdim=True)
+        self.total = self.total.logaddexp(total_of_new)
         return scores.T
 
     def log_relevance(self, scores: torch.Tensor) -> torch.Tensor:
