@@ -15,7 +15,7 @@ from qtsplus.data.records import SOURCES, Caption, Choice, FreeAnswer
 from qtsplus.training import VideoQACollator, VideoQADataset
 from set_files import write_records
 
-RECIPE = Path(__file__).resolve().parents[2] / "benchmarks" / "recipes" / "crowd-sets.yaml"
+RECIPE = Path(__file__).with_name("sets.yaml")
 OPTIONS = {"A": "red", "B": "blue", "C": "green", "D": "white"}
 
 
@@ -37,13 +37,9 @@ def sets(tmp_path_factory, tiny_mp4) -> Path:
 
 def train(sets: Path, out: Path, files: list[str], *overrides: str):
     changed = [
-        "model.weights=null",
-        "model.variant=qtsplus-tiny",
         f"data.train_files=[{', '.join(str(sets / name) for name in files)}]",
         f"data.media_root={sets / 'media'}",
         f"training.output_dir={out}",
-        "training.per_device_train_batch_size=4",
-        "training.logging_steps=1",
         *overrides,
     ]
     return CliRunner().invoke(app, ["train", str(RECIPE), *(part for line in changed for part in ("--set", line))])
