@@ -25,29 +25,41 @@ def films(tmp_path) -> Path:
     return tmp_path / "films"
 
 
+def spans(pieces):
+    return {(piece.first, piece.last) for piece in pieces}
+
+
 @pytest.mark.parametrize("reduction", ["sum", "max"])
 def test_a_window_of_time_is_a_library_of_its_own(films, loaded, tmp_path, monkeypatch, reduction):
     """What is shown before and after changes nothing, and a piece keeps its place."""
     library = Library(index(films, tmp_path / "library", *loaded).folder, *loaded)
     monkeypatch.setattr(library.model.model.qtsplus.config, "reduction", reduction)
-    (_, whole), (_, some) = library._rank(QUESTIONS[0], top=5), library._rank(QUESTIONS[0], window=(2, 4), top=5)
-    assert {(one.first, one.last) for one in some.pieces} == {(2, 4)} and len(some.pieces) == len(whole.pieces) == 5
-    cut = {name: replace(one := library.stored(name), features=one.features.clone()) for name in library.names}
-    for video in cut.values():  # what lies outside is not looked at
-        video.features[:72], video.features[144:] = 1e3, 1e3
-    monkeypatch.setattr(library, "stored", cut.__getitem__)
-    assert library._rank(QUESTIONS[0], window=(2, 4), top=5)[1] == some
-    assert all(2 <= one.start < one.end <= 4 for one in library.find(QUESTIONS[0], 9, window=(2, 4)))
+    _, whole = library._rank(QUESTIONS[0], top=5)
+    _, inside = library._rank(QUESTIONS[0], window=(2, 4), top=5)
+    assert spans(inside.pieces) == {(2, 4)}
+    assert len(inside.pieces) == len(whole.pieces) == 5
+    changed = {}
+    for name in library.names:  # the tokens outside of the window are not looked at
+        video = library.stored(name)
+        features = video.features.clone()
+        features[:72] = 1e3
+        features[144:] = 1e3
+        changed[name] = replace(video, features=features)
+    monkeypatch.setattr(library, "stored", changed.__getitem__)
+    _, again = library._rank(QUESTIONS[0], window=(2, 4), top=5)
+    assert again == inside
+    for moment in library.find(QUESTIONS[0], 9, window=(2, 4)):
+        assert 2 <= moment.start < moment.end <= 4
     monkeypatch.setattr(ranking, "PIECE", 72)  # two steps
-    assert {(one.first, one.last) for one in library._rank(QUESTIONS[0], window=(1, 5), top=15)[1].pieces} == {
-        *((1, 2), (2, 4), (4, 5)),
-    }
+    _, in_pieces = library._rank(QUESTIONS[0], window=(1, 5), top=15)
+    assert spans(in_pieces.pieces) == {(1, 2), (2, 4), (4, 5)}
     with pytest.raises(ValueError, match="shows anything from second 60 to 70"):
         library.find(QUESTIONS[0], window=(60, 70))
 
 
 def test_labels_choose_videos(films, loaded, tiny_published, tmp_path):
-    folder, more = tmp_path / "library", films / "4.mp4"
+    folder = tmp_path / "library"
+    more = films / "4.mp4"
     more.rename(tmp_path / "4.mp4")
     line = ["index", str(films), "--out", str(folder), "--model", str(tiny_published)]
 
@@ -68,7 +80,9 @@ def test_labels_choose_videos(films, loaded, tiny_published, tmp_path):
     assert library.select("[23].mp4", {"floor": "1"}) == ["2.mp4", "3.mp4"]
     find = ["find", folder, QUESTIONS[0], "--json", "--moments", 9, "--model", tiny_published]
     found = json.loads(run(*find, "--label", "camera=back", "--start", 1, "--end", 4).stdout)["moments"]
-    assert {one["video"] for one in found} == {"4.mp4"} and all(1 <= one["start"] < one["end"] <= 4 for one in found)
+    for moment in found:
+        assert moment["video"] == "4.mp4"
+        assert 1 <= moment["start"] < moment["end"] <= 4
     for wrong, reason in {
         ("--label", "camera"): "--label is 'camera'; expected a name and a value",
         ("--label", "a=1", "--label", "a=2"): "--label has a name twice",
