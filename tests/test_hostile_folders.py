@@ -82,6 +82,8 @@ def test_many_large_weights_of_few_bits_are_finite():
         *(("generation_config.json", [], "eos_token_id", value) for value in ("x", 1.5, [1, "x"], {})),
         *(("generation_config.json", [], "temperature", value) for value in (float("nan"), float("inf"))),
         ("config.json", ["text_config"], "rope_theta", float("nan")),
+        ("config.json", ["text_config", "rope_parameters"], "mrope_section", [16, 24, 24]),
+        ("config.json", [], "initial", 10**400),
         ("processor_config.json", ["video_processor"], "patch_size", "x"),
         ("processor_config.json", ["video_processor"], "merge_size", 0),
         ("tokenizer.json", ["model"], "merges", [["zzzz", "qqqq"]]),

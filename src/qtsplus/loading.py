@@ -60,6 +60,8 @@ def load(
                 f"The weights of {str(model)!r} hold NaN or infinity, such as {name}; copy or train the model again."
             )
     check_values(str(model), loaded.generation_config.to_dict())
+    with reading(f"The model {str(model)!r}"), torch.inference_mode():  # values that do not fit each other
+        loaded(input_ids=torch.zeros(1, 2, dtype=torch.long, device=loaded.device))
     return loaded, processor
 
 
@@ -98,7 +100,7 @@ def check_values(what: str, values: Any, name: str = "") -> None:
     if isinstance(values, list):
         for value in values:
             check_values(what, value, name)
-    elif isinstance(values, (int, float)) and not math.isfinite(values):
+    elif (isinstance(values, float) and not math.isfinite(values)) or (type(values) is int and abs(values) >= 2**63):
         raise ValueError(f"{what} has {name}={show(values)}; expected a finite number.")
     elif name.endswith(("_eps", "_epsilon")) and not (isinstance(values, (int, float)) and 0 <= values < 1):
         raise ValueError(f"{what} has {name}={show(values)}; expected a number from 0 to 1, such as 1e-6.")
