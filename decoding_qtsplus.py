@@ -468,7 +468,7 @@ class _Response(http.client.HTTPResponse):
 
     def __init__(self, deadline: float, sock: Any, *arguments: Any, **options: Any):
         super().__init__(sock, *arguments, **options)
-        self.fp: Any = io.BufferedReader(_OnTime(self.fp.detach(), deadline))  # type: ignore[attr-defined]
+        self.fp: Any = io.BufferedReader(_OnTime(self.fp.detach(), deadline))
 
 
 class _Fetching(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
