@@ -229,6 +229,20 @@ def of_other_videos(test: OpenTest) -> list[str]:
     return order
 
 
+def of_the_same_video(test: OpenTest) -> list[str]:
+    """For each question another one about the same video; its own where there is no other."""
+    rng = np.random.default_rng(6)
+    chosen = []
+    for row in test.rows:
+        others = [
+            other["question"]
+            for other in test.rows
+            if other["video"] == row["video"] and other["question"] != row["question"]
+        ]
+        chosen.append(others[int(rng.integers(len(others)))] if others else row["question"])
+    return chosen
+
+
 def with_another_word(test: OpenTest) -> list[str]:
     """With another colour; where a question names none, another shape, or last for first."""
     rng, changed = np.random.default_rng(4), []
