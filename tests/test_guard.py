@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import time
+from itertools import chain
 from threading import Thread
 
 import pytest
@@ -61,11 +62,11 @@ def serving(**options):
             thread.join()
 
 
-def send(port, text, *more, hang_up=False):
+def send(port, text, *parts, more=(), hang_up=False):
     """The status and the error that a server gives to a request, which comes in parts; 0 where it says nothing."""
     with socket.create_connection(("127.0.0.1", port), 30) as connection:
         with contextlib.suppress(ConnectionError):
-            for part in (text, *more):
+            for part in chain((text, *parts), more):
                 connection.sendall(part if isinstance(part, bytes) else part.replace("\n", "\r\n").encode())
         if hang_up:
             return 0, ""
@@ -123,11 +124,19 @@ def test_a_client_that_leaves_in_the_middle_is_no_whole_request():
         assert served.whole == []
 
 
+def drops():
+    for _ in range(20):
+        time.sleep(0.05)
+        yield b"x"
+
+
 def test_a_client_that_drips_is_late():
     with serving(seconds=0.2) as (port, served):
-        for start in (post("Content-Length: 1000"), post("Transfer-Encoding: chunked") + "3e8\n"):
-            status, why = send(port, start, b"x")
+        for start in (post("Content-Length: 20"), post("Transfer-Encoding: chunked") + "14\n"):
+            status, why = send(port, start, b"x")  # and then nothing
             assert status == 408 and "within 0.2 seconds" in why
+        status, why = send(port, post("Content-Length: 20"), more=drops())
+        assert status == 408, "each drop comes in time, and the whole does not"
         assert served.whole == [] and served.guard.coming == 0
 
 
@@ -163,16 +172,18 @@ def test_names_keys_pages_and_paths():
 
 
 def test_websockets_are_refused():
-    sent = []
+    sent, reached = [], []
 
-    async def talk(guard):
-        async def keep(message):
-            sent.append(message["type"])
+    async def server(scope, receive, send):
+        reached.append(scope)
 
-        await guard({"type": "websocket", "path": "/ask", "headers": []}, None, keep)
+    async def keep(message):
+        sent.append(message["type"])
 
-    asyncio.run(talk(Served().guard))
-    assert sent == ["websocket.close"]
+    guard = Guard(server, hosts=["*"], most=_most, total=TOTAL)
+    for path in ("/ask", "/health"):
+        asyncio.run(guard({"type": "websocket", "path": path, "headers": []}, None, keep))
+    assert sent == ["websocket.close"] * 2 and not reached
 
 
 @pytest.mark.parametrize("key", ["", " "])

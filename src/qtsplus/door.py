@@ -84,10 +84,10 @@ class Guard:
         self.coming = 0  # bytes of the requests that were not answered yet
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") == HEALTH:
-            return await self.app(scope, receive, send)
-        if scope["type"] != "http":
+        if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
+        if scope["type"] != "http" or scope["path"] == HEALTH:
+            return await self.app(scope, receive, send)
         most = self.most(scope["method"], scope["path"])
         refusal = self._refusal(scope, most)
         if refusal is not None:
