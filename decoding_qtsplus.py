@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import stat
 import time
 import urllib.parse
 import urllib.request
@@ -122,7 +123,7 @@ class Film:
         self.lost = sum(lost.values())
         self.joined = container.format.name.startswith(("mov,mp4", "matroska", "flv")) and last is not None
         if self.joined:  # these cannot be: whether the file has its first bytes again
-            with open(self.source, "rb") if isinstance(self.source, str) else nullcontext(self.source) as file:
+            with open_file(self.source) if isinstance(self.source, str) else nullcontext(self.source) as file:
                 file.seek(0)
                 head = file.read(8)
                 file.seek(last or 0)
@@ -312,12 +313,22 @@ def drain(decoder: Any) -> list[Any]:
 @contextmanager
 def open_container(source: str | io.BytesIO) -> Iterator[Any]:
     """A file, or one in memory. FFmpeg gets its bytes and no protocol: a file may name others, which it would go to."""
-    with open(source, "rb", buffering=0) if isinstance(source, str) else nullcontext(source) as file:
+    with open_file(source) if isinstance(source, str) else nullcontext(source) as file:
         file.seek(0)
         refuse_list(file.read(400))
         file.seek(0)
         with av.open(file, options={"protocol_whitelist": "none"}, **TAGS) as container:
             yield container
+
+
+def open_file(path: str) -> IO[bytes]:
+    """Opens a plain file; raises `ValueError` for a pipe or a device, which may have no end. No pipe is waited for."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    file = os.fdopen(os.open(path, flags), "rb", buffering=0)
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ValueError("it is a pipe or a device; expected a plain file")
 
 
 def refuse_list(head: bytes) -> None:

@@ -1,11 +1,14 @@
 """Subtitles of films, and what of them stands in front of a question."""
 
+import os
+
 import av
 import numpy as np
 import pytest
 from av import AudioFrame, VideoFrame
 
 from qtsplus import session, storage
+from qtsplus import subtitles as reader
 from qtsplus.cli.asking import print_answer
 from qtsplus.subtitles import read_subtitles
 from qtsplus.watching import watch
@@ -173,3 +176,69 @@ def test_a_film_with_sound_is_said_to_be_watched_without_it(loaded, film, tmp_pa
         answer = talk.ask("What?", names, subtitles=subtitles, max_new_tokens=2)
         print_answer(answer)
         assert ("looked at, without sound" in capsys.readouterr().out) == unheard == answer.as_dict()["unheard"]
+
+
+def write_srt(path, *texts):
+    blocks = [f"{n}\n00:00:{n:02d},000 --> 00:00:{n:02d},900\n{text}\n\n" for n, text in enumerate(texts, start=1)]
+    path.write_text("".join(blocks))
+    return path
+
+
+def test_subtitles_of_another_video_are_not_taken(film, tmp_path):
+    talk = tmp_path / "talk.mp4"
+    for name in ("talk.mp4", "talk.2.MP4"):
+        (tmp_path / name).write_bytes(film.read_bytes())
+    write_srt(tmp_path / "talk.2.srt", "of the second talk")
+    with pytest.raises(ValueError, match="No subtitles are in"):
+        read_subtitles(talk)
+    assert [line.text for line in read_subtitles(tmp_path / "talk.2.MP4")] == ["of the second talk"]
+    write_srt(tmp_path / "talk.forced.srt", "forced")
+    write_srt(tmp_path / "talk.english.srt", "full")
+    assert [line.text for line in read_subtitles(talk)] == ["full"]
+
+
+def test_a_colon_in_a_name_is_no_address(film, tmp_path, monkeypatch):
+    write_film(tmp_path / "a:b.mkv", subtitles=film.with_suffix(".srt"))
+    monkeypatch.chdir(tmp_path)
+    assert len(read_subtitles("a:b.mkv")) == len(LINES)
+
+
+def test_drawings_and_escapes_are_no_words(film, tmp_path):
+    (tmp_path / "film.mp4").write_bytes(film.read_bytes())
+    head = (
+        "[Script Info]\n\n[Events]\nFormat: Layer, Start, End, Style, Name, MarginL, MarginR, MarginV, Effect, Text\n"
+    )
+    texts = (r"{\p1}m 0 0 l 100 0 100 100{\p0}", r"{\pos(1,2)}one\hword\nnext\Nline", r"{\p2}m 0 0{\p0\b1}, after, it")
+    events = [f"Dialogue: 0,0:00:0{n}.00,0:00:0{n}.50,Default,,0,0,0,,{text}\n" for n, text in enumerate(texts)]
+    (tmp_path / "film.ass").write_text(head + "".join(events))
+    assert [line.text for line in read_subtitles(tmp_path / "film.mp4")] == ["one word next line", ", after, it"]
+
+
+def test_a_subtitle_file_leads_nowhere_and_has_an_end(film, tmp_path, monkeypatch):
+    video, beside = tmp_path / "film.mp4", tmp_path / "film.srt"
+    video.write_bytes(film.read_bytes())
+    write_srt(tmp_path / "secret.srt", "secret")
+    for name in ("secret.srt", "film.srt"):
+        beside.write_text(f"ffconcat version 1.0\nfile {name}\n")
+        with pytest.raises(ValueError, match="film.srt' cannot be read: it is a list of other places"):
+            read_subtitles(video)
+    liar = tmp_path / "x.ts"
+    liar.write_text("ffconcat version 1.0\nfile secret.srt\n")
+    with pytest.raises(ValueError, match="x.ts' cannot be read: it is a list of other places"):
+        read_subtitles(liar)
+    write_srt(beside, "a", "b", "c")
+    monkeypatch.setattr(reader, "MAX_SUBTITLES", 2)
+    with pytest.raises(ValueError, match="it has more than 2 subtitles"):
+        read_subtitles(video)
+    monkeypatch.setattr(reader, "MAX_FILE_BYTES", 40)
+    with pytest.raises(ValueError, match="it is larger than"):
+        read_subtitles(video)
+    beside.unlink()
+    for special in ("pipe", "/dev/zero"):
+        if special == "pipe":
+            os.mkfifo(beside)
+        else:
+            beside.symlink_to(special)
+        with pytest.raises(ValueError, match="it is a pipe or a device"):
+            read_subtitles(video)
+        beside.unlink()

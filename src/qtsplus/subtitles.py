@@ -14,8 +14,10 @@ import av
 import torch
 from transformers.utils import logging
 
-from .decoding_qtsplus import TAGS
+from .data.media import VIDEO_SUFFIXES
+from .decoding_qtsplus import open_container, open_file
 from .evidence import keep_maps
+from .output import first_line
 from .settings import check_count
 
 if TYPE_CHECKING:
@@ -24,7 +26,17 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 SUFFIXES = (".srt", ".vtt", ".ass", ".ssa")
-_MARKUP = re.compile(r"\{[^}]*\}|<[^>]*>")  # of ASS, to which FFmpeg brings all others, and of HTML
+MAX_FILE_BYTES = 16 * 2**20
+MAX_SUBTITLES = 100_000  # a day of one per second has 86,400
+MAX_SUBTITLE_BYTES = 2**20  # of one of them: signs that are drawn in ASS have some 100,000
+
+_BITMAPS = ("pgssub", "dvdsub", "dvbsub", "xsub")  # codecs of pictures, which have no text
+# FFmpeg brings all formats to ASS: eight fields, then a text with blocks of `{\\tags}`. Tags of HTML may be left.
+_ASS_FIELDS = 8
+_BLOCK = re.compile(r"(\{[^{}]*\})")
+_DRAWING = re.compile(r"\\p(\d+)")
+_BREAK = re.compile(r"\\[Nnh]")
+_TAG = re.compile(r"<[^<>]*>")
 
 
 @dataclass(frozen=True)
@@ -50,24 +62,53 @@ def read_subtitles(film: Any) -> list[Subtitle]:
     if not isinstance(film, (str, Path)) or not os.path.isfile(film):
         raise ValueError("Subtitles are read from a file beside the film, or from within it; expected the film's path.")
     film = Path(film)
-    own = re.compile(re.escape(film.stem) + r"(\.[\w-]+)?")
-    files = [path for path in film.parent.iterdir() if path.suffix.lower() in SUFFIXES and own.fullmatch(path.stem)]
-    path = min(files, key=lambda path: (len(path.name), path.name), default=film)
+    path = _file_beside(film) or film
     try:
-        options = {"protocol_whitelist": "file"}
-        with av.open(_as_utf8(path) if files else str(path), options=options, **TAGS) as container:
-            tracks = container.streams.subtitles
-            track = next((one for one in tracks if one.disposition.default), tracks[0] if tracks else None)
-            lines = [] if track is None else sorted(_lines(container, track), key=lambda line: line.start)
+        with open_container(str(film) if path == film else _as_utf8(path)) as container:
+            track = _full_track(container.streams.subtitles)
+            lines = [] if track is None else list(_lines(container, track))
     except av.error.FFmpegError as error:
         raise ValueError(f"The subtitles of {str(path)!r} cannot be read: {error.strerror}.") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The subtitles of {str(path)!r} cannot be read: {first_line(error)}.") from error
     if not lines:
         raise ValueError(f"No subtitles are in {str(path)!r}; expected {film.stem}.srt beside the film, or a track.")
-    return lines
+    return sorted(lines, key=lambda line: line.start)
+
+
+def _file_beside(film: Path) -> Path | None:
+    """`film.srt`, or `film.en.srt` if it is not of another video with the name `film.en`; forced ones come last."""
+    own_name = re.compile(re.escape(film.stem) + r"(\.[\w-]+)?")
+    neighbours = list(film.parent.iterdir())
+    other_videos = {path.stem for path in neighbours if path.suffix.lower() in VIDEO_SUFFIXES} - {film.stem}
+    files = [
+        path
+        for path in neighbours
+        if path.suffix.lower() in SUFFIXES and own_name.fullmatch(path.stem) and path.stem not in other_videos
+    ]
+    return min(files, key=lambda path: (_is_forced(path), len(path.name), path.name), default=None)
+
+
+def _is_forced(path: Path) -> bool:
+    """Whether a file says that it has foreign speech and signs alone."""
+    return path.stem.lower().endswith(".forced")
+
+
+def _full_track(tracks: Iterable[Any]) -> Any:
+    """The default track of text or the first, of those that have all speech if there are any; `None` if none is."""
+    flags = av.stream.Disposition
+    texts = [track for track in tracks if track.codec_context.name not in _BITMAPS]
+    by_preference = sorted(
+        texts, key=lambda track: (bool(track.disposition & flags.forced), not track.disposition & flags.default)
+    )
+    return by_preference[0] if by_preference else None
 
 
 def _as_utf8(path: Path) -> io.BytesIO:
-    content = path.read_bytes()
+    with open_file(str(path)) as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"it is larger than {MAX_FILE_BYTES // 2**20} MiB, which no file of subtitles is")
     try:
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             content = content.decode("utf-16").encode()
@@ -79,15 +120,37 @@ def _as_utf8(path: Path) -> io.BytesIO:
 
 
 def _lines(container: Any, track: Any) -> Iterator[Subtitle]:
+    count = 0
     for packet in container.demux(track):
         if packet.pts is None:
             continue
+        count += 1
+        if count > MAX_SUBTITLES:
+            raise ValueError(f"it has more than {MAX_SUBTITLES:,} subtitles")
         start = float(packet.pts * packet.time_base)
         end = start + float((packet.duration or 0) * packet.time_base)
+        if packet.size > MAX_SUBTITLE_BYTES:
+            raise ValueError(f"the subtitle at {start:.1f} s has {packet.size:,} bytes; at most 1 MiB is read")
         for line in packet.decode():
-            text = getattr(line, "dialogue", b"").decode("utf-8", "replace")  # none of a track of pictures
-            if text := " ".join(_MARKUP.sub("", text.replace(r"\N", " ")).split()):
+            text = _plain_text(line.ass.decode("utf-8", "replace"))
+            if text:
                 yield Subtitle(start, end, text)
+
+
+def _plain_text(event: str) -> str:
+    """The words of an event of ASS, in one line, without what it draws."""
+    fields = event.split(",", _ASS_FIELDS)
+    words: list[str] = []
+    draws = False
+    for part in _BLOCK.split(fields[-1]):
+        if not _BLOCK.fullmatch(part):
+            words += [] if draws else [part]
+            continue
+        scales = _DRAWING.findall(part)
+        if scales:
+            draws = int(scales[-1]) > 0
+    text = _BREAK.sub(" ", "".join(words))
+    return " ".join(_TAG.sub("", text).split())
 
 
 def check_subtitles(most: int | None, videos: Iterable["EncodedVideo"]) -> None:
