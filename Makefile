@@ -74,7 +74,7 @@ test-cpus: $(VENV)/.installed  ## the tests with the arithmetic of each kind of 
 
 SEED ?= 1
 fuzz: $(VENV)/.installed  ## a thousand damaged or hostile files of every kind, with a seed: make fuzz SEED=7
-	FUZZ_SEED=$(SEED) FUZZ_CASES=1000 $(BIN)/python -m pytest -q tests/test_stored_fuzz.py tests/test_stranger_fuzz.py
+	FUZZ_SEED=$(SEED) FUZZ_CASES=1000 $(BIN)/python -m pytest -q tests/video/test_stored_fuzz.py tests/video/test_stranger_fuzz.py
 
 test-slow: $(VENV)/.installed  ## only the slow tests
 	$(BIN)/python -m pytest -q -m slow

@@ -46,7 +46,7 @@ def pytest_collection_finish():
 def tiny_processor():
     """The processor of `hub_configs/qtsplus-tiny`."""
     from qtsplus import Qwen2_5_VLQTSplusConfig
-    from qtsplus.loading import processor_of
+    from qtsplus.hub.loading import processor_of
 
     folder = hub_configs() / "qtsplus-tiny"
     return processor_of(folder, Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
@@ -83,7 +83,7 @@ def tiny_stock(tiny_published, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def loaded(tiny_published):
     """The tiny model and its processor, for tests that change nothing but by `monkeypatch`."""
-    from qtsplus.loading import load
+    from qtsplus.hub.loading import load
 
     return load(tiny_published, "cpu")
 
@@ -125,8 +125,8 @@ def mine(videos, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def library(videos, loaded, tiny_published, tmp_path_factory):
     """The library of those films."""
-    from qtsplus.indexing import index
-    from qtsplus.library import Library
+    from qtsplus.library.indexing import index
+    from qtsplus.library.library import Library
 
     folder = tmp_path_factory.mktemp("library")
     index(videos, folder, *loaded, name=str(tiny_published))
@@ -144,7 +144,7 @@ def corpus(tmp_path_factory, tiny_mp4, tiny_published) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def shared_model(tiny_published):
     """Loads the good model once; any other is loaded as ever."""
-    from qtsplus import loading
+    from qtsplus.hub import loading
 
     load, good = loading.load, loading.load(tiny_published, "cpu")
 

@@ -8,7 +8,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from qtsplus.picture import lit
+from qtsplus.asking.picture import lit
 
 
 def draw_kept_tokens(

@@ -8,8 +8,8 @@ import torch
 
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import Outcome
-from qtsplus.methods_qtsplus import Method
-from qtsplus.prompt_qtsplus import take_inputs
+from qtsplus.model.methods_qtsplus import Method
+from qtsplus.model.prompt_qtsplus import take_inputs
 
 # By video, `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`.
 Features = Mapping[str, Mapping[str, torch.Tensor]]

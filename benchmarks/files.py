@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from qtsplus.results import Journal, write_json
+from qtsplus.common.journals import Journal, write_json
 
 
 def begin(path: Path, settings: Mapping[str, Any]) -> Journal:

@@ -121,8 +121,8 @@ set_command() {
     shape=$(shape_of "$1")
     case $1 in
         device)
-            tests=(tests/test_device.py tests/test_vision_attention.py)
-            $dry && tests=(tests/test_device.py -k attention)
+            tests=(tests/model/test_device.py tests/model/test_vision_attention.py)
+            $dry && tests=(tests/model/test_device.py -k attention)
             command=("$PYTHON" -m benchmarks.run_tests "$(result_of "$1")" "${tests[@]}")
             ;;
         vllm-*)  # the tiny shape has positions that vLLM does not take

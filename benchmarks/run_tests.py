@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qtsplus.results import write_json
+from qtsplus.common.journals import write_json
 
 from .machine import environment
 

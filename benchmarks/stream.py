@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from transformers.video_utils import VideoMetadata
 
-from qtsplus import ranking
+from qtsplus.asking import ranking
+from qtsplus.common.files import check_output
+from qtsplus.common.journals import write_json
 from qtsplus.evaluation.labelled import sighting_tokens
-from qtsplus.methods_qtsplus import Candidates, changes, most_relevant
-from qtsplus.output import check_output
-from qtsplus.results import write_json
-from qtsplus.stream import Stream
+from qtsplus.live.stream import Stream
+from qtsplus.model.methods_qtsplus import Candidates, changes, most_relevant
 from qtsplus.training.models import make_model, make_processor
 
 from .bases import CROWD

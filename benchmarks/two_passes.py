@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from qtsplus.layout_qtsplus import lay_out
-from qtsplus.methods_qtsplus import Method, is_number
-from qtsplus.mixin_qtsplus import choose
-from qtsplus.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, splice, take_inputs
-from qtsplus.selector_qtsplus import kept_count
-from qtsplus.settings import check_count
-from qtsplus.video_qtsplus import VideoChunks, resize_frame, stack_frames
-from qtsplus.videos import EncodedVideo, read_ahead
+from qtsplus.common.validation import check_count
+from qtsplus.model.layout_qtsplus import lay_out
+from qtsplus.model.methods_qtsplus import Method, is_number
+from qtsplus.model.mixin_qtsplus import choose
+from qtsplus.model.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, splice, take_inputs
+from qtsplus.model.selector_qtsplus import kept_count
+from qtsplus.model.video_qtsplus import VideoChunks, resize_frame, stack_frames
+from qtsplus.video.encoded import EncodedVideo, read_ahead
 
 from .exact_match import compress
 

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from transformers.video_utils import VideoMetadata
 
+from qtsplus.common.journals import write_json
 from qtsplus.hub.publish import assemble_folder
-from qtsplus.results import write_json
 from qtsplus.vllm.server import mark_of
 
 from .machine import environment

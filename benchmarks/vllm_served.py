@@ -30,8 +30,8 @@ import psutil
 from vllm import __version__ as vllm_version
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from qtsplus.common.journals import write_json
 from qtsplus.hub.publish import assemble_folder
-from qtsplus.results import write_json
 
 from .machine import environment
 from .speed.results import spread

@@ -1,7 +1,7 @@
 """
 Bad command lines, each a list of arguments.
 
-A word in braces stands for a file or folder of the corpus that `tests/test_bad_command_lines.py` makes.
+A word in braces stands for a file or folder of the corpus that `tests/cli/test_bad_command_lines.py` makes.
 """
 
 from itertools import product

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from qtsplus.evaluation.labelled import Sighting
-from qtsplus.video_qtsplus import open_video
+from qtsplus.model.video_qtsplus import open_video
 
 COLOURS = {
     "red": (214, 48, 49),

@@ -33,8 +33,8 @@ def status(name: str) -> float:
 def relevance() -> dict[str, float]:
     """180,000 visual tokens, a sixth naively and in training; 16 heads over 2 of keys. Less results and gradients."""
     from naive import naive_log_relevance
-    from qtsplus.configuration_qtsplus import REDUCTIONS
-    from qtsplus.relevance_qtsplus import log_relevance
+    from qtsplus.model.configuration_qtsplus import REDUCTIONS
+    from qtsplus.model.relevance_qtsplus import log_relevance
 
     num_tokens, head_dim = 180_000, 16
     queries = torch.randn(16, 64, head_dim)
@@ -114,7 +114,7 @@ def film() -> dict[str, float]:
     """3,000 frames, in chunks and at once; their pixel values are 1,500 x 64 patches of 1,176 numbers, 431 MB."""
     import tiny
     from clips import write_mp4
-    from qtsplus import session
+    from qtsplus.asking import session
 
     model, processor = tiny.load_bundled()
     processor.video_processor.max_frames = 10**6
@@ -137,8 +137,8 @@ def forecasts() -> dict[str, float]:
     """Of frames of a 720p film that are looked at, the memory to answer as a share of what was forecast."""
     import tiny
     from clips import render_clip, write_mp4
-    from qtsplus import session
-    from qtsplus.forecast import forecast
+    from qtsplus.asking import session
+    from qtsplus.video.forecast import forecast
 
     model, processor = tiny.load_bundled()
     shares = {}

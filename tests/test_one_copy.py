@@ -8,9 +8,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from qtsplus import loading
 from qtsplus.cli import app
-from qtsplus.configuration_qtsplus import VERSION
+from qtsplus.hub import loading
+from qtsplus.model.configuration_qtsplus import VERSION
 
 COMMANDS = """
 import gc, json, sys

@@ -26,7 +26,7 @@ from qtsplus.hub.files import hub_configs, hub_root, variants
 assert qtsplus.__path__ == [sys.argv[1] + "/qtsplus"], qtsplus.__path__
 assert all(str(path).startswith(sys.argv[1]) for path in [hub_root(), hub_configs()])
 assert "qtsplus-tiny" in variants()
-assert Qwen2_5_VLQTSplusConfig.__module__ == "qtsplus.configuration_qtsplus"
+assert Qwen2_5_VLQTSplusConfig.__module__ == "qtsplus.model.configuration_qtsplus"
 assert not [name for name in sys.modules if name.startswith(("configuration_qtsplus", "modeling_qtsplus"))]
 """
 
@@ -109,9 +109,9 @@ def test_neither_the_library_nor_its_tests_import_the_laboratory():
 def test_a_checkout_uses_the_files_at_its_root():
     assert {"configuration_qtsplus.py", "modeling_qtsplus.py", "processing_qtsplus.py"} < HUB_FILES
     assert {path.name for path in hub_root().glob("*_qtsplus*.py")} == HUB_FILES
-    import qtsplus.configuration_qtsplus as module
+    import qtsplus.model.configuration_qtsplus as module
 
-    assert module.__name__ == "qtsplus.configuration_qtsplus"
+    assert module.__name__ == "qtsplus.model.configuration_qtsplus"
     assert Path(module.__file__).parent == hub_root()
 
 

@@ -22,9 +22,9 @@ import qtsplus
 from clips import write_mp4
 from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
-from qtsplus.demo import run_demo
-from qtsplus.forecast import forecast
+from qtsplus.cli.demonstration import run_demo
 from qtsplus.hub.files import hub_configs
+from qtsplus.video.forecast import forecast
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "notebook.md")
@@ -92,7 +92,7 @@ def test_many_videos_in_order(after_demo, monkeypatch, capsys):
 
 def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
     """What is typed, and what agents start, serves the four tools of the table; who calls them is the SDK's client."""
-    client, agents = pytest.importorskip("mcp").Client, pytest.importorskip("qtsplus.agents")
+    client, agents = pytest.importorskip("mcp").Client, pytest.importorskip("qtsplus.serve.agents")
     monkeypatch.chdir(after_demo)
     served: list = []
     monkeypatch.setattr(agents, "serve_shelf", lambda *shelf_and_place: served.append(shelf_and_place))

@@ -6,10 +6,10 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.configuration_qtsplus import CHOICES
-from qtsplus.methods_qtsplus import top_n
-from qtsplus.prompt_qtsplus import take_inputs
-from qtsplus.selector_qtsplus import GATES, Gated, find_threshold
+from qtsplus.model.configuration_qtsplus import CHOICES
+from qtsplus.model.methods_qtsplus import top_n
+from qtsplus.model.prompt_qtsplus import take_inputs
+from qtsplus.model.selector_qtsplus import GATES, Gated, find_threshold
 
 PAD, BOS, EOS = 0, 1, 2
 IM_START, USER, IM_END, NEWLINE, ASSISTANT = 490, 491, 492, 10, 493
@@ -214,7 +214,7 @@ def chat_inputs(processor, *content, **processor_kwargs):
 def load_bundled(folder=None):
     """The model and the processor of qtsplus-tiny, or of another folder, with trained weights."""
     from qtsplus.hub.files import hub_configs
-    from qtsplus.loading import processor_of
+    from qtsplus.hub.loading import processor_of
 
     folder = folder or hub_configs() / "qtsplus-tiny"
     model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).eval()

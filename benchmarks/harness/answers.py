@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from qtsplus.results import STORED, Journal, Line, Schema
+from qtsplus.common.journals import STORED, Journal, Line, Schema
 
 
 class SampleAnswer(BaseModel):

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qtsplus import loading
-from qtsplus.methods_qtsplus import add_method, check_budget
+from qtsplus.hub import loading
+from qtsplus.model.methods_qtsplus import add_method, check_budget
+from qtsplus.model.video_qtsplus import require_positive
 from qtsplus.training.models import load_either
-from qtsplus.video_qtsplus import require_positive
 
 
 @dataclass(frozen=True)

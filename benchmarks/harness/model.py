@@ -15,9 +15,9 @@ from lmms_eval.api.model import lmms
 from rich.console import Console
 from rich.progress import track
 
-from qtsplus import session
-from qtsplus.loading import find_device
-from qtsplus.output import first_line
+from qtsplus.asking import session
+from qtsplus.common.files import first_line
+from qtsplus.hub.loading import find_device
 
 from .answers import AnswerLog, SampleAnswer
 from .loading import Options, load_evaluated
@@ -57,7 +57,7 @@ class QTSplus(lmms):
     for all of them. `until` is left alone, as in lmms-eval's own chat classes.
 
     Args:
-        pretrained, revision, dtype: as for `qtsplus.loading.load`.
+        pretrained, revision, dtype: as for `qtsplus.hub.loading.load`.
         device: such as `"cuda"`; with several processes on GPUs, each takes the one of its rank.
         answers: a folder that keeps every answer as it is given; what it holds is not asked again.
         options: the fields of [`Options`].

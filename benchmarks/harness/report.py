@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from qtsplus.output import check_output, whole_file
-from qtsplus.results import STORED, check_stored
+from qtsplus.common.files import check_output, whole_file
+from qtsplus.common.journals import STORED, check_stored
 
 from ..intervals import paired_gain, share_interval
 from ..tables import markdown_table

@@ -17,8 +17,8 @@ from typing import Any
 from huggingface_hub.constants import HF_HOME
 
 from qtsplus import __version__
-from qtsplus.output import check_folder, whole_file
-from qtsplus.results import write_json
+from qtsplus.common.files import check_folder, whole_file
+from qtsplus.common.journals import write_json
 
 from . import record_tasks
 

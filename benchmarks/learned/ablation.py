@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qtsplus.results import write_json
+from qtsplus.common.journals import write_json
 
 from ..intervals import paired_gain, percent, percent_interval, share_interval
 from ..machine import environment
@@ -58,7 +58,7 @@ def ablate_checkpoint(
     What needs no training, of a trained model: `ablation-NAME.json` and `.md`. What is in `work` is not asked again.
 
     Args:
-        model, processor: as `qtsplus.session.load` gives them.
+        model, processor: as `qtsplus.asking.session.load` gives them.
         test: records with videos, whose features are held in memory. Recalls are given for TinyWorld's.
         out: folder of the results.
         name: of the results.

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from qtsplus.results import write_json
-from qtsplus.storage import digest_of
+from qtsplus.common.journals import write_json
 from qtsplus.training.models import make_config, make_model, make_processor
 from qtsplus.training.recipe import Recipe, load_stages
 from qtsplus.training.running import is_finished, last_checkpoint, run
+from qtsplus.video.storage import digest_of
 
 from ..files import read_result
 from ..teaching.trainer import TinyWorldTrainer
@@ -129,7 +129,7 @@ class Checkpoint:
     One trained model, in place of what [`Models`] trains.
 
     Args:
-        model, processor: as `qtsplus.session.load` gives them.
+        model, processor: as `qtsplus.asking.session.load` gives them.
         work: the folder for answers.
         say: hears of each thing that is done.
     """

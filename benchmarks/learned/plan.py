@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qtsplus.settings import parse_yaml
+from qtsplus.common.validation import parse_yaml
 from qtsplus.training.models import make_config
 from qtsplus.training.recipe import Recipe, load_stages
 

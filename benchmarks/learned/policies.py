@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from qtsplus.configuration_qtsplus import POSITION_IDS, REDUCTIONS
+from qtsplus.model.configuration_qtsplus import POSITION_IDS, REDUCTIONS
 
 RETENTIONS = (0.025, 0.05, 0.1, 0.25)
 # At which the other variants are asked by wrong questions too.

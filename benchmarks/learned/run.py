@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtsplus.results import write_json
+from qtsplus.common.journals import write_json
 
 from ..machine import environment
 from .models import Models

@@ -8,7 +8,7 @@ import torch
 
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.labelled import sighting_tokens
-from qtsplus.methods_qtsplus import Candidates, Method
+from qtsplus.model.methods_qtsplus import Candidates, Method
 
 from ..world.scene import World, sightings
 from ..world.tinyworld import needle_recall

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from qtsplus.lm_attention_qtsplus import attention_layer
-from qtsplus.results import write_json
+from qtsplus.common.journals import write_json
+from qtsplus.model.lm_attention_qtsplus import attention_layer
 from qtsplus.training.models import make_model, make_processor
 
 from ..exact_match import model_inputs

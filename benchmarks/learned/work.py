@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from qtsplus.common.journals import Journal
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.labelled import sighting_tokens
-from qtsplus.results import Journal
-from qtsplus.selector_qtsplus import kept_count
+from qtsplus.model.selector_qtsplus import kept_count
 from qtsplus.training.models import make_model
 
 from ..exact_match import compress, exact_match, model_inputs

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from qtsplus.evidence import Interval
-from qtsplus.results import write_json
-from qtsplus.session import VideoSession
+from qtsplus.asking.evidence import Interval
+from qtsplus.asking.session import VideoSession
+from qtsplus.common.journals import write_json
 
 from ..intervals import percent_interval, share_interval
 from ..machine import environment, steps

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from qtsplus.evidence import STRONG, Interval
-from qtsplus.indexing import index
-from qtsplus.library import Library
-from qtsplus.methods_qtsplus import Candidates, top_n
-from qtsplus.ranking import Piece, Scorer
+from qtsplus.asking.evidence import STRONG, Interval
+from qtsplus.asking.ranking import Piece, Scorer
+from qtsplus.library.indexing import index
+from qtsplus.library.library import Library
+from qtsplus.model.methods_qtsplus import Candidates, top_n
 
 from ..files import begin, finish
 from ..intervals import percent_interval, share_interval

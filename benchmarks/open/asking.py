@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from qtsplus.evidence import evidence_intervals
-from qtsplus.prompt_qtsplus import tokenize_query
+from qtsplus.asking.evidence import evidence_intervals
+from qtsplus.model.prompt_qtsplus import tokenize_query
 from qtsplus.training.dataset import IGNORED
 from qtsplus.training.features import encode_files
 from qtsplus.training.models import make_config, make_model, make_processor

@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from qtsplus.results import write_json
+from qtsplus.common.journals import write_json
 
 from ..files import save_figure
 from ..machine import environment

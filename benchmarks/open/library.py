@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from qtsplus.indexing import index
-from qtsplus.library import Library
-from qtsplus.loading import load
-from qtsplus.results import write_json
+from qtsplus.common.journals import write_json
+from qtsplus.hub.loading import load
+from qtsplus.library.indexing import index
+from qtsplus.library.library import Library
 
 from ..machine import environment
 from ..tables import markdown_table

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qtsplus.results import write_json
+from qtsplus.common.journals import write_json
 
 from ..world.open_sets import VARIANTS
 from .asking import LADDER, Answers, OpenTest, load, of_other_videos, open_test, otherwise, with_another_word

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from qtsplus.library import clock
-from qtsplus.summaries import JOIN
+from qtsplus.asking.summaries import JOIN
+from qtsplus.library.library import clock
 
 from .questions import WORDINGS, Question, ask_scene, join_things
 from .tower import see

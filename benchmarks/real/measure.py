@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from qtsplus.common.journals import write_json
 from qtsplus.evaluation.labelled import labelled_questions, sighting_tokens
 from qtsplus.hub.convert import fresh_selector
-from qtsplus.methods_qtsplus import Candidates
-from qtsplus.results import write_json
+from qtsplus.model.methods_qtsplus import Candidates
 from qtsplus.training.dataset import IGNORED, VideoQACollator, VideoQADataset
 from qtsplus.training.features import encode_files
 from qtsplus.training.models import make_config, make_processor

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qtsplus.output import whole_file
+from qtsplus.common.files import whole_file
 
 from ..world.clip import write_mp4
 from ..world.scene import FPS

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qtsplus import ask, encode, load
-from qtsplus.answers import Answer
+from qtsplus.asking.answers import Answer
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import is_finished, last_checkpoint, run_stages
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from qtsplus import VideoSession, encode, load
-from qtsplus.results import write_json
-from qtsplus.summaries import Summary, chapter_steps, summarise
-from qtsplus.videos import EncodedVideo
+from qtsplus.asking.summaries import Summary, chapter_steps, summarise
+from qtsplus.common.journals import write_json
+from qtsplus.video.encoded import EncodedVideo
 
 from ..intervals import share_interval
 from ..studies.coverage import BUDGETS, WAYS, seen_events

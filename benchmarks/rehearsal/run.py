@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qtsplus.output import whole_file
-from qtsplus.results import Journal
+from qtsplus.common.files import whole_file
+from qtsplus.common.journals import Journal
 
 from ..files import finish
 from ..machine import environment, steps

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from qtsplus.common.folders import read_json
 from qtsplus.hub.checkpoint import our_name, read_checkpoint
 from qtsplus.hub.files import hub_configs
-from qtsplus.hub.folder import read_json
-from qtsplus.loading import load_config
+from qtsplus.hub.loading import load_config
 
 from ..speed.cost import least_memory
 from .films import FILM, QUESTION, RECORDS

@@ -14,9 +14,9 @@ from tokenizers import AddedToken
 from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3_5Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from qtsplus.backbones import backbone_of
+from qtsplus.common.folders import read_json
+from qtsplus.hub.backbones import backbone_of
 from qtsplus.hub.files import hub_configs
-from qtsplus.hub.folder import read_json
 
 from ..speed.shapes import TINY, stock_config
 

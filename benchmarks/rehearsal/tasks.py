@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from qtsplus import session
+from qtsplus.asking import session
 from qtsplus.training.lora import merge_lora
 
 from ..world.clip import read_video

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from qtsplus.backbones import backbone_of
-from qtsplus.lm_attention_qtsplus import attention_layer, frame_groups
-from qtsplus.selector_qtsplus import kept_count
+from qtsplus.hub.backbones import backbone_of
+from qtsplus.model.lm_attention_qtsplus import attention_layer, frame_groups
+from qtsplus.model.selector_qtsplus import kept_count
 
 from .clock import now
 

@@ -11,7 +11,7 @@ from typing import Any
 import av
 import numpy as np
 
-from qtsplus.decoding_qtsplus import Film
+from qtsplus.model.decoding_qtsplus import Film
 
 from ..files import begin, finish
 from ..machine import environment, steps

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qtsplus.results import write_json
+from qtsplus.common.journals import write_json
 
 from ..intervals import percent
 from ..tables import markdown_table

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.speed.naive import naive_log_relevance
-from qtsplus.relevance_qtsplus import log_relevance
+from qtsplus.model.relevance_qtsplus import log_relevance
 
 from ..files import begin, finish
 from ..machine import environment, steps

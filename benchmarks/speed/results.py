@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qtsplus.results import write_json
+from qtsplus.common.journals import write_json
 
 from ..files import read_result
 

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from qtsplus import mixin_qtsplus
-from qtsplus.configuration_qtsplus import QTSplusConfig
 from qtsplus.hub.files import hub_configs
-from qtsplus.selector_qtsplus import QTSplusSelector
+from qtsplus.model import mixin_qtsplus
+from qtsplus.model.configuration_qtsplus import QTSplusConfig
+from qtsplus.model.selector_qtsplus import QTSplusSelector
 
 from ..exact_match import compress
 from ..files import begin, finish

@@ -14,9 +14,9 @@ from transformers.initialization import no_init_weights
 from transformers.utils import is_flash_attn_2_available
 from transformers.video_utils import VideoMetadata
 
-from qtsplus.backbones import Backbone, backbone_of
+from qtsplus.hub.backbones import Backbone, backbone_of
 from qtsplus.hub.files import hub_configs
-from qtsplus.loading import load_config, load_processor
+from qtsplus.hub.loading import load_config, load_processor
 
 from ..world.clip import write_mp4
 

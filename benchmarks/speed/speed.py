@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import BatchFeature
 
-from qtsplus.results import Journal, write_json
-from qtsplus.session import EncodedVideo, encode, prompt_inputs
-from qtsplus.video_qtsplus import choose_frames
+from qtsplus.asking.session import EncodedVideo, encode, prompt_inputs
+from qtsplus.common.journals import Journal, write_json
+from qtsplus.model.video_qtsplus import choose_frames
 
 from ..files import begin, finish
 from ..machine import environment, steps

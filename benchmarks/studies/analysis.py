@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
+from qtsplus.common.files import check_folder, check_output
+from qtsplus.common.journals import write_json
 from qtsplus.data.records import VideoRecord
-from qtsplus.output import check_folder, check_output
-from qtsplus.results import write_json
-from qtsplus.selector_qtsplus import find_threshold
+from qtsplus.model.selector_qtsplus import find_threshold
 from qtsplus.training.dataset import require_rates
 from qtsplus.training.features import encode_files
 

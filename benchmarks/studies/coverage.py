@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from qtsplus.loading import load
-from qtsplus.methods_qtsplus import Candidates, diversity, top_n
-from qtsplus.results import write_json
-from qtsplus.videos import encode
+from qtsplus.common.journals import write_json
+from qtsplus.hub.loading import load
+from qtsplus.model.methods_qtsplus import Candidates, diversity, top_n
+from qtsplus.video.encoded import encode
 
 from ..intervals import share_interval
 from ..machine import environment

@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
+from qtsplus.asking.session import encode
+from qtsplus.common.files import check_output
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.labelled import LabelledQuestion, sighting_tokens
-from qtsplus.methods_qtsplus import METHODS
-from qtsplus.output import check_output
-from qtsplus.session import encode
-from qtsplus.storage import digest_of
+from qtsplus.model.methods_qtsplus import METHODS
+from qtsplus.video.storage import digest_of
 
 from ..exact_match import answer, conversation
 from ..files import begin, finish, save_figure

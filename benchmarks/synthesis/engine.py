@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from typing_extensions import TypedDict
 
-from qtsplus.output import check_folder, whole_file, working_in
-from qtsplus.results import STORED, Journal, Line, Schema, write_json
+from qtsplus.common.files import check_folder, whole_file, working_in
+from qtsplus.common.journals import STORED, Journal, Line, Schema, write_json
 
 JOURNAL = "journal.jsonl"
 COSTS = ("requests", "prompt_tokens", "completion_tokens")

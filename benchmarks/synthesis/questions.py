@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, field_validator
 
+from qtsplus.common.validation import explain
 from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text
-from qtsplus.settings import explain
 
 from .endpoint import Endpoint
 from .engine import Item, ItemFailed, Ledger

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from qtsplus.common.files import first_line
 from qtsplus.data.media import UNREADABLE
 from qtsplus.data.records import Caption, Choice, FreeAnswer, VideoRecord
 from qtsplus.evaluation.events import EVENTS
-from qtsplus.output import first_line
-from qtsplus.video_qtsplus import choose_frames, image_paths, load_frames
+from qtsplus.model.video_qtsplus import choose_frames, image_paths, load_frames
 
 from ..world.clip import read_video
 from .endpoint import Endpoint, Reply

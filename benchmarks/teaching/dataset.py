@@ -10,10 +10,10 @@ import torch
 from pydantic import ConfigDict, Field, Strict, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
+from qtsplus.common.validation import explain
 from qtsplus.data.formats import iter_rows, media_folder, read_records
 from qtsplus.data.media import find_media
 from qtsplus.data.records import Text, VideoRecord
-from qtsplus.settings import explain
 from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
 
 from .naming import load_token_words

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from qtsplus.layout_qtsplus import lay_out
-from qtsplus.prompt_qtsplus import take_inputs
+from qtsplus.model.layout_qtsplus import lay_out
+from qtsplus.model.prompt_qtsplus import take_inputs
 from qtsplus.training.attention import AttentionChoice, attention_modules, attention_rows, noting
 from qtsplus.training.dataset import IGNORED
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from qtsplus.encoding_qtsplus import encode_modality
-from qtsplus.layout_qtsplus import lay_out
-from qtsplus.prompt_qtsplus import VIDEO, take_inputs
+from qtsplus.model.encoding_qtsplus import encode_modality
+from qtsplus.model.layout_qtsplus import lay_out
+from qtsplus.model.prompt_qtsplus import VIDEO, take_inputs
 
 from ..world.token_words import UNNAMED, read_token_words
 

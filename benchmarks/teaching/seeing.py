@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from qtsplus.modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
+from qtsplus.model.modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 
 from ..world.clip import read_video, write_mp4
 from ..world.open_tokens import OPEN_ASPECTS, OPEN_WORDS, count_pixels, name_tokens

@@ -10,11 +10,11 @@ from accelerate import PartialState
 from accelerate.utils import send_to_device
 
 from qtsplus.data.records import VideoRecord
-from qtsplus.storage import digest_of
 from qtsplus.training.arguments import QTSplusTrainingArguments
 from qtsplus.training.attention import AttentionChoice, answer_attention
 from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
 from qtsplus.training.features import VideoFeatures, encode_files, read_tensors, write_tensors
+from qtsplus.video.storage import digest_of
 
 
 @dataclass(frozen=True)

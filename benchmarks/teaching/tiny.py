@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from qtsplus.modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.output import check_folder
+from qtsplus.common.files import check_folder
+from qtsplus.model.modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.training.models import make_config, make_processor
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import is_finished, last_checkpoint, run_stages

@@ -18,6 +18,6 @@ def crowd_published(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def crowd_processor(crowd_published):
     """The processor of that model."""
-    from qtsplus import loading
+    from qtsplus.hub import loading
 
     return loading.load_processor(crowd_published)

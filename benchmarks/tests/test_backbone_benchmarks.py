@@ -15,7 +15,7 @@ from benchmarks.learned.twice import ask_twice
 from benchmarks.learned.work import Work
 from benchmarks.world.clip import render_clip
 from benchmarks.world.tinyworld import build_dataset
-from qtsplus import session
+from qtsplus.asking import session
 from qtsplus.data.records import VideoRecord
 from tiny_backbones import BACKBONES, LLAVA_VIDEO
 

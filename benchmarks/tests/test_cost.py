@@ -10,9 +10,9 @@ from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, least_m
 from benchmarks.speed.shapes import MODEL_SHAPES, build_pair, make_config, make_processor, prompt_text
 from pairs import counted_flops
 from qtsplus import Qwen2_5_VLQTSplusConfig
-from qtsplus.configuration_qtsplus import REDUCTIONS
 from qtsplus.hub.files import hub_configs
-from qtsplus.lm_attention_qtsplus import attention_layer
+from qtsplus.model.configuration_qtsplus import REDUCTIONS
+from qtsplus.model.lm_attention_qtsplus import attention_layer
 
 TEXT, QUESTION, RETENTION = 10, 5, 0.11
 PAGE = Path(__file__).parents[2] / "docs" / "speed.md"

@@ -19,7 +19,7 @@ from benchmarks.world.scene import FPS, GRID, sightings
 from benchmarks.world.tinyworld import ask_world, evidence_tokens, make_world
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.labelled import sighting_tokens
-from qtsplus.selector_qtsplus import kept_count
+from qtsplus.model.selector_qtsplus import kept_count
 from tiny import load_bundled
 
 SECONDS = 8

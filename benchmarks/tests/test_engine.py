@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.synthesis.engine import JOURNAL, ItemFailed, Job, RunFailed, run_job
+from qtsplus.common.journals import Journal
 from qtsplus.data.records import Caption
-from qtsplus.results import Journal
 from scripted_server import KEY, scripted_server
 from synthesis_run import captions
 

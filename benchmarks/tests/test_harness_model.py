@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clips import write_records
-from qtsplus import session
+from qtsplus.asking import session
 from qtsplus.data.formats import read_records
 from qtsplus.evaluation.exact_match import exact_match
 

@@ -8,9 +8,9 @@ import pytest
 from benchmarks.library import run_evidence, run_library
 from benchmarks.library.evidence import judge
 from benchmarks.library.world import make_library
+from qtsplus.asking.evidence import Interval
 from qtsplus.evaluation.labelled import Sighting
-from qtsplus.evidence import Interval
-from qtsplus.loading import load
+from qtsplus.hub.loading import load
 
 
 @pytest.fixture(scope="module")

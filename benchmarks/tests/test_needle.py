@@ -11,7 +11,7 @@ from benchmarks.studies import needle as needles_of
 from benchmarks.studies.needle import hide, run_needle
 from benchmarks.world.crowd import make_crowd, render_crowd
 from benchmarks.world.haystack import write_background, write_needles
-from qtsplus import session
+from qtsplus.asking import session
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.labelled import LabelledQuestion, labelled_questions, sighting_tokens
 from qtsplus.training.models import make_model

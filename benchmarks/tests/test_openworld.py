@@ -18,7 +18,7 @@ from benchmarks.world.openworld import OPEN_SIZES, STAYS, draw_owners, make_open
 from benchmarks.world.scene import CELL, FPS
 from benchmarks.world.tinyworld import split_seed
 from benchmarks.world.token_words import UNNAMED, read_token_words
-from qtsplus.demo import CLIP, QUESTIONS
+from qtsplus.cli.demonstration import CLIP, QUESTIONS
 
 SEEDS = st.integers(0, 10**6)
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.files import read_result
 from benchmarks.speed import scaling
-from qtsplus import mixin_qtsplus
+from qtsplus.model import mixin_qtsplus
 
 SIZES = (300, 1200, 2500)
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import app
 from benchmarks.world.tinyworld import build_dataset
-from qtsplus import session
+from qtsplus.asking import session
 
 SPEED = Path(__file__).parents[2] / "benchmarks" / "results" / "speed-cpu.json"
 

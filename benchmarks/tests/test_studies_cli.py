@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from benchmarks.cli import app
 from benchmarks.world.haystack import write_background, write_needles
 from benchmarks.world.tinyworld import build_dataset
-from qtsplus import session
+from qtsplus.asking import session
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from benchmarks.machine import steps
 from benchmarks.speed.results import SUMMARY, spread, summarise
 from benchmarks.tables import markdown_table
-from qtsplus.results import write_json
+from qtsplus.common.journals import write_json
 
 
 def test_the_summary_gathers_all_benchmarks(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.real.telling import SHOWN, score, tables
-from qtsplus.summaries import Chapter, Summary
+from qtsplus.asking.summaries import Chapter, Summary
 
 CELLS = 4  # tokens of a step
 # What comes and the steps that show it, of a film of eight steps of a second.

@@ -17,7 +17,7 @@ from benchmarks.two_passes import (
     second_prompt,
     tile_side,
 )
-from qtsplus import session
+from qtsplus.asking import session
 
 GRID = torch.tensor([[8, 8, 12]])  # of the clip in patches
 QUESTION = "What colour is the shape that moves to the left?"

@@ -10,7 +10,7 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw
 
-from qtsplus.video_qtsplus import open_video
+from qtsplus.model.video_qtsplus import open_video
 
 COLOURS = {
     "red": (214, 48, 49),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qtsplus.hub.files import hub_configs
-from qtsplus.modeling_qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.model.modeling_qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 
 from .openworld import STAYS
 from .tokenizer import SPECIAL_TOKENS, build_processor, write_sentences

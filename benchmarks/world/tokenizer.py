@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
+from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 
 # Qwen2.5-VL's special tokens, in its order.
 SPECIAL_TOKENS = (

@@ -1,28 +1,28 @@
 """QTSplus: query-aware visual-token selection for video language models, as Transformers models.
 
 The model's own files stand at the root of the repository, as a Hub repository has them. A wheel carries them inside
-this package; an editable install finds them at the root, as `qtsplus.modeling_qtsplus` and so on.
+this package; an editable install finds them at the root, as `qtsplus.model.modeling_qtsplus` and so on.
 """
 
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .backbones import class_modules
+from .hub.backbones import class_modules
 
 if TYPE_CHECKING:
-    from .configuration_qtsplus import *  # noqa: F403
-    from .library import Library as Library
-    from .loading import load as load
-    from .modeling_qtsplus import *  # noqa: F403
-    from .modeling_qtsplus_frames import *  # noqa: F403
-    from .processing_qtsplus import *  # noqa: F403
-    from .selector_qtsplus import *  # noqa: F403
-    from .session import VideoSession as VideoSession
-    from .session import ask as ask
-    from .stream import Stream as Stream
-    from .summaries import summarise as summarise
-    from .videos import encode as encode
+    from .asking.session import VideoSession as VideoSession
+    from .asking.session import ask as ask
+    from .asking.summaries import summarise as summarise
+    from .hub.loading import load as load
+    from .library.library import Library as Library
+    from .live.stream import Stream as Stream
+    from .model.configuration_qtsplus import *  # noqa: F403
+    from .model.modeling_qtsplus import *  # noqa: F403
+    from .model.modeling_qtsplus_frames import *  # noqa: F403
+    from .model.processing_qtsplus import *  # noqa: F403
+    from .model.selector_qtsplus import *  # noqa: F403
+    from .video.encoded import encode as encode
 
 __version__ = "0.1.0"
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 from typer.testing import CliRunner
 
-from qtsplus import session
+from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import exact_match

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from qtsplus import session, storage
+from qtsplus.asking import session
 from qtsplus.data.records import VideoRecord
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 from qtsplus.training.features import encode_files
+from qtsplus.video import storage
 from tiny import chat_inputs
 
 QUESTION = "What moves?"

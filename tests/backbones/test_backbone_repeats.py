@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qtsplus import encoding_qtsplus
-from qtsplus.encoding_qtsplus import encode_modality
+from qtsplus.model import encoding_qtsplus
+from qtsplus.model.encoding_qtsplus import encode_modality
 from tiny_backbones import each_unlike
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from qtsplus import session
-from qtsplus.stream import Stream
+from qtsplus.asking import session
+from qtsplus.live.stream import Stream
 from tiny import compress
 
 QUESTION = "What moves?"

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from qtsplus.backbones import backbone_of
-from qtsplus.generation_qtsplus import auto_map
+from qtsplus.common.folders import read_json
+from qtsplus.hub.backbones import backbone_of
 from qtsplus.hub.card import card_data, matching_variant
 from qtsplus.hub.checkpoint import on_meta
 from qtsplus.hub.files import hub_configs, hub_root, variants
-from qtsplus.hub.folder import read_json
+from qtsplus.model.generation_qtsplus import auto_map
 from qtsplus.training.freezing import count_parameters, part_of
 from qtsplus.training.plan import make_plan
 from qtsplus.training.recipe import load_stages

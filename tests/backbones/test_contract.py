@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qtsplus.methods_qtsplus import METHODS, Candidates
-from qtsplus.prompt_qtsplus import IMAGE, VIDEO
+from qtsplus.model.methods_qtsplus import METHODS, Candidates
+from qtsplus.model.prompt_qtsplus import IMAGE, VIDEO
 from tiny import chat_inputs, compress
 from tiny_backbones import each_unlike
 
@@ -148,7 +148,7 @@ class TestBackbone:
         whole = logits(model, inputs)
         room, total = max(patches) // 3, sum(patches)
         patches.clear()
-        monkeypatch.setattr("qtsplus.encoding_qtsplus.PATCHES_PER_CHUNK_ON_CPU", room)
+        monkeypatch.setattr("qtsplus.model.encoding_qtsplus.PATCHES_PER_CHUNK_ON_CPU", room)
         torch.testing.assert_close(logits(model, inputs), whole, atol=1e-5, rtol=1e-5)
         hook.remove()
         assert max(patches) <= room and sum(patches) == total

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtsplus.layout_qtsplus import QTSplusBackboneMixin, VisualSpan, find_separators, find_spans
-from qtsplus.prompt_qtsplus import IMAGE, TEXT, VIDEO, PromptRow, find_query_mask
+from qtsplus.model.layout_qtsplus import QTSplusBackboneMixin, VisualSpan, find_separators, find_spans
+from qtsplus.model.prompt_qtsplus import IMAGE, TEXT, VIDEO, PromptRow, find_query_mask
 
 GRIDS = st.tuples(*[st.integers(1, 4)] * 3)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qtsplus.layout_qtsplus import lay_out
-from qtsplus.lm_attention_qtsplus import attention_layer, frame_groups
-from qtsplus.prompt_qtsplus import take_inputs
+from qtsplus.model.layout_qtsplus import lay_out
+from qtsplus.model.lm_attention_qtsplus import attention_layer, frame_groups
+from qtsplus.model.prompt_qtsplus import take_inputs
 from tiny_backbones import each_unlike
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")

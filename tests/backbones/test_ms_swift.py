@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from qtsplus import session
+from qtsplus.asking import session
 from qtsplus.data.records import VideoRecord
 from qtsplus.hub.publish import assemble_folder
 from qtsplus.training.dataset import VideoQACollator, VideoQADataset

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qtsplus.layout_qtsplus import lay_out
-from qtsplus.mixin_qtsplus import choose
-from qtsplus.prompt_qtsplus import IMAGE, VIDEO, splice, take_inputs
+from qtsplus.model.layout_qtsplus import lay_out
+from qtsplus.model.mixin_qtsplus import choose
+from qtsplus.model.prompt_qtsplus import IMAGE, VIDEO, splice, take_inputs
 from tiny import compress
 from tiny_backbones import each_unlike
 

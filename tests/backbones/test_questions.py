@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtsplus import answers, session
+from qtsplus.asking import answers, session
 from tiny import chat_inputs
 from tiny_backbones import each_unlike
 

@@ -12,7 +12,7 @@ from transformers.models.llava_onevision.image_processing_llava_onevision import
 
 import qtsplus
 from qtsplus.hub.files import hub_configs
-from qtsplus.loading import processor_of
+from qtsplus.hub.loading import processor_of
 from tiny import PAPER
 
 TEXT = {

@@ -146,7 +146,7 @@ from qtsplus.cli import app
 from qtsplus.data import check
 
 def look(place):
-    print("looking" if "qtsplus.video_qtsplus" in sys.modules else "imports in a thread", flush=True)
+    print("looking" if "qtsplus.model.video_qtsplus" in sys.modules else "imports in a thread", flush=True)
     time.sleep(600)
 
 check.media_problem = look

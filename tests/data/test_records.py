@@ -2,7 +2,15 @@
 
 import pytest
 
-from qtsplus.data.records import QUESTION_TYPES, Caption, Choice, FreeAnswer, VideoRecord, parse_record, to_video_record
+from qtsplus.data.records import (
+    QUESTION_TYPES,
+    Caption,
+    Choice,
+    FreeAnswer,
+    VideoRecord,
+    parse_record,
+    to_video_record,
+)
 
 CHOICE = {
     "vision_id": "v_1",

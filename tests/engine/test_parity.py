@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from qtsplus import encode, layout_qtsplus
-from qtsplus.answers import Answer, calibrated_seen, shown_by
+from qtsplus import encode
+from qtsplus.asking.answers import Answer, calibrated_seen, shown_by
+from qtsplus.model import layout_qtsplus
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 

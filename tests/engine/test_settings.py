@@ -12,7 +12,7 @@ from vllm.multimodal.parse import MultiModalDataItems, VideoProcessorItems
 from vllm.multimodal.processing import ProcessorInputs
 
 from qtsplus import QTSplusConfig
-from qtsplus.methods_qtsplus import METHODS, add_method
+from qtsplus.model.methods_qtsplus import METHODS, add_method
 from qtsplus.vllm.models import TOGETHER, batches, check_engine
 from qtsplus.vllm.processing import QTSplusMultiModalProcessor, check_settings, count_kept, settings_of_request
 from qtsplus.vllm.server import mark_of

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from clips import write_records
-from qtsplus.answers import answer_questions
+from qtsplus.asking.answers import answer_questions
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import Outcome, exact_match, tally

@@ -6,11 +6,11 @@ import pytest
 from transformers import GenerationConfig, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.generation_qtsplus import auto_map
+from qtsplus.common.folders import read_json
 from qtsplus.hub.card import card_data
 from qtsplus.hub.checkpoint import on_meta
 from qtsplus.hub.files import hub_configs, variants
-from qtsplus.hub.folder import read_json
+from qtsplus.model.generation_qtsplus import auto_map
 from qtsplus.training.recipe import load_stages
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from qtsplus.hub.folder import WRITTEN, whole_folder
+from qtsplus.common.folders import WRITTEN, whole_folder
 
 # Writes the half of a folder, says so, and waits.
 WRITER = """
 import sys, time
-from qtsplus.hub.folder import whole_folder
+from qtsplus.common.folders import whole_folder
 
 with whole_folder(sys.argv[1]) as staging:
     (staging / "half").touch()

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor
-from qtsplus.generation_qtsplus import auto_map, code_of
-from qtsplus.hub.folder import WRITTEN
+from qtsplus.common.folders import WRITTEN
 from qtsplus.hub.publish import assemble_folder
+from qtsplus.model.generation_qtsplus import auto_map, code_of
 from tiny import load_bundled
 
 AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)

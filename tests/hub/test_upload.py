@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from loopback import loopback_hub
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
-from qtsplus.generation_qtsplus import auto_map, code_of
-from qtsplus.hub.folder import WRITTEN
-from qtsplus.loading import processor_of
+from qtsplus.common.folders import WRITTEN
+from qtsplus.hub.loading import processor_of
+from qtsplus.model.generation_qtsplus import auto_map, code_of
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 
 REPOSITORY = "lab/QTSplus-tiny"
@@ -111,7 +111,7 @@ def test_the_trainer_pushes_the_same_repository(hub, tiny_published, tiny_proces
 def test_save_pretrained_brings_the_code(tiny_published, tmp_path):
     Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tiny_published).save_pretrained(tmp_path)
     saved = {path.name for path in tmp_path.glob("*.py")}
-    assert saved == {path.name for path in code_of("qtsplus.modeling_qtsplus")}
+    assert saved == {path.name for path in code_of("qtsplus.model.modeling_qtsplus")}
     assert not saved & {"processing_qtsplus.py", "video_qtsplus.py", "decoding_qtsplus.py"}
     auto_map = json.loads((tiny_published / "config.json").read_text())["auto_map"]
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == auto_map

@@ -8,7 +8,7 @@ import torch
 from accelerate import ParallelismConfig
 from transformers import ProgressCallback, Trainer, TrainingArguments
 
-from qtsplus import mixin_qtsplus
+from qtsplus.model import mixin_qtsplus
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from tiny import tiny_model
 from training_examples import collate, examples, make_trainer, steps

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtsplus.configuration_qtsplus import QUERY_STATES, REDUCTIONS
+from qtsplus.model.configuration_qtsplus import QUERY_STATES, REDUCTIONS
 from qtsplus.training.attention import answer_attention, relevance_divergences
 from tiny import tiny_model
 from training_examples import collate, examples, make_trainer

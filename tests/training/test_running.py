@@ -91,7 +91,7 @@ def test_a_full_disk_and_a_file_in_the_way_are_found_before_the_model(recipe_fil
         run(load_stages(recipe_file)[0])
     (tmp_path / "run").unlink()
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("qtsplus.output.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("qtsplus.common.files.shutil.disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 8.56 MB"):
         run(load_stages(recipe_file)[0])
 
@@ -99,7 +99,7 @@ def test_a_full_disk_and_a_file_in_the_way_are_found_before_the_model(recipe_fil
 def test_features_that_the_disk_does_not_hold_are_refused(recipe_file, tmp_path, monkeypatch):
     monkeypatch.setattr("qtsplus.training.running.make_plan", lambda recipe: Plan(0, []))
     usage = type("Usage", (), {"free": 1})
-    monkeypatch.setattr("qtsplus.output.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("qtsplus.common.files.shutil.disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match="the features of 1 videos take about"):
         run(load_stages(recipe_file, [f"data.features={tmp_path}/features"])[0])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qtsplus.selector_qtsplus import GATES
+from qtsplus.model.selector_qtsplus import GATES
 from qtsplus.training import QTSplusTrainingArguments
 from qtsplus.training.trainer import STATE_FILE
 from tiny import tiny_model

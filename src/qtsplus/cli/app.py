@@ -22,7 +22,7 @@ def app(
     if find_spec("gradio") is None:
         fail("the package gradio is not installed: pip install -e '.[app]' in a clone")
     with one_line_errors():
-        from ..app import launch
+        from ..serve.page import launch
 
         loaded = load_named(model, revision, device)
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ..output import counted, printable
+from ..common.files import counted, printable
 from . import options
 from .console import console, fail, note, notes, one_line_errors, read_pairs, wrote
 from .library import Label, Like
@@ -20,10 +20,10 @@ from .models import load_named, name_model, open_library, split_revision
 SHOWN = 10  # stretches of evidence in a terminal
 
 if TYPE_CHECKING:
-    from ..forecast import Forecast
-    from ..session import Answer
-    from ..summaries import Summary
-    from ..videos import EncodedVideo
+    from ..asking.session import Answer
+    from ..asking.summaries import Summary
+    from ..video.encoded import EncodedVideo
+    from ..video.forecast import Forecast
 
 
 def ask(
@@ -68,10 +68,10 @@ def ask(
         refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
     choice = {**budget, "subtitles": subtitles, "max_new_tokens": max_new_tokens or 128}
     with one_line_errors():
-        from ..answers import check_text
-        from ..decoding_qtsplus import shown_name
-        from ..hub.folder import check_own
-        from ..methods_qtsplus import add_method
+        from ..asking.answers import check_text
+        from ..common.folders import check_own
+        from ..model.decoding_qtsplus import shown_name
+        from ..model.methods_qtsplus import add_method
 
         check_text("question", question)
         add_method(selection)
@@ -101,10 +101,10 @@ def foresee(video: str, loading: tuple, reading: dict[str, Any], budget: dict[st
     """What reading a video will take, by the configuration and the processor of a model."""
     import torch
 
-    from ..forecast import forecast
     from ..hub.checkpoint import on_meta
-    from ..loading import load_config, load_processor
-    from ..videos import open_chunks
+    from ..hub.loading import load_config, load_processor
+    from ..video.encoded import open_chunks
+    from ..video.forecast import forecast
 
     name, revision, _, dtype = loading
     name = name_model(name)
@@ -118,7 +118,7 @@ class Talk:
     """Videos that are asked about in a session, or a library; and the answer that came last."""
 
     def __init__(self, video: str, loading: tuple, reading: dict[str, Any], subtitles: int | None = None) -> None:
-        from ..session import VideoSession
+        from ..asking.session import VideoSession
 
         self.is_library = is_library(video)
         if self.is_library:
@@ -149,14 +149,14 @@ class Talk:
 
     def draw(self, folder: Path) -> None:
         """Draws what the last answer rests on."""
-        from ..picture import draw_evidence
+        from ..asking.picture import draw_evidence
 
         assert self.last is not None
         draw_evidence(self.last, {name: self._film(name) for name in self.last.keep_maps}, folder)
         note(f"Wrote {folder}")
 
     def _film(self, name: str) -> "EncodedVideo":
-        from ..videos import IN_MEMORY
+        from ..video.encoded import IN_MEMORY
 
         if not self.is_library:  # by the address that was asked for: what it is called may leave out a password
             return replace(self.about.videos[name], video=self.places[name])
@@ -210,7 +210,7 @@ def check_videos(videos: list[str], reading: dict[str, Any]) -> None:
 def demo(out: Annotated[Path, typer.Option(help="The folder for clip, model and pictures.")] = Path("demo")) -> None:
     """Ask the bundled tiny model two questions about a clip, and draw what each answer rests on."""
     with one_line_errors():
-        from ..demo import run_demo
+        from .demonstration import run_demo
 
         answers = run_demo(out, note)
     wrote(out)

@@ -37,9 +37,9 @@ def batch(
     """
     model, revision = split_revision(model)
     with one_line_errors(), resumable():
-        from ..batch import Asker, read_questions, run_batch
-        from ..methods_qtsplus import add_method
-        from ..output import listed
+        from ..asking.batch import Asker, read_questions, run_batch
+        from ..common.files import listed
+        from ..model.methods_qtsplus import add_method
 
         add_method(selection)
         questions = read_questions(file, media_root)

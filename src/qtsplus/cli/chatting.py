@@ -50,7 +50,7 @@ def chat(
     choice |= {"max_new_tokens": max_new_tokens, "subtitles": subtitles}
     try:
         with one_line_errors():
-            from ..methods_qtsplus import add_method
+            from ..model.methods_qtsplus import add_method
 
             add_method(selection)
             talk = Talk(videos[0], (model, revision, device, dtype.value), reading, subtitles)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.segment import Segment
 from typer.core import TyperGroup
 
-from ..output import printable
+from ..common.files import printable
 
 
 class _Console(Console):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..output import printable
+from ..common.files import printable
 from .console import fail, one_line_errors
 from .options import MediaRoot
 

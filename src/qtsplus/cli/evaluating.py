@@ -7,7 +7,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.table import Table
 
-from ..output import counted
+from ..common.files import counted
 from .console import complain, console, fail, note, one_line_errors
 from .models import load_named, split_revision
 from .options import AsJson, Device, MediaRoot, Model, Retention, Selection
@@ -36,7 +36,7 @@ def evaluate(
     with one_line_errors():
         from ..data.formats import read_records
         from ..evaluation.exact_match import exact_match, tally
-        from ..methods_qtsplus import add_method
+        from ..model.methods_qtsplus import add_method
         from ..training.dataset import require_rates
 
         add_method(selection)

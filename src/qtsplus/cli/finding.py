@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ..output import printable
+from ..common.files import printable
 from . import options
 from .asking import chosen_names, is_library, place, window
 from .console import console, fail, one_line_errors
@@ -16,7 +16,7 @@ from .library import Label, Like
 from .models import open_library, split_revision
 
 if TYPE_CHECKING:
-    from ..evidence import Interval
+    from ..asking.evidence import Interval
 
 
 def find(
@@ -37,7 +37,7 @@ def find(
     if not is_library(library):
         fail(f"{library!r} is not a library; make one of a folder of videos with `qtsplus index`")
     with one_line_errors():
-        from ..answers import check_text
+        from ..asking.answers import check_text
 
         check_text("question", question)
         opened = open_library(Path(library), model, revision, device, dtype.value)

@@ -38,8 +38,8 @@ def convert(
     source, revision = split_revision(source)
     pairs = read_pairs("--set", settings)
     with one_line_errors(), notes.status("Converting"):
+        from ..common.validation import parse_yaml
         from ..hub import convert as conversion
-        from ..settings import parse_yaml
 
         folder = conversion.convert(
             source,

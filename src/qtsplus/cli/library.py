@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..output import NAMED, counted, printable
+from ..common.files import NAMED, counted, printable
 from .console import fail, note, one_line_errors, read_pairs, resumable, wrote
 from .evaluating import fail_run
 from .models import load_named, split_revision
@@ -47,7 +47,7 @@ def index(
     if name is not None and not label:
         fail("--name is about --label: give one, such as camera=front")
     with one_line_errors(), resumable():
-        from .. import indexing
+        from ..library import indexing
 
         loaded, processor = load_named(model, revision, device)
         options: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "start": start, "end": end}

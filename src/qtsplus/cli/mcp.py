@@ -39,7 +39,7 @@ def mcp(
     if find_spec("mcp") is None:
         fail("the package mcp is not installed: pip install -e '.[mcp]' in a clone")
     with one_line_errors():
-        from ..agents import Shelf, serve_shelf
+        from ..serve.agents import Shelf, serve_shelf
 
         shelf = Shelf(open_library(library, model, revision, None), sources)
         if place is None:

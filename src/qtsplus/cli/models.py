@@ -22,7 +22,7 @@ def split_revision(model: Name) -> tuple[Name, str | None]:
 
 def load_named(model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> tuple[Any, Any]:
     """The model and its processor; the bundled ones without a name. Raises as `loading.load`."""
-    from .. import loading
+    from ..hub import loading
 
     name = name_model(model)
     with notes.status("Loading the model"):
@@ -31,7 +31,7 @@ def load_named(model: str | None, revision: str | None, device: str | None, dtyp
 
 def open_library(folder: Path, model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> Any:
     """A library with the model that made it, or with the one that is named."""
-    from ..library import Index, Library
+    from ..library.library import Index, Library
 
     if model is None:
         model, revision = Index(folder).model

@@ -52,7 +52,7 @@ def serve(
     if find_spec("vllm") is None:
         fail("vLLM is not installed: pip install vllm; qtsplus app, ask and batch do without it")
     with one_line_errors():
-        from ..loading import check_model, stored_config, stored_dtype
+        from ..hub.loading import check_model, stored_config, stored_dtype
 
         check_model(model, revision)
         if "longrope" in str(stored_config(model, revision)):  # such as the bundled model

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ..output import printable
+from ..common.files import printable
 from . import options
 from .asking import Talk, check_videos, chosen_names, is_library, looked_at, refuse
 from .console import console, note, notes, one_line_errors
@@ -15,7 +15,7 @@ from .library import Label, Like
 from .models import split_revision
 
 if TYPE_CHECKING:
-    from ..summaries import Summary
+    from ..asking.summaries import Summary
 
 
 def summarise(
@@ -44,10 +44,10 @@ def summarise(
         refuse({"name": name, "label": label}, "is about a library, which `qtsplus index` makes; leave it out")
     check_videos([video], reading)
     with one_line_errors():
-        from ..answers import check_text
-        from ..decoding_qtsplus import shown_name
-        from ..methods_qtsplus import add_method
-        from ..summaries import summarise as summarise_videos
+        from ..asking.answers import check_text
+        from ..asking.summaries import summarise as summarise_videos
+        from ..model.decoding_qtsplus import shown_name
+        from ..model.methods_qtsplus import add_method
 
         if prompt is not None:
             check_text("prompt", prompt)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..output import printable
+from ..common.files import printable
 from .asking import place
 from .console import console, fail, note, one_line_errors
 from .models import load_named, split_revision
 from .options import AsJson, Asked, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Selection, Start
 
 if TYPE_CHECKING:
-    from ..session import Answer
+    from ..asking.session import Answer
 
 
 def watch(
@@ -52,9 +52,9 @@ def watch(
     model, revision = split_revision(model)
     named = named_sources(sources)
     with one_line_errors():
-        from .. import watching
-        from ..answers import check_text
-        from ..methods_qtsplus import add_method
+        from ..asking.answers import check_text
+        from ..live import watching
+        from ..model.methods_qtsplus import add_method
 
         add_method(selection)
         check_text("question", question)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from ..output import printable
+from ..common.files import printable
 from .formats import Row, iter_records, iter_rows, locate, media_folder
 from .media import media_key, media_problem
 from .records import SPECIAL_TOKEN, Caption, Record, VideoRecord, all_texts, media_name
@@ -55,7 +55,7 @@ def check_set(
     seen: dict[bytes, int] = {}  # the first row with a text, by its digest
     videos: dict[str, str | None] = {}
     if media:
-        from .. import video_qtsplus  # noqa: F401, an import in a thread could not be interrupted
+        from ..model import video_qtsplus  # noqa: F401, an import in a thread could not be interrupted
     rows = iter_rows(path)
     pool = ThreadPoolExecutor(os.cpu_count())
     try:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..output import printable
-from ..settings import show
+from ..common.files import printable
+from ..common.validation import show
 from .media import find_media
 from .records import Record, VideoRecord, media_name, parse_record, to_video_record
 

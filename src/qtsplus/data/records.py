@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from ..settings import explain, show
+from ..common.validation import explain, show
 
 LETTERS = "ABCD"
 SOURCES = ("mcq", "vqa", "caption")

@@ -17,9 +17,9 @@ from accelerate.utils import send_to_device
 from rich.console import Console
 from rich.progress import track
 
-from ..hub.folder import read_json, update_json
-from ..lm_attention_qtsplus import attention_layer, full_attention_layers
-from ..output import listed
+from ..common.files import listed
+from ..common.folders import read_json, update_json
+from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..training.attention import EVERYTHING, AttentionChoice, evaluating, noting_attention
 from ..training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
 from ..training.features import encode_files

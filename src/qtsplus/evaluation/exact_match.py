@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from ..answers import answer_questions, check_question
+from ..asking.answers import answer_questions, check_question
+from ..common.files import first_line
 from ..data.records import VideoRecord
-from ..methods_qtsplus import Method
-from ..output import first_line
+from ..model.methods_qtsplus import Method
 from ..training.dataset import SkippedRecord, require_rates
-from ..videos import FAILURES, encode
+from ..video.encoded import FAILURES, encode
 from .events import EVENTS, mean_scores, score_events
 
 

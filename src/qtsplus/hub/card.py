@@ -8,9 +8,9 @@ import jinja2
 from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import cached_file
 
-from ..backbones import backbone_of
+from ..common.folders import read_json
+from .backbones import backbone_of
 from .files import hub_configs, variants
-from .folder import read_json
 
 _KEPT_FRONT_MATTER = ("license", "license_name", "license_link", "base_model", "base_model_relation", "language")
 SECTIONS = ("weights", "training_data", "recipe", "results", "limits")

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..backbones import backbone_of
-from .folder import read_json, reading
+from ..common.folders import read_json, reading
+from .backbones import backbone_of
 
 _FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SELECTOR, RHO_HISTORY = "model.qtsplus.", "model.qtsplus.rho_history"

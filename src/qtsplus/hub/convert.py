@@ -14,17 +14,17 @@ from huggingface_hub.errors import HFValidationError
 from transformers import GenerationConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig, Qwen2_5_VLVisionConfig
 
-from ..backbones import OURS, backbone_of, model_types
-from ..configuration_qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig
-from ..lm_attention_qtsplus import attention_layer, check_attention
-from ..loading import load_generation_config, processor_of, refuse_adapter
-from ..methods_qtsplus import add_method
-from ..output import check_folder, first_line
-from ..settings import check_types
+from ..common.files import check_folder, first_line
+from ..common.folders import read_json, reading, whole_folder
+from ..common.validation import check_types
+from ..model.configuration_qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig
+from ..model.lm_attention_qtsplus import attention_layer, check_attention
+from ..model.methods_qtsplus import add_method
+from .backbones import OURS, backbone_of, model_types
 from .card import card_data, matching_variant
 from .checkpoint import EMBEDDINGS, HEAD, REFERENCE, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_checkpoint
 from .files import hub_configs, require_variant
-from .folder import read_json, reading, whole_folder
+from .loading import load_generation_config, processor_of, refuse_adapter
 from .publish import write_repository
 
 _STOCK = [name.removesuffix(OURS) for name in model_types()]

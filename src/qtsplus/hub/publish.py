@@ -9,14 +9,14 @@ from typing import Any
 from huggingface_hub import save_torch_state_dict
 from huggingface_hub.utils import validate_repo_id
 
-from ..backbones import backbone_of, model_types
-from ..generation_qtsplus import auto_map, code_of
-from ..loading import load_config, load_generation_config, processor_of, refuse_adapter
-from ..output import check_folder
+from ..common.files import check_folder
+from ..common.folders import read_json, update_json, whole_folder
+from ..model.generation_qtsplus import auto_map, code_of
+from .backbones import backbone_of, model_types
 from .card import card_data, matching_variant, model_card
 from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
 from .files import hub_configs, variants
-from .folder import read_json, update_json, whole_folder
+from .loading import load_config, load_generation_config, processor_of, refuse_adapter
 
 # The line of the card's usage that names the repository.
 _CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)

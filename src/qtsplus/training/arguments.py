@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.training_args import OptimizerNames
 
-from ..settings import STRICT
+from ..common.validation import STRICT
 
 SFT_LOSSES = ("token_mean", "sum_of_sources")
 # Fields of Transformers that change nothing here, or not what they say: what they may be, and why.

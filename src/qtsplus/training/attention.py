@@ -18,9 +18,9 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..layout_qtsplus import lay_out
-from ..lm_attention_qtsplus import reading_of
-from ..prompt_qtsplus import Layout, SelectionInputs, find_questions, take_inputs
+from ..model.layout_qtsplus import lay_out
+from ..model.lm_attention_qtsplus import reading_of
+from ..model.prompt_qtsplus import Layout, SelectionInputs, find_questions, take_inputs
 from .arguments import QTSplusTrainingArguments
 from .dataset import IGNORED
 from .lora import base_model

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..selector_qtsplus import kept_count
+from ..model.selector_qtsplus import kept_count
 from .arguments import QTSplusTrainingArguments
 
 LOST = 4.0  # nats: an answer that has lost so many is wrong, and may lose any number more

@@ -11,10 +11,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from ..common.validation import show
 from ..data.formats import read_records
 from ..data.media import media_problem
 from ..data.records import SOURCES, VideoRecord
-from ..settings import show
 from .features import VideoFeatures
 
 IGNORED = -100

@@ -18,10 +18,10 @@ from safetensors.torch import save
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
+from ..common.files import first_line, require_space, size, whole_file
+from ..common.journals import is_plain_file
 from ..data.media import media_state
-from ..output import first_line, require_space, size, whole_file
-from ..results import is_plain_file
-from ..storage import digest_of
+from ..video.storage import digest_of
 from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)

@@ -8,14 +8,14 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from ..backbones import OURS, backbone_of
-from ..configuration_qtsplus import QTSplusConfig
+from ..common.validation import check_types
+from ..hub.backbones import OURS, backbone_of
 from ..hub.checkpoint import read_checkpoint
 from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
-from ..loading import find_device, load_config, processor_of, stored_config
-from ..methods_qtsplus import add_method
-from ..settings import check_types
+from ..hub.loading import find_device, load_config, processor_of, stored_config
+from ..model.configuration_qtsplus import QTSplusConfig
+from ..model.methods_qtsplus import add_method
 
 
 def make_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None) -> Any:

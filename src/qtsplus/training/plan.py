@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..common.files import size
 from ..data.formats import iter_rows
 from ..hub.checkpoint import on_meta
-from ..output import size
 from .arguments import QTSplusTrainingArguments
 from .attention import check_relevance
 from .freezing import count_parameters, freeze

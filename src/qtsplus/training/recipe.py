@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..common.validation import STRICT, build, parse_yaml, show
 from ..data.records import Text
 from ..hub.files import hub_configs, require_variant
-from ..settings import STRICT, build, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
 from .dataset import check_frame_settings
 from .trainer import QTSplusTrainer

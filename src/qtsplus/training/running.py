@@ -15,9 +15,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from ..common.files import check_folder, require_space
 from ..data.records import VideoRecord
 from ..hub.card import card_data
-from ..output import check_folder, require_space
 from .dataset import VideoQADataset, check_processor_kwargs, check_skipped, require_rates
 from .features import encode_files
 from .freezing import vision_modules

@@ -6,7 +6,7 @@ and the language model; between them stands the selector of this package, the sa
 
 import logging
 
-from .. import backbones
+from ..hub import backbones
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from ..answers import Answer, calibrated_seen, shown_by
-from ..backbones import backbone_of
-from ..encoding_qtsplus import attend_within
-from ..layout_qtsplus import lay_out
-from ..methods_qtsplus import add_method
-from ..mixin_qtsplus import choose
-from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs, pad_rows, splice
-from ..selector_qtsplus import QTSplusOutput
-from ..videos import EncodedVideo
+from ..asking.answers import Answer, calibrated_seen, shown_by
+from ..hub.backbones import backbone_of
+from ..model.encoding_qtsplus import attend_within
+from ..model.layout_qtsplus import lay_out
+from ..model.methods_qtsplus import add_method
+from ..model.mixin_qtsplus import choose
+from ..model.prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs, pad_rows, splice
+from ..model.selector_qtsplus import QTSplusOutput
+from ..video.encoded import EncodedVideo
 from .processing import QTSplusMultiModalProcessor, read
 from .worker import PIXELS
 

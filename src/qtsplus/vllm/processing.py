@@ -19,9 +19,9 @@ from vllm.multimodal import inputs as mm
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.parse import VideoProcessorItems
 
-from ..methods_qtsplus import METHODS, add_method, check_budget
-from ..prompt_qtsplus import find_query_mask, question_token_ids
-from ..selector_qtsplus import kept_count
+from ..model.methods_qtsplus import METHODS, add_method, check_budget
+from ..model.prompt_qtsplus import find_query_mask, question_token_ids
+from ..model.selector_qtsplus import kept_count
 from .worker import PIXELS, prepare
 
 _KNOWN = {"do_sample_frames", *VideoMetadata.__dataclass_fields__}  # of what is said of a video, to vLLM

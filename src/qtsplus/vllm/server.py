@@ -24,12 +24,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.utils.async_utils import make_async
 
+from ..common.validation import check_count
 from ..data.media import UNREADABLE
-from ..decoding_qtsplus import is_inline, shown_name
-from ..door import HEALTH, Door, Guard
-from ..loading import load_processor
-from ..settings import check_count
-from ..video_qtsplus import require_positive
+from ..hub.loading import load_processor
+from ..model.decoding_qtsplus import is_inline, shown_name
+from ..model.video_qtsplus import require_positive
+from ..serve.door import HEALTH, Door, Guard
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 MAX_WAITING = 2**30  # bytes of all requests that wait for their answer

@@ -1,0 +1,115 @@
+"""Which seconds and which regions of a video the kept tokens came from."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Of the highest relevance, what a token needs to count as evidence, where a model's configuration says nothing else.
+STRONG = 0.5
+SURE = 0.4  # what a token of every stretch needs: weaker ones show how long a thing is there, and not that it is
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A stretch of a video that shows what the question asks for, as far as the selection can tell."""
+
+    start: float  # seconds; from the first frame, or on a player's clock in an answer of `qtsplus.asking.session`
+    end: float
+    weight: float  # share of the sample's relevance that lies in it
+    video: int = 0  # which of the sample's videos, in prompt order
+    # (left, top, right, bottom) of the region in the frame with the most of it, as fractions of its width and height
+    box: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
+    name: str = ""  # in an answer, the video's name
+    pixels: tuple[int, int, int, int] | None = None  # in an answer, the box in pixels of the upright frames
+
+
+def token_grids(video_grid_thw: torch.Tensor, merge_size: int) -> list[tuple[int, int, int]]:
+    """The grid (T, H, W) of visual tokens of each video, from `[N, 3]` patches before the spatial merge."""
+    return [(t, h // merge_size, w // merge_size) for t, h, w in video_grid_thw.tolist()]
+
+
+def token_maps(values: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+    """Cuts one value per visual token of a sample, `[M]`, into one `[T, H, W]` per video."""
+    sizes = [t * h * w for t, h, w in grids]
+    if sum(sizes) != len(values):
+        raise ValueError(f"The video grids {list(grids)} hold {sum(sizes)} tokens, but there are {len(values)} values.")
+    return [part.reshape(grid) for part, grid in zip(values.split(sizes), grids, strict=True)]
+
+
+def keep_maps(kept_indices: torch.Tensor, video_grid_thw: torch.Tensor, merge_size: int) -> list[torch.Tensor]:
+    """One bool `[T, H, W]` per video: which tokens of each frame were kept, `[n]` indices among those of all videos."""
+    grids = token_grids(video_grid_thw, merge_size)
+    kept = torch.zeros(sum(t * h * w for t, h, w in grids), dtype=torch.bool)
+    kept[kept_indices.cpu()] = True
+    return token_maps(kept, grids)
+
+
+def evidence_intervals(
+    kept_indices: torch.Tensor,
+    relevance: torch.Tensor | None,
+    video_grid_thw: torch.Tensor,
+    second_per_grid_ts: Sequence[float],
+    merge_size: int,
+    strong_share: float = STRONG,
+) -> list[Interval]:
+    """
+    The stretches of the videos that hold strong tokens, one of them with [`SURE`] of the highest relevance at least.
+    Neighbouring grid steps form one stretch.
+
+    What shows a thing may be more than an answer needs: tokens are strong whether or not they were kept.
+
+    Args:
+        kept_indices: `[n]`, indices among the sample's video tokens.
+        relevance: `[M]`; `None` or empty where the selection did not look (every kept token is then as strong, and no
+            other).
+        second_per_grid_ts: seconds that one grid step of each video lasts.
+        video_grid_thw, merge_size: as for [`token_grids`].
+        strong_share: of the highest relevance, what makes a token strong; `evidence_share` of the configuration.
+
+    Returns:
+        intervals, the one with the most relevance first; none if nothing was kept.
+    """
+    if len(kept_indices) == 0:
+        return []
+    grids = token_grids(video_grid_thw, merge_size)
+    weights = torch.zeros(sum(t * h * w for t, h, w in grids), dtype=torch.float64)
+    if relevance is not None and len(relevance):
+        weights = relevance.detach().cpu().double()
+    if weights.sum() == 0:
+        weights[kept_indices.cpu()] = 1.0
+    strong = (weights > 0) & (weights >= strong_share * weights.max())
+    weights = weights / weights.sum()
+    sure = SURE * weights.max()
+
+    intervals = []
+    maps = zip(token_maps(strong, grids), token_maps(weights, grids), second_per_grid_ts, strict=False)
+    for video, (is_strong, weight, seconds) in enumerate(maps):
+        flags = is_strong.any(2).any(1).tolist()
+        for run in (list(run) for flag, run in itertools.groupby(range(len(flags)), flags.__getitem__) if flag):
+            first, last = run[0], run[-1]
+            steps = slice(first, last + 1)
+            if weight[steps].max() < sure:
+                continue
+            box = _bounding_box((weight * is_strong)[steps].sum(0))
+            start, end = first * float(seconds), (last + 1) * float(seconds)
+            intervals.append(Interval(start, end, float(weight[steps].sum()), video, box))
+    return sorted(intervals, key=lambda interval: -interval.weight)
+
+
+def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
+    """
+    (left, top, right, bottom) as fractions of the whole, of the group with the most weight among the cells `[H, W]`
+    that have some. Cells of a group share sides, so that one cell elsewhere does not make the box thrice the object.
+    """
+    height, width = weights.shape
+    groups, left, own = [], dict.fromkeys(map(tuple, weights.nonzero().tolist())), weights.tolist()
+    while left:
+        group = [left.popitem()[0]]
+        for row, column in group:  # which grows meanwhile
+            beside = ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1))
+            group += [cell for cell in beside if left.pop(cell, 0) is None]
+        groups.append(group)
+    rows, columns = zip(*max(groups, key=lambda group: sum(own[y][x] for y, x in group)), strict=True)
+    return min(columns) / width, min(rows) / height, (max(columns) + 1) / width, (max(rows) + 1) / height

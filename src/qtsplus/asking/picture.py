@@ -1,0 +1,202 @@
+"""Draws what an answer rests on: frames and a film with the tokens lit that were kept."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from rich.console import Console
+from rich.progress import track
+
+from ..common.folders import whole_folder
+from ..model.video_qtsplus import VideoFile, open_folder, open_video
+from ..video.encoded import IN_MEMORY, EncodedVideo
+from .evidence import Interval
+from .recall import Remembered
+from .session import Answer
+
+_CLOCK = Fraction(1, 90_000)  # seconds between the times that a frame can have
+_DRAWN = 8  # stretches of evidence in one picture
+
+
+def lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """`[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` `[H, W]` leaves out."""
+    rows = np.arange(frame.shape[0]) * kept.shape[0] // frame.shape[0]
+    columns = np.arange(frame.shape[1]) * kept.shape[1] // frame.shape[1]
+    shown = kept[rows][:, columns]
+    dimmed = frame >> 2
+    dimmed[shown] = frame[shown]
+    return dimmed
+
+
+def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: str | Path) -> None:
+    """
+    Draws what an answer rests on.
+
+    The folder gets `answer.json`, with the kept tokens; and per video `frames.png`, the middle of each stretch of
+    evidence with its box, and `kept.mp4`, these stretches as H.264, one behind the other, with the kept tokens lit.
+    Those of several videos are numbered. A video that was given as frames has neither.
+
+    Args:
+        videos: those that were asked about, by name.
+        folder: as for [`whole_folder`].
+
+    Raises:
+        FileExistsError: the folder holds files that no earlier call wrote.
+        ValueError: a video that cannot be read any more, or is not among these; a stream, whose frames are gone.
+    """
+    for name in answer.keep_maps:
+        if name not in videos or isinstance(videos[name], Remembered):
+            raise ValueError(f"The answer is about {name!r}; expected it among the videos, which are no streams.")
+    with whole_folder(folder) as staging:
+        about = []
+        for number, name in enumerate(answer.keep_maps, 1):
+            suffix = f"-{number}" if len(answer.keep_maps) > 1 else ""
+            about.append(_draw_video(answer, name, videos[name], staging, suffix))
+        text = json.dumps({**answer.as_dict(), "videos": about})
+        (staging / "answer.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _draw_video(answer: Answer, name: str, video: EncodedVideo, folder: Path, suffix: str) -> dict[str, Any]:
+    """Draws the evidence of one video into a folder, and gives what `answer.json` says of it."""
+    kept = answer.keep_maps[name]
+    evidence = [interval for interval in answer.evidence if interval.name == name]
+    about: dict[str, Any] = {
+        "name": name,
+        "start": video.start,
+        "seconds_per_step": float(video.second_per_grid_ts[0]),
+        "grid": list(kept.shape),
+        "kept": kept.flatten().nonzero()[:, 0].tolist(),
+    }
+    if video.video != IN_MEMORY and evidence:
+        about["kept_tokens"] = f"kept{suffix}.mp4"
+        about["frames"] = f"frames{suffix}.png"
+        draw_kept_video(video, kept, folder / about["kept_tokens"], evidence)
+        draw_spans(video, kept, evidence, folder / about["frames"])
+    return about
+
+
+def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Interval], path: str | Path) -> None:
+    """
+    A picture with the frame in the middle of each stretch of evidence, its kept tokens lit, in a box; in order of time.
+
+    Args:
+        kept: bool `[T, H, W]`, tokens.
+        evidence: stretches of this video on a player's clock, at least one, the surest first; eight are drawn.
+    """
+    spans = sorted(evidence[:_DRAWN], key=lambda interval: interval.start)
+    middles = [(interval.start + interval.end) / 2 - video.start for interval in spans]
+    indices = [int(middle * video.metadata.fps) for middle in middles]
+    frames = list(_open(video, indices).decode())
+    figure = Figure(figsize=(2.4 * len(spans), 2.6), layout="constrained")
+    panes = figure.subplots(1, len(spans), squeeze=False)[0]
+    for axes, interval, middle, frame in zip(panes, spans, middles, frames, strict=False):
+        axes.imshow(lit(frame, kept[_step(video, middle, kept)].numpy()))
+        axes.add_patch(_box(interval, frame))
+        axes.set_title(f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}", fontsize=8)
+        axes.axis("off")
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _box(interval: Interval, frame: np.ndarray) -> Rectangle:
+    """The box of a stretch of evidence, in pixels of a frame."""
+    height, width = frame.shape[:2]
+    left, top, right, bottom = interval.box
+    return Rectangle(
+        (left * width, top * height),
+        (right - left) * width,
+        (bottom - top) * height,
+        fill=False,
+        color="tab:orange",
+        linewidth=2,
+    )
+
+
+def draw_kept_video(video: EncodedVideo, kept: torch.Tensor, path: str | Path, evidence: Sequence[Interval]) -> None:
+    """
+    Stretches of a video, one behind the other, as H.264 with the kept tokens lit and the others dimmed.
+
+    Args:
+        kept: bool `[T, H, W]`, tokens.
+        path: where the mp4 goes.
+    """
+    fps = video.metadata.fps
+    indices = _frames_within(video, evidence)
+    opened = _open(video, indices)
+    console = Console(stderr=True)
+    with av.open(str(path), "w") as container:
+        rate = max(Fraction(fps).limit_denominator(1001), Fraction(1, 1001))
+        stream = container.add_stream("libx264", rate=rate, options={"preset": "veryfast"})
+        stream.height = opened.shape[1] // 2 * 2  # H.264 has no odd sides
+        stream.width = opened.shape[2] // 2 * 2
+        stream.pix_fmt = "yuv420p"
+        stream.codec_context.time_base = _CLOCK
+        frames = track(
+            zip(indices, opened.decode(), strict=False),
+            "Drawing",
+            len(indices),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        for number, (index, frame) in enumerate(frames):
+            shown = lit(frame, kept[_step(video, index / fps, kept)].numpy())
+            shown = np.ascontiguousarray(shown[: stream.height, : stream.width])
+            picture = av.VideoFrame.from_ndarray(shown, format="rgb24")
+            picture.pts = round(number / fps / _CLOCK)
+            picture.time_base = _CLOCK
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+
+
+def _frames_within(video: EncodedVideo, evidence: Sequence[Interval]) -> list[int]:
+    """The indices of the frames that some stretches of a video show, ascending; at least one for each stretch."""
+    fps = video.metadata.fps
+    every_index = range(video.metadata.total_num_frames or 0)
+    indices: set[int] = set()
+    for interval in evidence:
+        first = round((interval.start - video.start) * fps)
+        last = round((interval.end - video.start) * fps)
+        indices.update(every_index[first : max(last, first + 1)])
+    return sorted(indices)
+
+
+def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
+    """`[H, W, 3]` uint8: what a player shows of a video at a time; `ValueError` before and behind it."""
+    if video.video == IN_MEMORY:
+        raise ValueError("The video's file is gone or was changed since it was encoded.")
+    end = video.start + video.length
+    if not video.start <= seconds <= end:
+        raise ValueError(f"seconds={seconds:g}; expected {video.start:g} to {end:g}, when the video is shown.")
+    index = int((seconds - video.start) * video.metadata.fps + 1e-3)
+    return next(iter(_open(video, [index]).decode()))
+
+
+def _open(video: EncodedVideo, indices: Sequence[int]) -> VideoFile:
+    """The video's frames of these indices at its own rate, in order."""
+    if not Path(video.video).is_dir():
+        end = video.start + video.length - 0.5 / video.metadata.fps
+        return open_video(video.video, lambda total, _: np.clip(indices, 0, total - 1), (video.start, end))
+    folder = open_folder(video.video, video.metadata.fps)
+    return replace(folder, decode=lambda: _pick(folder, indices))
+
+
+def _pick(folder: VideoFile, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    places = [min(index, folder.shape[0] - 1) for index in indices]
+    frames = {index: frame for index, frame in enumerate(folder.decode()) if index in places}
+    return (frames[place] for place in places)
+
+
+def _step(video: EncodedVideo, seconds: float, kept: torch.Tensor) -> int:
+    """The step of the grid of tokens that shows a time from the first frame on."""
+    return min(bisect_right(video.steps, seconds + 1e-6), len(kept)) - 1

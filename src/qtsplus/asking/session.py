@@ -1,0 +1,149 @@
+"""Asks a model about videos that are encoded once, any number of times, and says what each answer rests on."""
+
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..common.files import printable
+from ..common.validation import check_count
+from ..hub.loading import load as load
+from ..model.decoding_qtsplus import is_address
+from ..video.encoded import EncodedVideo, encode
+from .answers import Answer, answer_questions, check_name, check_question
+from .answers import prompt_inputs as prompt_inputs
+
+EARLIER = 100  # questions of a conversation that the next one knows, with their answers
+
+
+def ask(
+    model: Any,
+    processor: Any,
+    video: Any,
+    question: str,
+    *,
+    fps: float | None = None,
+    subtitles: int | None = None,
+    **options: Any,
+) -> Answer:
+    """
+    Asks one question about one video.
+
+    Args:
+        model, processor: as [`load`] gives them.
+        video: whatever [`encode`] takes; or what it has made of one, for another question.
+        question: the text; special tokens in it, such as `<|im_end|>`, are text too.
+        fps: as for [`encode`], of a video that was not encoded before.
+        subtitles, options: as for [`answer_questions`].
+
+    Raises:
+        ValueError: a question that is empty or longer than the model's positions, a video that cannot be read, frames
+            without `fps`, `fps` for a video that was encoded before, a retention out of its range.
+    """
+    check_question(model, processor, question)
+    timings: dict[str, float] = {}
+    if not isinstance(video, EncodedVideo):
+        video = encode(model, processor, video, fps=fps, subtitles=subtitles is not None)
+        timings["encode"] = video.seconds
+    elif fps is not None:
+        raise ValueError(f"Got {fps=} for a video that was encoded before; give it to `encode`.")
+    (answer,) = answer_questions(model, processor, {video.video: video}, [question], subtitles=subtitles, **options)
+    return replace(answer, timings={**timings, **answer.timings})
+
+
+class VideoSession:
+    """Videos that are encoded once and asked about again and again; those of a question compete for one budget."""
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.model, self.processor = model, processor
+        self.videos: dict[str, EncodedVideo] = {}
+        self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
+        self.left_out = 0  # questions of the conversation that `turns` no longer holds
+        self._talking = threading.Lock()
+
+    @property
+    def names(self) -> list[str]:
+        """The videos' names, in the order in which the model sees them."""
+        return [*self.videos]
+
+    def add(self, video: Any, name: str | None = None, **options: Any) -> str:
+        """
+        Adds a video and returns its name.
+
+        Args:
+            video: whatever [`encode`] takes, or what it has made of one.
+            name: what prompts and answers call it; the file's name by default, with a number where that is taken.
+            options: as for [`encode`], such as `fps`.
+
+        Raises:
+            ValueError: a name that is empty or taken; options for what was encoded before; as [`encode`].
+        """
+        if name is not None and check_name(name) in self.names:
+            raise ValueError(f"The name {name!r} is taken; name the video otherwise.")
+        if options and isinstance(video, EncodedVideo):
+            raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
+        encoded = video if isinstance(video, EncodedVideo) else encode(self.model, self.processor, video, **options)
+        place = urlsplit(encoded.video).path if is_address(encoded.video) else encoded.video
+        own = printable(PurePath(place).name) or "video"
+        numbered = (f"{own} ({number})" for number in itertools.count(2))
+        name = name or next(one for one in itertools.chain([own], numbered) if one not in self.videos)
+        self.videos[name] = encoded
+        return name
+
+    def remove(self, name: str) -> None:
+        """Forgets a video; `ValueError` if there is none of that name."""
+        self._check_names([name])
+        del self.videos[name]
+
+    def ask(self, question: str, videos: Sequence[str] | None = None, **generation: Any) -> Answer:
+        """Answers a question about all or some `videos`, by name, as [`answer_questions`] does."""
+        return self.ask_many([question], videos, **generation)[0]
+
+    def ask_many(
+        self, questions: Sequence[str], videos: Sequence[str] | None = None, *, batch_size: int = 16, **generation: Any
+    ) -> list[Answer]:
+        """As [`VideoSession.ask`] for each question, `batch_size` of them in one batch."""
+        if isinstance(questions, str) or not isinstance(questions, Iterable):
+            raise ValueError(f"Got {questions!r}; expected a list of questions.")
+        check_count("batch_size", batch_size, "questions")
+        names = self.names if videos is None else videos
+        self._check_names(names)
+        chosen, questions, answers = {name: self.videos[name] for name in names}, list(questions), []
+        for first in range(0, len(questions), batch_size):
+            batch = questions[first : first + batch_size]
+            answers += answer_questions(self.model, self.processor, chosen, batch, **generation)
+        return answers
+
+    def chat(self, question: str, **generation: Any) -> Answer:
+        """
+        Answers a question that knows those before and their answers.
+
+        The model reads the whole conversation, with the visual tokens that this question's own words choose: a
+        follow-up should name what it is about. The oldest turns are left out where there are more than 100 questions,
+        or where the model has no positions for them; a warning of the answer says so. Threads take turns.
+        """
+        with self._talking:
+            answer = self.ask(question, turns=self.turns, **generation)
+            if self.left_out:
+                warning = f"A conversation keeps its last {EARLIER} questions. Left out, the oldest: {self.left_out}."
+                answer = replace(answer, warnings=[*answer.warnings, warning])
+            turns = [*self.turns, question, answer.answer]
+            self.turns = turns[-2 * EARLIER :]
+            self.left_out += (len(turns) - len(self.turns)) // 2
+        return answer
+
+    def reset(self) -> None:
+        """Ends the conversation; the videos stay."""
+        with self._talking:
+            self.turns = []
+            self.left_out = 0
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        if not isinstance(names, (list, tuple)):
+            raise ValueError(f"videos={names!r}; expected a list of names.")
+        for name in names:
+            if name not in self.names:
+                raise ValueError(f"There is no video {name!r}; expected some of {', '.join(self.names) or 'none'}.")

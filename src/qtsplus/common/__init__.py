@@ -1,0 +1,1 @@
+"""What several rooms share and no user imports: files, journals, validation."""

@@ -1,0 +1,140 @@
+"""Output folders that appear whole or not at all, and never eat a user's files."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+
+from .files import check_folder, listed, locked, whole_file
+
+# In every folder that is written here: what was written, so that a later run replaces that and nothing else.
+WRITTEN = ".qtsplus-files.json"
+# What Transformers and its parsers raise for a file that is there, but not what its name says.
+_SPEAKING = (OSError, ValueError, ImportError, StrictDataclassError)
+_CODE = (TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError)
+_BROKEN = (*_SPEAKING, *_CODE, UnpicklingError, SafetensorError, TemplateError)
+
+
+@contextmanager
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """
+    A folder beside the target to write to; it takes the target's place when the block ends without an error. What an
+    earlier run wrote there is replaced.
+
+    Raises:
+        FileExistsError: the folder holds other files, or some that were changed since.
+        ValueError: an empty name; the folder is a file or cannot be written, or another process writes it.
+    """
+    folder = check_own(folder)
+    with _sole_writer(folder):
+        staging = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
+        staging.mkdir()
+        try:
+            yield staging
+            (staging / WRITTEN).write_text(json.dumps(_files(staging), indent=2) + "\n", encoding="utf-8")
+            _move(staging, folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_own(folder: str | Path) -> Path:
+    """The folder of [`whole_folder`], before anything is computed for it; raises as that does."""
+    folder = check_folder(folder).resolve()
+    if (folder / WRITTEN).is_file():
+        others = sorted(_files(folder).keys() - _unchanged(folder))
+    else:
+        others = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if others:
+        raise FileExistsError(
+            f"{folder} holds files that an earlier run did not write, or that were changed since "
+            f"({listed(others)}); choose another folder, or move them away."
+        )
+    return folder
+
+
+@contextmanager
+def _sole_writer(folder: Path) -> Iterator[None]:
+    """Holds a lock beside the folder."""
+    path = folder.with_name(f".{folder.name}.lock")
+    try:
+        lock = locked(path, f"is writing {folder}")
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error}); choose another folder.") from error
+    with lock:
+        try:
+            yield
+        finally:
+            # Removed while it is held: who waits for it sees that its file is gone. Windows keeps it until then.
+            with suppress(PermissionError):
+                path.unlink()
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Raises one `ValueError` that names the file, whatever reading it raises."""
+    try:
+        yield
+    except Exception as error:
+        # What the library of tokenizers raises is of no kind of its own: such as for merges outside of the vocabulary.
+        if not isinstance(error, _BROKEN) and type(error) is not Exception:
+            raise
+        kind = "" if isinstance(error, _SPEAKING) else f"{type(error).__name__}: "
+        raise ValueError(f"{what} cannot be used: {kind}{' '.join(str(error).split())}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; a `ValueError` for no such file, one that cannot be read, or other content."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no {path}.") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object.")
+    return content
+
+
+def update_json(path: Path, drop: tuple[str, ...] = (), **values: Any) -> None:
+    """Sets and removes keys of a JSON file."""
+    content = {name: value for name, value in {**read_json(path), **values}.items() if name not in drop}
+    with whole_file(path) as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+
+
+def _move(staging: Path, folder: Path) -> None:
+    if not folder.exists():
+        staging.rename(folder)
+        return
+    # The configuration goes first and comes last: without it nothing loads.
+    (folder / "config.json").unlink(missing_ok=True)
+    for name in _unchanged(folder):
+        (folder / name).unlink(missing_ok=True)
+    for name in sorted([*_files(staging), WRITTEN], key=lambda name: name == "config.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (staging / name).replace(folder / name)
+
+
+def _files(folder: Path) -> dict[str, list[int]]:
+    """Size and time of change of every file below a folder, by its name in there."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    stats = {path.relative_to(folder).as_posix(): path.lstat() for path in paths if "__pycache__" not in path.parts}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items() if name != WRITTEN}
+
+
+def _unchanged(folder: Path) -> set[str]:
+    """The files of a folder that are as an earlier run left them."""
+    if not (folder / WRITTEN).is_file():
+        return set()
+    written = read_json(folder / WRITTEN)
+    return {name for name, state in _files(folder).items() if written.get(name) == state}

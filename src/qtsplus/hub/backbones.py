@@ -1,0 +1,78 @@
+"""The classes of every backbone, by the `model_type` of its configuration."""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+_QWEN = ("configuration_qtsplus", "modeling_qtsplus", "processing_qtsplus")
+_FRAMES = ("modeling_qtsplus_frames",) * 3
+# By the `model_type` of the stock model: where configuration, models and processor are, and how their names begin.
+_BACKBONES = {
+    "qwen2_5_vl": (*_QWEN, "Qwen2_5_VLQTSplus"),
+    "qwen2_vl": (*_QWEN, "Qwen2VLQTSplus"),
+    "qwen3_vl": (*_QWEN, "Qwen3VLQTSplus"),
+    "qwen3_5": (*_QWEN, "Qwen3_5QTSplus"),
+    "internvl": (*_FRAMES, "InternVLQTSplus"),
+    "llava_onevision": (*_FRAMES, "LlavaOnevisionQTSplus"),
+}
+OURS = "_qtsplus"  # what our types have behind those of the stock models
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """Our classes, and those of Transformers that they derive from."""
+
+    config: Any
+    model: Any  # with a head
+    processor: Any
+
+    @property
+    def stock_model(self) -> Any:
+        return self.model.stock_class
+
+    @property
+    def stock_config(self) -> Any:
+        return self.stock_model.config_class
+
+
+def model_types() -> list[str]:
+    """The types of our models, sorted."""
+    return sorted(name + OURS for name in _BACKBONES)
+
+
+def class_modules() -> dict[str, str]:
+    """The module of each of our classes, by its name."""
+    modules: dict[str, str] = {}
+    for config, model, processor, prefix in _BACKBONES.values():
+        names = {"Config": config, "Model": model, "ForConditionalGeneration": model, "Processor": processor}
+        modules |= {prefix + kind: module for kind, module in names.items()}
+    return modules
+
+
+def backbone_of(model_type: str | None) -> Backbone:
+    """The classes of our model type (`"internvl_qtsplus"`) or the stock one (`"internvl"`); `ValueError` for others."""
+    name = (model_type or "").removesuffix(OURS)
+    if name not in _BACKBONES:
+        raise ValueError(
+            f"There is no backbone of type {model_type!r}; expected one of {', '.join(sorted(_BACKBONES))}, or ours of "
+            f"these, with {OURS!r} behind."
+        )
+    *modules, prefix = _BACKBONES[name]
+    kinds = zip(modules, ("Config", "ForConditionalGeneration", "Processor"), strict=True)
+    return Backbone(*(getattr(import_module(f".{module}", __package__), prefix + kind) for module, kind in kinds))
+
+
+@cache
+def register_backbones() -> None:
+    """Makes Transformers' Auto classes take these classes for our models, in the place of a folder's own code."""
+    import transformers
+
+    from ..model.generation_qtsplus import MODEL_AUTO_CLASSES
+
+    for model_type in model_types():
+        backbone = backbone_of(model_type)
+        transformers.AutoConfig.register(model_type, backbone.config, exist_ok=True)
+        transformers.AutoProcessor.register(backbone.config, backbone.processor, exist_ok=True)
+        for name in MODEL_AUTO_CLASSES:
+            getattr(transformers, name).register(backbone.config, backbone.model, exist_ok=True)

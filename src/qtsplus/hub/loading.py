@@ -1,0 +1,244 @@
+"""Loads a model and its processor with this package's classes, and says beforehand what cannot be one.
+
+No folder's own Python runs: that is for Transformers without this package. Its Auto classes too give ours from here on.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import find_adapter_config_file
+
+from ..common.files import first_line
+from ..common.folders import read_json, reading
+from ..common.validation import check_count, check_path, show
+from .backbones import backbone_of, register_backbones
+from .checkpoint import INDEX, weight_map
+from .templates import check_template
+
+register_backbones()
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # legacy ones without an owner hold none of our models
+
+_PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
+_SIZES = ("patch_size", "merge_size", "temporal_patch_size")
+_A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Who?"}]}]
+
+
+def load(
+    model: str | Path, device: str | None = None, dtype: str = "auto", revision: str | None = None
+) -> tuple[Any, Any]:
+    """
+    Loads a model and its processor.
+
+    Args:
+        model: a folder or a Hub id.
+        device: such as `"cuda"` or `"cpu"`; a GPU where there is one when absent.
+        dtype: of the weights, such as `"bfloat16"`; `"auto"` is the checkpoint's.
+        revision: of a model on the Hub: a branch, a tag or a commit.
+
+    Raises:
+        ValueError: no such folder or repository; one without a QTSplus model or its processor, with a broken file, or
+            of a later version that this one cannot read; a device that cannot be used; a revision of a folder.
+    """
+    device = find_device(device)
+    processor = load_processor(model, revision)
+    backbone = backbone_of(stored_config(model, revision).get("model_type"))
+    if Path(model, INDEX).is_file():
+        weight_map(Path(model, INDEX))
+    with reading(f"The model {str(model)!r}"):
+        loaded = backbone.model.from_pretrained(model, dtype=dtype, revision=revision)
+    loaded = loaded.to(device).eval()
+    for name, weight in loaded.named_parameters():
+        if not all(is_finite(part) for part in stored_parts(weight)):
+            raise ValueError(
+                f"The weights of {str(model)!r} hold NaN or infinity, such as {name}; copy or train the model again."
+            )
+    check_values(str(model), loaded.generation_config.to_dict())
+    with reading(f"The model {str(model)!r}"), torch.inference_mode():  # values that do not fit each other
+        loaded(input_ids=torch.zeros(1, 2, dtype=torch.long, device=loaded.device))
+    return loaded, processor
+
+
+def stored_parts(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold a weight: itself, or the numbers and scales of a quantized one, which cannot be summed."""
+    if not is_traceable_wrapper_subclass(weight):
+        return [weight]
+    names, _ = weight.__tensor_flatten__()
+    return [part for name in names for part in stored_parts(getattr(weight, name))]
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity."""
+    if not tensor.is_floating_point():
+        return True
+    if tensor.dtype.itemsize == 1:  # float8 has no sums
+        tensor = tensor.to(torch.bfloat16)
+    wide = torch.promote_types(tensor.dtype, torch.float32)  # in float16 the sum of good weights can be infinite
+    return bool(tensor.sum(dtype=wide).isfinite())
+
+
+def check_values(what: str, values: Any, name: str = "") -> None:
+    """
+    Raises `ValueError` for what no configuration of a model may hold, and Transformers takes: numbers that are not
+    finite, an epsilon that is none, and ids of tokens that are no whole numbers. `name` is that of the field.
+    """
+    if name.endswith("_token_id") and values is not None:
+        ids = values if isinstance(values, list) else [values]
+        wrong = [one for one in ids if type(one) is not int]
+        if wrong:
+            raise ValueError(f"{what} has {name}={show(values)}; expected the number of a token, or a list of some.")
+    if isinstance(values, dict):
+        for key, value in values.items():
+            check_values(what, value, str(key))
+        return
+    if isinstance(values, list):
+        for value in values:
+            check_values(what, value, name)
+    elif (isinstance(values, float) and not math.isfinite(values)) or (type(values) is int and abs(values) >= 2**63):
+        raise ValueError(f"{what} has {name}={show(values)}; expected a finite number.")
+    elif name.endswith(("_eps", "_epsilon")) and not (isinstance(values, (int, float)) and 0 <= values < 1):
+        raise ValueError(f"{what} has {name}={show(values)}; expected a number from 0 to 1, such as 1e-6.")
+
+
+def load_processor(model: str | Path, revision: str | None = None) -> Any:
+    """The processor alone, see [`load`]."""
+    check_model(model, revision)
+    processor = processor_of(model, load_config(model, revision), revision)
+    templates = processor.chat_template
+    for template in templates.values() if isinstance(templates, dict) else [templates or ""]:
+        inputs = {"messages": _A_QUESTION, "add_generation_prompt": True}
+        check_template(template, f"The folder {str(model)!r}", **inputs, **processor.tokenizer.special_tokens_map)
+    with reading(f"The processor of {str(model)!r}"):
+        processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+    return processor
+
+
+def load_config(model: str | Path, revision: str | None = None) -> Any:
+    """The configuration of one of our models; `ValueError` for another, and for a broken one."""
+    backbone = backbone_of(stored_config(model, revision).get("model_type"))
+    with reading(Path(model, "config.json")):
+        return backbone.config.from_pretrained(model, revision=revision)
+
+
+def load_generation_config(folder: Path) -> GenerationConfig | None:
+    """The generation configuration, where there is one."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return None
+    check_values(str(path), read_json(path))
+    with reading(path):
+        return GenerationConfig.from_pretrained(folder)
+
+
+def processor_of(model: str | Path, config: Any, revision: str | None = None) -> Any:
+    """
+    The processor of a folder or a Hub repository, with the class for a model's configuration, ours or the stock one.
+    A `ValueError` where a file is broken or the tokenizer has no words.
+    """
+    for path in [*Path(model).glob("*processor_config.json"), *Path(model).glob("tokenizer*.json")]:
+        if path.exists():
+            read_json(path)
+    backbone = backbone_of(config.model_type)
+    with reading(f"The processor of {model}"):
+        processor = backbone.processor.from_pretrained(model, config=config, revision=revision, trust_remote_code=False)
+    for name in _SIZES:
+        value = getattr(processor.video_processor, name, None)
+        if value is not None:
+            check_count(f"{model}: {name} of the video processor", value, "pixels, patches or frames")
+    # Transformers makes a tokenizer of only the special tokens where the file is missing.
+    if len(processor.tokenizer) <= len(processor.tokenizer.added_tokens_decoder):
+        raise ValueError(f"{model} has a tokenizer without words; expected a tokenizer.json, or vocab and merges.")
+    if isinstance(config, backbone.config):  # and not a stock one, which does not say
+        processor.follow(config)
+    return processor
+
+
+def stored_config(model: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """
+    What the config.json of a folder or a Hub repository holds.
+
+    Raises:
+        ValueError: no such folder or repository, or none with a config.json; an adapter; a revision of a folder.
+    """
+    name = str(check_path("model", model))
+    if revision is not None and Path(model).is_dir():
+        raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
+    if not name.strip():
+        raise ValueError("The model's name is empty; expected a folder or a Hub id, such as ORG/NAME.")
+    if Path(model).is_dir():
+        refuse_adapter(model)
+        if not Path(model, "config.json").exists():
+            raise ValueError(f"There is no config.json in {name!r}; expected the folder of a model.")
+        if odd := [path for path in Path(model).iterdir() if path.exists() and not (path.is_file() or path.is_dir())]:
+            raise ValueError(f"{odd[0]} is a pipe or a device; expected the files of a model.")
+        return _checked(read_json(Path(model, "config.json")), name)
+    if not _HUB_ID.fullmatch(name):
+        raise ValueError(f"There is no folder {name!r}; expected one, or a Hub id such as ORG/NAME.")
+    try:
+        refuse_adapter(model, revision)
+        config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    except OSError as error:
+        raise ValueError(f"There is no folder {name!r}, and the Hub did not give it: {first_line(error)}") from error
+    if not config:
+        raise ValueError(f"There is no config.json in {name!r}; expected the repository of a model.")
+    return _checked(config, name)
+
+
+def _checked(config: dict[str, Any], name: str) -> dict[str, Any]:
+    check_values(f"The config.json of {name!r}", config)
+    return _without_kernels(config, name)
+
+
+def _without_kernels(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Raises `ValueError` for attention that is called like a repository: Transformers fetches it and runs its code."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+            if "/" in (kernel := json.dumps(part.get(key))):
+                raise ValueError(f"{name!r} names the kernel {kernel} in config.json, whose code does not run here.")
+    return config
+
+
+def stored_dtype(model: str | Path, revision: str | None = None) -> str:
+    """What a model's configuration says of its weights, for vLLM: its own "auto" shortens float32."""
+    config = stored_config(model, revision)
+    return config.get("dtype") or config.get("torch_dtype") or "auto"
+
+
+def find_device(device: str | None) -> str:
+    """The device that was asked for, or else a GPU where there is one; `ValueError` if it cannot be used."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"The device {device!r} cannot be used: {first_line(error)}") from error
+    if torch.device(device).type == "meta":
+        raise ValueError("The device 'meta' holds no values and cannot answer; expected one such as 'cpu' or 'cuda'.")
+    return device
+
+
+def check_model(model: str | Path, revision: str | None = None) -> None:
+    """A `ValueError` for what cannot be a model with a selector; see [`load`]."""
+    name, config = str(model), stored_config(model, revision)
+    if "qtsplus_config" not in config:
+        raise ValueError(
+            f"{name!r} is no QTSplus model: its model_type is {config.get('model_type')!r}. Make one of it with "
+            f"`qtsplus convert {name} --out FOLDER`."
+        )
+    for names in _PROCESSOR:
+        if Path(model).is_dir() and not any(Path(model, file).is_file() for file in names):
+            raise ValueError(
+                f"The folder {name!r} holds no processor; expected {names[0]} beside the weights. Save it there with "
+                "`processor.save_pretrained`."
+            )
+
+
+def refuse_adapter(model: str | Path, revision: str | None = None) -> None:
+    """Raises `ValueError` for a PEFT adapter: it has the weights of no whole model, and names any other as its base."""
+    if find_adapter_config_file(str(model), revision=revision) is not None:
+        raise ValueError(f"{model} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")

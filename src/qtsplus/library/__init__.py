@@ -1,0 +1,1 @@
+"""Videos on disk, and which of them to ask."""

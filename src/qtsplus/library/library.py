@@ -1,0 +1,414 @@
+"""A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
+
+import fnmatch
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import AfterValidator, Discriminator, Tag, with_config
+from typing_extensions import NotRequired, TypedDict
+
+from ..asking.answers import placed
+from ..asking.evidence import Interval, evidence_intervals
+from ..asking.ranking import Piece, Ranking, Scorer, keys_fingerprint
+from ..asking.session import Answer, answer_questions
+from ..common.files import counted, printable
+from ..common.journals import STORED, Journal, Key, Line, Schema
+from ..common.validation import check_count, check_path, show
+from ..data.media import VIDEO_SUFFIXES
+from ..hub.loading import load
+from ..video.encoded import IN_MEMORY, EncodedVideo
+from ..video.storage import Digest, KeyedVideo, State, Stored, film_state, fingerprint, load_keys, load_video, measure
+
+Names = Sequence[str] | None  # of videos
+Window = tuple[float, float]  # seconds on a player's clock
+EVER = (-math.inf, math.inf)
+INDEX = "library.jsonl"
+KEPT = 2**14  # videos that stay open
+MADE = 0  # the key of the line on what the library was made of; the other keys are names of videos
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or "\0" in name or ".." in path.parts or path.suffix.lower() not in VIDEO_SUFFIXES:
+        raise ValueError(f"is {show(name)}; expected the path of a video inside the folder that was indexed")
+    return name
+
+
+def known_model(made_by: str, name: str, revision: str | None) -> Path:
+    """
+    The empty file that is there once this user has indexed with a model of this [`fingerprint`] and name: a library
+    from elsewhere can have no other loaded.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    digest = hashlib.sha256(json.dumps([made_by, name, revision]).encode()).hexdigest()
+    return Path(cache, "qtsplus", "models", digest)
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises `ValueError` for a library with links, which could lead out of it."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.is_symlink():
+            raise ValueError(f"{str(path)!r} is a link; expected a library, which holds none: remove it.")
+
+
+@with_config(STORED)
+class Entry(State):
+    """What a library knows of a film: its file's state and content, and its features or why there are none."""
+
+    content: Digest | None
+    error: str | None
+    features: Stored | None
+    labels: NotRequired[dict[str, str]]  # the user's, such as of a camera
+
+
+@with_config(STORED)
+class Made(TypedDict):
+    """What a library was made of: a model, where no name stands for the bundled one, and a folder of films."""
+
+    model: str | None
+    revision: str | None
+    videos: str
+
+
+@with_config(STORED)
+class _Settings(TypedDict):
+    made_by: Digest
+    dtype: Literal["auto"]
+    fps: float | None
+    num_frames: int | None
+    min_frames: int | None
+    max_frames: int | None
+    start: float | None
+    end: float | None
+    max_pixels: int | None
+
+
+_Film = Line[Annotated[str, AfterValidator(_inside)], Entry | None]  # of a film that has left, `None`
+_Line = Annotated[
+    Annotated[Line[Literal[0], Made], Tag("made")] | Annotated[_Film, Tag("film")],
+    Discriminator(lambda line: "made" if line.get("key") == MADE else "film"),
+]
+
+
+class Index(Journal):
+    """What a library holds: by the name of each video what is known of it."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any] | None = None, mend: bool = False):
+        self.folder = folder
+        refuse_links(folder)
+        if settings is None and not (folder / INDEX).is_file():
+            raise ValueError(f"There is no library in {str(folder)!r}; make it: `qtsplus index VIDEOS --out {folder}`.")
+        schema = Schema(_Settings, _Line, remedy="run `qtsplus index` again")
+        super().__init__(folder / INDEX, settings, schema, mend=mend)
+
+    @property
+    def made(self) -> Made:
+        """A `ValueError` if it was not written yet."""
+        if MADE not in self.done:
+            raise ValueError(f"The library {self.folder} was only begun: run `qtsplus index` to its end.")
+        return self.done[MADE]
+
+    @property
+    def model(self) -> tuple[str | None, str | None]:
+        """
+        The name and the revision of the model that made it, as this user has indexed with it, no name for the bundled
+        one; a `ValueError` for any other, whose name is only a stranger's word, and for one that is gone.
+        """
+        name = self.made["model"]
+        revision = self.made["revision"]
+        if name is None:
+            return None, None
+        if not known_model(self.settings["made_by"], name, revision).is_file():
+            raise ValueError(
+                f"{self.folder} was made with the model {name!r}, with which nothing was indexed on this machine: name "
+                "it with --model if you trust it."
+            )
+        if os.path.isabs(name) and not os.path.isdir(name):
+            raise ValueError(f"{self.folder} was made with the model in {name}, which is gone: name where it is now.")
+        return name, revision
+
+    @property
+    def videos(self) -> Path:
+        """The folder that was indexed last."""
+        return Path(self.made["videos"])
+
+    def add(self, key: Key, value: Any) -> None:
+        super().add(key, value)
+        self.__dict__.pop("entries", None)
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """In the order of their names."""
+        entries = {}
+        for name in sorted(key for key in self.done if isinstance(key, str)):
+            entry = self.done[name]
+            if entry is not None:
+                entries[name] = entry
+        return entries
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The file with the features of each video that was encoded; a `ValueError` for a damaged file."""
+        files = {}
+        for name, entry in self.entries.items():
+            file = self.file(entry)
+            if entry["features"] is None or not file.exists():
+                continue
+            if file.stat().st_size != entry["features"]["size"]:
+                raise ValueError(f"{file}, what was stored of {name}, is damaged: run `qtsplus index` again.")
+            files[name] = file
+        return files
+
+    def file(self, entry: Entry) -> Path:
+        """Where the features of a video are."""
+        return self.folder / f"{str(entry['content'])[:32]}.safetensors"
+
+    def keys_file(self, entry: Entry) -> Path:
+        """Where the keys of a video are: what a selector compares with a question, in 8 bits."""
+        return self.file(entry).with_suffix(".keys")
+
+    def load_keys(self, entry: Entry, model: Any, selector: str | None) -> KeyedVideo | None:
+        """
+        The keys of a video for a model's selector, by its [`keys_fingerprint`]; `None` where there are none, a
+        `ValueError` for damaged ones.
+        """
+        path = self.keys_file(entry)
+        if selector is None or entry["features"] is None or not path.exists():
+            return None
+        made_from = {
+            "made_by": selector,
+            "features": entry["features"]["digest"],
+        }
+        layer = model.model.qtsplus.scoring_layers[-1]
+        return load_keys(path, model, layer.k_proj.out_features, made_from)
+
+    def require(self, made_by: str) -> None:
+        if self.settings["made_by"] != made_by:
+            raise ValueError(
+                f"{self.folder} was made with another vision tower or processor than this model's, or with weights of "
+                f"another dtype: name the model that made it, {self.made['model'] or 'the bundled one'}, "
+                "or index the videos into another folder."
+            )
+
+
+def clock(seconds: float) -> str:
+    """As a player shows it."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Library:
+    """Videos that [`index`] has encoded. Questions read their features from disk and never the videos."""
+
+    def __init__(self, folder: str | Path, model: Any, processor: Any):
+        self.folder = Path(check_path("folder", folder))
+        self.model = model
+        self.processor = processor
+        self.index = Index(self.folder)
+        self.made_by = fingerprint(model, processor)
+        self.selector = keys_fingerprint(model)
+        self.index.require(self.made_by)
+        self.files = self.index.files
+        self.names = list(self.files)  # the videos' paths in the folder that was indexed
+        if not self.files:
+            raise ValueError(f"The library {folder} holds no video: run `qtsplus index` to its end; see what it says.")
+        # Those that are neither encoded nor known to be bad, as after an index that was interrupted.
+        self.missing = []
+        for name, entry in self.index.entries.items():
+            if name not in self.files and entry["error"] is None:
+                self.missing.append(name)
+        self.warnings: list[str] = []  # of every answer
+        if self.missing:
+            waiting = counted(len(self.missing), "video")
+            self.warnings.append(f"Not encoded yet: {waiting} of the library. Run `qtsplus index` again.")
+        self._whole: set[str] = set()  # those whose every byte was checked, as they are read for the first time
+        self._read_once = lru_cache(maxsize=KEPT)(self._read)
+        self._read_keys_once = lru_cache(maxsize=KEPT)(self._read_keys)
+        self._content = lru_cache(maxsize=None)(lambda path, changed: measure(path)["digest"])
+
+    @classmethod
+    def open(cls, folder: str | Path, device: str | None = None) -> "Library":
+        """A library with the model that made it; as [`Library`] and `load`."""
+        from ..hub.files import bundled_model
+
+        name, revision = Index(Path(folder)).model
+        model, processor = load(name or bundled_model(), device, revision=revision)
+        return cls(folder, model, processor)
+
+    def select(self, pattern: str = "*", labels: Mapping[str, str] | None = None) -> list[str]:
+        """The names of the videos that are like `"door/*"`, and have these labels of [`index`]."""
+        wanted = (labels or {}).items()
+        entries = self.index.entries
+        selected = []
+        for name in fnmatch.filter(self.names, pattern):
+            labels_of_video = entries[name].get("labels", {})
+            if wanted <= labels_of_video.items():
+                selected.append(name)
+        return selected
+
+    def find(self, question: str, top: int = 10, names: Names = None, window: Window = EVER) -> list[Interval]:
+        """
+        The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
+        Their `weight` is the relevance of the best token among all tokens that are asked about: those of the library,
+        or of the videos of `names`, that are shown in a window of seconds. Keys in 8 bits estimate it.
+        """
+        check_count("top", top, "moments")
+        scorer, ranking = self._rank(question, names, window, top)
+        moments: list[Interval] = []
+        for piece in ranking.pieces[:top]:
+            best_weight = math.exp(piece.peak - ranking.total)
+            if len(moments) == top and moments[-1].weight >= best_weight:
+                break  # nothing in it, or in those behind it, is better
+            moments += self._moments(scorer, piece, ranking.total)
+            moments = sorted(moments, key=lambda moment: -moment.weight)[:top]
+        return moments
+
+    def ask(self, question: str, pieces: int = 1, names: Names = None, window: Window = EVER, **options: Any) -> Answer:
+        """
+        Answers a question from the video that ranks first, or from several, whose tokens compete for one budget.
+
+        Args:
+            pieces: from how many, where long videos count by their pieces. The bundled model has learned from prompts
+                of one video, and from more it answers worse.
+            names, window: what is asked about, as for [`find`].
+            options: as for `answer_questions`. Evidence and keep maps are those of whole files.
+        """
+        check_count("pieces", pieces, "videos or pieces of them")
+        _, ranking = self._rank(question, names, window, pieces)
+        return self.ask_pieces(question, ranking.pieces[:pieces], **options)
+
+    def ask_pieces(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
+        """Answers a question from these pieces alone, which stand in the prompt with their names and times."""
+        pieces = sorted(pieces, key=lambda piece: (piece.name, piece.first))
+        videos = {piece.name: self.stored(piece.name) for piece in pieces}
+        parts: dict[str, EncodedVideo] = {}
+        for piece in pieces:
+            part = piece.cut(videos[piece.name])
+            begin = clock(part.start)
+            end = clock(part.start + part.length)
+            label = f"{printable(piece.name)}, {begin} to {end}"
+            if label in parts:
+                label = f"{label} ({len(parts) + 1})"
+            parts[label] = part
+        (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
+        maps: dict[str, torch.Tensor] = {}
+        for piece, kept in zip(pieces, answer.keep_maps.values(), strict=True):
+            if piece.name not in maps:
+                maps[piece.name] = kept.new_zeros(videos[piece.name].count, *kept.shape[1:])
+            maps[piece.name][piece.first : piece.last] = kept
+        evidence = []
+        for interval in answer.evidence:
+            name = pieces[interval.video].name
+            evidence.append(replace(interval, name=name))
+        return replace(
+            answer,
+            video=", ".join(maps),
+            evidence=evidence,
+            keep_maps=maps,
+            warnings=answer.warnings + self.warnings,
+        )
+
+    def film(self, name: str) -> EncodedVideo:
+        """A video with the path of its file, to be drawn; that is [`IN_MEMORY`] where it is gone or was changed."""
+        path = self.index.videos / name
+        entry = self.index.entries[name]
+        video = replace(self.stored(name), video=IN_MEMORY)
+        if not path.is_file() or not film_state(path).items() <= entry.items():
+            return video
+        # The path may be a stranger's word: a film that he has not seen is not shown.
+        content = self._content(path, path.stat().st_ctime_ns)
+        if content != entry["content"]:
+            return video
+        return replace(video, video=str(path))
+
+    def stored(self, name: str) -> EncodedVideo:
+        """A video without its file."""
+        return self._read_once(name, _changed(self.files[name]))
+
+    def _read(self, name: str, changed: int | None) -> EncodedVideo:
+        stored = None
+        if name not in self._whole:
+            stored = self.index.entries[name]["features"]
+        video = load_video(self.files[name], self.made_by, self.model, stored)
+        self._whole.add(name)
+        return replace(video, video=name)
+
+    def _read_keys(self, name: str, changed: int | None) -> KeyedVideo | None:
+        return self.index.load_keys(self.index.entries[name], self.model, self.selector)
+
+    def _searched(self, name: str) -> EncodedVideo | KeyedVideo:
+        """The keys of a video, or where there are none for this selector its features."""
+        keys_file = self.index.keys_file(self.index.entries[name])
+        keyed = self._read_keys_once(name, _changed(keys_file))
+        if keyed is None:
+            return self.stored(name)
+        return keyed
+
+    @torch.no_grad()
+    def _rank(self, question: str, names: Names = None, window: Window = EVER, top: int = 1) -> tuple[Scorer, Ranking]:
+        """The `top` pieces of those videos, best first, and those that had to be read to know them."""
+        if names is None:
+            names = self.names
+        names = list(dict.fromkeys(names))
+        if not names or not set(names) <= set(self.names):
+            raise ValueError(f"names={show(names)}; expected some of the library's videos, as its `names` lists them.")
+
+        def tokens() -> Iterator[torch.Tensor | KeyedVideo]:
+            for piece, video in self._pieces(names, window):
+                yield piece.tokens(video)
+
+        scorer = Scorer(self.model, self.processor, question, tokens)
+        ranking = scorer.rank(self._pieces(names, window))
+        if not ranking.pieces:
+            begin, end = window
+            raise ValueError(f"No video shows anything from second {begin} to {end}.")
+        pieces = scorer.refine(ranking.pieces, top, self.stored)
+        return scorer, Ranking(pieces, ranking.total)
+
+    def _pieces(self, names: Sequence[str], window: Window) -> Iterator[tuple[Piece, EncodedVideo | KeyedVideo]]:
+        """Of each video the piece that is shown in a window of seconds."""
+        for name in names:
+            searched = self._searched(name)
+            video = searched.video if isinstance(searched, KeyedVideo) else searched
+            first, last = video.within(*window)
+            if first < last:
+                yield Piece(name, first, last, 0.0), searched
+
+    @torch.no_grad()
+    def _moments(self, scorer: Scorer, piece: Piece, total: float) -> list[Interval]:
+        """The stretches of a piece that hold strong tokens."""
+        part = piece.cut(self.stored(piece.name))
+        share = self.model.config.qtsplus_config.evidence_share
+        seconds = part.second_per_grid_ts
+        relevance = scorer.relevance(part.features).unflatten(0, (part.count, -1))
+        strong = relevance.amax(1) >= relevance.max() + math.log(share)
+        relevance[~strong] = -torch.inf
+        relative = relevance - relevance.max()
+        shares = relative.exp().flatten()
+        every_token = torch.arange(len(shares))
+        merge_size = self.processor.video_processor.merge_size
+        moments = []
+        for interval in evidence_intervals(every_token, shares, part.video_grid_thw, seconds, merge_size, share):
+            first = round(interval.start / seconds[0])
+            last = round(interval.end / seconds[0])
+            log_weight = relevance[first:last].max() - total
+            weight = min(1.0, float(log_weight.exp()))
+            weighted = replace(interval, weight=weight)
+            moments.append(placed(weighted, piece.name, part))
+        return moments
+
+
+def _changed(file: Path) -> int | None:
+    """When a file was changed last, so that one that was cut off is read again; `None` for one that is not there."""
+    return file.stat().st_ctime_ns if file.exists() else None

@@ -1,0 +1,1 @@
+"""Streams, their sources and memory, and standing questions."""

@@ -1,0 +1,1 @@
+"""Everything that a Hub repository carries, flat; relative imports only."""

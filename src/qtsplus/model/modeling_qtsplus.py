@@ -1,0 +1,169 @@
+"""Qwen2.5-VL, Qwen2-VL, Qwen3-VL and Qwen3.5 (dense) with the query-aware selector between the visual merger and the
+language model. Each has only what differs from layout_qtsplus.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLForConditionalGeneration, Qwen2VLModel
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5Model
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLModel
+
+from .configuration_qtsplus import (
+    Qwen2_5_VLQTSplusConfig,
+    Qwen2VLQTSplusConfig,
+    Qwen3_5QTSplusConfig,
+    Qwen3VLQTSplusConfig,
+)
+from .encoding_qtsplus import PatchProjection, WindowsTogether
+from .generation_qtsplus import QTSplusPreTrainedMixin
+from .layout_qtsplus import VisualSpan
+from .mixin_qtsplus import (
+    QTSplusCausalLMOutputWithPast,
+    QTSplusHeadMixin,
+    QTSplusModelMixin,
+    QTSplusModelOutputWithPast,
+)
+from .prompt_qtsplus import IMAGE, TEXT
+
+
+class QwenVLQTSplusModelMixin(QTSplusModelMixin):
+    """What the Qwen-VL models have in common."""
+
+    visual: Any
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.visual.patch_embed.proj.__class__ = PatchProjection
+
+
+class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_VLModel):
+    """Qwen2.5-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
+
+    config: Qwen2_5_VLQTSplusConfig
+
+    def __init__(self, config: Qwen2_5_VLQTSplusConfig):
+        super().__init__(config)
+        for block in self.visual.blocks:
+            block.attn = WindowsTogether(block.attn)
+
+
+class Qwen2_5_VLQTSplusForConditionalGeneration(
+    QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen2_5_VLForConditionalGeneration
+):
+    """Qwen2.5-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
+
+    config: Qwen2_5_VLQTSplusConfig
+    stock_class = Qwen2_5_VLForConditionalGeneration
+    model_class = Qwen2_5_VLQTSplusModel
+    backbone_name = "Qwen2.5-VL"
+
+
+class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2VLModel):
+    """Qwen2-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
+
+    config: Qwen2VLQTSplusConfig
+
+    def language_positions(self, spans: list[VisualSpan], positions: torch.Tensor) -> torch.Tensor:
+        """One position per temporal patch, as along an image, where Qwen2.5-VL measures seconds."""
+        images = [replace(span, modality=IMAGE) for span in spans]
+        return self.row_positions(images, positions.shape[1], [], positions.device)
+
+
+class Qwen2VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen2VLForConditionalGeneration):
+    """Qwen2-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
+
+    config: Qwen2VLQTSplusConfig
+    stock_class = Qwen2VLForConditionalGeneration
+    model_class = Qwen2VLQTSplusModel
+    backbone_name = "Qwen2-VL"
+
+
+class Qwen3QTSplusModelMixin(QwenVLQTSplusModelMixin):
+    """Every temporal patch of a video has its time as text ("<0.5 seconds>") in front."""
+
+    frames_apart = True
+
+    def language_positions(self, spans: list[VisualSpan], positions: torch.Tensor) -> torch.Tensor:
+        """Time is text here: every frame stands like an image."""
+        images = [replace(span, modality=IMAGE, frame=0) for span in spans]
+        return self.row_positions(images, positions.shape[1], [], positions.device)
+
+
+class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLModel):
+    """
+    Qwen3-VL without a head, with a [`QTSplusSelector`] as `qtsplus`. The features of earlier vision layers, which it
+    adds to the first layers of the language model (DeepStack), stand behind the features of every token.
+    """
+
+    config: Qwen3VLQTSplusConfig
+
+    @property
+    def token_width(self) -> int:
+        return super().token_width * (1 + len(self.config.vision_config.deepstack_visual_indexes))
+
+    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+        encoded = self.get_image_features(pixels, grid_thw, return_dict=True)  # videos are encoded the same way
+        sizes = [len(tokens) for tokens in encoded.pooler_output]
+        # Split by image from Transformers 5.18 on, whole before.
+        deeper = [layer if torch.is_tensor(layer) else torch.cat(layer) for layer in encoded.deepstack_features]
+        return list(torch.cat([torch.cat(encoded.pooler_output), *deeper], dim=1).split(sizes))
+
+    def language_inputs(
+        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: Mapping[str, Sequence[torch.Tensor]]
+    ) -> dict[str, Any]:
+        width = inputs_embeds.shape[-1]
+        wide = nn.functional.pad(inputs_embeds, (0, self.token_width - width))
+        wide = self.splice(wide, input_ids, features)
+        visual = self.token_types(input_ids) != TEXT
+        return {
+            "inputs_embeds": wide[..., :width],
+            "visual_pos_masks": visual,
+            "deepstack_visual_embeds": list(wide[visual][:, width:].split(width, dim=1)),
+        }
+
+
+class Qwen3VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen3VLForConditionalGeneration):
+    """Qwen3-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
+
+    config: Qwen3VLQTSplusConfig
+    stock_class = Qwen3VLForConditionalGeneration
+    model_class = Qwen3VLQTSplusModel
+    backbone_name = "Qwen3-VL"
+
+
+class Qwen3_5QTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3_5Model):
+    """
+    Qwen3.5 without a head, with a [`QTSplusSelector`] as `qtsplus`. There is no DeepStack, and most layers of the
+    language model are linear attention: they carry a state from token to token, without keys.
+    """
+
+    config: Qwen3_5QTSplusConfig
+
+
+class Qwen3_5QTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen3_5ForConditionalGeneration):
+    """Qwen3.5 that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
+
+    config: Qwen3_5QTSplusConfig
+    stock_class = Qwen3_5ForConditionalGeneration
+    model_class = Qwen3_5QTSplusModel
+    backbone_name = "Qwen3.5"
+    projections = rf"{QTSplusHeadMixin.projections}|linear_attn\.(in_proj_(qkv|z|a|b)|out_proj)"
+
+
+__all__ = [
+    "QTSplusCausalLMOutputWithPast",
+    "QTSplusModelOutputWithPast",
+    "Qwen2VLQTSplusForConditionalGeneration",
+    "Qwen2VLQTSplusModel",
+    "Qwen2_5_VLQTSplusForConditionalGeneration",
+    "Qwen2_5_VLQTSplusModel",
+    "Qwen3VLQTSplusForConditionalGeneration",
+    "Qwen3VLQTSplusModel",
+    "Qwen3_5QTSplusForConditionalGeneration",
+    "Qwen3_5QTSplusModel",
+]

@@ -1,0 +1,1 @@
+"""The page, the MCP server, and what stands in front of any server."""

@@ -1,0 +1,251 @@
+"""`qtsplus app`: a page on which people ask about a film, and see in it what each answer rests on."""
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import safehttpx
+import torch
+from starlette.middleware import Middleware
+
+from ..asking.session import Answer, VideoSession
+from ..common.files import counted
+from ..data.media import VIDEO_SUFFIXES
+from ..video.encoded import FAILURES
+from .door import Guard
+
+LARGEST_FILM = 10**9  # bytes
+ALL_FILMS = 16 * 10**9  # bytes on disk of the films that visitors dropped
+FILM_AGE = 86400  # seconds, after which one of them goes
+LONGEST_UPLOAD = 3600  # seconds
+VISITS = 64  # whose films are held in memory; of others the film is read again
+_HERE = Path(__file__)
+_STYLE, _SCRIPT = _HERE.with_suffix(".css"), _HERE.with_suffix(".js")
+# By their names alone: a font of Google's would be fetched from there.
+_FONTS: Any = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
+_THEME = gr.themes.Base(primary_hue="amber", neutral_hue="slate", radius_size="lg", font=_FONTS, font_mono="monospace")
+_HEADER = """# Ask a film
+It is read once. For each question the model keeps the few visual tokens that matter, and the film shows which."""
+_FILM = f"A film, of at most {LARGEST_FILM / 10**9:.0f} GB"
+_MOST = {"queue/join": 10**6, "run/predict": 10**6, "cancel": 10**6, "reset": 10**6, "upload": LARGEST_FILM + 10**6}
+_SHARE = "As a share of all, in percent. At 0 the model decides."
+
+
+class _Stoppable:
+    """The model for one visit: it encodes no further piece of a film once `check` raises."""
+
+    def __init__(self, model: Any, check: Callable[[], None]) -> None:
+        self._model, self._check = model, check
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def encode_videos(self, *inputs: Any, **options: Any) -> Any:
+        self._check()
+        features = self._model.encode_videos(*inputs, **options)
+        self._check()
+        return features
+
+
+class Visit:
+    """What the server holds for one open page, and does for its buttons; all visits share the model."""
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.begun = self.served = self.stopped = 0  # requests, which are served in turn; of those stopped the last
+        self.path, self.problem = "", ""  # of the film on the page, and why it cannot be read
+        self.session = VideoSession(_Stoppable(model, self._check), processor)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the request that is being served shall end."""
+        return self.served < self.stopped
+
+    def stop(self) -> None:
+        """Ends the requests of this visit, and none that comes later."""
+        self.stopped = self.begun
+
+    def _check(self) -> None:
+        if self.is_stopped:
+            raise ValueError("Stopped.")
+
+    def _ends(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """A stopping criterion: per answer whether it shall end after this token."""
+        return torch.full((len(input_ids),), self.is_stopped, device=input_ids.device)
+
+    def serve(self, *inputs: Any, work: Callable[..., dict[str, Any]]) -> Any:
+        """Does the work of the next request in line."""
+        try:
+            result = work(self, *inputs)
+            return gr.skip() if self.is_stopped and self.served + 1 < self.begun else result  # the next is shown
+        finally:
+            self.served += 1
+
+    def read(self, path: str | None) -> dict[str, Any]:
+        """Forgets the film that was there, and encodes another if there is one."""
+        for name in self.session.names:
+            self.session.remove(name)
+        self.path = path or ""
+        self.problem = ""
+        try:
+            self._check()
+            if path is not None:
+                self.session.add(path, device="cpu")  # the model's device may have no room for the films of all visits
+        except FAILURES as error:
+            self.problem = str(error).replace(self.path, Path(self.path).name)
+            return self.stage(error=self.problem)
+        return self.stage()
+
+    def ask(self, path: str | None, first: str, second: str, share: float) -> dict[str, Any]:
+        """Answers one question, or two beside each other, about the film on the page."""
+        questions = [question for question in (first, second) if question.strip()]
+        if path and not self.path and (error := self.read(path)["error"]):  # other visits took the place of this one
+            return self.stage(error=error)
+        if not self.session.names:
+            return self.stage(error=self.problem or "Drop a film first.")
+        if not questions:
+            return self.stage(error="Write a question first.")
+        try:
+            options: dict[str, Any] = {"retention": share / 100 or None, "stopping_criteria": [self._ends]}
+            answers = self.session.ask_many(questions, **options)
+            self._check()
+        except FAILURES as error:
+            return self.stage(error=str(error))
+        return self.stage([self._pane(*pair) for pair in zip(questions, answers, strict=True)])
+
+    def stage(self, answers: list[dict[str, Any]] | None = None, error: str | None = None) -> dict[str, Any]:
+        """What app.js draws: the film and what is known of it, with new answers or with what went wrong."""
+        facts, films, warnings = "Drop a film to begin.", dict[str, Any](), list[str]()
+        for name, film in self.session.videos.items():  # there is one at most
+            frames = f"{counted(len(film.metadata.frames_indices), 'frame')} read in {film.seconds:.1f} s"
+            facts, warnings = f"{name}: {frames}, {len(film.features):,} visual tokens.", film.warnings
+            # Gradio adds the address of a file in what goes to app.js.
+            films[name] = {"path": self.path, "meta": {"_type": "gradio.FileData"}}
+        now = {"about": self.path, "films": films, "facts": facts, "warnings": warnings}
+        return {**now, "answers": answers, "error": error}
+
+    def _pane(self, question: str, answer: Answer) -> dict[str, Any]:
+        """An answer; the tokens that it kept of a film are counted through all grid steps, row by row."""
+        count, total, seconds = answer.kept_tokens, answer.visual_tokens, answer.timings
+        facts = f"Kept {count:,} of {total:,} tokens ({count / total:.1%}); the first word took "
+        facts += f"{seconds['first_token']:.2f} s, all of it {seconds['generate']:.2f} s."
+        maps = {}
+        for name, keep_map in answer.keep_maps.items():
+            film = self.session.videos[name]
+            times = {"start": film.start, "step": film.second_per_grid_ts[0], "end": film.start + film.length}
+            kept = keep_map.flatten().nonzero().flatten().tolist()
+            maps[name] = {"grid": list(keep_map.shape), "kept": kept, **times}
+        return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps}
+
+
+def largest_request(method: str, path: str) -> int | None:
+    """Bytes of what the page itself sends; `None` for what it does not send."""
+    name = path.rpartition("/gradio_api/")[2]
+    if name == "deep_link":  # which would write to the disk
+        return None
+    return 0 if method in ("GET", "HEAD") else _MOST.get(name)
+
+
+def make_room(folder: Path, coming: int) -> None:
+    """Removes the oldest films of a folder where those that come, in bytes, would be too much beside them."""
+    there = []
+    for entry in folder.iterdir():  # a folder with a film, or a file that was not sent whole
+        with suppress(FileNotFoundError):
+            size = sum(file.stat().st_size for file in (entry, *entry.rglob("*")))
+            there.append((entry.stat().st_mtime, size, entry))
+    total = coming + sum(size for _, size, _ in there)
+    for when, size, entry in sorted(there):
+        if total > ALL_FILMS or when < time.time() - FILM_AGE:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            total -= size
+
+
+def build_page(model: Any, processor: Any, hosts: Sequence[str]) -> Any:
+    """The page of [`launch`], and how Gradio is to serve it. What visitors drop goes to GRADIO_TEMP_DIR."""
+
+    def begin(visit: Visit | None, reads: bool = False) -> Visit:
+        """Before a request waits in line, where Stop may already find it. Another film ends what is about the last."""
+        visit = visit or Visit(model, processor)
+        if reads:
+            visit.stop()
+        visit.begun += 1
+        return visit
+
+    with gr.Blocks(title="QTSplus", analytics_enabled=False, fill_width=True, delete_cache=(3600, FILM_AGE)) as blocks:
+        visit = gr.State()
+        gr.Markdown(_HEADER)
+        with gr.Row():
+            with gr.Column(scale=3, min_width=300):
+                film = gr.File(label=_FILM, file_types=[*VIDEO_SUFFIXES], height=160, elem_id="film")
+                first = gr.Textbox(label="Question", placeholder="What is in the yellow ring?", elem_id="first")
+                second = gr.Textbox(label="A second one, beside it", placeholder="May stay empty", elem_id="second")
+                share = gr.Slider(0, 100, 0, step=1, label="Tokens to keep", info=_SHARE, elem_id="share")
+                with gr.Row():
+                    ask = gr.Button("Ask", variant="primary", min_width=80, scale=2, elem_id="ask")
+                    stop = gr.Button("Stop", min_width=80, elem_id="stop")
+            with gr.Column(scale=7, min_width=320):
+                empty = Visit(model, processor).stage()
+                frame = "<div class='said' role='status'></div><div class='stage'></div>"
+                stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
+        # "multiple", or else what comes while another is served would be dropped.
+        every: dict[str, Any] = {"trigger_mode": "multiple", "api_visibility": "private"}
+        at_once = {**every, "queue": False, "show_progress": "hidden"}
+        in_line = {**every, "concurrency_limit": 1, "concurrency_id": "model"}
+        reading = gr.on([film.upload, film.clear], partial(begin, reads=True), visit, visit, **at_once)
+        reading.then(partial(Visit.serve, work=Visit.read), [visit, film], stage, **in_line)
+        asking = gr.on([ask.click, first.submit, second.submit], begin, visit, visit, **at_once)
+        fields = [visit, film, first, second, share]
+        asking.then(partial(Visit.serve, work=Visit.ask), fields, stage, scroll_to_output=True, **in_line)
+        stop.click(lambda visit: visit and visit.stop(), visit, **at_once)
+    guard = Middleware(
+        Guard,
+        hosts=hosts,
+        most=largest_request,
+        total=ALL_FILMS,
+        seconds=LONGEST_UPLOAD,
+        own_pages=True,
+        make_room=partial(make_room, Path(os.environ["GRADIO_TEMP_DIR"])),
+    )
+    options = {"max_file_size": LARGEST_FILM, "theme": _THEME, "css": _STYLE.read_text("utf-8"), "footer_links": []}
+    options |= {"run_history": False, "state_session_capacity": VISITS, "ssr_mode": False, "quiet": True}
+    options |= {"app_kwargs": {"middleware": [guard]}}
+    return blocks.queue(api_open=False), {**options, "enable_monitoring": False, "prevent_thread_lock": True}
+
+
+async def _refuse(host: str) -> str:
+    """Gradio asks this whether it may fetch an address that a visitor names, which it does for any public one."""
+    raise ValueError(f"Nothing is fetched from {host}.")
+
+
+def launch(
+    model: Any,
+    processor: Any,
+    *,
+    host: str,
+    port: int,
+    allow_hosts: Sequence[str] = (),
+    say: Callable[[str], object] = print,
+) -> None:
+    """
+    Serves the page until it is interrupted. Nothing is fetched from another machine, or told to one.
+
+    Args:
+        host, port: where to listen.
+        allow_hosts: names of this machine that browsers may use, beside `host` and localhost; `*` for all.
+        say: takes the page's address.
+    """
+    safehttpx.async_validate_url = _refuse
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too
+    with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
+        os.environ["GRADIO_TEMP_DIR"] = films
+        page, options = build_page(model, processor, [host, *allow_hosts])
+        _, address, _ = page.launch(server_name=host, server_port=port, **options)
+        say(f"The page is at {address}")
+        page.block_thread()

@@ -1,0 +1,1 @@
+"""A video is read and encoded once; its subtitles; what it will take."""

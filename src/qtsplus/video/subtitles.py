@@ -1,0 +1,189 @@
+"""Subtitles of a film, from a file beside it or a track within it, and those of them that a prompt has room for."""
+
+import codecs
+import io
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import av
+import torch
+from transformers.utils import logging
+
+from ..asking.evidence import keep_maps
+from ..common.files import first_line
+from ..common.validation import check_count
+from ..data.media import VIDEO_SUFFIXES
+from ..model.decoding_qtsplus import open_container, open_file
+
+if TYPE_CHECKING:
+    from .encoded import EncodedVideo
+
+logger = logging.get_logger(__name__)
+
+SUFFIXES = (".srt", ".vtt", ".ass", ".ssa")
+MAX_FILE_BYTES = 16 * 2**20
+MAX_SUBTITLES = 100_000  # a day of one per second has 86,400
+MAX_SUBTITLE_BYTES = 2**20  # of one of them: signs that are drawn in ASS have some 100,000
+
+_BITMAPS = ("pgssub", "dvdsub", "dvbsub", "xsub")  # codecs of pictures, which have no text
+# FFmpeg brings all formats to ASS: eight fields, then a text with blocks of `{\\tags}`. Tags of HTML may be left.
+_ASS_FIELDS = 8
+_BLOCK = re.compile(r"(\{[^{}]*\})")
+_DRAWING = re.compile(r"\\p(\d+)")
+_BREAK = re.compile(r"\\[Nnh]")
+_TAG = re.compile(r"<[^<>]*>")
+
+
+@dataclass(frozen=True)
+class Subtitle:
+    """A text that is said or shown, from one second to another on a player's clock."""
+
+    start: float
+    end: float
+    text: str
+
+    def __str__(self) -> str:
+        return f"[{self.start:.1f} s] {self.text}"
+
+
+def read_subtitles(film: Any) -> list[Subtitle]:
+    """
+    The subtitles of a film, in order of time: of `film.srt` or `film.en.vtt` beside it, or else those within it, the
+    default track or the first.
+
+    Raises:
+        ValueError: no subtitles, or some that cannot be read; what is no file.
+    """
+    if not isinstance(film, (str, Path)) or not os.path.isfile(film):
+        raise ValueError("Subtitles are read from a file beside the film, or from within it; expected the film's path.")
+    film = Path(film)
+    path = _file_beside(film) or film
+    try:
+        with open_container(str(film) if path == film else _as_utf8(path)) as container:
+            track = _full_track(container.streams.subtitles)
+            lines = [] if track is None else list(_lines(container, track))
+    except av.error.FFmpegError as error:
+        raise ValueError(f"The subtitles of {str(path)!r} cannot be read: {error.strerror}.") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The subtitles of {str(path)!r} cannot be read: {first_line(error)}.") from error
+    if not lines:
+        raise ValueError(f"No subtitles are in {str(path)!r}; expected {film.stem}.srt beside the film, or a track.")
+    return sorted(lines, key=lambda line: line.start)
+
+
+def _file_beside(film: Path) -> Path | None:
+    """`film.srt`, or `film.en.srt` if it is not of another video with the name `film.en`; forced ones come last."""
+    own_name = re.compile(re.escape(film.stem) + r"(\.[\w-]+)?")
+    neighbours = list(film.parent.iterdir())
+    other_videos = {path.stem for path in neighbours if path.suffix.lower() in VIDEO_SUFFIXES} - {film.stem}
+    files = [
+        path
+        for path in neighbours
+        if path.suffix.lower() in SUFFIXES and own_name.fullmatch(path.stem) and path.stem not in other_videos
+    ]
+    return min(files, key=lambda path: (_is_forced(path), len(path.name), path.name), default=None)
+
+
+def _is_forced(path: Path) -> bool:
+    """Whether a file says that it has foreign speech and signs alone."""
+    return path.stem.lower().endswith(".forced")
+
+
+def _full_track(tracks: Iterable[Any]) -> Any:
+    """The default track of text or the first, of those that have all speech if there are any; `None` if none is."""
+    flags = av.stream.Disposition
+    texts = [track for track in tracks if track.codec_context.name not in _BITMAPS]
+    by_preference = sorted(
+        texts, key=lambda track: (bool(track.disposition & flags.forced), not track.disposition & flags.default)
+    )
+    return by_preference[0] if by_preference else None
+
+
+def _as_utf8(path: Path) -> io.BytesIO:
+    with open_file(str(path)) as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"it is larger than {MAX_FILE_BYTES // 2**20} MiB, which no file of subtitles is")
+    try:
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            content = content.decode("utf-16").encode()
+        content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        logger.warning(f"{path} is not UTF-8 and is read as Windows-1252.")
+        content = content.decode("cp1252", "replace").encode()
+    return io.BytesIO(content)
+
+
+def _lines(container: Any, track: Any) -> Iterator[Subtitle]:
+    count = 0
+    for packet in container.demux(track):
+        if packet.pts is None:
+            continue
+        count += 1
+        if count > MAX_SUBTITLES:
+            raise ValueError(f"it has more than {MAX_SUBTITLES:,} subtitles")
+        start = float(packet.pts * packet.time_base)
+        end = start + float((packet.duration or 0) * packet.time_base)
+        if packet.size > MAX_SUBTITLE_BYTES:
+            raise ValueError(f"the subtitle at {start:.1f} s has {packet.size:,} bytes; at most 1 MiB is read")
+        for line in packet.decode():
+            text = _plain_text(line.ass.decode("utf-8", "replace"))
+            if text:
+                yield Subtitle(start, end, text)
+
+
+def _plain_text(event: str) -> str:
+    """The words of an event of ASS, in one line, without what it draws."""
+    fields = event.split(",", _ASS_FIELDS)
+    words: list[str] = []
+    draws = False
+    for part in _BLOCK.split(fields[-1]):
+        if not _BLOCK.fullmatch(part):
+            words += [] if draws else [part]
+            continue
+        scales = _DRAWING.findall(part)
+        if scales:
+            draws = int(scales[-1]) > 0
+    text = _BREAK.sub(" ", "".join(words))
+    return " ".join(_TAG.sub("", text).split())
+
+
+def check_subtitles(most: int | None, videos: Iterable["EncodedVideo"]) -> None:
+    """A `ValueError` where no video has the subtitles of which so many tokens are wanted."""
+    if most is None:
+        return
+    check_count("subtitles", most, "tokens")
+    if not any(video.subtitles for video in videos):
+        raise ValueError("No video was encoded with its subtitles; give `subtitles=True` to `encode` or `add`.")
+
+
+def near(kept_indices: torch.Tensor, videos: Mapping[str, "EncodedVideo"], processor: Any, most: int) -> str:
+    """
+    The subtitles that fit into `most` tokens, those nearest in time to kept tokens first, in their order.
+
+    Args:
+        kept_indices: `[n]`, among the tokens of all videos.
+    """
+    grids, found = torch.cat([video.video_grid_thw for video in videos.values()]), []
+    maps = keep_maps(kept_indices, grids, processor.video_processor.merge_size)
+    for number, (video, kept) in enumerate(zip(videos.values(), maps, strict=True)):
+        step = float(video.second_per_grid_ts[0])
+        seconds = [video.start + (row + 0.5) * step for row in kept.any(2).any(1).nonzero()[:, 0].tolist()]
+        for line in video.subtitles:
+            place = bisect_left(seconds, line.start)
+            beside = seconds[max(place - 1, 0) : place + 1]
+            apart = min((max(line.start - one, one - line.end, 0.0) for one in beside), default=line.start)
+            found.append((apart, number, line))
+    chosen: list[tuple[int, Subtitle]] = []
+    for _, number, line in sorted(found, key=lambda one: (one[0], one[1], one[2].start)):
+        most -= len(processor.text_ids(f"{line}\n"))
+        if most < 0:
+            break
+        chosen.append((number, line))
+    texts = ["Subtitles:"] + [str(line) for _, line in sorted(chosen, key=lambda one: (one[0], one[1].start))]
+    return "\n".join(texts) + "\n" if chosen else ""

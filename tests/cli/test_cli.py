@@ -1,0 +1,339 @@
+"""`qtsplus` as a user runs it: results on standard output, bad input as one line and exit code 2."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import qtsplus
+from clips import write_records
+from qtsplus.asking.evidence import Interval
+from qtsplus.cli import app
+from qtsplus.cli.asking import place, print_answer
+from qtsplus.cli.demonstration import CLIP, run_demo
+from qtsplus.hub import loading
+from refusals import fill
+
+QUESTION = "What moves?"
+
+
+@pytest.fixture
+def ask(tiny_published):
+    """Runs `qtsplus ask` on the tiny model."""
+
+    def run(*arguments):
+        return CliRunner().invoke(app, ["ask", *map(str, arguments), "--model", str(tiny_published)])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def frame_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frames")
+    for index in range(6):
+        Image.new("RGB", (56, 84), (40 * index, 90, 200)).save(folder / f"frame{index}.png")
+    return folder
+
+
+def assert_refused(result, *words):
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (error,) = result.stderr.splitlines()
+    assert error.startswith("qtsplus: "), result.stderr
+    for word in words:
+        assert word in error
+
+
+def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
+    (tmp_path / "home").touch()  # the bundled model needs nothing of the user's
+    environment = {**os.environ, "HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "home")}
+    result = subprocess.run(
+        [sys.executable, "-m", "qtsplus.cli", "ask", str(tiny_mp4), QUESTION, "--json", "--max-new-tokens", "4"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "bundled tiny model" in result.stderr, "what answers has to be said"
+    answer = json.loads(result.stdout)
+    assert set(answer) == {
+        *("answer", "video", "frames", "seconds_of_video", "visual_tokens", "kept_tokens", "rho", "evidence"),
+        *("timings", "warnings", "seen", "seen_threshold", "unheard"),
+    }
+    assert answer["video"] == str(tiny_mp4)
+    assert answer["frames"] == 8  # 4 s at the processor's 2 frames per second
+    assert answer["seconds_of_video"] == pytest.approx(4)
+    assert 1 <= answer["kept_tokens"] < answer["visual_tokens"]
+    assert 0 < sum(interval["weight"] for interval in answer["evidence"]) < 1 + 1e-6
+    for interval in answer["evidence"]:
+        assert set(interval) == {"video", "start", "end", "weight", "box", "pixels"}
+        assert 0 <= interval["start"] < interval["end"] <= 4
+    assert set(answer["timings"]) == {"load", "encode", "first_token", "generate"}
+    assert all(seconds > 0 for seconds in answer["timings"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--retention", "0.25"], {"rho": pytest.approx(0.25), "visual_tokens": 64, "kept_tokens": 16}),
+        (["--max-visual-tokens", "1"], {"kept_tokens": 1}),
+        (["--fps", "4"], {"frames": 16, "seconds_of_video": pytest.approx(4)}),
+    ],
+)
+def test_an_option_does_what_it_says(ask, tiny_mp4, options, expected):
+    answer = json.loads(ask(tiny_mp4, QUESTION, "--json", *options).stdout)
+    assert {name: answer[name] for name in expected} == expected
+
+
+def test_a_folder_of_frames_lasts_as_its_rate_says(ask, frame_folder):
+    answer = json.loads(ask(frame_folder, QUESTION, "--json", "--fps", "0.5").stdout)
+    assert (answer["frames"], answer["seconds_of_video"]) == (6, pytest.approx(12))
+
+
+def test_an_address_is_asked_about_like_a_file(ask, tiny_mp4):
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tiny_mp4.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/{tiny_mp4.name}"
+        result = ask(address, QUESTION, "--json", "--max-new-tokens", "2")
+        server.shutdown()
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["video"] == address
+
+
+def test_a_model_on_the_hub_is_loaded_at_its_revision(tiny_mp4, monkeypatch):
+    asked_for = []
+
+    def load(*arguments, **more):
+        asked_for.append((arguments, more))
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(loading, "load", load)
+    for name in ("org/name", "org/name@0123abc"):
+        assert (
+            CliRunner().invoke(app, ["ask", str(tiny_mp4), QUESTION, "--model", name]).stderr == "qtsplus: stop here\n"
+        )
+    assert asked_for == [
+        (("org/name", None, "auto"), {"revision": None}),
+        (("org/name", None, "auto"), {"revision": "0123abc"}),
+    ]
+
+
+def test_a_folder_has_no_revision(tiny_mp4, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    result = CliRunner().invoke(app, ["ask", str(tiny_mp4), QUESTION, "--model", "model@main"])
+    assert_refused(result, "model is a folder, and @main is about a repository on the Hub")
+
+
+def test_the_human_output_names_tokens_seconds_and_stages(ask, tiny_mp4):
+    result = ask(tiny_mp4, QUESTION)
+    assert result.exit_code == 0, result.stderr
+    for words in ("visual tokens", "4.0 s", "of the relevance", "load", "encode", "first token", "generate"):
+        assert words in result.stdout
+
+
+MODEL = ["--model", "{model}"]
+ASK = ["ask", "{video}", QUESTION, *MODEL]
+REFUSED = [
+    (["ask", "{missing}.mp4", QUESTION, *MODEL], ["no video at"]),
+    (["ask", "{cut}", QUESTION, *MODEL], ["/cut'"]),
+    (["ask", "{empty}", QUESTION, *MODEL], ["/empty'"]),
+    (["ask", "{frames}", QUESTION, *MODEL], ["--fps"]),
+    (["ask", "{empty_folder}", QUESTION, *MODEL, "--fps", "1"], ["holds no frames"]),
+    *(([*ASK, "--retention", one], [f"--retention is {one}", "(0, 1]"]) for one in ("0", "1.5", "nan")),
+    *(([*ASK, "--device", one], [f"'{one}' cannot be used"]) for one in ("toaster", "cuda:99")),
+    (["ask", "{video}", QUESTION, "--model", "{missing}"], ["missing"]),
+    (["publish", "qtsplus-99b", "--to", "{out}"], ["qtsplus-99b", "qtsplus-tiny"]),
+    (["eval", "{records}", "--selection", "best"], ["best", "uniform"]),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED, ids=str)
+def test_what_is_refused_is_named(corpus, line, words):
+    assert_refused(CliRunner().invoke(app, [fill(argument, corpus) for argument in line]), *words)
+    assert not Path(corpus["out"]).exists()
+
+
+EMPTY = {
+    "an argument": (["ask", "clip.mp4", " "], ["ask", "", "What?"], ["data", "check", ""], ["publish", ""]),
+    "--out": (["demo", "--out", ""], ["convert", "model", "--out="], ["convert", "model", "--out", "\t"]),
+    "--to": (["publish", "qtsplus-tiny", "--to", ""],),
+    "--model": (["ask", "clip.mp4", "What?", "--model", ""], ["eval", "a", "--model="]),
+    "--set": (["train", "recipe.yaml", "--set", ""],),
+}
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in EMPTY.items() for line in lines], ids=str)
+def test_an_empty_argument_is_not_the_current_folder(name, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(CliRunner().invoke(app, line), f"{name} is empty")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_and_completion():
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"qtsplus {qtsplus.__version__}\n"
+    asked_for = {"_QTSPLUS_COMPLETE": "complete_bash", "COMP_WORDS": "qtsplus co", "COMP_CWORD": "1"}
+    command = [Path(sys.executable).with_name("qtsplus")]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **asked_for})
+    assert result.stdout.split() == ["convert"] and result.stderr == ""
+
+
+def test_the_weights_dtype_can_be_chosen(ask, tiny_mp4):
+    result = ask(tiny_mp4, QUESTION, "--json", "--dtype", "bfloat16", "--max-new-tokens", "2")
+    assert result.exit_code == 0, result.stderr
+
+
+def test_the_demo_answers_two_questions_rightly_from_different_tokens(tmp_path):
+    answers = run_demo(tmp_path, lambda line: None)
+    assert [answer.answer for _, answer in answers] == [question.answer for question, _ in answers]
+    one, other = (answer.keep_map for _, answer in answers)
+    assert (one & other).sum() < 0.5 * one.sum()
+    for number in (1, 2):
+        with Image.open(tmp_path / f"evidence-{number}.png") as picture:
+            assert picture.height > 200
+
+
+def test_the_demo_prints_what_is_true_and_replaces_its_own_files_alone(tmp_path):
+    for _ in range(2):
+        result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo")])
+        assert result.exit_code == 0, result.output
+        told = re.findall(r"\(In truth: ([\w ]+)\)\n([\w ]+)\n", result.stdout)
+        assert len(told) == 2 and all(truth == answer for truth, answer in told)
+    for name in ("clip.mp4", "evidence-1.png", "thesis.tex"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("mine")
+        assert_refused(CliRunner().invoke(app, ["demo", "--out", str(tmp_path / name)]), name, "another folder")
+        assert [path.read_text() for path in (tmp_path / name).iterdir()] == ["mine"]
+
+
+def test_eval_counts_matching_answers_from_real_videos(tmp_path, tiny_published):
+    records = write_records(tmp_path, 3, seconds=8)
+    arguments = ["eval", str(records), "--retention", "0.1", "--json", "--model", str(tiny_published)]
+    ours, uniform = (
+        json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout) for more in ([], ["--selection", "uniform"])
+    )
+    assert ours["questions"] == uniform["questions"] == sum(row["questions"] for row in ours["kinds"].values())
+    assert ours["kept"] == pytest.approx(29 / 288)
+    assert uniform["low"] < uniform["accuracy"] < uniform["high"]
+    assert ours["kinds"]["attribute"]["accuracy"] > uniform["kinds"]["attribute"]["accuracy"] + 0.3
+
+
+@pytest.fixture
+def records(tmp_path, tiny_mp4, frame_folder):
+    """Two questions about a video, one about a file that is none, one about a missing one, one about frames."""
+    (tmp_path / "broken.mp4").write_bytes(tiny_mp4.read_bytes()[:200])
+    names = (str(tiny_mp4), str(tiny_mp4), "broken.mp4", "missing.mp4", str(frame_folder))
+    lines = [{"video": name, "question": QUESTION, "answer": "red", "kind": "colour"} for name in names]
+    lines[-1]["fps"] = 2
+
+    def write(lines=lines):
+        (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        return str(tmp_path / "records.jsonl")
+
+    return write, lines
+
+
+def test_eval_goes_on_after_unreadable_videos_and_lists_them(records, tiny_published):
+    write, _ = records
+    arguments = ["eval", write(), "--model", str(tiny_published)]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["questions"] == 5 and summary["accuracy"] <= 3 / 5
+    broken, missing = summary["unreadable"]
+    assert broken["video"].endswith("broken.mp4") and missing["video"].endswith("missing.mp4")
+    assert broken["questions"] == missing["questions"] == 1 and broken["reason"] and missing["reason"]
+    first, *_, frames = summary["answers"]
+    assert len(summary["answers"]) == 5 and first["said"] == frames["said"] != ""
+    assert first["question"] == QUESTION and first["correct"] == (first["said"] == first["answer"] == "red")
+
+    shown = CliRunner().invoke(app, arguments)
+    assert "accuracy" in shown.stdout and "95% interval" in shown.stdout
+    assert "1 question counted as wrong, since the video" in shown.stderr
+
+
+def test_eval_of_nothing_readable_is_a_failed_run(records, tiny_published):
+    write, lines = records
+    for arguments in ([], ["--json"]):
+        result = CliRunner().invoke(app, ["eval", write(lines[2:4]), "--model", str(tiny_published), *arguments])
+        assert result.exit_code == 1 and result.stdout == ""
+        broken, missing, last = result.stderr.splitlines()[-3:]
+        assert "broken.mp4 cannot be read: " in broken and "missing.mp4 cannot be read: " in missing
+        assert "no video of" in last and "nothing was asked" in last
+
+
+def test_eval_asks_for_the_rate_of_a_folder(records, tiny_published):
+    write, lines = records
+    del lines[-1]["fps"]
+    assert_refused(CliRunner().invoke(app, ["eval", write(), "--model", str(tiny_published)]), "frames0", '"fps"')
+
+
+def test_an_answer_that_rests_on_all_of_a_film_fills_no_screen(loaded, capsys):
+    answer = qtsplus.ask(*loaded, qtsplus.encode(*loaded, CLIP), "What?", max_new_tokens=1)
+    print_answer(replace(answer, evidence=[Interval(number, number + 1, 0.01) for number in range(200)]))
+    shown = capsys.readouterr().out
+    assert shown.count("of the relevance") == 10 and "and in 190 other stretches, which --json lists" in shown
+
+
+CHECK = ["data", "check", "{records}", "--no-media"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is a place of Linux's")
+@pytest.mark.parametrize("arguments", [CHECK, ["ask", "{clip}"]])
+def test_output_that_nobody_takes(tiny_mp4, tiny_published, tmp_path, arguments):
+    """A full disk is one line, and a closed pipe none, as with other tools."""
+    (tmp_path / "records.jsonl").write_text('{"video": "a.mp4", "question": "What?", "answer": "red"}')
+    places = {"clip": tiny_mp4, "records": tmp_path / "records.jsonl"}
+    line = [sys.executable, "-m", "qtsplus.cli", *(one.format(**places) for one in arguments)]
+    if "{clip}" in arguments:
+        line += ["Who?", "--json", "--model", str(tiny_published), "--max-new-tokens", "2"]
+    else:
+        with open("/dev/full", "w") as full:
+            result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
+        (said,) = (one for one in result.stderr.splitlines() if one.startswith("qtsplus: "))
+        assert result.returncode in (1, 2) and "No space left on device" in said and "Traceback" not in result.stderr
+    ours, theirs = os.pipe()
+    os.close(ours)
+    result = subprocess.run(line, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert result.returncode == 1 and not re.search("qtsplus: |Traceback|Broken pipe|Exception", result.stderr)
+
+
+def test_no_name_of_a_film_moves_the_cursor(tiny_mp4, tiny_published, shared_model, tmp_path):
+    name, films = "a\x1b[31m\u202e\nb", tmp_path / "films"
+    films.mkdir()
+    shutil.copy(tiny_mp4, films / f"{name}.mp4")
+    (films / f"{name}.avi").write_bytes(b"no film")
+    model = ["--model", str(tiny_published)]
+    lines = {
+        "ask": [str(films / f"{name}.avi"), "Who?", *model],
+        "chat": [str(films / f"{name}.mp4"), *model],
+        "watch": [str(films / f"{name}.mp4"), "Who?", *model],
+        "batch": [str(films / f"{name}.avi"), "--out", str(tmp_path / "out"), *model],
+        "index": [str(films), "--out", str(tmp_path / "library"), *model],
+        "convert": [str(films / name), "--out", str(tmp_path / name)],
+    }
+    for command, arguments in lines.items():
+        result = CliRunner().invoke(app, [command, *arguments], input="Who?\n/evidence\n")
+        said = result.stdout + result.stderr
+        assert "a\\x1b[31m\\u202e" in said and not re.search("[\x1b\u202e]", said), (command, said)
+
+
+@pytest.mark.parametrize(
+    ("box", "words"),
+    [((0, 0, 1, 0.9), "all over the frame"), ((0.4, 0.4, 0.6, 0.6), "centre"), ((0, 0, 0.2, 0.2), "top left")],
+)
+def test_a_region_in_words(box, words):
+    assert place(box) == words

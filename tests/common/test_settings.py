@@ -1,0 +1,50 @@
+"""What is said about values that a schema refuses."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import pytest
+from pydantic import AfterValidator, Field
+
+from qtsplus.common.validation import STRICT, build
+
+
+def short(text: str) -> str:
+    if len(text) > 3:
+        raise ValueError(f"is {text!r}; expected three letters")
+    return text
+
+
+@dataclass(frozen=True)
+class Inner:
+    __pydantic_config__ = STRICT
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    __pydantic_config__ = STRICT
+    name: Annotated[str, AfterValidator(short)] | int
+    inner: Inner = field(default_factory=Inner)
+    many: list[dict[str, Any]] | None = None
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"name": 1.5}, "x.yaml: name is 1.5; expected a text or a valid integer."),
+        ({"name": "long"}, "x.yaml: name is 'long'; expected three letters or a valid integer."),
+        ({"size": 1}, "x.yaml: name is missing; x.yaml: size is no field."),
+        ({"name": 1, "inner": {"share": 2}}, "x.yaml: inner.share is 2; expected at most 1."),
+        ({"name": 1, "inner": {"share": 0}}, "x.yaml: inner.share is 0; expected more than 0."),
+        ({"name": 1, "inner": {"size": 2}}, "x.yaml: inner.size is no field."),
+        ({"many": json.loads("[" * 250 + "]" * 250)}, "x.yaml: it holds brackets in brackets, more than 200 deep."),
+        ({"name": "\ud800"}, "x.yaml: a text holds half a character (a lone surrogate); expected Unicode."),
+        ({"name": 1, "many": [{}, 5]}, "x.yaml: many.1 is 5; expected a mapping."),
+    ],
+)
+def test_a_field_is_named_as_it_was_written(values, words):
+    with pytest.raises(ValueError) as refused:
+        build("x.yaml: ", Outer, values)
+    assert str(refused.value) == words

@@ -1,0 +1,103 @@
+"""A folder from a stranger that holds what no model can be: one line says so, in every command that loads it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from qtsplus.cli import app
+from qtsplus.hub.loading import check_values, is_finite, load, load_processor
+from qtsplus.hub.templates import check_template
+
+NESTED = "{% for i in range(99999) %}{% for i in range(99999) %}WHAT{% endfor %}{% endfor %}"
+TEMPLATES = {
+    "10^10 characters": NESTED.replace("WHAT", "x"),
+    "10^10 steps": NESTED.replace("WHAT", ""),
+    "a product of constants": "{{ 'x' * 10**11 }}",
+    "a product of variables": "{% set n = 1000 %}{{ messages[0].role * n * n * n * n }}",
+    "a list": "{{ ([1] * 1000 * 1000 * 1000 * 1000) | length }}",
+    "a power": "{{ 10 ** 10 ** 10 }}",
+    "a format": "{{ '%100000000000d' % 1 }}",
+    "padding": "{{ 'x'.ljust(100000000000) }}",
+    "a filter": "{{ 'x' | center(100000000000) }}",
+    "doubling": "{% set n = namespace(x='x') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "itself": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+}
+
+
+@pytest.fixture
+def folder(tiny_published, tmp_path):
+    return shutil.copytree(tiny_published, tmp_path / "model")
+
+
+def change(path, *places, **values):
+    content = json.loads(path.read_text())
+    section = content
+    for place in places:
+        section = section[place]
+    section.update(values)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("kind", sorted(TEMPLATES))
+def test_a_template_that_makes_much_of_little_is_refused(kind, folder):
+    (folder / "chat_template.jinja").write_text(TEMPLATES[kind])
+    with pytest.raises(ValueError, match="has a chat template that (makes more than a prompt|calls itself)"):
+        load_processor(folder)
+
+
+def test_a_template_that_counts_and_joins_is_none_of_these():
+    source = "{% for m in messages %}{{ loop.index * 3 % 2 }}{{ ' ' * 4 ~ m.role | upper }}"
+    source += "{% generation %}a{% endgeneration %}{% endfor %}"
+    check_template(source, "It", messages=[{"role": "user"}] * 500)
+    with pytest.raises(ValueError, match="It has a chat template that cannot be used: TemplateError: no system"):
+        check_template("{{ raise_exception('no system') }}", "It", messages=[])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_weights_that_are_not_finite_are_refused(value, folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.qtsplus.budget.mlp.0.bias"][0] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="hold NaN or infinity, such as model.qtsplus.budget.mlp.0.bias"):
+        load(folder, "cpu")
+
+
+def test_many_large_weights_of_few_bits_are_finite():
+    assert is_finite(torch.full((1000,), 60_000.0, dtype=torch.float16))
+    assert not is_finite(torch.tensor([1.0, torch.inf], dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("file", "section", "name", "value"),
+    [
+        *(
+            ("config.json", ["text_config"], "rms_norm_eps", value)
+            for value in (float("nan"), float("inf"), -1, "x", [])
+        ),
+        *(("config.json", [], "eos_token_id", value) for value in ("x", 1.5, True, [1, "x"], {})),
+        *(("generation_config.json", [], "eos_token_id", value) for value in ("x", 1.5, [1, "x"], {})),
+        *(("generation_config.json", [], "temperature", value) for value in (float("nan"), float("inf"))),
+        ("config.json", ["text_config"], "rope_theta", float("nan")),
+        ("config.json", ["text_config", "rope_parameters"], "mrope_section", [16, 24, 24]),
+        ("config.json", [], "initial", 10**400),
+        ("processor_config.json", ["video_processor"], "patch_size", "x"),
+        ("processor_config.json", ["video_processor"], "merge_size", 0),
+        ("tokenizer.json", ["model"], "merges", [["zzzz", "qqqq"]]),
+        ("tokenizer.json", ["model"], "vocab", {"a": -1}),
+    ],
+)
+def test_values_that_no_model_has_end_each_command_in_one_line(file, section, name, value, folder, tiny_mp4, tmp_path):
+    change(folder / file, *section, **{name: value})
+    with pytest.raises(ValueError) as refused:
+        load(folder, "cpu")
+    assert "\n" not in str(refused.value)
+    result = CliRunner().invoke(app, ["ask", str(tiny_mp4), "What?", "--model", str(folder)])
+    assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+def test_good_values_are_no_problem():
+    check_values("It", {"eps": 3, "layer_norm_eps": 1e-6, "pad_token_id": -1, "eos_token_id": [1, 2], "a": {"b": None}})

@@ -1,0 +1,356 @@
+"""`qtsplus index`: what is encoded, what is known again, what leaves, and what is refused."""
+
+import os
+import shutil
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from clips import LIBRARY, make_world, render_world, write_mp4
+from qtsplus.asking import session
+from qtsplus.asking.summaries import summarise
+from qtsplus.cli import app
+from qtsplus.library import indexing
+from qtsplus.library.indexing import index
+from qtsplus.library.library import Index, Library
+
+QUESTION = "What is in the red circle?"
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def encoded(folder):
+    """The encoded videos of a library on disk, with when they were written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+
+
+def test_what_is_on_disk_is_not_encoded_again(mine, loaded, tmp_path):
+    lines: list[str] = []
+    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    before = encoded(tmp_path / "library")
+    assert len(before) == 3
+    assert "3 of 3 videos: 648 tokens, 373 kB" in lines[0]
+    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    assert encoded(tmp_path / "library") == before
+    assert len(lines) == 1
+
+
+def test_the_content_of_a_file_decides(mine, loaded, tmp_path):
+    folder = tmp_path / "library"
+    index(mine, folder, *loaded)
+    before = encoded(folder)
+    (mine / "a.mp4").rename(mine / "moved.mp4")
+    shutil.copy(mine / "moved.mp4", mine / "copy.mp4")
+    index(mine, folder, *loaded)
+    assert encoded(folder) == before
+    assert Library(folder, *loaded).names == ["b.mp4", "copy.mp4", "more/c.mp4", "moved.mp4"]
+
+    (mine / "copy.mp4").unlink()
+    write_mp4(mine / "b.mp4", render_world(make_world(109, 6)), 2)
+    index(mine, folder, *loaded)
+    after = encoded(folder)
+    unchanged = after.items() & before.items()
+    assert len(after) == 3
+    assert len(unchanged) == 2  # the changed video was encoded, and its earlier features are gone
+    assert Library(folder, *loaded).names == ["b.mp4", "more/c.mp4", "moved.mp4"]
+
+    (mine / "more/c.mp4").unlink()
+    index(mine, folder, *loaded)
+    assert len(encoded(folder)) == 2
+    assert Library(folder, *loaded).names == ["b.mp4", "moved.mp4"]
+
+
+def test_a_bad_file_is_named_and_ends_nothing(mine, loaded, tmp_path):
+    (mine / "a.mp4").write_bytes(b"no video")
+    made = index(mine, tmp_path / "library", *loaded)
+    assert "Cannot decode" in made.entries["a.mp4"]["error"]
+    assert Library(tmp_path / "library", *loaded).names == ["b.mp4", "more/c.mp4"]
+    write_mp4(mine / "a.mp4", render_world(LIBRARY["a.mp4"]), 2)
+    made = index(mine, tmp_path / "library", *loaded)
+    assert made.entries["a.mp4"]["error"] is None
+    assert len(made.files) == 3
+
+
+def test_a_file_that_cannot_be_read_ends_nothing(mine, loaded, tmp_path, monkeypatch):
+    """A new one is named; what was known of another stays."""
+    folder = tmp_path / "library"
+    lines = []
+    measure = indexing.measure
+    locked = ["a.mp4"]
+
+    def read(path):
+        if path.name in locked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return measure(path)
+
+    monkeypatch.setattr(indexing, "measure", read)
+    made = index(mine, folder, *loaded)
+    assert made.entries["a.mp4"]["error"] == "Permission denied"
+    assert len(made.files) == 2
+    locked[:] = ["b.mp4"]
+    (mine / "b.mp4").touch()
+    made = index(mine, folder, *loaded, say=lines.append)
+    assert made.entries["a.mp4"]["error"] is None
+    assert len(made.files) == 3
+    assert lines[0] == "b.mp4 cannot be read now, and stays as it was: Permission denied."
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(mine, loaded, tmp_path, monkeypatch):
+    folder = tmp_path / "library"
+    scan = os.scandir
+    index(mine, folder, *loaded)
+    before = encoded(folder)
+
+    def refuse(path):
+        if Path(path).name == "more":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError):
+        index(mine, folder, *loaded)
+    assert encoded(folder) == before
+    assert len(Index(folder).files) == 3
+
+
+def test_links_are_followed_once(mine, loaded, tmp_path):
+    (mine / "more").rename(tmp_path / "elsewhere")
+    (mine / "more").symlink_to(tmp_path / "elsewhere")
+    (mine / "itself").symlink_to(mine)
+    assert list(index(mine, tmp_path / "library", *loaded).files) == list(LIBRARY)
+
+
+def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, loaded, tmp_path):
+    films = ("disc.VOB", "phone.3gp", "camera.MTS", "loop.gif")
+    for name in films:
+        shutil.copy(next(mine.glob("**/*.mp4")), mine / name)
+    (mine / ".trash").mkdir()
+    for name in (".trash/gone.mp4", "._phone.mp4"):
+        shutil.copy(mine / "phone.3gp", mine / name)
+    notes = [f"notes-{number:02}.txt" for number in range(22)]
+    for name in (*notes, ".hidden.txt"):
+        (mine / name).write_text("not a film")
+    lines = []
+    for _ in range(2):
+        made = index(mine, mine / "library", *loaded, say=lines.append)
+        assert set(films) < made.entries.keys()
+        hidden = [name for name in made.entries if "gone" in name or "._" in name]
+        assert hidden == []
+        said = f"Left out 22 files without the name of a video: {', '.join(notes[:8])} and 14 more"
+        assert said in lines
+        lines.clear()
+
+
+def test_films_that_cannot_be_read_are_none_of_a_library_s_videos(mine, loaded, tmp_path):
+    said = []
+    (mine / "bad.mp4").write_bytes(b"no film")
+    held = len(index(mine, tmp_path / "library", *loaded).files)
+    (mine / "bad.mp4").unlink()
+    index(mine, tmp_path / "library", *loaded, say=said.append)
+    assert not any("loses" in line for line in said)
+    (mine / "a.mp4").unlink()
+    index(mine, tmp_path / "library", *loaded, say=said.append)
+    assert f"The library loses 1 of {held} videos, not here any more: a.mp4" in said
+
+
+def test_films_that_wait_are_not_lost_in_silence(mine, loaded, tmp_path, monkeypatch):
+    """Interrupted before any was encoded, and then most were not there for a while."""
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(indexing, "encode", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        index(mine, tmp_path / "library", *loaded, labels={"camera": "front"})
+    monkeypatch.undo()
+    films = sorted(mine.rglob("*.mp4"))
+    for path in films[1:]:
+        path.rename(tmp_path / path.name)
+    with pytest.raises(ValueError, match="Nothing was changed"):
+        index(mine, tmp_path / "library", *loaded)
+
+
+def test_copies_take_room_once(mine, loaded, tmp_path):
+    said = []
+    for number in range(3):
+        shutil.copy(mine / "a.mp4", mine / f"copy-{number}.mp4")
+    films = len(list(mine.rglob("*.mp4")))
+    index(mine, tmp_path / "library", *loaded, say=said.append)
+    tokens = 0
+    for path in (tmp_path / "library").glob("*.safetensors"):
+        tokens += len(load_file(path)["features"])
+    (line,) = [line for line in said if line.startswith("Encoding")]
+    assert line.startswith(f"Encoding {films} of {films} videos: {tokens:,} tokens")
+
+
+def test_what_leaves_is_named(mine, loaded, tmp_path):
+    index(mine, tmp_path / "library", *loaded)
+    (mine / "b.mp4").unlink()
+    lines: list[str] = []
+    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    assert lines == ["The library loses 1 of 3 videos, not here any more: b.mp4"]
+
+
+def flipped(data):
+    return data[:-4000] + bytes([data[-4000] ^ 8]) + data[-3999:]
+
+
+@pytest.mark.parametrize("damage", [flipped, lambda data: data[:1000], lambda data: b"", lambda data: data[:-40]])
+def test_what_is_damaged_is_made_again(mine, loaded, tmp_path, damage):
+    folder = tmp_path / "library"
+    made = index(mine, folder, *loaded)
+    stored = made.files["b.mp4"]
+    good = stored.read_bytes()
+    stored.write_bytes(damage(good))
+    with pytest.raises(ValueError, match=rf"{stored}'?, what was stored of b.mp4, is damaged|changed since it was wri"):
+        Library(folder, *loaded).find(QUESTION)
+    lines: list[str] = []
+    index(mine, folder, *loaded, say=lines.append)
+    assert lines[0].startswith("What was stored of b.mp4 is damaged")
+    assert len(load_file(stored)["features"]) == 216
+    assert Library(folder, *loaded).find(QUESTION, 1)
+
+
+def test_a_folder_in_place_of_what_is_stored_is_to_be_removed(mine, loaded, tmp_path):
+    stored = index(mine, tmp_path / "library", *loaded).files["b.mp4"]
+    stored.unlink()
+    stored.mkdir()
+    with pytest.raises(ValueError, match=rf"{stored} is a folder; .* b.mp4: remove it"):
+        index(mine, tmp_path / "library", *loaded)
+
+
+def test_a_line_that_stands_there_twice_costs_no_other(mine, loaded, tmp_path):
+    """As after `cat a/library.jsonl >> b/library.jsonl`: the first line is right where it stands."""
+    folder = index(mine, tmp_path / "library", *loaded).folder
+    whole = (folder / "library.jsonl").read_text()
+    (folder / "library.jsonl").write_text(whole + whole)
+    lines: list[str] = []
+    made = index(mine, folder, *loaded, say=lines.append)
+    assert len(made.files) == 3
+    assert "1 line that" in lines[0]
+    assert Library(folder, *loaded).names == list(LIBRARY)
+
+
+def test_a_library_that_was_only_begun(mine, loaded, tmp_path):
+    """The process ended after nothing, or after the first line."""
+    folder = tmp_path / "library"
+    index(mine, folder, *loaded)
+    journal = folder / "library.jsonl"
+    before = encoded(folder)
+    first_line = journal.read_text().splitlines(keepends=True)[0]
+    for begun in ("", first_line):
+        journal.write_text(begun)
+        with pytest.raises(ValueError, match="begin it first|was only begun"):
+            Library.open(folder)
+        index(mine, folder, *loaded)
+        assert Library(folder, *loaded).names == list(LIBRARY)
+        assert encoded(folder).keys() == before.keys()
+
+
+def test_a_reader_changes_nothing(library):
+    """A line that another process is writing is left to it."""
+    journal = library.folder / "library.jsonl"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"key": "ne')
+    assert len(Index(library.folder).files) == 3
+    assert journal.read_bytes() == whole + b'{"key": "ne'
+    journal.write_bytes(whole)
+
+
+def test_two_at_once(mine, loaded, tmp_path):
+    (tmp_path / "library").mkdir()
+    with (
+        FileLock(tmp_path / "library" / ".lock"),
+        pytest.raises(ValueError, match="Another process is writing"),
+    ):
+        index(mine, tmp_path / "library", *loaded)
+
+
+def test_others_may_read_what_the_umask_lets_them(library):
+    rights = {path.stat().st_mode & 0o777 for path in library.files.values()}
+    assert rights == {(library.folder / "library.jsonl").stat().st_mode & 0o777}
+
+
+def test_what_is_missing_is_said(mine, loaded, tmp_path):
+    made = index(mine, tmp_path / "library", *loaded)
+    made.files["b.mp4"].unlink()
+    library = Library(tmp_path / "library", *loaded)
+    assert library.missing == ["b.mp4"]
+    answer = library.ask("What?", max_new_tokens=2)
+    summary = summarise(library, "What?", max_new_tokens=2)
+    assert answer.warnings == summary.warnings == library.warnings
+    assert len(library.warnings) == 1
+
+
+def test_other_settings_are_refused(library, videos, loaded):
+    with pytest.raises(ValueError, match=r"was begun with fps=.*, not 1"):
+        index(videos, library.folder, *loaded, fps=1)
+
+
+def test_another_vision_tower_is_refused(library, videos, loaded):
+    model = deepcopy(loaded[0])
+    processor = loaded[1]
+    with torch.no_grad():
+        next(model.model.visual.parameters()).add_(1)
+    with pytest.raises(ValueError, match="another vision tower or processor"):
+        Library(library.folder, model, processor)
+    with pytest.raises(ValueError, match="another vision tower or processor"):
+        index(videos, library.folder, model, processor)
+
+
+def test_a_folder_of_other_videos_empties_no_library(library, videos, loaded, tmp_path):
+    write_mp4(tmp_path / "other.mp4", render_world(make_world(110, 1)), 2)
+    before = encoded(library.folder)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="3 videos and nothing of what is here"):
+            index(tmp_path, library.folder, *loaded)
+        (tmp_path / "other.mp4").rename(tmp_path / "a.mp4")  # other cameras give the same names
+        (tmp_path / "other.mp4").write_bytes(b"no video")
+    left = Index(library.folder)
+    assert encoded(library.folder) == before
+    assert list(left.entries) == list(LIBRARY)
+    assert left.videos == videos.resolve()
+
+
+def test_a_folder_of_other_files_becomes_no_library(videos, loaded, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(ValueError, match=r"holds other files, such as model\.safetensors"):
+        index(videos, tmp_path, *loaded)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_folder_without_videos_is_refused(loaded, tmp_path):
+    with pytest.raises(ValueError, match="There is no video in"):
+        index(tmp_path, tmp_path / "library", *loaded)
+    with pytest.raises(ValueError, match="There is no folder"):
+        index(tmp_path / "missing", tmp_path / "library", *loaded)
+    with pytest.raises(ValueError, match="There is no library in"):
+        Library.open(tmp_path)
+    assert not (tmp_path / "library").exists()
+
+
+def test_an_interrupted_run_goes_on(loaded, tiny_published, videos, tmp_path, monkeypatch):
+    folder = tmp_path / "library"
+    encoded_before = []
+
+    def interrupted(*call, **options):
+        if encoded_before:
+            raise KeyboardInterrupt
+        encoded_before.append(call)
+        return session.encode(*call, **options)
+
+    monkeypatch.setattr("qtsplus.library.indexing.encode", interrupted)
+    result = CliRunner().invoke(app, ["index", str(videos), "--out", str(folder), "--model", str(tiny_published)])
+    assert result.exit_code == 130
+    assert "qtsplus: interrupted; the same command goes on" in result.stderr
+    before = encoded(folder)
+    assert len(before) == 1
+    monkeypatch.undo()
+    index(videos, folder, *loaded, name=str(tiny_published))
+    after = encoded(folder)
+    assert len(after) == 3
+    assert before.items() <= after.items()

@@ -1,0 +1,233 @@
+"""The keys of a library's videos in 8 bits: they find what a scan of the features finds, in the same order."""
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers.video_utils import VideoMetadata
+
+from clips import make_world, render_world, write_mp4
+from qtsplus.asking import ranking
+from qtsplus.asking.ranking import Piece, Scorer, token_keys
+from qtsplus.library.indexing import index
+from qtsplus.library.library import Library
+from qtsplus.video.encoded import EncodedVideo
+from qtsplus.video.storage import digest_of, load_keys, save_keys
+
+QUESTIONS = ("What is in the red circle?", "What crosses the middle?", "Is there a blue ring?")
+MADE_FROM = {"made_by": "a selector", "features": "some features"}
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    for number in range(4):
+        write_mp4(folder / f"{number}.mp4", render_world(make_world(160 + number, 6)), 2)
+    return folder
+
+
+@pytest.fixture
+def films(clips, tmp_path) -> Path:
+    """A folder of videos that a test may change."""
+    (tmp_path / "films").mkdir()
+    for path in clips.iterdir():
+        (tmp_path / "films" / path.name).write_bytes(path.read_bytes())
+    return tmp_path / "films"
+
+
+@pytest.fixture
+def library(films, loaded, tmp_path) -> Library:
+    return Library(index(films, tmp_path / "library", *loaded).folder, *loaded)
+
+
+def without_keys(library: Library) -> Library:
+    """The exact twin, which reads the features of every video."""
+    twin = Library(library.folder, library.model, library.processor)
+    twin._searched = twin.stored
+    return twin
+
+
+def keys_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.keys"))
+
+
+def places(moments):
+    return [(moment.name, moment.start, moment.end, moment.box) for moment in moments]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max", "mean"])
+def test_keys_find_what_features_find(library, monkeypatch, reduction):
+    monkeypatch.setattr(library.model.model.qtsplus.config, "reduction", reduction)
+    twin = without_keys(library)
+    for question in QUESTIONS:
+        for asked in ({}, {"names": ["1.mp4", "3.mp4"]}, {"window": (2.0, 4.0)}):
+            found = library.find(question, 3, **asked)
+            expected = twin.find(question, 3, **asked)
+            assert places(found) == places(expected)
+            expected_weights = [moment.weight for moment in expected]
+            assert [moment.weight for moment in found] == pytest.approx(expected_weights, rel=0.02)
+    assert library.ask(QUESTIONS[0], max_new_tokens=2).answer == twin.ask(QUESTIONS[0], max_new_tokens=2).answer
+
+
+def noise(seed: int, tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, 128, generator=torch.Generator().manual_seed(seed))
+
+
+def invented(number: int, steps: int, spread: float) -> EncodedVideo:
+    """A video of random features, 4 tokens a step; with a small spread, all such videos are nearly the same."""
+    frames = 2 * steps
+    about = VideoMetadata(total_num_frames=frames, fps=2.0, frames_indices=list(range(frames)))
+    common = noise(0, 4 * steps)
+    own = noise(number, 4 * steps)
+    grid = torch.tensor([[steps, 4, 4]])
+    return EncodedVideo("frames", common + spread * own, grid, [1.0], about, 0.0)
+
+
+def stored_keys(video, model, path):
+    layer = model.model.qtsplus.scoring_layers[-1]
+    with torch.no_grad():
+        save_keys(path, video, token_keys(layer, video.features), MADE_FROM)
+    return load_keys(path, model, layer.k_proj.out_features, MADE_FROM)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max", "mean"])
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-5])
+def test_the_order_is_that_of_the_features(loaded, tmp_path, monkeypatch, reduction, spread):
+    """Videos that differ by less than 8 bits can show are read until their order is sure; others are not read."""
+    model, processor = loaded
+    monkeypatch.setattr(model.model.qtsplus.config, "reduction", reduction)
+    monkeypatch.setattr(ranking, "PIECE", 60)
+    videos = {}
+    keyed = {}
+    for number in range(1, 13):
+        name = f"{number}.mp4"
+        videos[name] = invented(number, 40, spread)
+        keyed[name] = stored_keys(videos[name], model, tmp_path / name)
+    asked = [Piece(name, 1, 39, 0.0) for name in videos]
+    read = []
+
+    def read_video(name):
+        read.append(name)
+        return videos[name]
+
+    with torch.no_grad():
+        scorer = Scorer(*loaded, QUESTIONS[0], lambda: (piece.tokens(keyed[piece.name]) for piece in asked))
+        by_keys = scorer.rank((piece, keyed[piece.name]) for piece in asked)
+        scan = Scorer(*loaded, QUESTIONS[0], lambda: (piece.tokens(videos[piece.name]) for piece in asked))
+        by_features = scan.rank((piece, videos[piece.name]) for piece in asked)
+        found = scorer.refine(by_keys.pieces, 5, read_video)
+    error = max(piece.error for piece in by_keys.pieces)
+    exact = {(piece.name, piece.first): piece.peak for piece in by_features.pieces}
+    # The sums over all tokens by which "max" and "mean" divide are those of the keys, so they have an error too.
+    errors = 1 if reduction == "sum" else 2
+    for piece in by_keys.pieces:
+        assert abs(piece.peak - exact[piece.name, piece.first]) <= errors * piece.error
+    assert by_keys.total == pytest.approx(by_features.total, abs=error)
+    places_found = [(piece.name, piece.first) for piece in found[:5]]
+    best = [(piece.name, piece.first) for piece in by_features.pieces[:5]]
+    if spread > 1e-5:
+        assert places_found == best
+    tolerance = 1e-5 if reduction == "sum" else 2 * error
+    for place, right in zip(places_found, best, strict=True):
+        assert abs(exact[place] - exact[right]) <= tolerance
+    if spread == 1.0:
+        assert len(read) < len(by_keys.pieces) / 2
+
+
+def test_copies_share_their_keys(films, loaded, tmp_path):
+    (films / "copy.mp4").write_bytes((films / "1.mp4").read_bytes())
+    library = Library(index(films, tmp_path / "library", *loaded).folder, *loaded)
+    assert len(keys_of(library.folder)) == 4 and len(library.names) == 5
+    assert places(library.find(QUESTIONS[0], 5)) == places(without_keys(library).find(QUESTIONS[0], 5))
+
+
+def test_keys_follow_the_videos(library, films, loaded):
+    before = {path: path.stat().st_mtime_ns for path in keys_of(library.folder)}
+    write_mp4(films / "new.mp4", render_world(make_world(170, 6)), 2)
+    (films / "0.mp4").unlink()
+    index(films, library.folder, *loaded)
+    after = {path: path.stat().st_mtime_ns for path in keys_of(library.folder)}
+    assert len(after) == 4
+    assert len(after.items() & before.items()) == 3, "what was there is not made again"
+
+
+def test_a_library_without_keys_is_read_whole_and_index_makes_them(library, films, loaded):
+    right = places(library.find(QUESTIONS[0], 3))
+    for path in keys_of(library.folder):
+        path.unlink()
+    assert places(library.find(QUESTIONS[0], 3)) == right
+    index(films, library.folder, *loaded)
+    assert len(keys_of(library.folder)) == 4
+
+
+def test_another_selector_reads_the_features(library, films, loaded):
+    model = deepcopy(library.model)
+    with torch.no_grad():
+        model.model.qtsplus.scoring_layers[0].k_proj.weight.mul_(-1)
+    other = Library(library.folder, model, loaded[1])
+    assert isinstance(other._searched("1.mp4"), EncodedVideo)
+    assert places(other.find(QUESTIONS[0], 3)) == places(without_keys(other).find(QUESTIONS[0], 3))
+    index(films, library.folder, model, loaded[1])
+    assert not isinstance(other._searched("1.mp4"), EncodedVideo)
+    assert isinstance(library._searched("1.mp4"), EncodedVideo)
+
+
+DAMAGE = {
+    "a code": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+    "the head": lambda data: data[:12] + bytes([data[12] ^ 1]) + data[13:],
+    "cut off": lambda data: data[:1000],
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_keys_end_in_one_line_and_are_made_again(library, films, loaded, damage):
+    """Also where the library was open."""
+    right = places(library.find(QUESTIONS[0], 3))
+    path = keys_of(library.folder)[1]
+    path.write_bytes(damage(path.read_bytes()))
+    for opened in (library, Library(library.folder, *loaded)):
+        with pytest.raises(ValueError, match=rf"keys '{path}' cannot be used: .*run `qtsplus index` again\.$"):
+            opened.find(QUESTIONS[0], 3)
+    said = []
+    index(films, library.folder, *loaded, say=said.append)
+    assert len(said) == 1 and said[0].endswith("are damaged, and are made again.")
+    assert places(library.find(QUESTIONS[0], 3)) == right
+
+
+def test_keys_of_a_stranger_are_checked(loaded, tmp_path):
+    """A stranger who writes a library can write its digests too."""
+    model = loaded[0]
+    video = invented(1, 6, 1.0)
+    keyed = stored_keys(video, model, tmp_path / "keys")
+    width = len(keyed.low)
+    tensors = load_file(tmp_path / "keys")
+    with safe_open(tmp_path / "keys", "pt") as file:
+        header = file.metadata()
+    del header["digest"]
+    forged = [
+        {"codes": tensors["codes"][1:].clone()},
+        {"codes": tensors["codes"].short()},
+        {"low": tensors["low"][:-1].clone()},
+        {"step": tensors["step"].double()},
+        {"step": tensors["step"] * torch.nan},
+        {"low": tensors["low"] + 1e30},
+    ]
+    for changed in forged:
+        both = {"codes": tensors["codes"], "low": tensors["low"], "step": tensors["step"]} | changed
+        save_file(both, tmp_path / "forged", {**header, "digest": digest_of(both, header)})
+        with pytest.raises(ValueError, match="cannot be used: .*expected"):
+            load_keys(tmp_path / "forged", model, width, MADE_FROM)
+    assert load_keys(tmp_path / "keys", model, width, {**MADE_FROM, "features": "others"}) is None
+
+
+def test_keys_hold_no_words_of_a_video(loaded, tmp_path):
+    """Subtitles are stored once, beside the features."""
+    video = replace(invented(1, 6, 1.0), warnings=["a secret"])
+    assert stored_keys(video, loaded[0], tmp_path / "keys").video.warnings == []
+    assert b"a secret" not in (tmp_path / "keys").read_bytes()

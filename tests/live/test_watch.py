@@ -1,0 +1,498 @@
+"""`qtsplus watch` and the sources behind it: files, pipes, servers and cameras, each a real one."""
+
+import io
+import itertools
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import av
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from clips import make_world, render_world
+from qtsplus.asking import session
+from qtsplus.cli import app
+from qtsplus.live import watching
+from qtsplus.live.watching import ROOM, Source, watch
+from qtsplus.model.video_qtsplus import open_video
+
+WORLD = make_world(3)
+QUESTION, ANSWER = WORLD.objects[0].question, WORLD.objects[0].mark
+
+
+def write(path, frames, rate, **options):
+    """H.264 by PyAV, such as a camera's; to a file or an address."""
+    with av.open(str(path), "w", **options) as container:
+        stream = container.add_stream("libx264", rate=rate, options={"g": str(rate), "crf": "12", "bf": "0"})
+        stream.width, stream.height, stream.pix_fmt = 168, 168, "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+        container.mux(stream.encode())
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    """8 s of shapes as MPEG-TS, 8 frames a second."""
+    path = tmp_path_factory.mktemp("film") / "film.ts"
+    write(path, np.repeat(render_world(WORLD), 4, axis=0), 8)
+    return path
+
+
+def read(address, timeout=5.0, fps=2.0):
+    return [seconds for seconds, _ in Source(str(address), fps, timeout, time.monotonic())]
+
+
+@pytest.fixture
+def wall(monkeypatch):
+    """Has sources read a wall clock that shows these times, one a look; else one that goes on by 1/8 s."""
+
+    def put(times):
+        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=iter(times).__next__))
+
+    put(itertools.count(0, 1 / 8))
+    return put
+
+
+def times_of(answers):
+    return [answer.seconds_of_video for answer in answers]
+
+
+# --- Sources ---
+
+
+@pytest.mark.parametrize(
+    "suffix, options", [("ts", {}), ("mkv", {}), ("mp4", {}), ("mp4", {"movflags": "frag_keyframe"})]
+)
+def test_a_file_is_read_at_the_rate_that_was_asked_for(tmp_path, suffix, options):
+    path = tmp_path / f"film.{suffix}"
+    write(path, np.repeat(render_world(WORLD), 4, axis=0), 8, options=options)
+    assert read(path, 0.2) == pytest.approx(np.arange(16) / 2, abs=0.01)
+
+
+def test_a_clock_that_goes_back_goes_on(loaded, film, tmp_path):
+    """As where an encoder was started anew, or two recordings are one file."""
+    (tmp_path / "twice.ts").write_bytes(2 * film.read_bytes())
+    seconds = read(tmp_path / "twice.ts", 0.2)
+    assert seconds == pytest.approx(np.arange(32) / 2, abs=0.01)
+    (last,) = list(watch(*loaded, {"door": str(tmp_path / "twice.ts")}, QUESTION, every=100, timeout=0.2))
+    assert last.answer == ANSWER and last.seconds_of_video == 16
+
+
+def test_a_source_with_fewer_frames_keeps_its_clock(loaded, tmp_path):
+    write(tmp_path / "slow.ts", render_world(WORLD)[::2], 1)
+    (answer,) = watch(*loaded, {"door": str(tmp_path / "slow.ts")}, QUESTION, every=100, timeout=0.2)
+    expected = session.ask(*loaded, render_world(WORLD)[::2].repeat(2, axis=0), QUESTION, fps=2)
+    assert answer.answer == expected.answer == ANSWER and answer.seconds_of_video in (7.5, 8)
+    assert len(answer.keep_map) == 8, "without a gap"
+    assert answer.evidence[0].start < expected.evidence[0].end and expected.evidence[0].start < answer.evidence[0].end
+
+
+@contextmanager
+def served(handle):
+    """An http server on loopback, which answers every request by a function of its handler."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "video/mp2t")
+            handle(self)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/film.ts"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def send_in_chunks(handler, content):
+    handler.send_header("Transfer-Encoding", "chunked")  # the film is still being made: nobody knows its length
+    handler.end_headers()
+    for first in range(0, len(content), 20_000):
+        piece = content[first : first + 20_000]
+        handler.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    handler.wfile.write(b"0\r\n\r\n")
+
+
+def send_until_it_closes(handler, content):
+    handler.send_header("Connection", "close")
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+@contextmanager
+def served_list(film, place):
+    """A playlist on loopback, as HLS has it, and a film beside it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            listed = f"#EXTM3U\n#EXT-X-TARGETDURATION:8\n#EXTINF:8,\n{place}\n#EXT-X-ENDLIST\n"
+            data = film.read_bytes() if self.path == "/film.ts" else listed.encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/list.m3u8"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_list_at_an_address_is_followed_to_its_server(film):
+    with served_list(film, "film.ts") as address:
+        assert read(address) == pytest.approx(np.arange(16) / 2, abs=0.01)
+
+
+@pytest.mark.parametrize("scheme", ["file://", "concat:", "subfile,,start,0,end,0,,:", ""])
+def test_a_list_at_an_address_leads_to_no_file(film, scheme):
+    with served_list(film, f"{scheme}{film}") as address, pytest.raises(ValueError, match="Cannot read the stream"):
+        read(address)
+
+
+@pytest.mark.parametrize("send", [send_in_chunks, send_until_it_closes])
+def test_a_server_that_sends_as_it_goes(loaded, film, send):
+    content = film.read_bytes()
+    with served(lambda handler: send(handler, content)) as address:
+        assert read(address, 5.0, 100.0) == read(film, 0.2, 100.0), "to the last frame"
+        answers = list(watch(*loaded, {"film": address}, QUESTION, every=100))
+    assert times_of(answers) == [8] and answers[0].answer == ANSWER
+
+
+def test_a_server_that_stalls(film):
+    done = threading.Event()
+
+    def stall(handler):
+        handler.end_headers()
+        handler.wfile.write(film.read_bytes()[:100_000])
+        done.wait(30)
+
+    with served(stall) as address, pytest.raises((TimeoutError, ValueError), match="film.ts"):
+        read(address, 1.0)
+    done.set()
+
+
+def test_a_server_that_breaks_off(film):
+    def break_off(handler):
+        handler.send_header("Content-Length", str(len(film.read_bytes())))
+        handler.end_headers()
+        handler.wfile.write(film.read_bytes()[:100_000])
+        handler.close_connection = True
+
+    with served(break_off) as address, pytest.raises((TimeoutError, ValueError), match="film.ts"):
+        read(address, 2.0)
+
+
+@contextmanager
+def rtsp_camera(film):
+    """
+    A camera on loopback that speaks RTSP (RFC 2326), sends a film as MPEG-TS in RTP (RFC 2250) over the same
+    connection, and then nothing more.
+    """
+    server = socket.create_server(("127.0.0.1", 0))
+    sdp = "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=film\r\nt=0 0\r\nm=video 0 RTP/AVP 33\r\na=control:track\r\n"
+    replies = {
+        "OPTIONS": "Public: OPTIONS, DESCRIBE, SETUP, PLAY\r\n\r\n",
+        "DESCRIBE": f"Content-Type: application/sdp\r\nContent-Length: {len(sdp)}\r\n\r\n{sdp}",
+        "SETUP": "Transport: RTP/AVP/TCP;unicast;interleaved=0-1\r\nSession: 1\r\n\r\n",
+        "PLAY": "Session: 1\r\n\r\n",
+    }
+    stop = threading.Event()
+
+    def serve():
+        connection, _ = server.accept()
+        method = ""
+        with connection, connection.makefile("rb") as requests:
+            while method != "PLAY":
+                request = [line.decode().strip() for line in iter(requests.readline, b"\r\n")]
+                method, number = request[0].split()[0], next(line for line in request if line.startswith("CSeq"))
+                connection.sendall(f"RTSP/1.0 200 OK\r\n{number}\r\n{replies[method]}".encode())
+            content, size = film.read_bytes(), 7 * 188
+            for index, first in enumerate(range(0, len(content), size)):
+                payload = content[first : first + size]
+                header = struct.pack(">BBHII", 0x80, 33, index, 90 * index, 1)
+                connection.sendall(struct.pack(">cBH", b"$", 0, 12 + len(payload)) + header + payload)
+            stop.wait(120)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"rtsp://127.0.0.1:{server.getsockname()[1]}/film"
+    finally:
+        stop.set()
+        server.close()
+        thread.join(10)
+
+
+def until_it_fails(source):
+    frames = []
+    with pytest.raises((TimeoutError, ValueError), match="film"):
+        for item in source:
+            frames.append(item)
+    return frames
+
+
+def test_a_camera_that_stalls(film, wall):
+    """What it sent is there first, with the film's seconds on the stream's clock."""
+    with rtsp_camera(film) as address:
+        frames = until_it_fails(Source(address, 2.0, 4.0, -100))
+    seconds = np.array([one for one, _ in frames])
+    assert 14 <= len(frames) <= 17 and frames[0][1].shape == (168, 168, 3)
+    assert seconds[0] >= 100 and np.allclose(np.diff(seconds), 0.5, atol=0.13)
+
+
+def test_a_camera_waits_for_nobody(film, wall):
+    """Of 64 frames that come while nobody takes one the newest are there, and the others are counted."""
+    with rtsp_camera(film) as address:
+        source = Source(address, 1000.0, 4.0, 0)
+        while source.dropped < 40:
+            time.sleep(0.1)
+        frames = until_it_fails(source)
+    assert ROOM <= len(frames) <= 64 - source.dropped
+    assert np.allclose(np.diff([seconds for seconds, _ in frames]), 1 / 8, atol=0.01), "the newest, all of them"
+
+
+@pytest.mark.parametrize("held, opening", [(0, 6.0), (12, 6.0), (40, 6.0), (40, 3.0)])
+def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
+    """Of 64 frames, 8 a second, FFmpeg held some while it opened the camera; the others come as they are taken."""
+    now = [0, *[opening] * held, *(opening + np.arange(1, 65 - held) / 8)]  # of the opening, and of each frame
+    wall(now)
+    monkeypatch.setattr(watching, "ROOM", 64)
+    monkeypatch.setattr(Source, "_open", lambda _: av.open(str(film)))
+    seconds = [one for one, _ in Source("udp://127.0.0.1:9", 1000.0, 5.0, 0.0)]
+    late = 64 - max(held, 1)  # frames; that first one was taken nobody knows when
+    assert seconds[-late:] == pytest.approx(now[-late:]), "on the wall clock, whatever the opening took"
+    assert seconds[:-late] == pytest.approx(np.arange(len(seconds) - late) / 8) and seconds[-late - 1] <= opening
+
+
+def motion_jpeg(kind, rate=5):
+    with av.open(data := io.BytesIO(), "w", format=kind) as container:
+        stream = container.add_stream("mjpeg", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 168, 168, "yuvj420p"
+        for frame in render_world(WORLD):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+    return data.getvalue()
+
+
+def test_multipart_jpeg_has_the_times_of_its_arrival(wall):
+
+    def send(handler):
+        handler.send_header("Content-Type", "multipart/x-mixed-replace;boundary=ffmpeg")
+        send_until_it_closes(handler, motion_jpeg("mpjpeg"))
+
+    with served(send) as address:
+        seconds = [one for one, _ in itertools.islice(Source(address, 1000.0, 5.0, 0.0), 12)]
+    assert seconds == pytest.approx(np.arange(1, 13) / 8), "not 25 frames a second, as FFmpeg counts"
+
+
+def test_one_frame_a_second_is_opened_by_the_first_ones(tmp_path):
+    write(tmp_path / "slow.ts", render_world(WORLD), 1)
+    content, done = (tmp_path / "slow.ts").read_bytes(), threading.Event()
+    content = content[: len(content) * 2 // 5]
+
+    def stall(handler):
+        handler.end_headers()
+        handler.wfile.write(content)
+        done.wait(30)
+
+    with served(stall) as address:
+        assert next(iter(Source(address, 2.0, 3.0, 0.0)))[0] == 0
+        content = b""
+        with pytest.raises(TimeoutError, match="sends nothing, or too little to be opened within 0.3 s"):
+            read(address, 0.3)
+    done.set()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "/nonexistent/film.ts",
+        "/dev/video99",
+        "v4l2:/dev/video99",
+        "dshow:video=None",
+        "http://127.0.0.1:9/film.ts",
+        "nonsense://x",
+    ],
+)
+def test_what_is_no_source(address):
+    with pytest.raises(ValueError, match="stream"):
+        read(address, 1.0)
+
+
+def test_nothing_to_watch(loaded):
+    with pytest.raises(ValueError, match="nothing to watch"):
+        list(watch(*loaded, {}, QUESTION))
+
+
+def test_what_is_no_video(tmp_path):
+    (tmp_path / "text.ts").write_text("not a video\n" * 100)
+    with pytest.raises(ValueError, match="Cannot read the stream .*text.ts"):
+        read(tmp_path / "text.ts", 0.2)
+
+
+# --- Watching ---
+
+
+def test_two_cameras_on_one_clock(loaded, film, tmp_path):
+    write(tmp_path / "yard.ts", [np.full((168, 168, 3), 120, np.uint8)] * 24, 8)
+    sources = {"yard": str(tmp_path / "yard.ts"), "door": str(film)}
+    answers = list(watch(*loaded, sources, QUESTION, every=2, timeout=0.2, memory_tokens=150))
+    assert times_of(answers) == [2, 4, 6, 8], "one ends after 3 s, the other goes on"
+    assert all(answer.evidence[0].name == "door" for answer in answers)
+    assert answers[-1].visual_tokens == 150 and answers[-1].answer == ANSWER
+
+
+def test_messages_name_a_source_and_hide_its_address(loaded, film):
+    twice = 2 * film.read_bytes()
+    with served(lambda handler: send_until_it_closes(handler, twice)) as address:
+        source = {"door": address.replace("http", "HTTP") + "?token=SECRET"}
+        (answer,) = watch(*loaded, source, QUESTION, every=100)
+    assert [one[:17] for one in answer.warnings] == ["The stream 'door'"], answer.warnings
+    with pytest.raises(ValueError, match="^Cannot read the stream 'door': [^/]*$"):
+        list(watch(*loaded, {"door": "http://name:word@127.0.0.1:9/film?token=SECRET"}, QUESTION))
+
+
+def test_a_file_that_was_cut_off_says_so(loaded, tmp_path):
+    path = tmp_path / "film.mkv"
+    write(path, np.repeat(render_world(WORLD), 4, axis=0), 8)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (answer,) = watch(*loaded, {"door": str(path)}, QUESTION, every=100, timeout=0.2)
+    assert "is incomplete: its header states 8.0 s" in answer.warnings[-1]
+    assert max(one.end for one in answer.evidence) <= answer.seconds_of_video <= 6
+
+
+@pytest.mark.parametrize("fps", [2.0, 0.5])
+def test_the_evidence_has_the_times_of_the_frames(loaded, film, tmp_path, fps):
+    with av.open(str(film)) as given, av.open(str(tmp_path / "late.mp4"), "w") as late:
+        stream = late.add_stream_from_template(given.streams.video[0])
+        for packet in given.demux(video=0):
+            if packet.size:
+                packet.pts += round(2.9 / packet.time_base)
+                packet.dts += round(2.9 / packet.time_base)
+                packet.stream = stream
+                late.mux(packet)
+    begin = open_video(str(tmp_path / "late.mp4"), lambda total, rate: np.arange(total)).start
+    every = {"selection": "uniform", "retention": 1.0, "every": 100, "timeout": 0.2, "fps": fps}
+    (answer,) = watch(*loaded, {"door": str(tmp_path / "late.mp4")}, QUESTION, **every)
+    assert begin > 2.5 and min(one.start for one in answer.evidence) == pytest.approx(begin, abs=0.05)
+    (answer,) = watch(*loaded, {"door": str(film)}, QUESTION, start=4.9, end=5.4, **every)
+    assert min(one.start for one in answer.evidence) == pytest.approx(5.0, abs=0.05)
+
+
+def test_a_stretch_that_never_comes(loaded, film):
+    with pytest.raises(ValueError, match=r"no frame to look at from 99 s to inf s; what is watched ended at 7\.9 s"):
+        list(watch(*loaded, {"door": str(film)}, QUESTION, start=99, timeout=0.2))
+    with pytest.raises(ValueError, match=r"no frame to look at from 4\.01 s to 4\.02 s\."):
+        list(watch(*loaded, {"door": str(film)}, QUESTION, start=4.01, end=4.02, timeout=0.2))
+
+
+def test_the_most_frames_are_said(loaded, film):
+    (answer,) = watch(*loaded, {"door": str(film)}, QUESTION, max_frames=3, every=100, timeout=0.2)
+    assert answer.warnings == ["Looked at 3 frames, the most that were asked for; nothing behind them."]
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"timeout": -1}, {"fps": float("nan")}], ids=str)
+def test_numbers_out_of_range(loaded, film, options):
+    with pytest.raises(ValueError):
+        next(watch(*loaded, {"film": str(film)}, QUESTION, **options))
+
+
+# --- The command ---
+
+
+@pytest.fixture
+def watch_pipe(tiny_published, shared_model, film):
+    """Runs `qtsplus watch` on a film that comes through a pipe, which ends behind it or stalls."""
+
+    def run(*arguments, stalls=False, content=None):
+        ours, pipe = os.pipe()
+        before = os.dup(0)
+        os.dup2(ours, 0)
+
+        def send():
+            with open(pipe, "wb", closefd=False) as target:
+                target.write(content or film.read_bytes())
+            if not stalls:
+                os.close(pipe)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            return CliRunner().invoke(app, ["watch", *arguments, "--model", str(tiny_published)])
+        finally:
+            thread.join()
+            os.dup2(before, 0)
+            for one in (before, ours, *[pipe] * stalls):
+                os.close(one)
+
+    return run
+
+
+def test_a_pipe_that_ends(watch_pipe):
+    result = watch_pipe("door=-", QUESTION, "--every", "4", "--json")
+    assert result.exit_code == 0, result.output
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [answer["seconds_of_video"] for answer in answers] == [4, 8]
+    assert [answer["answer"] for answer in answers] == [ANSWER] * 2
+    assert answers[0]["evidence"][0]["video"] == "door"
+
+
+def test_a_pipe_without_times(watch_pipe):
+    result = watch_pipe("-", QUESTION, content=motion_jpeg("mjpeg"))
+    assert result.exit_code == 2 and "'-': its frames have no times." in result.stderr
+
+
+def test_a_pipe_that_stalls(watch_pipe):
+    result = watch_pipe("-", QUESTION, "--every", "2", "--timeout", "2", stalls=True)
+    assert f"[2.0 s] {ANSWER}" in result.stdout.splitlines()[0]
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == "qtsplus: The stream '-' sent no frame for 2 s."
+
+
+@pytest.mark.slow
+def test_interrupted(tiny_published, film):
+    """In a process of its own."""
+    options = ["--every", "2", "--timeout", "600", "--model", str(tiny_published)]
+    command = [sys.executable, "-m", "qtsplus.cli", "watch", "-", QUESTION, *options]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        process.stdin.write(film.read_bytes())
+        process.stdin.flush()
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 130
+        assert process.stderr.read().decode().splitlines()[-1] == "Stopped."
+
+
+def test_a_device():
+    """One of libavdevice that needs no camera: its frames have the stream's clock, and it waits for nobody."""
+    source = Source("lavfi:testsrc=size=168x84:rate=20,realtime", 4.0, 5.0, time.monotonic() - 100)
+    frames = [item for item, _ in zip(source, range(6), strict=False)]
+    source.close()
+    assert source.is_camera and {frame.shape for _, frame in frames} == {(84, 168, 3)}
+    seconds = np.array([one for one, _ in frames])
+    assert seconds[0] >= 100 and np.allclose(np.diff(seconds), 0.25, atol=0.06)

@@ -1,0 +1,350 @@
+"""Bad input is an error that says what was given and what is expected, and it breaks nothing."""
+
+import re
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
+from qtsplus.model.methods_qtsplus import METHODS
+from tiny import (
+    IM_END,
+    IM_START,
+    PATCH_VALUES,
+    USER,
+    VIDEO_PAD,
+    Prompt,
+    batch,
+    prompt,
+    stock_twin,
+    tiny_config,
+    tiny_model,
+)
+
+GRID = (2, 4, 6)  # 48 patches, 12 tokens
+PIXEL_FIELDS = ("images", "videos", "image_pixels", "video_pixels", "seconds")
+
+
+def video_inputs(**changes):
+    """One prompt with one video, with some inputs changed and those set to `None` left out."""
+    inputs = {**batch(prompt(videos=[GRID])), **changes}
+    return {name: value for name, value in inputs.items() if value is not None}
+
+
+def one_pixel(value):
+    pixels = video_inputs()["pixel_values_videos"]
+    pixels[5, 7] = value
+    return pixels
+
+
+def without_user_turn(inputs):
+    ids = inputs["input_ids"]
+    return {**inputs, "input_ids": ids.masked_fill(ids == USER, 30)}
+
+
+def with_placeholders(change):
+    """The prompt of a video with some placeholders more, or fewer."""
+    ids = video_inputs()["input_ids"][0].tolist()
+    at = ids.index(VIDEO_PAD)
+    ids = ids[:at] + [VIDEO_PAD] * change + ids[at:] if change > 0 else ids[:at] + ids[at - change :]
+    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+
+
+def only(inputs, *names):
+    return {name: inputs[name] for name in names}
+
+
+IDS, VIDEO = ("input_ids", "attention_mask"), ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+TWO, IMAGE = batch(prompt(videos=[GRID, GRID])), batch(prompt(images=[(1, 4, 4)]))
+NOT_FINITE, NO_QUESTION = "NaN or infinity in its pixel values of video 0", "12 visual tokens but no question"
+ONES, SELECTED = torch.ones(1, 3, dtype=torch.long), BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))
+# What is wrong with the prompt of one video -> (what is changed, or left out with `None`; the message).
+BAD_CHANGES = {
+    "no user turn": (only(without_user_turn(video_inputs()), "input_ids"), f"Row 0 has {NO_QUESTION}"),
+    "an all-zero query_mask": ({"query_mask": torch.zeros_like(video_inputs()["input_ids"])}, NO_QUESTION),
+    "an empty query_input_ids": ({"query_input_ids": torch.zeros(1, 0, dtype=torch.long)}, NO_QUESTION),
+    "an empty video": (
+        {"video_grid_thw": torch.tensor([[0, 4, 6]]), "pixel_values_videos": torch.zeros(0, PATCH_VALUES)},
+        r"video_grid_thw \[\[0, 4, 6\]\]: an empty video",
+    ),
+    "a placeholder too many": (with_placeholders(1), r"1 video placeholder\(s\) in a row, but only 1 video\(s\) were"),
+    "a placeholder too few": (
+        with_placeholders(-1),
+        r"11 video placeholder\(s\) in a row, but video 0 has 2 x 2 x 3 = 12",
+    ),
+    "more videos than placeholders": (
+        only(TWO, *VIDEO),
+        "2 videos were given, but the prompts have placeholders for only 1",
+    ),
+    "fewer videos than placeholders": (
+        only(TWO, *IDS),
+        r"12 video placeholder\(s\) in a row, but only 1 video\(s\) were",
+    ),
+    "a video among image placeholders": (
+        only(batch(prompt(images=[GRID])), *IDS),
+        r"12 image placeholder\(s\) in a row, but only 0 image\(s\) were given",
+    ),
+    "video pixels without a grid": ({"video_grid_thw": None}, "videos came with pixel values but without grid_thw"),
+    "a video grid without pixels": (
+        {"pixel_values_videos": None},
+        "grid_thw but without pixel values|12 video placeholders, but no video pixels",
+    ),
+    "placeholders without pixels or grid": (dict.fromkeys(VIDEO), "12 video placeholder"),
+    **{
+        f"{rows} rows of pixels": (
+            {VIDEO[0]: torch.zeros(rows, PATCH_VALUES)},
+            f"{rows} rows of video pixels: expected 48",
+        )
+        for rows in (47, 49)
+    },
+    **{f"a pixel of {one}": ({VIDEO[0]: one_pixel(one)}, NOT_FINITE) for one in (float("nan"), float("inf"))},
+    **{
+        f"retention {one}": ({"retention": one}, rf"retention={one}: expected a fraction .* in \(0, 1\]")
+        for one in (0.0, 1.5, -0.1, float("nan"))
+    },
+    **{
+        f"max_visual_tokens {one}": ({"max_visual_tokens": one}, f"max_visual_tokens={one}: expected a whole number")
+        for one in (0, -3, True, 2.5)
+    },
+    "second_per_grid_ts of the wrong length": (
+        {VIDEO[2]: torch.ones(2)},
+        r"2 second_per_grid_ts: expected one .* \(1\)",
+    ),
+    "query_mask of another shape": ({"query_mask": ONES}, r"query_mask \(1, 3\): expected input_ids' shape"),
+    "query_input_ids for another batch": (
+        {"query_input_ids": torch.full((2, 4), 30)},
+        r"2 rows of query_input_ids: expected one per prompt \(1\)",
+    ),
+    "query_attention_mask of another shape": (
+        {"query_input_ids": torch.full((1, 4), 30), "query_attention_mask": ONES},
+        r"query_attention_mask \(1, 3\): expected",
+    ),
+    "attention_mask of another shape": (
+        {"attention_mask": ONES},
+        r"attention_mask \(1, 3\): expected input_ids' shape",
+    ),
+    "mm_encoder_outputs that nothing has selected": (
+        {**dict.fromkeys(VIDEO), "mm_encoder_outputs": {"video": SELECTED}},
+        "mm_encoder_outputs would bypass the selector",
+    ),
+}
+# Every one is an error of forward and of generate.
+BAD_INPUTS = {
+    **{name: (video_inputs(**changes), message) for name, (changes, message) in BAD_CHANGES.items()},
+    "an empty question": (batch(prompt(videos=[GRID], question=0)), NO_QUESTION),
+    "an empty question in the second row": (
+        batch(prompt(videos=[GRID]), prompt(videos=[GRID], question=0)),
+        f"Row 1 has {NO_QUESTION}",
+    ),
+    "an empty image": ({**IMAGE, "image_grid_thw": torch.tensor([[1, 0, 4]])}, r"\[\[1, 0, 4\]\]: an empty image"),
+    "image pixels without a grid": (only(IMAGE, *IDS, "pixel_values"), "images came with .* but without grid_thw"),
+    "image placeholders without pixels or grid": (only(IMAGE, *IDS), "4 image placeholder"),
+}
+
+
+@pytest.fixture(scope="module")
+def works_as_before(model):
+    """Checks that the model answers as it did when the tests began, bit for bit, with the weights that it had."""
+    good = batch(prompt(videos=[GRID], images=[(1, 4, 4)]), prompt(question=3, seed=1))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+
+    def made():
+        with torch.no_grad():
+            return model(**good).logits, model.generate(**good, max_new_tokens=3)
+
+    before = made()
+
+    def check():
+        assert all(map(torch.equal, made(), before))
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+    return check
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_every_way_in_refuses_and_works_as_before(model, works_as_before, name):
+    inputs, message = BAD_INPUTS[name]
+    for call in (model, model.model, lambda **inputs: model.generate(**inputs, max_new_tokens=2)):
+        with pytest.raises(ValueError, match=message):
+            call(**inputs)
+    works_as_before()
+
+
+def test_a_refused_training_step_leaves_the_running_mean_of_rho():
+    model = tiny_model().train()
+    model(**video_inputs()).logits.sum().backward()
+    history = model.model.qtsplus.rho_history.clone()
+    assert history[1] == 1
+    for inputs in (video_inputs(retention=1.5), without_user_turn(video_inputs())):
+        with pytest.raises(ValueError):
+            model(**inputs)
+    assert torch.equal(model.model.qtsplus.rho_history, history)
+
+
+# The configuration
+
+BAD_CONFIGS = {
+    "n_max 0": ({"n_max": 0}, "n_max=0; expected n_max >= 1"),
+    "rho_min above rho_max": ({"rho_min": 0.6, "rho_max": 0.5}, "rho_min=0.6, rho_max=0.5; expected 0 < rho_min <="),
+    "rho_min 0": ({"rho_min": 0.0}, "rho_min=0.0, rho_max=0.5; expected 0 < rho_min"),
+    "rho_max above 1": ({"rho_max": 1.5}, "rho_max=1.5; expected .* <= 1"),
+    "an unknown gate": ({"gate": "softmax"}, "gate='softmax'; expected one of .*detached"),
+    "an unknown reduction": ({"reduction": "median"}, "reduction='median'; expected one of .*sum"),
+    "unknown position_ids": ({"position_ids": "absolute"}, "position_ids='absolute'; expected one of .*sequential"),
+    "tau_s 0": ({"tau_s": 0.0}, "tau_s=0.0; expected tau_s > 0"),
+    "a negative tau_s": ({"tau_s": -1.0}, "tau_s=-1.0; expected tau_s > 0"),
+    "dropout 1": ({"dropout": 1.0}, "dropout=1.0; expected 0 <= dropout < 1"),
+    "no scoring layer": ({"scoring_layers": 0}, "scoring_layers=0; expected scoring_layers >= 1"),
+    "a null token that is a number": ({"null_token": 10**12}, "null_token=1000000000000; expected true or false"),
+    "a weight without end": ({"lambda_m": float("inf")}, "lambda_m=inf, .*; expected numbers from 0"),
+    "a negative number of re-encoding layers": ({"reencode_layers": -1}, "reencode_layers=-1; expected"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_the_configuration_refuses(name):
+    values, message = BAD_CONFIGS[name]
+    with pytest.raises(ValueError, match=message):
+        QTSplusConfig(**values)
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**values)
+
+
+@pytest.mark.parametrize("call", [{"retention": 0.5}, {"max_visual_tokens": 3}], ids=lambda call: next(iter(call)))
+def test_selection_all_refuses_a_budget(call):
+    model = tiny_model(selection="all")
+    with pytest.raises(ValueError, match='selection="all" keeps every visual token'):
+        model(**video_inputs(**call))
+    with pytest.raises(ValueError, match='selection="all" keeps every visual token'):
+        model.generate(**video_inputs(**call), max_new_tokens=2)
+    assert model(**video_inputs()).qtsplus.n.tolist() == [12]
+
+
+# Calls of generate
+
+
+def test_a_cache_of_an_earlier_prompt_is_refused_and_left_alone(model):
+    cache = DynamicCache(config=model.config.get_text_config())
+    answer = model.generate(**video_inputs(), past_key_values=cache, max_new_tokens=2)
+    length = cache.get_seq_length()
+    conversation = torch.cat([answer, torch.tensor([[IM_END, 10, IM_START, USER, 10, 40, 41]])], dim=1)
+    with pytest.raises(ValueError, match=f"The cache holds {length} columns of an earlier prompt: expected an empty"):
+        model.generate(input_ids=conversation, past_key_values=cache, max_new_tokens=2)
+    assert cache.get_seq_length() == length
+
+
+def test_pixels_after_a_cache_are_refused_by_forward(model):
+    with torch.no_grad():
+        cache = model(**batch(prompt(question=3)), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="New images or videos after a cache: expected an empty one"):
+        model(**video_inputs(), past_key_values=cache)
+
+
+@pytest.mark.parametrize("way", ["forward", "generate"])
+@pytest.mark.parametrize("name", ["mm_encoder_outputs", "inputs_embeds"])
+def test_pixels_come_with_ids_alone(model, way, name):
+    inputs = video_inputs()
+    outputs = {"video": BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))}
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    beside = {name: {"mm_encoder_outputs": outputs, "inputs_embeds": embeds}[name]}
+    with pytest.raises(ValueError, match="come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs"):
+        getattr(model, way)(**inputs, **beside)
+
+
+def test_a_max_length_shorter_than_the_prompt_is_refused(model):
+    inputs = video_inputs()
+    length = inputs["input_ids"].shape[1]
+    for max_length in (length - 1, length):
+        with pytest.raises(ValueError, match=f"max_length={max_length}, the prompt has {length} tokens"):
+            model.generate(**inputs, max_length=max_length)
+    assert model.generate(**inputs, max_length=length + 1).shape == (1, length + 1)
+
+
+@pytest.mark.parametrize("rows", [video_inputs, lambda: batch(prompt())], ids=["a video", "text alone"])
+def test_labels_of_another_shape_are_refused(model, rows):
+    inputs = rows()
+    with pytest.raises(ValueError, match=r"^labels \(1, \d+\): expected the shape of the prompt, \(1, \d+\)"):
+        model(**inputs, labels=inputs["input_ids"][:, 1:])
+
+
+def test_another_attention_function_is_set_without_a_warning(caplog):
+    model = tiny_model()
+    selector = model.config.qtsplus_config._attn_implementation
+    for target in (model, model.model):
+        for name in ("eager", "sdpa"):
+            target.set_attn_implementation(name)
+            assert model.config._attn_implementation == model.model.visual.config._attn_implementation == name
+    assert model.config.qtsplus_config._attn_implementation == selector and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("modality", "axes", "with_mask"), [("images", None, True), ("videos", 3, False), ("videos", 4, True)]
+)
+def test_packed_rows_are_refused_with_images_and_videos(model, modality, axes, with_mask):
+    """Two sequences one behind the other, as padding-free training lays them: stock attends within each of them."""
+    rows = prompt(**{modality: [GRID]}), prompt(seed=1)
+    both = Prompt(rows[0].ids + rows[1].ids, *(getattr(rows[0], name) for name in PIXEL_FIELDS))
+    inputs = batch(both)
+    positions = torch.cat([torch.arange(len(row.ids)) for row in rows])[None]
+    inputs["position_ids"] = positions if axes is None else positions.expand(axes, 1, -1)
+    if not with_mask:
+        inputs.pop("attention_mask")
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match="position_ids that begin again within a row.*one in each row"):
+            call(**inputs)
+
+
+def test_a_method_that_keeps_something_else_than_n_indices_is_named(model, monkeypatch):
+    call = {**video_inputs(), "max_visual_tokens": 4, "retention": 1.0}
+    for wrong in (
+        torch.arange(5),
+        torch.arange(4).flip(0),
+        torch.arange(4).float(),
+        torch.arange(4) - 1,
+        torch.tensor([0, 1, 2, 10**6]),
+        [0, 1, 2, 3],
+    ):
+
+        def broken(candidates, n, wrong=wrong):
+            return wrong
+
+        monkeypatch.setitem(METHODS, "broken", broken)
+        for selection in ("broken", broken):
+            with pytest.raises(ValueError, match="selection='broken' gave .*; expected 4 ascending int64 indices"):
+                model(**call, selection=selection)
+
+
+def test_a_paged_cache_is_refused(model):
+    with pytest.raises(ValueError, match='cache_implementation="paged" cannot'):
+        model.generate(**video_inputs(), cache_implementation="paged", max_new_tokens=2)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("cls", [Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_base_checkpoint_is_refused_with_the_command_that_converts_it(tmp_path, cls, tied):
+    stock_twin(tiny_model(tie_word_embeddings=tied)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"lacks \d+ of the weights of {cls.__name__} .*qtsplus convert"):
+        cls.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("lost", [r"\.qtsplus\.", r"scoring_layers\.0\.q_norm", r"budget\.mlp\.2\.bias"])
+def test_a_checkpoint_without_all_of_its_selector_is_refused(tmp_path, model, lost):
+    weights = {name: value for name, value in model.state_dict().items() if not re.search(lost, name)}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    missing = [n for n in model.state_dict() if re.search(lost, n) and n != "model.qtsplus.rho_history"]
+    with pytest.raises(ValueError, match=r"lacks \d+ of the weights .*model\.qtsplus\..*would stay random") as error:
+        Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path)
+    assert len(missing) <= int(re.search(r"lacks (\d+)", str(error.value))[1]) <= len(missing) + 1
+
+
+def test_an_untied_checkpoint_without_its_head_is_refused(tmp_path):
+    model = tiny_model(tie_word_embeddings=False)
+    weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match=r"lacks 1 of the weights .*lm_head\.weight"):
+        Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path)

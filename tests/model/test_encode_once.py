@@ -1,0 +1,106 @@
+"""A video is encoded once, in chunks of any size, and asked about as often as one likes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import qtsplus.model.encoding_qtsplus as encoding
+from model_checks import mixed_inputs, shared_model, with_labels
+from qtsplus.model.encoding_qtsplus import chunk_grids
+from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_model
+
+
+def encoded(model, inputs, **options):
+    """The same inputs with features in place of the videos' pixels."""
+    inputs = dict(inputs)
+    features = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"], **options)
+    return {**inputs, "video_features": features}
+
+
+@given(grids=st.lists(st.tuples(*[st.integers(1, 9)] * 3), max_size=4), capacity=st.integers(1, 200))
+def test_chunks_hold_everything_in_order_and_no_more_than_they_may(grids, capacity):
+    chunks = list(chunk_grids(grids, capacity, [h * w for _, h, w in grids]))
+    steps = [(index, h, w) for chunk in chunks for index, (t, h, w) in chunk for _ in range(t)]
+    assert steps == [(index, h, w) for index, (t, h, w) in enumerate(grids) for _ in range(t)]
+    for chunk in chunks:
+        assert sum(t * h * w for _, (t, h, w) in chunk) <= capacity or [t for _, (t, _, _) in chunk] == [1]
+    # As few as fit: no step of a chunk would have had room in the one before.
+    for before, after in zip(chunks, chunks[1:], strict=False):
+        _, (_, h, w) = after[0]
+        assert sum(t * h * w for _, (t, h, w) in before) + h * w > capacity
+
+
+def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():
+    model, rows = tiny_model(), []
+    grid = torch.tensor([[30, 8, 10], [1, 4, 4], [2, 10, 14]])
+    pixels = torch.randn(int(grid.prod(-1).sum()), PATCH_VALUES, generator=torch.Generator().manual_seed(0))
+    model.model.visual.register_forward_pre_hook(lambda _, pixels: rows.append(len(pixels[0])))
+    features = torch.cat(model.encode_videos(pixels, grid))
+    assert rows == [25 * 80, 5 * 80 + 16 + 2 * 140]
+    with torch.no_grad():
+        expected = stock_twin(model).model.visual(pixels, grid_thw=grid).pooler_output
+    torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_training_encodes_a_batch_at_once(monkeypatch):
+    """Ranks that share weights must call them equally often."""
+    monkeypatch.setattr(encoding, "PATCHES_PER_CHUNK_ON_CPU", 10)
+    model, calls = tiny_model().train(), []
+    model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
+    model(**with_labels(mixed_inputs())).loss.backward()
+    assert len(calls) == 2  # the images and the videos
+
+
+def test_gradients_reach_the_features():
+    inputs = with_labels(batch(prompt(videos=[(4, 4, 8)]), prompt(videos=[(2, 4, 4)], seed=1)))
+    from_pixels, from_features = (tiny_model(gate="noiseless").train() for _ in range(2))
+    from_pixels(**inputs).loss.backward()
+    inputs = encoded(from_features, inputs)
+    for one in inputs["video_features"]:
+        one.requires_grad_(True)
+    from_features(**inputs).loss.backward()
+    assert all(bool(one.grad.any()) for one in inputs["video_features"])
+    pairs = zip(from_pixels.named_parameters(), from_features.parameters(), strict=True)
+    for (name, expected), parameter in pairs:
+        if ".visual." in name:  # zeros, so that no process of several waits for it
+            assert not parameter.grad.any(), name
+        elif expected.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_features_of_another_dtype_are_cast():
+    model = tiny_model().double()
+    inputs = batch(prompt(videos=[(2, 4, 4)]))
+    features = [one.float() for one in encoded(model, inputs)["video_features"]]
+    inputs.pop("pixel_values_videos")
+    assert torch.isfinite(model(**inputs, video_features=features).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pixel_values_videos": torch.zeros(1, PATCH_VALUES)}, "pixels and video_features: pass one"),
+        ({"video_features": [torch.zeros(8, 64)] * 2}, r"2 video_features: expected one per video \(1\)"),
+        ({"video_features": [torch.zeros(7, 64)]}, r"\(7, 64\): expected \(8, 64\), the merged tokens of its grid"),
+        ({"video_features": [torch.zeros(8, 63)]}, r"\(8, 63\): expected \(8, 64\)"),
+        ({"video_features": [torch.full((8, 64), float("nan"))]}, "NaN or infinity in video_features 0"),
+        ({"video_grid_thw": None, "second_per_grid_ts": None}, "came with features but without grid_thw"),
+    ],
+    ids=["pixels too", "count", "rows", "width", "NaN", "no grid"],
+)
+@pytest.mark.parametrize("method", ["forward", "generate"])
+def test_features_that_do_not_fit(method, change, message):
+    model = shared_model()
+    inputs = {**encoded(model, batch(prompt(videos=[(2, 4, 4)]))), **change}
+    with pytest.raises(ValueError, match=message):
+        getattr(model, method)(**inputs)
+
+
+@pytest.mark.parametrize("frames", [0, -2, 1.5, True])
+def test_nothing_and_no_count_of_frames_are_refused(frames):
+    inputs = batch(prompt(videos=[(2, 4, 4)]))
+    with pytest.raises(ValueError, match="frames_per_chunk"):
+        encoded(shared_model(), inputs, frames_per_chunk=frames)
+    with pytest.raises(ValueError, match="got no videos"):
+        shared_model().encode_videos(None, None)

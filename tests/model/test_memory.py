@@ -1,0 +1,156 @@
+"""What selection holds in memory: measured in a process of its own, or as the size of every tensor that it makes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qtsplus.model.configuration_qtsplus import REDUCTIONS
+from qtsplus.model.relevance_qtsplus import QTSplusLayer, grouped_attention, rotary_tables
+from tiny import batch, compress, prompt, tiny_model
+
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+def measure(*steps: str) -> dict[str, float]:
+    # Else glibc would keep what was freed for later: so every tensor is its own mapping, there as long as it lives.
+    mapped = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, Path(__file__).with_name("measure_memory.py"), *steps]
+    environment = {**os.environ, **mapped, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return measure("relevance", "path", "forecasts")
+
+
+@linux_only
+def test_relevance_of_180_000_tokens_takes_under_100_mb_and_nothing_holds_the_features_twice(measured):
+    assert measured["chunked"] < 100
+    assert all(measured[f"training_{reduction}"] < 100 for reduction in REDUCTIONS)
+    assert measured["naive"] > 250
+    assert measured["path"] < 0.5 * measured["features"], "from there to the first token"
+
+
+def test_the_features_of_several_videos_are_never_joined():
+    model, grid = tiny_model(), (20, 20, 20)
+    inputs = batch(prompt(videos=[grid, grid], question=2))
+    width = model.config.text_config.hidden_size
+    features = [torch.randn(2000, width, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    inputs.pop("pixel_values_videos")
+    with torch.no_grad(), Sizes() as sizes:
+        compress(model.model, **inputs, video_features=features, retention=0.1)
+    assert sizes.largest < 4000 * width * 4
+
+
+@linux_only
+def test_what_a_film_takes_is_what_was_forecast(measured):
+    assert all(0.8 < measured[frames] < 1.05 for frames in ("32", "96"))
+
+
+@pytest.mark.slow
+@linux_only
+def test_a_million_visual_tokens_fit():
+    assert measure("million")["million"] < 2000
+
+
+@pytest.mark.slow
+@linux_only
+def test_a_film_takes_a_few_chunks_of_it():
+    measured = measure("film")
+    assert measured["at once"] > 431 and measured["in chunks"] < 250
+
+
+class Sizes(TorchDispatchMode):
+    """The name and the bytes of every operator's largest result."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.seen.append((str(function), max((t.untyped_storage().nbytes() for t in tensors), default=0)))
+        return result
+
+    @property
+    def largest(self) -> int:
+        return max(size for _, size in self.seen)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_re_encoder_of_the_3b_model_makes_no_tensor_over_1_gb(training):
+    n, width = 25_600, 2048
+    with FakeTensorMode():
+        layer = QTSplusLayer(width, 16, 2, 1e-6, 0.0)
+        tokens = torch.empty(n, width, requires_grad=training)
+        rotary = rotary_tables(torch.zeros(3, n), 128, 1e6, [16, 24, 24])
+        with Sizes() as sizes, torch.set_grad_enabled(training):
+            result = layer(tokens, tokens, rotary)
+            if training:
+                result.sum().backward()
+    assert sizes.largest == n * width * 4
+    attention = [name for name, _ in sizes.seen if "scaled_dot_product" in name]
+    assert len(attention) == 1 + training and all("flash_attention_for_cpu" in name for name in attention)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (28, 4)])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (5, 37), (19, 19)])
+def test_grouped_attention_is_attention_with_repeated_heads(heads, kv_heads, num_queries, num_keys):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads, num_queries), (kv_heads, num_keys), (kv_heads, num_keys)]
+    states = [torch.randn(*shape, 8, generator=generator, requires_grad=True) for shape in shapes]
+    queries, keys, values = states
+    groups = heads // kv_heads
+    weights = (queries @ keys.repeat_interleave(groups, 0).transpose(1, 2) / 8**0.5).softmax(-1)
+    expected = weights @ values.repeat_interleave(groups, 0)
+    result = grouped_attention(queries, keys, values)
+    torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
+    for mine, theirs in zip(
+        torch.autograd.grad(result.sin().sum(), states), torch.autograd.grad(expected.sin().sum(), states), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("reduction", [None, "max", "sum"])
+def test_a_layer_in_blocks_of_tokens_is_as_at_once(rope, reduction, monkeypatch):
+    torch.manual_seed(0)
+    layer = QTSplusLayer(32, 4, 2, 1e-6, 0.0)
+    tokens = torch.randn(50, 32, requires_grad=True)
+    rotary = rotary_tables(torch.arange(50).expand(3, -1), 8, 1e6, [2, 1, 1]) if rope else None
+    inputs = [tokens, *layer.parameters()]
+
+    def outputs():
+        with torch.no_grad():
+            inferred = layer(tokens, tokens, rotary, reduction=reduction)
+        trained = layer(tokens, tokens, rotary, reduction=reduction)
+        gradients = torch.autograd.grad(trained.sin().sum(), inputs, allow_unused=True, materialize_grads=True)
+        return inferred, trained, *gradients
+
+    whole = outputs()
+    monkeypatch.setattr("qtsplus.model.relevance_qtsplus.in_blocks.__defaults__", (16,))
+    for mine, expected in zip(outputs(), whole, strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_prefill_computes_the_logits_of_the_last_position_only(rows):
+    model = tiny_model()
+    inputs = batch(*[prompt(videos=[(2, 4, 6)], seed=seed) for seed in range(rows)])
+    seen = []
+    with torch.no_grad():
+        handle = model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:2]))
+        model.generate(**inputs, retention=0.5, max_new_tokens=3, min_new_tokens=3)
+        handle.remove()
+    assert seen == [(rows, 1)] * 3

@@ -1,0 +1,206 @@
+"""What Transformers asks of every model of its own, asked of ours: configuration, saving, loading, initialisation."""
+
+import copy
+import inspect
+import json
+import pickle
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from transformers import GenerationMixin, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLModel
+
+from model_checks import (
+    BACKBONE,
+    CLASSES,
+    FULL,
+    TIED,
+    build,
+    main_output,
+    mixed_inputs,
+    saved_keys,
+    trainable,
+    with_labels,
+)
+from qtsplus import Qwen2_5_VLQTSplusConfig
+from qtsplus.model.generation_qtsplus import QTSplusPreTrainedMixin
+from qtsplus.model.selector_qtsplus import encode_rows
+from tiny import tiny_config, tiny_model
+
+# Signature and configuration -----------------------------------------------------------------------------------------
+
+
+@CLASSES
+def test_the_first_argument_of_forward_is_input_ids_and_every_stock_argument_is_there(cls):
+    names = list(inspect.signature(cls.forward).parameters)
+    assert names[1] == "input_ids" == cls.main_input_name
+    stock = Qwen2_5_VLForConditionalGeneration if cls is FULL else Qwen2_5_VLModel
+    passed_on = {"rope_deltas", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
+    assert set(inspect.signature(stock.forward).parameters) - set(names) <= passed_on
+
+
+def test_only_the_class_with_a_head_generates():
+    assert issubclass(FULL, GenerationMixin) and FULL.can_generate()
+    assert not BACKBONE.can_generate()
+
+
+def test_every_part_of_the_model_shares_one_configuration():
+    model = tiny_model()
+    assert model.config is model.model.config
+    assert model.model.qtsplus.config is model.config.qtsplus_config
+    assert model.model.language_model.config is model.config.text_config
+    assert model.model.visual.config is model.config.vision_config
+
+
+def through_json(config):
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return type(config).from_pretrained(folder)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config)), through_json])
+def test_the_configuration_survives_deepcopy_pickle_and_json(clone):
+    config = tiny_config(n_max=7, gate="gumbel", rho_prior=0.2)
+    twin = clone(config)
+    assert type(twin) is Qwen2_5_VLQTSplusConfig and twin.to_dict() == config.to_dict()
+    twin.qtsplus_config.n_max = 9
+    assert config.qtsplus_config.n_max == 7
+
+
+def test_a_deep_copy_of_the_model_gives_the_same_logits_and_shares_nothing():
+    model, inputs = tiny_model(), mixed_inputs()
+    twin = copy.deepcopy(model)
+    assert torch.equal(main_output(twin, inputs), main_output(model, inputs))
+    assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in model.parameters()}
+    assert list(trainable(twin)) == list(trainable(model))
+
+
+# Saving and loading --------------------------------------------------------------------------------------------------
+
+
+@CLASSES
+@TIED
+def test_a_saved_model_reloads_to_the_same_bits_under_its_own_names(tmp_path, cls, tied):
+    model, inputs = build(cls, tied=tied, query_states="layer"), mixed_inputs()
+    model.save_pretrained(tmp_path / "once")
+    state, unsaved = model.state_dict(), {"lm_head.weight"} if cls is FULL and tied else set()
+    assert set(saved_keys(tmp_path / "once")) == set(state) - unsaved
+    with torch.device("cpu"):
+        reloaded, info = cls.from_pretrained(tmp_path / "once", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert cls is BACKBONE or (reloaded.lm_head.weight is reloaded.get_input_embeddings().weight) == tied
+    assert not reloaded.training and reloaded.config.qtsplus_config.query_states == "layer"
+    again = reloaded.state_dict()
+    assert again.keys() == state.keys() and all(torch.equal(value, again[name]) for name, value in state.items())
+    assert all(parameter.is_contiguous() for parameter in reloaded.parameters())
+    assert torch.equal(main_output(reloaded, inputs), main_output(model, inputs))
+    reloaded.save_pretrained(tmp_path / "twice")
+    assert saved_keys(tmp_path / "once") == saved_keys(tmp_path / "twice")
+
+
+@CLASSES
+def test_a_sharded_save_reloads_to_bit_equal_outputs(tmp_path, cls):
+    model, inputs = build(cls), mixed_inputs()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == sorted(saved_keys(tmp_path))
+    assert torch.equal(main_output(cls.from_pretrained(tmp_path), inputs), main_output(model, inputs))
+
+
+def test_the_backbone_loads_from_a_checkpoint_with_a_head(tmp_path):
+    model, inputs = tiny_model(tie_word_embeddings=False), mixed_inputs()
+    model.save_pretrained(tmp_path)
+    backbone = BACKBONE.from_pretrained(tmp_path)
+    assert torch.equal(main_output(backbone, inputs), main_output(model.model, inputs))
+
+
+def test_a_tied_model_loads_from_a_checkpoint_of_its_backbone(tmp_path):
+    model, inputs = tiny_model(), mixed_inputs()
+    model.model.save_pretrained(tmp_path)
+    assert torch.equal(main_output(FULL.from_pretrained(tmp_path), inputs), main_output(model, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_running_mean_of_rho_survives_bfloat16_saving_and_loading(tmp_path, dtype):
+    model = tiny_model(lambda_s=1.0).train()
+    for _ in range(3):
+        model(**mixed_inputs())
+    history = model.model.qtsplus.rho_history.clone()
+    main_output(model.eval(), mixed_inputs())  # evaluation leaves it
+    assert history.dtype == torch.int64 and history[1] == 6 and history[0] > 2**32 * 6 * 0.05
+    model.to(dtype).save_pretrained(tmp_path)
+    reloaded = FULL.from_pretrained(tmp_path, dtype=dtype)
+    for one in (model, reloaded):
+        assert one.model.qtsplus.rho_history.dtype == torch.int64
+        assert torch.equal(one.model.qtsplus.rho_history, history)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])
+def test_a_model_loads_in_the_dtype_that_was_asked_for(tmp_path, dtype):
+    tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    model = FULL.from_pretrained(tmp_path, dtype=dtype)
+    expected = torch.bfloat16 if dtype == "auto" else dtype
+    assert {p.dtype for p in model.parameters()} == {expected} and model.dtype == expected
+
+
+def test_a_head_of_another_size_is_refused_unless_mismatches_are_allowed(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    config = copy.deepcopy(model.config)
+    config.text_config.vocab_size = 520
+    with pytest.raises(RuntimeError, match="mismatch"):
+        FULL.from_pretrained(tmp_path, config=config)
+    resized = FULL.from_pretrained(tmp_path, config=config, ignore_mismatched_sizes=True)
+    assert resized.get_input_embeddings().weight.shape == resized.lm_head.weight.shape == (520, 64)
+    name = "model.qtsplus.budget.mlp.0.weight"
+    assert torch.equal(resized.state_dict()[name], model.state_dict()[name])
+
+
+# Initialisation ------------------------------------------------------------------------------------------------------
+
+
+def assert_fresh(selector, std):
+    """The selector's weights are as a new one's."""
+    zero = {f"reencode_layers.{i}.{part}" for i in range(2) for part in ("o_proj.weight", "ffn.2.weight", "ffn.2.bias")}
+    for name, parameter in selector.named_parameters():
+        if "norm" in name:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        elif name in zero or name.endswith("bias"):
+            assert torch.equal(parameter, torch.zeros_like(parameter)), name
+        else:
+            assert 0.8 * std < float(parameter.detach().std()) < 1.2 * std, name
+    assert selector.rho_history.tolist() == [0, 0]
+
+
+@CLASSES
+def test_a_new_selector_has_ones_zeros_and_normal_weights_of_the_initializer_range(cls):
+    torch.manual_seed(0)
+    model = cls(tiny_config())
+    assert_fresh((model if cls is BACKBONE else model.model).qtsplus, std=0.02)
+
+
+@CLASSES
+def test_weights_that_a_checkpoint_lacks_are_initialised_from_meta(cls):
+    torch.manual_seed(0)
+    # Ours refuses to load with weights missing; the stock loader under it fills them in.
+    model = super(QTSplusPreTrainedMixin, cls).from_pretrained(None, config=tiny_config(), state_dict={})
+    assert all(p.device.type == "cpu" and torch.isfinite(p).all() for p in model.parameters())
+    assert_fresh((model if cls is BACKBONE else model.model).qtsplus, std=0.02)
+    assert torch.isfinite(main_output(model.eval(), mixed_inputs())).all()
+
+
+def test_a_fresh_re_encoder_is_the_identity():
+    torch.manual_seed(0)
+    model = BACKBONE(tiny_config()).eval()
+    tokens, selector = torch.randn(9, 64), model.qtsplus
+    (encoded,) = encode_rows(selector, selector.reencode_layers, [tokens], [torch.arange(9).expand(3, -1)])
+    assert torch.equal(encoded, tokens)
+
+
+def test_a_fresh_re_encoder_still_learns():
+    torch.manual_seed(0)
+    model = FULL(tiny_config()).train()
+    model(**with_labels(mixed_inputs())).loss.backward()
+    for layer in model.model.qtsplus.reencode_layers:
+        assert layer.o_proj.weight.grad.abs().sum() > 0 and layer.ffn[-1].weight.grad.abs().sum() > 0

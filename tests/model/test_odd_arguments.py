@@ -1,0 +1,113 @@
+"""Arguments of any kind: what the public functions cannot use is a `ValueError` that says so, and breaks nothing."""
+
+import datetime
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clips import make_world, render_world, write_mp4
+from qtsplus import Library, Stream, VideoSession, ask, encode, load
+from qtsplus.library.indexing import index
+
+QUESTION = "What is in the red circle?"
+FRAMES = render_world(make_world(3, 8))
+ODD = st.one_of(
+    st.sampled_from(
+        [None, True, False, 0, -1, 1, 2.5, math.nan, math.inf, -math.inf, "", "5", "\ud800", b"x", object()]
+    ),
+    st.sampled_from([b"x", object(), [], [None], ["5", 5], (), {}, {"a": 1}, {1}, Fraction(1, 3), Decimal("0.5"), 1j]),
+    st.sampled_from([datetime.date(2026, 1, 1), np.float32(0.5), np.zeros(2), np.array([None])]),
+    st.integers(-3, 3),
+    st.floats(-2, 2),
+)
+ENCODE = ("fps", "max_frames", "frames_per_chunk", "device")
+ASK = ("question", "turns", "retention", "max_visual_tokens", "selection", "max_new_tokens", "subtitles")
+STREAM = ("memory_tokens", "policy", "question", "fps", "device")
+ARGUMENTS = (
+    *(("load", name) for name in ("model", "device", "dtype", "revision")),
+    *(("encode", name) for name in ("video", *ENCODE)),
+    *(("frames", name) for name in ("video", *ENCODE)),
+    *(("ask", name) for name in ("video", "fps", *ASK)),
+    *(("session", name) for name in ("videos", "batch_size", "questions", "name", "remove")),
+    *(("stream", name) for name in STREAM),
+    *(("append", name) for name in ("frames", "times", "name")),
+    *(("library", name) for name in ("folder", "top", "pieces", *ASK)),
+)
+
+
+@pytest.fixture(scope="module")
+def calls(tiny_published, tmp_path_factory):
+    """By name, a call with one argument of any kind among good ones."""
+    folder = tmp_path_factory.mktemp("films")
+    model, processor = loaded = load(tiny_published, "cpu")
+    write_mp4(folder / "film.mp4", FRAMES, 2)
+    index(folder, folder / "library", model, processor, name=str(tiny_published), say=lambda _: None)
+    film, library = encode(*loaded, FRAMES, fps=2), Library(folder / "library", *loaded)
+
+    def session(**odd):
+        made = VideoSession(*loaded)
+        made.add(film, "film")
+        if "name" in odd:
+            made.add(film, odd["name"])
+        elif "remove" in odd:
+            made.remove(odd["remove"])
+        elif "videos" in odd:
+            made.ask(QUESTION, max_new_tokens=1, **odd)
+        else:
+            made.ask_many(**{"questions": [QUESTION], "max_new_tokens": 1, **odd})
+
+    def in_library(**odd):
+        if "folder" in odd:
+            Library(odd["folder"], *loaded)
+        elif "top" in odd:
+            library.find(QUESTION, **odd)
+        else:
+            library.ask(**{"question": QUESTION, "max_new_tokens": 1, **odd})
+
+    return {
+        "load": lambda **odd: load(**{"model": tiny_published, "device": "cpu", **odd}),
+        "encode": lambda **odd: encode(*loaded, **{"video": folder / "film.mp4", **odd}),
+        "frames": lambda **odd: encode(*loaded, **{"video": FRAMES[:4], "fps": 2, **odd}),
+        "ask": lambda **odd: ask(*loaded, **{"video": film, "question": QUESTION, "max_new_tokens": 1, **odd}),
+        "session": session,
+        "stream": lambda **odd: Stream(*loaded, **odd).append(FRAMES[:4]),
+        "append": lambda **odd: Stream(*loaded).append(**{"frames": FRAMES[:2], **odd}),
+        "library": in_library,
+    }
+
+
+@settings(max_examples=300)
+@given(argument=st.sampled_from(ARGUMENTS), value=ODD)
+def test_odd_arguments_are_one_error(calls, argument, value):
+    call, name = argument
+    try:
+        calls[call](**{name: value})
+    except (ValueError, OSError) as error:
+        assert str(error).strip()
+
+
+def test_what_is_no_count_is_never_taken_for_one(calls):
+    for value in (0, "5", True, -1, 2.5, math.nan, math.inf, [1], 2**31, 10**20):
+        with pytest.raises(ValueError, match=r"max_new_tokens=.* expected a whole number of tokens, at least 1"):
+            calls["ask"](max_new_tokens=value)
+        with pytest.raises(ValueError, match=r"max_frames=.* expected a whole number of frames, at least 1"):
+            calls["encode"](max_frames=value)
+
+
+def test_a_fraction_is_no_number_that_tensors_take(calls):
+    with pytest.raises(ValueError, match=r"retention=Fraction\(1, 10\): expected"):
+        calls["ask"](retention=Fraction(1, 10))
+
+
+def test_frames_of_objects_are_refused(calls):
+    for frames in (FRAMES.astype(object), np.array([None] * 4), [frame.astype(object) for frame in FRAMES[:4]]):
+        with pytest.raises(ValueError, match=r"object.*expected|expected.*frames"):
+            calls["frames"](video=frames)
+    for frames in (FRAMES[:4].astype(np.uint16) * 257, FRAMES[:4] > 99):  # which are no numbers from 0 to 255
+        with pytest.raises(ValueError, match=r"of the type (uint16|bool); expected numbers, such as uint8"):
+            calls["frames"](video=frames)

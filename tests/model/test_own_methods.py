@@ -1,0 +1,156 @@
+"""A method of one's own, by a name that is typed, works with every folder; by a name that is stored it runs nothing."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from qtsplus import ask, encode, load
+from qtsplus.cli import app
+from qtsplus.model.methods_qtsplus import METHODS, add_method
+from tiny import tiny_model
+
+MINE = """
+from pathlib import Path
+import torch
+
+Path(__file__).with_name("ran").touch()
+seven = 7
+
+
+def latest(candidates, n):
+    return torch.arange(candidates.num_tokens)[-n:]
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A file with a method, which leaves a trace when it runs."""
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    yield file
+    for name in [name for name in METHODS if ":" in name]:
+        METHODS.pop(name)
+
+
+@pytest.fixture
+def folder(tiny_published, tmp_path):
+    """A folder that was made before the method."""
+    return shutil.copytree(tiny_published, tmp_path / "model")
+
+
+def with_selection(folder, name):
+    config = json.loads((folder / "config.json").read_text())
+    config["qtsplus_config"]["selection"] = name
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(app, list(map(str, arguments)), **options)
+
+
+def test_in_a_call(mine, folder, tiny_mp4):
+    model, processor = load(folder)
+    video = encode(model, processor, tiny_mp4)
+    options = {"retention": 0.25, "max_new_tokens": 1}
+    maps = [
+        ask(model, processor, video, "What?", selection=selection, **options).keep_map
+        for selection in (f"{mine}:latest", lambda candidates, n: torch.arange(candidates.num_tokens)[-n:])
+    ]
+    assert torch.equal(*maps) and maps[0].flatten()[-16:].all() and maps[0].sum() == 16
+
+
+def test_on_the_command_line(mine, folder, tiny_mp4, tmp_path):
+    own = ["--model", folder, "--selection", f"{mine}:latest", "--retention", "0.25"]
+    answer = json.loads(run("ask", tiny_mp4, "What?", "--json", "--max-new-tokens", "1", *own).stdout)
+    assert answer["kept_tokens"] == 16 and min(one["start"] for one in answer["evidence"]) == 3
+    told = run("chat", tiny_mp4, "--json", "--max-new-tokens", "1", *own, input="What?\n").stdout
+    assert min(one["start"] for one in json.loads(told)["evidence"]) == 3
+    record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "kind": "mark"}
+    (tmp_path / "records.jsonl").write_text(json.dumps(record))
+    for command in (["batch", "--out", tmp_path / "out.jsonl"], ["eval", "--json"]):
+        result = run(*command, tmp_path / "records.jsonl", *own)
+        assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "out.jsonl").read_text())["evidence"] == answer["evidence"]
+    assert json.loads(result.stdout)["kept"] == pytest.approx(0.25)
+
+
+def test_in_a_recipe_and_by_convert(mine, folder, tiny_stock, tiny_mp4, tmp_path):
+    name = f"{mine}:latest"
+    record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "source": "vqa"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(record))
+    training = {"output_dir": str(tmp_path / "run"), "max_steps": 1, "use_cpu": True, "report_to": "none"}
+    recipe = {
+        "model": {"weights": str(folder), "selector": {"selection": name}},
+        "data": {"train_files": [str(tmp_path / "train.jsonl")], "processor_kwargs": {"fps": 1}},
+        "training": {**training, "save_strategy": "no", "retention_range": [0.1, 0.3]},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    trained = run("train", tmp_path / "recipe.yaml")
+    new = tmp_path / "new"
+    made = run("convert", tiny_stock, "--out", new, "--set", f"selection={name}")
+    assert trained.exit_code == made.exit_code == 0, trained.output + made.output
+    assert f"whoever loads it names its selection too, as --selection {name}" in " ".join(made.stderr.split())
+    METHODS.pop(name)
+    for result in (tmp_path / "run", new):
+        question = ["ask", tiny_mp4, "What?", "--model", result, "--max-new-tokens", "1"]
+        refused = run(*question)
+        assert refused.exit_code == 2 and f"selection={name!r}" in refused.stderr, refused.output
+        assert run(*question, "--selection", "uniform").exit_code == 0  # nothing else needs it
+        assert run("publish", result, "--to", tmp_path / f"hub-{result.name}").exit_code == 0
+        assert run(*question, "--selection", name, "--retention", "0.1").exit_code == 0
+        METHODS.pop(name)
+
+
+@pytest.mark.parametrize("name", ["os:system", "mine.py:latest", "{mine}:latest", "mine:latest"])
+def test_what_a_folder_names_is_never_imported(name, mine, folder, tiny_mp4, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with_selection(folder, name.format(mine=mine))
+    result = run("ask", tiny_mp4, "What?", "--model", folder)
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 2 and "What is stored imports nothing" in line, result.output
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("best", "expected one of ('qtsplus', "),
+        ("none.py:latest", "No such file"),
+        ("{mine}:earliest", "has no attribute 'earliest'"),
+        ("{mine}:seven", "it is no function"),
+        ("{mine}", "expected one of"),
+        (":latest", "cannot be imported"),
+        (".:latest", "cannot be imported"),
+        ("no_such_module:latest", "No module named 'no_such_module'"),
+        ("broken.py:latest", "was never closed"),
+        *((name, "cannot be imported") for name in ("math:sqrt", "builtins:len", "builtins:str", "os:system")),
+    ],
+)
+def test_a_name_of_nothing_is_one_line(name, words, mine, tiny_mp4, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("def latest(")
+    result = run("ask", tiny_mp4, "What?", "--selection", name.format(mine=mine))
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 2 and words in line, result.output
+
+
+def test_a_configuration_of_an_unknown_method_makes_no_model():
+    with pytest.raises(ValueError, match="selection='best'; expected one of"):
+        tiny_model(selection="best")
+    with pytest.raises(ValueError, match="selection='best'; expected one of"):
+        add_method("best")
+
+
+def test_a_file_may_hold_what_a_module_may(mine):
+    mine.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        + MINE
+        + "\n\n@dataclass\nclass One:\n    it: int\n"
+    )
+    add_method(f"{mine}:latest")
+    assert METHODS[f"{mine}:latest"].__name__ == "latest"

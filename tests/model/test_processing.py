@@ -1,0 +1,487 @@
+"""The processor: the question's mask, and videos with their true times."""
+
+import json
+import logging
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from clips import read_video, write_mp4
+from qtsplus.model import video_qtsplus
+from qtsplus.model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
+from qtsplus.model.decoding_qtsplus import Film
+from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
+from qtsplus.model.prompt_qtsplus import find_query_mask
+from qtsplus.model.video_qtsplus import choose_frames, load_frames
+
+TINY = Path(__file__).parents[1] / "hub_configs" / "qtsplus-tiny"
+PROMPT = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Where is it?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return Qwen2_5_VLQTSplusProcessor.from_pretrained(TINY, trust_remote_code=False)
+
+
+def shaded_frames(count, height=56, width=56):
+    """Frame `i` is plain, of shade `8 * i`, so that a decoded frame tells its index."""
+    return np.stack([np.full((height, width, 3), 8 * index, np.uint8) for index in range(count)])
+
+
+def read_shades(frames):
+    return [round(float(frame.mean()) / 8) for frame in frames]
+
+
+@pytest.fixture
+def ramp(tmp_path):
+    """24 shaded frames at 8 frames a second: 3 seconds."""
+    write_mp4(tmp_path / "ramp.mp4", shaded_frames(24), 8)
+    return str(tmp_path / "ramp.mp4")
+
+
+def ask(video, question="Where is it?"):
+    content = [{"type": "video", "video": video}, {"type": "text", "text": question}]
+    return [{"role": "user", "content": content}]
+
+
+# The question ---------------------------------------------------------------------------------------------------------
+
+WORDS = st.text(alphabet="abc ?.\nWhereist", min_size=1, max_size=20).map(str.strip).filter(bool)
+TURN = st.tuples(WORDS, st.integers(0, 2), st.integers(0, 2), WORDS)
+
+
+def render(turns, answered):
+    prompt = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    for number, (question, images, videos, answer) in enumerate(turns):
+        vision = "<|vision_start|><|image_pad|><|vision_end|>" * images
+        vision += "<|vision_start|><|video_pad|><|vision_end|>" * videos
+        prompt += f"<|im_start|>user\n{vision}{question}<|im_end|>\n<|im_start|>assistant\n"
+        if answered or number + 1 < len(turns):
+            prompt += f"{answer}<|im_end|>\n"
+    return prompt
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.lists(TURN, min_size=1, max_size=3), st.booleans()), min_size=1, max_size=3),
+    side=st.sampled_from(["left", "right"]),
+)
+def test_the_mask_covers_the_last_users_text_and_nothing_else(processor, rows, side):
+    texts = [render(turns, answered) for turns, answered in rows]
+    images = sum(turn[1] for turns, _ in rows for turn in turns)
+    videos = sum(turn[2] for turns, _ in rows for turn in turns)
+    vision = {"images": [Image.new("RGB", (56, 56))] * images or None, "videos": [shaded_frames(2)] * videos or None}
+    if videos:
+        vision["fps"] = 2.0
+    inputs = processor(text=texts, padding=True, padding_side=side, return_tensors="pt", **vision)
+    for row, (turns, _) in enumerate(rows):
+        marked = inputs["input_ids"][row][inputs["query_mask"][row].bool()]
+        assert processor.decode(marked) == turns[-1][0]
+
+    config = Qwen2_5_VLQTSplusConfig(**processor.query_token_ids)
+    ids = (config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids)
+    assert torch.equal(inputs["query_mask"], find_query_mask(inputs["input_ids"], inputs["attention_mask"], *ids))
+
+    unpadded = processor(text=texts, **vision)
+    assert [sum(mask) for mask in unpadded["query_mask"]] == inputs["query_mask"].sum(1).tolist()
+    assert [len(mask) for mask in unpadded["query_mask"]] == [len(ids) for ids in unpadded["input_ids"]]
+
+
+def test_a_prompt_without_a_user_has_an_empty_mask(processor):
+    inputs = processor(text="<|im_start|>system\nBe brief.<|im_end|>\n", return_tensors="pt")
+    assert inputs["query_mask"].dtype == torch.int64
+    assert inputs["query_mask"].shape == inputs["input_ids"].shape and inputs["query_mask"].sum() == 0
+
+
+def test_the_ids_are_those_of_the_configurations(processor):
+    ids = processor.query_token_ids
+    default = Qwen2_5_VLQTSplusConfig()
+    shift = default.special_token_ids[0] - ids["special_token_ids"][0]
+    assert [index + shift for index in ids["special_token_ids"]] == list(default.special_token_ids)
+    assert (ids["user_turn_token_ids"][0] + shift, ids["turn_end_token_id"] + shift) == (151644, 151645)
+
+
+@pytest.mark.parametrize("return_tensors", [None, "pt"])
+def test_a_query_comes_padded_in_the_form_of_the_ids(processor, return_tensors):
+    queries = ["Where?", "How many circles are there?"]
+    inputs = processor(text=["a a", "b b"], query=queries, return_tensors=return_tensors, padding=True)
+    assert type(inputs["query_input_ids"]) is type(inputs["query_mask"]) is type(inputs["input_ids"])
+    ids, mask = torch.as_tensor(inputs["query_input_ids"]), torch.as_tensor(inputs["query_attention_mask"])
+    assert ids.shape == mask.shape == (2, mask.sum(1).max())
+    for row, query in enumerate(queries):
+        assert processor.decode(ids[row][mask[row].bool()]) == query
+    assert (ids[~mask.bool()] == processor.tokenizer.pad_token_id).all()
+
+
+def test_one_query_holds_for_all_rows(processor):
+    inputs = processor(text=["a", "b"], query="Where?", return_tensors="pt")
+    assert torch.equal(inputs["query_input_ids"][0], inputs["query_input_ids"][1])
+
+
+@pytest.mark.parametrize("as_kwarg", [False, True])
+def test_a_query_goes_through_the_chat_template(processor, ramp, as_kwarg):
+    # Below 5.23 a plain keyword makes `apply_chat_template` drop `processor_kwargs`, so the latter is the one to use.
+    extra = {"query": "Where?"} if as_kwarg else {"processor_kwargs": {"query": "Where?"}}
+    inputs = processor.apply_chat_template(ask(ramp), tokenize=True, return_dict=True, return_tensors="pt", **extra)
+    assert processor.decode(inputs["query_input_ids"][0]) == "Where?"
+    assert {"query_mask", "query_input_ids", "query_attention_mask"} <= set(inputs) & set(processor.model_input_names)
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [*((one, "has no token") for one in ("", "  \n", ["Where?", ""])), (["a", "b", "c"], "3 queries for 2 rows")],
+)
+def test_queries_that_say_nothing_or_to_nobody_are_refused(processor, query, message):
+    with pytest.raises(ValueError, match=message):
+        processor(text=["a", "b"], query=query)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    total=st.integers(1, 2000),
+    video_fps=st.floats(0.5, 120),
+    fps=st.none() | st.floats(0.1, 60),
+    num_frames=st.none() | st.integers(1, 3000),
+)
+def test_chosen_frames_exist_and_increase(total, video_fps, fps, num_frames):
+    indices = choose_frames(total, video_fps, fps, num_frames, max_frames=64)
+    assert 1 <= len(indices) <= total and (len(indices) % 2 == 0 or total == 1 or len(indices) == total)
+    assert indices[0] == 0 and indices[-1] < total and (np.diff(indices) > 0).all()
+    if num_frames is None and fps is not None:
+        assert len(indices) <= 64
+
+
+def test_the_decoder_returns_the_asked_frames_and_plain_metadata(ramp):
+    frames, metadata = read_video(ramp, lambda total, fps: np.array([0, 5, 23]))
+    assert frames.shape == (3, 56, 56, 3) and frames.dtype == np.uint8
+    assert read_shades(frames) == [0, 5, 23]
+    assert type(metadata.fps) is type(metadata.duration) is float
+    assert (metadata.fps, metadata.duration, metadata.total_num_frames) == (8.0, 3.0, 24)
+    assert metadata.timestamps == [0, 5 / 8, 23 / 8]
+
+
+def test_a_film_that_states_no_direction_is_upright(tmp_path):
+    """As some writers leave its matrix: all zeros."""
+    write_mp4(tmp_path / "phone.mp4", np.full((4, 32, 64, 3), 90, np.uint8), 8)
+    data = bytearray((tmp_path / "phone.mp4").read_bytes())
+    place = data.index(b"tkhd") + 44
+    data[place : place + 36] = bytes(36)
+    (tmp_path / "phone.mp4").write_bytes(data)
+    assert read_video(str(tmp_path / "phone.mp4"), lambda total, fps: np.arange(total))[0].shape == (4, 32, 64, 3)
+
+
+@pytest.mark.parametrize("turn", [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)])
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_phone_video_is_shown_upright(tmp_path, turn, mirrored):
+    """A file states where a point (x, y) of its frames is shown: at (ax + cy, bx + dy)."""
+    a, b, c, d = turn if not mirrored else (-turn[0], -turn[1], *turn[2:])
+    frames = np.zeros((4, 32, 64, 3), np.uint8)
+    corners = {(-1, -1): 40, (1, -1): 90, (-1, 1): 150, (1, 1): 210}
+    for (x, y), shade in corners.items():
+        frames[:, 16 * (y > 0) :, 32 * (x > 0) :] = shade
+    write_mp4(tmp_path / "phone.mp4", frames, 8)
+    data = bytearray((tmp_path / "phone.mp4").read_bytes())
+    place = data.index(b"tkhd") + 44
+    data[place : place + 36] = struct.pack(">9i", *(int(one * 2**16) for one in (a, b, 0, c, d, 0, 0, 0)), 1 << 30)
+    (tmp_path / "phone.mp4").write_bytes(data)
+    shown, metadata = read_video(str(tmp_path / "phone.mp4"), lambda total, fps: np.arange(total))
+    size = (32, 64) if a else (64, 32)
+    assert shown.shape == (4, *size, 3) and (metadata.height, metadata.width) == size
+    for (x, y), shade in corners.items():
+        row, column = (size[0] * (2 + b * x + d * y)) // 4, (size[1] * (2 + a * x + c * y)) // 4
+        assert shown[:, row, column].mean() == pytest.approx(shade, abs=12)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "frames", "seconds_per_grid"),
+    [
+        ({}, 6, 1.0),
+        ({"fps": 4}, 12, 0.5),
+        ({"fps": 100}, 24, 0.25),
+        ({"num_frames": 4}, 4, 1.5),
+        ({"num_frames": 1000}, 24, 0.25),
+        ({"do_sample_frames": False}, 24, 0.25),
+        ({"max_frames": 8, "fps": 4}, 8, 0.75),
+        ({"videos_kwargs": {"fps": 4}}, 12, 0.5),
+    ],
+)
+def test_seconds_per_grid_are_true_to_the_sampling(processor, ramp, sampling, frames, seconds_per_grid):
+    inputs = processor.apply_chat_template(
+        ask(ramp),
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={**sampling, "return_metadata": True},
+    )
+    assert inputs["video_grid_thw"][0, 0] == frames // 2
+    assert float(inputs["second_per_grid_ts"][0]) == pytest.approx(seconds_per_grid)
+    (metadata,) = inputs["video_metadata"]
+    assert len(metadata.frames_indices) == frames
+    assert metadata.timestamps[2] - metadata.timestamps[0] == pytest.approx(seconds_per_grid)
+
+
+def test_rows_with_two_one_and_no_video(processor, ramp, tmp_path):
+    write_mp4(tmp_path / "short.mp4", shaded_frames(8), 8)
+    text = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    two = ask(ramp)
+    two[0]["content"].insert(0, {"type": "video", "path": str(tmp_path / "short.mp4")})
+    kwargs = {"padding": True, "return_tensors": "pt", "fps": [4.0, 2.0, 1.0]}
+    inputs = processor.apply_chat_template(
+        [two, text, ask(ramp)], tokenize=True, return_dict=True, processor_kwargs=kwargs
+    )
+    assert inputs["video_grid_thw"][:, 0].tolist() == [2, 3, 2]
+    assert (inputs["input_ids"] == processor.video_token_id).sum(1).tolist() == [4 * 2 + 4 * 3, 0, 4 * 2]
+
+
+def test_a_missing_file_is_named(processor):
+    with pytest.raises(ValueError, match="no video at '/nowhere/clip.mp4'; expected a video file"):
+        processor(text=PROMPT, videos="/nowhere/clip.mp4")
+
+
+def test_an_undecodable_file_is_named(processor, ramp, tmp_path):
+    whole = Path(ramp).read_bytes()
+    middle = whole.index(b"mdat") + 8
+    broken = {
+        "empty.mp4": b"",
+        "text.mp4": b"this is not a video" * 50,
+        "cut.mp4": whole[:middle],
+        "noise.mp4": whole[:middle] + bytes(range(256)) * 3 + whole[middle + 768 :],
+    }
+    for name, data in broken.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"Cannot decode '.*{name}' as a video: [^\[]*\. Expected"):
+            processor(text=PROMPT, videos=str(tmp_path / name))
+
+
+def test_an_error_without_a_number_is_told_in_its_words(ramp):
+    film = Film(str(ramp))
+    for error in (OSError("it went away"), OSError(5, "it went away"), ValueError("it went away")):
+        with pytest.raises(ValueError, match=r"as a video: it went away\. Expected"), film._naming():
+            raise error
+
+
+def test_a_normal_decode_logs_nothing_above_info(processor, ramp, caplog):
+    processor(text=PROMPT, videos=ramp, return_tensors="pt")
+    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        (
+            {"fps": 8, "max_frames": 6},
+            "fps=8 is 24 frames of this video, but `max_frames` makes it 6, 2 frames per second",
+        ),
+        ({"fps": 0.5}, "fps=0.5 is 2 frames of this video, but `min_frames` makes it 4, 1.33 frames per second"),
+        ({"fps": 4}, None),
+        ({"fps": 100}, None),  # all the frames that there are
+        ({"max_frames": 4}, None),  # no rate was asked for
+    ],
+)
+def test_a_rate_that_is_not_kept_is_said_once(processor, ramp, caplog, sampling, said):
+    video_qtsplus.logger.warning_once.cache_clear()
+    for _ in range(2):
+        processor(text=PROMPT, videos=ramp, return_tensors="pt", **sampling)
+    lines = [record.message for record in caplog.records if record.levelno > logging.INFO]
+    assert len(lines) == (said is not None)
+    if said:
+        assert lines[0].startswith(said) and "here or as `processor.video_processor." in lines[0]
+
+
+# Frames ---------------------------------------------------------------------------------------------------------------
+
+
+def as_pil(frames):
+    return [Image.fromarray(frame) for frame in frames]
+
+
+FORMS = {
+    "array": lambda frames: frames,
+    "channels_first": lambda frames: torch.from_numpy(frames).permute(0, 3, 1, 2),
+    "images": as_pil,
+    "nested": lambda frames: [[as_pil(frames)]],
+    "arrays": list,
+    "backwards": lambda frames: frames[..., ::-1],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_rate_of_given_frames_gives_their_times(processor, form):
+    videos = FORMS[form](shaded_frames(8))
+    with pytest.raises(ValueError, match="8 frames without their times.*fps=.*video_metadata"):
+        processor(text=PROMPT, videos=videos)
+    inputs = processor(text=PROMPT, videos=videos, fps=4.0, return_tensors="pt")
+    assert inputs["video_grid_thw"].tolist() == [[4, 4, 4]]
+    assert float(inputs["second_per_grid_ts"][0]) == 0.5
+
+
+def test_metadata_gives_the_times_of_sampled_frames(processor):
+    metadata = [{"fps": 30.0, "total_num_frames": 240, "frames_indices": list(range(0, 240, 30))}]
+    inputs = processor(text=PROMPT, videos=shaded_frames(8), video_metadata=metadata, return_tensors="pt")
+    assert inputs["video_grid_thw"][0, 0] == 4 and float(inputs["second_per_grid_ts"][0]) == 2.0
+
+    # Asked for fewer, it samples among those given.
+    inputs = processor(text=PROMPT, videos=shaded_frames(8), video_metadata=metadata, num_frames=4, return_tensors="pt")
+    assert inputs["video_grid_thw"][0, 0] == 2 and float(inputs["second_per_grid_ts"][0]) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ([{"total_num_frames": 8}], "has no `fps`"),
+        ([{"fps": 30.0, "total_num_frames": 240}], "without `frames_indices`"),
+        ([{"fps": 30.0, "total_num_frames": 240, "frames_indices": [1, 2]}], "8 frames and 2 `frames_indices`"),
+        ([{"fps": 0.0}], "finite number above 0"),
+        ([{"fps": 30.0}] * 2, "2 entries of `video_metadata` for 1 videos"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(processor, metadata, message):
+    with pytest.raises(ValueError, match=message):
+        processor(text=PROMPT, videos=shaded_frames(8), video_metadata=metadata)
+
+
+def test_a_folder_of_frames_in_natural_order(processor, tmp_path):
+    for index, frame in enumerate(shaded_frames(12)):
+        Image.fromarray(frame).save(tmp_path / f"frame{index}.png")
+    (tmp_path / "notes.txt").write_text("not a frame")
+    assert read_shades(load_frames(str(tmp_path))) == list(range(12))
+    inputs = processor(text=PROMPT, videos=tmp_path, fps=2, return_tensors="pt")
+    assert inputs["video_grid_thw"][0, 0] == 6 and float(inputs["second_per_grid_ts"][0]) == 1.0
+    listed = [str(tmp_path / f"frame{index}.png") for index in range(4)]
+    inputs = processor.apply_chat_template(
+        ask(listed), tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs={"fps": 2}
+    )
+    assert inputs["video_grid_thw"][0, 0] == 2
+    with pytest.raises(ValueError, match="without their times"):
+        processor(text=PROMPT, videos=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["frame²1.png", "frame²2.png", "frame²10.png"],
+        ["1²1.png", "1²2.png", "2.png"],
+        ["²1.png", "²2.png", "½.png"],
+        ["frame٣.png", "frame٤.png", "frame١٠.png"],  # Arabic digits 3, 4, 10
+        ["frame01.png", "frame1.png", "frame02.png"],
+    ],
+)
+def test_odd_digits_have_a_reading_order(tmp_path, names):
+    for name, frame in zip(reversed(names), reversed(shaded_frames(len(names))), strict=True):
+        Image.fromarray(frame).save(tmp_path / name)
+    assert read_shades(load_frames(str(tmp_path))) == list(range(len(names)))
+
+
+def test_a_folder_without_frames_or_with_a_broken_one_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path.name}' holds no frames"):
+        load_frames(str(tmp_path))
+    (tmp_path / "broken.jpg").write_bytes(b"not an image")
+    with pytest.raises(ValueError, match="Cannot read the frame '.*broken.jpg'"):
+        load_frames(str(tmp_path))
+
+
+def with_one(value):
+    frames = torch.zeros(4, 3, 56, 56)
+    frames[2, 1, 5, 5] = value
+    return frames
+
+
+EMPTY, NARROW, WIDE = (np.zeros((0, 56, 56, 3), np.uint8), np.zeros((28, 28, 3)), np.zeros((56, 28, 3)))
+
+
+@pytest.mark.parametrize(
+    ("videos", "message"),
+    [
+        *((with_one(value), "NaN or infinite") for value in (float("nan"), float("inf"))),
+        (with_one(0.9), "from 0 to 1; expected 0 to 255, or `do_rescale=False`"),
+        *((videos, r"empty video \(0 frames\)") for videos in ([], [[]], EMPTY)),
+        ([{"clip.mp4"}], "type set"),
+        ([NARROW, WIDE], "differ in shape"),
+    ],
+)
+def test_frames_that_are_none_are_refused(processor, videos, message):
+    with pytest.raises(ValueError, match=message):
+        processor(text=PROMPT, videos=videos, fps=2.0)
+
+
+def test_frames_from_0_to_1_are_taken_as_the_caller_says(processor):
+    whole = torch.randint(0, 256, (4, 3, 56, 56), generator=torch.Generator().manual_seed(0)).float()
+    pixels = [
+        processor(text=PROMPT, videos=frames, fps=2.0, do_rescale=rescaled)["pixel_values_videos"]
+        for frames, rescaled in ((whole, True), (whole / 255, False))
+    ]
+    assert torch.allclose(*pixels, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"fps": 2, "num_frames": 4}, "expected one of them"),
+        ({"fps": 0}, "fps=0"),
+        ({"fps": float("nan")}, "fps=nan"),
+        ({"num_frames": -2}, "num_frames=-2"),
+        ({"fps": [1.0, 2.0]}, "2 entries of `fps` for 1 videos"),
+    ],
+)
+def test_impossible_sampling_is_refused(processor, ramp, sampling, message):
+    with pytest.raises(ValueError, match=message):
+        processor(text=PROMPT, videos=ramp, **sampling)
+
+
+def test_placeholders_must_match_the_videos_and_images(processor, ramp):
+    with pytest.raises(ValueError, match="Got 2 videos and 1 placeholders"):
+        processor(text=PROMPT, videos=[ramp, ramp])
+    with pytest.raises(ValueError, match="Got 1 images and 0 placeholders"):
+        processor(text=PROMPT, images=Image.new("RGB", (56, 56)), videos=ramp)
+
+
+# Qwen's own preprocessing ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("return_video_metadata", [False, True])
+def test_inputs_prepared_with_qwen_vl_utils_keep_their_times(processor, return_video_metadata, tmp_path):
+    process_vision_info = pytest.importorskip("qwen_vl_utils").process_vision_info
+    listed = []
+    for index, frame in enumerate(shaded_frames(8)):
+        listed.append(str(tmp_path / f"{index}.png"))
+        Image.fromarray(frame).save(listed[-1])
+    messages = ask(listed)
+    messages[0]["content"][0].update(sample_fps=4.0, raw_fps=24.0)
+    images, videos, video_kwargs = process_vision_info(
+        messages, return_video_kwargs=True, return_video_metadata=return_video_metadata
+    )
+    if return_video_metadata:
+        videos, metadata = (list(each) for each in zip(*videos, strict=True))
+        video_kwargs["video_metadata"] = metadata
+    assert video_kwargs["do_sample_frames"] is False
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    inputs = processor(text=[text], images=images, videos=videos, do_resize=False, return_tensors="pt", **video_kwargs)
+    assert inputs["video_grid_thw"][0, 0] == 4
+    assert float(inputs["second_per_grid_ts"][0]) == pytest.approx(0.5)
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_processor_brings_its_code_and_loads_the_same(processor, ramp, tmp_path):
+    processor.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "processor_config.json").read_text())
+    assert saved["auto_map"]["AutoProcessor"] == "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"
+    assert {"processing_qtsplus.py", "video_qtsplus.py", "selector_qtsplus.py", "chat_template.jinja"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    loaded = Qwen2_5_VLQTSplusProcessor.from_pretrained(tmp_path, trust_remote_code=False)
+    assert (loaded.video_processor.fps, loaded.video_processor.max_frames) == (2, 256)
+    assert loaded.video_processor.do_sample_frames and loaded.video_processor.cap_pixels_per_frame
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    before, after = (each.apply_chat_template(ask(ramp), **options) for each in (processor, loaded))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,0 +1,180 @@
+"""How a film is read: from when to when, how many frames and pixels, frames of uneven times; and what it will take."""
+
+import json
+import shutil
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from clips import write_mp4
+from qtsplus.asking import session
+from qtsplus.cli import app
+from qtsplus.hub.loading import load
+from qtsplus.library.indexing import index
+from qtsplus.library.library import Library
+from qtsplus.live import watching
+from qtsplus.video.forecast import forecast
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory):
+    """12 s of noise, 8 frames a second, 112 x 168 pixels."""
+    path = tmp_path_factory.mktemp("noise") / "noise.mp4"
+    frames = np.random.default_rng(0).integers(0, 255, (96, 112, 168, 3), np.uint8)
+    write_mp4(path, frames, 8)
+    return path
+
+
+def test_a_stretch_has_the_features_of_its_frames_and_the_times_of_the_film(loaded, noise):
+    model, processor = loaded
+    part = session.encode(*loaded, noise, fps=2, start=4, end=7.9)
+    assert (part.start, part.length) == (pytest.approx(4), pytest.approx(4))
+    whole = session.encode(*loaded, noise, fps=2)
+    steps = whole.features.unflatten(0, (int(whole.video_grid_thw[0, 0]), -1))
+    assert torch.allclose(part.features, steps[4:8].flatten(0, 1), atol=1e-4)
+    answer = session.ask(model, processor, part, "What is in the yellow ring?", selection="all", max_new_tokens=1)
+    assert [(one.start, one.end) for one in answer.evidence] == [(pytest.approx(4), pytest.approx(8))]
+
+
+def test_frames_and_pixels_are_bounded(loaded, noise):
+    few = session.encode(*loaded, noise, max_frames=4)
+    assert len(few.metadata.frames_indices) == 4
+    whole, small = session.encode(*loaded, noise, fps=1), session.encode(*loaded, noise, fps=1, max_pixels=56 * 84)
+    area = processor_area(loaded[1], small)
+    assert area <= 56 * 84 < processor_area(loaded[1], whole)
+    assert (small.metadata.height, small.metadata.width) == (112, 168)  # in which boxes are told
+
+
+def processor_area(processor, video):
+    return int(video.video_grid_thw[0, 1:].prod()) * processor.video_processor.patch_size**2
+
+
+def test_frames_that_are_not_evenly_apart_keep_their_times(loaded):
+    model, processor = loaded
+    frames = np.random.default_rng(1).integers(0, 255, (8, 56, 56, 3), np.uint8)
+    indices = [30, 60, 300, 330, 600, 660, 900, 1200]
+    talk = session.VideoSession(model, processor)
+    talk.add(frames, "shots", metadata={"fps": 30, "frames_indices": indices})
+    assert talk.videos["shots"].steps == [0, 9, 19, 29, 47]  # the last lasts as long as most
+    answer = talk.ask("What?", max_new_tokens=1)
+    assert {one.start for one in answer.evidence} <= {1, 10, 20, 30}
+    even = session.encode(model, processor, frames, metadata={"fps": 30, "frames_indices": range(0, 240, 30)})
+    assert even.steps == session.encode(model, processor, frames, fps=1).steps == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"metadata": {"fps": 30, "frames_indices": [3, 2, 1, 0]}}, "expected ascending ones"),
+        ({"metadata": {"fps": 30, "frames_indices": [0, 1, 2]}}, "expected as many"),
+        ({"metadata": {"fps": 30, "frames_indices": [0, 1, 2, 9], "total_num_frames": 9}}, "more are from 0 to 9"),
+        ({"metadata": {"fps": 30}, "fps": 2}, "expected one of them"),
+        ({"fps": 2, "start": 1}, "Got start for frames"),
+        ({"fps": 2, "max_pixels": 100}, "Got max_pixels for frames"),
+    ],
+)
+def test_frames_with_what_says_nothing(loaded, options, message):
+    with pytest.raises(ValueError, match=message):
+        session.encode(*loaded, np.zeros((4, 56, 56, 3), np.uint8), **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"start": 13}, "shows no frame from 13 to its end"),
+        ({"start": 5, "end": 4}, "shows no frame from 5 to 4 s"),
+        ({"start": float("nan")}, "video_start=nan"),
+        ({"max_pixels": 0}, "max_pixels=0"),
+        ({"metadata": {"fps": 30}}, "metadata is about frames"),
+    ],
+)
+def test_a_film_with_what_says_nothing(loaded, noise, options, message):
+    with pytest.raises(ValueError, match=message):
+        session.encode(*loaded, noise, **options)
+
+
+def test_a_forecast_counts_what_is_then_read(loaded, noise, monkeypatch):
+    model, processor = loaded
+    expected = forecast(model, processor.video_chunks(noise, fps=4), retention=0.25)
+    video = session.encode(*loaded, noise, fps=4)
+    answer = session.ask(model, processor, video, "What?", retention=0.25, max_new_tokens=1)
+    counts = (answer.frames, answer.visual_tokens, answer.kept_tokens, pytest.approx(answer.seconds_of_video))
+    assert (expected.frames, expected.visual_tokens, expected.kept_tokens, expected.seconds_of_video) == counts
+    assert expected.features == video.features.nbytes < expected.memory
+    options = {"retention": 0.1, "selection": "lm_attention"}
+    whole = forecast(model, processor.video_chunks(noise, fps=4), **options)
+    monkeypatch.setattr(model.config.qtsplus_config, "attention_group", 8)
+    assert forecast(model, processor.video_chunks(noise, fps=4), **options).memory < whole.memory, "read in groups"
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Free", (), {"available": expected.features - 1}))
+    with pytest.raises(ValueError, match="fewer frames"):
+        session.encode(*loaded, noise, fps=4)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_forecast_needs_no_weights(tiny_published, noise, tmp_path, dtype, capfd):
+    folder = shutil.copytree(tiny_published, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    model, processor = load(tiny_published, "cpu", dtype)
+    line = ["ask", str(noise), "What?", "--model", str(folder), "--dtype", dtype]
+    expected = forecast(model, processor.video_chunks(noise))
+    assert json.loads(CliRunner().invoke(app, [*line, "--dry-run", "--json"]).stdout) == asdict(expected)
+    assert CliRunner().invoke(app, line).exit_code == 2, "the answer needs them"
+    (folder / "adapter_config.json").write_text("{}")
+    assert CliRunner().invoke(app, [*line, "--dry-run"]).exit_code == 2, "an adapter would change what is answered"
+
+
+def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published, noise):
+    def run(*options):
+        return CliRunner().invoke(app, ["ask", str(noise), "What?", "--model", str(tiny_published), *options])
+
+    dry = run("--dry-run", "--fps", "4")
+    assert dry.exit_code == 0 and "48 frames of 12.0 s; " in dry.output and "of memory beside" in dry.output
+    part = run("--start", "4", "--end", "7.9", "--max-frames", "6", "--max-pixels", "4000")
+    assert part.exit_code == 0 and "4.0 s, 6 frames looked at" in part.output, part.output
+    assert run("--start", "20").exit_code == 2
+
+
+@pytest.mark.parametrize("shape", [(4, 0, 56, 3), (4, 56, 0, 3), (4, 3, 56, 0)])
+def test_frames_without_pixels(loaded, shape):
+    for frames in (np.zeros(shape, np.uint8), torch.zeros(shape, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="expected some pixels"):
+            session.encode(*loaded, frames, fps=2)
+
+
+def test_all_frames_of_a_folder_are_looked_at(loaded, tmp_path):
+    for number in range(4):
+        Image.new("RGB", (56, 56)).save(tmp_path / f"{number}.png")
+    for options in ({"max_frames": 2}, {"start": 1}):
+        with pytest.raises(ValueError, match="all frames are looked at"):
+            session.encode(*loaded, tmp_path, fps=2, **options)
+
+
+def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, noise, tmp_path):
+    reading = {"fps": 2, "start": 4, "end": 7.9, "max_pixels": 56 * 84}
+    index(noise.parent, tmp_path / "library", *loaded, **reading)
+    library = Library(tmp_path / "library", *loaded)
+    stored, again = library.film(noise.name), session.encode(*loaded, noise, **reading)
+    assert torch.equal(stored.features, again.features) and stored.start == again.start == pytest.approx(4)
+    with pytest.raises(ValueError, match=r"start=4.*and with.*|was begun with"):
+        index(noise.parent, tmp_path / "library", *loaded, **{**reading, "start": 5})
+
+
+def test_a_stream_is_looked_at_from_when_to_when(loaded, noise):
+    def ends(**options):
+        answers = watching.watch(
+            *loaded, {"film": str(noise)}, "What?", every=3, timeout=0.2, max_new_tokens=1, **options
+        )
+        answers = list(answers)
+        return [one.seconds_of_video for one in answers], answers[-1]
+
+    times, last = ends(start=4, end=7.9)
+    assert times[-1] == pytest.approx(8) and last.frames == 8
+    assert min(one.start for one in last.evidence) >= 4
+    times, last = ends(max_frames=6, max_pixels=56 * 84)
+    assert last.frames == 6 and times[-1] == pytest.approx(3)
+    assert last.visual_tokens == 3 * 2 * 3
+    with pytest.raises(ValueError, match="the end behind the start"):
+        ends(start=4, end=4)

@@ -1,0 +1,84 @@
+"""The relevance of the Hub files, which is computed in blocks, against its readable twin."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from naive import assert_equal_to_twin, naive_log_relevance, states
+from qtsplus.model.configuration_qtsplus import REDUCTIONS
+from qtsplus.model.relevance_qtsplus import log_relevance
+
+HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (12, 3), (16, 2), (28, 4)]
+each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+examples = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+
+
+@examples
+@given(
+    heads=st.sampled_from(HEADS),
+    num_tokens=st.integers(1, 200) | st.sampled_from([1, 63, 1111]),
+    num_queries=st.sampled_from([1, 60]) | st.integers(1, 9),
+    head_dim=st.sampled_from([8, 20, 32]),
+    block_size=st.none() | st.integers(1, 2000),
+    scale=st.sampled_from([0.1, 1.0, 4.0]),
+    seed=st.integers(0, 10_000),
+    reduction=st.sampled_from(REDUCTIONS),
+)
+@example((1, 1), 1, 1, 8, None, 1.0, 0, "max")
+@example((28, 4), 1111, 60, 32, 64, 1.0, 0, "max")
+@example((28, 4), 1111, 60, 32, 64, 1.0, 0, "mean")
+@example((28, 4), 1111, 60, 32, 64, 4.0, 0, "sum")
+def test_values_and_gradients_equal_the_twins(
+    heads, num_tokens, num_queries, head_dim, block_size, scale, seed, reduction
+):
+    queries, keys = states(*heads, num_queries, num_tokens, head_dim, seed=seed, scale=scale)
+    kernel = partial(log_relevance, block_size=block_size, reduction=reduction)
+    assert_equal_to_twin(kernel, queries, keys, reduction=reduction)
+
+
+@each_reduction
+@pytest.mark.parametrize(("heads", "num_queries"), [((2, 1), 1), ((4, 2), 5)])
+def test_70_001_tokens(heads, num_queries, reduction):
+    kernel = partial(log_relevance, reduction=reduction)
+    problem = states(*heads, num_queries, 70_001)
+    assert_equal_to_twin(kernel, *problem, relative=2e-5, reduction=reduction)  # float32 over so many tokens
+
+
+@pytest.mark.parametrize("kernel", [naive_log_relevance, log_relevance])
+def test_of_equal_maxima_the_first_takes_the_gradient(kernel):
+    # Whole numbers, so that equal scores are equal in any order of addition; head_dim 4 halves them exactly.
+    queries = torch.randint(-3, 4, (2, 3, 4), generator=torch.Generator().manual_seed(0)).float()
+    queries[:, 2] = queries[:, 0]  # a word that the question has twice
+    queries[1] = queries[0]  # and two heads that agree
+    keys = torch.randint(-3, 4, (1, 9, 4), generator=torch.Generator().manual_seed(1)).float()
+    keys[:, 5] = keys[:, 2]  # two visual tokens alike: one score each, no tie among rows
+    queries, keys = queries.requires_grad_(), keys.requires_grad_()
+    weights = torch.arange(1.0, 10.0)
+    gradient, grad_keys = torch.autograd.grad((kernel(queries, keys) * weights).sum(), (queries, keys))
+
+    one_each = queries[:1, :2].detach().requires_grad_()
+    log_r = kernel(one_each, keys)
+    expected, expected_keys = torch.autograd.grad((log_r * weights).sum(), (one_each, keys))
+    torch.testing.assert_close(gradient[0, :2], expected[0])
+    assert not gradient[0, 2].any() and not gradient[1].any()
+    torch.testing.assert_close(grad_keys, expected_keys)
+
+
+@each_reduction
+@pytest.mark.parametrize("autocast", [False, True])
+def test_statistics_of_bfloat16_states_are_in_float32(autocast, reduction):
+    queries, keys = states(4, 2, num_queries=6, num_tokens=3000, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        log_r = log_relevance(queries, keys, reduction=reduction)
+        value = (log_r.exp() * 100).sum()
+    gradients = torch.autograd.grad(value, (queries, keys))  # as trainers do, outside
+    wide = [x.detach().float().requires_grad_() for x in (queries, keys)]
+    expected = naive_log_relevance(*wide, reduction=reduction)
+    assert log_r.dtype == torch.float32
+    torch.testing.assert_close(log_r, expected, atol=1e-5, rtol=1e-5)
+    assert len(log_r.unique()) > 2900  # bfloat16 has about a hundred numbers there
+    for mine, theirs in zip(gradients, torch.autograd.grad((expected.exp() * 100).sum(), wide), strict=True):
+        torch.testing.assert_close(mine.float(), theirs, atol=1e-4, rtol=2**-8)

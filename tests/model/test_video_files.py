@@ -1,0 +1,460 @@
+"""Files that are cut off, at addresses, or larger than memory."""
+
+import base64
+import functools
+import struct
+import threading
+import tracemalloc
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from clips import read_video, write_mp4
+from qtsplus.asking import session
+from qtsplus.cli import app
+from qtsplus.live.watching import Source
+from qtsplus.model import decoding_qtsplus
+from qtsplus.model.decoding_qtsplus import TAGS, Film
+from qtsplus.model.video_qtsplus import choose_frames, load_frames, open_video
+from qtsplus.video.subtitles import read_subtitles
+
+
+def every_frame(total, fps):
+    return np.arange(total)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_published, tiny_processor):
+    """With the package's own processor, whose module the tests change."""
+    return session.load(tiny_published)[0], tiny_processor
+
+
+# Times ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_without_a_time_scale_is_refused(header_first, tmp_path):
+    data = bytearray(header_first)
+    data[(at := data.index(b"mdhd") + 16) : at + 4] = bytes(4)
+    (tmp_path / "zero.mp4").write_bytes(data)
+    with pytest.raises(ValueError, match=r"zero\.mp4' as a video: it has no time scale"):
+        open_video(str(tmp_path / "zero.mp4"), every_frame)
+
+
+def test_a_rate_that_was_rounded_costs_no_frame():
+    assert len(choose_frames(40, 10.000000000000002, 2)) == len(choose_frames(40, 10, 2)) == 8
+
+
+def test_one_frame_is_looked_at_where_one_is_allowed():
+    assert choose_frames(100, 25, fps=2, max_frames=1).tolist() == [0]
+    assert len(choose_frames(100, 25, fps=2, max_frames=3)) == 2
+
+
+def test_a_video_that_is_too_narrow_is_named(loaded, tmp_path):
+    write_mp4(tmp_path / "narrow.mp4", np.zeros((8, 2, 1024, 3), np.uint8), 8)
+    for read in (lambda path: session.encode(*loaded, path), lambda path: loaded[1](videos=str(path))):
+        with pytest.raises(ValueError, match=r"The video '.*narrow\.mp4' cannot be sized for the model"):
+            read(tmp_path / "narrow.mp4")
+
+
+# Folders of frames ----------------------------------------------------------------------------------------------------
+
+
+def write_frames(folder, names):
+    for index, name in enumerate(names):
+        Image.new("RGB", (56, 56), (9 * index,) * 3).save(folder / name)
+
+
+def shades(folder):
+    return (load_frames(str(folder))[:, 0, 0, 0] // 9).tolist()
+
+
+def test_every_kind_of_image_is_a_frame_and_hidden_files_are_none(tmp_path):
+    write_frames(tmp_path, [f"{index}.{kind}" for index, kind in enumerate(("png", "gif", "tif", "TIFF", "bmp"))])
+    (tmp_path / "._0.png").write_bytes(b"of another system")
+    assert shades(tmp_path) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("numbers", "said"), [((1, 2, 5, 6), "1 gap, such as after '2.png'"), ((0, 30, 60), None)])
+def test_gaps_in_the_numbering_are_said_once(loaded, tmp_path, caplog, numbers, said):
+    write_frames(tmp_path, [f"{number}.png" for number in numbers])
+    warnings = session.encode(*loaded, tmp_path, fps=2).warnings
+    assert [said in warning for warning in warnings] == [True] * (said is not None)
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == len(warnings)
+
+
+@pytest.mark.parametrize("kind", ["webp", "gif", "png"])
+def test_an_animation_is_no_frame(tmp_path, kind):
+    pictures = [Image.new("RGB", (56, 56), (90 * index,) * 3) for index in range(3)]
+    pictures[0].save(tmp_path / f"0.{kind}", save_all=True, append_images=pictures[1:])
+    with pytest.raises(ValueError, match=rf"0\.{kind}' is 3 pictures; expected one"):
+        load_frames(str(tmp_path))
+
+
+def test_an_image_too_large_to_be_meant_is_unreadable(loaded, tmp_path):
+    Image.new("1", (13400, 13400)).save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match=r"Cannot read the frame '.*0\.png' as an image: .*179560000 pixels"):
+        session.encode(*loaded, tmp_path, fps=1)
+
+
+# Cut off --------------------------------------------------------------------------------------------------------------
+
+
+def write(path, **muxer):
+    """48 frames of noise at 8 a second: 6 s."""
+    write_mp4(path, np.random.default_rng(0).integers(0, 255, (48, 64, 64, 3), np.uint8), 8, muxer=muxer, g="8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def header_first(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("whole") / "whole.mp4", movflags="faststart").read_bytes()
+
+
+def packet_ends(path):
+    with av.open(str(path)) as container:
+        return [packet.pos + packet.size for packet in container.demux(video=0) if packet.size]
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 200], ids=["between frames", "in a header", "in a frame"])
+def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, header_first, tmp_path, caplog, beyond):
+    path = tmp_path / "cut.mp4"
+    path.write_bytes(header_first)
+    end = packet_ends(path)[23] + beyond
+    path.write_bytes(header_first[:end])
+
+    answer = session.ask(*loaded, path, "What moves?", max_new_tokens=2)
+    (warning,) = answer.as_dict()["warnings"]
+    assert warning == f"The video {str(path)!r} is incomplete: its header states 48 frames, and 24 can be read."
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [warning, f"Every frame of the video {str(path)!r} is decoded, since it is not whole."]
+    assert answer.seconds_of_video == 3.0
+    frames, metadata = read_video(str(path), every_frame)
+    assert len(frames) == metadata.total_num_frames == 24
+
+
+def test_the_command_line_says_it_once(header_first, tiny_published, tmp_path, caplog):
+    (tmp_path / "cut.mp4").write_bytes(header_first)
+    (tmp_path / "cut.mp4").write_bytes(header_first[: packet_ends(tmp_path / "cut.mp4")[23]])
+    call = ["ask", str(tmp_path / "cut.mp4"), "What moves?", "--max-new-tokens", "1", "--model", str(tiny_published)]
+    result = CliRunner().invoke(app, call)
+    said = "".join([result.stderr, *(record.message for record in caplog.records)])
+    assert result.exit_code == 0 and said.count("header states 48 frames") == 1, said
+
+
+def test_a_file_that_states_only_its_length(tmp_path):
+    whole = write(tmp_path / "whole.mkv")
+    assert open_video(str(whole), every_frame).warnings == []
+    data = whole.read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(data[: len(data) // 2])
+    (warning,) = open_video(str(tmp_path / "cut.mkv"), every_frame).warnings
+    assert "its header states 6.0 s, and 2." in warning
+
+
+def test_a_damaged_end_is_left_out_and_said(tmp_path):
+    """A fragmented file states nothing about its whole."""
+    data = write(tmp_path / "whole.mp4", movflags="frag_keyframe+empty_moov").read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])
+    (warning,) = open_video(str(tmp_path / "cut.mp4"), every_frame).warnings
+    assert "1 of its 24 frames are damaged and left out" in warning
+    assert len(read_video(str(tmp_path / "cut.mp4"), every_frame)[0]) == 23
+
+
+@pytest.mark.parametrize("kind, codec", [("mp4", "libx264"), ("mkv", "libx264"), ("avi", "mpeg4"), ("mp4", "mpeg4")])
+def test_frames_that_cannot_be_decoded_whole_are_said(loaded, tmp_path, kind, codec):
+    path = tmp_path / f"damaged.{kind}"
+    write_mp4(path, np.random.default_rng(0).integers(0, 255, (24, 64, 64, 3), np.uint8), 8, codec, g="12")
+    with av.open(str(path)) as container:
+        packets = [bytes(packet) for packet in container.demux(video=0) if packet.size]
+    data = path.read_bytes()
+    hurt = (
+        bytes([packets[5][0]]) + bytes(len(packets[5]) - 1)
+        if codec == "mpeg4"
+        else packets[5][:40] + bytes(len(packets[5]) - 40)
+    )
+    assert data.count(packets[5]) == 1
+    path.write_bytes(data.replace(packets[5], hurt))
+    video = session.encode(*loaded, path, fps=8)
+    (warning,) = video.warnings
+    assert " is damaged: " in warning and " of the 24 frames that are looked at are, or follow from such" in warning
+    assert len(list(Source(str(path), 8.0, 0.01, 0.0))) >= 23
+    assert len(video.metadata.frames_indices) == 24 and session.ask(*loaded, video, "What moves?").warnings == [warning]
+
+
+@pytest.mark.parametrize("shown", [(3, 0), (2, 2), (3, 3)], ids=str)
+def test_a_trimmed_file_is_whole(header_first, tmp_path, shown):
+    """Its edit list shows a part; the header counts all frames."""
+    (seconds, start), data = shown, bytearray(header_first)
+    scale = int.from_bytes(data[(at := data.index(b"mdhd") + 16) : at + 4], "big")
+    at = data.index(b"elst") + 12
+    before = int.from_bytes(data[at + 4 : at + 8], "big")
+    data[at : at + 8] = (1000 * seconds).to_bytes(4, "big") + (before + start * scale).to_bytes(4, "big")
+    (tmp_path / "trimmed.mp4").write_bytes(data)
+    assert open_video(str(tmp_path / "trimmed.mp4"), every_frame).warnings == []
+
+
+EDITS = {  # seconds that are shown, from which second of the film on
+    "cut": [(2, 0), (3, 5)],
+    "cut between key frames": [(2, 0), (2.4, 4.6)],
+    "turned round": [(4, 4), (4, 0)],
+    "repeated": [(3, 0)] * 3,
+    "trimmed": [(4, 1.4)],
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("b_frames", ["0", "2"])
+def test_an_edit_list_is_followed(tmp_path, name, b_frames):
+    """Frames and times are those that FFmpeg shows, whose packets go back to a key frame at every cut."""
+    path = tmp_path / "film.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25, width=64, height=64, pix_fmt="yuv420p")
+        stream.options = {"g": "50", "bf": b_frames}
+        for shade in range(200):
+            picture = av.VideoFrame.from_ndarray(np.full((64, 64, 3), shade, np.uint8), format="rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    data = path.read_bytes()
+    scale = int.from_bytes(data[(at := data.index(b"mdhd") + 16) : at + 4], "big")
+    old = data.index(b"edts") - 4
+    begin = int.from_bytes(data[(at := data.index(b"elst") + 16) : at + 4], "big")
+    parts = [struct.pack(">IiHH", int(1000 * s), begin + int(start * scale), 1, 0) for s, start in EDITS[name]]
+    entries = struct.pack(">II", 0, len(parts)) + b"".join(parts)
+    new = struct.pack(">I4sI4s", 16 + len(entries), b"edts", 8 + len(entries), b"elst") + entries
+    longer = len(new) - int.from_bytes(data[old : old + 4], "big")
+    data = bytearray(data[:old] + new + data[old + len(new) - longer :])
+    for box in (b"moov", b"trak"):  # behind the frames, whose places stay
+        at = data.index(box) - 4
+        data[at : at + 4] = (int.from_bytes(data[at : at + 4], "big") + longer).to_bytes(4, "big")
+    path.write_bytes(data)
+    with av.open(str(path)) as container:
+        shown = [(float(one.pts * one.time_base), one.to_ndarray(format="rgb24").mean()) for one in container.decode()]
+    film = Film(str(path))
+    times, shades = np.array(shown).T
+    assert film.times == pytest.approx(times - times[0], abs=0.03) and film.warnings == []
+    assert [one.mean() for one in film.show(film.times + 1e-3)] == pytest.approx(shades, abs=1)
+
+
+# Larger than memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["call", "chunks"])
+def test_the_frames_of_a_large_video_are_never_all_there(tiny_processor, tmp_path, how):
+    """numpy tells tracemalloc of its memory, and decoded frames are arrays of numpy's."""
+    height, width, count = 720, 1280, 16
+    write_mp4(tmp_path / "large.mp4", (np.full((height, width, 3), 9 * i, np.uint8) for i in range(count)), 8)
+    path = str(tmp_path / "large.mp4")
+
+    def read():
+        if how == "call":
+            tiny_processor(text=tiny_processor.video_token, videos=path, num_frames=count, return_tensors="pt")
+        else:
+            assert len(list(tiny_processor.video_chunks(path, num_frames=count))) == 1
+
+    read()  # imports and caches
+    tracemalloc.start()
+    try:
+        read()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * height * width * 3, f"{peak / (height * width * 3):.1f} frames were there at once"
+
+
+# Addresses ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(answer):
+    """A server on loopback that answers every GET with `answer(handler)`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer(self)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/clip.mp4"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def send(handler, data, stated=None):
+    handler.send_response(200)
+    if stated is not None:
+        handler.send_header("Content-Length", str(stated))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+@pytest.mark.parametrize("states_its_length", [True, False])
+def test_a_video_at_an_address_is_the_file(loaded, tiny_mp4, states_its_length):
+    data = tiny_mp4.read_bytes()
+    model, processor = loaded
+    with serving(lambda handler: send(handler, data, len(data) if states_its_length else None)) as address:
+        there = session.encode(model, processor, address)
+        answer = session.ask(model, processor, address, "What moves?", max_new_tokens=2)
+    here = session.encode(model, processor, tiny_mp4)
+    assert torch.equal(there.features, here.features)
+    assert there.video == answer.video == address
+
+
+@pytest.mark.parametrize(
+    ("drips", "limit", "said"),
+    [(False, {"ADDRESS_TIMEOUT": 0.2}, "timed out"), (True, {"ADDRESS_SECONDS": 0.3}, "bytes in 0.3 s; download it")],
+)
+def test_a_server_that_is_silent_or_drips_is_not_waited_for(loaded, monkeypatch, drips, limit, said):
+    def answer(handler):
+        if drips:
+            send(handler, b"x")
+            while not over.wait(0.01):
+                handler.wfile.write(b"x")
+        over.wait(60)
+
+    over = threading.Event()
+    for name, value in limit.items():
+        monkeypatch.setattr(decoding_qtsplus, name, value)
+    with serving(answer) as address:
+        try:
+            with pytest.raises(ValueError, match=rf"Cannot load the video at 'http://127.*clip\.mp4'.*{said}"):
+                session.encode(*loaded, address)
+        finally:
+            over.set()
+
+
+@pytest.mark.parametrize("states_its_length", [True, False])
+def test_a_video_at_an_address_has_a_largest_size(loaded, monkeypatch, states_its_length):
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", 2**20)
+    data = bytes(2**20 + 1)
+    with (
+        serving(lambda handler: send(handler, data, len(data) if states_its_length else None)) as address,
+        pytest.raises(ValueError, match="is larger than 1 MiB.*download it"),
+    ):
+        session.encode(*loaded, address)
+
+
+def test_a_file_of_the_largest_size_is_read(monkeypatch):
+    data = bytes(2**20)
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", len(data))
+    with serving(functools.partial(send, data=data, stated=len(data))) as address:
+        assert decoding_qtsplus.download(address).getvalue() == data
+
+
+def test_a_connection_that_ends_early_is_named(loaded, tiny_mp4):
+    data = tiny_mp4.read_bytes()
+    with (
+        serving(lambda handler: send(handler, data[:1000], len(data))) as address,
+        pytest.raises(ValueError, match=f"ended after 1000 of {len(data)} bytes"),
+    ):
+        session.encode(*loaded, address)
+
+
+def test_an_address_without_a_video_is_named(loaded):
+    with (
+        serving(lambda handler: handler.send_error(404)) as address,
+        pytest.raises(ValueError, match="Cannot load the video at .*404"),
+    ):
+        session.encode(*loaded, address)
+    with pytest.raises(ValueError, match=r"Cannot load the video at 'http://\[nowhere'"):
+        session.encode(*loaded, "http://[nowhere")
+
+
+@pytest.mark.parametrize("change", [str.upper, lambda scheme: scheme.title()])
+def test_an_address_is_read_however_it_is_written(tiny_mp4, change):
+    """Its scheme in capitals, letters that have to be encoded in its path."""
+    asked = []
+
+    def answer(handler):
+        asked.append(handler.path)
+        send(handler, tiny_mp4.read_bytes())
+
+    with serving(answer) as address:
+        address = address.replace("http", change("http")).replace("clip.mp4", "ü b%20c.mp4?d=é#e")
+        assert open_video(address, every_frame).metadata.total_num_frames == 32
+    assert asked == ["/%C3%BC%20b%20c.mp4?d=%C3%A9"]
+
+
+def test_a_data_address_is_the_file(loaded, tiny_mp4, monkeypatch):
+    address = "data:video/mp4;base64," + base64.b64encode(tiny_mp4.read_bytes()).decode()
+    there, here = session.encode(*loaded, address), session.encode(*loaded, tiny_mp4)
+    assert torch.equal(there.features, here.features) and len(there.video) < 50
+    inputs = [
+        loaded[1](text=[loaded[1].video_token], videos=[video], return_tensors="pt") for video in (address, tiny_mp4)
+    ]
+    assert torch.equal(*(one["pixel_values_videos"] for one in inputs))
+    for wrong, said in ((",AAAA", "does not begin"), (";base64,@@", "base64"), (";base64,QUJD", "Cannot decode")):
+        with pytest.raises(ValueError, match=said) as refused:
+            session.encode(*loaded, f"data:video/mp4{wrong}")
+        assert len(str(refused.value)) < 300
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", tiny_mp4.stat().st_size // 2)
+    with pytest.raises(ValueError, match="is larger than"):
+        session.encode(*loaded, address)
+
+
+def test_what_was_sent_leads_nowhere(loaded):
+    """FFmpeg reads lists of other places too."""
+    asked = []
+    with serving(lambda handler: asked.append(handler.path)) as address:
+        lists = (
+            f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2.0,\n{address}\n#EXT-X-ENDLIST\n",
+            f"ffconcat version 1.0\nfile {address}\n",
+            "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 40000 RTP/AVP 96\n",
+        )
+        for text in lists:
+            with pytest.raises(ValueError, match="Cannot decode.*a list of other places"):
+                session.encode(*loaded, f"data:video/mp4;base64,{base64.b64encode(text.encode()).decode()}")
+    assert asked == []
+
+
+def test_a_password_is_used_and_not_said(loaded, tiny_mp4):
+    sent = []
+
+    def answer(handler):
+        sent.append(handler.headers["Authorization"])
+        send(handler, tiny_mp4.read_bytes())
+
+    with serving(answer) as address:
+        known = session.encode(*loaded, address.replace("//", "//user:s%40cret@"))
+    assert base64.b64decode(sent[0].removeprefix("Basic ")) == b"user:s@cret"
+    assert known.video == address.replace("//", "//***@")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("http://user:secret@127.0.0.1:9/a.mp4", "http://user:secret@127.0.0.1:99999/a.mp4", "http://:secret@/a.mp4"),
+        *("http://user:secret/x@127.0.0.1/a.mp4", "HTTPS://user:secret@[::1/a.mp4", "http://127.0.0.1:99999/a.mp4"),
+    ],
+)
+def test_an_address_that_is_none_is_named_without_its_password(loaded, address):
+    with pytest.raises(ValueError, match="Cannot load the video at '") as error:
+        session.encode(*loaded, address)
+    assert "secret" not in str(error.value) and "a.mp4" in str(error.value)
+
+
+def test_tags_that_are_no_utf8_cost_no_film(tmp_path, tiny_mp4):
+    path = tmp_path / "film.mkv"
+    bytes_as_they_are = {"metadata_errors": "surrogateescape"} if TAGS else {}
+    with av.open(str(tiny_mp4)) as film, av.open(str(path), "w", **bytes_as_they_are) as copy:
+        copy.metadata["title"] = b"Caf\xe9 du monde".decode(errors="surrogateescape")
+        stream = copy.add_stream_from_template(film.streams.video[0])
+        for packet in film.demux(film.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = stream
+                copy.mux(packet)
+    assert b"Caf\xe9 du" in path.read_bytes()
+    film, same = (list(open_video(str(one), every_frame).decode()) for one in (path, tiny_mp4))
+    assert len(film) == len(same)
+    assert len(list(Source(str(path), 2.0, 5.0, 0.0)))
+    with pytest.raises(ValueError, match="No subtitles are"):
+        read_subtitles(path)

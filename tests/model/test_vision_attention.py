@@ -1,0 +1,155 @@
+"""The vision tower attends in all windows of a layer at once, and gets what stock gets window by window."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from transformers import Qwen2_5_VLModel
+
+from model_checks import shared_model
+from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.model.encoding_qtsplus import PatchProjection, attend_within
+from tiny import PATCH_VALUES, stock_twin, tiny_model
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+SIZES = st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
+
+
+class CallCount(TorchFunctionMode):
+    """Counts the calls of scaled dot-product attention."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += func is SDPA
+        return func(*args, **(kwargs or {}))
+
+
+def encode(model, grid, pixels):
+    return model.model.visual(pixels, grid_thw=grid).pooler_output
+
+
+def video(*grids, seed=0):
+    """(t, h, w) in merged tokens -> grids in patches and pixels."""
+    grid = torch.tensor([(t, 2 * h, 2 * w) for t, h, w in grids])
+    return grid, torch.randn(int(grid.prod(-1).sum()), PATCH_VALUES, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def models():
+    model = tiny_model()
+    return model, stock_twin(model)
+
+
+@settings(max_examples=25, deadline=None)
+@given(grids=st.lists(SIZES, min_size=1, max_size=3))
+def test_the_numbers_are_stock_s(models, grids):
+    grid, pixels = video(*grids)
+    with torch.no_grad():
+        ours, theirs = (encode(model, grid, pixels) for model in models)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_gradients_are_stock_s():
+    model, grid, pixels = tiny_model(), *video((2, 3, 5), (1, 2, 2))
+    stock = stock_twin(model)
+    for one in (model, stock):
+        encode(one, grid, pixels).square().sum().backward()
+    for (name, ours), theirs in zip(
+        model.model.visual.named_parameters(), stock.model.visual.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def one_by_one(query, key, value, lengths):
+    """The readable twin."""
+    pieces = zip(*(states.split(lengths) for states in (query, key, value)), strict=True)
+    return torch.cat([SDPA(*(one.transpose(0, 1) for one in piece)).transpose(0, 1) for piece in pieces])
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), heads=st.integers(1, 3))
+def test_by_length_is_one_by_one(lengths, heads):
+    torch.manual_seed(0)
+    states = torch.randn(3, sum(lengths), heads, 8, dtype=torch.float64)
+    cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    weights = torch.randn(sum(lengths), heads, 8, dtype=torch.float64)
+    results = []
+    for attend in (lambda *qkv: attend_within(*qkv, cu_seq_lens), lambda *qkv: one_by_one(*qkv, lengths)):
+        leaf = states.clone().requires_grad_(True)
+        attended = attend(*leaf)
+        (attended * weights).sum().backward()
+        results.append((attended.detach(), leaf.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "lengths"),
+    [((8, 8), (1, 1)), ((9, 8), (2, 1)), ((9, 11), (3, 1))],
+    ids=["whole windows", "a narrow edge", "two edges and a corner"],
+)
+def test_calls_per_layer_do_not_grow_with_the_windows(size, lengths):
+    """`lengths` differ in a window layer and in a full layer; the tiny model has two of each."""
+    model, counts = shared_model(), []
+    for frames in (1, 6):
+        with CallCount() as count, torch.no_grad():
+            encode(model, *video((frames, *size)))
+        counts.append(count.calls)
+    assert counts == [2 * sum(lengths)] * 2
+
+
+def test_stock_calls_once_per_window(models):
+    """The count above can see it."""
+    _, stock = models
+    with CallCount() as count, torch.no_grad():
+        encode(stock, *video((6, 8, 8)))
+    assert count.calls == 2 * (6 * 16) + 2 * 6
+
+
+@pytest.mark.parametrize("name", ["eager", {"vision_config": "eager"}])
+def test_another_attention_is_stock_s(tmp_path, name):
+    shared_model().save_pretrained(tmp_path)
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path, attn_implementation=name)
+    grid, pixels = video((2, 8, 8))
+    counts = []
+    for one in ("as loaded", "sdpa"):
+        if one == "sdpa":
+            model.set_attn_implementation({"vision_config": one})
+        with CallCount() as count, torch.no_grad():
+            encode(model, grid, pixels)
+        counts.append(count.calls)
+    assert counts == [0, 4]
+
+
+def test_other_models_can_be_built_from_the_configuration():
+    model = shared_model()
+    stock = Qwen2_5_VLModel(model.config).eval()
+    stock.visual.load_state_dict(model.model.visual.state_dict())
+    grid, pixels = video((2, 3, 5))
+    with torch.no_grad():
+        theirs = stock.visual(pixels, grid_thw=grid).pooler_output
+        for one in (model, copy.deepcopy(model)):
+            torch.testing.assert_close(encode(one, grid, pixels), theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("patches", [1, 63])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_patch_projection_is_stock_s_convolution(patches, bias, dtype):
+    torch.manual_seed(0)
+    convolution = torch.nn.Conv3d(3, 40, kernel_size=(2, 14, 14), stride=(2, 14, 14), bias=bias, dtype=dtype)
+    projection = copy.deepcopy(convolution)
+    projection.__class__ = PatchProjection
+    pixels, weights = torch.randn(patches, 3, 2, 14, 14, dtype=dtype), torch.randn(patches, 40, 1, 1, 1, dtype=dtype)
+
+    tolerance = {torch.float32: 0, torch.float64: 1e-12, torch.bfloat16: 0.05}[dtype]
+    expected, projected = convolution(pixels), projection(pixels)
+    torch.testing.assert_close(projected, expected, atol=tolerance, rtol=tolerance)
+    for output in (expected, projected):
+        (output * weights).sum().backward()
+    for own, stock in zip(projection.parameters(), convolution.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, stock.grad, atol=10 * tolerance, rtol=tolerance)

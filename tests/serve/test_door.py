@@ -1,0 +1,275 @@
+"""Which videos a request may name: real servers over loopback, of which some must not be asked."""
+
+import os
+import socket
+import ssl
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qtsplus.model import decoding_qtsplus
+from qtsplus.model.decoding_qtsplus import Film, download, shown_name
+from qtsplus.serve.door import Door, _is_public
+from server_process import hosting
+
+REFUSED = "may not be read: expected data:video/mp4;base64"
+
+
+@pytest.fixture
+def host():
+    with hosting() as served:
+        yield served
+
+
+def test_a_video_is_fetched_from_the_host_that_was_named(host, tmp_path):
+    port, seen = host
+    for domain in ("localhost", "127.0.0.1"):
+        place = Door(domains=[f"{domain}:{port}"]).place(f"http://{domain}:{port}/a%20b.mp4?c=d#e", str(tmp_path))
+        assert Path(place).read_bytes() == b"film" and Path(place).parent == tmp_path
+    assert seen == ["/a%20b.mp4?c=d"] * 2
+
+
+def test_no_other_host_is_asked(host, tmp_path):
+    port, seen = host
+    door = Door(domains=["localhost", "videos.example.org", "localhost:1"])
+    addresses = [
+        f"http://videos.example.org:{'x' * 5000}@127.0.0.1:{port}/a",  # the user's part is long
+        f"http://videos.example.org@127.0.0.1:{port}/a",
+        f"http://127.0.0.1:{port}\\@localhost/a",
+        f"http://127.0.0.1:{port}/a",
+        f"http://localhost:{port}/a",  # another port
+        f"https://localhost:{port}/a",
+        f"http://localhost%3A{port}/a",
+        f"http://localhost%2Fx@127.0.0.1:{port}/a",
+        f"http://localhost.:{port}/a",
+        f"http://local\thost:{port}/a",
+        f"http://LOCALHOST:{port}/{'a' * 10_000}",
+        f"http://[::ffff:127.0.0.1]:{port}/a",
+        f"http://2130706433:{port}/a",
+        f"ftp://localhost:{port}/a",
+        "http://[::1/a",
+        "http:///a",
+        "http://localhost:99999/a",
+    ]
+    for address in addresses:
+        with pytest.raises(ValueError, match=f"{REFUSED}|Cannot load the video at"):
+            door.place(address, str(tmp_path))
+    assert seen == []
+
+
+PARTS = [
+    "http://",
+    "https://",
+    "//",
+    "@",
+    ":",
+    "\\",
+    "/",
+    "#",
+    "?",
+    "[",
+    "]",
+    "%40",
+    "%2f",
+    "%3a",
+    "\t",
+    " ",
+    "\x00",
+    "é",
+    "。",
+]
+PARTS += [
+    "films.example.org",
+    "FILMS.example.org.",
+    "127.0.0.1",
+    "::1",
+    "80",
+    "443",
+    "8080",
+    "0x7f.1",
+    "u:p",
+    "x" * 5000,
+]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=12), st.sampled_from(["http://", "https://", ""]))
+def test_no_spelling_looks_up_another_host(parts, scheme):
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        asked = []
+
+        def look_up(host, port, **_):
+            asked.append((host, port))
+            raise socket.gaierror("nowhere")
+
+        patch.setattr(socket, "getaddrinfo", look_up)
+        with pytest.raises(ValueError):
+            Door(Path("/nowhere"), ["films.example.org"]).place(scheme + "".join(parts), folder)
+        assert {host for host, _ in asked} <= {"films.example.org"} and {port for _, port in asked} <= {80, 443}
+
+
+def test_redirects_and_proxies_lead_nowhere(host, tmp_path, monkeypatch):
+    port, seen = host
+    with hosting() as (proxy, asked):
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy}")
+        door = Door(domains=[f"localhost:{port}"])
+        with pytest.raises(ValueError, match="Cannot load the video at .*302"):
+            door.place(f"http://localhost:{port}/there", str(tmp_path))
+        assert seen == ["/there"] and asked == []
+
+
+def test_a_name_is_looked_up_once_and_has_to_lead_to_a_public_address(host, tmp_path, monkeypatch):
+    port, seen = host
+    names, look_up = [], socket.getaddrinfo
+
+    def looked_up(name, *more, **options):
+        if name in ("127.0.0.1", "192.0.2.1"):
+            return look_up(name, *more, **options)
+        names.append(name)
+        return look_up("127.0.0.1" if len(names) % 2 else "192.0.2.1", *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    with pytest.raises(ValueError, match="leads to an address that is not public"):
+        Door(domains=[f"films.example.org:{port}"]).place(f"http://films.example.org:{port}/a", str(tmp_path))
+    assert names == ["films.example.org"] and seen == []
+    names.clear()
+    Door(domains=[f"localhost:{port}"]).place(f"http://localhost:{port}/a", str(tmp_path))
+    assert names == ["localhost"] and seen == ["/a"]
+
+
+@pytest.mark.parametrize(
+    ("address", "is_public"),
+    [("8.8.8.8", True), ("2606:4700::1111", True), ("::ffff:8.8.8.8", True)]
+    + [(inner, False) for inner in ("127.0.0.1", "10.1.2.3", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0")]
+    + [(inner, False) for inner in ("224.0.0.1", "240.0.0.1", "::1", "::", "fe80::1%lo", "fc00::1", "ff02::1")]
+    + [(inner, False) for inner in ("::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::")]
+    + [(inner, False) for inner in ("fec0::1", "::127.0.0.1", "::ffff:0:7f00:1", "5f00::1", "100::1", "3fff::1")]
+    + [(inner, False) for inner in ("2001:db8::1", "2001:20::1", "64:ff9b:1::1", "4000::1", "2620:4f:8000::1")]
+    + [(inner, False) for inner in ("192.0.0.192", "192.0.0.9", "192.88.99.1", "198.18.0.1", "203.0.113.1")],
+)
+def test_what_is_a_public_address(address, is_public):
+    assert _is_public(address) is is_public
+
+
+DRIPS = {
+    "headers": (b"HTTP/1.1 200 OK\r\nX: ", b"x"),
+    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "blocks": (b"HTTP/1.1 200 OK\r\n\r\n", b"x"),
+    "chunk extensions": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4;", b"x"),
+    "trailers": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nfilm\r\n0\r\n", b"X: x\r\n"),
+    "a redirect's body": (b"HTTP/1.1 302 Found\r\nLocation: /b\r\n\r\n", b"x"),
+}
+
+
+@contextmanager
+def dripping(begin, drop):
+    """The port of a host that begins an answer, and then sends one drop after another until nobody listens."""
+
+    def drip():
+        with suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection, suppress(OSError):
+                    connection.recv(10_000)
+                    connection.sendall(begin)
+                    while True:
+                        connection.sendall(drop)
+                        time.sleep(0.01)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=drip, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("phase", sorted(DRIPS))
+@pytest.mark.parametrize("by_server", [False, True])
+def test_a_host_that_drips_has_no_longer_than_all_may_take(phase, by_server, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_SECONDS", 0.2)
+    with dripping(*DRIPS[phase]) as port:
+        address = f"http://localhost:{port}/a"
+        expected = "HTTPError: .*302" if by_server and phase == "a redirect's body" else "bytes in 0.2 s; download it"
+        with pytest.raises(ValueError, match=expected):
+            Door(domains=[f"localhost:{port}"]).place(address, str(tmp_path)) if by_server else download(address)
+
+
+def test_a_host_that_sends_without_end_is_not_read_on(monkeypatch):
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", 1000)
+    chunk_of_nothing = b"1;" + b"x" * 1000 + b"\r\nx\r\n"
+    refused = pytest.raises(ValueError, match="sends more than a file of 0 MiB needs")
+    with dripping(DRIPS["trailers"][0][:-3], chunk_of_nothing) as port, refused:
+        download(f"http://localhost:{port}/a")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://user:pa\r\nSECRET@host/film",
+        "http://user\r\n:SECRET@host/film",
+        "\r\nhttp://user:SECRET@host/film",
+        "http://user:SECRET\n/x@host/film",
+        "rtsp://user:x\nSECRET@host/film",
+    ],
+)
+def test_no_password_is_shown(address):
+    assert "SECRET" not in shown_name(address) and "host/film" in shown_name(address)
+    for read in (Film, download, lambda video: Door().place(video, "/nowhere")):
+        with pytest.raises(ValueError) as refused:
+            read(address)
+        assert "SECRET" not in str(refused.value)
+
+
+def test_the_certificate_is_that_of_the_name(tmp_path, monkeypatch):
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", tmp_path / "key", "-out", tmp_path / "certificate"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *names, *files]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
+    with hosting(context) as (port, seen):
+        door = Door(domains=[f"localhost:{port}", f"127.0.0.1:{port}"])
+        with pytest.raises(ValueError, match="CERTIFICATE_VERIFY_FAILED"):
+            door.place(f"https://localhost:{port}/a", str(tmp_path))
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate"))
+        with pytest.raises(ValueError, match="CERTIFICATE_VERIFY_FAILED"):
+            door.place(f"https://127.0.0.1:{port}/a", str(tmp_path))
+        assert seen == []
+        door.place(f"https://localhost:{port}/a", str(tmp_path))
+        assert seen == ["/a"]
+
+
+def test_files_are_those_under_the_root(tmp_path):
+    root = tmp_path / "films"
+    root.mkdir()
+    for file in (root / "a b.mp4", tmp_path / "secret.mp4"):
+        file.write_bytes(b"film")
+    (root / "link.mp4").symlink_to(tmp_path / "secret.mp4")
+    (root / "loop").symlink_to(root / "loop")
+    os.mkfifo(root / "pipe")
+    door = Door(root)
+    assert door.place(f"file://{root}/a%20b.mp4", "") == str(root / "a b.mp4")
+    names = [
+        "x" * 300,
+        "x/" * 3000,
+        "%00",
+        "a%00b",
+        "a b.mp4/..",
+        "link.mp4",
+        "loop",
+        "pipe",
+        "../secret.mp4",
+        "%2e%2e/secret.mp4",
+    ]
+    for url in [*(f"file://{root}/{name}" for name in (*names, "\ud800", "")), f"file://other{root}/a%20b.mp4"]:
+        with pytest.raises(ValueError, match=REFUSED):
+            door.place(url, "")
+    with pytest.raises(ValueError, match=REFUSED):
+        Door().place(f"file://{root}/a%20b.mp4", "")

@@ -1,0 +1,541 @@
+"""What is stored is trusted as little as what is sent: it names no path, no model, no address, and damage is found."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from clips import make_world, render_world, write_mp4
+from qtsplus.cli import app
+from qtsplus.common.journals import seal
+from qtsplus.library.indexing import index
+from qtsplus.library.library import Index, Library
+from qtsplus.video import storage
+from qtsplus.video.encoded import IN_MEMORY
+
+QUESTION = "What is in the red circle?"
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("videos")
+    for number, name in enumerate(("a.mp4", "b.mp4")):
+        write_mp4(folder / name, render_world(make_world(160 + number)), 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(videos, loaded, tiny_published, tmp_path_factory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        folder = tmp_path_factory.mktemp("made")
+        index(videos, folder, *loaded, name=str(tiny_published))
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path, monkeypatch) -> Path:
+    """A library from elsewhere: this user has indexed nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Path(shutil.copytree(made, tmp_path / "library"))
+
+
+@pytest.fixture
+def mine(videos, tmp_path) -> Path:
+    return Path(shutil.copytree(videos, tmp_path / "videos"))
+
+
+def rewrite(folder, change):
+    """What a stranger can write: any line, with the digest that belongs to it."""
+    journal = folder / "library.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in lines:
+        del line["check"]
+        change(line)
+    journal.write_text("".join(seal(line) + "\n" for line in lines))
+
+
+def entry(name, value):
+    """Changes a field of every video."""
+
+    def change(line):
+        if isinstance(line.get("key"), str):
+            line["value"][name] = value
+
+    return change
+
+
+def made_of(**values):
+    """Changes what the library was made of."""
+
+    def change(line):
+        if line.get("key") == 0:
+            line["value"].update(values)
+
+    return change
+
+
+def first_line_of(result):
+    lines = result.stderr.splitlines()
+    assert result.exit_code == 2, result.output
+    assert len(lines) == 1, result.output
+    assert lines[0].startswith("qtsplus: ")
+    return lines[0]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+# --- Whose model is loaded ---
+
+
+@pytest.mark.parametrize("command", ["ask", "find"])
+@pytest.mark.parametrize("name", ["stranger/model", "/tmp", "../model", "http://127.0.0.1/model"])
+def test_a_model_is_not_loaded_because_a_library_names_it(folder, monkeypatch, command, name):
+    rewrite(folder, made_of(model=name, revision="main"))
+    monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("an address was asked for"))
+    monkeypatch.setattr("qtsplus.hub.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    line = first_line_of(run(command, folder, QUESTION))
+    assert f"made with the model {name!r}" in line
+    assert "name it with --model if you trust it" in line
+    with pytest.raises(ValueError, match="with which nothing was indexed on this machine"):
+        Library.open(folder)
+
+
+def test_a_library_is_asked_with_the_model_that_this_user_has_indexed_with(folder, mine, loaded, tiny_published):
+    """One that a stranger has elsewhere is to be named, even where this user has the same."""
+    index(mine, folder.parent / "mine", *loaded, name=str(tiny_published))
+    assert Index(folder).model == (str(tiny_published), None)
+    for model, revision in (("/home/stranger/model", None), (str(tiny_published), "main")):
+        rewrite(folder, made_of(model=model, revision=revision))
+        with pytest.raises(ValueError, match=f"made with the model '{model}', .* name it with --model"):
+            _ = Index(folder).model
+    index(mine, folder.parent / "mine", *loaded, name="org/same", revision="main")
+    rewrite(folder, made_of(model="org/same", revision="main"))
+    assert Index(folder).model == ("org/same", "main")
+    rewrite(folder, made_of(model=str(tiny_published), revision=None))
+    assert Index(folder).model == (str(tiny_published), None)
+    assert Library.open(folder, "cpu").find(QUESTION, 1)
+
+
+def test_the_bundled_model_is_loaded_and_has_to_fit(folder):
+    rewrite(folder, made_of(model=None, revision=None))
+    assert "another vision tower or processor" in first_line_of_last(run("find", folder, QUESTION))
+
+
+def first_line_of_last(result):
+    assert result.exit_code == 2 and "Traceback" not in result.output, result.output
+    return result.stderr.splitlines()[-1]
+
+
+def test_a_cache_that_cannot_be_written_is_said(mine, loaded, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    lines: list[str] = []
+    index(mine, tmp_path / "library", *loaded, name="org/model", say=lines.append)
+    assert lines[0].endswith("questions to the library will have to name the model with --model."), lines
+
+
+# --- What is written and removed ---
+
+
+@pytest.mark.parametrize("content", ["../victim", "/victim", "a" * 63, "A" * 64, "", 7, "a" * 64 + "\n"])
+def test_no_content_of_a_library_is_a_path(folder, mine, loaded, content):
+    victim = folder.parent / "victim.safetensors"
+    victim.write_bytes(b"mine")
+    rewrite(folder, entry("content", content))
+    with pytest.raises(
+        ValueError, match=r"Line \d of .* cannot be used: .*content is .* So run `qtsplus index`"
+    ) as error:
+        Library(folder, *loaded)
+    assert "\n" not in str(error.value)
+    lines: list[str] = []
+    index(mine, folder, *loaded, say=lines.append)
+    assert "Left out of library.jsonl 4 lines that cannot be used. Labels of theirs are to be given again." in lines
+    assert len(Library(folder, *loaded).names) == 2
+    assert victim.read_bytes() == b"mine"
+
+
+def written(folder):
+    """The features of a library on disk, with when they were written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("number", range(1, 4))
+@pytest.mark.parametrize("damage", [lambda line: line[:-9], lambda line: line[:40] + "9" + line[41:], lambda _: "\x00"])
+def test_a_damaged_line_is_made_anew_by_index(folder, mine, loaded, number, damage):
+    """Whichever it is behind the first; what the others hold is not encoded again."""
+    whole = Library(folder, *loaded)
+    before = written(folder)
+    lines = (folder / "library.jsonl").read_text().splitlines()
+    lines[number] = damage(lines[number])
+    (folder / "library.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=f"Line {number + 1} of .* cannot be used: .* So run `qtsplus index` again"):
+        Library(folder, *loaded)
+    index(mine, folder, *loaded)
+    again = Library(folder, *loaded)
+    assert again.find(QUESTION) == whole.find(QUESTION)
+    unchanged = before.items() & written(folder).items()
+    assert len(unchanged) >= 1
+
+
+@pytest.mark.parametrize("name", ["../a.mp4", "/a.mp4", "x/../../a.mp4", "", "a.mp4\0.mp4", "shadow", ".."])
+def test_no_name_of_a_film_leads_out_of_its_folder(folder, loaded, name):
+    rewrite(folder, lambda line: line.update(key=name) if line.get("key") == "a.mp4" else None)
+    with pytest.raises(ValueError, match="expected the path of a video inside the folder that was indexed"):
+        Library(folder, *loaded)
+
+
+def test_index_removes_no_file_that_it_did_not_write(folder, mine, loaded):
+    for name in ("model.safetensors", "0" * 32 + ".safetensors", ".note.1.part"):
+        (folder / name).write_bytes(b"mine")
+    (mine / "b.mp4").unlink()
+    index(mine, folder, *loaded, prune=True)
+    left = {path.name for path in folder.iterdir()}
+    assert {"model.safetensors", "0" * 32 + ".safetensors", ".note.1.part"} < left
+    assert len(left) == 3 + 4, "the journal, its lock, and the features and keys of a.mp4"
+
+
+@pytest.mark.parametrize("change", [lambda features: features * 0 + 3e38, None], ids=["numbers", "grid"])
+def test_features_and_grids_that_no_model_makes_are_refused(folder, loaded, change):
+    path = Index(folder).files["a.mp4"]
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    about = json.loads(header["about"])
+    features = load_file(path)["features"]
+    reason = "numbers that are too large"
+    if change is None:
+        about["video_grid_thw"][0][1] += 1
+        reason = "expected multiples of 2"
+    else:
+        features = change(features)
+    header["about"] = json.dumps(about)
+    save_file({"features": features}, path, header)
+    stored = {"features": storage.measure(path)}
+    rewrite(folder, lambda line: line["value"].update(stored) if line.get("key") == "a.mp4" else None)
+    with pytest.raises(ValueError, match=reason):
+        Library(folder, *loaded).stored("a.mp4")
+
+
+def test_a_film_that_a_stranger_has_not_seen_is_not_shown(folder, mine, loaded):
+    """He can know all of its file but what is in it."""
+    write_mp4(mine / "a.mp4", render_world(make_world(170)), 2)
+    state = storage.film_state(mine / "a.mp4")
+    rewrite(folder, made_of(videos=str(mine)))
+    rewrite(folder, lambda line: line["value"].update(state) if line.get("key") == "a.mp4" else None)
+    library = Library(folder, *loaded)
+    assert library.film("a.mp4").video == IN_MEMORY
+
+
+def test_a_pipe_in_place_of_a_lock_is_not_waited_for(folder, mine, loaded):
+    (folder / ".lock").unlink(missing_ok=True)
+    os.mkfifo(folder / ".lock")
+    with pytest.raises(OSError, match="No such device"):
+        index(mine, folder, *loaded)
+
+
+@pytest.mark.parametrize("name", [".lock", "library.jsonl", "features", ".library.jsonl.7.part"])
+def test_no_link_is_followed_out_of_a_library(folder, mine, loaded, name):
+    place = folder / name
+    if name == "features":
+        place = next(folder.glob("*.safetensors"))
+    before = b"mine"
+    if place.exists():
+        before = place.read_bytes()
+    victim = folder.parent / "victim"
+    victim.write_bytes(before)
+    place.unlink(missing_ok=True)
+    place.symlink_to(victim)
+    reason = "is a link; expected a library, which holds none"
+    with pytest.raises(ValueError, match=reason):
+        index(mine, folder, *loaded)
+    with pytest.raises(ValueError, match=reason):
+        Library(folder, *loaded)
+    assert victim.read_bytes() == before
+
+
+def test_what_a_kill_has_left_is_cleaned_up(folder, mine, loaded):
+    for name in (f".{'a' * 32}.safetensors.vm-1.123.part", ".library.jsonl.vm-1.123.part"):
+        (folder / name).write_bytes(b"half")
+    index(mine, folder, *loaded)
+    assert not list(folder.glob(".*.part"))
+
+
+def test_a_killed_index_leaves_nothing_that_nobody_wrote(mine, loaded, tmp_path, monkeypatch):
+    """Killed after it has noted features, and before they are there."""
+
+    def interrupt(*paths):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        index(mine, tmp_path / "library", *loaded)
+    monkeypatch.undo()
+    assert len(index(mine, tmp_path / "library", *loaded).files) == 2
+
+
+def test_most_videos_gone_at_once_delete_nothing(videos, loaded, tmp_path):
+    mine = tmp_path / "videos"
+    folder = tmp_path / "library"
+    mine.mkdir()
+    for number in range(4):
+        (mine / f"{number}.mp4").write_bytes((videos / "a.mp4").read_bytes() + bytes([number]))
+    index(mine, folder, *loaded)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.*")}
+    (tmp_path / "elsewhere").mkdir()
+    for number in range(3):
+        (mine / f"{number}.mp4").rename(tmp_path / f"elsewhere/{number}.mp4")
+    with pytest.raises(ValueError, match=r"3 of 4 videos of .* are not in .*: 0.mp4, 1.mp4, 2.mp4\. .* --prune"):
+        index(mine, folder, *loaded)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.*")} == before
+    pruned = index(mine, folder, *loaded, prune=True)
+    assert len(pruned.files) == 1
+    assert len(list(folder.glob("*.safetensors"))) == 1
+    (mine / "3.mp4").rename(mine / "moved.mp4")
+    for number in range(3):
+        (tmp_path / f"elsewhere/{number}.mp4").rename(mine / f"{number}.mp4")
+    assert len(index(mine, folder, *loaded).files) == 4, "one that was moved is not gone"
+
+
+def test_another_folder_with_one_of_the_films_does_not_take_the_place(mine, loaded, tmp_path):
+    index(mine, tmp_path / "library", *loaded)
+    other = tmp_path / "other"
+    other.mkdir()
+    (mine / "a.mp4").rename(other / "a.mp4")
+    with pytest.raises(ValueError, match=r"1 of 2 videos of .* are not in .*other: b.mp4\. .* --prune"):
+        index(other, tmp_path / "library", *loaded)
+    assert index(other, tmp_path / "library", *loaded, prune=True).files.keys() == {"a.mp4"}
+
+
+def test_a_film_replaced_with_the_same_size_and_time_is_another(mine, loaded, tmp_path):
+    """As `cp -p` does, in place or not."""
+    folder = tmp_path / "library"
+    film = mine / "a.mp4"
+    content = index(mine, folder, *loaded).entries["a.mp4"]["content"]
+    for attempt in range(2):
+        state = film.stat()
+        data = bytearray(film.read_bytes())
+        data[-1] ^= 1 + attempt
+        if attempt:
+            film.unlink()
+        film.write_bytes(data)
+        os.utime(film, ns=(state.st_atime_ns, state.st_mtime_ns))
+        before = content
+        content = index(mine, folder, *loaded).entries["a.mp4"]["content"]
+        assert before != content
+
+
+def test_a_full_disk_is_one_line(mine, tiny_published, tmp_path, monkeypatch):
+    """While features are written; what is there stays, and the next run goes on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "library"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        last = first_line_of_last(run("index", mine, "--out", folder, "--model", tiny_published))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ".safetensors cannot be written: " in last
+    assert "File too large" in last
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", "library.jsonl"]
+
+
+# --- Damage and formats ---
+
+
+def test_a_library_of_the_future_is_refused_by_every_reader(folder, mine, loaded):
+
+    def of_the_future(line):
+        if "format" in line:
+            line["format"] = 2
+
+    rewrite(folder, of_the_future)
+    reason = "a later version of qtsplus wrote it (format 2, not 1)"
+    assert reason in first_line_of(run("find", folder, QUESTION))
+    assert reason in first_line_of(run("ask", folder, QUESTION))
+    assert reason in first_line_of(run("chat", folder))
+    with pytest.raises(ValueError, match="a later version"):
+        index(mine, folder, *loaded)
+    with pytest.raises(ValueError, match="a later version"):
+        Library(folder, *loaded)
+
+
+def test_a_library_from_before_formats_had_numbers_says_what_to_do(folder):
+    (folder / "library.jsonl").write_text('{"made_by": "x", "dtype": "auto"}\n{"key": 0, "value": [null, null]}\n')
+    assert "an earlier version of qtsplus wrote it" in first_line_of(run("find", folder, QUESTION))
+
+
+def stored(folder):
+    path = next(folder.glob("*.safetensors"))
+    with safe_open(path, "pt") as file:
+        return path, load_file(path)["features"].clone(), file.metadata()
+
+
+def store(folder, change):
+    """Other features in a library, with the digest that belongs to them."""
+    path, features, header = stored(folder)
+    features, header = change(features, header)
+    save_file({"features": features}, path, header)
+
+    def note(line):
+        if not isinstance(line.get("key"), str):
+            return
+        if line["value"]["content"].startswith(path.stem):
+            line["value"]["features"] = storage.measure(path)
+
+    rewrite(folder, note)
+    return path
+
+
+def about(**changes):
+    def change(features, header):
+        content = json.loads(header["about"])
+        for name, value in changes.items():
+            if name in content["metadata"]:
+                content["metadata"][name] = value
+            else:
+                content[name] = value
+        return features, {**header, "about": json.dumps(content)}
+
+    return change
+
+
+NAN = float("nan")
+INF = float("inf")
+SHAPES = {
+    "NaN": lambda features, header: (features.index_fill(0, torch.tensor(3), NAN), header),
+    "infinity": lambda features, header: (features.index_fill(0, torch.tensor(3), INF), header),
+    "width": lambda features, header: (features[:, :-1].contiguous(), header),
+    "rank": lambda features, header: (features[None], header),
+    "one number": lambda features, header: (features[0, 0].clone(), header),
+    "tokens": lambda features, header: (features[:-36].clone(), header),
+    "none": lambda features, header: (features[:0].clone(), header),
+    "type": lambda features, header: (features.to(torch.int32), header),
+    "float64": lambda features, header: (features.double(), header),
+    "header": lambda features, header: (features, {"made_by": header["made_by"]}),
+    "no JSON": lambda features, header: (features, {**header, "about": "{"}),
+    "nested": lambda features, header: (features, {**header, "about": "[" * 100_000}),
+    "a list": lambda features, header: (features, {**header, "about": "[]"}),
+    "grid of two": about(video_grid_thw=[[6, 12]]),
+    "grid of another size": about(video_grid_thw=[[2, 12, 14]]),
+    "grid of nothing": about(video_grid_thw=[[0, 12, 12]]),
+    "grid that is huge": about(video_grid_thw=[[2**62, 2**62, 4]]),
+    "grid of texts": about(video_grid_thw=[["6", "12", "12"]]),
+    "step of zero": about(second_per_grid_ts=[0]),
+    "step of NaN": about(second_per_grid_ts=[NAN]),
+    "no step": about(second_per_grid_ts=[]),
+    "fps is a text": about(fps="2"),
+    "fps of zero": about(fps=0),
+    "fps is nothing": about(fps=None),
+    "start of infinity": about(start=INF),
+    "no frames": about(frames_indices=[]),
+    "frames of another kind": about(frames_indices=["0"]),
+    "too few frames": about(frames_indices=[0]),
+    "warnings are a text": about(warnings="none"),
+    "unknown": about(unknown=1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_features_of_any_other_shape_are_one_line_and_made_anew(folder, mine, loaded, shape):
+    """From a stranger, whose digests are right."""
+    path = store(folder, SHAPES[shape])
+    with pytest.raises(ValueError, match=f"The stored video {str(path)!r} cannot be used: .+; encode the vi") as error:
+        Library(folder, *loaded).find(QUESTION)
+    assert "\n" not in str(error.value)
+    assert "Error" not in str(error.value)
+    lines: list[str] = []
+    index(mine, folder, *loaded, say=lines.append)
+    assert "is damaged, and is made again." in lines[0]
+    assert Library(folder, *loaded).find(QUESTION, 1)
+
+
+def test_features_of_another_video_are_found(folder, mine, loaded):
+    one, other = sorted(folder.glob("*.safetensors"))
+    shutil.copyfile(one, other)
+    with pytest.raises(ValueError, match="it was changed since it was written|is damaged"):
+        Library(folder, *loaded).find(QUESTION)
+
+
+# --- What the system sees ---
+
+STRACE = "trace=open,openat,openat2,creat,unlink,unlinkat,rename,renameat,renameat2,truncate,mkdir,execve,connect"
+
+
+WRITING = ("O_WRONLY", "O_RDWR", "O_CREAT", "creat(", "unlink", "rename", "truncate", "mkdir")
+
+
+def written_by(call):
+    """The whole paths that a call makes, changes or removes; none of one that failed."""
+    if " = -1 " in call or not any(word in call for word in WRITING):
+        return []
+    return [os.path.join(*place) for place in re.findall(r'(?:[A-Z_0-9]+<([^>]*)>, )?"([^"]*)"', call)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is missing")
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [
+        ("find {library} What? --moments 3", "model"),
+        ("find {library} What? --moments 3 --model {model}", "videos"),
+        ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "videos"),
+        ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "features"),
+        ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "key"),
+        ("chat {library} --model {model} --max-new-tokens 2", "videos"),
+        ("index {videos} --out {library} --model {model}", "videos"),
+        ("index {videos} --out {library} --model {model}", "content"),
+        ("index {videos} --out {library} --model {model}", "link"),
+    ],
+)
+def test_a_strangers_library_reaches_nothing(folder, mine, tiny_published, tmp_path, command, field):
+    """No file outside the library, the films, the cache, the model and Python's own; no process; no address."""
+    secret = tmp_path / "secret"
+    shutil.copytree(mine, secret)
+    (secret / "model_qtsplus.py").write_text("raise SystemExit('it ran')")
+    shutil.copy(tiny_published / "config.json", secret)
+    rewrite(folder, made_of(model=str(secret) if field == "model" else "stranger/model", videos=str(secret)))
+    if field == "content":
+        rewrite(folder, entry("content", "../secret/a"))
+    elif field == "key":
+        rewrite(folder, lambda line: line.update(key="../secret/a.mp4") if line.get("key") == "a.mp4" else None)
+    elif field == "features":
+        store(folder, about(video=str(secret / "a.mp4"), warnings=[str(secret)]))
+    elif field == "link":
+        (folder / "c.safetensors").symlink_to(secret / "a.mp4")
+    places = {"library": folder, "model": tiny_published, "videos": mine, "out": tmp_path / "out"}
+    line = [sys.executable, "-m", "qtsplus.cli", *(one.format(**places) for one in command.split())]
+    log, before = tmp_path / "log", {path: path.read_bytes() for path in secret.iterdir()}
+    traced = ["strace", "-f", "--seccomp-bpf", "-y", "-qq", "-s", "4096", "-e", STRACE, "-o", str(log), *line]
+    own = [tmp_path / "fonts", tmp_path / "tmp"]
+    own[1].mkdir()
+    environment = {**os.environ, "MPLCONFIGDIR": str(own[0]), "TMPDIR": str(own[1]), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(traced, input="What?\n", capture_output=True, text=True, env=environment)
+    assert done.returncode == (0 if field in ("videos", "features") else 2), done.stderr
+    assert "Traceback" not in done.stderr
+    calls = log.read_text().splitlines()
+    others = ("/ldconfig", "/fc-list")  # by which PyTorch and Matplotlib find libraries and fonts, whatever is asked
+    begun = [call for call in calls if "execve(" in call and " = 0" in call and not any(one in call for one in others)]
+    assert len(begun) == 1 and not [call for call in calls if "AF_INET" in call]
+    assert not [call for call in calls if f'"{secret}' in call or "../secret" in call]
+    if command.startswith("index"):
+        own += [folder, tmp_path / "cache"]
+    elif "{out}" in command:
+        own += [tmp_path / "out", tmp_path / ".out.partial", tmp_path / ".out.lock"]
+    written = [path for call in calls for path in written_by(call)]
+    assert not [
+        path for path in written if path != "/dev/null" and not any(Path(path).is_relative_to(one) for one in own)
+    ]
+    assert before == {path: path.read_bytes() for path in secret.iterdir()}
