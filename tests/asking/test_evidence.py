@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtsplus.asking.evidence import STRONG, evidence_intervals, keep_maps, token_grids, token_maps
+from qtsplus.asking.evidence import STRONG, evidence_intervals
+from qtsplus.video.grids import keep_maps, token_grids, token_maps
 
 MERGE = 2
 

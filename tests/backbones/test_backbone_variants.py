@@ -1,5 +1,7 @@
 """The variants on other backbones than Qwen2.5-VL, counted on the meta device."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -8,12 +10,13 @@ from qtsplus.common.folders import read_json
 from qtsplus.hub.backbones import backbone_of
 from qtsplus.hub.card import card_data, matching_variant
 from qtsplus.hub.checkpoint import on_meta
-from qtsplus.hub.files import hub_configs, hub_root, variants
+from qtsplus.hub.files import hub_configs, variants
 from qtsplus.model.generation_qtsplus import auto_map
 from qtsplus.training.freezing import count_parameters, part_of
 from qtsplus.training.plan import make_plan
 from qtsplus.training.recipe import load_stages
 
+ROOT = Path(__file__).resolve().parents[2]
 # The selector, and all that is not the selector: the size of the published model.
 SIZES = {
     "internvl2.5-8b": (529_648_897, 8_075_365_376),
@@ -69,7 +72,7 @@ def test_a_variant_is_complete(variant):
     card = card_data(variant)
     assert {"license", "weights", "training_data", "recipe", "base_model"} <= card.keys()
     recipe, _, setting = card["recipe"].partition(" --set ")
-    assert (hub_root() / recipe).exists() and setting == f"model.variant={variant}"
+    assert (ROOT / recipe).exists() and setting == f"model.variant={variant}"
 
 
 @VARIANT
@@ -95,7 +98,7 @@ def test_a_prompt_fits_the_models_sizes(variant):
 @VARIANT
 def test_the_recipe_trains_the_selector_alone(variant):
     overrides = ["training.use_cpu=true", f"model.variant={variant}"]
-    (recipe,) = load_stages(hub_root() / "recipes" / "paper.yaml", overrides)
+    (recipe,) = load_stages(ROOT / "recipes" / "paper.yaml", overrides)
     assert recipe.training.freeze_vision_model and recipe.training.freeze_language_model
     selector, rest = SIZES[variant]
     assert f"{selector:,} trainable parameters ({selector / (selector + rest):.2%}" in make_plan(recipe).lines[0]

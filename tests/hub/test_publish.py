@@ -15,7 +15,7 @@ from qtsplus.model.generation_qtsplus import auto_map, code_of
 from tiny import load_bundled
 
 AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
-CODE = {path.name for name in ("modeling", "processing") for path in code_of(f"qtsplus.{name}_qtsplus")}
+CODE = {path.name for name in ("modeling", "processing") for path in code_of(f"qtsplus.model.{name}_qtsplus")}
 
 
 def test_a_folder_holds_all_that_a_hub_user_needs(tiny_published):

@@ -22,7 +22,7 @@ linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 def measure(*steps: str) -> dict[str, float]:
     # Else glibc would keep what was freed for later: so every tensor is its own mapping, there as long as it lives.
     mapped = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, Path(__file__).with_name("measure_memory.py"), *steps]
+    command = [sys.executable, Path(__file__).parents[1] / "measure_memory.py", *steps]
     environment = {**os.environ, **mapped, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])

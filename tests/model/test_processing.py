@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clips import read_video, write_mp4
+from qtsplus.hub.files import hub_configs
 from qtsplus.model import video_qtsplus
 from qtsplus.model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.model.decoding_qtsplus import Film
@@ -20,7 +21,7 @@ from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.model.prompt_qtsplus import find_query_mask
 from qtsplus.model.video_qtsplus import choose_frames, load_frames
 
-TINY = Path(__file__).parents[1] / "hub_configs" / "qtsplus-tiny"
+TINY = hub_configs() / "qtsplus-tiny"
 PROMPT = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Where is it?<|im_end|>\n<|im_start|>assistant\n"
 
 

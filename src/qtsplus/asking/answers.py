@@ -29,8 +29,9 @@ from ..model.prompt_qtsplus import (
 )
 from ..model.selector_qtsplus import QTSplusOutput, kept_count
 from ..video.encoded import EncodedVideo
+from ..video.grids import keep_maps
 from ..video.subtitles import check_subtitles, near
-from .evidence import Interval, evidence_intervals, keep_maps
+from .evidence import Interval, evidence_intervals
 from .recall import Remembered, narrowed
 
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says

@@ -5,8 +5,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-_QWEN = ("configuration_qtsplus", "modeling_qtsplus", "processing_qtsplus")
-_FRAMES = ("modeling_qtsplus_frames",) * 3
+_QWEN = ("model.configuration_qtsplus", "model.modeling_qtsplus", "model.processing_qtsplus")
+_FRAMES = ("model.modeling_qtsplus_frames",) * 3
 # By the `model_type` of the stock model: where configuration, models and processor are, and how their names begin.
 _BACKBONES = {
     "qwen2_5_vl": (*_QWEN, "Qwen2_5_VLQTSplus"),
@@ -60,7 +60,7 @@ def backbone_of(model_type: str | None) -> Backbone:
         )
     *modules, prefix = _BACKBONES[name]
     kinds = zip(modules, ("Config", "ForConditionalGeneration", "Processor"), strict=True)
-    return Backbone(*(getattr(import_module(f".{module}", __package__), prefix + kind) for module, kind in kinds))
+    return Backbone(*(getattr(import_module(f"qtsplus.{module}"), prefix + kind) for module, kind in kinds))
 
 
 @cache

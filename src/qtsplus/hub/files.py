@@ -1,4 +1,4 @@
-"""Where the Hub files and the variants' configurations lie, in a checkout as in an installed wheel."""
+"""Where the variants' configurations are, in a clone as in an installed wheel."""
 
 from pathlib import Path
 
@@ -6,14 +6,12 @@ TINY = "qtsplus-tiny"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def hub_root() -> Path:
-    """The folder that holds the model's own files: the package in a wheel, the repository's root in a checkout."""
-    return _PACKAGE if (_PACKAGE / "configuration_qtsplus.py").exists() else _PACKAGE.parents[1]
-
-
 def hub_configs() -> Path:
-    """The folder with one folder per published variant."""
-    return hub_root() / "hub_configs"
+    """The folder with one folder per published variant: beside the package in a wheel, at the top of a clone."""
+    packaged = _PACKAGE / "hub_configs"
+    if packaged.is_dir():
+        return packaged
+    return _PACKAGE.parents[1] / "hub_configs"
 
 
 def bundled_model() -> Path:

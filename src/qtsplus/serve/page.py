@@ -121,12 +121,12 @@ class Visit:
         return self.stage([self._pane(*pair) for pair in zip(questions, answers, strict=True)])
 
     def stage(self, answers: list[dict[str, Any]] | None = None, error: str | None = None) -> dict[str, Any]:
-        """What app.js draws: the film and what is known of it, with new answers or with what went wrong."""
+        """What page.js draws: the film and what is known of it, with new answers or with what went wrong."""
         facts, films, warnings = "Drop a film to begin.", dict[str, Any](), list[str]()
         for name, film in self.session.videos.items():  # there is one at most
             frames = f"{counted(len(film.metadata.frames_indices), 'frame')} read in {film.seconds:.1f} s"
             facts, warnings = f"{name}: {frames}, {len(film.features):,} visual tokens.", film.warnings
-            # Gradio adds the address of a file in what goes to app.js.
+            # Gradio adds the address of a file in what goes to page.js.
             films[name] = {"path": self.path, "meta": {"_type": "gradio.FileData"}}
         now = {"about": self.path, "films": films, "facts": facts, "warnings": warnings}
         return {**now, "answers": answers, "error": error}

@@ -14,11 +14,11 @@ import av
 import torch
 from transformers.utils import logging
 
-from ..asking.evidence import keep_maps
 from ..common.files import first_line
 from ..common.validation import check_count
 from ..data.media import VIDEO_SUFFIXES
 from ..model.decoding_qtsplus import open_container, open_file
+from .grids import keep_maps
 
 if TYPE_CHECKING:
     from .encoded import EncodedVideo

@@ -27,7 +27,12 @@ def test_a_file_appears_whole(tmp_path, mode, content):
 @pytest.mark.skipif(os.name != "posix", reason="asks whether a process is there")
 def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
     """And what belongs to one that is at work stays."""
-    script = "import os, sys; from qtsplus.common.files import whole_file\nwith whole_file(sys.argv[1]): os.kill(os.getpid(), 9)"
+    script = """
+import os, sys
+from qtsplus.common.files import whole_file
+with whole_file(sys.argv[1]):
+    os.kill(os.getpid(), 9)
+"""
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "file [1]")])
     (left,) = os.listdir(tmp_path)
     other = f".file [1].{output._HOST}.{os.getppid()}.part"
