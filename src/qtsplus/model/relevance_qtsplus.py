@@ -36,9 +36,10 @@ class QTSplusRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x = hidden_states.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight.float() * x).to(hidden_states.dtype)
+        states = hidden_states.float()
+        variance = states.pow(2).mean(-1, keepdim=True)
+        states = states * torch.rsqrt(variance + self.eps)
+        return (self.weight.float() * states).to(hidden_states.dtype)
 
 
 class QTSplusLayer(nn.Module):
@@ -57,7 +58,9 @@ class QTSplusLayer(nn.Module):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.ffn_norm = QTSplusRMSNorm(hidden_size, eps)
         self.ffn = nn.Sequential(
-            nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size)
+            nn.Linear(hidden_size, 4 * hidden_size),
+            nn.GELU(),
+            nn.Linear(4 * hidden_size, hidden_size),
         )
 
     def forward(
@@ -84,20 +87,30 @@ class QTSplusLayer(nn.Module):
         key_states = self.keys(context) if keys is None else keys
         if reduction is not None:
             return log_relevance(query_states, key_states, reduction=reduction)
-        value_states = self._heads(in_blocks(lambda rows: self.v_proj(self.kv_norm(rows)), context))
+        value_states = self._heads(in_blocks(self._value_rows, context))
         if rotary is not None:
-            query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
+            query_states = rotate(query_states, rotary)
+            key_states = rotate(key_states, rotary)
         if lengths is None:
             attention = grouped_attention(query_states, key_states, value_states)
         else:
-            samples = zip(*(x.split(lengths, 1) for x in (query_states, key_states, value_states)), strict=True)
-            attention = torch.cat([grouped_attention(*sample) for sample in samples], 1)
-        query = query + self.dropout(self.o_proj(attention.transpose(0, 1).flatten(1)))
-        return query + self.dropout(in_blocks(lambda rows: self.ffn(self.ffn_norm(rows)), query))
+            attention = attention_within_samples(query_states, key_states, value_states, lengths)
+        attention = attention.transpose(0, 1).flatten(1)
+        query = query + self.dropout(self.o_proj(attention))
+        return query + self.dropout(in_blocks(self._feed_forward_rows, query))
 
     def keys(self, context: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """`[kv_heads, M, head_dim]`."""
-        return self._heads(in_blocks(lambda rows: self.k_proj(self.kv_norm(rows)), context))
+        return self._heads(in_blocks(self._key_rows, context))
+
+    def _key_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.k_proj(self.kv_norm(rows))
+
+    def _value_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.v_proj(self.kv_norm(rows))
+
+    def _feed_forward_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.ffn(self.ffn_norm(rows))
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
         return states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
@@ -111,8 +124,12 @@ def rotary_tables(
     `[n, head_dim]`. Of the `head_dim / 2` frequencies each axis takes `mrope_section` in turn.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[..., None].float() * rope_theta**-exponents
-    sections = [part[i % 3] for i, part in enumerate(angles.split(list(mrope_section), dim=-1))]
+    frequencies = rope_theta**-exponents
+    angles = positions[..., None].float() * frequencies
+    sections = []
+    for number, section in enumerate(angles.split(list(mrope_section), dim=-1)):
+        axis = number % 3
+        sections.append(section[axis])
     angles = torch.cat(sections * 2, dim=-1)
     return angles.cos(), angles.sin()
 
@@ -120,8 +137,10 @@ def rotary_tables(
 def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotates `[heads, n, head_dim]` by the tables of [`rotary_tables`]."""
     cos, sin = rotary
-    first, second = states.float().chunk(2, dim=-1)
-    return (states.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(states.dtype)
+    precise = states.float()
+    first, second = precise.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (precise * cos + turned * sin).to(states.dtype)
 
 
 def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -131,7 +150,21 @@ def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.T
     """
     kv_heads, _, head_dim = keys.shape
     rows = queries.reshape(1, kv_heads, -1, head_dim)
-    return F.scaled_dot_product_attention(rows, keys[None], values[None]).reshape(queries.shape)
+    attention = F.scaled_dot_product_attention(rows, keys[None], values[None])
+    return attention.reshape(queries.shape)
+
+
+def attention_within_samples(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int]
+) -> torch.Tensor:
+    """As [`grouped_attention`] of samples that lie one behind the other: each attends to itself."""
+    attended = []
+    start = 0
+    for length in lengths:
+        sample = slice(start, start + length)
+        attended.append(grouped_attention(queries[:, sample], keys[:, sample], values[:, sample]))
+        start += length
+    return torch.cat(attended, 1)
 
 
 def in_blocks(apply: Callable, states: torch.Tensor | Sequence[torch.Tensor], block_size: int = 4096) -> torch.Tensor:
@@ -142,8 +175,12 @@ def in_blocks(apply: Callable, states: torch.Tensor | Sequence[torch.Tensor], bl
     parts = [states] if isinstance(states, torch.Tensor) else states
     if len(parts) > 1 and torch.is_grad_enabled():
         parts = [torch.cat(list(parts))]  # one checkpoint for many short videos
-    blocks = [block for part in parts for block in part.split(block_size)]
-    return apply(blocks[0]) if len(blocks) == 1 else torch.cat([again(apply, block) for block in blocks])
+    blocks: list[torch.Tensor] = []
+    for part in parts:
+        blocks.extend(part.split(block_size))
+    if len(blocks) == 1:
+        return apply(blocks[0])
+    return torch.cat([again(apply, block) for block in blocks])
 
 
 def again(function: Callable, *block: torch.Tensor) -> torch.Tensor:
@@ -200,7 +237,8 @@ class QTSplusLossHead(nn.Module):
             query: `[L, d]`, the states of the question's words.
             log_relevance: `[M]` float32.
         """
-        falls = F.softplus(self.mlp(self._features(query, log_relevance)).flatten() - 4)  # few at first
+        features = self._features(query, log_relevance)
+        falls = F.softplus(self.mlp(features).flatten() - 4)  # few at first
         return falls.flip(0).cumsum(0).flip(0)
 
     @staticmethod
@@ -210,13 +248,16 @@ class QTSplusLossHead(nn.Module):
         of the highest: the thousands of weak ones that a long video adds say nothing about how many an answer needs.
         """
         relevance = log_relevance.exp()
-        seen = relevance.sum()
-        near = relevance[relevance >= NEAR_SHARE * relevance.max()].sort(descending=True).values
+        total = relevance.sum()
+        is_near = relevance >= NEAR_SHARE * relevance.max()
+        near = relevance[is_near].sort(descending=True).values
         shares = near / (near.sum() + EPSILON)
         entropy = torch.special.entr(shares).sum()
-        held = torch.searchsorted(shares.cumsum(0), shares.new_tensor([0.5, 0.8, 0.95])) + 1
-        parts = torch.stack([shares[0], seen, 1 - seen]).clamp(min=1e-4).log()
-        return torch.cat([query.float().mean(0), parts, entropy[None], held.float().log()])
+        fractions = shares.new_tensor([0.5, 0.8, 0.95])
+        counts = torch.searchsorted(shares.cumsum(0), fractions) + 1
+        parts = torch.stack([shares[0], total, 1 - total])
+        log_parts = parts.clamp(min=1e-4).log()
+        return torch.cat([query.float().mean(0), log_parts, entropy[None], counts.float().log()])
 
 
 # --- Log-relevance ---
@@ -251,23 +292,28 @@ def log_relevance(
     rows = kv_heads * queries.shape[1]
     block_size = block_size or max(1, 2**21 // rows)
     if reduction == "sum":
-        return _of_blocks(_sum_over_rows, block_size, key_states, queries).log_softmax(0)
-    totals = _of_blocks(lambda *given: _scores(*given).logsumexp(-1, keepdim=True), block_size, key_states, queries)
-    totals = totals.logsumexp(-1, keepdim=True)
-    reduce = _largest_of_rows if reduction == "max" else _sum_over_rows
-    reduced = _of_blocks(reduce, block_size, key_states, queries, totals)
-    return reduced if reduction == "max" else reduced - math.log(rows)
+        return _over_blocks(_sum_over_rows, block_size, key_states, queries).log_softmax(0)
+    block_totals = _over_blocks(_total_of_each_row, block_size, key_states, queries)
+    totals = block_totals.logsumexp(-1, keepdim=True)
+    if reduction == "max":
+        return _over_blocks(_largest_of_rows, block_size, key_states, queries, totals)
+    return _over_blocks(_sum_over_rows, block_size, key_states, queries, totals) - math.log(rows)
 
 
-def _of_blocks(function: Callable, block_size: int, keys: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+def _over_blocks(function: Callable, block_size: int, keys: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """A function of each block of keys and of other tensors, side by side along the last dimension."""
-    return torch.cat([again(function, block, *others) for block in keys.split(block_size, dim=1)], -1)
+    blocks = keys.split(block_size, dim=1)
+    return torch.cat([again(function, block, *others) for block in blocks], -1)
 
 
 def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """`[kv_heads, heads / kv_heads * L, b]` of the `b` visual tokens of a block."""
     with torch.autocast(keys.device.type, enabled=False):
         return queries @ keys.to(queries.dtype).transpose(1, 2)
+
+
+def _total_of_each_row(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    return _scores(keys, queries).logsumexp(-1, keepdim=True)
 
 
 def _sum_over_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Tensor | float = 0.0) -> torch.Tensor:
@@ -299,17 +345,22 @@ def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> 
     fraction = (goal / len(x)).clamp(1e-6, 1 - 1e-6)
     goal = fraction * len(x)
     shift = tau_s * torch.logit(fraction)
-    low, high = x.min() - shift, x.max() - shift
+    low = x.min() - shift
+    high = x.max() - shift
     for _ in range(60):
-        t = (low + high) / 2
-        too_many = torch.sigmoid((x - t) / tau_s).sum() > goal
-        low, high = torch.where(too_many, t, low), torch.where(too_many, high, t)
+        middle = (low + high) / 2
+        too_many = torch.sigmoid((x - middle) / tau_s).sum() > goal
+        low = torch.where(too_many, middle, low)
+        high = torch.where(too_many, high, middle)
 
-    t = (low + high) / 2
-    if not (torch.is_grad_enabled() and (scores.requires_grad or target.requires_grad)):
-        return t.to(scores.dtype)
-    z = (x - t) / tau_s
+    threshold = (low + high) / 2
+    needs_gradient = scores.requires_grad or target.requires_grad
+    if not (torch.is_grad_enabled() and needs_gradient):
+        return threshold.to(scores.dtype)
+    z = (x - threshold) / tau_s
     weights = torch.sigmoid(z) * torch.sigmoid(-z)  # s (1 - s) without cancellation
     total = weights.sum().clamp(min=1e-30)
-    residual = ((weights / total).to(scores.dtype) * scores).sum() - (tau_s / total).to(scores.dtype) * target
-    return t.to(scores.dtype) + (residual - residual.detach())
+    from_scores = ((weights / total).to(scores.dtype) * scores).sum()
+    from_target = (tau_s / total).to(scores.dtype) * target
+    residual = from_scores - from_target
+    return threshold.to(scores.dtype) + (residual - residual.detach())
