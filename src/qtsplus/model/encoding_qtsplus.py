@@ -43,15 +43,24 @@ def encode_modality(
     """`[k, token_width]` features of each image or video; none without pixels."""
     if pixels is None or grid_thw is None:
         return []
-    counts, patches = grid_thw[:, 0].tolist(), model.pixel_rows(grid_thw)
-    steps = [rows.unflatten(0, (count, -1)) for rows, count in zip(pixels.split(patches), counts, strict=True)]
-    new = [new_steps(video) for video in steps]
-    steps = [video if own.all() else video[own] for video, own in zip(steps, new, strict=True)]
-    features = _encode_steps(model, modality, grid_thw, steps, frames_per_chunk, device)
-    return [
-        piece if own.all() else piece.unflatten(0, (int(own.sum()), -1))[own.cumsum(0) - 1].flatten(0, 1)
-        for piece, own in zip(features, new, strict=True)
-    ]
+    patches = model.pixel_rows(grid_thw)
+    distinct_steps = []
+    is_new = []
+    for rows, count in zip(pixels.split(patches), grid_thw[:, 0].tolist(), strict=True):
+        steps = rows.unflatten(0, (count, -1))
+        new = new_steps(steps)
+        is_new.append(new)
+        distinct_steps.append(steps if new.all() else steps[new])
+    features = _encode_steps(model, modality, grid_thw, distinct_steps, frames_per_chunk, device)
+    return [_repeat_steps(piece, new) for piece, new in zip(features, is_new, strict=True)]
+
+
+def _repeat_steps(features: torch.Tensor, is_new: torch.Tensor) -> torch.Tensor:
+    """The features of all steps of a video, from those of the steps that are new."""
+    if is_new.all():
+        return features
+    by_step = features.unflatten(0, (int(is_new.sum()), -1))
+    return by_step[is_new.cumsum(0) - 1].flatten(0, 1)
 
 
 def new_steps(steps: torch.Tensor) -> torch.Tensor:
@@ -61,7 +70,10 @@ def new_steps(steps: torch.Tensor) -> torch.Tensor:
     A step is what the vision tower sees by itself: a temporal patch (two frames) in Qwen-VL, a frame in the others. It
     learns nothing of the time, so steps of the same pixels have the same features, up to rounding.
     """
-    return torch.tensor([True, *(not torch.equal(*pair) for pair in pairwise(steps))])
+    is_new = [True]
+    for before, now in pairwise(steps):
+        is_new.append(not torch.equal(before, now))
+    return torch.tensor(is_new)
 
 
 def _encode_steps(
@@ -73,35 +85,51 @@ def _encode_steps(
     device: torch.device | str | None,
 ) -> list[torch.Tensor]:
     """As [`encode_modality`], of the steps of each image and video."""
-    grids = [[len(own), height, width] for own, (_, height, width) in zip(steps, grid_thw.tolist(), strict=True)]
-    features, filled = [torch.empty(0) for _ in steps], [0 for _ in steps]
+    grids = []
+    for own_steps, (_, height, width) in zip(steps, grid_thw.tolist(), strict=True):
+        grids.append([len(own_steps), height, width])
+    features = [torch.empty(0) for _ in steps]
+    filled = [0 for _ in steps]  # steps of each image and video that are encoded
     for chunk in _chunks(model, grids, steps, frames_per_chunk):
-        parts = [steps[index][filled[index] : filled[index] + count].flatten(0, 1) for index, (count, _, _) in chunk]
-        grid = grid_thw.new_tensor([piece for _, piece in chunk])
+        parts = []
+        for index, (count, _, _) in chunk:
+            first = filled[index]
+            parts.append(steps[index][first : first + count].flatten(0, 1))
+        grid = grid_thw.new_tensor([piece_grid for _, piece_grid in chunk])
         pixels = parts[0] if len(parts) == 1 else torch.cat(parts)  # one is not copied
         encoded = model.encode_pixels(modality, pixels.to(grid.device), grid)
         for (index, (count, _, _)), piece, part in zip(chunk, encoded, parts, strict=True):
-            if not _is_finite(piece):
-                blame = "its features (the weights or the dtype overflow)" if _is_finite(part) else "its pixel values"
-                raise ValueError(f"NaN or infinity in {blame} of {MODALITIES[modality]} {index}: expected finite ones.")
+            _check_encoded(piece, part, modality, index)
+            where = device or piece.device
             if count == len(steps[index]):
-                features[index] = piece.to(device or piece.device)
+                features[index] = piece.to(where)
                 continue
             cells = len(piece) // count
             if not filled[index]:
                 # Filled piece by piece: joining the pieces afterwards would hold them twice.
-                length = cells * len(steps[index])
-                features[index] = piece.new_empty(length, piece.shape[-1], device=device or piece.device)
-            features[index][cells * filled[index] : cells * (filled[index] + count)] = piece
+                features[index] = piece.new_empty(cells * len(steps[index]), piece.shape[-1], device=where)
+            start = cells * filled[index]
+            features[index][start : start + cells * count] = piece
             filled[index] += count
     return features
+
+
+def _check_encoded(features: torch.Tensor, pixels: torch.Tensor, modality: int, index: int) -> None:
+    """Raises `ValueError` for features that are not finite."""
+    if _is_finite(features):
+        return
+    blame = "its pixel values"
+    if _is_finite(pixels):
+        blame = "its features (the weights or the dtype overflow)"
+    raise ValueError(f"NaN or infinity in {blame} of {MODALITIES[modality]} {index}: expected finite ones.")
 
 
 def _chunks(
     model: QTSplusBackboneMixin, grids: Sequence[list[int]], steps: Sequence[torch.Tensor], frames_per_chunk: int | None
 ) -> Iterable:
     if frames_per_chunk is not None:
-        if isinstance(frames_per_chunk, bool) or frames_per_chunk != int(frames_per_chunk) or frames_per_chunk < 1:
+        is_whole = not isinstance(frames_per_chunk, bool) and frames_per_chunk == int(frames_per_chunk)
+        if not is_whole or frames_per_chunk < 1:
             raise ValueError(f"frames_per_chunk={frames_per_chunk!r}: expected a whole number, at least 1.")
         frames = getattr(model.config.vision_config, "temporal_patch_size", 1)
         return chunk_grids(grids, frames_per_chunk, [frames] * len(grids))
@@ -117,12 +145,13 @@ def _checked(model: QTSplusBackboneMixin, given: Sequence[torch.Tensor], grids: 
     """`[k, token_width]` features of videos that the caller had encoded."""
     if len(given) != len(grids):
         raise ValueError(f"{len(given)} video_features: expected one per video ({len(grids)}).")
-    dtype, width = model.get_input_embeddings().weight.dtype, model.token_width
+    dtype = model.get_input_embeddings().weight.dtype
     checked: set[int] = set()  # questions about one video share its features
     for index, (tokens, (t, h, w)) in enumerate(zip(given, grids, strict=True)):
-        if tokens.shape != (t * h * w, width):
+        expected = (t * h * w, model.token_width)
+        if tokens.shape != expected:
             raise ValueError(
-                f"video_features {index} has shape {tuple(tokens.shape)}: expected {(t * h * w, width)}, the merged "
+                f"video_features {index} has shape {tuple(tokens.shape)}: expected {expected}, the merged "
                 f"tokens of its grid, {t} x {h} x {w}, by the model's width."
             )
         if id(tokens) not in checked and not _is_finite(tokens):
@@ -143,20 +172,24 @@ def chunk_grids(grids: Sequence[list[int]], capacity: int, costs: list[int]) -> 
     room = capacity
     for index, ((left, height, width), cost) in enumerate(zip(grids, costs, strict=True)):
         while left:
-            fits = min(left, max(room // cost, 0 if chunk else 1))
-            if not fits:
+            fits = min(left, room // cost)
+            if fits < 1 and chunk:
                 yield chunk
-                chunk, room = [], capacity
+                chunk = []
+                room = capacity
                 continue
+            fits = max(fits, 1)  # a step that is larger than a chunk is one of its own
             chunk.append((index, [fits, height, width]))
-            left, room = left - fits, room - fits * cost
+            left -= fits
+            room -= fits * cost
     if chunk:
         yield chunk
 
 
 def _is_finite(values: torch.Tensor) -> bool:
     """By the extremes, which unlike a sum in float32 need no wider copy of 16-bit values."""
-    return bool(torch.stack(values.detach().aminmax()).isfinite().all())
+    extremes = torch.stack(values.detach().aminmax())
+    return bool(extremes.isfinite().all())
 
 
 # --- The towers ---
@@ -188,7 +221,8 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
     def __init__(self, stock: Qwen2_5_VLVisionAttention):
         with torch.device("meta"):
             super().__init__(stock.config)
-        self.qkv, self.proj = stock.qkv, stock.proj
+        self.qkv = stock.qkv
+        self.proj = stock.proj
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor, position_embeddings: Any = None, **kwargs: Any
@@ -196,9 +230,11 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
         """`[N, d]`, and `[sequences + 1]` int32 where each sequence begins -> `[N, d]`."""
         if self.config._attn_implementation != "sdpa":
             return super().forward(hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs)
-        query, key, value = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        states = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
+        query, key, value = states.unbind(1)
         query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
-        return self.proj(attend_within(query, key, value, cu_seqlens).flatten(1))
+        attended = attend_within(query, key, value, cu_seqlens)
+        return self.proj(attended.flatten(1))
 
 
 def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -206,17 +242,22 @@ def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, b
     Bidirectional attention within each of many sequences that lie one behind the other, without a mask and without
     padding: `[N, heads, head_dim]` each -> the same. Sequences of one length attend as a batch.
     """
-    lengths, attended = bounds.diff(), torch.empty_like(query)
+    lengths = bounds.diff()
     distinct = lengths.unique().tolist()
+    if len(distinct) == 1:
+        return _attend_in_batch(query, key, value, distinct[0])
+    attended = torch.empty_like(query)
     for length in distinct:
-        states, rows = [query, key, value], None
-        if len(distinct) > 1:
-            rows = (bounds[:-1][lengths == length, None] + torch.arange(length, device=query.device)).flatten()
-            # Not `heads[rows]`: on a CPU that copies number by number what this copies row by row.
-            states = [heads.index_select(0, rows) for heads in states]
-        batch = (heads.unflatten(0, (-1, length)).transpose(1, 2) for heads in states)
-        together = nn.functional.scaled_dot_product_attention(*batch).transpose(1, 2).flatten(0, 1)
-        if rows is None:
-            return together
-        attended.index_copy_(0, rows, together)
+        starts = bounds[:-1][lengths == length]
+        rows = (starts[:, None] + torch.arange(length, device=query.device)).flatten()
+        # Not `query[rows]`: on a CPU that copies number by number what this copies row by row.
+        selected = [states.index_select(0, rows) for states in (query, key, value)]
+        attended.index_copy_(0, rows, _attend_in_batch(*selected, length))
     return attended
+
+
+def _attend_in_batch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int) -> torch.Tensor:
+    """As [`attend_within`], of sequences that all have one length."""
+    batch = [states.unflatten(0, (-1, length)).transpose(1, 2) for states in (query, key, value)]
+    attended = nn.functional.scaled_dot_product_attention(*batch)
+    return attended.transpose(1, 2).flatten(0, 1)
