@@ -251,13 +251,15 @@ def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, b
         starts = bounds[:-1][lengths == length]
         rows = (starts[:, None] + torch.arange(length, device=query.device)).flatten()
         # Not `query[rows]`: on a CPU that copies number by number what this copies row by row.
-        selected = [states.index_select(0, rows) for states in (query, key, value)]
-        attended.index_copy_(0, rows, _attend_in_batch(*selected, length))
+        selected = _attend_in_batch(
+            query.index_select(0, rows), key.index_select(0, rows), value.index_select(0, rows), length
+        )
+        attended.index_copy_(0, rows, selected)
     return attended
 
 
 def _attend_in_batch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int) -> torch.Tensor:
     """As [`attend_within`], of sequences that all have one length."""
-    batch = [states.unflatten(0, (-1, length)).transpose(1, 2) for states in (query, key, value)]
-    attended = nn.functional.scaled_dot_product_attention(*batch)
+    query, key, value = (states.unflatten(0, (-1, length)).transpose(1, 2) for states in (query, key, value))
+    attended = nn.functional.scaled_dot_product_attention(query, key, value)
     return attended.transpose(1, 2).flatten(0, 1)

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cached_property
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
-from itertools import pairwise
+from itertools import accumulate
 from numbers import Real
 from pathlib import Path
 from pkgutil import resolve_name
@@ -106,7 +106,8 @@ def lm_attention(candidates: Candidates, n: int) -> torch.Tensor:
 
 def uniform(candidates: Candidates, n: int) -> torch.Tensor:
     """n evenly spaced tokens, the middle of each of n equal parts: the paper's UNIF."""
-    return ((torch.arange(n, device=candidates.device) * 2 + 1) * candidates.num_tokens) // (2 * n)
+    middles = torch.arange(n, device=candidates.device) * 2 + 1  # in halves of a part
+    return (middles * candidates.num_tokens) // (2 * n)
 
 
 def random(candidates: Candidates, n: int) -> torch.Tensor:
@@ -132,14 +133,22 @@ def temporal_redundancy(candidates: Candidates, n: int) -> torch.Tensor:
 def changes(candidates: Candidates) -> torch.Tensor:
     """`[M]` float32, 0 to 2: how much each token differs from the same place one step earlier."""
     change = []
-    visual = candidates.visual[0] if len(candidates.visual) == 1 else torch.cat(list(candidates.visual))
-    parts = visual.split([math.prod(grid) for grid in candidates.grids])
-    for features, (time, height, width) in zip(parts, candidates.grids, strict=True):
+    for features, (time, height, width) in zip(_by_grid(candidates), candidates.grids, strict=True):
         frames = features.unflatten(0, (time, height * width))
-        mean = frames[0].float().mean(0).expand(height * width, -1)
-        steps = [(mean, frames[0]), *pairwise(frames)]
-        change += [1 - F.cosine_similarity(before.float(), now.float(), dim=-1) for before, now in steps]
+        before = frames[0].float().mean(0).expand(height * width, -1)
+        for frame in frames:
+            now = frame.float()
+            change.append(1 - F.cosine_similarity(before, now, dim=-1))
+            before = now
     return torch.cat(change)
+
+
+def _by_grid(candidates: Candidates) -> Sequence[torch.Tensor]:
+    """`[time * height * width, d]`: the features of each grid in turn."""
+    visual = candidates.visual[0]
+    if len(candidates.visual) > 1:
+        visual = torch.cat(list(candidates.visual))
+    return visual.split([math.prod(grid) for grid in candidates.grids])
 
 
 def diversity(candidates: Candidates, n: int) -> torch.Tensor:
@@ -171,22 +180,29 @@ def coverage(candidates: Candidates, n: int) -> torch.Tensor:
     Its time are the steps around it that hold about [`WINDOW`] of n evenly spread tokens. So what comes again later
     counts anew, and a quiet hour takes nothing from a busy minute. Time is O(M d + n M), memory O(M d).
     """
-    parts = candidates.visual[0] if len(candidates.visual) == 1 else torch.cat(list(candidates.visual))
-    each = parts.float().split([math.prod(grid) for grid in candidates.grids])
-    means = torch.cat([one.unflatten(0, (g[0], -1)).mean(1) for one, g in zip(each, candidates.grids, strict=True)])
-    cells = torch.tensor([height * width for time, height, width in candidates.grids for _ in range(time)])
-    reach = max(1, min(len(cells), round(WINDOW * len(cells) / (2 * n))))
-    around = F.avg_pool1d(means.T, 2 * reach + 1, 1, reach, count_include_pad=False).T
-    edges = [0, *cells.cumsum(0).tolist()]
-    features = F.normalize(parts.float(), dim=-1)
-    away = 1 - (features * F.normalize(around, dim=-1).repeat_interleave(cells.to(parts.device), 0)).sum(1)
+    raw = []
+    means = []
+    cells: list[int] = []  # tokens of each step in time
+    for part, (time, height, width) in zip(_by_grid(candidates), candidates.grids, strict=True):
+        raw.append(part.float())
+        means.append(part.float().unflatten(0, (time, -1)).mean(1))
+        cells += [height * width] * time
+    steps = len(cells)
+    reach = max(1, min(steps, round(WINDOW * steps / (2 * n))))
+    around = F.avg_pool1d(torch.cat(means).T, 2 * reach + 1, 1, reach, count_include_pad=False).T
+    features = F.normalize(torch.cat(raw), dim=-1)
+    own_time = F.normalize(around, dim=-1).repeat_interleave(torch.tensor(cells, device=features.device), 0)
+    away = 1 - (features * own_time).sum(1)
+    edges = list(accumulate(cells, initial=0))
     kept = torch.empty(n, dtype=torch.long, device=candidates.device)
     for number in range(n):
         chosen = int(first_largest(away))
         step = bisect_right(edges, chosen) - 1
-        near = slice(edges[max(0, step - reach)], edges[min(len(cells), step + reach + 1)])
-        away[near] = torch.minimum(away[near], 1 - features[near] @ features[chosen])
-        away[chosen], kept[number] = -torch.inf, chosen
+        first = edges[max(0, step - reach)]
+        last = edges[min(steps, step + reach + 1)]
+        away[first:last] = torch.minimum(away[first:last], 1 - features[first:last] @ features[chosen])
+        away[chosen] = -torch.inf
+        kept[number] = chosen
     return kept.sort().values
 
 
@@ -196,24 +212,30 @@ def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
     it, and of those the earliest stay: what shows the same is chosen by its place and not by rounding.
     """
     cut = scores.topk(n, sorted=False).values.amin()
-    above = scores > cut + TIE
-    tied = (scores >= cut - TIE) & ~above
-    return (above | (tied & (tied.cumsum(0) <= n - above.sum()))).nonzero()[:, 0]
+    is_above = scores > cut + TIE
+    is_tied = (scores >= cut - TIE) & ~is_above
+    room = n - is_above.sum()
+    is_earliest = is_tied & (is_tied.cumsum(0) <= room)
+    return (is_above | is_earliest).nonzero()[:, 0]
 
 
 def first_largest(scores: torch.Tensor) -> torch.Tensor:
     """Index of the first score within [`TIE`] of the largest."""
-    return (scores >= scores.amax() - TIE).int().argmax()
+    is_largest = scores >= scores.amax() - TIE
+    return is_largest.int().argmax()
 
 
 def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
     """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
     if len(parts) == 1:
         return parts[0][indices]
-    starts = torch.tensor([0, *(len(part) for part in parts)], device=indices.device).cumsum(0)
-    bounds = torch.searchsorted(indices, starts).tolist()
-    pieces = zip(parts, starts, bounds, bounds[1:], strict=False)
-    return torch.cat([part[indices[low:high] - start] for part, start, low, high in pieces])
+    starts = list(accumulate((len(part) for part in parts), initial=0))
+    bounds = torch.searchsorted(indices, torch.tensor(starts, device=indices.device)).tolist()
+    pieces = []
+    for number, part in enumerate(parts):
+        own = indices[bounds[number] : bounds[number + 1]]
+        pieces.append(part[own - starts[number]])
+    return torch.cat(pieces)
 
 
 METHODS: dict[str, Method] = {
@@ -234,13 +256,12 @@ METHODS: dict[str, Method] = {
 def find_method(selection: str | Method) -> Method:
     """The function that a `selection` names or is; `ValueError` for anything else."""
     method = METHODS.get(selection) if isinstance(selection, str) else selection
-    if not callable(method):
-        hint = " What is stored imports nothing: name it in the command, the recipe or the call."
-        raise ValueError(
-            f"selection={selection!r}; expected one of {tuple(METHODS)}, or a function like theirs."
-            + (hint if ":" in str(selection) else "")
-        )
-    return method
+    if callable(method):
+        return method
+    message = f"selection={selection!r}; expected one of {tuple(METHODS)}, or a function like theirs."
+    if ":" in str(selection):
+        message += " What is stored imports nothing: name it in the command, the recipe or the call."
+    raise ValueError(message)
 
 
 def add_method(name: str | None) -> None:
@@ -253,24 +274,31 @@ def add_method(name: str | None) -> None:
     """
     if name is None:
         return
-    place, colon, function = name.rpartition(":")
+    place, colon, _ = name.rpartition(":")
     if colon and name not in METHODS:
         try:
-            if place.endswith(".py"):
-                spec: Any = spec_from_file_location(f"qtsplus_method_{Path(place).stem}", place)
-                module = sys.modules[spec.name] = module_from_spec(spec)
-                spec.loader.exec_module(module)
-                found = getattr(module, function)
-            else:
-                found = resolve_name(name)
-            if not callable(found):
-                raise ValueError("it is no function")
-            signature(found).bind("candidates", 1)
-            METHODS[name] = found
+            METHODS[name] = _import_method(name)
         except (ImportError, AttributeError, OSError, SyntaxError, TypeError, ValueError) as error:
             hint = "" if place.endswith(".py") else "; a file is named as FILE.py:FUNCTION"
             raise ValueError(f"selection={name!r} cannot be imported: {error}{hint}") from error
     find_method(name)
+
+
+def _import_method(name: str) -> Method:
+    """Runs the module or the file that a name begins with, and gives its function."""
+    place, _, function = name.rpartition(":")
+    if place.endswith(".py"):
+        spec: Any = spec_from_file_location(f"qtsplus_method_{Path(place).stem}", place)
+        module = module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        method = getattr(module, function)
+    else:
+        method = resolve_name(name)
+    if not callable(method):
+        raise ValueError("it is no function")
+    signature(method).bind("candidates", 1)
+    return method
 
 
 def no_question(row: int, num_tokens: int) -> ValueError:
@@ -283,12 +311,16 @@ def no_question(row: int, num_tokens: int) -> ValueError:
 
 def check_kept(kept: Any, n: int, num_tokens: int, selection: str | Method) -> None:
     """Raises `ValueError` for what a method must not return."""
-    fits = isinstance(kept, torch.Tensor) and kept.shape == (n,) and kept.dtype == torch.int64
-    if not fits or bool((kept.diff() < 1).any() | (kept[0] < 0) | (kept[-1] >= num_tokens)):
-        name = selection if isinstance(selection, str) else getattr(selection, "__name__", selection)
-        result = f"{kept.dtype} of shape {tuple(kept.shape)}" if isinstance(kept, torch.Tensor) else type(kept).__name__
-        result = "some that do not ascend, or are not there" if fits else result
-        raise ValueError(f"selection={name!r} gave {result}; expected {n} ascending int64 indices below {num_tokens}.")
+    if not isinstance(kept, torch.Tensor):
+        result = type(kept).__name__
+    elif kept.shape != (n,) or kept.dtype != torch.int64:
+        result = f"{kept.dtype} of shape {tuple(kept.shape)}"
+    elif bool((kept.diff() < 1).any() | (kept[0] < 0) | (kept[-1] >= num_tokens)):
+        result = "some that do not ascend, or are not there"
+    else:
+        return
+    name = selection if isinstance(selection, str) else getattr(selection, "__name__", selection)
+    raise ValueError(f"selection={name!r} gave {result}; expected {n} ascending int64 indices below {num_tokens}.")
 
 
 def check_budget(selection: str | Method, retentions: Sequence[float | None], rows: int, count: int | None) -> None:
