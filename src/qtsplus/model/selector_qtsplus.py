@@ -51,18 +51,21 @@ def score(
     `[M]` log-relevance of a row's visual tokens, which `context` has with the null token behind them, for the states
     `[L, d]` of the question's words. `keys` is kept for the next row, unless `None`.
     """
-    nulls = len(selector.null_tokens)
+    num_tokens = sum(len(part) for part in context) - len(selector.null_tokens)
     if not len(words):
-        raise no_question(row, sum(map(len, context)) - nulls)
-    layers: list[Any] = [*selector.scoring_layers]
-    *earlier, last = layers
-    for layer in earlier:
+        raise no_question(row, num_tokens)
+    layers: Any = list(selector.scoring_layers)
+    for layer in layers[:-1]:
         words = layer(words, context)
-    if keys is not None and context not in keys:
-        keys.clear()
-        keys[context] = last.keys(context)
-    scores = last(words, context, reduction=selector.config.reduction, keys=None if keys is None else keys[context])
-    return scores[: len(scores) - nulls]
+    last = layers[-1]
+    known_keys = None
+    if keys is not None:
+        if context not in keys:
+            keys.clear()
+            keys[context] = last.keys(context)
+        known_keys = keys[context]
+    scores = last(words, context, reduction=selector.config.reduction, keys=known_keys)
+    return scores[:num_tokens]
 
 
 # --- Lines 3 and 4: the budget ---
@@ -79,13 +82,15 @@ def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tenso
     p = relevance / (relevance.sum() + EPSILON)
     entropy = -(p * (p + EPSILON).log()).sum()
     log_m = torch.full_like(entropy, math.log(len(relevance)))
-    return torch.cat([query.float().mean(0), torch.stack([log_m, relevance.max(), entropy])])
+    statistics = torch.stack([log_m, relevance.max(), entropy])
+    return torch.cat([query.float().mean(0), statistics])
 
 
 def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
     """Line 4: `n = min(ceil(rho M), n_max)`, at least 1."""
     # A product such as 0.07 * 100 = 7.000000000000001 must not cost a token more.
-    return max(1, min(math.ceil(round(rho * num_tokens, 6)), n_max))
+    wanted = math.ceil(round(rho * num_tokens, 6))
+    return max(1, min(wanted, n_max))
 
 
 def cheapest_count(losses: torch.Tensor, config: Any, least: int, most: int) -> int:
@@ -93,16 +98,20 @@ def cheapest_count(losses: torch.Tensor, config: Any, least: int, most: int) -> 
     The count, `least` to `most`, at which what [`QTSplusLossHead`] predicts and the price of the tokens are least
     together: Equation 5 of one question. Between the predictions a line is drawn over the logarithm.
     """
-    predicted, steps = losses.tolist(), math.ceil(4 * math.log2(most))
-    n_max, price, lambda_m, lambda_t = config.n_max, config.token_price, config.lambda_m, config.lambda_t
-    counts = [max(least, round(2 ** min(step / 4, math.log2(most)))) for step in range(steps + 1)]
+    predicted = losses.tolist()
+    last = len(predicted) - 1
+    highest = math.log2(most)
+    counts = []
     costs = []
-    for count in counts:
-        doubling, share = math.log2(count), count / n_max
-        below = min(int(doubling), len(predicted) - 1)
-        above = min(below + 1, len(predicted) - 1)
+    for step in range(math.ceil(4 * highest) + 1):
+        count = max(least, round(2 ** min(step / 4, highest)))
+        doubling = math.log2(count)
+        below = min(int(doubling), last)
+        above = min(below + 1, last)
         answer = predicted[below] + (predicted[above] - predicted[below]) * (doubling - below)
-        costs.append(answer + price * count + lambda_m * share + lambda_t * share**2)
+        share = count / config.n_max
+        counts.append(count)
+        costs.append(answer + config.token_price * count + config.lambda_m * share + config.lambda_t * share**2)
     return counts[costs.index(min(costs))]
 
 
@@ -117,7 +126,8 @@ def share_of_mass(log_shares: torch.Tensor, mass: float) -> float:
     shares = log_shares.exp().sort(descending=True).values
     shares = shares / shares.sum().clamp(min=1)
     rest = shares.sum() - shares.cumsum(0)
-    return min(int((rest > 1 - mass + TIE).sum()) + 1, len(shares)) / len(shares)
+    needed = int((rest > 1 - mass + TIE).sum()) + 1
+    return min(needed, len(shares)) / len(shares)
 
 
 class Budget(NamedTuple):
@@ -132,9 +142,10 @@ def predict_budget(
     selector: "QTSplusSelector", candidates: Candidates, selection: str | Method, retention: float | None, cap: int
 ) -> Budget:
     """How many tokens stay, by the call, or by the head or the rule that the configuration names."""
-    config, num_tokens = selector.config, candidates.num_tokens
-    zero = torch.zeros((), device=candidates.visual[0].device)
-    losses = zero.new_zeros(DOUBLINGS * (config.budget == "loss"))
+    config = selector.config
+    num_tokens = candidates.num_tokens
+    zero = torch.zeros((), device=candidates.device)
+    losses = zero.new_zeros(DOUBLINGS if config.budget == "loss" else 0)
     if num_tokens == 0:
         return Budget(zero, 0, losses)
     if selection == "all":
@@ -151,8 +162,9 @@ def predict_budget(
     if selection != "lm_attention" and config.budget == "loss":
         relevance = candidates.log_relevance.detach()
         losses = selector.budget(candidates.query_states.detach(), relevance)
-        bounds = (kept_count(bound, num_tokens, cap) for bound in (config.rho_min, config.rho_max))
-        n = cheapest_count(losses.detach(), config, *bounds)
+        least = kept_count(config.rho_min, num_tokens, cap)
+        most = kept_count(config.rho_max, num_tokens, cap)
+        n = cheapest_count(losses.detach(), config, least, most)
         return Budget(zero + n / num_tokens, n, losses)
     if selection == "lm_attention":
         share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
@@ -238,13 +250,16 @@ def gate(
     config: Any, candidates: Candidates, rho: torch.Tensor, n: int, cap: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(tokens, kept indices, threshold), as training sees them."""
-    visual, target = candidates.visual, (rho * candidates.num_tokens).clamp(max=cap)
+    visual = candidates.visual
+    target = (rho * candidates.num_tokens).clamp(max=cap)
     kept, gates, threshold = GATES[config.gate](candidates.log_relevance, target, config.tau_s, n, cap)
-    tokens, gates = take_rows(visual, kept), gates[:, None].to(visual[0].dtype)  # line 11
+    tokens = take_rows(visual, kept)
+    gates = gates[:, None].to(tokens.dtype)
     if config.gate != "soft":
-        return tokens * gates, kept, threshold
-    total = torch.stack([part.detach().sum(0, dtype=torch.float32) for part in visual]).sum(0)
-    return torch.lerp((total / candidates.num_tokens).to(tokens.dtype), tokens, gates), kept, threshold
+        return tokens * gates, kept, threshold  # line 11
+    totals = [part.detach().sum(0, dtype=torch.float32) for part in visual]
+    mean = torch.stack(totals).sum(0) / candidates.num_tokens
+    return torch.lerp(mean.to(tokens.dtype), tokens, gates), kept, threshold
 
 
 # --- Lines 12 to 14: the choice ---
@@ -254,8 +269,10 @@ def select_tokens(candidates: Candidates, selection: str | Method, n: int) -> tu
     """(tokens, kept indices), by a method."""
     kept = find_method(selection)(candidates, n)  # line 13
     check_kept(kept, n, candidates.num_tokens, selection)
-    whole = n == candidates.num_tokens == len(candidates.visual[0])
-    return candidates.visual[0] if whole else take_rows(candidates.visual, kept), kept
+    first = candidates.visual[0]
+    if n == candidates.num_tokens == len(first):
+        return first, kept
+    return take_rows(candidates.visual, kept), kept
 
 
 # --- Lines 15 and 16: the re-encoder ---
@@ -271,10 +288,11 @@ def encode_rows(
     lengths = [len(row) for row in rows if len(row)]
     if not len(layers) or not lengths:
         return list(rows)
-    rotary, tokens = None, torch.cat(list(rows))
+    tokens = torch.cat(list(rows))
+    rotary = None
     if positions is not None:
-        shape = selector.head_dim, selector.rope_theta, selector.mrope_section
-        rotary = rotary_tables(torch.cat(list(positions), 1), *shape)
+        joined = torch.cat(list(positions), 1)
+        rotary = rotary_tables(joined, selector.head_dim, selector.rope_theta, selector.mrope_section)
     for layer in layers:
         tokens = layer(tokens, tokens, rotary, lengths=lengths)
     encoded = iter(tokens.split(lengths))
@@ -310,6 +328,18 @@ class QTSplusOutput(ModelOutput):
     columns: torch.Tensor | None = None
 
 
+@dataclass
+class _ChosenRow:
+    """What was chosen of one row."""
+
+    tokens: torch.Tensor  # [n, d]
+    kept_indices: torch.Tensor  # [n]
+    log_relevance: torch.Tensor  # [M] float32, or [0] where the method computed none
+    scored_by_selector: bool
+    budget: Budget
+    threshold: torch.Tensor
+
+
 class QTSplusSelector(nn.Module):
     """
     Selects and re-encodes the visual tokens that matter for a question (Algorithm 1).
@@ -336,24 +366,35 @@ class QTSplusSelector(nn.Module):
         super().__init__()
         if ":" not in config.selection:  # else whoever asks names it: what is stored imports nothing
             find_method(config.selection)  # or a `ValueError`
-        self.config, self.hidden_size = config, hidden_size
+        self.config = config
+        self.hidden_size = hidden_size
         self.head_dim = hidden_size // num_attention_heads
-        self.rope_theta, self.mrope_section = rope_theta, list(mrope_section)
-        shape = (hidden_size, num_attention_heads, num_key_value_heads, rms_norm_eps, config.dropout)
-        self.scoring_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.scoring_layers))
+        self.rope_theta = rope_theta
+        self.mrope_section = list(mrope_section)
+
+        def layers(count: int) -> nn.ModuleList:
+            shape = (hidden_size, num_attention_heads, num_key_value_heads)
+            return nn.ModuleList(QTSplusLayer(*shape, rms_norm_eps, config.dropout) for _ in range(count))
+
+        self.scoring_layers = layers(config.scoring_layers)
         head = QTSplusLossHead if config.budget == "loss" else QTSplusBudgetHead
         self.budget: nn.Module = head(hidden_size, config.budget_hidden_size)
-        self.reencode_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.reencode_layers))
+        self.reencode_layers = layers(config.reencode_layers)
         self.null_tokens = nn.ModuleList(nn.Embedding(1, hidden_size) for _ in range(config.null_token))
-        self.question_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.query_states == "layer"))
+        self.question_layers = layers(1 if config.query_states == "layer" else 0)
         self.register_buffer("rho_history", torch.zeros(2, dtype=torch.int64))
         self.freeze_unused()
 
     def unused_parameters(self) -> list[nn.Parameter]:
         """What never gets a gradient: all of the last scoring layer but its attention; the head where a rule counts."""
         last: Any = self.scoring_layers[-1]
-        unused = [last.v_proj, last.o_proj, last.ffn_norm, last.ffn, *[self.budget] * (self.config.budget == "mass")]
-        return [p for module in unused for p in module.parameters()]
+        unused = [last.v_proj, last.o_proj, last.ffn_norm, last.ffn]
+        if self.config.budget == "mass":
+            unused.append(self.budget)
+        parameters: list[nn.Parameter] = []
+        for module in unused:
+            parameters.extend(module.parameters())
+        return parameters
 
     def freeze_unused(self):
         """Freezes what can never receive a gradient. Loading makes new, trainable parameters, so again after it."""
@@ -405,54 +446,77 @@ class QTSplusSelector(nn.Module):
         sample_gate = self.training if sample_gate is None else sample_gate
 
         anchor = self._anchor() if self.training and torch.is_grad_enabled() else None
-        nulls, rows = self.null_states(), []
-        scored_by_selector = []
+        nulls = self.null_states()
         # Rows about the same tensors, such as questions on one video, share the keys; else none are held for others.
         keys: Keys | None = {} if len(set(videos)) < len(videos) else None
+        rows = []
         for row, (parts, words, where, grid) in enumerate(zip(videos, query, positions, grids, strict=True)):
-            relevance, states = partial(score, self, row, (*parts, *nulls), keys), partial(self.contextualise, words)
-            attend = None if attention is None else attention[row]
-            candidates = Candidates(parts, words, where, grid, relevance, states, attend)
+            candidates = Candidates(
+                visual=parts,
+                query=words,
+                positions=where,
+                grids=grid,
+                score=partial(score, self, row, (*parts, *nulls), keys),
+                contextualise=partial(self.contextualise, words),
+                attend=None if attention is None else attention[row],
+            )
             budget = predict_budget(self, candidates, selection, retentions[row], cap)
-            threshold, candidates.scores = budget.rho.new_zeros(()), None  # what the budget has read is no evidence
-            if budget.n == 0:
-                tokens, kept = parts[0], threshold.new_empty(0).long()
-            elif sample_gate and selection == "qtsplus":
-                tokens, kept, threshold = gate(self.config, candidates, budget.rho, budget.n, cap)
-            else:
-                tokens, kept = select_tokens(candidates, selection, budget.n)
-            scores = threshold.new_empty(0) if candidates.scores is None else candidates.scores
-            rows.append((tokens, kept, scores, budget.rho, budget.losses, threshold.detach()))
-            scored_by_selector.append(candidates.scored_by_selector)
-        features, kept_indices, log_relevance, rhos, losses, thresholds = map(list, zip(*rows, strict=True))
+            candidates.scores = None  # what the budget has read is no evidence
+            rows.append(self._choose_row(candidates, budget, selection, cap, sample_gate))
+        features = [chosen.tokens for chosen in rows]
         if reencode:
-            places = [where[:, kept] for where, kept in zip(positions, kept_indices, strict=True)]
-            features = encode_rows(self, self.reencode_layers, features, places if self.config.reencode_rope else None)
+            places = None
+            if self.config.reencode_rope:
+                places = [where[:, chosen.kept_indices] for where, chosen in zip(positions, rows, strict=True)]
+            features = encode_rows(self, self.reencode_layers, features, places)
         if anchor is not None:
             features = [tokens + anchor.to(tokens.dtype) for tokens in features]
-        rho = torch.stack(rhos)
-        num_tokens = torch.tensor([sum(map(len, parts)) for parts in videos], device=rho.device)
+        num_tokens = [sum(len(part) for part in parts) for parts in videos]
+        return features, self._output(rows, num_tokens, cap, sample_gate)
+
+    def _choose_row(
+        self, candidates: Candidates, budget: Budget, selection: str | Method, cap: int, sample_gate: bool
+    ) -> _ChosenRow:
+        """What stays of one row: by the training gate, or as at inference."""
+        threshold = budget.rho.new_zeros(())
+        if budget.n == 0:
+            tokens = candidates.visual[0]
+            kept = threshold.new_empty(0).long()
+        elif sample_gate and selection == "qtsplus":
+            tokens, kept, threshold = gate(self.config, candidates, budget.rho, budget.n, cap)
+        else:
+            tokens, kept = select_tokens(candidates, selection, budget.n)
+        scores = candidates.scores
+        if scores is None:
+            scores = threshold.new_empty(0)
+        return _ChosenRow(tokens, kept, scores, candidates.scored_by_selector, budget, threshold.detach())
+
+    def _output(self, rows: Sequence[_ChosenRow], counts: list[int], cap: int, sample_gate: bool) -> QTSplusOutput:
+        """What was decided, and what it costs in training; `counts` are the visual tokens of each row."""
+        rho = torch.stack([chosen.budget.rho for chosen in rows])
+        num_tokens = torch.tensor(counts, device=rho.device)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
-        scored = any(map(len, log_relevance))
-        # The language model's attention has no null token, and the largest scores do not sum to a part of 1.
-        has_null_token = len(self.null_tokens) > 0 and self.config.reduction != "max"
-        seen = None
-        if has_null_token and any(scored_by_selector):
-            seen = torch.stack([scores.exp().sum() for scores in log_relevance])
-        return features, QTSplusOutput(
-            relevance=tuple(scores.exp() for scores in log_relevance) if scored else None,
-            log_relevance=tuple(log_relevance) if scored else None,
+        output = QTSplusOutput(
             rho=rho,
             num_tokens=num_tokens,
-            n=torch.tensor([len(kept) for kept in kept_indices], device=rho.device),
-            kept_indices=tuple(kept_indices),
-            threshold=torch.stack(thresholds) if sample_gate else None,
+            n=torch.tensor([len(chosen.kept_indices) for chosen in rows], device=rho.device),
+            kept_indices=tuple(chosen.kept_indices for chosen in rows),
             loss_t=loss_t,
             loss_m=loss_m,
             loss_s=loss_s,
-            seen=seen,
-            predicted_losses=torch.stack(losses) if self.config.budget == "loss" else None,
         )
+        if any(len(chosen.log_relevance) for chosen in rows):
+            output.log_relevance = tuple(chosen.log_relevance for chosen in rows)
+            output.relevance = tuple(scores.exp() for scores in output.log_relevance)
+        if sample_gate:
+            output.threshold = torch.stack([chosen.threshold for chosen in rows])
+        if self.config.budget == "loss":
+            output.predicted_losses = torch.stack([chosen.budget.losses for chosen in rows])
+        # The language model's attention has no null token, and the largest scores do not sum to a part of 1.
+        has_null_token = len(self.null_tokens) > 0 and self.config.reduction != "max"
+        if has_null_token and any(chosen.scored_by_selector for chosen in rows):
+            output.seen = torch.stack([chosen.log_relevance.exp().sum() for chosen in rows])
+        return output
 
     def null_states(self) -> list[torch.Tensor]:
         """The null token, `[1, d]`, where there is one."""
@@ -472,13 +536,17 @@ class QTSplusSelector(nn.Module):
         training waits. It is made before they are used, so that on the way back their gradients are whole after it, in
         one order for every batch: DeepSpeed adds up those of several processes in that order.
         """
-        trained = [p.sum().float() for p in self.parameters() if p.requires_grad]
-        return torch.stack(trained).sum() * 0.0 if trained else None
+        sums = [parameter.sum().float() for parameter in self.parameters() if parameter.requires_grad]
+        if not sums:
+            return None
+        return torch.stack(sums).sum() * 0.0
 
     def _penalties(self, rho: torch.Tensor, num_tokens: torch.Tensor, cap: int, training: bool):
         """Equation 5 without the supervised term: means over the rows that have visual tokens, times their lambdas."""
         config = self.config
-        rho, num_tokens = rho[num_tokens > 0], num_tokens[num_tokens > 0]
+        has_tokens = num_tokens > 0
+        rho = rho[has_tokens]
+        num_tokens = num_tokens[has_tokens]
         if len(rho) == 0:
             zero = torch.zeros((), device=rho.device)
             return zero, zero, zero
@@ -486,17 +554,19 @@ class QTSplusSelector(nn.Module):
         # Charged is what the gate keeps, at most the cap; the gradient still pulls rho down from above it.
         soft_n = soft_n - (soft_n - cap).clamp(min=0).detach()
         prior = self._prior_mean(rho.detach(), training)
-        return (
-            config.lambda_t * (soft_n / config.n_max).pow(2).mean(),
-            config.lambda_m * (soft_n / config.n_max).mean(),
-            config.lambda_s * (rho - prior).pow(2).mean(),
-        )
+        share = soft_n / config.n_max
+        loss_t = config.lambda_t * share.pow(2).mean()
+        loss_m = config.lambda_m * share.mean()
+        loss_s = config.lambda_s * (rho - prior).pow(2).mean()
+        return loss_t, loss_m, loss_s
 
     def _prior_mean(self, rho: torch.Tensor, training: bool) -> float | torch.Tensor:
         """`rho_prior`, or the running mean of rho, this batch included; only training moves it."""
         if self.config.rho_prior is not None:
             return self.config.rho_prior
-        history = self.rho_history + torch.stack([(rho * 2.0**32).sum().long(), torch.tensor(len(rho)).to(rho.device)])
+        total = (rho * 2.0**32).sum().long()
+        count = torch.tensor(len(rho)).to(rho.device)
+        history = self.rho_history + torch.stack([total, count])
         if training:
             self.rho_history.copy_(history)
         return (history[0] / history[1] / 2.0**32).float()
