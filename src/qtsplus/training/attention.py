@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -44,21 +44,27 @@ class AttentionChoice:
     @classmethod
     def of(cls, args: QTSplusTrainingArguments) -> "AttentionChoice":
         """As a recipe has it."""
-        layers, heads = args.relevance_layers, args.relevance_heads
-        return cls(
-            None if layers is None else tuple(layers),
-            None if heads is None else tuple((layer, head) for layer, head in heads),
-            args.relevance_positions,
-        )
+        layers = None
+        heads = None
+        if args.relevance_layers is not None:
+            layers = tuple(args.relevance_layers)
+        if args.relevance_heads is not None:
+            heads = tuple((layer, head) for layer, head in args.relevance_heads)
+        return cls(layers, heads, args.relevance_positions)
 
     @property
     def chosen_layers(self) -> tuple[int, ...] | None:
         """The layers that are read, in order; `None` for all of them."""
-        return self.layers if self.heads is None else tuple(sorted({layer for layer, _ in self.heads}))
+        if self.heads is None:
+            return self.layers
+        layers = {layer for layer, _ in self.heads}
+        return tuple(sorted(layers))
 
     def of_layer(self, layer: int) -> list[int] | None:
         """The heads of a chosen layer that count; `None` for all of them."""
-        return None if self.heads is None else [head for place, head in self.heads if place == layer]
+        if self.heads is None:
+            return None
+        return [head for place, head in self.heads if place == layer]
 
 
 EVERY_LAYER = AttentionChoice()
@@ -77,8 +83,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def answer_attention(
-    model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, choice: AttentionChoice = EVERY_LAYER
-) -> list[torch.Tensor]:
+    model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, choice: AttentionChoice = EVERY_LAYER
+) -> list[Tensor]:
     """
     How a model in evaluation mode, with all visual tokens, shares its attention out among them while it answers: per
     row `[M_b]` float32, empty in rows without visual tokens or without an answer.
@@ -87,45 +93,61 @@ def answer_attention(
     part, so that it sums to what the text leaves. A row with earlier turns counts only its last answer, by `labels`
     `[B, S]` of the full prompt.
     """
+    everything = dict(inputs)
+    everything.update(EVERYTHING)
     with evaluating(model), noting_attention(model, inputs, labels, choice) as rows:
-        model(**{**inputs, **EVERYTHING}, use_cache=False, logits_to_keep=1)
+        model(**everything, use_cache=False, logits_to_keep=1)
     return [row.target() for row in rows]
 
 
 def relevance_divergences(
-    log_relevance: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], null_token: bool = False
-) -> torch.Tensor:
+    log_relevance: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    null_token: bool = False,
+) -> Tensor:
     """
     `KL(target || softmax(log r))` of each row `[M_b]` that has a target, both made to sum to 1: `[rows with a target]`;
-    a `ValueError` for one of other visual tokens than were scored. A target sums to at most 1, or is empty. With a
-    `null_token` its sum is taught to that of r too, apart: one divergence of all would count the choice among the
-    tokens by their sum, which is small in a pretrained model.
+    a `ValueError` for a target of other visual tokens than were scored. A target sums to at most 1, or is empty. With a
+    `null_token` the sum of r learns the sum of the target too, as a second divergence: in one divergence over all
+    tokens the sum would hardly count, because it is small in a pretrained model.
     """
     divergences = []
     for row, (scores, target) in enumerate(zip(log_relevance, targets, strict=True)):
-        if not len(target):
+        if len(target) == 0:
             continue
         if len(scores) != len(target):
             raise ValueError(f"Row {row} has {len(target)} targets for {len(scores)} scored visual tokens.")
         target = target.to(scores.device, scores.dtype)
-        mass, seen = target.sum().clamp(min=REST), scores.exp().sum()
+        mass = target.sum().clamp(min=REST)
         divergence = F.kl_div(scores.log_softmax(0), target / mass, reduction="sum")
         if null_token:
-            sums = torch.stack([mass, 1 - mass, seen, 1 - seen]).clamp(min=REST)
-            divergence = divergence + F.kl_div(sums[2:].log(), sums[:2], reduction="sum")
+            divergence = divergence + _divergence_of_sums(scores, mass)
         divergences.append(divergence)
-    return torch.stack(divergences) if divergences else torch.zeros(0)
+    if not divergences:
+        return torch.zeros(0)
+    return torch.stack(divergences)
 
 
-def _last_answers(labels: torch.Tensor, turn_end: int) -> torch.Tensor:
+def _divergence_of_sums(scores: Tensor, mass: Tensor) -> Tensor:
+    """How far the sum of r is from the sum `mass` of its target, beside the null token that has the rest of both."""
+    seen = scores.exp().sum()
+    sums = torch.stack([mass, 1 - mass, seen, 1 - seen])
+    sums = sums.clamp(min=REST)
+    return F.kl_div(sums[2:].log(), sums[:2], reduction="sum")
+
+
+def _last_answers(labels: Tensor, turn_end: int) -> Tensor:
     """
-    `[B, S]` bool: of every row's supervised tokens the last ones without a gap, but for what ends the turn. That rests
-    on nothing, and of a one-word answer it would be half.
+    `[B, S]` bool: the last run of supervised tokens in every row, without the token that ends the turn. That token
+    rests on nothing in the video, and in a one-word answer it would be half.
     """
     supervised = labels != IGNORED
-    gaps_behind = (~supervised).flip(1).cumsum(1).flip(1)
-    fewest = gaps_behind.masked_fill(~supervised, labels.shape[1] + 1).amin(1, keepdim=True)
-    return supervised & (gaps_behind == fewest) & (labels != turn_end)
+    gaps = ~supervised
+    gaps_behind = gaps.flip(1).cumsum(1).flip(1)
+    fewest = gaps_behind.masked_fill(gaps, labels.shape[1] + 1)
+    fewest = fewest.amin(1, keepdim=True)
+    last = gaps_behind == fewest
+    return supervised & last & (labels != turn_end)
 
 
 def check_relevance(model: Any, args: QTSplusTrainingArguments) -> None:
@@ -145,12 +167,12 @@ def check_relevance(model: Any, args: QTSplusTrainingArguments) -> None:
 class _Row:
     """One row of the batch, in places among its real tokens."""
 
-    places: list[torch.Tensor]  # each [n], the tokens that are looked from; the mean of each counts alike
-    visual: torch.Tensor  # [M]
-    columns: torch.Tensor | None = None  # [S_b], where the language model has the row's real tokens
-    attention: torch.Tensor | None = None  # [M], summed over heads and layers so far
-    heads: int = 0  # how many those are
-    by_head: dict[int, torch.Tensor] | None = None  # per layer [heads, M], where that is asked for
+    places: list[Tensor]  # each [n], the tokens that are looked from; the mean of each counts alike
+    visual: Tensor  # [M]
+    columns: Tensor | None = None  # [S_b], where the language model has the row's real tokens
+    attention: Tensor | None = None  # [M], summed over heads and layers so far
+    heads: int = 0  # the number of heads in that sum
+    by_head: dict[int, Tensor] | None = None  # per layer [heads, M], where that is asked for
 
     @property
     def taught(self) -> bool:
@@ -160,64 +182,86 @@ class _Row:
         self,
         layer: int,
         heads: list[int] | None,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
+        queries: Tensor,
+        keys: Tensor,
         scaling: float,
         window: int | None,
     ) -> None:
         """Adds a layer: queries `[heads, S, head_dim]` and keys `[kv_heads, S, head_dim]` of the language model."""
         assert self.columns is not None
-        # Layers may lie on several devices.
-        columns, visual = self.columns.to(keys.device), self.visual.to(keys.device)
         if heads is not None:
             keys = keys[[head * len(keys) // len(queries) for head in heads]]
             queries = queries[heads]
-        keys, parts = keys[:, columns], [places.to(keys.device) for places in self.places]
-        each = [attention_to_tokens(queries[:, columns[p]], keys, p, visual, scaling, window) for p in parts]
-        shares = torch.stack(each).mean(0).to(self.visual.device)
-        self.attention = shares.sum(0) if self.attention is None else self.attention + shares.sum(0)
+        # Layers may be on several devices.
+        columns = self.columns.to(keys.device)
+        visual = self.visual.to(keys.device)
+        keys = keys[:, columns]
+        by_places = []
+        for places in self.places:
+            places = places.to(keys.device)
+            looking = queries[:, columns[places]]
+            by_places.append(attention_to_tokens(looking, keys, places, visual, scaling, window))
+        shares = torch.stack(by_places).mean(0)
+        shares = shares.to(self.visual.device)
+        total = shares.sum(0)
+        if self.attention is not None:
+            total = self.attention + total
+        self.attention = total
         self.heads += len(shares)
         if self.by_head is not None:
             self.by_head[layer] = shares
 
-    def target(self) -> torch.Tensor:
+    def target(self) -> Tensor:
         if self.attention is None:
             return torch.zeros(0, device=self.visual.device)
         return (self.attention / self.heads).float()
 
 
 def attention_to_tokens(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    places: torch.Tensor,
-    tokens: torch.Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    places: Tensor,
+    tokens: Tensor,
     scaling: float,
     window: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """
     Causal attention to some `tokens` `[M]` of a sequence, with keys `[kv_heads, S, head_dim]`, from some of its
     `places` `[n]`, with queries `[heads, n, head_dim]`: `[heads, M]`, the mean over the places. Each sees a `window` of
     tokens, itself included; all before it if `None`.
     """
-    (heads, count, _), length = queries.shape, keys.shape[1]
+    heads, count, _ = queries.shape
+    length = keys.shape[1]
+    device = keys.device
     precise = torch.promote_types(queries.dtype, torch.float32)
-    total = torch.zeros(heads, len(tokens), dtype=precise, device=keys.device)
-    for block in torch.arange(count, device=keys.device).split(max(1, 2**24 // (heads * length))):
-        total += attention_rows(queries[:, block], keys, places[block], scaling, window)[..., tokens].sum(1)
+    total = torch.zeros(heads, len(tokens), dtype=precise, device=device)
+    rows_at_once = max(1, 2**24 // (heads * length))
+    for block in torch.arange(count, device=device).split(rows_at_once):
+        rows = attention_rows(queries[:, block], keys, places[block], scaling, window)
+        total += rows[..., tokens].sum(1)
     return total / count
 
 
 def attention_rows(
-    queries: torch.Tensor, keys: torch.Tensor, places: torch.Tensor, scaling: float, window: int | None = None
-) -> torch.Tensor:
+    queries: Tensor,
+    keys: Tensor,
+    places: Tensor,
+    scaling: float,
+    window: int | None = None,
+) -> Tensor:
     """Causal attention from some places of a sequence to all of it, `[heads, n, S]`; as in [`attention_to_tokens`]."""
     precise = torch.promote_types(queries.dtype, torch.float32)
-    distance = places[:, None] - torch.arange(keys.shape[1], device=keys.device)
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    with torch.autocast(keys.device.type, enabled=False):
-        grouped = queries.to(precise).unflatten(0, (len(keys), -1)) * scaling
-        scores = grouped @ keys.to(precise).transpose(1, 2)[:, None]
-        return scores.masked_fill(hidden, -torch.inf).softmax(-1).flatten(0, 1)
+    device = keys.device
+    distance = places[:, None] - torch.arange(keys.shape[1], device=device)
+    hidden = distance < 0
+    if window is not None:
+        hidden = hidden | (distance >= window)
+    with torch.autocast(device.type, enabled=False):
+        groups = queries.to(precise).unflatten(0, (len(keys), -1))
+        turned_keys = keys.to(precise).transpose(1, 2)
+        scores = (groups * scaling) @ turned_keys[:, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
+        return scores.softmax(-1).flatten(0, 1)
 
 
 def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER) -> dict[int, Any]:
@@ -225,40 +269,57 @@ def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER
     By layer the attention of the chosen layers of a language model, or of all that have one (others are recurrent); a
     `ValueError` for a layer that is not there or has no attention, or a head that is not there.
     """
-    found = {index: layer.self_attn for index, layer in enumerate(language_model.layers) if hasattr(layer, "self_attn")}
-    unknown = [layer for layer in choice.layers or () if layer not in found]
+    modules = {}
+    for index, layer in enumerate(language_model.layers):
+        if hasattr(layer, "self_attn"):
+            modules[index] = layer.self_attn
+    unknown = [layer for layer in choice.layers or () if layer not in modules]
     if unknown:
-        raise ValueError(f"relevance_layers has {unknown}: expected layers with attention, of {list(found)}.")
+        raise ValueError(f"relevance_layers has {unknown}: expected layers with attention, of {list(modules)}.")
+    num_heads = language_model.config.num_attention_heads
     for layer, head in choice.heads or ():
-        if layer not in found or not 0 <= head < found[layer].config.num_attention_heads:
-            heads = language_model.config.num_attention_heads
+        if layer not in modules or not 0 <= head < num_heads:
             raise ValueError(
-                f"relevance_heads has [{layer}, {head}]: expected pairs of a layer with attention, of {list(found)}, "
-                f"and of a head from 0 to {heads - 1}."
+                f"relevance_heads has [{layer}, {head}]: expected pairs of a layer with attention, of {list(modules)}, "
+                f"and of a head from 0 to {num_heads - 1}."
             )
-    return {layer: found[layer] for layer in (found if choice.chosen_layers is None else choice.chosen_layers)}
+    if choice.chosen_layers is None:
+        return modules
+    return {layer: modules[layer] for layer in choice.chosen_layers}
 
 
 def _places(
-    model: Any, layout: Layout, query_mask: torch.Tensor | None, labels: torch.Tensor, positions: str
-) -> list[torch.Tensor]:
+    model: Any,
+    layout: Layout,
+    query_mask: Tensor | None,
+    labels: Tensor,
+    positions: str,
+) -> list[Tensor]:
     """Per row, the places among its real tokens that are looked from; none in a row without an answer."""
-    pairs = zip(_last_answers(labels, model.config.turn_end_token_id), layout.rows, strict=True)
-    answers = [answer[row.columns][1:].nonzero()[:, 0] for answer, row in pairs]
+    answers = []
+    last_answers = _last_answers(labels, model.config.turn_end_token_id)
+    for answer, row in zip(last_answers, layout.rows, strict=True):
+        predicting = answer[row.columns][1:]
+        answers.append(predicting.nonzero()[:, 0])
     if positions == "answer":
         return answers
     if positions == "question":
-        looking = [words.nonzero()[:, 0] for words in find_questions(model, layout, query_mask)]
+        questions = find_questions(model, layout, query_mask)
+        looking = [words.nonzero()[:, 0] for words in questions]
     else:
         looking = reading_of(model, layout, SelectionInputs(query_mask)).looking
-    return [places[: len(places) * bool(len(answer))] for places, answer in zip(looking, answers, strict=True)]
+    places = []
+    for seen_from, answer in zip(looking, answers, strict=True):
+        unanswered = len(answer) == 0
+        places.append(seen_from[:0] if unanswered else seen_from)
+    return places
 
 
 @contextmanager
 def noting_attention(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    labels: torch.Tensor,
+    labels: Tensor,
     choice: AttentionChoice = EVERY_LAYER,
     by_head: bool = False,
 ) -> Iterator[list[_Row]]:
@@ -266,12 +327,12 @@ def noting_attention(
     base = base_model(model).model
     visual, selection = take_inputs(dict(inputs))
     layout = lay_out(base, visual, inputs["input_ids"], inputs.get("attention_mask"))
-    groups = ("answer", "question") if choice.positions == "both" else (choice.positions,)
-    places = zip(*(_places(base, layout, selection.query_mask, labels, group) for group in groups), strict=True)
-    rows = [
-        _Row(list(seen_from), row.candidates, by_head={} if by_head else None)
-        for seen_from, row in zip(places, layout.rows, strict=True)
-    ]
+    groups = ["answer", "question"] if choice.positions == "both" else [choice.positions]
+    places = [_places(base, layout, selection.query_mask, labels, group) for group in groups]
+    rows = []
+    for index, row in enumerate(layout.rows):
+        seen_from = [places_of_group[index] for places_of_group in places]
+        rows.append(_Row(seen_from, row.candidates, by_head={} if by_head else None))
     with noting(base.language_model, rows, choice):
         yield rows
 
@@ -283,20 +344,24 @@ def noting(language_model: Any, rows: Sequence[Any], choice: AttentionChoice = E
     configs = {layer: module.config for layer, module in modules.items()}
 
     def find_columns(module, args, kwargs):
-        mask, embeds = kwargs["attention_mask"], kwargs["inputs_embeds"]
-        real = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
-        for row, columns in zip(rows, real, strict=True):
+        mask = kwargs["attention_mask"]
+        if mask is None:
+            embeds = kwargs["inputs_embeds"]
+            mask = torch.ones(embeds.shape[:2], device=embeds.device)
+        for row, columns in zip(rows, mask, strict=True):
             row.columns = columns.nonzero()[:, 0]
 
+    taught = {index: row for index, row in enumerate(rows) if row.taught}
     hook = language_model.register_forward_pre_hook(find_columns, with_kwargs=True)
     try:
         for layer, module in modules.items():
+            heads = choice.of_layer(layer)
             # A copy, since all layers share one; the mask is still made for the model's own attention function.
-            module.config = copy.copy(configs[layer])
-            module.config._attn_implementation = NOTED_ATTENTION
-            module.config.noted = [partial(row.note, layer, choice.of_layer(layer)) for row in rows if row.taught]
-            module.config.noted_rows = [index for index, row in enumerate(rows) if row.taught]
-            module.config.own_attention = configs[layer]._attn_implementation
+            config = copy.copy(configs[layer])
+            config._attn_implementation = NOTED_ATTENTION
+            config.noted = {index: partial(row.note, layer, heads) for index, row in taught.items()}
+            config.own_attention = configs[layer]._attn_implementation
+            module.config = config
         yield
     finally:
         hook.remove()
@@ -304,15 +369,15 @@ def noting(language_model: Any, rows: Sequence[Any], choice: AttentionChoice = E
             module.config = configs[layer]
 
 
-def noted_attention_forward(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def noted_attention_forward(module, query, key, value, attention_mask, **kwargs) -> tuple[Tensor, Tensor | None]:
     """The model's own attention function, after the rows have noted what they need; see [`answer_attention`]."""
-    for note, row in zip(module.config.noted, module.config.noted_rows, strict=True):
+    for row, note in module.config.noted.items():
         note(query[row], key[row], kwargs["scaling"], kwargs.get("sliding_window"))
     own = module.config.own_attention
     # Every model file has an "eager" of its own; the others compute the same from the same mask.
-    function = ALL_ATTENTION_FUNCTIONS["sdpa" if own == "eager" else own]
+    if own == "eager":
+        own = "sdpa"
+    function = ALL_ATTENTION_FUNCTIONS[own]
     return function(module, query, key, value, attention_mask, **kwargs)
 
 

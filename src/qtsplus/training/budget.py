@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from ..model.selector_qtsplus import kept_count
+from ..model.configuration_qtsplus import QTSplusConfig
+from ..model.selector_qtsplus import QTSplusSelector, kept_count
 from .arguments import QTSplusTrainingArguments
 
-LOST = 4.0  # nats: an answer that has lost so many is wrong, and may lose any number more
-CHEAPEST = 1e-5  # nats a token: the largest budget costs less than a wrong word
+# The loss in nats at which an answer is wrong; a larger loss says no more.
+LOST = 4.0
+# The lowest price of a token, in nats: the largest budget then costs less than a wrong word.
+CHEAPEST = 1e-5
 
 
 class RunningMeans:
@@ -22,17 +25,21 @@ class RunningMeans:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.totals = torch.zeros(len(names), 2, dtype=dtype, device=device)
 
-    def add(self, name: str, total: torch.Tensor, weight: torch.Tensor | float) -> None:
+    def add(self, name: str, total: Tensor, weight: Tensor | float) -> None:
         """Adds a sum over `weight` things."""
         row = self.totals[self.names.index(name)]
         row[0] += total.detach()
         row[1] += weight
 
-    def pop(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """The means of all names that anything was added to, over all processes; starts afresh."""
-        totals = reduce(self.totals).tolist()
+    def pop(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """The means of all names that anything was added to, over all processes; the sums start again from 0."""
+        rows = reduce(self.totals).tolist()
         self.totals.zero_()
-        return {name: total / weight for name, (total, weight) in zip(self.names, totals, strict=True) if weight > 0}
+        means = {}
+        for name, (total, weight) in zip(self.names, rows, strict=True):
+            if weight > 0:
+                means[name] = total / weight
+        return means
 
 
 class RhoControl:
@@ -41,105 +48,180 @@ class RhoControl:
     logged, in evaluation (`False`) and in training (`True`).
     """
 
-    def __init__(self, selector: Any, args: QTSplusTrainingArguments, running: Mapping[bool, RunningMeans]):
-        self.selector, self.args, self.running = selector, args, running
-        self.alpha, self.excess = 0.0, 0.0
-        # Sums over the current step: rho (in the units of rho_history), samples, and tokens asked for
+    def __init__(
+        self,
+        selector: QTSplusSelector,
+        args: QTSplusTrainingArguments,
+        running: Mapping[bool, RunningMeans],
+    ):
+        self.selector = selector
+        self.args = args
+        self.running = running
+        self.alpha = 0.0
+        self.excess = 0.0
+        # Sums over the current step: rho (in the units of rho_history), samples, and tokens that were asked for.
         self._step = torch.zeros(3, dtype=torch.int64, device=args.device)
         self.start_step()
 
+    @property
+    def config(self) -> QTSplusConfig:
+        return self.selector.config
+
     def start_step(self) -> None:
-        """Takes the mean of rho over all steps so far, which this step's prior is."""
+        """Takes the mean of rho over all steps so far, which is this step's prior."""
         self._rho_history = self.selector.rho_history.clone()
 
     def price(self) -> dict[str, float]:
-        """By its name what holds the mean count at `target_n`."""
-        config = self.selector.config
-        return {"token_price": config.token_price} if config.budget == "loss" else {"alpha": self.alpha}
+        """The variable that holds the mean count at `target_n`, by its name."""
+        if self.config.budget == "loss":
+            return {"token_price": self.config.token_price}
+        return {"alpha": self.alpha}
 
-    def set_price(self, state: Mapping[str, Any]) -> None:
-        """As [`RhoControl.price`] gave it."""
-        for name in self.price():
-            setattr(self if name == "alpha" else self.selector.config, name, state[name])
+    def set_price(self, price: Mapping[str, float]) -> None:
+        """Restores the variable that [`RhoControl.price`] gave."""
+        if self.config.budget == "loss":
+            self.config.token_price = price["token_price"]
+        else:
+            self.alpha = price["alpha"]
 
-    def loss(self, qtsplus: Any, samples: torch.Tensor, training: bool, asked: bool = True) -> torch.Tensor | float:
+    def loss(
+        self,
+        qtsplus,
+        samples: Tensor,
+        training: bool,
+        asked: bool = True,
+    ) -> Tensor | float:
         """
         This micro-batch's part of the terms; without `training` they are only logged.
 
         Args:
-            qtsplus: the selector's output; `None` in batches of text.
-            samples: `[]`, those of the whole step with visual tokens.
+            qtsplus: the selector's [`QTSplusOutput`]; `None` in batches of text.
+            samples: `[]`, the number of samples with visual tokens in the whole step.
             asked: whether the model chose its budget, and not the call.
         """
         if qtsplus is None:
             return 0.0
-        config = self.selector.config
-        num_tokens = qtsplus.num_tokens
-        with_vision = num_tokens > 0
-        count = with_vision.sum()
-        rho, kept, num_tokens = qtsplus.rho[with_vision], qtsplus.n[with_vision], num_tokens[with_vision]
-        soft_n = rho * num_tokens
-        soft_n = soft_n - (soft_n - config.n_max).clamp(min=0).detach()  # the count of the gate, the gradient of rho M
-        pairs = zip(rho.tolist(), num_tokens.tolist(), strict=True)
-        counts = rho.new_tensor([kept_count(share, m, config.n_max) for share, m in pairs], dtype=torch.long)
+        config = self.config
         running = self.running[training]
-        logged = {"rho": rho, "n": kept, "n_soft": soft_n, "visual_tokens": num_tokens}
-        logged |= {"kept_fraction": kept / num_tokens, "hard_over_soft": kept / soft_n}
+        with_vision = qtsplus.num_tokens > 0
+        count = with_vision.sum()
+        rho = qtsplus.rho[with_vision]
+        num_tokens = qtsplus.num_tokens[with_vision]
+        soft_n = rho * num_tokens
+        # The value is the gate's count, at most n_max; the gradient is that of rho M.
+        beyond = (soft_n - config.n_max).clamp(min=0)
+        soft_n = soft_n - beyond.detach()
+        kept = qtsplus.n[with_vision]
+        logged = {
+            "rho": rho,
+            "n": kept,
+            "n_soft": soft_n,
+            "visual_tokens": num_tokens,
+            "kept_fraction": kept / num_tokens,
+            "hard_over_soft": kept / soft_n,
+        }
         for name, values in logged.items():
             running.add(name, values.sum(), count)
-        asked &= rho.requires_grad or (config.budget != "rho" and config.selection == "qtsplus")
-        if not training or asked:
-            running.add("n_asked", counts.sum(), count)  # by the model itself
-        if training and asked:
-            self._step += torch.stack([(rho.detach().double() * 2.0**32).round().long().sum(), count, counts.sum()])
+        if not rho.requires_grad:
+            asked = asked and config.budget != "rho" and config.selection == "qtsplus"
+        if asked or not training:
+            self._count_asked(rho, num_tokens, training)
         if not training or not rho.requires_grad:
             return 0.0  # there is no rho to learn where everything is kept
 
-        prior, (total, seen) = config.rho_prior, self._rho_history  # fixed, or the running mean over all earlier steps
-        if prior is None:
-            prior = (total / seen / 2.0**32).float() if seen > 0 else rho.detach()
-        loss_s = (config.lambda_s * (rho - prior).pow(2)).sum()
-        terms = {"loss_t": qtsplus.loss_t * count, "loss_m": qtsplus.loss_m * count, "loss_s": loss_s}
-        for name, term in {**terms, "threshold": qtsplus.threshold[with_vision].sum()}.items():
-            running.add(name, term, count)
-        total = sum(terms.values())
-        if config.target_n is not None:
-            damping = self.args.dual_damping * self.excess / config.target_n
-            total = total + (self.alpha + damping) * (soft_n - config.target_n).sum()
+        distance = rho - self._prior(rho)
+        loss_s = (config.lambda_s * distance.pow(2)).sum()
+        loss_t = qtsplus.loss_t * count
+        loss_m = qtsplus.loss_m * count
+        running.add("loss_t", loss_t, count)
+        running.add("loss_m", loss_m, count)
+        running.add("loss_s", loss_s, count)
+        running.add("threshold", qtsplus.threshold[with_vision].sum(), count)
+        total = loss_t + loss_m + loss_s
+        target = config.target_n
+        if target is not None:
+            damping = self.args.dual_damping * self.excess / target
+            beyond_target = (soft_n - target).sum()
+            total = total + (self.alpha + damping) * beyond_target
         return total / samples.clamp(min=1)
 
-    def finish_step(self, sum_over_processes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _count_asked(self, rho: Tensor, num_tokens: Tensor, training: bool) -> None:
+        """Adds the counts that the model itself asks for to the log and, in training, to the step."""
+        n_max = self.config.n_max
+        total = 0
+        for share, tokens in zip(rho.tolist(), num_tokens.tolist(), strict=True):
+            total += kept_count(share, tokens, n_max)
+        samples = len(rho)
+        n = torch.tensor(total, device=rho.device)
+        self.running[training].add("n_asked", n, samples)
+        if training:
+            units = rho.detach().double() * 2.0**32
+            rho_sum = units.round().long().sum()
+            self._step[0] += rho_sum
+            self._step[1] += samples
+            self._step[2] += n
+
+    def _prior(self, rho: Tensor) -> Tensor | float:
+        """The fixed prior of rho, or the mean over all earlier steps; the first step is its own prior."""
+        prior = self.config.rho_prior
+        if prior is not None:
+            return prior
+        total, seen = self._rho_history
+        if seen > 0:
+            return (total / seen / 2.0**32).float()
+        return rho.detach()
+
+    def finish_step(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
         """Moves the running mean of rho and the dual variable by what all processes saw in this optimizer step."""
-        config = self.selector.config
+        config = self.config
         step = sum_over_processes(self._step)
         _, samples, n = step
         if config.rho_prior is None:
-            self.selector.rho_history.copy_(self._rho_history + step[:2])
-        target = config.target_n
-        if target is not None and samples > 0:
-            # A start far above the target must not wind alpha up further than one far below could unwind it.
-            self.excess = min(float(n / samples) / target - 1, 1.0)
-            move = self.args.dual_learning_rate * self.excess
-            if config.budget == "loss":
-                # Where the bounds forbid the target it would run away; no token is worth more than an answer can lose.
-                config.token_price = min(max(config.token_price * math.exp(move), CHEAPEST), LOST)
-            else:
-                self.alpha = max(0.0, self.alpha + move / target)
+            history = self._rho_history + step[:2]
+            self.selector.rho_history.copy_(history)
+        if config.target_n is not None and samples > 0:
+            mean_count = float(n / samples)
+            self._move_price(mean_count, config.target_n)
         self._step.zero_()
 
+    def _move_price(self, mean_count: float, target: float) -> None:
+        """One step of the dual ascent, from the mean count that was asked for."""
+        # A start far above the target must not wind alpha up further than one far below could unwind it.
+        config = self.config
+        self.excess = min(mean_count / target - 1, 1.0)
+        move = self.args.dual_learning_rate * self.excess
+        if config.budget == "loss":
+            # Where the bounds forbid the target, the price would grow without end; no token is worth more than an
+            # answer can lose.
+            price = config.token_price * math.exp(move)
+            config.token_price = min(max(price, CHEAPEST), LOST)
+        else:
+            self.alpha = max(0.0, self.alpha + move / target)
 
-def most_tokens(totals: Sequence[int], config: Any) -> torch.Tensor:
-    """`[B]` int64, of each row's visual tokens the most that `rho_max` and `n_max` allow; 1 where there are none."""
-    return torch.tensor([kept_count(config.rho_max, total, config.n_max) for total in totals])
+
+def most_tokens(totals: Sequence[int], config: QTSplusConfig) -> Tensor:
+    """`[B]` int64, the most of each row's visual tokens that `rho_max` and `n_max` allow; 1 where there are none."""
+    rho_max = config.rho_max
+    n_max = config.n_max
+    return torch.tensor([kept_count(rho_max, total, n_max) for total in totals])
 
 
-def loss_differences(predicted: torch.Tensor, measured: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+def loss_differences(
+    predicted: Tensor,
+    measured: Tensor,
+    most: Tensor,
+) -> Tensor:
     """
-    How far off losses `[B, K]` are that a `QTSplusLossHead` predicts, of each row the mean over its counts: `[rows with
-    visual tokens]` (smooth L1). `measured` `[B, K]` is the cross-entropy of the answer with 1, 2, 4, ... tokens. What
-    is lost is lost against the largest count that the row allows, by `most` `[B]`, and counts up to [`LOST`].
+    The error (smooth L1) of the losses `[B, K]` that a `QTSplusLossHead` predicts, as the mean over the counts of each
+    row with visual tokens: `[k]`. `measured` `[B, K]` is the cross-entropy of the answer with 1, 2, 4, ... tokens. A
+    loss is measured against that of the largest count that the row allows, by `most` `[B]`, and is at most [`LOST`].
     """
-    within = 2 ** torch.arange(measured.shape[1], device=most.device) <= most[:, None]
-    excess = measured - measured.gather(1, within.sum(1, keepdim=True) - 1)
-    off = F.smooth_l1_loss(predicted, excess.clamp(0, LOST), reduction="none")
-    return ((off * within).sum(1) / within.sum(1))[most > 1]
+    steps = torch.arange(measured.shape[1], device=most.device)
+    counts = 2**steps
+    within = counts <= most[:, None]
+    largest = within.sum(1, keepdim=True) - 1
+    excess = measured - measured.gather(1, largest)
+    excess = excess.clamp(0, LOST)
+    errors = F.smooth_l1_loss(predicted, excess, reduction="none")
+    means = (errors * within).sum(1) / within.sum(1)
+    return means[most > 1]
