@@ -89,7 +89,7 @@ class TinyWorldTrainer(QTSplusTrainer):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if model.training:
             assert self._counts is not None
-            labels, samples = inputs["labels"], self._counts[-2].clamp(min=1)
+            labels, samples = inputs["labels"], self._counts.with_vision.clamp(min=1)
             inputs = {name: inputs[name] for name in inputs.keys() - {"labels", "source_ids", "skipped"}}
             further = self._dense_losses(inputs, labels, token_words if named else None, self._looks, outputs)
             for name, (weight, losses) in further.items():
@@ -159,7 +159,7 @@ class TinyWorldTrainer(QTSplusTrainer):
         more tokens. The weight undoes that further losses are means over samples.
         """
         assert self._counts is not None
-        weight = float(self._counts[-2].clamp(min=1)) / float(self._counts[: len(SOURCES)].sum().clamp(min=1))
+        weight = float(self._counts.with_vision.clamp(min=1)) / float(self._counts[: len(SOURCES)].sum().clamp(min=1))
         if qtsplus is None or not qtsplus.rho.requires_grad:
             return weight, labels.new_zeros(0, dtype=torch.float32)
         rho, with_vision, measured = qtsplus.rho, qtsplus.rho.detach() > 0, []

@@ -4,10 +4,10 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -18,23 +18,30 @@ from ..data.records import SOURCES, VideoRecord
 from .features import VideoFeatures
 
 IGNORED = -100
-SAID = 3  # reasons for skipping that are said; a file has all
+SAID = 3  # reasons for skipping that are logged; a file has all of them
+_VISUAL_INPUTS = ("pixel_values_videos", "video_features", "video_grid_thw", "second_per_grid_ts")
 
 
 def require_rates(records: Sequence[VideoRecord]) -> None:
     """Raises `ValueError` for a folder of frames without its rate."""
-    unrated = dict.fromkeys(record.video for record in records if record.fps is None and record.video is not None)
-    folder = next(filter(os.path.isdir, unrated), None)
-    if folder is not None:
-        raise ValueError(f'{folder} is a folder of frames: give their rate in its records, such as "fps": 2.')
+    checked: set[str] = set()
+    for record in records:
+        video = record.video
+        if video is None or video in checked or record.fps is not None:
+            continue
+        checked.add(video)
+        if os.path.isdir(video):
+            raise ValueError(f'{video} is a folder of frames: give their rate in its records, such as "fps": 2.')
 
 
 def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:
     """Raises `ValueError` for rates and numbers of frames that are not above 0, and for a rate beside a number."""
     for name in ("fps", "num_frames", "min_frames", "max_frames"):
         value = processor_kwargs.get(name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < float("inf")):
+        if value is None:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < float("inf"):
             raise ValueError(f"processor_kwargs.{name} is {show(value)}; expected a finite number above 0.")
     if processor_kwargs.get("fps") is not None and processor_kwargs.get("num_frames") is not None:
         raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
@@ -42,10 +49,12 @@ def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:
 
 def check_processor_kwargs(processor: Any, processor_kwargs: Mapping[str, Any]) -> None:
     """Raises `ValueError` for what no call of the processor would read."""
-    known = {*processor.video_processor.valid_kwargs.__annotations__, "videos_kwargs", "text_kwargs"}
-    unknown = sorted(set(processor_kwargs) - known)
-    if unknown:
-        raise ValueError(f"processor_kwargs.{unknown[0]} is no setting of the processor: {', '.join(sorted(known))}.")
+    known = set(processor.video_processor.valid_kwargs.__annotations__)
+    known |= {"videos_kwargs", "text_kwargs"}
+    for name in sorted(processor_kwargs):
+        if name not in known:
+            settings = ", ".join(sorted(known))
+            raise ValueError(f"processor_kwargs.{name} is no setting of the processor: {settings}.")
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,9 @@ def skipped_name(record: VideoRecord) -> str:
 
 def check_skipped(count: int, total: int, most: float, reasons: Sequence[str]) -> None:
     """Raises `ValueError` if more than a share of the records cannot be used, or none can; says the first reasons."""
-    if count > most * total or count == total > 0:
+    too_many = count > most * total
+    none_left = count == total > 0
+    if too_many or none_left:
         first = "; ".join(reason.rstrip(".") for reason in reasons[:SAID])
         raise ValueError(
             f"{count} of {total} records cannot be used, and max_skipped is {most:g}: {first}. Mend the records or "
@@ -77,7 +88,7 @@ class VideoQADataset(Dataset):
 
     Args:
         model_max_length: most text tokens of an example, prompt and answer; placeholders of visual tokens do not count,
-            since most of them never reach the language model. What is longer is cut at its end.
+            since most of them never reach the language model. Longer examples are cut at their end.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         features: of the videos, see [`encode_files`]; they take the place of the pixels.
 
@@ -101,11 +112,9 @@ class VideoQADataset(Dataset):
         self.processor_kwargs = dict(processor_kwargs or {})
         if self.processor_kwargs.get("fps") is None:
             require_rates(self.records)
-        end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self.end_of_turn: int = end[0] if isinstance(end, list) else end
-        self.answer_header = torch.tensor(
-            processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
-        )
+        self.end_of_turn: int = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        header = processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)
+        self.answer_header = torch.tensor(header["input_ids"])
         self.placeholders = torch.tensor(processor.placeholder_ids)
 
     @staticmethod
@@ -138,56 +147,79 @@ class VideoQADataset(Dataset):
                 raise ValueError(f"The record of {skipped_name(record)} cannot be used: {error}") from error
             return SkippedRecord(skipped_name(record), str(error))
 
-        prompt = inputs.pop("input_ids")[0]
+        prompt = inputs["input_ids"][0]
+        query_mask = inputs["query_mask"][0]
         answer = self.processor.text_ids(record.answer)
-        target = torch.tensor([*answer, self.end_of_turn])
+        target = torch.tensor(list(answer) + [self.end_of_turn])
         example: dict[str, Any] = {
             "input_ids": torch.cat([prompt, target]),
             "labels": torch.cat([self._earlier_answers(prompt), target]),
-            "query_mask": torch.cat([inputs.pop("query_mask")[0], torch.zeros_like(target)]),
+            "query_mask": torch.cat([query_mask, torch.zeros_like(target)]),
         }
         if self.model_max_length is not None:
-            text_tokens = (~torch.isin(example["input_ids"], self.placeholders)).cumsum(0)
-            length = int((text_tokens <= self.model_max_length).sum())
+            is_text = ~torch.isin(example["input_ids"], self.placeholders)
+            within = is_text.cumsum(0) <= self.model_max_length
+            length = int(within.sum())
             if length <= len(prompt):
                 reason = f"its prompt leaves no room for an answer within {self.model_max_length} text tokens"
                 return SkippedRecord(skipped_name(record), reason)
             example = {name: values[:length] for name, values in example.items()}
         if "query_input_ids" in inputs:
             example["query_input_ids"] = inputs["query_input_ids"][0]
-        for name in ("pixel_values_videos", "video_features", "video_grid_thw", "second_per_grid_ts"):
+        for name in _VISUAL_INPUTS:
             if name in inputs:
                 example[name] = torch.as_tensor(inputs[name])
-        return {**example, "source": record.source}
+        example["source"] = record.source
+        return example
 
     def _process(self, record: VideoRecord) -> dict[str, Any]:
-        texts = [*chain.from_iterable(record.earlier), record.question]
-        messages: list[Any] = [
-            {"role": role, "content": [{"type": "text", "text": text}]}
-            for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
-        ]
+        """The prompt of a record as the processor gives it, with its video or the features that are stored of it."""
+        messages: list[dict[str, Any]] = []
+        for question, answer in record.earlier:
+            messages.append(_message("user", question))
+            messages.append(_message("assistant", answer))
+        messages.append(_message("user", record.question))
+        stored = None
         videos: dict[str, Any] = {}
         if record.video is not None:
             messages[0]["content"].insert(0, {"type": "video"})
-            videos = {"videos": [record.video], **self.processor_kwargs}
-            if record.fps is not None:
-                videos["fps"] = record.fps
-        stored = None if self.features is None or record.video is None else self.features.load(record.video, record.fps)
-        if stored is not None:
-            videos = {name: stored[name] for name in ("video_grid_thw", "second_per_grid_ts")}
+            if self.features is not None:
+                stored = self.features.load(record.video, record.fps)
+            videos = self._video_inputs(record, stored)
         query = None if record.query is None else [record.query]
-        return {**self.processor.conversation_inputs([messages], query=query, **videos), **(stored or {})}
+        inputs = dict(self.processor.conversation_inputs([messages], query=query, **videos))
+        if stored is not None:
+            inputs.update(stored)
+        return inputs
 
-    def _earlier_answers(self, prompt: torch.Tensor) -> torch.Tensor:
+    def _video_inputs(self, record: VideoRecord, stored: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The processor's arguments about a record's video; with stored features only where its tokens are."""
+        if stored is not None:
+            return {name: stored[name] for name in ("video_grid_thw", "second_per_grid_ts")}
+        videos = dict(self.processor_kwargs)
+        videos["videos"] = [record.video]
+        if record.fps is not None:
+            videos["fps"] = record.fps
+        return videos
+
+    def _earlier_answers(self, prompt: Tensor) -> Tensor:
         """Labels `[S]` of a prompt: its answers with the tokens that end them; the last header has no answer yet."""
         labels = torch.full_like(prompt, IGNORED)
         header = self.answer_header
-        opens = (prompt.unfold(0, len(header), 1) == header).all(-1).nonzero()[:, 0] + len(header)
+        windows = prompt.unfold(0, len(header), 1)
+        opens = (windows == header).all(-1).nonzero()[:, 0]
         ends = (prompt == self.end_of_turn).nonzero()[:, 0]
-        for start in opens.tolist():
-            for stop in ends[ends >= start][:1].tolist():
-                labels[start : stop + 1] = prompt[start : stop + 1]
+        for opened in opens.tolist():
+            start = opened + len(header)
+            later = ends[ends >= start].tolist()
+            if later:
+                stop = later[0] + 1
+                labels[start:stop] = prompt[start:stop]
         return labels
+
+
+def _message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
 class VideoQACollator:
@@ -215,27 +247,43 @@ class VideoQACollator:
             videos in order, or a list of their `video_features`; `source_ids` `[B]`, indices into [`SOURCES`]; and
             `skipped`, a list of [`SkippedRecord`].
         """
-        rows = [example for example in examples if not isinstance(example, SkippedRecord)] or [self._blank]
+        rows: list[dict[str, Any]] = []
+        skipped: list[SkippedRecord] = []
+        for example in examples:
+            if isinstance(example, SkippedRecord):
+                skipped.append(example)
+            else:
+                rows.append(example)
+        if not rows:
+            rows = [self._blank]
+        sources = [SOURCES.index(row["source"]) for row in rows]
         batch: dict[str, Any] = {
-            "skipped": [example for example in examples if isinstance(example, SkippedRecord)],
-            "source_ids": torch.tensor([SOURCES.index(row["source"]) for row in rows]),
+            "skipped": skipped,
+            "source_ids": torch.tensor(sources),
             "labels": self._pad([row["labels"] for row in rows], IGNORED),
             "query_mask": self._pad([row["query_mask"] for row in rows], 0),
-            **self._pad_ids("", [row["input_ids"] for row in rows]),
         }
+        batch.update(self._pad_ids("", [row["input_ids"] for row in rows]))
         if any("query_input_ids" in row for row in rows):
-            own = [row.get("query_input_ids", row["input_ids"][row["query_mask"].bool()]) for row in rows]
-            batch |= self._pad_ids("query_", own)
-        for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_features"):
-            if parts := [row[name] for row in rows if name in row]:
-                batch[name] = parts if name == "video_features" else torch.cat(parts)
+            batch.update(self._pad_ids("query_", [self._query(row) for row in rows]))
+        for name in _VISUAL_INPUTS:
+            videos = [row[name] for row in rows if name in row]
+            if videos:
+                batch[name] = videos if name == "video_features" else torch.cat(videos)
         return batch
 
-    def _pad_ids(self, prefix: str, rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    @staticmethod
+    def _query(row: Mapping[str, Tensor]) -> Tensor:
+        """`[L]` ids of a row's query, its own or the question in its prompt."""
+        if "query_input_ids" in row:
+            return row["query_input_ids"]
+        return row["input_ids"][row["query_mask"].bool()]
+
+    def _pad_ids(self, prefix: str, rows: list[Tensor]) -> dict[str, Tensor]:
         masks = [torch.ones_like(row) for row in rows]
         ids = self._pad(rows, self.pad_token_id)
         return {f"{prefix}input_ids": ids, f"{prefix}attention_mask": self._pad(masks, 0)}
 
     @staticmethod
-    def _pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
+    def _pad(rows: list[Tensor], value: int) -> Tensor:
         return pad_sequence(rows, batch_first=True, padding_value=value)

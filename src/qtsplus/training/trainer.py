@@ -1,7 +1,7 @@
 """The Trainer of Transformers with the paper's objective, its diagnostics and its dual variable."""
 
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from accelerate.utils import gather_object
 from peft import PeftModel
 from pydantic import with_config
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 from typing_extensions import NotRequired, TypedDict
@@ -44,8 +44,17 @@ class _State(TypedDict):
 logger = logging.get_logger(__name__)
 
 _TERMS = ("loss_t", "loss_m", "loss_s", "loss_relevance", "loss_budget")
-_LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), *_TERMS)
+_LOSSES = ("loss_lm",) + tuple(f"loss_{source}" for source in SOURCES) + _TERMS
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """The numbers that the terms of an optimizer step are means over."""
+
+    tokens: Tensor  # [len(SOURCES)] int64, the supervised tokens of each source
+    with_vision: Tensor  # [], the samples with visual tokens
+    answered: Tensor  # [], the samples among them that have an answer
 
 
 class _StepCallback(TrainerCallback):
@@ -99,27 +108,29 @@ class QTSplusTrainer(Trainer):
     args: QTSplusTrainingArguments
     model: Any  # a model or a PeftModel, never None here
 
-    def __init__(self, model: nn.Module, args: QTSplusTrainingArguments, **kwargs: Any):
+    def __init__(self, model: nn.Module, args: QTSplusTrainingArguments, **kwargs):
         if not isinstance(args, QTSplusTrainingArguments):
             raise ValueError(f"Got args of the type {type(args).__name__}; expected QTSplusTrainingArguments.")
         if args.lora_rank:
-            model = add_lora(model, lora_config(args.lora_rank, args.lora_alpha, args.lora_dropout))
+            adapters = lora_config(args.lora_rank, args.lora_alpha, args.lora_dropout)
+            model = add_lora(model, adapters)
         elif not isinstance(model, PeftModel):
             freeze(model, args)
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("compute_loss_func has no effect here: add losses in a subclass's compute_loss.")
         super().__init__(model=model, args=args, **kwargs)
-        if base_model(model).model.full_length is None:
-            base_model(model).model.full_length = False  # the losses below are of the shortened prompt
+        base = base_model(model)
+        if base.model.full_length is None:
+            base.model.full_length = False  # the losses below are of the shortened prompt
         # The losses below are weighted over the whole optimizer step: nothing is left to divide by.
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
-        self.selector_config = base_model(model).config.qtsplus_config
+        self.selector_config = base.config.qtsplus_config
         # A calibration of the scores says nothing about the scores that training makes of them.
         if any(parameter.requires_grad for parameter in score_parameters(self.selector)):
             self.selector_config.seen_threshold = None
             self.selector_config.seen_area = None
-        check_relevance(base_model(model), self.args)
+        check_relevance(base, self.args)
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.selector_config.selection == "lm_attention" and fsdp is not None:
             raise ValueError(
@@ -129,8 +140,12 @@ class QTSplusTrainer(Trainer):
         self.about: dict[str, Any] = {}
         self.skipped: dict[str, str] = {}
         logged = self.loss_names + _BUDGET
-        self.running = {training: RunningMeans(logged, self.args.device) for training in (True, False)}
-        self._counts: torch.Tensor | None = None
+        device = self.args.device
+        self.running = {
+            True: RunningMeans(logged, device),
+            False: RunningMeans(logged, device),
+        }
+        self._counts: StepCounts | None = None
         self._retention: float | None = None
         self.budget = RhoControl(self.selector, self.args, self.running)
         self.add_callback(_StepCallback(self))
@@ -140,11 +155,14 @@ class QTSplusTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """As stock; counts what the terms of this optimizer step are means over."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = sum((self._count(batch) for batch in batches), torch.zeros(len(SOURCES) + 2, dtype=torch.int64))
-        self._counts = self.sum_over_processes(counts.to(self.args.device))
+        counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64)
+        for batch in batches:
+            counts += self._count(batch)
+        counts = self.sum_over_processes(counts.to(self.args.device))
+        self._counts = self._by_name(counts)
         self.budget.start_step()
         self._retention = _draw_retention(self.args, self.state.global_step)
-        return batches, self._counts[: len(SOURCES)].sum()
+        return batches, self._counts.tokens.sum()
 
     def _get_num_items_in_batch(self, batch_samples, device):
         return None  # counted above, by source
@@ -153,39 +171,50 @@ class QTSplusTrainer(Trainer):
         """The part of the optimizer step's objective that this micro-batch contributes."""
         inputs = dict(inputs)
         self._note_skipped(inputs.pop("skipped", ()))
-        counts = self._counts if model.training else self._count(inputs).to(self.args.device)
+        counts = self._counts
+        if not model.training:
+            counts = self._by_name(self._count(inputs).to(self.args.device))
         assert counts is not None
-        labels, sources = inputs.pop("labels"), _sources(inputs)
+        labels = inputs.pop("labels")
+        sources = _sources(inputs)
         inputs.pop("source_ids", None)
         if model.training and self._retention is not None:
             inputs["retention"] = self._retention
-        outputs, token_losses, rows = self.answer(model, inputs, labels, self.args.label_smoothing_factor)
-        token_source = sources[rows]
-        tokens = counts[: len(SOURCES)]  # supervised ones of the step, of each source
-        if self.args.sft_loss == "token_mean":
-            tokens = tokens.sum().expand(len(tokens))
-        loss = (token_losses / tokens.clamp(min=1)[token_source]).sum()
-        running = self.running[model.training]
-        running.add("loss_lm", token_losses.sum(), len(token_losses))
-        for index, source in enumerate(SOURCES):
-            part = token_losses[token_source == index]
-            running.add(f"loss_{source}", part.sum(), len(part))
-
-        budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training, asked=self._retention is None)
+        args = self.args
+        outputs, token_losses, rows = self.answer(model, inputs, labels, args.label_smoothing_factor)
+        qtsplus = outputs.qtsplus
+        unlimited = self._retention is None
+        loss = self._answer_loss(token_losses, sources[rows], counts, model.training)
+        budget = self.budget.loss(qtsplus, counts.with_vision, model.training, asked=unlimited)
         if model.training:
-            terms: dict[str, tuple[float, torch.Tensor]] = {}
-            if self.args.relevance_weight > 0:
-                divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels)
-                terms["loss_relevance"] = self.args.relevance_weight, divergences
-            if self._retention is None and self.selector_config.budget == "loss" and not self.args.freeze_selector:
-                terms["loss_budget"] = 1.0, self._predicted_losses(inputs, labels, outputs.qtsplus)
-            for name, (weight, losses) in terms.items():
-                loss = loss + weight * losses.sum() / counts[-1 if name == "loss_relevance" else -2].clamp(min=1)
-                running.add(name, losses.sum(), len(losses))
+            running = self.running[True]
+            if args.relevance_weight > 0:
+                divergences = self._relevance_divergences(qtsplus, inputs, labels)
+                total = divergences.sum()
+                running.add("loss_relevance", total, len(divergences))
+                loss = loss + args.relevance_weight * total / counts.answered.clamp(min=1)
+            if unlimited and self.selector_config.budget == "loss" and not args.freeze_selector:
+                errors = self._predicted_losses(inputs, labels, qtsplus)
+                total = errors.sum()
+                running.add("loss_budget", total, len(errors))
+                loss = loss + total / counts.with_vision.clamp(min=1)
             # Distributed training averages gradients over the processes, which here are parts of one sum.
             loss = (loss + budget) * self.accelerator.num_processes
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
+
+    def _answer_loss(self, token_losses: Tensor, sources: Tensor, counts: StepCounts, training: bool) -> Tensor:
+        """L_SFT of this micro-batch, from the cross-entropy `[n]` of its supervised tokens and their sources `[n]`."""
+        running = self.running[training]
+        running.add("loss_lm", token_losses.sum(), len(token_losses))
+        for index, source in enumerate(SOURCES):
+            of_source = token_losses[sources == index]
+            running.add(f"loss_{source}", of_source.sum(), len(of_source))
+        tokens = counts.tokens
+        if self.args.sft_loss == "token_mean":
+            tokens = tokens.sum().expand(len(tokens))
+        tokens = tokens.clamp(min=1)
+        return (token_losses / tokens[sources]).sum()
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """As stock; the labels are those of the shortened prompt, column for column beside the logits."""
@@ -194,75 +223,95 @@ class QTSplusTrainer(Trainer):
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         if prediction_loss_only:
             return loss, None, None
-        return loss, outputs.logits, self._compact(inputs["labels"], inputs["input_ids"], outputs.qtsplus)
+        labels = self._compact(inputs["labels"], inputs["input_ids"], outputs.qtsplus)
+        return loss, outputs.logits, labels
 
-    def _compact(self, labels: torch.Tensor, input_ids: torch.Tensor, qtsplus) -> torch.Tensor:
+    def _compact(self, labels: Tensor, input_ids: Tensor, qtsplus) -> Tensor:
         """`[B, S]` labels -> `[B, S']`, of the columns that selection left."""
-        columns = None if qtsplus is None else qtsplus.columns
-        return labels if columns is None else base_model(self.model).compact_labels(labels, input_ids, columns)
+        if qtsplus is None or qtsplus.columns is None:
+            return labels
+        return base_model(self.model).compact_labels(labels, input_ids, qtsplus.columns)
 
-    def answer(self, model, inputs: Mapping[str, Any], labels: torch.Tensor, smoothing: float = 0.0):
-        """The model's outputs, and of every supervised token its cross-entropy and its row."""
+    def answer(self, model, inputs, labels: Tensor, smoothing: float = 0.0):
+        """The model's outputs, and the cross-entropy and the row of every supervised token, `[n]` each."""
         outputs = model(**inputs, use_cache=False)
         labels = self._compact(labels, inputs["input_ids"], outputs.qtsplus)
-        supervised = labels[:, 1:] != IGNORED
+        targets = labels[:, 1:]
+        supervised = targets != IGNORED
         logits = outputs.logits[:, :-1][supervised].float()
-        losses = F.cross_entropy(logits, labels[:, 1:][supervised], reduction="none", label_smoothing=smoothing)
-        return outputs, losses, supervised.nonzero()[:, 0]
+        losses = F.cross_entropy(logits, targets[supervised], reduction="none", label_smoothing=smoothing)
+        rows = supervised.nonzero()[:, 0]
+        return outputs, losses, rows
 
-    def _predicted_losses(self, inputs, labels, qtsplus) -> torch.Tensor:
-        """Of each sample with visual tokens how far off the losses are that the budget head predicts, `[k]`."""
-        totals = [0] if qtsplus is None else qtsplus.num_tokens.tolist()
+    def _predicted_losses(self, inputs, labels, qtsplus) -> Tensor:
+        """How far off the losses are that the budget head predicts, `[k]` for the samples with visual tokens."""
+        totals = [0]
+        if qtsplus is not None:
+            totals = qtsplus.num_tokens.tolist()
         most = most_tokens(totals, self.selector_config).to(labels.device)
-        steps = int(self.accelerator.gather(most.max()).max()).bit_length()  # no process may wait for another's pass
-        steps = min(steps, DOUBLINGS)
+        largest = self.accelerator.gather(most.max()).max()  # no process may wait for another's pass
+        steps = min(int(largest).bit_length(), DOUBLINGS)
         measured = torch.zeros(len(labels), steps, device=labels.device)  # the whole answer's loss with 1, 2, 4, ...
-        with evaluating(self.model), torch.no_grad():  # kept is what inference keeps
+        limited = dict(inputs)
+        limited["retention"] = 1.0
+        with evaluating(self.model), torch.no_grad():  # the tokens that are kept are those of inference
             for step in range(steps):
-                limited = {**inputs, "retention": 1.0, "max_visual_tokens": 2**step}
+                limited["max_visual_tokens"] = 2**step
                 _, token_losses, rows = self.answer(self.model, limited, labels)
                 measured[:, step].index_add_(0, rows, token_losses)
         if qtsplus is None:
             return measured[:0, 0]
         return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
 
-    def attention_targets(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> Sequence[torch.Tensor]:
+    def attention_targets(self, inputs: Mapping[str, Any], labels: Tensor) -> Sequence[Tensor]:
         """What teaches the scores of each row, see [`answer_attention`]."""
-        return answer_attention(self.model, inputs, labels, AttentionChoice.of(self.args))
+        choice = AttentionChoice.of(self.args)
+        return answer_attention(self.model, inputs, labels, choice)
 
-    def _relevance_divergences(self, qtsplus, inputs, labels) -> torch.Tensor:
-        """Of each sample with visual tokens and an answer, how far the scores are from the attention."""
+    def _relevance_divergences(self, qtsplus, inputs, labels) -> Tensor:
+        """How far the scores are from the attention, `[k]` for the samples with visual tokens and an answer."""
         targets = self.attention_targets(inputs, labels)  # in every process, which may share out the layers
         if qtsplus is None or qtsplus.log_relevance is None:
             return torch.zeros(0, device=labels.device)
         null_token = self.selector_config.null_token
         return relevance_divergences(qtsplus.log_relevance, targets, null_token).to(labels.device)
 
-    def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def _count(self, batch: Mapping[str, Any]) -> Tensor:
         """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, those with an answer too."""
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
         counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=tokens.device)
         counts.index_add_(0, _sources(batch), tokens)
-        with_vision = (batch["input_ids"] == base_model(self.model).config.video_token_id).any(1)
-        counts[-2], counts[-1] = with_vision.sum(), (with_vision & (tokens > 0)).sum()
+        placeholder = base_model(self.model).config.video_token_id
+        with_vision = (batch["input_ids"] == placeholder).any(1)
+        answered = with_vision & (tokens > 0)
+        counts[-2] = with_vision.sum()
+        counts[-1] = answered.sum()
         return counts.cpu()
 
-    def sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def _by_name(counts: Tensor) -> StepCounts:
+        return StepCounts(tokens=counts[:-2], with_vision=counts[-2], answered=counts[-1])
+
+    def sum_over_processes(self, values: Tensor) -> Tensor:
         return self.accelerator.reduce(values.clone(), reduction="sum")
 
     # --- The log ---
 
     def _note_skipped(self, skipped: list[SkippedRecord] | tuple[()]) -> None:
-        """Says the first ones; a `ValueError` for more than `max_skipped` of the records."""
-        new = {record.name: record.reason for record in skipped if record.name not in self.skipped}
-        for name, reason in list(new.items())[: max(0, SAID - len(self.skipped))]:
-            logger.warning(f"Skipped {name}: {reason}")
-        self.skipped.update(new)
-        if not new or not isinstance(self.train_dataset, VideoQADataset):
+        """Says the first reasons; a `ValueError` for more than `max_skipped` of the records."""
+        before = len(self.skipped)
+        for record in skipped:
+            if record.name not in self.skipped:
+                if len(self.skipped) < SAID:
+                    logger.warning(f"Skipped {record.name}: {record.reason}")
+                self.skipped[record.name] = record.reason
+        dataset = self.train_dataset
+        if len(self.skipped) == before or not isinstance(dataset, VideoQADataset):
             return
-        count = sum(self.train_dataset.names[name] for name in self.skipped)
+        count = sum(dataset.names[name] for name in self.skipped)
+        reasons = list(self.skipped.values())
         try:
-            check_skipped(count, len(self.train_dataset), self.args.max_skipped, list(self.skipped.values()))
+            check_skipped(count, len(dataset), self.args.max_skipped, reasons)
         except ValueError:
             self._write_skipped()
             raise
@@ -285,9 +334,12 @@ class QTSplusTrainer(Trainer):
                 logs |= self.budget.price()
             if self._gather_skipped():
                 logs["skipped_files"] = len(self.skipped)
-        for name in [name for name in logs if name.startswith("eval") and name.endswith("_loss")]:
-            means = self.running[False].pop(self.sum_over_processes)
-            logs.update({name.removesuffix("loss") + mean: value for mean, value in means.items()})
+        for name in list(logs):
+            if name.startswith("eval") and name.endswith("_loss"):
+                prefix = name.removesuffix("loss")
+                means = self.running[False].pop(self.sum_over_processes)
+                for mean, value in means.items():
+                    logs[prefix + mean] = value
         super().log(logs, start_time)
 
     def _gather_skipped(self) -> dict[str, str]:
@@ -298,7 +350,7 @@ class QTSplusTrainer(Trainer):
 
     # --- Sharding, optimizer and checkpoints ---
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_for_training(self, *args, **kwargs):
         """As stock; shares out the layers of the language model alone, see sharding.py."""
         model = base_model(self.model)
         layer = layer_class(model)
@@ -307,18 +359,21 @@ class QTSplusTrainer(Trainer):
         keep_gathered(self.model, layer)
         return prepared
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As stock, with a group for every part that has a learning rate of its own."""
         args = self.args
-        if (args.language_model_learning_rate, args.vision_learning_rate) == (None, None):
+        if args.language_model_learning_rate is None and args.vision_learning_rate is None:
+            # The oldest Transformers takes no argument here.
             return super().create_optimizer() if model is None else super().create_optimizer(model)
         if self.optimizer is None:
-            model = self.model if model is None else model
+            if model is None:
+                model = self.model
             kind, settings = self.get_optimizer_cls_and_kwargs(args, model)
-            self.optimizer = kind(parameter_groups(model, args, self.get_decay_parameter_names(model)), **settings)
+            groups = parameter_groups(model, args, self.get_decay_parameter_names(model))
+            self.optimizer = kind(groups, **settings)
         return self.optimizer
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+    def create_model_card(self, *args, **kwargs) -> None:
         """Writes the card of a QTSplus model, as `qtsplus publish` would, with `about`; an adapter's as stock."""
         if not self.is_world_process_zero():
             return
@@ -326,13 +381,14 @@ class QTSplusTrainer(Trainer):
             super().create_model_card(*args, **kwargs)
             return
         folder = Path(str(self.args.output_dir))
-        repository = self.hub_model_id or self.args.hub_model_id
-        weights = f"The weights were trained with `qtsplus train` for {self.state.global_step} steps."
-        about = {**known_front_matter(self.model), "weights": weights, **self.about}
-        card = model_card(self.model, repository or f"org/{folder.resolve().name}", about)
+        repository = self.hub_model_id or self.args.hub_model_id or f"org/{folder.resolve().name}"
+        about = known_front_matter(self.model)
+        about["weights"] = f"The weights were trained with `qtsplus train` for {self.state.global_step} steps."
+        about.update(self.about)
+        card = model_card(self.model, repository, about)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+    def _save(self, output_dir=None, state_dict=None) -> None:
         """As stock. A sharded model gives tied weights twice."""
         if state_dict:
             tied = base_model(self.model).all_tied_weights_keys
@@ -343,7 +399,9 @@ class QTSplusTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         skipped = self._gather_skipped()
         if self.args.should_save:
-            state = {**self.budget.price(), "excess": self.budget.excess, "skipped": skipped}
+            state: dict[str, Any] = dict(self.budget.price())
+            state["excess"] = self.budget.excess
+            state["skipped"] = skipped
             write_json(Path(output_dir, STATE_FILE), state)
             self._write_skipped()
 
@@ -357,23 +415,30 @@ class QTSplusTrainer(Trainer):
         self._load_budget(self.state.best_model_checkpoint)
 
     def _load_budget(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and os.path.exists(os.path.join(checkpoint, STATE_FILE)):
-            state = read_stored(Path(checkpoint, STATE_FILE), _State)
+        if checkpoint is None:
+            return
+        path = Path(checkpoint, STATE_FILE)
+        if path.exists():
+            state = read_stored(path, _State)
             self.budget.set_price(state)
-            self.budget.excess, self.skipped = state["excess"], {**state["skipped"], **self.skipped}
+            self.budget.excess = state["excess"]
+            self.skipped = state["skipped"] | self.skipped
 
 
 def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
     """The fraction to keep in this optimizer step, on every process; `None` leaves it to the prediction."""
     if args.retention_range is None:
         return None
-    drawn = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-    share, place = torch.rand(2, generator=drawn).tolist()
+    seed = args.seed * 1_000_003 + step
+    generator = torch.Generator().manual_seed(seed)
+    share, place = torch.rand(2, generator=generator).tolist()
+    if share >= args.retention_share:
+        return None
     low, high = args.retention_range
-    return low * (high / low) ** place if share < args.retention_share else None
+    return low * (high / low) ** place
 
 
-def _sources(batch: Mapping[str, Any]) -> torch.Tensor:
+def _sources(batch: Mapping[str, Any]) -> Tensor:
     """`[B]` indices into [`SOURCES`]; "vqa" for batches of another collator."""
     if "source_ids" in batch:
         return batch["source_ids"]
