@@ -82,6 +82,9 @@ def check_skipped(count: int, total: int, most: float, reasons: Sequence[str]) -
         )
 
 
+Inputs = dict[str, Any]
+
+
 class VideoQADataset(Dataset):
     """
     Videos are decoded when an item is asked for, which is in the DataLoader's workers.
@@ -125,11 +128,11 @@ class VideoQADataset(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, index: int) -> dict[str, Any] | SkippedRecord:
+    def __getitem__(self, index: int) -> Inputs | SkippedRecord:
         """See [`example`](VideoQADataset.example)."""
         return self.example(self.records[index])
 
-    def example(self, record: VideoRecord) -> dict[str, Any] | SkippedRecord:
+    def example(self, record: VideoRecord) -> Inputs | SkippedRecord:
         """
         A record, not necessarily of the dataset, as a model's inputs.
 
@@ -151,7 +154,7 @@ class VideoQADataset(Dataset):
         query_mask = inputs["query_mask"][0]
         answer = self.processor.text_ids(record.answer)
         target = torch.tensor(list(answer) + [self.end_of_turn])
-        example: dict[str, Any] = {
+        example: Inputs = {
             "input_ids": torch.cat([prompt, target]),
             "labels": torch.cat([self._earlier_answers(prompt), target]),
             "query_mask": torch.cat([query_mask, torch.zeros_like(target)]),
@@ -172,15 +175,15 @@ class VideoQADataset(Dataset):
         example["source"] = record.source
         return example
 
-    def _process(self, record: VideoRecord) -> dict[str, Any]:
+    def _process(self, record: VideoRecord) -> Inputs:
         """The prompt of a record as the processor gives it, with its video or the features that are stored of it."""
-        messages: list[dict[str, Any]] = []
+        messages: list[Inputs] = []
         for question, answer in record.earlier:
             messages.append(_message("user", question))
             messages.append(_message("assistant", answer))
         messages.append(_message("user", record.question))
         stored = None
-        videos: dict[str, Any] = {}
+        videos: Inputs = {}
         if record.video is not None:
             messages[0]["content"].insert(0, {"type": "video"})
             if self.features is not None:
@@ -192,7 +195,7 @@ class VideoQADataset(Dataset):
             inputs.update(stored)
         return inputs
 
-    def _video_inputs(self, record: VideoRecord, stored: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _video_inputs(self, record: VideoRecord, stored: Mapping[str, Any] | None) -> Inputs:
         """The processor's arguments about a record's video; with stored features only where its tokens are."""
         if stored is not None:
             return {name: stored[name] for name in ("video_grid_thw", "second_per_grid_ts")}
@@ -218,7 +221,7 @@ class VideoQADataset(Dataset):
         return labels
 
 
-def _message(role: str, text: str) -> dict[str, Any]:
+def _message(role: str, text: str) -> Inputs:
     return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
@@ -239,7 +242,7 @@ class VideoQACollator:
             "source": SOURCES[0],
         }
 
-    def __call__(self, examples: Sequence[dict[str, Any] | SkippedRecord]) -> dict[str, Any]:
+    def __call__(self, examples: Sequence[Inputs | SkippedRecord]) -> Inputs:
         """
         Returns:
             `input_ids`, `attention_mask`, `labels`, `query_mask` `[B, S]`; `query_input_ids`, `query_attention_mask`
@@ -247,7 +250,7 @@ class VideoQACollator:
             videos in order, or a list of their `video_features`; `source_ids` `[B]`, indices into [`SOURCES`]; and
             `skipped`, a list of [`SkippedRecord`].
         """
-        rows: list[dict[str, Any]] = []
+        rows: list[Inputs] = []
         skipped: list[SkippedRecord] = []
         for example in examples:
             if isinstance(example, SkippedRecord):
@@ -257,7 +260,7 @@ class VideoQACollator:
         if not rows:
             rows = [self._blank]
         sources = [SOURCES.index(row["source"]) for row in rows]
-        batch: dict[str, Any] = {
+        batch: Inputs = {
             "skipped": skipped,
             "source_ids": torch.tensor(sources),
             "labels": self._pad([row["labels"] for row in rows], IGNORED),

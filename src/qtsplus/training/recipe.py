@@ -1,5 +1,6 @@
 """Recipes: a YAML file with a model, data and training section, and perhaps several stages that change them."""
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +92,9 @@ class Recipe:
     @property
     def name(self) -> str:
         """What it is called in messages."""
-        return f"{self.path.stem}, stage {self.stage}" if self.stage else self.path.stem
+        if self.stage:
+            return f"{self.path.stem}, stage {self.stage}"
+        return self.path.stem
 
     @property
     def output_dir(self) -> Path:
@@ -121,21 +124,25 @@ def load_stages(
             refuses.
     """
     sections, stages = _read(path)
-    loaded: list[Recipe] = []
-    for name, changes in stages.items():
+    last = list(stages)[-1]
+    recipes: list[Recipe] = []
+    for stage, changes in stages.items():
         merged = _merge(sections, changes)
         for override in overrides:
             _apply(override, merged)
-        merged = _merge(_variant_defaults(merged["model"].get("variant")), merged)
-        if loaded:
-            merged["model"]["weights"] = str(loaded[-1].output_dir)
-        _name_folders(merged, "" if len(loaded) == len(stages) - 1 else name)
-        loaded.append(_build(path, merged, name, trainer_class))
-    return loaded
+        defaults = _variant_defaults(merged["model"].get("variant"))
+        merged = _merge(defaults, merged)
+        if recipes:
+            merged["model"]["weights"] = str(recipes[-1].output_dir)
+        _name_variant(merged)
+        if stage != last:
+            _name_stage(merged, stage)
+        recipes.append(_build(path, merged, stage, trainer_class))
+    return recipes
 
 
 def _read(path: str | os.PathLike) -> tuple[Sections, dict[str, Sections]]:
-    """The sections of a file, and by its name what each stage changes of them."""
+    """The sections of a file, and the changes of each stage by its name; without stages there is one, named ""."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -143,12 +150,19 @@ def _read(path: str | os.PathLike) -> tuple[Sections, dict[str, Sections]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file; expected a recipe in YAML.") from error
     content = parse_yaml(text, str(path))
-    stages = content.pop("stages", None) if isinstance(content, dict) else None
+    stages = None
+    if isinstance(content, dict):
+        stages = content.pop("stages", None)
+    sections = _sections(path, content)
     if stages is None:
-        return _sections(path, content), {"": {}}
-    if not isinstance(stages, dict) or not stages or not all(isinstance(name, str) and name for name in stages):
+        return sections, {"": {}}
+    named = isinstance(stages, dict) and all(isinstance(name, str) and name for name in stages)
+    if not named or not stages:
         raise ValueError(f"{path}: stages is {show(stages)}; expected sections by the name of each stage.")
-    return _sections(path, content), {name: _sections(f"{path}: {name}", part) for name, part in stages.items()}
+    changes = {}
+    for name, section in stages.items():
+        changes[name] = _sections(f"{path}: {name}", section)
+    return sections, changes
 
 
 def _sections(where: str | os.PathLike, content: Any) -> Sections:
@@ -162,30 +176,36 @@ def _sections(where: str | os.PathLike, content: Any) -> Sections:
 
 def _variant_defaults(variant: object) -> Sections:
     """What a recipe leaves to its variant."""
-    path = hub_configs() / str(variant) / "recipe.yaml"
-    if not isinstance(variant, str) or not variant.strip() or not path.exists():
+    if not isinstance(variant, str) or not variant.strip():
+        return {}
+    path = hub_configs() / variant / "recipe.yaml"
+    if not path.exists():
         return {}
     require_variant(variant)
-    return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    text = path.read_text(encoding="utf-8")
+    return parse_yaml(text, str(path))
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the fields of `changes`, section by section; nothing is shared with either."""
-    merged = {key: _merge(value, {}) if isinstance(value, dict) else value for key, value in base.items()}
+    merged = copy.deepcopy(dict(base))
     for key, value in changes.items():
-        inner = merged.get(key)
-        merged[key] = _merge(inner if isinstance(inner, dict) else {}, value) if isinstance(value, dict) else value
+        before = merged.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            merged[key] = _merge(before, value)
+        else:
+            merged[key] = copy.deepcopy(value)
     return merged
 
 
 def _apply(override: str, sections: Sections) -> None:
     """Sets the one field that an override names."""
     key, separator, value = override.partition("=")
-    section, _, name = key.partition(".")
-    *parents, last = name.split(".")
-    if not separator or section not in sections or not all((*parents, last)):
-        expected = f"SECTION.FIELD=VALUE with one of the sections {', '.join(_SECTIONS)}"
-        raise ValueError(f"{override!r}: expected {expected}.")
+    section, *parents = key.split(".")
+    if not separator or not parents or section not in sections or not all(parents):
+        known = ", ".join(_SECTIONS)
+        raise ValueError(f"{override!r}: expected SECTION.FIELD=VALUE with one of the sections {known}.")
+    last = parents.pop()
     target = sections[section]
     for parent in parents:
         target = target.setdefault(parent, {})
@@ -194,23 +214,34 @@ def _apply(override: str, sections: Sections) -> None:
     target[last] = parse_yaml(value, repr(override))
 
 
-def _name_folders(sections: Sections, stage: str) -> None:
-    """Puts the variant's name, and that of a stage before the last, into the folders that a recipe writes to."""
-    variant = sections["model"].get("variant") or Path(str(sections["model"].get("weights"))).name
+def _name_variant(sections: Sections) -> None:
+    """Puts the variant's name, or else that of the weights, into the folders that a recipe writes to."""
+    model = sections["model"]
+    variant = model.get("variant")
+    if not variant:
+        variant = Path(str(model.get("weights"))).name
     for section, name in (("training", "output_dir"), ("data", "features")):
         folder = sections[section].get(name)
         if isinstance(folder, str):
             sections[section][name] = folder.replace("{variant}", str(variant))
+
+
+def _name_stage(sections: Sections, stage: str) -> None:
+    """Gives a stage before the last a folder of its own."""
     folder = sections["training"].get("output_dir")
-    if stage and isinstance(folder, str) and folder.strip():
+    if isinstance(folder, str) and folder.strip():
         sections["training"]["output_dir"] = str(Path(folder) / stage)
 
 
 def _build(path: str | os.PathLike, sections: Sections, stage: str, trainer_class: type[QTSplusTrainer]) -> Recipe:
-    kinds: dict[str, Any] = {"model": ModelArguments, "data": DataArguments, "training": trainer_class.arguments_class}
-    model, data, training = (build(f"{path}: {name}.", kinds[name], sections[name]) for name in _SECTIONS)
-    if not str(sections["training"].get("output_dir", training.output_dir) or "").strip():
+    arguments_class = trainer_class.arguments_class
+    model = build(f"{path}: model.", ModelArguments, sections["model"])
+    data = build(f"{path}: data.", DataArguments, sections["data"])
+    training = build(f"{path}: training.", arguments_class, sections["training"])
+    output_dir = sections["training"].get("output_dir", training.output_dir)
+    if not str(output_dir or "").strip():
         raise ValueError(f"{path}: training.output_dir is empty; expected the folder to write to.")
-    if not data.eval_files and (training.eval_strategy != "no" or training.load_best_model_at_end):
+    evaluates = training.eval_strategy != "no" or training.load_best_model_at_end
+    if evaluates and not data.eval_files:
         raise ValueError(f"{path}: training asks for evaluation, but data.eval_files is empty: name files there.")
     return Recipe(model, data, training, Path(path), stage, trainer_class)

@@ -19,7 +19,7 @@ from ..common.files import check_folder, require_space
 from ..data.records import VideoRecord
 from ..hub.card import card_data
 from .dataset import VideoQADataset, check_processor_kwargs, check_skipped, require_rates
-from .features import encode_files
+from .features import VideoFeatures, encode_files
 from .freezing import vision_modules
 from .models import make_config, make_model, make_processor
 from .plan import make_plan
@@ -36,18 +36,22 @@ def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
     if not resume:
         for stage in stages:
             require_free(stage.output_dir)
-    for index, stage in enumerate(stages):
-        if resume and index < len(stages) - 1 and is_finished(stage.output_dir):
+    first = stages[0]
+    last = stages[-1]
+    for stage in stages:
+        finished = is_finished(stage.output_dir)
+        if resume and finished and stage is not last:
             logger.warning(f"{stage.name} is finished: {stage.output_dir}.")
             continue
-        begun = index == 0 or last_checkpoint(stage.output_dir) is not None or is_finished(stage.output_dir)
+        begun = stage is first or finished or last_checkpoint(stage.output_dir) is not None
         if resume and not begun:
             logger.warning(f"{stage.name} has no checkpoint yet and starts from its first step.")
-        # Arguments of its own prepare the process anew: a Trainer leaves its sharding behind.
-        run(replace(stage, training=replace(stage.training)), resume and begun)
-        gc.collect()  # a Trainer refers to itself, and holds its model until it is looked for
+        # A copy of the arguments prepares the process again: a Trainer leaves its sharding behind.
+        stage = replace(stage, training=replace(stage.training))
+        run(stage, resume and begun)
+        gc.collect()  # a Trainer refers to itself, and holds its model until the collector finds it
     PartialState().destroy_process_group()
-    return stages[-1].output_dir
+    return last.output_dir
 
 
 def run(recipe: Recipe, resume: bool = False) -> Path:
@@ -63,7 +67,9 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     if not resume:
         require_free(output_dir)
     elif checkpoint is None:
-        kept = "; its save_strategy is 'no'" if recipe.training.save_strategy == "no" else ""
+        kept = ""
+        if recipe.training.save_strategy == "no":
+            kept = "; its save_strategy is 'no'"
         raise ValueError(
             f"There is nothing to resume: {output_dir} holds no complete checkpoint{kept}. Leave out --resume to start "
             "from the first step."
@@ -86,9 +92,13 @@ def require_free(output_dir: Path) -> None:
     checkpoint = last_checkpoint(output_dir)
     if checkpoint is not None and not is_finished(output_dir):
         raise ValueError(f"{output_dir} holds {checkpoint.name}: resume the run, or choose another output_dir.")
-    names = sorted(path.name for path in output_dir.iterdir() if path.is_file() or _CHECKPOINT.fullmatch(path.name))
-    if names not in ([], [SKIPPED_FILE]):  # which a run leaves that ended for them
-        what = "a finished model" if is_finished(output_dir) else names[0]
+    what = "a finished model" if is_finished(output_dir) else None
+    for path in sorted(output_dir.iterdir()):
+        if path.name == SKIPPED_FILE:  # a run that ended for too many skipped records leaves it
+            continue
+        if path.is_file() or _CHECKPOINT.fullmatch(path.name):
+            what = what or path.name
+    if what is not None:
         raise ValueError(f"{output_dir} holds {what}, which is not replaced: choose another output_dir.")
 
 
@@ -99,51 +109,43 @@ def is_finished(output_dir: Path) -> bool:
 
 def last_checkpoint(output_dir: Path) -> Path | None:
     """The newest checkpoint that was written to its end: the Trainer's state is the last file."""
-    steps = {int(name[1]): path for path in output_dir.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))}
-    for _, path in sorted(steps.items(), reverse=True):
+    folders = {}
+    for path in output_dir.glob("*"):
+        name = _CHECKPOINT.fullmatch(path.name)
+        if name is not None:
+            folders[int(name[1])] = path
+    for step in sorted(folders, reverse=True):
+        folder = folders[step]
         with suppress(FileNotFoundError, ValueError):
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-            return path
+            json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+            return folder
     return None
 
 
 def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     """The Trainer of a recipe; a `ValueError` for weights or records that are not there or cannot be read."""
-    args, training, data, trainer_class = recipe.model, recipe.training, recipe.data, recipe.trainer_class
-    train, evaluation = (  # what is quickly read is read first
-        [record for path in files for record in trainer_class.dataset_class.read(path, data.media_root)]
-        for files in (data.train_files, data.eval_files)
-    )
+    args = recipe.model
+    data = recipe.data
+    training = recipe.training
+    trainer_class = recipe.trainer_class
+    train = _read_records(recipe, data.train_files)
+    evaluation = _read_records(recipe, data.eval_files)
     if not train:
         raise ValueError(f"{recipe.path}: data.train_files hold no record.")
-    if data.features is not None and not training.freeze_vision_model:
-        raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
-    frozen = training.freeze_language_model or training.freeze_vision_model
-    if args.dtype != "float32" and frozen and not (training.bf16 or training.fp16):
-        raise ValueError(f"model.dtype={args.dtype} is of what is frozen; expected training.bf16 or training.fp16 too.")
+    _check_frozen(recipe)
     if args.weights is None:
         logger.warning(f"No model.weights: {recipe.name} starts from random ones.")
     config = make_config(args.variant, args.weights, args.selector)
     processor = make_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
-    if data.processor_kwargs.get("fps") is None:
-        require_rates(train)
-    places = [record.video for record in train if record.video is not None and "://" not in record.video]
-    missing = [f"there is no video at {place!r}" for place in places if not os.path.exists(place)]
-    check_skipped(len(missing), len(train), training.max_skipped, missing)
+    _check_videos(recipe, train)
     model = make_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, training.seed)
     features = None
     if data.features is not None:
-        for module in vision_modules(model).values():
-            module.to(training.device)
-        videos = [(record.video, record.fps) for record in train + evaluation if record.video is not None]
-        mixed = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
-        settings = data.features, data.processor_kwargs, mixed, training.dataloader_num_workers
-        features = encode_files(model, processor, videos, *settings)
+        features = _encode_videos(recipe, data.features, model, processor, train + evaluation)
 
     def dataset(records: list[VideoRecord]) -> VideoQADataset:
-        settings = data.model_max_length, data.processor_kwargs, features
-        return trainer_class.dataset_class(records, processor, *settings)
+        return trainer_class.dataset_class(records, processor, data.model_max_length, data.processor_kwargs, features)
 
     trainer = trainer_class(
         model,
@@ -153,13 +155,58 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         data_collator=trainer_class.collator_class(processor),
         processing_class=processor,
     )
-    base = args.variant if args.weights is not None else None
+    if args.weights is not None:
+        trainer.about = card_data(args.variant, "license", "license_name", "license_link", "base_model")
     names = ", ".join(f"`{Path(path).name}`" for path in data.train_files)
-    trainer.about = {
-        **card_data(base, "license", "license_name", "license_link", "base_model"),
-        "training_data": f"{len(train)} records of {names}.",
-    }
+    trainer.about["training_data"] = f"{len(train)} records of {names}."
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return trainer
+
+
+def _read_records(recipe: Recipe, files: list[str]) -> list[VideoRecord]:
+    dataset_class = recipe.trainer_class.dataset_class
+    records: list[VideoRecord] = []
+    for path in files:
+        records += dataset_class.read(path, recipe.data.media_root)
+    return records
+
+
+def _check_frozen(recipe: Recipe) -> None:
+    """Raises `ValueError` for features of a tower that trains, and for a dtype in which nothing would be computed."""
+    training = recipe.training
+    dtype = recipe.model.dtype
+    if recipe.data.features is not None and not training.freeze_vision_model:
+        raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
+    frozen = training.freeze_language_model or training.freeze_vision_model
+    mixed = training.bf16 or training.fp16
+    if dtype != "float32" and frozen and not mixed:
+        raise ValueError(f"model.dtype={dtype} is of what is frozen; expected training.bf16 or training.fp16 too.")
+
+
+def _check_videos(recipe: Recipe, records: list[VideoRecord]) -> None:
+    """Raises `ValueError` for folders of frames without their rate, and for too many videos that are not there."""
+    if recipe.data.processor_kwargs.get("fps") is None:
+        require_rates(records)
+    missing = []
+    for record in records:
+        video = record.video
+        if video is not None and "://" not in video and not os.path.exists(video):
+            missing.append(f"there is no video at {video!r}")
+    check_skipped(len(missing), len(records), recipe.training.max_skipped, missing)
+
+
+def _encode_videos(recipe: Recipe, folder: str, model, processor, records: list[VideoRecord]) -> VideoFeatures:
+    """The features of all videos of the records, kept in a folder."""
+    training = recipe.training
+    for module in vision_modules(model).values():
+        module.to(training.device)
+    mixed = None
+    if training.bf16:
+        mixed = torch.bfloat16
+    elif training.fp16:
+        mixed = torch.float16
+    videos = [(record.video, record.fps) for record in records if record.video is not None]
+    workers = training.dataloader_num_workers
+    return encode_files(model, processor, videos, folder, recipe.data.processor_kwargs, mixed, workers)
