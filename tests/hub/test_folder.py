@@ -1,5 +1,6 @@
 """A folder appears whole or not at all, also when its process is killed or is not alone."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -86,6 +87,17 @@ def test_what_no_earlier_run_wrote_stays(tmp_path, name):
     with pytest.raises(FileExistsError, match=rf"did not write, or that were changed since \({name}\)"):
         lines(tmp_path / "hub")
     assert (tmp_path / "hub" / name).read_text() == "my words"
+
+
+def test_a_file_changed_to_the_same_size_and_time_stays(tmp_path):
+    lines(tmp_path / "hub")
+    card = tmp_path / "hub" / "README.md"
+    state = card.stat()
+    card.write_text("a poem")
+    os.utime(card, ns=(state.st_atime_ns, state.st_mtime_ns))
+    with pytest.raises(FileExistsError, match="changed since"):
+        lines(tmp_path / "hub")
+    assert card.read_text() == "a poem"
 
 
 @pytest.mark.parametrize("name", ["", " "])

@@ -261,6 +261,25 @@ def test_a_reader_changes_nothing(library):
     journal.write_bytes(whole)
 
 
+def test_a_video_that_is_swapped_while_it_is_encoded_has_no_features_yet(mine, loaded, tmp_path, monkeypatch):
+    """Else the features of another video would stand for the first one's content."""
+    folder = tmp_path / "library"
+    write_mp4(tmp_path / "other.mp4", render_world(make_world(111)), 2)
+
+    def swapping(*call, **options):
+        if call[2].name == "b.mp4" and (tmp_path / "other.mp4").exists():
+            (tmp_path / "other.mp4").replace(call[2])
+        return session.encode(*call, **options)
+
+    monkeypatch.setattr("qtsplus.library.indexing.encode", swapping)
+    first = index(mine, folder, *loaded).entries["b.mp4"]
+    assert first["features"] is None
+    assert first["error"].startswith("It was changed while it was read")
+    again = index(mine, folder, *loaded).entries["b.mp4"]
+    assert again["features"] is not None
+    assert again["content"] != first["content"]
+
+
 def test_two_at_once(mine, loaded, tmp_path):
     (tmp_path / "library").mkdir()
     with (

@@ -1,6 +1,7 @@
 """Training from features encoded once: the same losses, and each video is encoded a single time."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -106,6 +107,34 @@ def test_frames_of_a_folder_that_were_changed_are_others(tmp_path):
     assert kept.file(str(frames), 2.0) == before != kept.file(str(frames), 1.0)
     (frames / "0.png").write_bytes(b"another")
     assert kept.file(str(frames), 2.0) != before
+
+
+def test_a_video_replaced_with_the_same_size_and_time_is_another(tmp_path):
+    video = tmp_path / "a.mp4"
+    video.write_bytes(b"one")
+    state = video.stat()
+    before = features.VideoFeatures(tmp_path).file(str(video))
+    video.write_bytes(b"two")
+    os.utime(video, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert features.VideoFeatures(tmp_path).file(str(video)) != before
+
+
+def test_a_video_that_is_swapped_while_it_is_read_leaves_no_features(tmp_path, tiny_mp4):
+    video = tmp_path / "a.mp4"
+    video.write_bytes(tiny_mp4.read_bytes())
+    (tmp_path / "other.mp4").write_bytes(tiny_mp4.read_bytes())
+
+    class Swapping:
+        video_token = "<video>"
+
+        def __call__(self, **inputs):
+            (tmp_path / "other.mp4").replace(video)
+            return {name: [0] for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")}
+
+    kept = features.VideoFeatures(tmp_path)
+    old = kept.file(str(video))
+    assert features._decode(kept, Swapping(), {}, (str(video), None)) == (old, None)
+    assert kept.file(str(video)) != old
 
 
 def test_frozen_weights_of_16_bits_need_mixed_precision(recipe_file):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from clips import make_world, render_world, write_mp4
 from qtsplus.cli import app
-from qtsplus.common.journals import seal
+from qtsplus.common.journals import file_state, seal
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Index, Library
 from qtsplus.video import storage
@@ -232,7 +232,7 @@ def test_features_and_grids_that_no_model_makes_are_refused(folder, loaded, chan
 def test_a_film_that_a_stranger_has_not_seen_is_not_shown(folder, mine, loaded):
     """He can know all of its file but what is in it."""
     write_mp4(mine / "a.mp4", render_world(make_world(170)), 2)
-    state = storage.film_state(mine / "a.mp4")
+    state = file_state(mine / "a.mp4")
     rewrite(folder, made_of(videos=str(mine)))
     rewrite(folder, lambda line: line["value"].update(state) if line.get("key") == "a.mp4" else None)
     library = Library(folder, *loaded)

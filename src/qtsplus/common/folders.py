@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 
 from .files import check_folder, listed, locked, whole_file
+from .journals import State, file_state, write_json
 
 # In every folder that is written here: what was written, so that a later run replaces that and nothing else.
 WRITTEN = ".qtsplus-files.json"
@@ -39,7 +40,6 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         staging.mkdir()
         try:
             yield staging
-            (staging / WRITTEN).write_text(json.dumps(_files(staging), indent=2) + "\n", encoding="utf-8")
             _move(staging, folder)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -114,22 +114,32 @@ def update_json(path: Path, drop: tuple[str, ...] = (), **values: Any) -> None:
 
 def _move(staging: Path, folder: Path) -> None:
     if not folder.exists():
+        write_json(staging / WRITTEN, _files(staging))
         staging.rename(folder)
         return
     # The configuration goes first and comes last: without it nothing loads.
     (folder / "config.json").unlink(missing_ok=True)
     for name in _unchanged(folder):
         (folder / name).unlink(missing_ok=True)
-    for name in sorted([*_files(staging), WRITTEN], key=lambda name: name == "config.json"):
+    names = sorted(_files(staging), key=lambda name: name == "config.json")
+    for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).replace(folder / name)
+    # Written last, since a move can change the state of a file.
+    states = {name: file_state(folder / name, follow_symlinks=False) for name in names}
+    write_json(folder / WRITTEN, states)
 
 
-def _files(folder: Path) -> dict[str, list[int]]:
-    """Size and time of change of every file below a folder, by its name in there."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
-    stats = {path.relative_to(folder).as_posix(): path.lstat() for path in paths if "__pycache__" not in path.parts}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items() if name != WRITTEN}
+def _files(folder: Path) -> dict[str, State]:
+    """The state of every file below a folder, by its name in there."""
+    states = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if "__pycache__" in path.parts or name == WRITTEN:
+            continue
+        if path.is_symlink() or path.is_file():
+            states[name] = file_state(path, follow_symlinks=False)
+    return states
 
 
 def _unchanged(folder: Path) -> set[str]:

@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from .files import printable, whole_file
 from .validation import explain
@@ -24,6 +25,31 @@ _LONGEST = 2**24  # bytes of a line, or of a file that is read whole: nothing he
 
 # What is read back may be a stranger's: no value of another type, no unknown field, neither NaN nor infinity.
 STORED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+@with_config(STORED)
+class State(TypedDict):
+    """What tells, without reading it, whether a file is the one that was read before."""
+
+    size: int
+    modified: int
+    inode: int
+    changed: int
+
+
+def file_state(path: str | os.PathLike, follow_symlinks: bool = True) -> State:
+    """
+    The state of a file now. A program can set the size and the time of modification of another file as it likes
+    (`cp -p`), but not the time of change. That one also moves when the file is renamed, or gets other permissions or
+    another hard link.
+    """
+    status = os.stat(path, follow_symlinks=follow_symlinks)
+    return {
+        "size": status.st_size,
+        "modified": status.st_mtime_ns,
+        "inode": status.st_ino,
+        "changed": status.st_ctime_ns,
+    }
 
 
 class Line(BaseModel, Generic[K, V]):

@@ -2,9 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from ..common.journals import State, file_state
 
 UNREADABLE = (ValueError, OSError)  # what reading a bad video raises
 _SUFFIXES = (
@@ -33,14 +34,17 @@ def media_key(name: str) -> str:
     return name[: -len(Path(name).suffix)] if name.lower().endswith(VIDEO_SUFFIXES) else name
 
 
-def media_state(place: str) -> list[list[Any]]:
-    """Of a file, or of each in a folder, what changes when its content does; nothing of an address."""
+def media_state(place: str) -> dict[str, State]:
+    """The [`file_state`] of a file, or of each file in a folder, by its name; empty for an address."""
+    if not place:
+        return {}
     try:
-        files = sorted(Path(place).iterdir()) if os.path.isdir(place) else [Path(place)] * bool(place)
-        states = [(path.name, path.stat()) for path in files]
+        if not os.path.isdir(place):
+            return {os.path.basename(place): file_state(place)}
+        files = [path for path in sorted(Path(place).iterdir()) if path.exists()]
+        return {path.name: file_state(path) for path in files}
     except (OSError, ValueError):
-        return []
-    return [[name, state.st_size, state.st_mtime_ns, state.st_ino] for name, state in states]
+        return {}
 
 
 def media_problem(path: str) -> str | None:

@@ -15,9 +15,10 @@ from rich.progress import track
 
 from ..asking.ranking import keys_fingerprint, token_keys
 from ..common.files import check_folder, counted, first_line, listed, locked, printable, require_space, size
+from ..common.journals import State, file_state
 from ..data.media import VIDEO_SUFFIXES
 from ..video.encoded import FAILURES, encode, open_chunks
-from ..video.storage import SAMPLING, State, film_state, fingerprint, load_video, measure, save_keys, saved_video
+from ..video.storage import SAMPLING, fingerprint, load_video, measure, save_keys, saved_video
 from .library import INDEX, MADE, Entry, Index, known_model, refuse_links
 
 _PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.(safetensors|keys))(\.[\w-]+)+\.part")  # of one that was killed
@@ -236,7 +237,7 @@ class _Indexing:
         """The entry of a file as it is now; the earlier one where the file is unchanged, or cannot be read."""
         earlier = self.index.entries.get(name)
         try:
-            state = film_state(path)
+            state = file_state(path)
             if earlier and state.items() <= earlier.items():
                 return earlier
             content = measure(path)["digest"]
@@ -359,6 +360,8 @@ class _Indexing:
                 continue
             try:
                 encoded = encode(self.model, self.processor, path, device="cpu", **self.reading)
+                if not file_state(path).items() <= entry.items():
+                    raise ValueError("It was changed while it was read; run the same command again.")
                 if not encoded.features.isfinite().all():
                     raise ValueError("Its features hold NaN or infinity.")
             except FAILURES as error:

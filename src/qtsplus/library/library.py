@@ -20,12 +20,12 @@ from ..asking.evidence import Interval, evidence_intervals
 from ..asking.ranking import Piece, Ranking, Scorer, keys_fingerprint
 from ..asking.session import Answer, answer_questions
 from ..common.files import counted, printable
-from ..common.journals import STORED, Journal, Key, Line, Schema
+from ..common.journals import STORED, Journal, Key, Line, Schema, State, file_state
 from ..common.validation import check_count, check_path, show
 from ..data.media import VIDEO_SUFFIXES
 from ..hub.loading import load
 from ..video.encoded import IN_MEMORY, EncodedVideo
-from ..video.storage import Digest, KeyedVideo, State, Stored, film_state, fingerprint, load_keys, load_video, measure
+from ..video.storage import Digest, KeyedVideo, Stored, fingerprint, load_keys, load_video, measure
 
 Names = Sequence[str] | None  # of videos
 Window = tuple[float, float]  # seconds on a player's clock
@@ -235,7 +235,7 @@ class Library:
         self._whole: set[str] = set()  # those whose every byte was checked, as they are read for the first time
         self._read_once = lru_cache(maxsize=KEPT)(self._read)
         self._read_keys_once = lru_cache(maxsize=KEPT)(self._read_keys)
-        self._content = lru_cache(maxsize=None)(lambda path, changed: measure(path)["digest"])
+        self._content = lru_cache(maxsize=None)(lambda path, state: measure(path)["digest"])
 
     @classmethod
     def open(cls, folder: str | Path, device: str | None = None) -> "Library":
@@ -324,19 +324,22 @@ class Library:
         path = self.index.videos / name
         entry = self.index.entries[name]
         video = replace(self.stored(name), video=IN_MEMORY)
-        if not path.is_file() or not film_state(path).items() <= entry.items():
+        if not path.is_file():
+            return video
+        state = file_state(path)
+        if not state.items() <= entry.items():
             return video
         # The path may be a stranger's word: a film that he has not seen is not shown.
-        content = self._content(path, path.stat().st_ctime_ns)
+        content = self._content(path, tuple(state.values()))
         if content != entry["content"]:
             return video
         return replace(video, video=str(path))
 
     def stored(self, name: str) -> EncodedVideo:
         """A video without its file."""
-        return self._read_once(name, _changed(self.files[name]))
+        return self._read_once(name, _state_of(self.files[name]))
 
-    def _read(self, name: str, changed: int | None) -> EncodedVideo:
+    def _read(self, name: str, state: tuple[Any, ...]) -> EncodedVideo:
         stored = None
         if name not in self._whole:
             stored = self.index.entries[name]["features"]
@@ -344,13 +347,13 @@ class Library:
         self._whole.add(name)
         return replace(video, video=name)
 
-    def _read_keys(self, name: str, changed: int | None) -> KeyedVideo | None:
+    def _read_keys(self, name: str, state: tuple[Any, ...]) -> KeyedVideo | None:
         return self.index.load_keys(self.index.entries[name], self.model, self.selector)
 
     def _searched(self, name: str) -> EncodedVideo | KeyedVideo:
         """The keys of a video, or where there are none for this selector its features."""
         keys_file = self.index.keys_file(self.index.entries[name])
-        keyed = self._read_keys_once(name, _changed(keys_file))
+        keyed = self._read_keys_once(name, _state_of(keys_file))
         if keyed is None:
             return self.stored(name)
         return keyed
@@ -409,6 +412,8 @@ class Library:
         return moments
 
 
-def _changed(file: Path) -> int | None:
-    """When a file was changed last, so that one that was cut off is read again; `None` for one that is not there."""
-    return file.stat().st_ctime_ns if file.exists() else None
+def _state_of(file: Path) -> tuple[Any, ...]:
+    """The [`file_state`] as a key, so that a file that was cut off is read again; empty for one that is not there."""
+    if not file.exists():
+        return ()
+    return tuple(file_state(file).values())

@@ -25,11 +25,11 @@ from pydantic import Field, ValidationError
 from ..asking.evidence import Interval
 from ..asking.picture import frame_at
 from ..common.files import first_line, printable
+from ..common.journals import State, file_state
 from ..common.validation import explain
 from ..library.library import Library
 from ..live.standing import Live, Question
 from ..video.encoded import FAILURES
-from ..video.storage import State, film_state
 from .door import Guard
 
 MAX_CALLS = 32  # calls that wait for the model; a further one is refused
@@ -62,7 +62,7 @@ class Shelf(MCPServer):
         more: dict[str, Any] = {"resources": live.resources, "subscriptions": live.bus, "log_level": "ERROR"}
         super().__init__("qtsplus", instructions=_INSTRUCTIONS, tools=tools, **more)
         self.turn, self.eyes, self.waiting = anyio.Lock(), anyio.Lock(), 0
-        self._open(library, film_state(library.index.path))
+        self._open(library, file_state(library.index.path))
 
     def _open(self, library: Library, state: State) -> None:
         self.library, self.state, self.places = library, state, (library.folder, library.index.videos)
@@ -71,8 +71,10 @@ class Shelf(MCPServer):
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
         """As that of the SDK, about the library as it is now, with errors of one line."""
         old, index = self.library, self.library.index.path
-        if index.exists() and (state := film_state(index)) != self.state:  # it was indexed again
-            self._open(await self._work(Library, old.folder, old.model, old.processor), state)
+        if index.exists():
+            state = file_state(index)
+            if state != self.state:  # it was indexed again
+                self._open(await self._work(Library, old.folder, old.model, old.processor), state)
         try:
             return await super().call_tool(name, arguments, context)
         except UnexpectedToolError:

@@ -80,34 +80,43 @@ def encode_files(
     missing = sorted({video for video in videos if not features.file(*video).exists()}, key=str)
     state.wait_for_everyone()  # all have to share out the same list, before anybody shortens it
     mine: Any = missing[state.process_index :: state.num_processes]
-    decoded = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=partial(_decode, processor, kwargs))
+    decoded = DataLoader(
+        mine, batch_size=None, num_workers=workers, collate_fn=partial(_decode, features, processor, kwargs)
+    )
     quiet = not (mine and state.is_main_process and console.is_terminal)
     bar = track(decoded, "Encoding videos", total=len(mine), disable=quiet, console=console)
     device = next(weight.device for module in tower.values() for weight in module.parameters())
     space_checked = False
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        for video, inputs in bar:
+        for place, inputs in bar:
             if inputs is None:
                 continue
             encoded = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"], device="cpu")
-            write_tensors(features.file(*video), {"video_features": encoded[0].contiguous(), **inputs})
+            write_tensors(place, {"video_features": encoded[0].contiguous(), **inputs})
             if not space_checked:  # what the first one takes, all do
-                expected, space_checked = features.file(*video).stat().st_size * len(missing), True
+                space_checked = True
+                expected = place.stat().st_size * len(missing)
                 logger.warning(f"Encoding {len(missing)} videos takes about {size(expected)} in {features.folder}.")
                 require_space(features.folder, expected, f"the features of {len(missing)} videos")
     state.wait_for_everyone()
     return features
 
 
-def _decode(processor: Any, processor_kwargs: dict[str, Any], video: tuple[str, float | None]) -> tuple[Any, Any]:
-    """A video with its pixels, or with `None` where it cannot be read."""
+def _decode(
+    features: VideoFeatures, processor: Any, processor_kwargs: dict[str, Any], video: tuple[str, float | None]
+) -> tuple[Path, dict[str, torch.Tensor] | None]:
+    """Where a video's features are to be kept, and its pixels; `None` where they cannot be read."""
     name, fps = video
     settings = processor_kwargs if fps is None else {**processor_kwargs, "fps": fps}
+    place = features.file(name, fps)
     try:
         inputs = processor(text=[processor.video_token], videos=[name], return_tensors="pt", **settings)
     except (ValueError, OSError):
-        return video, None  # the dataset finds out why, and says so
-    return video, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
+        return place, None  # the dataset finds out why, and says so
+    if features.file(name, fps) != place:
+        logger.warning(f"{name} was changed while it was read, and its features are not kept.")
+        return place, None
+    return place, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
 
 
 def read_tensors(path: Path, ranks: Mapping[str, int]) -> dict[str, torch.Tensor] | None:

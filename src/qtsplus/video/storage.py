@@ -65,16 +65,6 @@ class Stored(TypedDict):
 
 
 @with_config(STORED)
-class State(TypedDict):
-    """By which a file is known to be the same without reading it."""
-
-    size: int
-    modified: int
-    inode: int
-    changed: int
-
-
-@with_config(STORED)
 class _Metadata(TypedDict):
     total_num_frames: Count
     fps: Annotated[float, Field(ge=1e-6, le=1e6)]
@@ -106,16 +96,6 @@ class _About(TypedDict):
     video_grid_thw: Annotated[list[Annotated[list[Count], Field(min_length=3, max_length=3)]], _ONE]
     second_per_grid_ts: Annotated[list[Annotated[float, Field(ge=1e-6, le=1e9)]], _ONE]
     metadata: _Metadata
-
-
-def film_state(path: Path) -> State:
-    state = path.stat()
-    return {
-        "size": state.st_size,
-        "modified": state.st_mtime_ns,
-        "inode": state.st_ino,
-        "changed": state.st_ctime_ns,
-    }
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.utils.async_utils import make_async
 
+from ..common.journals import file_state
 from ..common.validation import check_count
 from ..data.media import UNREADABLE
 from ..hub.loading import load_processor
@@ -67,8 +68,7 @@ def _mark(processor: Any, video: str, **reading: Any) -> Any:
     """What is another where a video is, or how it is read."""
     if is_inline(video):
         return hashkey(hashlib.sha256(video.encode()).digest(), **reading)
-    state = os.stat(video)
-    return hashkey(video, state.st_size, state.st_ctime_ns, state.st_ino, **reading)
+    return hashkey(video, *file_state(video).values(), **reading)
 
 
 # Of questions about one film that come together, one reads it and the others wait.
