@@ -25,8 +25,17 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
 # What Transformers takes without a word, or with an error from deep inside a run.
 _AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 _AT_LEAST_ZERO = (
-    *("learning_rate", "language_model_learning_rate", "vision_learning_rate", "weight_decay", "max_grad_norm"),
-    *("relevance_weight", "dual_learning_rate", "dual_damping", "warmup_steps", "lora_rank", "dataloader_num_workers"),
+    "learning_rate",
+    "language_model_learning_rate",
+    "vision_learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "relevance_weight",
+    "dual_learning_rate",
+    "dual_damping",
+    "warmup_steps",
+    "lora_rank",
+    "dataloader_num_workers",
     "neftune_noise_alpha",
 )
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
@@ -124,9 +133,14 @@ class QTSplusTrainingArguments(TrainingArguments):
         super().__post_init__()
         for names, holds, expected in _RANGES:
             for name in names:
-                if (value := getattr(self, name)) is not None and not holds(value):
+                value = getattr(self, name)
+                if value is not None and not holds(value):
                     raise ValueError(f"{name}={value!r}: expected {expected}.")
         self._check_effects()
+        self._check_teaching()
+
+    def _check_teaching(self) -> None:
+        """Refuses arguments of ours that exclude each other."""
         if self.retention_range is not None:
             bounds = self.retention_range
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= 1:
@@ -150,22 +164,23 @@ class QTSplusTrainingArguments(TrainingArguments):
     def _check_effects(self) -> None:
         """Refuses what Transformers takes, but what would do nothing here or end the run later."""
         for name, (values, reason) in _WITHOUT_EFFECT.items():
-            if (value := getattr(self, name)) not in values:
+            value = getattr(self, name)
+            if value not in values:
                 expected = " or ".join(map(repr, values))
                 raise ValueError(f"{name}={value!r} has no effect here: {reason}. Expected {expected}.")
         parallel: Any = self.parallelism_config
         if parallel is not None and max(parallel.cp_size, parallel.sp_size) > 1:
             raise ValueError("parallelism_config splits sequences: selection needs whole prompts: leave cp and sp 1.")
-        own_rates = (self.language_model_learning_rate, self.vision_learning_rate) != (None, None)
-        if self.optim_target_modules is not None and (
-            own_rates or not OptimizerNames(self.optim).value.startswith(("galore", "apollo"))
-        ):
+        own_rates = self.language_model_learning_rate is not None or self.vision_learning_rate is not None
+        projects = OptimizerNames(self.optim).value.startswith(("galore", "apollo"))
+        if self.optim_target_modules is not None and (own_rates or not projects):
             raise ValueError(
                 "optim_target_modules has no effect here: expected a GaLore or APOLLO optim, and no learning rates of "
                 "the language model's or the vision tower's own."
             )
         if self.load_best_model_at_end and self.eval_strategy == "no":
             raise ValueError("load_best_model_at_end needs evaluation: set eval_strategy, or leave it out.")
-        missing = sorted(set(self.report_to or ()) - set(get_available_reporting_integrations()))
-        if missing:
-            raise ValueError(f"report_to names {missing[0]}, which is not installed or not known.")
+        known = get_available_reporting_integrations()
+        for name in sorted(self.report_to or ()):
+            if name not in known:
+                raise ValueError(f"report_to names {name}, which is not installed or not known.")

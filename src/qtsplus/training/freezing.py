@@ -1,6 +1,7 @@
 """Which parameters are trained, at which learning rate, and how many they are."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -15,12 +16,19 @@ def part_of(parameter_name: str) -> str:
     """The part of a model that a parameter of this name belongs to: "selector", "vision" or "language_model"."""
     if ".qtsplus." in parameter_name:
         return "selector"
-    return "vision" if any(part in parameter_name for part in _VISION) else "language_model"
+    for part in _VISION:
+        if part in parameter_name:
+            return "vision"
+    return "language_model"
 
 
 def vision_modules(model: Any) -> dict[str, nn.Module]:
     """The modules between the pixels and the selector, by their names in `model.model`."""
-    return {name: module for name, module in model.model.named_children() if f".{name}." in _VISION}
+    modules = {}
+    for name, module in model.model.named_children():
+        if f".{name}." in _VISION:
+            modules[name] = module
+    return modules
 
 
 def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
@@ -34,20 +42,25 @@ def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
         "vision": args.freeze_vision_model,
     }
     selector = active_selector(model)
-    unused = {id(parameter) for parameter in selector.unused_parameters()}
+    untrained = list(selector.unused_parameters())
     if args.freeze_scores:
-        unused |= {id(parameter) for parameter in score_parameters(selector)}
+        untrained += score_parameters(selector)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not frozen[part_of(name)] and id(parameter) not in unused)
+        parameter.requires_grad_(not frozen[part_of(name)])
+    for parameter in untrained:
+        parameter.requires_grad_(False)
 
 
 def score_parameters(selector: Any) -> list[nn.Parameter]:
     """What decides the relevance of a token."""
-    scoring = (selector.scoring_layers, selector.question_layers, selector.null_tokens)
-    return [parameter for layers in scoring for parameter in layers.parameters()]
+    parameters = list(selector.scoring_layers.parameters())
+    parameters += selector.question_layers.parameters()
+    parameters += selector.null_tokens.parameters()
+    return parameters
 
 
-class ParameterCounts(NamedTuple):
+@dataclass(frozen=True)
+class ParameterCounts:
     """How many parameters a model has; tied ones count once."""
 
     total: int
@@ -55,7 +68,8 @@ class ParameterCounts(NamedTuple):
     trainable: int  # those among them that a gradient reaches
 
     def describe(self) -> str:
-        share, actual = self.named_trainable / self.total, self.trainable / self.total
+        share = self.named_trainable / self.total
+        actual = self.trainable / self.total
         return (
             f"{self.named_trainable:,} trainable parameters ({share:.2%} of {self.total:,}), as the paper counts; a "
             f"gradient reaches {self.trainable:,} ({actual:.2%}), for the last scoring layer only gives its attention."
@@ -64,24 +78,43 @@ class ParameterCounts(NamedTuple):
 
 def count_parameters(model: nn.Module) -> ParameterCounts:
     """Counts a model whose freezing is set; works on the meta device."""
-    # The untrained copy that PEFT keeps of the selector is not a part of the model.
-    named = [(name, weight) for name, weight in model.named_parameters() if ".original_module." not in name]
-    trainable = sum(weight.numel() for _, weight in named if weight.requires_grad)
-    scoring = (".qtsplus.scoring_layers.", ".qtsplus.modules_to_save.")
-    trains_scores = any(weight.requires_grad and any(part in name for part in scoring) for name, weight in named)
-    unused = sum(weight.numel() for weight in active_selector(model).unused_parameters()) if trains_scores else 0
-    return ParameterCounts(sum(weight.numel() for _, weight in named), trainable + unused, trainable)
+    total = 0
+    trainable = 0
+    trains_scores = False
+    for name, weight in model.named_parameters():
+        if ".original_module." in name:
+            continue  # the untrained copy that PEFT keeps of the selector is not a part of the model
+        total += weight.numel()
+        if weight.requires_grad:
+            trainable += weight.numel()
+            if ".qtsplus.scoring_layers." in name or ".qtsplus.modules_to_save." in name:
+                trains_scores = True
+    unused = 0
+    if trains_scores:
+        unused = sum(weight.numel() for weight in active_selector(model).unused_parameters())
+    return ParameterCounts(total, trainable + unused, trainable)
 
 
 def parameter_groups(model: nn.Module, args: QTSplusTrainingArguments, decayed: list[str]) -> list[dict[str, Any]]:
     """The optimizer's groups: each part with its own learning rate, with decay those whose names are `decayed`."""
-    own = {"language_model": args.language_model_learning_rate, "vision": args.vision_learning_rate}
+    rates = {
+        "selector": None,
+        "language_model": args.language_model_learning_rate,
+        "vision": args.vision_learning_rate,
+    }
     with_decay = set(decayed)
     groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            part, decay = part_of(name), name in with_decay
-            rate = args.learning_rate if own.get(part) is None else own[part]
-            group: dict[str, Any] = {"params": [], "lr": rate, "weight_decay": args.weight_decay if decay else 0.0}
-            groups.setdefault((part, decay), group)["params"].append(parameter)
+        if not parameter.requires_grad:
+            continue
+        part = part_of(name)
+        decays = name in with_decay
+        if (part, decays) not in groups:
+            rate = rates[part]
+            groups[part, decays] = {
+                "params": [],
+                "lr": args.learning_rate if rate is None else rate,
+                "weight_decay": args.weight_decay if decays else 0.0,
+            }
+        groups[part, decays]["params"].append(parameter)
     return list(groups.values())

@@ -13,7 +13,7 @@ from ..hub.backbones import OURS, backbone_of
 from ..hub.checkpoint import read_checkpoint
 from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
-from ..hub.loading import find_device, load_config, processor_of, stored_config
+from ..hub.loading import find_device, load_config, processor_of, stored_config, stored_dtype
 from ..model.configuration_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import add_method
 
@@ -24,22 +24,29 @@ def make_config(variant: str | None, weights: str | None, selector: Mapping[str,
     fields of `qtsplus_config` to change; a `ValueError` for one that cannot be so.
     """
     source = str(weights) if variant is None else str(require_variant(variant))
-    if (kind := model_type(source)).endswith(OURS):
+    kind = model_type(source)
+    if kind.endswith(OURS):
         config = load_config(source)
     else:
-        config = backbone_of(kind).config(**AutoConfig.from_pretrained(source).to_dict())
-    current: Any = config.qtsplus_config
-    settings = {name: value for name, value in current.to_dict().items() if hasattr(QTSplusConfig, name)}
-    unknown = sorted(str(name) for name in set(selector or {}) - set(settings))
+        stock = AutoConfig.from_pretrained(source)
+        config = backbone_of(kind).config(**stock.to_dict())
+    changes = dict(selector or {})
+    settings = {}
+    for name, value in config.qtsplus_config.to_dict().items():
+        if hasattr(QTSplusConfig, name):
+            settings[name] = value
+    unknown = [str(name) for name in changes if name not in settings]
     if unknown:
-        raise ValueError(f"The selector has no field {', '.join(unknown)}.")
-    check_types("selector.", QTSplusConfig, selector or {})
-    add_method((selector or {}).get("selection"))
-    config.qtsplus_config = made = QTSplusConfig(**{**settings, **(selector or {})})
+        raise ValueError(f"The selector has no field {', '.join(sorted(unknown))}.")
+    check_types("selector.", QTSplusConfig, changes)
+    add_method(changes.get("selection"))
     most = max(config.text_config.num_hidden_layers, settings["reencode_layers"])
+    settings.update(changes)
+    config.qtsplus_config = QTSplusConfig(**settings)
     for name in ("scoring_layers", "reencode_layers"):
-        if getattr(made, name) > most:
-            raise ValueError(f"selector.{name} is {getattr(made, name)}; expected up to {most}, as the language model.")
+        layers = getattr(config.qtsplus_config, name)
+        if layers > most:
+            raise ValueError(f"selector.{name} is {layers}; expected at most {most}, as many as the language model.")
     return config
 
 
@@ -58,26 +65,36 @@ def make_model(
     config = make_config(variant, weights, selector)
     if weights is not None:
         require_weights(weights, config.model_type)
+    # The dtype is that of parameters: `model.to` would round the frequencies of the positions too.
     loading: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if attn_implementation:
         loading["attn_implementation"] = attn_implementation
-    backbone = backbone_of(config.model_type)
-    if weights is not None and model_type(weights).endswith(OURS):
-        return backbone.model.from_pretrained(weights, config=config, **loading)
-    # The dtype is that of parameters: `model.to` would round the frequencies of the positions too.
     if weights is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = backbone.model._from_config(config, **loading)
-        if variant is not None and (hub_configs() / variant / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(hub_configs() / variant)
-        return model
+        return _random_model(config, variant, seed, loading)
+    if model_type(weights).endswith(OURS):
+        return backbone_of(config.model_type).model.from_pretrained(weights, config=config, **loading)
+    return _with_fresh_selector(config, weights, seed, loading)
+
+
+def _random_model(config: Any, variant: str | None, seed: int, loading: dict[str, Any]) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = backbone_of(config.model_type).model._from_config(config, **loading)
+    if variant is not None:
+        folder = hub_configs() / variant
+        if (folder / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _with_fresh_selector(config: Any, weights: str, seed: int, loading: dict[str, Any]) -> Any:
+    backbone = backbone_of(config.model_type)
     base = backbone.stock_model.from_pretrained(weights, **loading)
-    stored = base.state_dict()
-    selector = fresh_selector(config, base.dtype, seed)
+    tensors = base.state_dict()
+    tensors.update(fresh_selector(config, base.dtype, seed))
     with no_init_weights():
         model = backbone.model._from_config(config, **loading)
-    missing, unexpected = model.load_state_dict({**stored, **selector}, strict=False, assign=True)
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     if missing or unexpected:
         raise ValueError(f"{weights} does not fit the configuration: {(missing + unexpected)[0]} is not in both.")
     model.tie_weights()
@@ -90,11 +107,17 @@ def load_either(weights: str, device: str | None = None, dtype: str | None = Non
     A stock model or a QTSplus model, in a folder or on the Hub, with its processor; without a `dtype` in that of the
     checkpoint. A `ValueError` for no such model, or one of an unknown backbone.
     """
-    where, stored = find_device(device), stored_config(weights)
-    selector = {} if model_type(weights).endswith(OURS) else {"reencode_layers": 0}
-    dtype = dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
+    where = find_device(device)
+    selector = {}
+    if not model_type(weights).endswith(OURS):
+        selector["reencode_layers"] = 0
+    if dtype is None:
+        dtype = stored_dtype(weights)
+    if dtype == "auto":
+        dtype = "float32"
     model = make_model(None, weights, selector, dtype)
-    return model.to(where).eval(), make_processor(None, weights, model.config)
+    model = model.to(where).eval()
+    return model, make_processor(None, weights, model.config)
 
 
 def require_weights(weights: str, expected: str) -> None:

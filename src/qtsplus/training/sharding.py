@@ -22,9 +22,11 @@ def layer_class(model: Any) -> type[nn.Module]:
 
 def check_checkpoint(checkpoint: Path, state: Any) -> None:
     """Raises `ValueError` for a checkpoint of another engine: FSDP and DeepSpeed alone read what they wrote."""
-    written, running = NEITHER, NEITHER
-    if shares := len(list(checkpoint.glob("global_step*/*_optim_states.pt"))):
-        written = f"DeepSpeed in {shares} processes"
+    written = NEITHER
+    running = NEITHER
+    shares = list(checkpoint.glob("global_step*/*_optim_states.pt"))
+    if shares:
+        written = f"DeepSpeed in {len(shares)} processes"
     elif any(checkpoint.glob("pytorch_model_fsdp*")):
         written = "FSDP"
     if getattr(state, "deepspeed_plugin", None) is not None:
@@ -41,7 +43,8 @@ def choose_layers(state: Any, model: Any) -> None:
     not round what the model gives. A `ValueError` for a configuration that would end without a model's folder, or could
     not begin.
     """
-    fsdp, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
+    fsdp = getattr(state, "fsdp_plugin", None)
+    deepspeed = getattr(state, "deepspeed_plugin", None)
     if deepspeed is not None and deepspeed.zero_stage == 3:
         raise ValueError("ZeRO-3 shares out the model, as here only FSDP can: use recipes/accelerate/fsdp2.yaml.")
     if fsdp is None:
@@ -59,7 +62,10 @@ def choose_layers(state: Any, model: Any) -> None:
 
 def keep_gathered(model: nn.Module, layer: type[nn.Module]) -> None:
     """Has FSDP2 hold what it has gathered outside of the layers until the way back is over."""
-    inside = {part for module in model.modules() if isinstance(module, layer) for part in module.modules()}
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, layer):
+            inside.update(module.modules())
     for module in model.modules():
         if module not in inside and isinstance(module, FSDPModule):
             module.set_reshard_after_forward(False, recurse=False)
