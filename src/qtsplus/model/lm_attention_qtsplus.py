@@ -1,9 +1,9 @@
 """Which visual tokens the language model itself attends to: `Candidates.log_attention`, for selection without training.
 
-A row's visual tokens are dealt into groups of frames that lie apart, so that every group sees the whole span of time.
-Each group runs with the prompt's text through the first layers of the language model, up to layer k. There the last
-word of the prompt, from which the answer begins, looks at the group's tokens; nobody else's attention is computed. So
-FlexSelect does (arXiv 2506.00993); here groups are compared by how much attention each takes from the same text.
+A row's visual tokens are dealt into groups of frames that are far apart, so that every group covers the whole span of
+time. Each group runs with the prompt's text through the first layers of the language model, up to layer k. There the
+last word of the prompt, from which the answer begins, attends to the group's tokens; no other attention is computed.
+FlexSelect does the same (arXiv 2506.00993); here groups are compared by how much attention each takes from the text.
 """
 
 import copy
@@ -12,121 +12,163 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from .layout_qtsplus import QTSplusBackboneMixin, lay_out_again
 from .methods_qtsplus import no_question, take_rows
-from .prompt_qtsplus import Features, Grid, Layout, PromptRow, SelectionInputs, find_questions, given_queries, splice
+from .prompt_qtsplus import (
+    CompactPrompt,
+    Features,
+    Grid,
+    Layout,
+    PromptRow,
+    SelectionInputs,
+    find_questions,
+    given_queries,
+    splice,
+)
 from .selector_qtsplus import QTSplusOutput
 
-DEPTH = 0.65  # of the layers: where published work reads (18 and 19 of 28, 23 of 36), unless a model was calibrated
+# The fraction of the layers at which published work reads (18 and 19 of 28, 23 of 36), for models without calibration.
+DEPTH = 0.65
 READING_ATTENTION = "qtsplus_reading"
 
 # --- Which layer and which heads ---
 
 
-def attention_layer(text_config: Any, layer: int | None = None) -> int:
+def attention_layer(text_config, layer: int | None = None) -> int:
     """
     The layer whose attention is read, counted from 0: the given one, or the full-attention layer nearest to [`DEPTH`].
-    `ValueError` for one that is not there or has no full attention.
+    `ValueError` for a layer that does not exist or has no full attention.
     """
-    depth, full = text_config.num_hidden_layers, full_attention_layers(text_config)
+    depth = text_config.num_hidden_layers
+    full = full_attention_layers(text_config)
     if layer is None:
-        return min(full, key=lambda index: (abs(index - int(DEPTH * depth)), index))
-    if layer not in full:
-        kind = f"is {text_config.layer_types[layer]}" if 0 <= layer < depth else f"is none of the {depth} layers"
-        raise ValueError(
-            f"QTSplusConfig got attention_layer={layer}, which {kind}; expected a layer of the language model with "
-            f"full attention, one of {full}."
-        )
-    return layer
+        target = int(DEPTH * depth)
+        return min(full, key=lambda index: (abs(index - target), index))
+    if layer in full:
+        return layer
+    problem = f"is none of the {depth} layers"
+    if 0 <= layer < depth:
+        problem = f"is {text_config.layer_types[layer]}"
+    raise ValueError(
+        f"QTSplusConfig got attention_layer={layer}, which {problem}; expected a layer of the language model with "
+        f"full attention, one of {full}."
+    )
 
 
-def full_attention_layers(text_config: Any) -> list[int]:
-    """Those that a language model has, counted from 0; others are recurrent, or see a window."""
-    types = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
+def full_attention_layers(text_config) -> list[int]:
+    """The layers with full attention, counted from 0; the others are recurrent or see a window."""
+    types = getattr(text_config, "layer_types", None)
+    if not types:
+        return list(range(text_config.num_hidden_layers))
     return [index for index, kind in enumerate(types) if kind == "full_attention"]
 
 
-def check_attention(text_config: Any, selector: Any) -> None:
+def check_attention(text_config, selector) -> None:
     """Raises `ValueError` for an `attention_layer` or `attention_heads` that this language model does not have."""
     if selector.attention_layer is not None:
         attention_layer(text_config, selector.attention_layer)
-    heads, count = selector.attention_heads or (), text_config.num_attention_heads
-    if any(not 0 <= head < count for head in heads):
-        raise ValueError(f"QTSplusConfig got attention_heads={list(heads)}; expected heads from 0 to {count - 1}.")
+    heads = selector.attention_heads
+    last = text_config.num_attention_heads - 1
+    if heads and (min(heads) < 0 or max(heads) > last):
+        raise ValueError(f"QTSplusConfig got attention_heads={list(heads)}; expected heads from 0 to {last}.")
 
 
 # --- Groups ---
 
 
-def frame_groups(grids: Sequence[Sequence[int]], group_size: int, device: Any = None) -> tuple[torch.Tensor, ...]:
+def frame_groups(
+    grids: Sequence[Sequence[int]],
+    group_size: int,
+    device: torch.device | None = None,
+) -> tuple[Tensor, ...]:
     """
-    `[m]` int64, ascending, the tokens of each group of frames, which are dealt in turn as cards: at most `group_size`
-    of them, or one frame, of videos of (time, height, width) tokens.
+    `[m]` int64, ascending, the tokens of each group of frames. Frames are dealt to the groups in turn, like cards. A
+    group has at most `group_size` tokens, or one frame.
+
+    Args:
+        grids: (time, height, width) of each video in tokens.
     """
-    sizes = torch.tensor([height * width for time, height, width in grids for _ in range(time)], device=device)
-    count = -(-len(sizes) // max(1, group_size // int(sizes.max())))
-    groups = (torch.arange(len(sizes), device=device) % count).repeat_interleave(sizes)
-    return groups.sort(stable=True).indices.split(groups.bincount().tolist())
+    frame_sizes = []
+    for time, height, width in grids:
+        frame_sizes.extend([height * width] * time)
+    sizes = torch.tensor(frame_sizes, device=device)
+    frames_per_group = max(1, group_size // max(frame_sizes))
+    num_groups = -(-len(sizes) // frames_per_group)
+    group_of_frame = torch.arange(len(sizes), device=device) % num_groups
+    group_of_token = group_of_frame.repeat_interleave(sizes)
+    tokens_by_group = group_of_token.sort(stable=True).indices
+    return tokens_by_group.split(group_of_token.bincount().tolist())
 
 
 @dataclass
 class GroupAttention:
-    """What the last words of a prompt see of one group. Attention is the softmax over all that they see."""
+    """The attention of the last words of a prompt to one group: a softmax over the group and the text before them."""
 
-    log_weights: torch.Tensor  # [m] float32, log of the attention to each of its tokens, the mean over heads and words
-    log_odds: torch.Tensor  # [heads, words], the log-sum-exp of the scores of its tokens less that of the text's
+    log_weights: Tensor  # [m] float32, log of the attention to each of its tokens, the mean over heads and words
+    log_odds: Tensor  # [heads, words], the log-sum-exp of the scores of its tokens less that of the text's
 
 
 def look(
-    queries: torch.Tensor, keys: torch.Tensor, looking: torch.Tensor, visual: torch.Tensor, scaling: float
+    queries: Tensor,
+    keys: Tensor,
+    looking: Tensor,
+    visual: Tensor,
+    scaling: float,
 ) -> GroupAttention:
     """
-    What words at `looking` `[P]`, with `[heads, P, head_dim]` queries, see of a group's tokens at `visual` `[m]` among
-    `[kv_heads, S, head_dim]` keys.
+    The attention of a few words of a prompt to a group's tokens in it.
+
+    Args:
+        queries: `[heads, P, head_dim]`, of the words.
+        keys: `[kv_heads, S, head_dim]`, of all tokens of the prompt.
+        looking: `[P]`, the places of the words.
+        visual: `[m]`, the places of the group's tokens.
     """
     with torch.autocast(keys.device.type, enabled=False):
         grouped = queries.float().unflatten(0, (len(keys), -1)) * scaling
-        scores = (grouped.flatten(1, 2) @ keys.float().transpose(1, 2)).view(*queries.shape[:2], -1)
-        hidden = torch.arange(keys.shape[1], device=keys.device) > looking[:, None]
-        scores = scores.masked_fill(hidden, -torch.inf)
-        seen = scores[..., visual]
-        text = scores.index_fill(-1, visual, -torch.inf).logsumexp(-1)
-        together = seen.logsumexp(-1)
-        log_weights = (seen - torch.logaddexp(together, text)[..., None]).flatten(0, 1).logsumexp(0)
-        return GroupAttention(log_weights - torch.tensor(float(text.numel())).log(), together - text)
+        scores = grouped.flatten(1, 2) @ keys.float().transpose(1, 2)
+        scores = scores.view(*queries.shape[:2], -1)
+        later = torch.arange(keys.shape[1], device=keys.device) > looking[:, None]
+        scores = scores.masked_fill(later, -torch.inf)
+        visual_scores = scores[..., visual]
+        text_total = scores.index_fill(-1, visual, -torch.inf).logsumexp(-1)
+        visual_total = visual_scores.logsumexp(-1)
+        total = torch.logaddexp(visual_total, text_total)
+        log_weights = (visual_scores - total[..., None]).flatten(0, 1).logsumexp(0)
+        count = torch.tensor(float(total.numel()))
+        return GroupAttention(log_weights - count.log(), visual_total - text_total)
 
 
 # --- The first layers of the language model ---
 
 
 class LayerReader(nn.Module):
-    """Stands in place of a layer of the language model: has its queries and keys read, and computes no more."""
+    """Replaces a layer of the language model: has its queries and keys read, and computes nothing else."""
 
-    def __init__(self, layer: Any, read: Callable[[torch.Tensor, torch.Tensor, float], None]):
+    def __init__(self, layer: Any, read: Callable[[Tensor, Tensor, float], None]):
         super().__init__()
-        # A copy that shares the weights, so that nothing of the model itself is changed.
-        attention: Any = copy.copy(layer.self_attn)
+        # A copy that shares the weights leaves the model itself unchanged.
+        attention = copy.copy(layer.self_attn)
         attention.config = copy.copy(attention.config)
         attention.config._attn_implementation = READING_ATTENTION
         attention.read = read
-        self.input_layernorm, self.self_attn = layer.input_layernorm, attention
+        self.input_layernorm = layer.input_layernorm
+        self.self_attn = attention
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, position_embeddings: Sequence[Tensor], **kwargs) -> Tensor:
         normed = self.input_layernorm(hidden_states)
-        # A layer may live elsewhere.
-        rotary = tuple(part.to(normed.device) for part in kwargs.pop("position_embeddings"))
+        # With a device map, the layer may be on another device than the positions.
+        rotary = tuple(part.to(normed.device) for part in position_embeddings)
+        # The forward of the class is called because a hook on the model's attention would run the original.
         attention = self.self_attn
-        # The class's own forward: a hook on the model's attention would run that.
         type(attention).forward(attention, hidden_states=normed, position_embeddings=rotary, **kwargs)
         return hidden_states
 
 
-def reading_attention_forward(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
+def reading_attention_forward(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **kwargs):
     """Has queries `[1, heads, S, head_dim]` and keys read; attends to nothing."""
     module.read(query[0], key[0], kwargs["scaling"])
     return torch.zeros_like(query).transpose(1, 2), None
@@ -134,140 +176,173 @@ def reading_attention_forward(
 
 AttentionInterface.register(READING_ATTENTION, reading_attention_forward)
 
+# --- Which words look ---
+
 
 @dataclass
 class Reading:
     """The prompts of a batch as they are read: with the questions that select."""
 
     layout: Layout
-    looking: list[torch.Tensor]  # per row [P], the tokens that look, among its real ones
+    looking: list[Tensor]  # per row [P], the tokens that look, among its real ones
 
 
 def reading_of(model: QTSplusBackboneMixin, layout: Layout, selection: SelectionInputs) -> Reading:
-    """The prompts with the questions that select: one that is passed apart replaces the prompt's own."""
+    """The prompts with the questions that select: a question that is passed separately replaces the prompt's own."""
     questions = find_questions(model, layout, selection.query_mask)
     queries = given_queries(selection, len(layout.rows))
     if queries is not None:
         layout, questions = _with_queries(model, layout, questions, queries)
-    rows = zip(layout.input_ids, layout.rows, questions, strict=True)
-    return Reading(layout, [_looking(model, ids[row.columns], question, row.candidates) for ids, row, question in rows])
+    looking = []
+    for ids, row, question in zip(layout.input_ids, layout.rows, questions, strict=True):
+        looking.append(_looking(model, ids[row.columns], question, row.candidates))
+    return Reading(layout, looking)
 
 
 def _with_queries(
-    model: QTSplusBackboneMixin, layout: Layout, questions: Sequence[torch.Tensor], queries: Sequence[torch.Tensor]
-) -> tuple[Layout, list[torch.Tensor]]:
-    """The layout of the prompts with other questions in place of their own, and which of its tokens those are."""
-    prompts, starts = [], []
-    for ids, mask, row, asked, new in zip(layout.input_ids, layout.mask, layout.rows, questions, queries, strict=True):
-        text = mask.clone().bool()
-        words = row.columns[asked]
-        text[words] = False
+    model: QTSplusBackboneMixin,
+    layout: Layout,
+    questions: Sequence[Tensor],
+    queries: Sequence[Tensor],
+) -> tuple[Layout, list[Tensor]]:
+    """The layout of the prompts with other questions in place of their own, and which of its tokens they are."""
+    prompts = []
+    starts = []
+    for ids, mask, row, question, query in zip(
+        layout.input_ids, layout.mask, layout.rows, questions, queries, strict=True
+    ):
+        words = row.columns[question]
+        is_text = mask.clone().bool()
+        is_text[words] = False
         start = int(words[0]) if len(words) else len(ids)
-        front, behind = ids[:start][text[:start]], ids[start:][text[start:]]
-        prompts.append(torch.cat([front, new.to(ids), behind]))
-        starts.append(len(front))
-    again, masks = lay_out_again(model, layout, prompts), []
-    for row, start, query in zip(again.rows, starts, queries, strict=True):
+        before = ids[:start][is_text[:start]]
+        behind = ids[start:][is_text[start:]]
+        prompts.append(torch.cat([before, query.to(ids), behind]))
+        starts.append(len(before))
+    replaced = lay_out_again(model, layout, prompts)
+    masks = []
+    for row, start, query in zip(replaced.rows, starts, queries, strict=True):
         masks.append((row.columns >= start) & (row.columns < start + len(query)))
-    return again, masks
+    return replaced, masks
 
 
-def _looking(
-    model: QTSplusBackboneMixin, ids: torch.Tensor, question: torch.Tensor, candidates: torch.Tensor
-) -> torch.Tensor:
+def _looking(model, ids: Tensor, question: Tensor, candidates: Tensor) -> Tensor:
     """
     `[1]`, the place from which the answer begins: the last token of the last header behind the question, which may have
     calls of tools in front of it. Where no turn is opened there, the question's last word looks, or the last token of
-    all if a video stands behind that. Without a question nobody looks (`[0]`).
+    all if a video follows that word. Without a question no token looks (`[0]`).
     """
     words = question.nonzero()[:, 0]
     if not len(words):
         return words
-    last, header = int(words[-1]), len(model.config.user_turn_token_ids)
-    opened = (ids[last + 1 :] == model.config.user_turn_token_ids[0]).nonzero()[:, 0]
-    stop = min(last + 1 + int(opened[-1]) + header, len(ids) - 1) if len(opened) else last
-    if len(candidates) and stop < int(candidates[-1]):
-        stop = len(ids) - 1
-    return torch.tensor([stop], device=ids.device)
+    header = model.config.user_turn_token_ids
+    end = len(ids) - 1
+    place = int(words[-1])
+    opened = (ids[place + 1 :] == header[0]).nonzero()[:, 0]
+    if len(opened):
+        place = min(place + 1 + int(opened[-1]) + len(header), end)
+    if len(candidates) and place < int(candidates[-1]):
+        place = end
+    return torch.tensor([place], device=ids.device)
+
+
+# --- The attention to all groups ---
 
 
 def log_attention(
     model: QTSplusBackboneMixin,
     read: Callable[[], Reading],
     index: int,
-    sources: Sequence[torch.Tensor],
+    sources: Sequence[Tensor],
     grids: Sequence[Grid],
     features: Features,
-) -> torch.Tensor:
+) -> Tensor:
     """
     `[M]` float32 of a row's candidates: the logarithm of the attention that the looking tokens give to each, the mean
     over heads. With one group it is that of the whole model in its layer.
 
     Args:
-        read: gives the prompts as they are read; called when this is.
+        read: gives the prompts as they are read; it is called only when the attention is needed.
         sources: the features of the row's candidates, `[k, token_width]` of each video.
-        grids: (time, height, width) of each of them.
-        features: those of the batch.
+        grids: (time, height, width) of each of these videos.
+        features: the features of the batch.
     """
     reading = read()
-    row, looking = reading.layout.rows[index], reading.looking[index]
+    row = reading.layout.rows[index]
+    looking = reading.looking[index]
     if not len(looking):
         raise no_question(index, len(row.candidates))
     device = row.columns.device
     groups = frame_groups(grids, model.config.qtsplus_config.attention_group, device)
-    result, log_odds = torch.empty(len(row.candidates), device=device), []
-    for chosen in groups:
-        tokens, place = take_rows(sources, chosen), row.keep(chosen).cumsum(0) - 1
-        seen = _read_group(model, reading.layout, index, row.only(chosen), tokens, features, place[looking])
-        result[chosen] = seen.log_weights - seen.log_weights.logsumexp(0)
-        log_odds.append(seen.log_odds)
-    # In one softmax over the text and all groups: they are compared by how much they outweigh the same text.
-    odds = torch.stack([torch.zeros_like(log_odds[0]), *log_odds])
-    for chosen, share in zip(groups, odds.softmax(0)[1:].flatten(1).mean(1), strict=True):
-        result[chosen] += share.log()
-    return result
+    log_shares = torch.empty(len(row.candidates), device=device)
+    log_odds = []
+    for group in groups:
+        row_of_group = row.only(group)
+        prompt = _prompt_of_group(model, reading.layout, index, row_of_group, take_rows(sources, group), features)
+        place = row.keep(group).cumsum(0) - 1
+        attention = _read_prompt(model, prompt, row_of_group.candidates, place[looking])
+        log_shares[group] = attention.log_weights - attention.log_weights.logsumexp(0)
+        log_odds.append(attention.log_odds)
+    # One softmax over the text and all groups compares the groups by how much they outweigh the same text.
+    text = torch.zeros_like(log_odds[0])
+    odds = torch.stack([text, *log_odds]).softmax(0)
+    group_shares = odds[1:].flatten(1).mean(1)
+    for group, share in zip(groups, group_shares, strict=True):
+        log_shares[group] += share.log()
+    return log_shares
 
 
-def _read_group(
-    model: Any,
+def _prompt_of_group(
+    model: QTSplusBackboneMixin,
     layout: Layout,
     index: int,
     row: PromptRow,
-    tokens: torch.Tensor,
+    tokens: Tensor,
     features: Features,
-    looking: torch.Tensor,
-) -> GroupAttention:
-    """The attention of one group: of the shortened prompt that would hold it alone."""
+) -> CompactPrompt:
+    """The shortened prompt of row `index` with only a group of its candidates, which have features `[m, width]`."""
     alone = replace(layout, input_ids=layout.input_ids[index][None], mask=layout.mask[index][None], rows=[row])
-    every = torch.arange(len(tokens), device=tokens.device)
-    compact = splice(model, alone, features, [tokens], QTSplusOutput(kept_indices=(every,)), pad_left=False)
-    embeds = model.get_input_embeddings()(compact.input_ids)
+    everything = torch.arange(len(tokens), device=tokens.device)
+    chosen = QTSplusOutput(kept_indices=(everything,))
+    return splice(model, alone, features, [tokens], chosen, pad_left=False)
+
+
+def _read_prompt(model: Any, prompt: CompactPrompt, visual: Tensor, looking: Tensor) -> GroupAttention:
+    """The attention of the words at `looking` `[P]` of a prompt to its tokens at `visual` `[m]`."""
     config = model.config.qtsplus_config
-    heads = None if config.attention_heads is None else list(config.attention_heads)
-    looks: list[GroupAttention] = []
+    heads = config.attention_heads
+    attentions = []
 
-    def read(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> None:
-        share, there = len(queries) // len(keys), looking.to(keys.device)
+    def read(queries: Tensor, keys: Tensor, scaling: float) -> None:
         if heads is not None:
-            queries, keys = queries[heads], keys[[head // share for head in heads]]
-        looks.append(look(queries[:, there], keys, there, row.candidates.to(keys.device), scaling))
+            heads_per_key = len(queries) // len(keys)
+            keys = keys[[head // heads_per_key for head in heads]]
+            queries = queries[list(heads)]
+        place = looking.to(keys.device)
+        attentions.append(look(queries[:, place], keys, place, visual.to(keys.device), scaling))
 
-    layer, layers = attention_layer(model.config.text_config, config.attention_layer), model.language_model.layers
-    first: Any = copy.copy(model.language_model)  # shares its weights, with these layers in place of all, and no norm
-    few = nn.ModuleList([*layers[:layer], LayerReader(layers[layer], read)])
-    first._modules = {**first._modules, "layers": few, "norm": nn.Identity()}
-    kind = tokens.device.type
-    # Without autocast's cache, which would keep weights that were cast here for a pass that needs their gradient.
-    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    with torch.no_grad(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
-        type(first).forward(
-            first,
-            **model.language_inputs(embeds, compact.input_ids, compact.features),
-            attention_mask=compact.attention_mask,
-            position_ids=compact.position_ids,
+    layers = model.language_model.layers
+    last = attention_layer(model.config.text_config, config.attention_layer)
+    first_layers = nn.ModuleList(layers[:last])
+    first_layers.append(LayerReader(layers[last], read))
+    # A copy that shares the weights runs the first layers only, without a norm.
+    beginning = copy.copy(model.language_model)
+    beginning._modules = beginning._modules | {"layers": first_layers, "norm": nn.Identity()}
+
+    embeds = model.get_input_embeddings()(prompt.input_ids)
+    device = visual.device
+    # Autocast's cache would keep weights that were cast here for a pass that needs their gradient.
+    dtype = torch.get_autocast_dtype(device.type)
+    enabled = torch.is_autocast_enabled(device.type)
+    with torch.no_grad(), torch.autocast(device.type, dtype, enabled, cache_enabled=False):
+        type(beginning).forward(
+            beginning,
+            **model.language_inputs(embeds, prompt.input_ids, prompt.features),
+            attention_mask=prompt.attention_mask,
+            position_ids=prompt.position_ids,
             use_cache=False,
             output_hidden_states=False,
             output_attentions=False,
         )
-    (group,) = looks
-    return GroupAttention(*(part.to(tokens.device) for part in (group.log_weights, group.log_odds)))
+    (attention,) = attentions
+    return GroupAttention(attention.log_weights.to(device), attention.log_odds.to(device))
