@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import AfterValidator, Field
 
-from qtsplus.common.validation import STRICT, build
+from qtsplus.common.validation import STRICT, build, parse_yaml
 
 
 def short(text: str) -> str:
@@ -48,3 +48,33 @@ def test_a_field_is_named_as_it_was_written(values, words):
     with pytest.raises(ValueError) as refused:
         build("x.yaml: ", Outer, values)
     assert str(refused.value) == words
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (BOMB, "line 2 has the alias *a; expected the values themselves"),
+        ("a: &a {b: *a}", "line 1 has the alias *a"),
+        ("[" * 300 + "]" * 300, "line 1 has more than 50 lists or mappings inside each other"),
+        ("".join(" " * depth + "a:\n" for depth in range(400)), "line 51 has more than 50 lists or mappings"),
+        ("a: 2001-99-99", "month must be in 1..12"),
+        ("a: !!int x", "invalid literal for int"),
+        ("a: !!bool x", "'x'"),
+        ("? [a, {b: c}]\n: 1", "unhashable type"),
+        ('a: "\\UFFFFFFFF"', "too large"),
+    ],
+)
+def test_yaml_that_is_no_plain_values_is_said_with_its_name(text, reason):
+    with pytest.raises(ValueError) as refused:
+        parse_yaml(text, "x.yaml")
+    assert str(refused.value).startswith("x.yaml is not YAML that can be read: ")
+    assert reason in str(refused.value)
+
+
+def test_values_beside_each_other_are_not_inside_each_other():
+    assert parse_yaml("\n".join(f"a{n}: [{{b: [1]}}]" for n in range(200)), "x.yaml")["a199"] == [{"b": [1]}]

@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from itertools import islice
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
 from .files import first_line
 
@@ -22,15 +23,40 @@ Settings = TypeVar("Settings")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
+_DEEPEST = 50  # lists and mappings inside each other; settings need about five
+# What Ruamel raises for a value that is not what its tag says, such as `!!bool x` or the 99th of a month.
+_NO_VALUE = (ValueError, TypeError, KeyError, OverflowError)
+
+
 def parse_yaml(text: str, name: str) -> Any:
-    """Reads YAML 1.2 of plain values; a `ValueError`, with the `name` of what is read, for anything else."""
+    """
+    Reads YAML 1.2 of plain values; a `ValueError`, with the `name` of what is read, for anything else. Aliases are
+    refused, since a few of them can stand for billions of values.
+    """
+    yaml = YAML(typ="safe", pure=True)
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        _check_size(yaml.parse(text))
+        return yaml.load(text)
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
         raise ValueError(f"{name} is not YAML that can be read{line}: {error.problem}.") from error
-    except (YAMLError, RecursionError) as error:
-        raise ValueError(f"{name} is not YAML that can be read: {first_line(error)}.") from error
+    except (YAMLError, *_NO_VALUE) as error:
+        raise ValueError(f"{name} is not YAML that can be read: {first_line(error).removesuffix('.')}.") from error
+
+
+def _check_size(events: Iterable[Any]) -> None:
+    """Raises `ValueError` for aliases, and for values inside too many others."""
+    depth = 0
+    for event in events:
+        line = event.start_mark.line + 1
+        if isinstance(event, AliasEvent):
+            raise ValueError(f"line {line} has the alias *{event.anchor}; expected the values themselves")
+        if isinstance(event, CollectionStartEvent):
+            depth += 1
+        if isinstance(event, CollectionEndEvent):
+            depth -= 1
+        if depth > _DEEPEST:
+            raise ValueError(f"line {line} has more than {_DEEPEST} lists or mappings inside each other")
 
 
 def build(where: str, kind: type[Settings], values: Mapping[str, Any]) -> Settings:
