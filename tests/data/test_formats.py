@@ -1,14 +1,16 @@
 """Sets on disk: what is written is read back, from every format; readers stream; bad rows are told by their number."""
 
 import json
+import re
 import sys
 import tracemalloc
+from decimal import Decimal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtsplus.data.formats import iter_records, iter_rows, read_records
+from qtsplus.data.formats import Unreadable, iter_records, iter_rows, read_records
 from qtsplus.data.records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Caption, Choice, FreeAnswer, VideoRecord
 from set_files import write_records
 
@@ -171,6 +173,53 @@ def test_without_pyarrow_a_table_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[parquet\]' in a clone"):
         list(iter_rows(tmp_path / "set.parquet"))
+
+
+def odd_columns():
+    """By name a column that Python cannot hold, whole or in its second row."""
+    arrow = pytest.importorskip("pyarrow")
+    years = arrow.array([0, 2**62], arrow.timestamp("us"))
+    ends = arrow.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0]))
+    texts = arrow.Array.from_buffers(arrow.string(), 2, [None, ends, arrow.py_buffer(b"a\xff")])
+    return {
+        "an unknown time zone": arrow.array([0, 0], arrow.timestamp("us", tz="Nowhere/Else")),
+        "a time after the year 9999": years,
+        "a date after it": arrow.array([0, 2**31 - 1], arrow.date32()),
+        "a long duration": arrow.array([0, 2**62], arrow.duration("s")),
+        "a list of times": arrow.array([[0], [2**62]], arrow.list_(arrow.timestamp("us"))),
+        "no UTF-8": texts,
+    }
+
+
+@pytest.mark.parametrize("name", ["an unknown time zone", "a time after the year 9999", "a date after it"])
+def test_a_column_that_cannot_be_read_costs_only_the_rows_that_need_it(tmp_path, name):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    record = {"video": ["a.mp4"] * 2, "question": ["Who?"] * 2, "answer": ["I."] * 2}
+    column = odd_columns()[name]
+    parquet.write_table(arrow.table({**record, "when": column}), tmp_path / "set.parquet")
+    assert [row.problem for row in iter_rows(tmp_path / "set.parquet")] == [None, None]
+    parquet.write_table(arrow.table({**record, "answer": column}), tmp_path / "set.parquet")
+    second = list(iter_rows(tmp_path / "set.parquet"))[1]
+    assert second.record is None
+    assert re.search("answer is an unreadable (timestamp|date32); expected a text", second.problem)
+
+
+def test_no_cell_of_a_table_is_a_traceback(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = odd_columns()
+    parquet.write_table(arrow.table({"video": ["a.mp4"] * 2, **columns}), tmp_path / "set.parquet")
+    second = list(iter_rows(tmp_path / "set.parquet"))[1]
+    assert second.content["video"] == "a.mp4"
+    assert {name: type(second.content[name]) for name in columns} == dict.fromkeys(columns, Unreadable)
+
+
+def test_decimals_are_numbers(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = {"id": [Decimal("7.00"), Decimal("8.50")], "nested": [{"x": Decimal("2")}, {"x": None}]}
+    parquet.write_table(arrow.Table.from_pydict(table), tmp_path / "set.parquet")
+    first, second = (row.content for row in iter_rows(tmp_path / "set.parquet"))
+    assert (first, second) == ({"id": 7, "nested": {"x": 2}}, {"id": 8.5, "nested": {}})
+    assert type(first["id"]) is int
 
 
 @pytest.mark.parametrize("name", ["set.jsonl", "set.parquet"])

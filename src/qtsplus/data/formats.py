@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +144,49 @@ def _read_table(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with ParquetFile(path) as table:
             for batch in table.iter_batches(ROWS_AT_ONCE):
-                yield from map(_without_nulls, batch.to_pylist())
+                columns = [_cells(column) for column in batch.columns]
+                for cells in zip(*columns, strict=True):
+                    yield _as_jsonl(dict(zip(batch.schema.names, cells, strict=True)))
     except ArrowInvalid as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def _without_nulls(value: Any) -> Any:
-    """A row as JSONL has it: a null says nothing, but as `video`, where it says that there is none."""
+@dataclass(frozen=True)
+class Unreadable:
+    """A cell without a value in Python, such as a time after the year 9999: no field of a record takes it."""
+
+    kind: str
+
+    def __repr__(self) -> str:
+        return f"an unreadable {self.kind}"
+
+
+def _cells(column: Any) -> list[Any]:
+    """The values of a column of a table; [`Unreadable`] for those that Python cannot hold."""
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError):  # such as an unknown time zone, which the other columns do not need
+        return [_cell(scalar) for scalar in column]
+
+
+def _cell(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError):
+        kind = re.match(r"\w*", str(scalar.type))
+        return Unreadable(kind[0] if kind else "value")
+
+
+def _as_jsonl(value: Any) -> Any:
+    """
+    A row as JSONL has it: with integers and floats for decimals, and without nulls, except for `video`, where a null
+    says that there is none.
+    """
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
     if not isinstance(value, dict):
         return value
-    return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None or name == "video"}
+    return {name: _as_jsonl(inner) for name, inner in value.items() if inner is not None or name == "video"}
 
 
 def _from_llava(row: Mapping[str, Any]) -> VideoRecord:
