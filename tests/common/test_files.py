@@ -1,6 +1,7 @@
 """What commands write appears whole or not at all, and where it can be written is known before the work begins."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -117,3 +118,16 @@ def test_what_is_printed_is_one_line_that_a_terminal_does_not_obey(text):
 
 def test_texts():
     assert first_line(ValueError("one\ntwo")) == "one" and first_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize("mode", ["w", "wb"])
+def test_a_disk_without_room_is_named(tmp_path, mode):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        refused = pytest.raises(OSError, match=f"File too large: '{tmp_path}/file'")
+        with refused, whole_file(tmp_path / "file", mode) as file:
+            file.write("a" * 2000 if mode == "w" else b"a" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == []

@@ -284,7 +284,7 @@ def test_two_at_once(mine, loaded, tmp_path):
     (tmp_path / "library").mkdir()
     with (
         FileLock(tmp_path / "library" / ".lock"),
-        pytest.raises(ValueError, match="Another process is writing"),
+        pytest.raises(ValueError, match="Another process works in"),
     ):
         index(mine, tmp_path / "library", *loaded)
 

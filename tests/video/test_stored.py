@@ -347,8 +347,8 @@ def test_a_full_disk_is_one_line(mine, tiny_published, tmp_path, monkeypatch):
         last = first_line_of_last(run("index", mine, "--out", folder, "--model", tiny_published))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert ".safetensors cannot be written: " in last
-    assert "File too large" in last
+    assert f"{folder} cannot be written (File too large)" in last
+    assert "make room, and run the same command again" in last
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "library.jsonl"]
 
 

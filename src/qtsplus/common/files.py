@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 _HOST = re.sub(r"\W", "-", socket.gethostname())  # whose processes can be asked whether they are there
 NAMED = 8  # of many things, how many a message names
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, or the largest file that is allowed
 
 
 @contextmanager
@@ -33,6 +34,10 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
             yield file
             os.chmod(part, os.fstat(file.fileno()).st_mode)  # safetensors puts a file there that no one else may read
         os.replace(part, target)
+    except OSError as error:
+        if error.errno in _FULL and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise
     finally:
         part.unlink(missing_ok=True)
 
@@ -73,7 +78,7 @@ def working_in(folder: Path) -> Iterator[None]:
         with locked(folder / ".lock", f"works in {folder}"):
             yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in _FULL:
             raise
         raise OSError(
             f"{folder} cannot be written ({error.strerror}). Nothing that was finished is lost: make room, and run the "

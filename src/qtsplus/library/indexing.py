@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ..asking.ranking import keys_fingerprint, token_keys
-from ..common.files import check_folder, counted, first_line, listed, locked, printable, require_space, size
+from ..common.files import check_folder, counted, first_line, listed, printable, require_space, size, working_in
 from ..common.journals import State, file_state
 from ..data.media import VIDEO_SUFFIXES
 from ..video.encoded import FAILURES, encode, open_chunks
@@ -58,9 +58,9 @@ def index(
         say: takes a line: what is to be done, and its size on disk.
 
     Raises:
-        OSError: a folder that cannot be read.
+        OSError: a folder that cannot be read; a disk that is full.
         ValueError: no video; a library of another tower, settings or videos, or one that another process is writing; a
-            folder of other files; most videos are gone; a full disk.
+            folder of other files; most videos are gone; a disk without room for the features.
     """
     videos = Path(videos)
     folder = Path(folder)
@@ -76,7 +76,7 @@ def index(
     }
     if name and Path(name).is_dir():
         name = str(Path(name).resolve())
-    with locked(folder / ".lock", f"is writing {folder}"):
+    with working_in(folder):
         _remove_parts(folder)
         if not is_new and (folder / INDEX).stat().st_size:
             _check_earlier(folder, made_by, say)

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -117,8 +119,12 @@ def _whole_tensors(path: Path, tensors: dict[str, torch.Tensor], header: dict[st
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
             save_file(on_cpu, part.name, header)
-        except SafetensorError as error:  # such as a full disk; it does not say where
-            raise OSError(f"{path} cannot be written: {first_line(error)}") from error
+        except SafetensorError as error:  # such as for a full disk: Rust's text has the number of the system's error
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise OSError(f"{path} cannot be written: {first_line(error)}") from error
+            code = int(number[1])
+            raise OSError(code, os.strerror(code), str(path)) from error
         yield Path(part.name)
 
 
