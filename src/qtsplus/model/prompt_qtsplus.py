@@ -1,16 +1,16 @@
-"""A prompt from the call to the language model: what the call brings, the question in it, its rows as layout_qtsplus.py
-lays them out, and how the kept tokens are spliced ([`splice`]).
+"""A prompt on its way from the call to the language model: the arguments of the call, the question in the prompt, its
+rows as layout_qtsplus.py lays them out, and how the kept tokens are spliced into it ([`splice`]).
 """
 
 import inspect
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
@@ -26,64 +26,67 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 MODALITIES = {IMAGE: "image", VIDEO: "video"}
 
 Grid = tuple[int, int, int]  # (time, height, width)
-Features = dict[int, list[torch.Tensor]]  # per modality, of each image or video of a batch [k, token_width]
+Features = dict[int, list[Tensor]]  # per modality, of each image or video of a batch [k, token_width]
 
 # As Transformers names the key/value cache in calls and outputs: `cache` since 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 # --- What a call brings beside its text ---
-# Each of these arguments is named here alone: `forward` and `generate` take them as keywords, and hand them on.
+# Only this file names these arguments: `forward` and `generate` take them as keywords and pass them on.
 
 
 @dataclass
 class VisualInputs:
     """Images and videos, as the processor returns them."""
 
-    pixel_values: torch.Tensor | None = None  # of all images
-    image_grid_thw: torch.Tensor | None = None  # [images, 3]
-    pixel_values_videos: torch.Tensor | None = None  # of all videos
-    video_grid_thw: torch.Tensor | None = None  # [videos, 3]
-    second_per_grid_ts: torch.Tensor | Sequence[float] | None = None  # [videos], seconds per temporal patch
+    pixel_values: Tensor | None = None  # of all images
+    image_grid_thw: Tensor | None = None  # [images, 3]
+    pixel_values_videos: Tensor | None = None  # of all videos
+    video_grid_thw: Tensor | None = None  # [videos, 3]
+    second_per_grid_ts: Tensor | Sequence[float] | None = None  # [videos], seconds per temporal patch
     # Per video [k, d], as `encode_videos` returns them, in place of its pixels; on any device.
-    video_features: Sequence[torch.Tensor] | None = None
+    video_features: Sequence[Tensor] | None = None
 
     @property
     def given(self) -> bool:
-        """Whether there is anything to look at."""
-        return any(values is not None for values in (self.pixel_values, self.pixel_values_videos, self.video_features))
+        """Whether the call brings any image or video."""
+        has_pixels = self.pixel_values is not None or self.pixel_values_videos is not None
+        return has_pixels or self.video_features is not None
 
 
 @dataclass
 class SelectionInputs:
-    """How one call selects; what is left out is as the configuration has it."""
+    """How one call selects; the configuration decides what the call leaves out."""
 
-    query_mask: torch.Tensor | None = None  # [B, S], 1 on the question's tokens; found in `input_ids` if None
-    query_input_ids: torch.Tensor | None = None  # [B, L], a question that does not stand in the prompt
-    query_attention_mask: torch.Tensor | None = None  # [B, L]
+    query_mask: Tensor | None = None  # [B, S], 1 on the question's tokens; found in `input_ids` if None
+    query_input_ids: Tensor | None = None  # [B, L], a question that is not part of the prompt
+    query_attention_mask: Tensor | None = None  # [B, L]
     retention: float | Sequence[float] | None = None  # the fraction to keep, in (0, 1]; for all rows, or for each
     max_visual_tokens: int | None = None  # the most tokens to keep
-    selection: str | Method | None = None  # a name of `methods_qtsplus.METHODS`, or a function like those
-    reencode: bool = True  # False hands the kept tokens on as they are (the paper's nREENC)
+    selection: str | Method | None = None  # a name of `methods_qtsplus.METHODS`, or such a function
+    reencode: bool = True  # False passes the kept tokens on as they are (the paper's nREENC)
 
 
-# Read once: a `forward` that is compiled cannot ask a dataclass for its fields.
-_VISUAL, _SELECTION = (tuple(field.name for field in fields(kind)) for kind in (VisualInputs, SelectionInputs))
-# What a class with a head hands on to its model as it is.
+# The names are read once because a compiled `forward` cannot ask a dataclass for its fields.
+_VISUAL = tuple(field.name for field in fields(VisualInputs))
+_SELECTION = tuple(field.name for field in fields(SelectionInputs))
+# A class with a head passes these on to its model unchanged.
 _STOCK = ("position_ids", "cache", "past_key_values", "use_cache", "mm_token_type_ids", "mm_encoder_outputs")
 NAMES = _STOCK + _VISUAL + _SELECTION
 
 
-def take_inputs(kwargs: dict[str, Any]) -> tuple[VisualInputs, SelectionInputs]:
+def take_inputs(kwargs: dict) -> tuple[VisualInputs, SelectionInputs]:
     """Takes the arguments that are named here out of a call's `kwargs`."""
     visual = {name: kwargs.pop(name) for name in _VISUAL if name in kwargs}
     selection = {name: kwargs.pop(name) for name in _SELECTION if name in kwargs}
     return VisualInputs(**visual), SelectionInputs(**selection)
 
 
-def take_cache(kwargs: dict[str, Any]) -> Cache | None:
+def take_cache(kwargs: dict) -> Cache | None:
     """Takes the key/value cache, by its old name or its new one, out of the keywords of a call."""
-    given = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
-    return next((cache for cache in given if cache is not None), None)
+    cache = kwargs.pop("cache", None)
+    past_key_values = kwargs.pop("past_key_values", None)
+    return past_key_values if cache is None else cache
 
 
 def names_inputs(forward: T) -> T:
@@ -92,19 +95,19 @@ def names_inputs(forward: T) -> T:
     signature does not name, the Trainer drops from a batch, and `generate` refuses.
     """
     signature = inspect.signature(forward)
-    *stock, rest = signature.parameters.values()
-    defaults = {name: None for name in NAMES} | {"reencode": True}
-    named = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in defaults.items()
-        if name not in signature.parameters
-    ]
-    forward.__signature__ = signature.replace(parameters=[*stock, *named, rest])  # type: ignore[attr-defined]
+    parameters = list(signature.parameters.values())
+    rest = parameters.pop()
+    for name in NAMES:
+        if name not in signature.parameters:
+            default = True if name == "reencode" else None
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
+    parameters.append(rest)
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return forward
 
 
 def alone_with_ids() -> ValueError:
-    """What is said of images or videos beside something in place of a prompt's ids."""
+    """The error for images or videos beside something that replaces a prompt's ids."""
     return ValueError("Images and videos come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs.")
 
 
@@ -112,8 +115,8 @@ def alone_with_ids() -> ValueError:
 
 
 def find_query_mask(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
     user_turn_token_ids: Sequence[int],
     turn_end_token_id: int,
     special_token_ids: Sequence[int],
@@ -121,7 +124,7 @@ def find_query_mask(
     frame_text_token_ids: Sequence[int] = (),
     tool_response_token_ids: Sequence[Sequence[int]] = (),
     question_turns: Sequence[int | None] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """
     Marks the question in a chat prompt: the text of the last turn that a user wrote, without its header, special and
     vision tokens. `[B, S]` int64, 1 on the question's tokens; a row without such a turn is all 0.
@@ -153,10 +156,10 @@ def find_query_mask(
             question = question_turns[row]
         elif len(turns) > 1 and tool_response_token_ids:
             turns = _written_by_users(ids, turns, user_turn_token_ids, turn_end_token_id, tool_response_token_ids)
-        if question is None or not -1 <= question < len(turns) or not turns:
+        if not turns or question is None or not -1 <= question < len(turns):
             continue
         start, stop = turns[question]
-        mask[row, start:stop] = eligible[row, start:stop].long()
+        mask[row, start:stop] = eligible[row, start:stop]
         if frame_text_token_ids:
             text = ids[start:stop].tolist()
             for first, last in _frame_texts(text, video_token_id, frame_text_token_ids):
@@ -164,7 +167,7 @@ def find_query_mask(
     return mask
 
 
-def question_token_ids(config: Any) -> dict[str, Any]:
+def question_token_ids(config) -> dict[str, Any]:
     """The ids by which [`find_query_mask`] finds the question, as a model's configuration has them."""
     return {
         "user_turn_token_ids": config.user_turn_token_ids,
@@ -176,26 +179,29 @@ def question_token_ids(config: Any) -> dict[str, Any]:
     }
 
 
-def find_places(ids: torch.Tensor, pattern: Sequence[int]) -> list[int]:
+def find_places(ids: Tensor, pattern: Sequence[int]) -> list[int]:
     """The indices in `ids` `[S]` at which the pattern begins."""
     if len(ids) < len(pattern):
         return []
     wanted = torch.tensor(list(pattern), device=ids.device)
-    return (ids.unfold(0, len(pattern), 1) == wanted).all(-1).nonzero()[:, 0].tolist()
+    begins = (ids.unfold(0, len(pattern), 1) == wanted).all(-1)
+    return begins.nonzero()[:, 0].tolist()
 
 
-def _find_user_turns(ids: torch.Tensor, header: Sequence[int], turn_end: int) -> list[tuple[int, int]]:
+def _find_user_turns(ids: Tensor, header: Sequence[int], turn_end: int) -> list[tuple[int, int]]:
     """`(start, stop)` of the text of every turn that is written as a user's."""
-    ends = [*find_places(ids, [turn_end]), len(ids)]
+    ends = find_places(ids, [turn_end])
+    ends.append(len(ids))
     turns = []
     for place in find_places(ids, header):
         start = min(place + len(header) + 1, len(ids))
-        turns.append((start, ends[bisect_left(ends, start)]))
+        stop = ends[bisect_left(ends, start)]
+        turns.append((start, stop))
     return turns
 
 
 def _written_by_users(
-    ids: torch.Tensor,
+    ids: Tensor,
     turns: list[tuple[int, int]],
     header: Sequence[int],
     turn_end: int,
@@ -211,9 +217,11 @@ def _written_by_users(
     """
     opening, closing = tool_response_token_ids
     opened = set(find_places(ids, opening))
-    response_ends = [place + len(closing) for place in find_places(ids, [*closing, turn_end])]
-    written = set(find_places(ids, header))
-    others = [place for place in find_places(ids, header[:1]) if place not in written]
+    closed = find_places(ids, [*closing, turn_end])
+    response_ends = [place + len(closing) for place in closed]
+    user_headers = set(find_places(ids, header))
+    headers = find_places(ids, header[:1])
+    others = [place for place in headers if place not in user_headers]
 
     users = turns[:1]
     response_end = 0
@@ -221,63 +229,92 @@ def _written_by_users(
         if start < response_end:
             continue
         next_end = bisect_left(response_ends, start)
-        next_other = bisect_left(others, start)
         if start in opened and next_end < len(response_ends):
-            crossed = next_other < len(others) and others[next_other] < response_ends[next_end]
+            end = response_ends[next_end]
+            next_other = bisect_left(others, start)
+            crossed = next_other < len(others) and others[next_other] < end
             if not crossed:
-                response_end = response_ends[next_end]
+                response_end = end
                 continue
         users.append((start, stop))
     return users
 
 
-def _frame_texts(ids: list[int], video_token_id: int | None, openers, longest: int = 16):
-    """(start, stop) of the text in front of every frame; it ends with the one token that opens the frame's tokens."""
-    frames = [i for i in range(1, len(ids)) if ids[i] == video_token_id != ids[i - 1]]
-    for frame in frames:
-        start = next((i for i in range(frame - 1, max(frame - longest, 0) - 1, -1) if ids[i] in openers), frame)
-        if start < frame and video_token_id in ids[max(start - 3, 0) : start]:
-            start -= 1  # the line break behind the frame before, or the token that closes it
+def _frame_texts(
+    ids: list[int],
+    video_token_id: int | None,
+    openers: Sequence[int],
+) -> Iterator[tuple[int, int]]:
+    """`(start, stop)` of the text before each frame, which begins with the nearest opener and has at most 16 tokens."""
+    for frame in range(1, len(ids)):
+        if ids[frame] != video_token_id or ids[frame - 1] == video_token_id:
+            continue
+        earliest = max(frame - 16, 0)
+        start = frame - 1
+        while start >= earliest and ids[start] not in openers:
+            start -= 1
+        if start < earliest:
+            continue
+        if video_token_id in ids[max(start - 3, 0) : start]:
+            start -= 1  # the line break behind the frame before, or the token that closes that frame
         yield start, frame
 
 
-def given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] | None:
-    """Per row the ids of a question that does not stand in the prompt."""
-    ids, mask = selection.query_input_ids, selection.query_attention_mask
+def given_queries(selection: SelectionInputs, rows: int) -> list[Tensor] | None:
+    """Per row the ids of a question that is not part of the prompt."""
+    ids = selection.query_input_ids
+    mask = selection.query_attention_mask
     if ids is None:
         return None
     if len(ids) != rows:
         raise ValueError(f"{len(ids)} rows of query_input_ids: expected one per prompt ({rows}).")
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"query_attention_mask {tuple(mask.shape)}: expected query_input_ids' {tuple(ids.shape)}.")
-    return list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
+    if mask is None:
+        return list(ids)
+    return [row[is_real.bool()] for row, is_real in zip(ids, mask, strict=True)]
 
 
-def tokenize_query(tokenizer: Any, query: str | list[str], rows: int | None, like: Any) -> dict[str, Any]:
-    """The `query_input_ids` and `query_attention_mask` of a question for all rows, or of one for each."""
-    queries = [query] * (rows or 1) if isinstance(query, str) else query
+def tokenize_query(tokenizer, query: str | list[str], rows: int | None, like) -> dict[str, Any]:
+    """
+    The `query_input_ids` and `query_attention_mask` `[B, L]` of a question for all rows, or of one for each.
+
+    Args:
+        rows: how many there are; as many as there are questions if `None`.
+        like: the `input_ids` of the call; the result has tensors if that is one, or else lists.
+    """
+    queries = query
+    if isinstance(query, str):
+        queries = [query] * (rows or 1)
     if not isinstance(queries, (list, tuple)) or not queries:
         raise ValueError(f"query={query!r}: expected a question as a str, or a list with one for each row.")
-    for row, one in enumerate(queries):
-        if not isinstance(one, str):
-            raise ValueError(f"The query of row {row} is {one!r}; expected a question as a str.")
-        try:
-            one.encode()
-        except UnicodeEncodeError as error:
-            reason = "holds half a character (a lone surrogate)"
-            raise ValueError(f"The query of row {row}, {one!r}, {reason}; expected a question in Unicode.") from error
+    for row, question in enumerate(queries):
+        _check_query(question, row)
     if rows is not None and len(queries) != rows:
         raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
     tokens = tokenizer(queries, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    length = max(map(len, tokens))
+    padded_ids = []
+    masks = []
     for row, ids in enumerate(tokens):
         if not ids or not queries[row].strip():
             raise ValueError(f"The query {queries[row]!r} of row {row} has no token; expected a question.")
-    length = max(map(len, tokens))
-    padded = {
-        "query_input_ids": [ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids in tokens],
-        "query_attention_mask": [[1] * len(ids) + [0] * (length - len(ids)) for ids in tokens],
-    }
-    return {name: torch.tensor(values) for name, values in padded.items()} if torch.is_tensor(like) else padded
+        missing = length - len(ids)
+        padded_ids.append(ids + [tokenizer.pad_token_id] * missing)
+        masks.append([1] * len(ids) + [0] * missing)
+    if not torch.is_tensor(like):
+        return {"query_input_ids": padded_ids, "query_attention_mask": masks}
+    return {"query_input_ids": torch.tensor(padded_ids), "query_attention_mask": torch.tensor(masks)}
+
+
+def _check_query(question, row: int) -> None:
+    if not isinstance(question, str):
+        raise ValueError(f"The query of row {row} is {question!r}; expected a question as a str.")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        problem = "holds half a character (a lone surrogate)"
+        raise ValueError(f"The query of row {row}, {question!r}, {problem}; expected a question in Unicode.") from error
 
 
 # --- Its rows ---
@@ -288,34 +325,37 @@ class PromptRow:
     """
     One row of the caller's prompt without its padding, `S_b` tokens.
 
-    Separators are tokens that are never scored and go with others: a token, and the first and last + 1 of the
-    candidates of which one has to be kept for it to stay.
+    Separators are tokens that are never scored: a separator stays if a candidate of its range is kept. Its three
+    numbers are the place of the token, and the first and last + 1 of that range.
     """
 
-    columns: torch.Tensor  # [S_b], the caller's
-    types: torch.Tensor  # [S_b], TEXT, IMAGE or VIDEO
+    columns: Tensor  # [S_b], the places of its tokens in the caller's prompt
+    types: Tensor  # [S_b], TEXT, IMAGE or VIDEO
     spans: "list[VisualSpan]"
-    positions: torch.Tensor  # [3, S_b], (time, height, width) in the full prompt
-    language_positions: torch.Tensor  # [1 or 3, S_b], what the language model takes for them
-    candidates: torch.Tensor  # [M_b], the tokens among which the selector chooses
-    separators: torch.Tensor  # [3, K]
+    positions: Tensor  # [3, S_b], (time, height, width) in the full prompt
+    language_positions: Tensor  # [1 or 3, S_b], the positions in the form that the language model takes
+    candidates: Tensor  # [M_b], the tokens among which the selector chooses
+    separators: Tensor  # [3, K]
 
-    def keep(self, kept_indices: torch.Tensor) -> torch.Tensor:
+    def keep(self, kept_indices: Tensor) -> Tensor:
         """`[S_b]` bool: the tokens that stay when these of the candidates do."""
-        is_kept = torch.zeros(len(self.candidates), dtype=torch.bool, device=self.columns.device)
+        is_kept = self.columns.new_zeros(len(self.candidates), dtype=torch.bool)
         is_kept[kept_indices] = True
-        keep, (separators, first, stop) = torch.ones_like(self.columns, dtype=torch.bool), self.separators
+        keep = torch.ones_like(self.columns, dtype=torch.bool)
         keep[self.candidates] = is_kept
-        before = nn.functional.pad(is_kept.cumsum(0), (1, 0))
-        keep[separators] = before[stop] > before[first]
+        separators, first, stop = self.separators
+        num_kept_before = nn.functional.pad(is_kept.cumsum(0), (1, 0))
+        keep[separators] = num_kept_before[stop] > num_kept_before[first]
         return keep
 
-    def only(self, present: torch.Tensor) -> "PromptRow":
-        """The row without the candidates that are not among `present` `[k]`, and without what goes with them."""
+    def only(self, present: Tensor) -> "PromptRow":
+        """The row with only the candidates `present` `[k]`, ascending, and with the separators that stay with them."""
         keep = self.keep(present)
         place = keep.cumsum(0) - 1
-        separators, *candidates = self.separators[:, keep[self.separators[0]]]
-        first, stop = (torch.searchsorted(present, bound) for bound in candidates)
+        stays = keep[self.separators[0]]
+        separators, first, stop = self.separators[:, stays]
+        first = torch.searchsorted(present, first)
+        stop = torch.searchsorted(present, stop)
         return replace(
             self,
             columns=self.columns[keep],
@@ -329,14 +369,14 @@ class PromptRow:
 
 @dataclass
 class Layout:
-    """The prompts of a batch: which token is whose, and where it stands."""
+    """The prompts of a batch: the kind of each token, the image or video it belongs to, and its position."""
 
-    input_ids: torch.Tensor  # [B, S]
-    mask: torch.Tensor  # [B, S], 1 on real tokens
+    input_ids: Tensor  # [B, S]
+    mask: Tensor  # [B, S], 1 on real tokens
     rows: list[PromptRow]  # without their padding
     grids: dict[int, list[Grid]]  # per modality, in tokens of every image or video of the batch
     seconds: Any  # per video, seconds per temporal patch
-    present: list[torch.Tensor] | None = None  # per video [k], ascending, which of its tokens are there; all if `None`
+    present: list[Tensor] | None = None  # per video [k], ascending, which of its tokens are there; all if `None`
 
     def competing(self, row: PromptRow) -> "list[VisualSpan]":
         """The first span of each video of a row; their tokens compete for its budget."""
@@ -344,86 +384,110 @@ class Layout:
 
     def grids_of(self, span: "VisualSpan") -> list[Grid]:
         """
-        The grid of a video; of a part of one in turn (steps, 1, tokens) for each run of steps in time that have the
-        same places of the frame.
+        The grid of a video. If only a part of its tokens is present: `(steps, 1, tokens)` for each run of steps in time
+        with equally placed tokens.
         """
         grid = self.grids[VIDEO][span.index]
         if self.present is None:
             return [grid]
-        _, height, width = grid
         tokens = self.present[span.index]
-        _, counts = torch.unique_consecutive(tokens // (height * width), return_counts=True)
-        steps = [step.tolist() for step in (tokens % (height * width)).split(counts.tolist())]
-        return [(len(list(run)), 1, len(step)) for step, run in itertools.groupby(steps)]
+        per_step = grid[1] * grid[2]
+        _, counts = torch.unique_consecutive(tokens // per_step, return_counts=True)
+        steps = (tokens % per_step).split(counts.tolist())
+        grids = []
+        for places, run in itertools.groupby(step.tolist() for step in steps):
+            num_steps = len(list(run))
+            grids.append((num_steps, 1, len(places)))
+        return grids
 
-    def narrow(self, present: Sequence[torch.Tensor]) -> "Layout":
-        """As if of each video only the tokens `present` `[k]`, ascending, had been kept; they stay at their places."""
-        flags = [torch.zeros(t * h * w, dtype=torch.bool) for t, h, w in self.grids[VIDEO]]
-        for flag, indices in zip(flags, present, strict=True):
-            flag[indices] = True
+    def narrow(self, present: Sequence[Tensor]) -> "Layout":
+        """As if only the tokens `present` `[k]`, ascending, of each video had been kept; they keep their positions."""
+        is_present = []
+        for (time, height, width), indices in zip(self.grids[VIDEO], present, strict=True):
+            flags = torch.zeros(time * height * width, dtype=torch.bool)
+            flags[indices] = True
+            is_present.append(flags)
         rows = []
         for row in self.rows:
-            parts = [flags[span.index] for span in self.competing(row)]
-            left = join(parts, torch.zeros(0, dtype=torch.bool)).nonzero()[:, 0]
-            rows.append(row.only(left.to(row.columns.device)))
+            flags_of_row = [is_present[span.index] for span in self.competing(row)]
+            flags = join(flags_of_row, torch.zeros(0, dtype=torch.bool))
+            left = flags.nonzero()[:, 0].to(row.columns.device)
+            rows.append(row.only(left))
         return replace(self, rows=rows, present=list(present))
 
 
 def find_questions(
-    model: "QTSplusBackboneMixin", layout: Layout, query_mask: torch.Tensor | None = None
-) -> list[torch.Tensor]:
+    model: "QTSplusBackboneMixin",
+    layout: Layout,
+    query_mask: Tensor | None = None,
+) -> list[Tensor]:
     """
-    Per row `[S_b]` bool, which of its tokens are the question, by `query_mask` where there is one: `[B, S]`, or
-    narrower where answers were put behind the prompts that it was made for.
+    Per row `[S_b]` bool, which of its tokens are the question.
+
+    Args:
+        query_mask: `[B, S]`, or narrower where answers follow the prompts that it was made for; found by the token ids
+            if `None`.
     """
     shape = layout.input_ids.shape
     if query_mask is None or query_mask.shape != shape:
-        found = find_query_mask(layout.input_ids, layout.mask, **question_token_ids(model.config))
-        if query_mask is None:
-            query_mask = found
-        else:
-            width = query_mask.shape[1]
-            if len(query_mask) != shape[0] or width > shape[1] or bool(found[:, width:].any()):
-                raise ValueError(f"query_mask {tuple(query_mask.shape)}: expected input_ids' shape, {tuple(shape)}.")
-            query_mask = nn.functional.pad(query_mask, (0, shape[1] - width))
+        by_ids = find_query_mask(layout.input_ids, layout.mask, **question_token_ids(model.config))
+        query_mask = by_ids if query_mask is None else _widen(query_mask, by_ids)
     return [question[row.columns] for question, row in zip(query_mask.bool(), layout.rows, strict=True)]
 
 
-def query_embeds(model: "QTSplusBackboneMixin", layout: Layout, selection: SelectionInputs) -> list[torch.Tensor]:
-    """Per row `[L_b, d]`, the embeddings of the question that is given apart, or else of the prompt's own."""
-    questions, embed = find_questions(model, layout, selection.query_mask), model.get_input_embeddings()
+def _widen(query_mask: Tensor, by_ids: Tensor) -> Tensor:
+    """A mask for the prompts alone, widened to the answers behind them, in which the ids must find no question."""
+    rows, width = query_mask.shape
+    missing = by_ids.shape[1] - width
+    fits = rows == len(by_ids) and missing >= 0
+    if not fits or by_ids[:, width:].any():
+        raise ValueError(f"query_mask {(rows, width)}: expected input_ids' shape, {tuple(by_ids.shape)}.")
+    return nn.functional.pad(query_mask, (0, missing))
+
+
+def query_embeds(model: "QTSplusBackboneMixin", layout: Layout, selection: SelectionInputs) -> list[Tensor]:
+    """Per row `[L_b, d]`, the embeddings of the question that is passed separately, or else of the prompt's own."""
+    questions = find_questions(model, layout, selection.query_mask)
     queries = given_queries(selection, len(layout.rows))
     if queries is None:
-        rows = zip(layout.input_ids, layout.rows, questions, strict=True)
-        queries = [ids[row.columns[question]] for ids, row, question in rows]
+        queries = []
+        for ids, row, question in zip(layout.input_ids, layout.rows, questions, strict=True):
+            queries.append(ids[row.columns[question]])
+    embed = model.get_input_embeddings()
     return [embed(ids[None])[0] for ids in queries]  # NEFTune's hook and the like expect rows of ids
 
 
-def text_positions(attention_mask: torch.Tensor) -> torch.Tensor:
+def text_positions(attention_mask: Tensor) -> Tensor:
     """Position among the real tokens, `[B, S]` -> `[B, S]`; 0 on padding."""
-    return (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
+    positions = attention_mask.long().cumsum(-1) - 1
+    return positions.masked_fill(attention_mask == 0, 0)
 
 
-def lay_positions(order: torch.Tensor, language: torch.Tensor) -> torch.Tensor:
+def lay_positions(order: Tensor, language: Tensor) -> Tensor:
     """`position_ids` of the language model, from the order of the tokens `[B, S]` and `[rope_axes, B, S]`."""
-    return language[0] if len(language) == 1 else torch.cat([order[None], language])
+    if len(language) == 1:
+        return language[0]
+    return torch.cat([order[None], language])
 
 
-def pad_rows(rows: Sequence[torch.Tensor], value: int, left: bool) -> torch.Tensor:
-    """Stacks `[..., n_b]` rows along a new first dimension, padded at one side of the last."""
+def pad_rows(rows: Sequence[Tensor], value: int, left: bool) -> Tensor:
+    """Stacks `[..., n_b]` rows along a new first dimension; pads the last one on the left or on the right."""
     width = max(row.shape[-1] for row in rows)
     padded = []
     for row in rows:
         missing = width - row.shape[-1]
-        padded.append(nn.functional.pad(row, (missing, 0) if left else (0, missing), value=value))
+        sides = (missing, 0) if left else (0, missing)
+        padded.append(nn.functional.pad(row, sides, value=value))
     return torch.stack(padded)
 
 
-def join(parts: list[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
-    """Concatenates; one part is not copied."""
+def join(parts: list[Tensor], nothing: Tensor) -> Tensor:
+    """Concatenates; a single part is not copied, and no parts give `nothing`."""
     if not parts:
         return nothing
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts)
 
 
 # --- Splicing ---
@@ -438,14 +502,14 @@ class SelectedFeatures(BaseModelOutputWithPooling):
 
 @dataclass
 class CompactPrompt:
-    """What the language model sees, `[B, S']`."""
+    """The shortened prompts `[B, S']` that the language model sees."""
 
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    position_ids: torch.Tensor
-    features: dict[str, list[torch.Tensor]]  # "image" and "video": per row [k, d], in place of its placeholders
-    next_position: torch.Tensor  # [B], the first one after the prompt
-    source_ids: torch.Tensor  # [B, S], the caller's prompt
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    features: dict[str, list[Tensor]]  # "image" and "video": per row [k, d], in place of its placeholders
+    next_position: Tensor  # [B], the first one after the prompt
+    source_ids: Tensor  # [B, S], the caller's prompt
     qtsplus: QTSplusOutput
     selected: dict[str, SelectedFeatures]  # the features as `mm_encoder_outputs`
 
@@ -454,35 +518,39 @@ def splice(
     model: "QTSplusBackboneMixin",
     layout: Layout,
     features: Features,
-    selected: Sequence[torch.Tensor],
+    selected: Sequence[Tensor],
     qtsplus: QTSplusOutput,
     pad_left: bool | None = None,
 ) -> CompactPrompt:
     """
-    The shortened prompts: what was no candidate, and of the candidates the kept ones.
+    The shortened prompts: of the candidates only those that were kept, and everything else.
 
     Args:
-        features: per modality, of every image or video of the batch; of these only images are read.
+        features: per modality, of every image or video of the batch; only the images' are read.
         selected: per row `[n_b, token_width]`, the kept candidates.
         qtsplus: with the `kept_indices`; its `columns` are set.
         pad_left: pad on the left; `None` pads where the caller did, left if nowhere.
     """
-    columns, positions = [], []
-    # What stands in place of each row's placeholders, `[k, token_width]`.
-    row_features: dict[str, list[torch.Tensor]] = {name: [] for name in MODALITIES.values()}
+    columns = []
+    positions = []
+    image_features = []
+    video_features = []
     for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
         keep = row.keep(kept_indices.to(row.columns.device))
         columns.append(row.columns[keep])
         positions.append(row.language_positions[:, keep])
         if any(span.line for span in row.spans):
             tokens = _with_line_ends(model, row, keep & (row.types == VIDEO), tokens)
-        images = [features[IMAGE][span.index] for span in row.spans if span.modality == IMAGE]
-        row_features[MODALITIES[IMAGE]].append(join(images, tokens[:0]))
-        row_features[MODALITIES[VIDEO]].append(tokens)
+        images = [span.index for span in row.spans if span.modality == IMAGE]
+        features_of_row = [features[IMAGE][image] for image in images]
+        image_features.append(join(features_of_row, tokens[:0]))
+        video_features.append(tokens)
 
-    pad_left = bool(layout.mask[:, -1].all()) if pad_left is None else pad_left
-    padded = pad_rows(columns, -1, pad_left)
-    is_padding, source = padded < 0, padded.clamp(min=0)
+    if pad_left is None:
+        pad_left = bool(layout.mask[:, -1].all())
+    qtsplus.columns = pad_rows(columns, -1, pad_left)
+    is_padding = qtsplus.columns < 0
+    source = qtsplus.columns.clamp(min=0)
     attention_mask = (~is_padding).long()
     order = text_positions(attention_mask)
     if model.config.qtsplus_config.position_ids == "sequential":
@@ -490,28 +558,35 @@ def splice(
         next_position = attention_mask.sum(-1)
     else:
         language = pad_rows(positions, 0, pad_left).transpose(0, 1)
-        next_position = torch.stack([row.language_positions[:, -1].max() + 1 for row in layout.rows])
-    qtsplus.columns = padded
+        last_positions = [row.language_positions[:, -1].max() for row in layout.rows]
+        next_position = torch.stack(last_positions) + 1
     padding_id = model.config.text_config.pad_token_id or 0
+    by_modality = {MODALITIES[IMAGE]: image_features, MODALITIES[VIDEO]: video_features}
     return CompactPrompt(
         input_ids=layout.input_ids.gather(1, source).masked_fill(is_padding, padding_id),
         attention_mask=attention_mask,
         position_ids=lay_positions(order, language),
-        features=row_features,
+        features=by_modality,
         next_position=next_position,
         source_ids=layout.input_ids,
         qtsplus=qtsplus,
-        selected={name: SelectedFeatures(pooler_output=tuple(rows)) for name, rows in row_features.items()},
+        selected={name: SelectedFeatures(pooler_output=tuple(rows)) for name, rows in by_modality.items()},
     )
 
 
-def _with_line_ends(model, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The kept tokens `[k, d]` with the newlines that stay among them."""
-    is_token = torch.zeros_like(keep)
-    is_token[row.candidates] = True
-    is_token = is_token[keep].to(tokens.device)
-    if len(is_token) > len(tokens):
-        spread = model.line_end.to(tokens.device, tokens.dtype).expand(len(is_token), -1).clone()
-        spread[is_token] = tokens
-        tokens = spread
-    return tokens
+def _with_line_ends(model, row: PromptRow, keep: Tensor, tokens: Tensor) -> Tensor:
+    """
+    The features of a row's kept video tokens: its kept candidates `[k, d]`, with the newlines that stay among them.
+
+    Args:
+        keep: `[S_b]` bool, the video tokens of the row that stay, newlines included.
+    """
+    is_candidate = torch.zeros_like(keep)
+    is_candidate[row.candidates] = True
+    is_candidate = is_candidate[keep].to(tokens.device)
+    if len(is_candidate) <= len(tokens):
+        return tokens
+    line_end = model.line_end.to(tokens.device, tokens.dtype)
+    with_lines = line_end.expand(len(is_candidate), -1).clone()
+    with_lines[is_candidate] = tokens
+    return with_lines
