@@ -64,10 +64,15 @@ def test_the_content_of_a_file_decides(mine, loaded, tmp_path):
     assert Library(folder, *loaded).names == ["b.mp4", "moved.mp4"]
 
 
-def test_a_bad_file_is_named_and_ends_nothing(mine, loaded, tmp_path):
-    (mine / "a.mp4").write_bytes(b"no video")
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"no video", "Invalid data"), (b"<svg width='10' height='10'></svg>", "there is no decoder for its codec")],
+)
+def test_a_bad_file_is_named_and_ends_nothing(mine, loaded, tmp_path, content, reason):
+    (mine / "a.mp4").write_bytes(content)
     made = index(mine, tmp_path / "library", *loaded)
     assert "Cannot decode" in made.entries["a.mp4"]["error"]
+    assert reason in made.entries["a.mp4"]["error"]
     assert Library(tmp_path / "library", *loaded).names == ["b.mp4", "more/c.mp4"]
     write_mp4(mine / "a.mp4", render_world(LIBRARY["a.mp4"]), 2)
     made = index(mine, tmp_path / "library", *loaded)

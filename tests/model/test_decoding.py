@@ -4,6 +4,7 @@ import gc
 import itertools
 import struct
 import time
+import tracemalloc
 from fractions import Fraction
 
 import av
@@ -15,13 +16,13 @@ from films import CLOCKS, SIDE, paint, read_paint, write_film
 from qtsplus.asking import session
 from qtsplus.asking.answers import Answer, placed
 from qtsplus.asking.evidence import Interval
-from qtsplus.asking.picture import draw_evidence
+from qtsplus.asking.picture import _frames_within, draw_evidence
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
 from qtsplus.live.watching import Source
 from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.model.video_qtsplus import choose_frames, open_video
-from qtsplus.video.encoded import EncodedVideo
+from qtsplus.video.encoded import EncodedVideo, encode
 
 NEAR = 50  # milliseconds
 H264, MPEG = {"g": "10", "preset": "veryfast"}, {"g": "10", "bf": "2"}
@@ -295,6 +296,24 @@ def test_a_film_without_times_has_the_rate_of_its_codec(tmp_path, name, codec):
 def test_a_long_pause_is_said(tmp_path):
     path = write_film(tmp_path / "pause.mkv", "libx264", [0, 40, 80, 3_600_000, 3_600_040])
     assert "has no frame for 3600 s from 0.1 s on" in open_video(str(path), lambda *_: np.array([0])).warnings[0]
+
+
+def test_a_frame_after_years_costs_no_memory(tmp_path, loaded):
+    years = 2 * 10**11
+    path = str(write_film(tmp_path / "gap.mkv", "libx264", [*range(0, 9000, 1000), years]))
+    tracemalloc.start()
+    try:
+        video = encode(*loaded, path, max_frames=4)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**26
+    assert video.frames == 4
+    assert "has no frame for 199999992 s" in video.warnings[0]
+    with pytest.raises(ValueError, match=r"All 2,000,000,001 frames of a video were asked for; expected 1,048,576"):
+        loaded[1](videos=path, do_sample_frames=False)
+    with pytest.raises(ValueError, match=r"The evidence is more than 1,048,576 frames"):
+        _frames_within(video, [Interval(0.0, 1e8, 1.0)])
 
 
 def test_what_was_cut_out_of_a_recording_is_said(tmp_path):

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 
 import av
 import numpy as np
-import pytest
 from test_stored_fuzz import change, cut, flip, garble, only_in
 
 from qtsplus import ask, encode
@@ -81,7 +80,6 @@ def write_subtitles(path, draw):
     path.write_bytes(data)
 
 
-@pytest.mark.xfail(reason="a list of files that is called film.srt is followed", strict=False)
 def test_subtitles_lead_to_no_other_file(tiny_mp4, tmp_path, monkeypatch):
     draw, outcomes = random.Random(SEED), Counter()
     (tmp_path / "films").mkdir()
@@ -140,7 +138,6 @@ def write_odd_film(path, draw):
     path.write_bytes(data)
 
 
-@pytest.mark.xfail(reason="codecs without a decoder, late last frames", strict=False)
 def test_odd_films_are_read_or_refused(loaded, tmp_path):
     draw, outcomes = random.Random(SEED), Counter()
     for case in range(CASES):

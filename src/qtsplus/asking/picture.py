@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ..common.folders import whole_folder
-from ..model.video_qtsplus import VideoFile, open_folder, open_video
+from ..model.video_qtsplus import MOST_FRAMES, VideoFile, open_folder, open_video
 from ..video.encoded import IN_MEMORY, EncodedVideo
 from .evidence import Interval
 from .recall import Remembered
@@ -167,7 +167,10 @@ def _frames_within(video: EncodedVideo, evidence: Sequence[Interval]) -> list[in
     for interval in evidence:
         first = round((interval.start - video.start) * fps)
         last = round((interval.end - video.start) * fps)
-        indices.update(every_index[first : max(last, first + 1)])
+        shown = every_index[first : max(last, first + 1)]
+        if len(indices) + len(shown) > MOST_FRAMES:
+            raise ValueError(f"The evidence is more than {MOST_FRAMES:,} frames of the video, too many to draw.")
+        indices.update(shown)
     return sorted(indices)
 
 

@@ -338,12 +338,15 @@ def refuse_list(head: bytes) -> None:
 
 
 def film_stream(container: Any) -> Any:
-    """The stream that a player shows; raises `ValueError` if there is none, or only a cover."""
+    """The stream that a player shows; raises `ValueError` if there is none, only a cover, or no decoder for it."""
     films = _films(container)
     if not films:
         raise ValueError("it has a cover and no film" if container.streams.video else "it has no video stream")
     best = container.streams.best("video")
-    return best if best in films else films[0]
+    stream = best if best in films else films[0]
+    if stream.codec_context is None:
+        raise ValueError("there is no decoder for its codec; convert it, such as to H.264")
+    return stream
 
 
 def _films(container: Any) -> list[Any]:

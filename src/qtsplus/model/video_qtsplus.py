@@ -24,6 +24,7 @@ from .methods_qtsplus import is_number
 logger = logging.get_logger(__name__)
 
 ARRAYS = (np.ndarray, torch.Tensor)
+MOST_FRAMES = 2**20  # of one video that are looked at; a clock of a few bytes may state any number
 DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 FRAME_SUFFIXES = (*IMAGE_SUFFIXES, ".gif")  # in a folder; elsewhere a GIF is a video
@@ -53,17 +54,38 @@ def choose_frames(
         num_frames: frames to sample instead, as many as exist at most. With neither, all frames are taken.
         temporal_patch_size: the count is a multiple of it, unless the video or `max_frames` is less.
     """
+    if num_frames is None and fps is None:
+        if total_num_frames > MOST_FRAMES:
+            raise ValueError(
+                f"All {total_num_frames:,} frames of a video were asked for; expected {MOST_FRAMES:,} at most. Choose "
+                "fewer with `fps` or `num_frames`."
+            )
+        return np.arange(total_num_frames)
+    count = count_frames(total_num_frames, video_fps, fps, num_frames, min_frames, max_frames, temporal_patch_size)
+    if count > MOST_FRAMES:
+        raise ValueError(f"{count:,} frames of a video were asked for; expected {MOST_FRAMES:,} at most.")
+    # The product of the two numbers may be more than 64 bits hold.
+    return np.array([index * total_num_frames // count for index in range(count)], np.int64)
+
+
+def count_frames(
+    total_num_frames: int,
+    video_fps: float,
+    fps: float | None,
+    num_frames: int | None,
+    min_frames: int,
+    max_frames: float,
+    temporal_patch_size: int,
+) -> int:
+    """How many frames [`choose_frames`] takes where `fps` or `num_frames` is given."""
     if num_frames is not None:
         wanted = float(round(num_frames / temporal_patch_size) * temporal_patch_size)
-    elif fps is not None:
-        wanted = min(max(total_num_frames / video_fps * fps, min_frames), max_frames)
     else:
-        return np.arange(total_num_frames)
+        wanted = min(max(total_num_frames / video_fps * (fps or 0), min_frames), max_frames)
     # A mean rate of 10.000000000000002 must not cost a frame.
     count = int(round(min(wanted, total_num_frames), 6))
-    fewest = min(temporal_patch_size, total_num_frames, max_frames)
-    count = count // temporal_patch_size * temporal_patch_size or int(fewest)
-    return np.arange(count) * total_num_frames // count
+    fewest = int(min(temporal_patch_size, total_num_frames, max_frames))
+    return count // temporal_patch_size * temporal_patch_size or fewest
 
 
 def frame_choice(processor: Any, fps: float | None, num_frames: int | None, bounds: dict[str, Any]) -> FrameChoice:
@@ -75,18 +97,25 @@ def frame_choice(processor: Any, fps: float | None, num_frames: int | None, boun
         raise ValueError(f"Got `fps={fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
     if fps is None and num_frames is None:
         num_frames = getattr(processor, "num_frames", None)
-    filled = {name: getattr(processor, name, None) if value is None else value for name, value in bounds.items()}
-    given: dict[str, Any] = {name: value for name, value in filled.items() if value is not None}
+    given: dict[str, Any] = {}
+    for name, value in bounds.items():
+        value = getattr(processor, name, None) if value is None else value
+        if value is not None:
+            given[name] = value
     rate = fps or getattr(processor, "fps", None) or DEFAULT_FPS
+    temporal_patch_size = given.get("temporal_patch_size", 2)
 
     def choose(total_num_frames: int, video_fps: float) -> np.ndarray:
-        choice = functools.partial(choose_frames, total_num_frames, video_fps, rate, num_frames)
-        indices, unbounded = choice(**given), choice(**{**given, "min_frames": 1, "max_frames": math.inf})
-        if fps is not None and len(indices) != len(unbounded):
-            bound = "max_frames" if len(indices) < len(unbounded) else "min_frames"
+        indices = choose_frames(total_num_frames, video_fps, rate, num_frames, **given)
+        if fps is None:
+            return indices
+        count = len(indices)
+        unbounded = count_frames(total_num_frames, video_fps, fps, None, 1, math.inf, temporal_patch_size)
+        if count != unbounded:
+            bound = "max_frames" if count < unbounded else "min_frames"
             logger.warning_once(
-                f"fps={fps:g} is {len(unbounded)} frames of this video, but `{bound}` makes it {len(indices)}, "
-                f"{len(indices) / total_num_frames * video_fps:.3g} frames per second. For the rate that was asked "
+                f"fps={fps:g} is {unbounded} frames of this video, but `{bound}` makes it {count}, "
+                f"{count / total_num_frames * video_fps:.3g} frames per second. For the rate that was asked "
                 f"for, change `{bound}`, here or as `processor.video_processor.{bound}`."
             )
         return indices

@@ -26,7 +26,8 @@ from .subtitles import Subtitle, read_subtitles
 
 T = TypeVar("T")
 
-FAILURES = (ValueError, OSError, torch.OutOfMemoryError)  # of one video or question, while the others go on
+# Of one video or question, while the others go on.
+FAILURES = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)
 IN_MEMORY = "(frames)"  # what a video is called that was given as frames
 
 

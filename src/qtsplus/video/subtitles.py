@@ -97,7 +97,8 @@ def _is_forced(path: Path) -> bool:
 def _full_track(tracks: Iterable[Any]) -> Any:
     """The default track of text or the first, of those that have all speech if there are any; `None` if none is."""
     flags = av.stream.Disposition
-    texts = [track for track in tracks if track.codec_context.name not in _BITMAPS]
+    decodable = [track for track in tracks if track.codec_context is not None]
+    texts = [track for track in decodable if track.codec_context.name not in _BITMAPS]
     by_preference = sorted(
         texts, key=lambda track: (bool(track.disposition & flags.forced), not track.disposition & flags.default)
     )
