@@ -10,21 +10,14 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.hub.loading import check_values, is_finite, load, load_processor
-from qtsplus.hub.templates import check_template
 
-NESTED = "{% for i in range(99999) %}{% for i in range(99999) %}WHAT{% endfor %}{% endfor %}"
+ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}x{% endfor %}{% endfor %}"
 TEMPLATES = {
-    "10^10 characters": NESTED.replace("WHAT", "x"),
-    "10^10 steps": NESTED.replace("WHAT", ""),
-    "a product of constants": "{{ 'x' * 10**11 }}",
-    "a product of variables": "{% set n = 1000 %}{{ messages[0].role * n * n * n * n }}",
-    "a list": "{{ ([1] * 1000 * 1000 * 1000 * 1000) | length }}",
-    "a power": "{{ 10 ** 10 ** 10 }}",
-    "a format": "{{ '%100000000000d' % 1 }}",
-    "padding": "{{ 'x'.ljust(100000000000) }}",
-    "a filter": "{{ 'x' | center(100000000000) }}",
-    "doubling": "{% set n = namespace(x='x') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-    "itself": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+    ENDLESS: "it makes more than a prompt of one question",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "RecursionError",
+    "{{ ''.__class__.__mro__ }}": "SecurityError",
+    "{{ raise_exception('no system') }}": "TemplateError: no system",
+    "{% for": "TemplateSyntaxError",
 }
 
 
@@ -42,19 +35,11 @@ def change(path, *places, **values):
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("kind", sorted(TEMPLATES))
-def test_a_template_that_makes_much_of_little_is_refused(kind, folder):
-    (folder / "chat_template.jinja").write_text(TEMPLATES[kind])
-    with pytest.raises(ValueError, match="has a chat template that (makes more than a prompt|calls itself)"):
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_that_cannot_be_used_is_refused(template, folder):
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=f"has a chat template that cannot be used: .*{TEMPLATES[template]}"):
         load_processor(folder)
-
-
-def test_a_template_that_counts_and_joins_is_none_of_these():
-    source = "{% for m in messages %}{{ loop.index * 3 % 2 }}{{ ' ' * 4 ~ m.role | upper }}"
-    source += "{% generation %}a{% endgeneration %}{% endfor %}"
-    check_template(source, "It", messages=[{"role": "user"}] * 500)
-    with pytest.raises(ValueError, match="It has a chat template that cannot be used: TemplateError: no system"):
-        check_template("{{ raise_exception('no system') }}", "It", messages=[])
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

@@ -1,6 +1,6 @@
 """
-What strangers make: subtitle files, videos with odd clocks and codecs, chat templates, configurations of models. Each
-is read or refused in one line, within bounds of memory, and leads to no other file.
+What strangers make: subtitle files, videos with odd clocks and codecs, configurations of models. Each is read or
+refused in one line, within bounds of memory, and leads to no other file.
 
 `make fuzz SEED=7` tries more of them.
 """
@@ -19,7 +19,6 @@ from test_stored_fuzz import change, cut, flip, garble, only_in
 
 from qtsplus import ask, encode
 from qtsplus.hub.loading import load
-from qtsplus.hub.templates import check_template
 from qtsplus.video.subtitles import read_subtitles
 
 SEED, CASES = int(os.environ.get("FUZZ_SEED", "45")), int(os.environ.get("FUZZ_CASES", "400")) // 4
@@ -154,52 +153,6 @@ def test_odd_films_are_read_or_refused(loaded, tmp_path):
 
         outcomes[outcome(read, f"seed {SEED}, case {case}, {path.suffix}, kept at {path}")] += 1
         path.unlink()
-    print(dict(outcomes))
-    assert outcomes["read"] and outcomes["refused"]
-
-
-# --- Chat templates ---
-
-PIECES = [
-    "{% for a in range(NUMBER) %}INNER{% endfor %}",
-    "{% set n.x = n.x ~ n.x %}",
-    "{% set n.x = n.x * NUMBER %}",
-    "{% if messages %}INNER{% endif %}",
-    "{% macro m(a) %}INNER{% endmacro %}{{ m(n) }}",
-    "{{ n.x | center(NUMBER) }}",
-    "{{ '%NUMBERd' % 1 }}",
-    "{{ NUMBER ** NUMBER }}",
-    "{{ messages[NUMBER].role }}",
-    "{{ messages | tojson }}",
-    "{% generation %}INNER{% endgeneration %}",
-    "{{ n.__class__.__mro__ }}",
-    "{% include '/etc/passwd' %}",
-    "{{ raise_exception('no') }}",
-    "{% for",
-    "text",
-]
-
-
-def make_template(draw, depth=0):
-    pieces = []
-    for _ in range(draw.randrange(1, 4)):
-        piece = draw.choice(PIECES if depth < 4 else ["text"])
-        while "NUMBER" in piece:
-            piece = piece.replace("NUMBER", str(draw.choice([0, 2, 50, 99999, 10**6, 10**11])), 1)
-        pieces.append(piece.replace("INNER", make_template(draw, depth + 1) if "INNER" in piece else ""))
-    return "".join(pieces)
-
-
-def test_templates_end(tmp_path):
-    draw, outcomes = random.Random(SEED), Counter()
-    for case in range(CASES):
-        source = "{% set n = namespace(x='ab') %}" + make_template(draw)
-
-        def read(source=source):
-            with only_in(tmp_path):
-                check_template(source, "It", messages=[{"role": "user", "content": "Who?"}])
-
-        outcomes[outcome(read, f"seed {SEED}, case {case}, {source}")] += 1
     print(dict(outcomes))
     assert outcomes["read"] and outcomes["refused"]
 

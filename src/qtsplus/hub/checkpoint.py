@@ -15,9 +15,13 @@ from safetensors.torch import load_file
 from ..common.folders import read_json, reading
 from .backbones import backbone_of
 
-_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SELECTOR, RHO_HISTORY = "model.qtsplus.", "model.qtsplus.rho_history"
-HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
+_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SELECTOR = "model.qtsplus."
+RHO_HISTORY = "model.qtsplus.rho_history"
+HEAD = "lm_head.weight"
+EMBEDDINGS = "model.language_model.embed_tokens.weight"
+_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:\0]+", re.DOTALL)  # of a file, without folders
 
 # From a checkpoint's names to ours, which are those of Transformers since 4.52: regular expressions with their
 # replacements, applied in turn. Older checkpoints and saved backbones, which have no head, name weights otherwise.
@@ -32,8 +36,7 @@ REFERENCE = (
     (r"^(model\.qtsplus\.reencode_layers\.\d+)\.core\.", r"\1."),
     (r"^(model\.qtsplus\..+)\.ffn\.net\.", r"\1.ffn."),
     (r"^model\.vision_tower\.", "model.visual."),
-    *STOCK,
-)
+) + STOCK
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -46,7 +49,7 @@ def weight_files(folder: Path) -> list[Path]:
     absent = [shard.name for shard in shards if not shard.is_file()]
     if absent:
         raise ValueError(f"{folder} lacks {', '.join(absent)}, which its {INDEX} names.")
-    return [folder / INDEX, *shards]
+    return [folder / INDEX] + shards
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -55,7 +58,7 @@ def weight_map(index: Path) -> dict[str, str]:
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index} has no weight_map: it is no index of a checkpoint.")
     for name in shards.values():  # an index from elsewhere must not reach files outside its folder
-        if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\:\0"):
+        if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
             raise ValueError(f"{index} names {str(name)!r}; expected names of files beside it.")
     return shards
 
@@ -65,7 +68,8 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         try:
-            tensors |= {} if path.suffix == ".json" else load_file(path)
+            if path.suffix != ".json":
+                tensors.update(load_file(path))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is no whole safetensors file: {error}") from error
     return tensors
@@ -92,43 +96,53 @@ def check_weights(
     without: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """
-    What was stored, under our names and in the model's order, if it is exactly what the model needs; a `ValueError`
-    that lists what is missing, unexpected or of another shape. A head beside tied embeddings is dropped where the two
-    are equal, and weights whose names begin as `without` says are not expected.
+    The stored tensors under our names and in the model's order, if they are exactly what the model needs; a
+    `ValueError` that lists those that are missing, unexpected or of another shape. A head beside tied embeddings is
+    dropped where the two are equal. Weights whose names begin as `without` says are not expected.
     """
     with reading(Path(folder, "config.json")):
         model = on_meta(config)
-    needed = model.state_dict().items()
-    expected = {name: tensor for name, tensor in needed if without is None or not name.startswith(without)}
-    found: dict[str, torch.Tensor] = {}
+    expected = {}
+    for name, tensor in model.state_dict().items():
+        if without is None or not name.startswith(without):
+            expected[name] = tensor
+    tensors: dict[str, torch.Tensor] = {}
     sources: dict[str, str] = {}
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # as Qwen3.5's heads for several tokens at a time
     for key, tensor in stored.items():
         if any(re.search(pattern, key) for pattern in ignored):
             continue
         name = our_name(key, rules)
-        if name in found:
+        if name in tensors:
             raise ValueError(f"{folder} holds {name} twice, as {sources[name]} and as {key}.")
-        found[name], sources[name] = tensor, key
+        tensors[name] = tensor
+        sources[name] = key
     if config.tie_word_embeddings:
         expected.pop(HEAD)
-        if HEAD in found and EMBEDDINGS in found and not torch.equal(found.pop(HEAD), found[EMBEDDINGS]):
-            raise ValueError(
-                f"{folder} has a {HEAD} that differs from its embeddings, but its configuration ties the two: set "
-                "tie_word_embeddings to false in its config.json, or remove the head."
-            )
+        if HEAD in tensors and EMBEDDINGS in tensors:
+            _check_tied(tensors.pop(HEAD), tensors[EMBEDDINGS], folder)
 
-    wrong = {
-        "missing": [name for name in expected if name not in found],
-        "unexpected": sorted(sources[name] for name in found if name not in expected),
-        "misshapen": [
-            f"{sources[name]} ({tensor.dtype} {list(tensor.shape)}, expected {list(expected[name].shape)})"
-            for name, tensor in found.items()
-            if name in expected
-            and (tensor.shape, tensor.is_floating_point()) != (expected[name].shape, expected[name].is_floating_point())
-        ],
-    }
+    missing = [name for name in expected if name not in tensors]
+    unexpected = []
+    misshapen = []
+    for name, tensor in tensors.items():
+        if name not in expected:
+            unexpected.append(sources[name])
+            continue
+        needed = expected[name]
+        if tensor.shape != needed.shape or tensor.is_floating_point() != needed.is_floating_point():
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            misshapen.append(f"{sources[name]} ({found}, expected {list(needed.shape)})")
+    wrong = {"missing": missing, "unexpected": sorted(unexpected), "misshapen": misshapen}
     problems = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in wrong.items() if names]
     if problems:
         raise ValueError(f"The weights in {folder} do not fit their configuration. {'; '.join(problems)}.")
-    return {name: found[name] for name in expected}
+    return {name: tensors[name] for name in expected}
+
+
+def _check_tied(head: torch.Tensor, embeddings: torch.Tensor, folder: Path) -> None:
+    if not torch.equal(head, embeddings):
+        raise ValueError(
+            f"{folder} has a {HEAD} that differs from its embeddings, but its configuration ties the two: set "
+            "tie_word_embeddings to false in its config.json, or remove the head."
+        )

@@ -31,14 +31,14 @@ _STOCK = [name.removesuffix(OURS) for name in model_types()]
 # What a checkpoint's folder may hold that a conversion reads, as patterns for a download.
 _DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
-# Of checkpoints of the reference implementation (github Siyou-Li/QTSplus)
+# --- Checkpoints of the reference implementation (github Siyou-Li/QTSplus) ---
 
 REFERENCE_TYPE = "qts_plus_qwen2_5_vl_causal_lm"
 
-# A checkpoint carries no configuration of its vision tower: by the language model's width, the variant that has it.
+# A checkpoint carries no configuration of its vision tower. These variants have it, by the language model's width.
 _KNOWN_VISION = {2048: "qtsplus-3b", 3584: "qtsplus-7b"}
 
-# By our name theirs, and what their code takes where a configuration does not say.
+# The reference's name of each of our fields, and the value that its code takes where a configuration has none.
 _SELECTOR_FIELDS = {
     "rho_min": ("qts_plus_rho_min", 0.05),
     "rho_max": ("qts_plus_rho_max", 0.5),
@@ -70,7 +70,7 @@ _CONVERTED = (
 
 @dataclass
 class _Conversion:
-    """What is to be written: a configuration, tensors under the names they get, and what the card says of them."""
+    """A model that is to be written: its configuration, tensors under their new names, and the facts for its card."""
 
     config: Any
     tensors: dict[str, torch.Tensor]
@@ -114,12 +114,13 @@ def convert(
         raise ValueError(f"{out} is the source itself; choose another folder to write to.")
     refuse_adapter(folder)
     model_type = read_json(folder / "config.json").get("model_type")
-    if model_type not in _STOCK:
-        for option, value in (("--variant", variant), ("--set", selector)):
-            if value is not None:
-                raise ValueError(f"{option} starts a new selector, and {folder} is of type {model_type!r}.")
-
-    if model_type in _STOCK:
+    from_stock = model_type in _STOCK
+    if not from_stock:
+        if variant is not None:
+            raise ValueError(f"--variant starts a new selector, and {folder} is of type {model_type!r}.")
+        if selector is not None:
+            raise ValueError(f"--set starts a new selector, and {folder} is of type {model_type!r}.")
+    if from_stock:
         made = _from_base(folder, str(source), variant, selector or {}, say)
     elif model_type == REFERENCE_TYPE:
         made = _from_reference(folder)
@@ -135,93 +136,135 @@ def convert(
             loaded = processor_of(processor or folder, made.config)
         else:
             say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
-        if loaded is not None and model_type in _STOCK:
+        if loaded is not None and from_stock:
             _take_over(loaded, made)
         save_torch_state_dict(made.tensors, staging)
-        generation = load_generation_config(folder) or load_generation_config(hub_configs() / (made.variant or ""))
-        (generation or GenerationConfig.from_model_config(made.config)).save_pretrained(staging)
+        _generation_config(folder, made).save_pretrained(staging)
         write_repository(staging, on_meta(made.config), loaded, f"org/{out.name}", made.about)
     return out
 
 
+def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
+    """The source's, or else that of the variant of this size, or else one that says nothing."""
+    generation = load_generation_config(folder)
+    if generation is None and made.variant is not None:
+        generation = load_generation_config(hub_configs() / made.variant)
+    if generation is None:
+        generation = GenerationConfig.from_model_config(made.config)
+    return generation
+
+
 def _from_base(
-    folder: Path, source: str, variant: str | None, selector: Mapping[str, Any], say: Callable[[str], object]
+    folder: Path,
+    source: str,
+    variant: str | None,
+    selector: Mapping[str, Any],
+    say: Callable[[str], object],
 ) -> _Conversion:
+    """A stock model with a fresh selector."""
+    config = _config_from_base(folder, variant, selector)
+    known = matching_variant(config, variant)
+    if variant is not None and known != variant:
+        size = f"{config.text_config.num_hidden_layers} layers of width {config.text_config.hidden_size}"
+        say(f"{folder} has {size}, another size than {variant}: only that one's selector hyperparameters are taken.")
+    tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
+    config.dtype = tensors[EMBEDDINGS].dtype
+    tensors.update(fresh_selector(config, tensors[EMBEDDINGS].dtype))
+    selection = config.qtsplus_config.selection
+    if ":" in selection:
+        say(f"The folder imports nothing: whoever loads it names its selection too, as --selection {selection}.")
+    text = _FRESH
+    if selection == "lm_attention":
+        text = _UNTRAINED
+        layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
+        say(f"Nothing needs training: the attention of layer {layer} selects. `qtsplus calibrate` finds a better one.")
+    else:
+        say("The selector is new: it chooses nearly at random until it is trained.")
+    about = card_data(known, "license", "license_name", "license_link", "recipe")
+    base = source if not Path(source).is_dir() else card_data(known).get("base_model")
+    if base:
+        about["base_model"] = base
+    name = base or f"a {backbone_of(config.model_type).model.backbone_name}"
+    about["weights"] = text.format(source=name)
+    return _Conversion(config, tensors, about, known)
+
+
+def _config_from_base(folder: Path, variant: str | None, selector: Mapping[str, Any]) -> Any:
+    """The configuration of a stock model with that of a selector, by its variant and the fields that are given."""
     backbone = backbone_of(read_json(folder / "config.json")["model_type"])
     with reading(folder / "config.json"):
         stock = backbone.stock_config.from_pretrained(folder)
     if getattr(stock, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantized; convert the checkpoint it was made from, and quantize the result.")
-    stated = {"qtsplus_config": {}} if variant is None else read_json(require_variant(variant) / "config.json")
-    not_of_a_new_selector = ("model_type", "seen_threshold", "seen_area")
-    settings = {name: value for name, value in stated["qtsplus_config"].items() if name not in not_of_a_new_selector}
-    # What a variant says of the prompt's layout is no part of a stock configuration.
-    ours, theirs = ({field.name for field in fields(kind)} for kind in (backbone.config, backbone.stock_config))
-    layout = {name: stated[name] for name in (ours - theirs) & stated.keys() - {"qtsplus_config"}}
+    values = stock.to_dict()
+    settings: dict[str, Any] = {}
+    if variant is not None:
+        stated = read_json(require_variant(variant) / "config.json")
+        settings = stated["qtsplus_config"]
+        for name in ("model_type", "seen_threshold", "seen_area"):  # a new selector is not calibrated
+            settings.pop(name, None)
+        # A stock configuration has no fields for the layout of the prompt: they are the variant's.
+        stock_fields = {field.name for field in fields(backbone.stock_config)}
+        for field in fields(backbone.config):
+            if field.name in stated and field.name not in stock_fields:
+                values[field.name] = stated[field.name]
     if selector.get("selection", settings.get("selection")) == "lm_attention":
-        settings["reencode_layers"] = 0  # which are there to be trained
+        settings["reencode_layers"] = 0  # they would have to be trained
     check_types("selector.", QTSplusConfig, selector)
     add_method(selector.get("selection"))
-    config: Any = backbone.config(**{**stock.to_dict(), **layout, "qtsplus_config": {**settings, **selector}})
-    by_attention = config.qtsplus_config.selection == "lm_attention"
+    settings.update(selector)
+    values["qtsplus_config"] = settings
+    config = backbone.config(**values)
     check_attention(config.text_config, config.qtsplus_config)
-    known = matching_variant(config, variant)
-    if variant is not None and known != variant:
-        size = f"{config.text_config.num_hidden_layers} layers of width {config.text_config.hidden_size}"
-        say(f"{folder} has {size}, another size than {variant}: only that one's selector hyperparameters are taken.")
-
-    tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
-    config.dtype = tensors[EMBEDDINGS].dtype
-    tensors.update(fresh_selector(config, tensors[EMBEDDINGS].dtype))
-    if ":" in (own := config.qtsplus_config.selection):
-        say(f"The folder imports nothing: whoever loads it names its selection too, as --selection {own}.")
-    if by_attention:
-        layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
-        say(f"Nothing needs training: the attention of layer {layer} selects. `qtsplus calibrate` finds a better one.")
-    else:
-        say("The selector is new: it chooses nearly at random until it is trained.")
-    base = source if not Path(source).is_dir() else card_data(known).get("base_model")
-    text = _UNTRAINED if by_attention else _FRESH
-    about = {
-        **card_data(known, "license", "license_name", "license_link", "recipe"),
-        **({"base_model": base} if base else {}),
-        "weights": text.format(source=base or f"a {backbone.model.backbone_name}"),
-    }
-    return _Conversion(config, tensors, about, known)
+    return config
 
 
 def _from_reference(folder: Path) -> _Conversion:
-    stated, stored = read_json(folder / "config.json"), read_checkpoint(folder)
+    """A reference checkpoint under our names."""
+    stated = read_json(folder / "config.json")
+    stored = read_checkpoint(folder)
     vision = find_vision_config(folder, stated)
+    stated.setdefault("tie_word_embeddings", HEAD not in stored)
     with reading(folder / "config.json"):
-        config = convert_reference_config({"tie_word_embeddings": HEAD not in stored, **stated}, vision)
+        config = convert_reference_config(stated, vision)
     tensors = check_weights(stored, config, folder, REFERENCE, without=RHO_HISTORY)
     config.dtype = tensors[EMBEDDINGS].dtype
     tensors[RHO_HISTORY] = torch.zeros(2, dtype=torch.int64)
     known = matching_variant(config)
-    about = {**card_data(known, "license", "license_name", "license_link", "base_model"), "weights": _CONVERTED}
+    about = card_data(known, "license", "license_name", "license_link", "base_model")
+    about["weights"] = _CONVERTED
     return _Conversion(config, tensors, about, known)
 
 
 def convert_reference_config(config: Mapping[str, Any], vision_config: Mapping[str, Any]) -> Qwen2_5_VLQTSplusConfig:
     """
-    Our configuration for a reference checkpoint, with its gate, its sequential positions and its re-encoder without
-    time, of its config.json (a flat text configuration with `qts_plus_*` fields) and its vision tower's configuration.
+    Our configuration for a reference checkpoint, from its config.json (a flat text configuration with `qts_plus_*`
+    fields) and the configuration of its vision tower. It has the reference's gate, its sequential positions and its
+    re-encoder without time.
     """
-    # Their qts_plus_n_heads is never read: the selector has the language model's heads, as ours.
-    selector = {name: config.get(source, default) for name, (source, default) in _SELECTOR_FIELDS.items()}
+    selector: dict[str, Any] = {
+        "gate": "gumbel",
+        "query_states": "embeddings",
+        "reduction": "max",
+        "budget": "rho",
+        "null_token": False,
+        "position_ids": "sequential",
+        "reencode_rope": False,
+    }
+    # The reference never reads its qts_plus_n_heads: its selector has the language model's heads, as ours has.
+    for name, (source, default) in _SELECTOR_FIELDS.items():
+        selector[name] = config.get(source, default)
     for name in ("scoring_layers", "reencode_layers"):
         selector[name] = max(selector[name], 1)
     if not config.get("qts_plus_reencode", True):
         selector["reencode_layers"] = 0
-    selector |= {"gate": "gumbel", "query_states": "embeddings", "reduction": "max", "budget": "rho"}
-    selector |= {"null_token": False, "position_ids": "sequential", "reencode_rope": False}
-    known = {*Qwen2_5_VLTextConfig().to_dict(), "rope_scaling", "rope_theta", "head_dim"}
-    text = {key: value for key, value in config.items() if key in known and key not in _NOT_TEXT}
-    token_ids = {key: config[key] for key in _TOKEN_IDS if key in config}
+    known = set(Qwen2_5_VLTextConfig().to_dict()) - _NOT_TEXT
+    known |= {"rope_scaling", "rope_theta", "head_dim"}
+    text = {name: value for name, value in config.items() if name in known}
+    token_ids = {name: config[name] for name in _TOKEN_IDS if name in config}
     return Qwen2_5_VLQTSplusConfig(
         text_config=text,
-        vision_config={key: value for key, value in vision_config.items() if key not in _NOT_VISION},
+        vision_config=_vision_fields(vision_config),
         qtsplus_config=selector,
         tie_word_embeddings=config.get("tie_word_embeddings", False),
         **token_ids,
@@ -231,8 +274,8 @@ def convert_reference_config(config: Mapping[str, Any], vision_config: Mapping[s
 def find_vision_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     The configuration of the vision tower of a reference checkpoint, by its folder's `vision_config.json` (such a
-    configuration, or a whole Qwen2.5-VL one), or else by its language model, in its config.json; a `ValueError` where
-    that is none of those that are known. Whether it fits its weights is checked with them.
+    configuration, or a whole Qwen2.5-VL one), or else by the width of its language model, in its config.json; a
+    `ValueError` for an unknown width. Whether it fits its weights is checked with them.
     """
     path = folder / "vision_config.json"
     if not path.exists():
@@ -246,8 +289,12 @@ def find_vision_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any
     content = read_json(path)
     with reading(path):
         vision = content.get("vision_config", content)
-        Qwen2_5_VLVisionConfig(**{key: value for key, value in vision.items() if key not in _NOT_VISION})
+        Qwen2_5_VLVisionConfig(**_vision_fields(vision))
     return vision
+
+
+def _vision_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in _NOT_VISION}
 
 
 def fresh_selector(config: Any, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -257,14 +304,19 @@ def fresh_selector(config: Any, dtype: torch.dtype, seed: int = 0) -> dict[str, 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         selector.to_empty(device="cpu").apply(model._init_weights)
-        queries, keys = selector.scoring_layers[-1].q_proj.weight, selector.scoring_layers[-1].k_proj.weight
+        last = selector.scoring_layers[-1]
+        queries = last.q_proj.weight
+        keys = last.k_proj.weight
         torch.nn.init.orthogonal_(keys)
-        shared = keys.unflatten(0, (-1, selector.head_dim)).repeat_interleave(len(queries) // len(keys), 0)
+        heads = keys.unflatten(0, (-1, selector.head_dim))
+        shared = heads.repeat_interleave(len(queries) // len(keys), 0)
         queries.copy_(shared.flatten(0, 1))
-    return {
-        SELECTOR + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in selector.state_dict().items()
-    }
+    tensors = {}
+    for name, tensor in selector.state_dict().items():
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        tensors[SELECTOR + name] = tensor
+    return tensors
 
 
 def _source_folder(source: str | Path, revision: str | None) -> Path:
@@ -283,12 +335,14 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
 
 
 def _take_over(processor: Any, made: _Conversion) -> None:
-    """The tokenizer says which ids open and close a question, a variant of this size how to sample frames."""
+    """The tokenizer says which ids open and close a question; a variant of this size says how to sample frames."""
     for name, value in processor.query_token_ids.items():
         setattr(made.config, name, value)
-    settings = hub_configs() / (made.variant or "") / "processor_config.json"
-    if made.variant is not None and settings.exists():
-        content = read_json(settings)
-        processor.video_processor = type(processor.video_processor)(**content["video_processor"])
-    if getattr(processor.video_processor, "cap_pixels_per_frame", True) is None:  # else frames of any size are tokens
+    if made.variant is not None:
+        settings = hub_configs() / made.variant / "processor_config.json"
+        if settings.exists():
+            video_processor = read_json(settings)["video_processor"]
+            processor.video_processor = type(processor.video_processor)(**video_processor)
+    # Without a cap, frames of any size would become as many tokens as they have patches.
+    if getattr(processor.video_processor, "cap_pixels_per_frame", True) is None:
         processor.video_processor.cap_pixels_per_frame = True

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import find_adapter_config_file
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ..common.files import first_line
 from ..common.folders import read_json, reading
 from ..common.validation import check_count, check_path, show
 from .backbones import backbone_of, register_backbones
 from .checkpoint import INDEX, weight_map
-from .templates import check_template
 
 register_backbones()
 
@@ -27,11 +28,17 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # legacy ones without an owner hol
 
 _PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
 _SIZES = ("patch_size", "merge_size", "temporal_patch_size")
+_KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Who?"}]}]
+# The most characters that a chat template may make of one question.
+LONGEST_PROMPT = 10**6
 
 
 def load(
-    model: str | Path, device: str | None = None, dtype: str = "auto", revision: str | None = None
+    model: str | Path,
+    device: str | None = None,
+    dtype: str = "auto",
+    revision: str | None = None,
 ) -> tuple[Any, Any]:
     """
     Loads a model and its processor.
@@ -49,8 +56,9 @@ def load(
     device = find_device(device)
     processor = load_processor(model, revision)
     backbone = backbone_of(stored_config(model, revision).get("model_type"))
-    if Path(model, INDEX).is_file():
-        weight_map(Path(model, INDEX))
+    index = Path(model, INDEX)
+    if index.is_file():
+        weight_map(index)  # raises for an index that leads out of its folder
     with reading(f"The model {str(model)!r}"):
         loaded = backbone.model.from_pretrained(model, dtype=dtype, revision=revision)
     loaded = loaded.to(device).eval()
@@ -60,20 +68,25 @@ def load(
                 f"The weights of {str(model)!r} hold NaN or infinity, such as {name}; copy or train the model again."
             )
     check_values(str(model), loaded.generation_config.to_dict())
-    with reading(f"The model {str(model)!r}"), torch.inference_mode():  # values that do not fit each other
-        loaded(input_ids=torch.zeros(1, 2, dtype=torch.long, device=loaded.device))
+    # Two tokens show whether the configuration's values fit each other, before any video is decoded.
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=loaded.device)
+    with reading(f"The model {str(model)!r}"), torch.inference_mode():
+        loaded(input_ids=tokens)
     return loaded, processor
 
 
-def stored_parts(weight: torch.Tensor) -> list[torch.Tensor]:
+def stored_parts(weight: Tensor) -> list[Tensor]:
     """The tensors that hold a weight: itself, or the numbers and scales of a quantized one, which cannot be summed."""
     if not is_traceable_wrapper_subclass(weight):
         return [weight]
     names, _ = weight.__tensor_flatten__()
-    return [part for name in names for part in stored_parts(getattr(weight, name))]
+    parts = []
+    for name in names:
+        parts += stored_parts(getattr(weight, name))
+    return parts
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds neither NaN nor infinity."""
     if not tensor.is_floating_point():
         return True
@@ -85,24 +98,26 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def check_values(what: str, values: Any, name: str = "") -> None:
     """
-    Raises `ValueError` for what no configuration of a model may hold, and Transformers takes: numbers that are not
-    finite, an epsilon that is none, and ids of tokens that are no whole numbers. `name` is that of the field.
+    Raises `ValueError` for values of a configuration that Transformers takes, but no model can use: numbers that are
+    not finite, an epsilon that is not small, and ids of tokens that are not whole numbers. `name` is the field's.
     """
-    if name.endswith("_token_id") and values is not None:
-        ids = values if isinstance(values, list) else [values]
-        wrong = [one for one in ids if type(one) is not int]
-        if wrong:
-            raise ValueError(f"{what} has {name}={show(values)}; expected the number of a token, or a list of some.")
-    if isinstance(values, dict):
-        for key, value in values.items():
-            check_values(what, value, str(key))
-        return
     if isinstance(values, list):
         for value in values:
             check_values(what, value, name)
-    elif (isinstance(values, float) and not math.isfinite(values)) or (type(values) is int and abs(values) >= 2**63):
+        return
+    if name.endswith("_token_id"):
+        if values is not None and type(values) is not int:
+            raise ValueError(f"{what} has {name}={show(values)}; expected the number of a token, or a list of some.")
+    elif isinstance(values, dict):
+        for key, value in values.items():
+            check_values(what, value, str(key))
+        return
+    unbounded = isinstance(values, float) and not math.isfinite(values)
+    too_large = type(values) is int and abs(values) >= 2**63
+    if unbounded or too_large:
         raise ValueError(f"{what} has {name}={show(values)}; expected a finite number.")
-    elif name.endswith(("_eps", "_epsilon")) and not (isinstance(values, (int, float)) and 0 <= values < 1):
+    is_small = isinstance(values, (int, float)) and 0 <= values < 1
+    if name.endswith(("_eps", "_epsilon")) and not is_small:
         raise ValueError(f"{what} has {name}={show(values)}; expected a number from 0 to 1, such as 1e-6.")
 
 
@@ -111,12 +126,26 @@ def load_processor(model: str | Path, revision: str | None = None) -> Any:
     check_model(model, revision)
     processor = processor_of(model, load_config(model, revision), revision)
     templates = processor.chat_template
-    for template in templates.values() if isinstance(templates, dict) else [templates or ""]:
-        inputs = {"messages": _A_QUESTION, "add_generation_prompt": True}
-        check_template(template, f"The folder {str(model)!r}", **inputs, **processor.tokenizer.special_tokens_map)
+    if not isinstance(templates, dict):
+        templates = {"default": templates or ""}
+    for template in templates.values():
+        _check_template(template, f"The folder {str(model)!r}", processor.tokenizer.special_tokens_map)
     with reading(f"The processor of {str(model)!r}"):
         processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
     return processor
+
+
+def _check_template(template: str, what: str, special_tokens: dict[str, Any]) -> None:
+    """Renders a chat template of one question in Transformers' sandbox; a `ValueError` if it fails or does not end."""
+    characters = 0
+    with reading(f"{what} has a chat template that"):
+        rendered = _compile_jinja_template(template).generate(
+            messages=_A_QUESTION, add_generation_prompt=True, **special_tokens
+        )
+        for text in rendered:
+            characters += len(text)
+            if characters > LONGEST_PROMPT:
+                raise ValueError(f"it makes more than a prompt of one question, over {LONGEST_PROMPT:,} characters.")
 
 
 def load_config(model: str | Path, revision: str | None = None) -> Any:
@@ -141,9 +170,10 @@ def processor_of(model: str | Path, config: Any, revision: str | None = None) ->
     The processor of a folder or a Hub repository, with the class for a model's configuration, ours or the stock one.
     A `ValueError` where a file is broken or the tokenizer has no words.
     """
-    for path in [*Path(model).glob("*processor_config.json"), *Path(model).glob("tokenizer*.json")]:
-        if path.exists():
-            read_json(path)
+    for pattern in ("*processor_config.json", "tokenizer*.json"):
+        for path in Path(model).glob(pattern):
+            if path.exists():
+                read_json(path)
     backbone = backbone_of(config.model_type)
     with reading(f"The processor of {model}"):
         processor = backbone.processor.from_pretrained(model, config=config, revision=revision, trust_remote_code=False)
@@ -167,17 +197,19 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
         ValueError: no such folder or repository, or none with a config.json; an adapter; a revision of a folder.
     """
     name = str(check_path("model", model))
-    if revision is not None and Path(model).is_dir():
+    folder = Path(model)
+    if revision is not None and folder.is_dir():
         raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
     if not name.strip():
         raise ValueError("The model's name is empty; expected a folder or a Hub id, such as ORG/NAME.")
-    if Path(model).is_dir():
+    if folder.is_dir():
         refuse_adapter(model)
-        if not Path(model, "config.json").exists():
+        if not (folder / "config.json").exists():
             raise ValueError(f"There is no config.json in {name!r}; expected the folder of a model.")
-        if odd := [path for path in Path(model).iterdir() if path.exists() and not (path.is_file() or path.is_dir())]:
-            raise ValueError(f"{odd[0]} is a pipe or a device; expected the files of a model.")
-        return _checked(read_json(Path(model, "config.json")), name)
+        for path in folder.iterdir():
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise ValueError(f"{path} is a pipe or a device; expected the files of a model.")
+        return _checked(read_json(folder / "config.json"), name)
     if not _HUB_ID.fullmatch(name):
         raise ValueError(f"There is no folder {name!r}; expected one, or a Hub id such as ORG/NAME.")
     try:
@@ -192,16 +224,19 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
 
 def _checked(config: dict[str, Any], name: str) -> dict[str, Any]:
     check_values(f"The config.json of {name!r}", config)
-    return _without_kernels(config, name)
-
-
-def _without_kernels(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Raises `ValueError` for attention that is called like a repository: Transformers fetches it and runs its code."""
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
-            if "/" in (kernel := json.dumps(part.get(key))):
-                raise ValueError(f"{name!r} names the kernel {kernel} in config.json, whose code does not run here.")
+    _refuse_kernels(config, name)
+    for section in config.values():
+        if isinstance(section, dict):
+            _refuse_kernels(section, name)
     return config
+
+
+def _refuse_kernels(config: dict[str, Any], name: str) -> None:
+    """Raises `ValueError` for attention that is called like a repository: Transformers fetches it and runs its code."""
+    for key in _KERNELS:
+        kernel = json.dumps(config.get(key))
+        if "/" in kernel:
+            raise ValueError(f"{name!r} names the kernel {kernel} in config.json, whose code does not run here.")
 
 
 def stored_dtype(model: str | Path, revision: str | None = None) -> str:
@@ -212,7 +247,8 @@ def stored_dtype(model: str | Path, revision: str | None = None) -> str:
 
 def find_device(device: str | None) -> str:
     """The device that was asked for, or else a GPU where there is one; `ValueError` if it cannot be used."""
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
@@ -224,14 +260,18 @@ def find_device(device: str | None) -> str:
 
 def check_model(model: str | Path, revision: str | None = None) -> None:
     """A `ValueError` for what cannot be a model with a selector; see [`load`]."""
-    name, config = str(model), stored_config(model, revision)
+    name = str(model)
+    config = stored_config(model, revision)
     if "qtsplus_config" not in config:
         raise ValueError(
             f"{name!r} is no QTSplus model: its model_type is {config.get('model_type')!r}. Make one of it with "
             f"`qtsplus convert {name} --out FOLDER`."
         )
+    folder = Path(model)
+    if not folder.is_dir():
+        return
     for names in _PROCESSOR:
-        if Path(model).is_dir() and not any(Path(model, file).is_file() for file in names):
+        if not any((folder / file).is_file() for file in names):
             raise ValueError(
                 f"The folder {name!r} holds no processor; expected {names[0]} beside the weights. Save it there with "
                 "`processor.save_pretrained`."
