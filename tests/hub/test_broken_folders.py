@@ -59,11 +59,7 @@ def source(command, tiny_published, tiny_stock, tmp_path):
         ("config.json", written("[" * 100_000), "config.json is not JSON"),
         ("config.json", written("[1]"), "config.json holds no JSON object"),
         ("config.json", as_folder, "config.json cannot be read"),
-        (
-            "config.json",
-            with_fields(image_token_id="x"),
-            "config.json cannot be used: Validation error for field 'image",
-        ),
+        ("config.json", with_fields(image_token_id="x"), "image_token_id"),
         ("config.json", with_fields(dtype=[]), "config.json cannot be used: IndexError"),
         (
             "config.json",
