@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from clips import LIBRARY, make_world, render_world, write_mp4
 from qtsplus.asking import session
+from qtsplus.asking.picture import draw_evidence
 from qtsplus.asking.summaries import summarise
 from qtsplus.cli import app
 from qtsplus.library import indexing
@@ -283,6 +284,20 @@ def test_a_video_that_is_swapped_while_it_is_encoded_has_no_features_yet(mine, l
     again = index(mine, folder, *loaded).entries["b.mp4"]
     assert again["features"] is not None
     assert again["content"] != first["content"]
+
+
+def test_pictures_of_an_answer_are_no_videos_of_the_library(mine, loaded, tmp_path):
+    talk = session.VideoSession(*loaded)
+    talk.add(str(mine / "a.mp4"))
+    draw_evidence(talk.ask(QUESTION, max_new_tokens=2), talk.videos, mine / "evidence")
+    assert (mine / "evidence/kept.mp4").exists()
+    (mine / "evidence/own.mp4").write_bytes((mine / "b.mp4").read_bytes())
+    for name, text in (("more", "[1]"), (".", '{"videos": [null, {"kept_tokens": null}]}')):
+        (mine / name / "answer.json").write_text(text)
+    lines: list[str] = []
+    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    assert "Left out 1 video that `ask --evidence` drew: evidence/kept.mp4" in lines
+    assert Library(tmp_path / "library", *loaded).names == ["a.mp4", "b.mp4", "evidence/own.mp4", "more/c.mp4"]
 
 
 def test_two_at_once(mine, loaded, tmp_path):

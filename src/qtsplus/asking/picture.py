@@ -20,7 +20,7 @@ from rich.progress import track
 from ..common.folders import whole_folder
 from ..model.video_qtsplus import MOST_FRAMES, VideoFile, open_folder, open_video
 from ..video.encoded import IN_MEMORY, EncodedVideo
-from .evidence import Interval
+from .evidence import ANSWER, Interval
 from .recall import Remembered
 from .session import Answer
 
@@ -63,7 +63,7 @@ def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: st
             suffix = f"-{number}" if len(answer.keep_maps) > 1 else ""
             about.append(_draw_video(answer, name, videos[name], staging, suffix))
         text = json.dumps({**answer.as_dict(), "videos": about})
-        (staging / "answer.json").write_text(text + "\n", encoding="utf-8")
+        (staging / ANSWER).write_text(text + "\n", encoding="utf-8")
 
 
 def _draw_video(answer: Answer, name: str, video: EncodedVideo, folder: Path, suffix: str) -> dict[str, Any]:

@@ -13,8 +13,10 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from ..asking.evidence import ANSWER
 from ..asking.ranking import keys_fingerprint, token_keys
 from ..common.files import check_folder, counted, first_line, listed, printable, require_space, size, working_in
+from ..common.folders import read_json
 from ..common.journals import State, file_state
 from ..data.media import VIDEO_SUFFIXES
 from ..video.encoded import FAILURES, encode, open_chunks
@@ -111,10 +113,14 @@ def _check_videos(
     """The videos of a folder, by their paths in it; a `ValueError` if there are none, or none like the pattern."""
     if not videos.is_dir():
         raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
-    files, left_out = _find_videos(videos, library)
-    if left_out:
-        count = counted(len(left_out), "file")
-        say(f"Left out {count} without the name of a video: {listed(left_out)}")
+    found = _find_videos(videos, library)
+    files = found.videos
+    if found.others:
+        count = counted(len(found.others), "file")
+        say(f"Left out {count} without the name of a video: {listed(found.others)}")
+    if found.drawn:
+        count = counted(len(found.drawn), "video")
+        say(f"Left out {count} that `ask --evidence` drew: {listed(found.drawn)}")
     if not files:
         suffixes = ", ".join(VIDEO_SUFFIXES)
         raise ValueError(f"There is no video in {videos}; expected files such as {suffixes}.")
@@ -170,17 +176,24 @@ def _note_model(known: Path, say: Callable[[str], None]) -> None:
         say(f"{error.filename} cannot be written: {consequence}.")
 
 
-def _find_videos(root: Path, library: Path) -> tuple[dict[str, Path], list[str]]:
-    """
-    By its path in a folder each video in there, also behind links to folders; and the other files' names. Neither has
-    what is hidden, or the library's own files.
-    """
+@dataclass(frozen=True)
+class _Found:
+    """The files of a folder, by their paths in it: without hidden ones, and without the library's own."""
+
+    videos: dict[str, Path]
+    others: list[str]  # without the name of a video
+    drawn: list[str]  # videos that are pictures of an answer
+
+
+def _find_videos(root: Path, library: Path) -> _Found:
+    """The files of a folder and of those in it, also behind links to folders."""
 
     def fail(error: OSError) -> None:
         raise error  # else what cannot be read would pass for what is gone
 
-    files = {}
-    left_out = []
+    videos = {}
+    others = []
+    drawn = []
     seen: set[str] = set()
     for place, folders, names in os.walk(root, onerror=fail, followlinks=True):
         real_place = os.path.realpath(place)
@@ -189,16 +202,32 @@ def _find_videos(root: Path, library: Path) -> tuple[dict[str, Path], list[str]]
             continue
         seen.add(real_place)
         folders[:] = [name for name in folders if not name.startswith(".")]
+        evidence = _evidence_videos(Path(place, ANSWER)) if ANSWER in names else set()
         for file_name in names:
             path = Path(place, file_name)
             if file_name.startswith(".") or not path.is_file():
                 continue
             name = path.relative_to(root).as_posix()
-            if path.suffix.lower() in VIDEO_SUFFIXES:
-                files[name] = path
+            if file_name in evidence:
+                drawn.append(name)
+            elif path.suffix.lower() in VIDEO_SUFFIXES:
+                videos[name] = path
             elif library.resolve() not in path.resolve().parents:
-                left_out.append(name)
-    return dict(sorted(files.items())), sorted(left_out)
+                others.append(name)
+    return _Found(dict(sorted(videos.items())), sorted(others), sorted(drawn))
+
+
+def _evidence_videos(answer: Path) -> set[str]:
+    """The names of the videos beside an `answer.json` that were drawn with it; none for a file of another kind."""
+    try:
+        entries = read_json(answer).get("videos")
+    except ValueError:
+        return set()
+    names = set()
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict):
+            names.add(str(entry.get("kept_tokens")))
+    return names
 
 
 @dataclass(frozen=True)
