@@ -13,7 +13,7 @@ from attention_twin import twin_targets
 from clips import write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
-from qtsplus.evaluation.calibration import Recall, calibrate, measure_recalls, read_labelled
+from qtsplus.evaluation.calibration import Half, Recall, calibrate, measure_recalls, read_labelled
 from qtsplus.evaluation.labelled import Sighting
 from qtsplus.training.attention import AttentionChoice
 from qtsplus.training.dataset import VideoQACollator, VideoQADataset
@@ -42,9 +42,9 @@ def tiny(tiny_published):
 def planted(finders):
     """Attention in which the heads of `finders` look at the needles and all others at nothing in particular."""
 
-    def by_head(model, dataset, questions, positions, progress):
+    def by_head(model, half, positions, progress):
         generator = torch.Generator().manual_seed(0)
-        for _ in questions:
+        for _ in half.questions:
             attention = {layer: torch.rand(HEADS, TOKENS, generator=generator) / 100 for layer in range(LAYERS)}
             for layer, head in finders:
                 attention[layer][head, [3, 7, 12]] = 1.0
@@ -118,8 +118,8 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
 
 
 def test_the_question_s_words_teach_where_they_find_more(monkeypatch, few, tiny, tiny_processor, questions):
-    def by_head(model, dataset, questions, positions, progress):
-        return planted([(1, 2)] if positions == "question" else [])(model, dataset, questions, positions, progress)
+    def by_head(model, half, positions, progress):
+        return planted([(1, 2)] if positions == "question" else [])(model, half, positions, progress)
 
     monkeypatch.setattr(calibration, "_attention_by_head", by_head)
     monkeypatch.setitem(calibration.MOST, "heads", 1)
@@ -131,11 +131,10 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
     """From where the answer begins, which knows no answer; the heads that look elsewhere are left out."""
     asked = []
 
-    def by_head(model, dataset, questions, positions, progress):
+    def by_head(model, half, positions, progress):
         asked.append(positions)
-        return planted([(1, 2), (3, 0), (3, 1)] if positions == "prompt" else [(0, 0)])(
-            model, dataset, questions, positions, progress
-        )
+        finders = [(1, 2), (3, 0), (3, 1)] if positions == "prompt" else [(0, 0)]
+        return planted(finders)(model, half, positions, progress)
 
     monkeypatch.setattr(calibration, "_attention_by_head", by_head)
     found = calibrate(tiny, tiny_processor, questions, progress=False)
@@ -151,7 +150,7 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
 def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questions):
     question = questions[0]
     dataset = VideoQADataset([question.record], tiny_processor)
-    measured = measure_recalls(tiny, dataset, [question], "answer", progress=False)
+    measured = measure_recalls(tiny, Half(dataset, [question]), "answer", progress=False)
     batch = VideoQACollator(tiny_processor)([dataset[0]])
     labels = batch.pop("labels")
     inputs = {name: value for name, value in batch.items() if name not in ("skipped", "source_ids")}

@@ -29,18 +29,31 @@ class Watch(threading.Thread):
 
     def __init__(self, stream: Stream, name: str, address: str, question: str, tell: Callable[[], Any]):
         super().__init__(daemon=True, name=f"qtsplus-mcp {name}")
-        self.stream, self.source, self.question, self.tell = stream, (name, address), question, tell
+        self.stream = stream
+        self.sources = {name: address}
+        self.question = question
+        self.tell = tell
         self.last: Answer | None = None
         self.ended: str | None = None
-        self.is_stopped = False  # as it sees with the next answer
+        self.is_stopped = False  # the thread sees it with the next answer
 
     def run(self) -> None:
-        what = self.stream.model, self.stream.processor, dict([self.source]), self.question
+        stream = self.stream
         try:
-            for answer in watch(*what, every=EVERY, timeout=PATIENCE, stream=self.stream):
+            answers = watch(
+                stream.model,
+                stream.processor,
+                self.sources,
+                self.question,
+                every=EVERY,
+                timeout=PATIENCE,
+                stream=stream,
+            )
+            for answer in answers:
                 if self.is_stopped:
                     return
-                earlier, self.last = self.last, answer
+                earlier = self.last
+                self.last = answer
                 if earlier is None or earlier.answer != answer.answer:
                     self.tell()
             self.ended = "The source has ended."
@@ -55,30 +68,39 @@ class Live:
     `work` awaits a function's result when it has its turn.
     """
 
-    def __init__(self, model: Any, processor: Any, sources: Mapping[str, str], work: Callable[..., Awaitable[Any]]):
-        self.model, self.processor, self.sources, self.work = model, processor, sources, work
+    def __init__(self, model, processor, sources: Mapping[str, str], work: Callable[..., Awaitable[Any]]):
+        self.model = model
+        self.processor = processor
+        self.sources = sources
+        self.work = work
         self.watches: dict[str, Watch] = {}
         self.bus = InMemorySubscriptionBus()
-        self.tools: list[Callable[..., Any]] = [self.watch_start, self.watch_ask, self.watch_stop] if sources else []
-        self.resources = [
-            FunctionResource(uri=f"watch://{one}", name=one, mime_type="application/json", fn=partial(self.told, one))
-            for one in sources
-        ]
+        self.tools: list[Callable[..., Any]] = []
+        if sources:
+            self.tools = [self.watch_start, self.watch_ask, self.watch_stop]
+        self.resources = []
+        for name in sources:
+            newest = partial(self.told, name)
+            resource = FunctionResource(uri=_uri(name), name=name, mime_type="application/json", fn=newest)
+            self.resources.append(resource)
 
     async def watch_start(self, source: SourceName, question: Question) -> dict[str, Any]:
         """Watches a source for a question. The resource watch://SOURCE is its newest answer, and tells of changes."""
-        updated, loop = ResourceUpdated(uri=f"watch://{source}"), asyncio.get_running_loop()
+        updated = ResourceUpdated(uri=_uri(source))
+        loop = asyncio.get_running_loop()
 
         def start() -> None:
             if source not in self.sources or source in self.watches:
-                raise ValueError(f"{source!r} cannot be begun; expected one of {[*self.sources]} that is not watched.")
+                free = list(self.sources)
+                raise ValueError(f"{source!r} cannot be begun; expected one of {free} that is not watched.")
             stream = Stream(self.model, self.processor, question=question)
+            watch = Watch(stream, source, self.sources[source], question, tell)
+            self.watches[source] = watch
+            watch.start()
 
-            def tell() -> Any:
-                return loop.is_closed() or asyncio.run_coroutine_threadsafe(self.bus.publish(updated), loop)
-
-            self.watches[source] = Watch(stream, source, self.sources[source], question, tell)
-            self.watches[source].start()
+        def tell() -> None:
+            if not loop.is_closed():
+                asyncio.run_coroutine_threadsafe(self.bus.publish(updated), loop)
 
         await self.work(start)
         return self.told(source)
@@ -88,8 +110,12 @@ class Live:
     ) -> dict[str, Any]:
         """The newest answer; or that to another question, about what is remembered of the source."""
         watch = self._watch(source)
-        answer = await self.work(lambda: watch.stream.ask(question)) if question else None
-        return {**self.told(source), **({"answer": answer.as_dict()} if answer else {})}
+        if not question:
+            return self.told(source)
+        answer = await self.work(lambda: watch.stream.ask(question))
+        told = self.told(source)
+        told["answer"] = answer.as_dict()
+        return told
 
     async def watch_stop(self, source: SourceName) -> dict[str, Any]:
         """Ends watching a source, and forgets what was remembered of it."""
@@ -99,12 +125,20 @@ class Live:
 
     def _watch(self, source: str) -> Watch:
         if source not in self.watches:
-            raise ToolError(f"{source!r} is not watched; expected one of {[*self.watches]}, or watch_start.")
+            watched = list(self.watches)
+            raise ToolError(f"{source!r} is not watched; expected one of {watched}, or watch_start.")
         return self.watches[source]
 
     def told(self, source: str) -> dict[str, Any]:
         """The newest answer to the question that a source is watched for, and why it has ended if it has."""
         watch = self.watches.get(source)
-        last = watch.last.as_dict() if watch and watch.last else None
-        question, ended = (watch.question, watch.ended) if watch else (None, None)
-        return {"watched": watch is not None, "question": question, "answer": last, "ended": ended}
+        if watch is None:
+            return {"watched": False, "question": None, "answer": None, "ended": None}
+        answer = None
+        if watch.last is not None:
+            answer = watch.last.as_dict()
+        return {"watched": True, "question": watch.question, "answer": answer, "ended": watch.ended}
+
+
+def _uri(source: str) -> str:
+    return f"watch://{source}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.utils import logging
 from transformers.video_utils import VideoMetadata
 
@@ -35,20 +36,43 @@ _TICKS = 1000  # of a second: the rate at which a prompt's metadata state the ti
 class Tokens:
     """What is left of one camera, in the order of time."""
 
-    features: torch.Tensor  # [m, token_width]
-    steps: torch.Tensor  # [m] int64, the step in time of each, counted from the beginning of the stream
-    cells: torch.Tensor  # [m] int64, its place in the frame, row by row
-    scores: torch.Tensor  # [m, rows] float32, of the standing question; no row without one
+    features: Tensor  # [m, token_width]
+    steps: Tensor  # [m] int64, the step in time of each, counted from the beginning of the stream
+    cells: Tensor  # [m] int64, its place in the frame, row by row
+    scores: Tensor  # [m, rows] float32, of the standing question; no row without one
 
     def __len__(self) -> int:
         return len(self.features)
 
-    def take(self, kept: torch.Tensor) -> "Tokens":
-        return Tokens(*(values[kept] for values in vars(self).values()))
+    def take(self, kept: Tensor) -> "Tokens":
+        return Tokens(self.features[kept], self.steps[kept], self.cells[kept], self.scores[kept])
 
     def join(self, newer: "Tokens") -> "Tokens":
-        older = self if len(self) else newer.take(torch.arange(0))
-        return Tokens(*map(torch.cat, zip(vars(older).values(), vars(newer).values(), strict=True)))
+        if len(self) == 0:
+            return newer
+        return Tokens(
+            torch.cat([self.features, newer.features]),
+            torch.cat([self.steps, newer.steps]),
+            torch.cat([self.cells, newer.cells]),
+            torch.cat([self.scores, newer.scores]),
+        )
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame of the step in time with this number."""
+
+    step: int
+    pixels: np.ndarray  # [H, W, 3] uint8, of the camera's size
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Frames that have come, step by step."""
+
+    steps: list[list[Frame]]  # those that are full or over
+    waiting: list[Frame]  # those of a step that may go on
+    newest: int  # the number of the newest frame
 
 
 @dataclass
@@ -56,11 +80,10 @@ class Camera:
     """One video of a stream."""
 
     size: tuple[int, int]  # height and width of its frames
-    patches: torch.Tensor  # [1, 2], those of its grid in patches
+    patches: Tensor  # [1, 2], those of its grid in patches
     cells: tuple[int, int]  # those of its grid in tokens
     tokens: Tokens
-    # Frames of a step that may go on, and its number
-    waiting: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    waiting: list[Frame] = field(default_factory=list)  # frames of a step that may go on
     newest: int = -1  # the number of the newest step
     missing: int = 0  # frames that it lacks, as at the end of a video
     frame: int = -1  # the number of the newest frame, where there are `fps` a second
@@ -99,14 +122,24 @@ class Stream:
         check_count("memory_tokens", memory_tokens, "tokens")
         if not (is_number(fps) and 1e-3 <= fps <= 1e3):
             raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
-        self.model, self.processor, self.memory_tokens = model, processor, memory_tokens
-        self.policy: Method = policy or (diversity if question is None else most_relevant)
-        self.question = None if question is None else StandingQuestion(model, processor, question)
+        self.model = model
+        self.processor = processor
+        self.memory_tokens = memory_tokens
+        self.policy: Method = diversity
+        self.question = None
+        if question is not None:
+            self.policy = most_relevant
+            self.question = StandingQuestion(model, processor, question)
+        if policy is not None:
+            self.policy = policy
         self.frames_per_step = processor.video_processor.temporal_patch_size
-        self.fps, self.seconds_per_step = fps, self.frames_per_step / fps
+        self.fps = fps
+        self.seconds_per_step = self.frames_per_step / fps
         # As large as in a video of so many: backbones such as Qwen3-VL share a number of pixels among its frames.
         self.sized_as = int(getattr(processor.video_processor, "max_frames", None) or 768)
-        self.device = torch.device(model.device if device is None else find_device(device))
+        self.device = model.device
+        if device is not None:
+            self.device = torch.device(find_device(device))
         self.cameras: dict[str, Camera] = {}
         self._changing = threading.Lock()  # the memory, of which another thread may ask
         self._width = model.config.text_config.hidden_size  # a backbone may put more behind a token
@@ -129,62 +162,87 @@ class Stream:
                 before if absent. Of several cameras, on one clock.
             name: of the camera; that of a new one adds it.
         """
-        if not isinstance(frames, (Sequence, np.ndarray, torch.Tensor)):
+        if not isinstance(frames, (Sequence, np.ndarray, Tensor)):
             raise ValueError(f"Got frames of type {type(frames).__name__}; expected a list of arrays.")
         if not len(frames):
             return
         times = self._check(frames, times, name)
         camera = self.camera(name, np.shape(frames[0]))
-        steps, waiting, newest = [], list(camera.waiting), camera.frame
-        for frame, time in zip(frames, times, strict=True):
+        arrival = self._into_steps(camera, frames, times, name)
+        for first in range(0, len(arrival.steps), STEPS_AT_A_TIME):
+            self._add(camera, arrival.steps[first : first + STEPS_AT_A_TIME])
+        camera.waiting = arrival.waiting
+        camera.frame = arrival.newest
+        camera.last_time = times[-1]
+
+    def _into_steps(self, camera: Camera, frames: Sequence[np.ndarray], times: Sequence[float], name: str) -> Arrival:
+        """Puts the frames that wait and the new ones into steps in time; those that come too fast are left out."""
+        steps = []
+        waiting = list(camera.waiting)
+        newest = camera.frame
+        for pixels, time in zip(frames, times, strict=True):
             number = math.floor(time * self.fps + EARLY)
             if number <= newest:
                 continue
-            newest, step = number, number // self.frames_per_step
+            newest = number
+            step = number // self.frames_per_step
             camera.begins.setdefault(step, time)
-            if waiting and step > waiting[0][0]:
+            if waiting and step > waiting[0].step:
                 steps.append(waiting)
                 waiting = []
-            if np.shape(frame)[:2] != camera.size and not camera.is_resized:
-                camera.is_resized = True
-                logger.warning(f"Frames of {printable(name)} have another size now, and are brought to the first one.")
-            waiting.append((step, resize_frame(self.processor.video_processor, camera.size, np.asarray(frame))))
+            waiting.append(Frame(step, self._resized(camera, pixels, name)))
             if number % self.frames_per_step == self.frames_per_step - 1:
                 steps.append(waiting)
                 waiting = []
-        for first in range(0, len(steps), STEPS_AT_A_TIME):
-            self._add(camera, steps[first : first + STEPS_AT_A_TIME])
-        camera.waiting, camera.frame, camera.last_time = waiting, newest, times[-1]
+        return Arrival(steps, waiting, newest)
+
+    def _resized(self, camera: Camera, pixels: np.ndarray, name: str) -> np.ndarray:
+        """A frame in the size of the camera's first one."""
+        if np.shape(pixels)[:2] != camera.size and not camera.is_resized:
+            camera.is_resized = True
+            logger.warning(f"Frames of {printable(name)} have another size now, and are brought to the first one.")
+        return resize_frame(self.processor.video_processor, camera.size, np.asarray(pixels))
 
     def _check(self, frames: Sequence[np.ndarray], times: Sequence[float] | None, name: str) -> list[float]:
         """The frames' times; a `ValueError` for what cannot follow what came before."""
         known = self.cameras.get(check_name(name))
         for frame in frames:
-            shape, kind = np.shape(frame), np.asarray(frame).dtype
+            shape = np.shape(frame)
+            kind = np.asarray(frame).dtype
             if len(shape) != 3 or shape[2] != 3 or 0 in shape or kind != np.uint8:
                 raise ValueError(f"Got {kind} of shape {shape} of {name!r}; expected (height, width, 3) of uint8.")
-        first = -1 if known is None else known.frame
-        clock = [(first + number) / self.fps for number in range(1, len(frames) + 1)] if times is None else times
+        newest = -1
+        last_time = -math.inf
+        if known is not None:
+            newest = known.frame
+            last_time = known.last_time
+        if times is None:
+            times = [(newest + number) / self.fps for number in range(1, len(frames) + 1)]
         try:
-            taken = np.asarray(clock, dtype=np.float64)
+            seconds = np.asarray(times, dtype=np.float64)
         except (TypeError, ValueError):
-            taken = np.empty(0)
-        before = -math.inf if known is None else known.last_time
-        ascending = taken.shape == (len(frames),) and bool((np.diff(taken, prepend=before) > 0).all())
-        if not (ascending and taken[0] >= 0 and taken[-1] < math.inf):
+            seconds = np.empty(0)
+        one_each = seconds.shape == (len(frames),)
+        ascending = one_each and bool((np.diff(seconds, prepend=last_time) > 0).all())
+        if not ascending or seconds[0] < 0 or seconds[-1] == math.inf:
             raise ValueError(
                 f"Got times that do not ascend, or not one for each of {len(frames)} frames of {name!r}; expected "
                 "seconds from the beginning of the stream."
             )
-        return taken.tolist()
+        return seconds.tolist()
 
     def finish(self) -> None:
         """Encodes the frames that wait, each step filled up with its last one, as at the end of a video."""
         for camera in self.cameras.values():
             if camera.waiting:
-                missing = (camera.waiting[0][0] + 1) * self.frames_per_step - 1 - camera.frame
+                last = self._last_frame(camera.waiting[0].step)
+                missing = last - camera.frame
                 self._add(camera, [camera.waiting])
                 camera.missing = missing
+
+    def _last_frame(self, step: int) -> int:
+        """The number of the last frame of a step."""
+        return (step + 1) * self.frames_per_step - 1
 
     def camera(self, name: str, shape: tuple[int, ...]) -> Camera:
         """The camera of a name, which is added if there is none; its frames have this shape, `(H, W, 3)`."""
@@ -192,61 +250,83 @@ class Stream:
             with naming(name):
                 grid = self.processor.grid_of(self.sized_as, *shape[:2])
             ((_, height, width),) = self.model.model.merged_grid(grid)
-            index, features = torch.empty(0, dtype=torch.long), self.model.model.no_features(self.device)
-            tokens = Tokens(features, index, index, torch.empty(0, 0))
+            features = self.model.model.no_features(self.device)
+            no_places = torch.empty(0, dtype=torch.long)
+            tokens = Tokens(features, no_places, no_places, torch.empty(0, 0))
             self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), tokens)
         return self.cameras[name]
 
-    def _add(self, camera: Camera, steps: Sequence[list[tuple[int, np.ndarray]]]) -> None:
-        """Encodes steps, each of frames with its number, and thins the memory; if encoding fails, all is as it was."""
-        filled = [step + step[-1:] * (self.frames_per_step - len(step)) for step in steps]
-        grid = torch.cat([torch.ones(1, 1, dtype=torch.long), camera.patches], dim=1)
-        frames = stack_frames([frame for step in filled for _, frame in step])
-        pixels, grid = self.processor.preprocess_frames(frames, grid)
+    def _add(self, camera: Camera, steps: Sequence[list[Frame]]) -> None:
+        """Encodes steps and thins the memory; if encoding fails, all is as it was."""
+        frames = []
+        for step in steps:
+            missing = self.frames_per_step - len(step)
+            frames += [frame.pixels for frame in step]
+            frames += [step[-1].pixels] * missing
+        one_step = torch.ones(1, 1, dtype=torch.long)
+        grid = torch.cat([one_step, camera.patches], dim=1)
+        pixels, grid = self.processor.preprocess_frames(stack_frames(frames), grid)
         (features,) = self.model.encode_videos(pixels, grid, device=self.device)
-        numbers = [step[0][0] for step in steps]
-        camera.waiting, camera.missing, camera.frame = [], 0, (numbers[-1] + 1) * self.frames_per_step - 1
+        numbers = [step[0].step for step in steps]
+        camera.waiting = []
+        camera.missing = 0
+        camera.frame = self._last_frame(numbers[-1])
         self.remember(camera, features, numbers)
 
     @torch.no_grad()
-    def remember(self, camera: Camera, features: torch.Tensor, steps: Sequence[int]) -> None:
+    def remember(self, camera: Camera, features: Tensor, steps: Sequence[int]) -> None:
         """Adds steps `[t * h * w, token_width]` by their numbers in time, and forgets what the policy drops."""
         cells = len(features) // len(steps)
-        own = features[:, : self._width]
-        scores = torch.empty(len(own), 0) if self.question is None else self.question.add(own)
-        places = torch.tensor([*steps]).repeat_interleave(cells), torch.arange(cells).repeat(len(steps))
-        new = Tokens(features, *places, scores)
+        scores = torch.empty(len(features), 0)
+        if self.question is not None:
+            scores = self.question.add(features[:, : self._width])
+        step_of = torch.tensor(list(steps)).repeat_interleave(cells)
+        cell_of = torch.arange(cells).repeat(len(steps))
+        new = Tokens(features, step_of, cell_of, scores)
         with self._changing:
-            camera.tokens, camera.newest = camera.tokens.join(new), int(steps[-1])
+            camera.tokens = camera.tokens.join(new)
+            camera.newest = int(steps[-1])
             if self.num_tokens > self.memory_tokens:
                 self._forget(self.memory_tokens)
 
     def _forget(self, count: int) -> None:
+        """Keeps so many tokens of all cameras together, those that the policy chooses."""
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
-        sizes = [len(camera.tokens) for camera in cameras]
         kept = self.policy(self._competing(cameras), count).cpu()
-        check_kept(kept, count, sum(sizes), self.policy)
+        check_kept(kept, count, self.num_tokens, self.policy)
         first = 0
-        for camera, size in zip(cameras, sizes, strict=True):
-            own = kept[(kept >= first) & (kept < first + size)] - first
-            camera.tokens, first = camera.tokens.take(own), first + size
-            there = {*camera.tokens.steps.tolist(), camera.newest + 1}
-            camera.begins = {step: time for step, time in camera.begins.items() if step in there or step - 1 in there}
+        for camera in cameras:
+            end = first + len(camera.tokens)
+            of_camera = kept[(kept >= first) & (kept < end)]
+            camera.tokens = camera.tokens.take(of_camera - first)
+            first = end
+            # A step ends where the next one begins, so both times stay.
+            bounds = set(camera.tokens.steps.tolist())
+            bounds |= {step + 1 for step in bounds}
+            bounds |= {camera.newest + 1, camera.newest + 2}
+            camera.begins = {step: time for step, time in camera.begins.items() if step in bounds}
 
     def _competing(self, cameras: Sequence[Camera]) -> Candidates:
         """The whole memory; a camera's tokens are one line of one frame."""
-        tokens = [camera.tokens for camera in cameras]
-        widths = [camera.cells[1] for camera in cameras]
-        places = [(one.steps, one.cells // width, one.cells % width) for one, width in zip(tokens, widths, strict=True)]
-        positions = torch.cat(list(map(torch.stack, places)), dim=1)
+        visual = []
+        positions = []
+        scores = []
+        lines = []
+        for camera in cameras:
+            tokens = camera.tokens
+            width = camera.cells[1]
+            visual.append(tokens.features[:, : self._width])
+            positions.append(torch.stack([tokens.steps, tokens.cells // width, tokens.cells % width]))
+            scores.append(tokens.scores)
+            lines.append((1, 1, len(tokens)))
 
-        def score(_: torch.Tensor) -> torch.Tensor:
+        def score(_: Tensor) -> Tensor:
             if self.question is None:
                 raise ValueError("The policy asks for relevance, and there is no standing question.")
-            return self.question.log_relevance(torch.cat([one.scores for one in tokens]))
+            return self.question.log_relevance(torch.cat(scores))
 
-        visual = [one.features[:, : self._width] for one in tokens]
-        return Candidates(visual, visual[0][:0], positions, [(1, 1, len(one)) for one in tokens], score)
+        no_text = visual[0][:0]
+        return Candidates(visual, no_text, torch.cat(positions, dim=1), lines, score)
 
     def ask(self, question: str, **options: Any) -> Answer:
         """
@@ -261,27 +341,45 @@ class Stream:
     def videos(self) -> dict[str, Remembered]:
         """What is in memory now, by camera; `ValueError` if nothing is."""
         with self._changing:
-            cameras = {name: camera for name, camera in self.cameras.items() if len(camera.tokens)}
-            if not cameras:
-                raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
-            return {name: self._video(name, camera) for name, camera in cameras.items()}
+            videos = {}
+            for name, camera in self.cameras.items():
+                if len(camera.tokens):
+                    videos[name] = self._video(name, camera)
+        if not videos:
+            raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
+        return videos
 
     def _video(self, name: str, camera: Camera) -> Remembered:
         """What is left of a camera; its frames have their true times."""
         steps = camera.tokens.steps.tolist()
         rows = rows_of(steps)
-        starts = [row * self.seconds_per_step for row in rows]
-        times = [start + frame / self.fps for start in starts for frame in range(self.frames_per_step)]
-        missing = camera.missing if steps[-1] == camera.newest else 0
+        times = []
+        for row in rows:
+            start = row * self.seconds_per_step
+            times += [start + frame / self.fps for frame in range(self.frames_per_step)]
+        missing = 0
+        if steps[-1] == camera.newest:
+            missing = camera.missing
         times = times[: len(times) - missing]
+        frames = self._last_frame(camera.newest) + 1 - camera.missing
         metadata = VideoMetadata(
-            total_num_frames=round(((camera.newest + 1) * self.frames_per_step - camera.missing) / self.fps * _TICKS),
+            total_num_frames=round(frames / self.fps * _TICKS),
             fps=_TICKS,
             frames_indices=[round(time * _TICKS) for time in times],
             height=camera.size[0],
             width=camera.size[1],
         )
-        grid = torch.tensor([[len(rows), *camera.patches[0].tolist()]])
-        video = (name, camera.tokens.features, grid, [self.seconds_per_step], metadata, 0.0)
-        more: dict[str, Any] = {"begins": dict(camera.begins), "places": places_of(camera, rows)}
-        return Remembered(*video, clock=self, rows=rows, missing=missing, **more)
+        height, width = camera.patches[0].tolist()
+        return Remembered(
+            video=name,
+            features=camera.tokens.features,
+            video_grid_thw=torch.tensor([[len(rows), height, width]]),
+            second_per_grid_ts=[self.seconds_per_step],
+            metadata=metadata,
+            seconds=0.0,
+            clock=self,
+            rows=rows,
+            missing=missing,
+            begins=dict(camera.begins),
+            places=places_of(camera, rows),
+        )
