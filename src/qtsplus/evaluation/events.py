@@ -21,26 +21,34 @@ def score_events(events: str, said: str) -> dict[str, float | None]:
     asked, so other words for the same thing, a negation, and who did what to whom are not seen.
 
     Returns:
-        `recall`, the share of the events that a sentence tells; `order`, of the pairs of events that two sentences tell
-        the share in the right order, `None` without such a pair; `invented`, the share of the sentences that tell no
-        event, `None` if there is no sentence. If several sentences tell an event, the first that does best counts.
+        `recall`, the share of the events that a sentence tells; `order`, the share of the pairs of events told by two
+        sentences that are in the right order, `None` without such a pair; `invented`, the share of the sentences that
+        tell no event, `None` if there is no sentence. If several sentences tell an event, the first that does best
+        counts.
     """
     wanted = _word_sets(events.splitlines())
     sentences = _word_sets(_SENTENCE_END.split(said))
     shares = [_shares(words, sentences) for words in wanted]
-    told = [max(row, default=0.0) >= _ENOUGH for row in shares]
+    told = []
     places = []
-    for row, is_told in zip(shares, told, strict=True):
-        if is_told:
-            places.append(row.index(max(row)))
+    for row in shares:
+        best = max(row, default=0.0)
+        told.append(best >= _ENOUGH)
+        if best >= _ENOUGH:
+            places.append(row.index(best))
     in_order = []
     for earlier, later in combinations(places, 2):
         if earlier != later:
             in_order.append(earlier < later)
     invented = []
     for place in range(len(sentences)):
-        invented.append(all(row[place] < _ENOUGH for row in shares))
-    return {"recall": _mean(told), "order": _mean(in_order), "invented": _mean(invented)}
+        most = max((row[place] for row in shares), default=0.0)
+        invented.append(most < _ENOUGH)
+    return {
+        "recall": _mean(told),
+        "order": _mean(in_order),
+        "invented": _mean(invented),
+    }
 
 
 def mean_scores(scores: Sequence[dict[str, float | None]]) -> dict[str, float | None]:

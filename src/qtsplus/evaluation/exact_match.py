@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,8 +15,10 @@ from ..common.files import first_line
 from ..data.records import VideoRecord
 from ..model.methods_qtsplus import Method
 from ..training.dataset import SkippedRecord, require_rates
-from ..video.encoded import FAILURES, encode
+from ..video.encoded import FAILURES, EncodedVideo, encode
 from .events import EVENTS, mean_scores, score_events
+
+Video = tuple[str, float | None]  # its path and its rate
 
 
 @dataclass(frozen=True)
@@ -54,31 +56,67 @@ def exact_match(
     require_rates(records)
     for record in records:
         check_question(model, processor, record.question)
-    outcomes: dict[int, Outcome] = {}
-    videos: dict[Any, dict[Any, list[int]]] = {}  # by video and rate, by earlier turns
+    longest = max((len(processor.text_ids(record.answer)) for record in records), default=0)
+    options: dict[str, Any] = {
+        "retention": retention,
+        "selection": selection,
+        "do_sample": False,
+        "max_new_tokens": longest + 2,
+    }
+    by_video: dict[Video, list[int]] = {}
     for index, record in enumerate(records):
-        videos.setdefault((str(record.video), record.fps), {}).setdefault(record.earlier, []).append(index)
-    choice: dict[str, Any] = {"retention": retention, "selection": selection, "do_sample": False}
-    choice["max_new_tokens"] = max((len(processor.text_ids(record.answer)) for record in records), default=0) + 2
-    for (video, fps), asked in track(videos.items(), "Asking", console=Console(stderr=True), disable=not progress):
+        by_video.setdefault((str(record.video), record.fps), []).append(index)
+    outcomes: dict[int, Outcome] = {}
+    for (name, fps), indices in track(by_video.items(), "Asking", console=Console(stderr=True), disable=not progress):
         try:
-            encoded = {video: encode(model, processor, video, fps=fps)}
-            for earlier, own in asked.items():
-                turns = list(chain.from_iterable(earlier))
-                for indices in (own[start : start + batch_size] for start in range(0, len(own), batch_size)):
-                    batch = [records[index] for index in indices]
-                    questions, queries = [one.question for one in batch], [one.query or one.question for one in batch]
-                    choice |= {"queries": queries, "turns": turns}
-                    answers = answer_questions(model, processor, encoded, questions, **choice)
-                    for index, record, answer in zip(indices, batch, answers, strict=True):
-                        kept = tuple(answer.keep_map.flatten().nonzero()[:, 0].tolist())
-                        correct, tokens = answer.answer == record.answer, answer.visual_tokens
-                        outcomes[index] = Outcome(record, correct, tokens, answer.rho, kept, said=answer.answer)
+            video = encode(model, processor, name, fps=fps)
+            for batch in _batches(records, indices, batch_size):
+                asked = [records[index] for index in batch]
+                for index, outcome in zip(batch, _ask(model, processor, video, asked, options), strict=True):
+                    outcomes[index] = outcome
         except FAILURES as error:
-            problem, waiting = SkippedRecord(video, first_line(error)), chain.from_iterable(asked.values())
-            failed = [index for index in waiting if index not in outcomes]
-            outcomes |= {index: Outcome(records[index], False, unreadable=problem) for index in failed}
+            problem = SkippedRecord(name, first_line(error))
+            for index in indices:
+                outcomes.setdefault(index, Outcome(records[index], False, unreadable=problem))
     return [outcomes[index] for index in range(len(records))]
+
+
+def _batches(records: Sequence[VideoRecord], indices: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """The indices in batches of questions after the same earlier turns."""
+    by_earlier: dict[Any, list[int]] = {}
+    for index in indices:
+        by_earlier.setdefault(records[index].earlier, []).append(index)
+    for group in by_earlier.values():
+        for start in range(0, len(group), batch_size):
+            yield group[start : start + batch_size]
+
+
+def _ask(
+    model: Any,
+    processor: Any,
+    video: EncodedVideo,
+    records: Sequence[VideoRecord],
+    options: Mapping[str, Any],
+) -> list[Outcome]:
+    """Asks the questions of one batch about a video."""
+    questions = [record.question for record in records]
+    queries = [record.query or record.question for record in records]
+    turns = list(chain.from_iterable(records[0].earlier))
+    videos = {video.video: video}
+    answers = answer_questions(model, processor, videos, questions, queries=queries, turns=turns, **options)
+    outcomes = []
+    for record, answer in zip(records, answers, strict=True):
+        kept = answer.keep_map.flatten().nonzero()[:, 0].tolist()
+        outcome = Outcome(
+            record,
+            correct=answer.answer == record.answer,
+            visual_tokens=answer.visual_tokens,
+            rho=answer.rho,
+            kept_indices=tuple(kept),
+            said=answer.answer,
+        )
+        outcomes.append(outcome)
+    return outcomes
 
 
 def tally(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -88,33 +126,44 @@ def tally(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     with the number of their questions. Of the kind "events" also the means of [`score_events`].
     """
 
-    def row(chosen: Sequence[Outcome]) -> dict[str, float | int | None]:
-        videos = len({outcome.record.video for outcome in chosen})
-        accuracy = sum(outcome.correct for outcome in chosen) / len(chosen)
-        z = 1.96
-        middle = (accuracy + z**2 / 2 / videos) / (1 + z**2 / videos)
-        half = z / (1 + z**2 / videos) * math.sqrt(accuracy * (1 - accuracy) / videos + (z / 2 / videos) ** 2)
-        visual_tokens = sum(outcome.visual_tokens for outcome in chosen)
-        kept = sum(outcome.kept_tokens for outcome in chosen)
-        return {
-            "questions": len(chosen),
-            "videos": videos,
-            "accuracy": accuracy,
-            "low": max(0.0, middle - half),
-            "high": min(1.0, middle + half),
-            "kept": kept / visual_tokens if visual_tokens else None,
-        }
-
-    kinds = sorted({outcome.record.kind for outcome in outcomes})
-    by_kind = {kind: row([outcome for outcome in outcomes if outcome.record.kind == kind]) for kind in kinds}
-    if EVENTS in by_kind:
-        told = [outcome for outcome in outcomes if outcome.record.kind == EVENTS]
-        by_kind[EVENTS] |= mean_scores([score_events(outcome.record.answer, outcome.said) for outcome in told])
+    by_kind: dict[str, list[Outcome]] = {}
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.record.kind):
+        by_kind.setdefault(outcome.record.kind, []).append(outcome)
+    kinds = {kind: _row(of_kind) for kind, of_kind in by_kind.items()}
+    if EVENTS in kinds:
+        scores = [score_events(outcome.record.answer, outcome.said) for outcome in by_kind[EVENTS]]
+        kinds[EVENTS].update(mean_scores(scores))
     problems = Counter(outcome.unreadable for outcome in outcomes if outcome.unreadable is not None)
+    unreadable = []
+    for problem, count in problems.items():
+        unreadable.append({"video": problem.name, "reason": problem.reason, "questions": count})
+    result: dict[str, Any] = dict(_row(outcomes))
+    result["kinds"] = kinds
+    result["unreadable"] = unreadable
+    return result
+
+
+def _row(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
+    videos = len({outcome.record.video for outcome in outcomes})
+    accuracy = sum(outcome.correct for outcome in outcomes) / len(outcomes)
+    low, high = _wilson_interval(accuracy, videos)
+    visual_tokens = sum(outcome.visual_tokens for outcome in outcomes)
+    kept = sum(outcome.kept_tokens for outcome in outcomes)
     return {
-        **row(outcomes),
-        "kinds": by_kind,
-        "unreadable": [
-            {"video": problem.name, "reason": problem.reason, "questions": count} for problem, count in problems.items()
-        ],
+        "questions": len(outcomes),
+        "videos": videos,
+        "accuracy": accuracy,
+        "low": low,
+        "high": high,
+        "kept": kept / visual_tokens if visual_tokens else None,
     }
+
+
+def _wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share among `count` independent things."""
+    z = 1.96
+    scale = 1 + z**2 / count
+    middle = (share + z**2 / 2 / count) / scale
+    variance = share * (1 - share) / count + (z / 2 / count) ** 2
+    half = z / scale * math.sqrt(variance)
+    return max(0.0, middle - half), min(1.0, middle + half)

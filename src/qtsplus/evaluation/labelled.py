@@ -9,8 +9,8 @@ import numpy as np
 from ..data.formats import iter_rows, read_records
 from ..data.records import VideoRecord
 
-# What the cell of a token that shows something shares with its box at least: of the box, or of the cell if that is the
-# smaller one.
+# The least share that the cell of a token has in common with the box of the thing that it shows: a share of the box, or
+# of the cell if that is smaller.
 LEAST_SHARE = 0.25
 
 
@@ -27,14 +27,19 @@ class Sighting:
         left, top, right, bottom = self.box
         if not (left < right and top < bottom):
             raise ValueError(f"The box {list(self.box)} is empty; expected left, top, right and bottom.")
-        if self.frame is None and not 0 <= min(self.box) <= max(self.box) <= 1:
+        in_shares = min(self.box) >= 0 and max(self.box) <= 1
+        if self.frame is None and not in_shares:
             raise ValueError(
                 f"The box {list(self.box)} has no frame; expected shares of the frame from 0 to 1, or as `frame` its "
                 "width and height in pixels."
             )
 
 
-def sighting_tokens(seen: Sequence[Sighting], grid: tuple[int, int, int], seconds_per_grid: float = 1.0) -> np.ndarray:
+def sighting_tokens(
+    seen: Sequence[Sighting],
+    grid: tuple[int, int, int],
+    seconds_per_grid: float = 1.0,
+) -> np.ndarray:
     """
     `[k]` int64, ascending: the visual tokens that share at least [`LEAST_SHARE`] with the box of a sighting, or else
     the most; none for a box outside the frame. The grid is (time, height, width) of the video's visual tokens.
@@ -42,24 +47,39 @@ def sighting_tokens(seen: Sequence[Sighting], grid: tuple[int, int, int], second
     steps, rows, columns = grid
     tokens = set()
     for sighting in seen:
-        width, height = sighting.frame or (1, 1)
-        left, top, right, bottom = sighting.box
-        tall = _overlap(np.arange(rows + 1) * height / rows, top, bottom) / (bottom - top)
-        wide = _overlap(np.arange(columns + 1) * width / columns, left, right) / (right - left)
-        cell_in_boxes = height / rows * width / columns / ((bottom - top) * (right - left))
-        shares = np.outer(tall, wide) / min(1.0, cell_in_boxes)
-        least = min(LEAST_SHARE, float(np.max(shares)))
-        first = min(int(sighting.start / seconds_per_grid + 1e-6), steps - 1)
-        last = min(int(np.ceil(sighting.end / seconds_per_grid - 1e-6)), steps)
-        for row, column in np.argwhere((shares >= least) & (shares > 0)):
+        first = int(sighting.start / seconds_per_grid + 1e-6)
+        first = min(first, steps - 1)
+        last = int(np.ceil(sighting.end / seconds_per_grid - 1e-6))
+        last = min(last, steps)
+        for row, column in _cells(sighting, rows, columns):
             for step in range(first, max(last, first + 1)):
-                tokens.add((step * rows + int(row)) * columns + int(column))
+                line = step * rows + row
+                tokens.add(line * columns + column)
     return np.array(sorted(tokens), dtype=np.int64)
+
+
+def _cells(sighting: Sighting, rows: int, columns: int) -> list[list[int]]:
+    """The row and column of each cell of the grid that shares enough with the box of a sighting."""
+    width, height = sighting.frame or (1, 1)
+    left, top, right, bottom = sighting.box
+    box_height = bottom - top
+    box_width = right - left
+    row_edges = np.arange(rows + 1) * height / rows
+    column_edges = np.arange(columns + 1) * width / columns
+    row_shares = _overlap(row_edges, top, bottom) / box_height
+    column_shares = _overlap(column_edges, left, right) / box_width
+    cell_in_boxes = height / rows * width / columns / (box_height * box_width)
+    shares = np.outer(row_shares, column_shares) / min(1.0, cell_in_boxes)
+    least = min(LEAST_SHARE, float(np.max(shares)))
+    enough = (shares >= least) & (shares > 0)
+    return np.argwhere(enough).tolist()
 
 
 def _overlap(edges: np.ndarray, low: float, high: float) -> np.ndarray:
     """Length of the part of [low, high) in each of the intervals between `edges`."""
-    return np.clip(np.minimum(edges[1:], high) - np.maximum(edges[:-1], low), 0, None)
+    begins = np.maximum(edges[:-1], low)
+    ends = np.minimum(edges[1:], high)
+    return np.clip(ends - begins, 0, None)
 
 
 @dataclass(frozen=True)
@@ -67,7 +87,7 @@ class LabelledQuestion:
     """A question about a video, and where its answer can be seen."""
 
     record: VideoRecord
-    needles: list[list[Sighting]]  # that must be found, of each any one sighting; none where that is not known
+    needles: list[list[Sighting]]  # each must be found, in any of its sightings; none where that is not known
 
 
 def labelled_questions(path: Path) -> list[LabelledQuestion]:
@@ -77,8 +97,10 @@ def labelled_questions(path: Path) -> list[LabelledQuestion]:
     """
     questions = []
     for record, row in zip(read_records(path), iter_rows(path), strict=True):
+        needles = []
         try:
-            needles = [[Sighting(**seen) for seen in needle] for needle in row.content.get("evidence") or ()]
+            for sightings in row.content.get("evidence") or ():
+                needles.append([Sighting(**sighting) for sighting in sightings])
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}: the evidence of {record.question!r} is not a list of needles, each a list of sightings with "
