@@ -1,18 +1,20 @@
 """Processors: bring videos and images to a backbone's own processor, and mark the question in the prompt.
 
-[`QTSplusProcessorMixin`] stands in front of any backbone's processor; those of the Qwen-VL models stand at the end.
+[`QTSplusProcessorMixin`] comes before any backbone's processor class; the classes of the Qwen-VL models are at the end.
 """
 
 import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from tokenizers import AddedToken
+from torch import Tensor
 from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
@@ -20,6 +22,7 @@ from transformers.video_utils import VideoMetadata
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .prompt_qtsplus import find_places, find_query_mask, tokenize_query
 from .video_qtsplus import (
+    FrameChoice,
     VideoChunks,
     VideoFile,
     check_frames,
@@ -38,21 +41,33 @@ from .video_qtsplus import (
     shrink,
 )
 
-_BLANK = "\ue000"  # where a text stands in a rendered chat template; a character of private use
+_BLANK = "\ue000"  # the place of a text in a rendered chat template; a character for private use
+
+
+@dataclass(frozen=True)
+class _VideoOptions:
+    """How one call asks for its videos to be read."""
+
+    num_frames: int | None
+    do_sample_frames: bool | None
+    samples_given_frames: bool  # whether frames that come with metadata are sampled
+    bounds: dict  # `min_frames`, `max_frames` and `temporal_patch_size`; `None` where the call has none
+    processor_options: dict  # arguments of the video processor
+    resizes_singly: bool  # whether the frames of a file are resized as they are decoded
 
 
 class QTSplusProcessorMixin(ProcessorMixin):
     r"""
-    In front of a backbone's processor: says which tokens are the question, and reads videos with their true times.
+    Added to a backbone's processor: says which tokens are the question, and reads videos with their true times.
 
-    It replaces nothing of the chat template: `apply_chat_template(..., tokenize=True, return_dict=True)` works as
-    usual. What goes beyond messages belongs into its `processor_kwargs`, e.g. `processor_kwargs={"query": "Where?"}`.
+    The chat template works as usual: `apply_chat_template(..., tokenize=True, return_dict=True)`. Arguments that are
+    not part of messages belong into its `processor_kwargs`, e.g. `processor_kwargs={"query": "Where?"}`.
     """
 
-    _auto_class = "AutoProcessor"  # as `register_for_auto_class` has it
-    user_turn = "<|im_start|>user"  # what the chat template opens and closes a turn with
+    _auto_class = "AutoProcessor"  # as `register_for_auto_class` sets it
+    user_turn = "<|im_start|>user"  # the chat template opens a user's turn with it
     turn_end = "<|im_end|>"
-    tool_response = ("<tool_response>", "</tool_response>")  # what begins and ends it in a turn of the user
+    tool_response = ("<tool_response>", "</tool_response>")  # around a tool's response in a turn of the user
     native_resolution = True  # larger frames become more tokens
 
     # Every backbone's processor has these.
@@ -64,10 +79,10 @@ class QTSplusProcessorMixin(ProcessorMixin):
     @property
     def model_input_names(self) -> list[str]:
         names = ["second_per_grid_ts", "query_mask", "query_input_ids", "query_attention_mask"]
-        return list(dict.fromkeys([*super().model_input_names, *names]))
+        return list(dict.fromkeys(super().model_input_names + names))
 
     @property
-    def query_token_ids(self) -> dict[str, Any]:
+    def query_token_ids(self) -> dict:
         """The ids by which [`find_query_mask`] finds the question, named as in the model's configuration."""
         tokenizer = self.tokenizer
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -80,12 +95,14 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     @property
     def _tool_response_token_ids(self) -> list[list[int]]:
-        """The ids of `tool_response`, as they stand in a turn that a chat template writes."""
+        """The ids of `tool_response`, as they are in a turn that a chat template writes."""
         begin, end = self.tool_response
         header = len(self._ids(self.user_turn))
         opening = self._ids(f"{self.user_turn}\n{begin}\n")[header + 1 : -1]
         closing = self._ids(f"{self.turn_end}{end}{self.turn_end}")[1:-1]
-        return [opening, closing] if opening and closing else []
+        if opening and closing:
+            return [opening, closing]
+        return []
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -95,18 +112,18 @@ class QTSplusProcessorMixin(ProcessorMixin):
         """The ids that stand for the tokens of images and of videos."""
         return [self.image_token_id, self.video_token_id]
 
-    def follow(self, config: Any) -> None:
-        """Takes over what the model's configuration decides of a prompt's layout; nothing for most backbones."""
+    def follow(self, config) -> None:
+        """Adopts what the model's configuration decides about a prompt's layout; most backbones have nothing to do."""
 
     def __call__(
         self,
-        images: Any = None,
+        images=None,
         text: str | list[str] | None = None,
-        videos: Any = None,
+        videos=None,
         query: str | list[str] | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        second_per_grid_ts: Sequence[float] | torch.Tensor | None = None,
-        **kwargs: Any,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Sequence[float] | Tensor | None = None,
+        **kwargs,
     ) -> BatchFeature:
         """
         Prepares the model's inputs.
@@ -119,7 +136,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 beside `VIDEO_KEYS`. Alone, in a list, or in a list per row.
             query (`str` or `list[str]`, *optional*): the question to select by, one per row or one for all rows, where
                 it is not the text of the last turn that a user wrote.
-            video_grid_thw (`torch.Tensor`, *optional*): `[videos, 3]`, the grids of videos that were encoded before, in
+            video_grid_thw (`Tensor`, *optional*): `[videos, 3]`, the grids of videos that were encoded before, in
                 place of `videos`; for `model.generate(..., video_features=...)`. Where the prompt tells the times of
                 frames, they come from `video_metadata` or from `second_per_grid_ts`.
             second_per_grid_ts (`list[float]`, *optional*): `[videos]`, seconds per temporal patch of those videos.
@@ -155,20 +172,21 @@ class QTSplusProcessorMixin(ProcessorMixin):
             _check_placeholders(text, self.video_token, len(video_grid_thw), "videos", kwargs)
             videos, kwargs = self._stand_ins(video_grid_thw, second_per_grid_ts, kwargs)
         inputs = super().__call__(images=images, text=text, videos=videos, **kwargs)
-        if video_grid_thw is not None:
-            for name in ("pixel_values_videos", "second_per_grid_ts"):  # the stand-ins' own
-                inputs.pop(name)
+        if video_grid_thw is not None:  # both would be those of the stand-ins
+            inputs.pop("pixel_values_videos")
+            inputs.pop("second_per_grid_ts")
 
+        rows = None
         if text is not None:
+            rows = len(inputs["input_ids"])
             inputs["query_mask"] = self._query_mask(inputs["input_ids"])
         if query is not None:
-            rows = len(inputs["input_ids"]) if text is not None else None
             inputs.update(tokenize_query(self.tokenizer, query, rows, like=inputs.get("input_ids")))
         return inputs
 
-    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_chat_template(self, conversation, *args, **kwargs):
         """
-        As stock; `video_url`, and the `VIDEO_KEYS` of a video, take effect, and other keys are a `ValueError`. With
+        As stock, but `video_url` and the `VIDEO_KEYS` of a video take effect, and other keys are a `ValueError`. With
         `tokenize` and `return_dict` the question is the last message of the role `user`, however tools are rendered.
         """
         conversation = read_messages(conversation, kwargs.get("tokenize", False))
@@ -178,40 +196,53 @@ class QTSplusProcessorMixin(ProcessorMixin):
             inputs["query_mask"] = self._query_mask(inputs["input_ids"], turns)
         return inputs
 
-    def _question_turns(self, conversation: Any, *args: Any, **kwargs: Any) -> list[int | None]:
+    def _question_turns(self, conversation, *args, **kwargs) -> list[int | None]:
         """
         Per conversation, which of the turns that the chat template writes as a user's is the last message of a user, as
         [`find_query_mask`] takes it; `args` and `kwargs` are those of `apply_chat_template`.
         """
-        is_list = isinstance(conversation, (list, tuple))
-        is_batch = is_list and (isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages"))
+        conversations = [conversation]
+        if isinstance(conversation, (list, tuple)):
+            first = conversation[0]
+            if isinstance(first, (list, tuple)) or hasattr(first, "messages"):
+                conversations = list(conversation)
         turns: list[int | None] = []
-        for one in conversation if is_batch else [conversation]:
-            messages = getattr(one, "messages", one)
-            roles = [message["role"] if isinstance(message, Mapping) else message.role for message in messages]
-            written = [index for index, role in enumerate(roles) if role == "user"]
-            if not written:
+        for member in conversations:
+            messages = getattr(member, "messages", member)
+            last = -1
+            for index, message in enumerate(messages):
+                role = message["role"] if isinstance(message, Mapping) else message.role
+                if role == "user":
+                    last = index
+            if last < 0:
                 turns.append(None)
-            elif written[-1] == len(messages) - 1:
+            elif last == len(messages) - 1:
                 turns.append(-1)
             else:
-                turns.append(self._count_user_turns(messages[: written[-1] + 1], *args, **kwargs) - 1)
+                turns.append(self._count_user_turns(messages[: last + 1], *args, **kwargs) - 1)
         return turns
 
-    def _count_user_turns(self, messages: list[dict[str, Any]], *args: Any, **kwargs: Any) -> int:
+    def _count_user_turns(self, messages: list, *args, **kwargs) -> int:
         """How many turns are written as a user's in the prompt of these messages."""
         if kwargs.pop("sanitize_control_tokens", False):  # then a header in a message's text is text
             messages = _without(self.user_turn, messages)
-        ends = ("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask")
-        plain = {**kwargs, **dict.fromkeys(("tokenize", "return_dict", *ends), False)}
+        for name in (
+            "tokenize",
+            "return_dict",
+            "add_generation_prompt",
+            "continue_final_message",
+            "return_assistant_tokens_mask",
+        ):
+            kwargs[name] = False
         template_tools_documents = args[:3]
-        prompt = super().apply_chat_template(messages, *template_tools_documents, **plain)
-        return len(find_places(torch.tensor(self._ids(prompt)), self._ids(self.user_turn)))
+        prompt = super().apply_chat_template(messages, *template_tools_documents, **kwargs)
+        headers = find_places(torch.tensor(self._ids(prompt)), self._ids(self.user_turn))
+        return len(headers)
 
-    def conversation_inputs(self, conversations: Sequence[list[dict[str, Any]]], **kwargs: Any) -> BatchFeature:
+    def conversation_inputs(self, conversations: Sequence[list[dict]], **kwargs) -> BatchFeature:
         """
-        The inputs of conversations, all of whose text is text: `<|im_end|>` in it ends no turn, `<|video_pad|>` stands
-        for no video. Text without special tokens gets the ids of `apply_chat_template`.
+        The inputs of conversations in which every text is plain text: `<|im_end|>` in it ends no turn, and
+        `<|video_pad|>` is no placeholder. Text without special tokens gets the ids of `apply_chat_template`.
 
         Args:
             conversations: messages as `apply_chat_template` takes them; a video is only `{"type": "video"}`. Each ends
@@ -221,50 +252,71 @@ class QTSplusProcessorMixin(ProcessorMixin):
         Returns:
             The model's inputs as tensors, padded; no `mm_token_type_ids`.
         """
-        texts: list[list[list[int]]] = []  # per conversation the ids of the texts that hold special tokens
-        prompts, added = [], list(self.tokenizer.added_tokens_decoder.values())
+        added = list(self.tokenizer.added_tokens_decoder.values())
+        prompts: list[str] = []
+        ids_of_texts: list[list[list[int]]] = []  # per conversation the ids of the texts that hold special tokens
         question_turns: list[int | None] = []
         for messages in conversations:
-            texts.append([])
-            blanked = [self._blank_texts(message, added, texts[-1]) for message in messages]
+            ids_of_texts.append([])
+            blanked = [self._blank_texts(message, added, ids_of_texts[-1]) for message in messages]
             prompts.append(self.apply_chat_template(blanked, tokenize=False, add_generation_prompt=True))
             question_turns += self._question_turns(blanked)
-        # A special token keeps the place of such a text: whatever stands beside it is tokenized apart from it.
-        special = [token.content for token in added if token.special]
-        blank = next(token for token in [self.tokenizer.pad_token, *special] if token not in "".join(prompts))
+
+        # A special token holds the place of such a text, so that its neighbours are tokenized separately from it.
+        candidates = [self.tokenizer.pad_token]
+        candidates += [token.content for token in added if token.special]
+        written = "".join(prompts)
+        blank = next(token for token in candidates if token not in written)
         prompts = [prompt.replace(_BLANK, blank) for prompt in prompts]
         inputs = self(text=prompts, padding=True, return_tensors="pt", **kwargs)
         inputs.pop("mm_token_type_ids", None)  # the model does not need them
-        if any(texts):
-            blank_id, rows = self.tokenizer.convert_tokens_to_ids(blank), []
-            for row, mask, ids in zip(inputs["input_ids"], inputs["attention_mask"], texts, strict=True):
-                tokens, left = row[mask.bool()].tolist(), iter(ids)
-                rows.append([one for token in tokens for one in (next(left) if token == blank_id else [token])])
-            inputs.update(self.tokenizer.pad({"input_ids": rows}, padding=True, return_tensors="pt"))
+        if any(ids_of_texts):
+            inputs.update(self._fill_blanks(inputs, blank, ids_of_texts))
         inputs["query_mask"] = self._query_mask(inputs["input_ids"], question_turns)
         return inputs
 
+    def _fill_blanks(self, inputs: BatchFeature, blank: str, ids_of_texts: list[list[list[int]]]) -> BatchFeature:
+        """The `input_ids` and `attention_mask` of prompts with the ids of their texts in place of the blanks."""
+        blank_id = self.tokenizer.convert_tokens_to_ids(blank)
+        rows = []
+        for ids, mask, texts in zip(inputs["input_ids"], inputs["attention_mask"], ids_of_texts, strict=True):
+            remaining = iter(texts)
+            row: list[int] = []
+            for token in ids[mask.bool()].tolist():
+                if token == blank_id:
+                    row.extend(next(remaining))
+                else:
+                    row.append(token)
+            rows.append(row)
+        return self.tokenizer.pad({"input_ids": rows}, padding=True, return_tensors="pt")
+
     def text_ids(self, text: str) -> list[int]:
-        """The ids of a text, such as an answer, none of which is a special token."""
+        """The ids of a text, such as an answer; none of them is a special token."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
-    def _blank_texts(self, message: dict[str, Any], added: list[AddedToken], texts: list[list[int]]) -> dict[str, Any]:
+    def _blank_texts(self, message: dict, added: list[AddedToken], texts: list[list[int]]) -> dict:
         """A message with a blank for every text that holds special tokens; the ids of those texts go to `texts`."""
 
         def without(text: str) -> str:
-            # Most hold none, which this says sooner than the tokenizer.
-            if _BLANK not in text and not any(token.normalized or token.content in text for token in added):
+            # This quick test clears most texts before the tokenizer has to look at them.
+            may_hold_token = any(token.normalized or token.content in text for token in added)
+            if _BLANK not in text and not may_hold_token:
                 return text
             ids = self.text_ids(text)
-            if _BLANK not in text and ids == self.tokenizer(text, add_special_tokens=False)["input_ids"]:
+            if _BLANK not in text and ids == self._ids(text):
                 return text
             texts.append(ids)
             return _BLANK
 
-        if isinstance(message["content"], str):
-            return {**message, "content": without(message["content"])}
-        parts = [{**part, "text": without(part["text"])} if "text" in part else part for part in message["content"]]
-        return {**message, "content": parts}
+        content = message["content"]
+        if isinstance(content, str):
+            return message | {"content": without(content)}
+        parts = []
+        for part in content:
+            if "text" in part:
+                part = part | {"text": without(part["text"])}
+            parts.append(part)
+        return message | {"content": parts}
 
     def video_chunks(
         self,
@@ -283,7 +335,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             video: a file, an `http(s)` address, or a folder of frames.
             fps, num_frames, min_frames, max_frames: as in a call; of a folder, `fps` is that of its frames.
             frames_per_chunk: frames at a time, cut down to whole temporal patches; by default about 16,384 patches.
-            part: of a file `video_start` and `video_end`, of any `max_pixels` and `total_pixels`, as in a message.
+            part: `video_start` and `video_end` of a file, and `max_pixels` and `total_pixels`, as in a message.
 
         Raises:
             ValueError: a video that is missing or cannot be decoded; a folder without `fps`; rates and counts that are
@@ -317,14 +369,14 @@ class QTSplusProcessorMixin(ProcessorMixin):
             preprocess=functools.partial(self.preprocess_frames, grid=grid),
         )
 
-    def grid_of(self, num_frames: int, height: int, width: int, **options: Any) -> torch.Tensor:
-        """`[1, 3]`: the grid of a video, asked of the video processor itself with a video without values."""
+    def grid_of(self, num_frames: int, height: int, width: int, **options) -> Tensor:
+        """`[1, 3]`: the grid of a video, which the video processor itself makes of a video without values."""
         frames = max(num_frames, self.video_processor.temporal_patch_size)
         blank = torch.empty(frames, 3, height, width, dtype=torch.uint8, device="meta")
-        options = {**options, "do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
+        options |= {"do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
         return self.video_processor(videos=[blank], **options)["video_grid_thw"]
 
-    def frame_size(self, num_frames: int, height: int, width: int, **options: Any) -> tuple[int, int]:
+    def frame_size(self, num_frames: int, height: int, width: int, **options) -> tuple[int, int]:
         """The height and width to which the video processor, called with `options`, brings the frames of a video."""
         if not options.get("do_resize", self.video_processor.do_resize):
             return height, width
@@ -332,19 +384,21 @@ class QTSplusProcessorMixin(ProcessorMixin):
         _, rows, columns = self.grid_of(num_frames, height, width, **options)[0].tolist()
         return rows * patch_size, columns * patch_size
 
-    def _size_of(self, video: VideoFile, part: dict[str, Any], **options: Any) -> tuple[int, int]:
-        """[`frame_size`], or smaller by what a message says of the video."""
-        processor, frames = self.video_processor, video.shape[0]
+    def _size_of(self, video: VideoFile, part: dict, **options) -> tuple[int, int]:
+        """[`frame_size`], or smaller where a message limits the pixels of the video."""
         with naming(video.name):
             size = self.frame_size(*video.shape, **options)
-        if not part.keys() & {"max_pixels", "total_pixels"}:
+        if "max_pixels" not in part and "total_pixels" not in part:
             return size
         if not (self.native_resolution and options.get("do_resize", True)):
             raise ValueError("max_pixels and total_pixels of a video have no effect on frames of one size.")
-        most = part.get("total_pixels", math.inf) * processor.temporal_patch_size / frames
-        return shrink(size, min(most, part.get("max_pixels", math.inf)), processor.patch_size * processor.merge_size)
+        processor = self.video_processor
+        num_frames = video.shape[0]
+        share_of_total = part.get("total_pixels", math.inf) * processor.temporal_patch_size / num_frames
+        most = min(share_of_total, part.get("max_pixels", math.inf))
+        return shrink(size, most, processor.patch_size * processor.merge_size)
 
-    def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def preprocess_frames(self, frames: np.ndarray, grid: Tensor) -> tuple[Tensor, Tensor]:
         """
         Pixel values and grid of some frames of a video, `[T, H, W, 3]` uint8, brought to the height and width of `grid`
         `[1, 3]`; without `native_resolution` to the model's own.
@@ -358,107 +412,153 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     def _stand_ins(
         self,
-        video_grid_thw: torch.Tensor,
-        second_per_grid_ts: Sequence[float] | torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        video_grid_thw: Tensor,
+        second_per_grid_ts: Sequence[float] | Tensor | None,
+        kwargs: dict,
+    ) -> tuple[list[Tensor], dict]:
         """Videos of the given grids without values, by which the backbone's processor counts placeholders."""
         videos = [self._blank(*grid) for grid in torch.as_tensor(video_grid_thw).tolist()]
-        counts = [len(video) for video in videos]
-        given = dict(kwargs.get("videos_kwargs") or {})
-        step = self.video_processor.temporal_patch_size
-        rates = [1.0] * len(counts) if second_per_grid_ts is None else [step / float(one) for one in second_per_grid_ts]
-        metadata = kwargs.get("video_metadata", given.get("video_metadata")) or [
-            VideoMetadata(total_num_frames=count, fps=rate, frames_indices=list(range(count)))
-            for count, rate in zip(counts, rates, strict=True)
-        ]
-        kwargs = {name: value for name, value in kwargs.items() if name != "video_metadata"}
-        as_they_are = {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
-        return videos, {**kwargs, "videos_kwargs": {**given, **as_they_are}}
+        kwargs = dict(kwargs)
+        videos_kwargs = dict(kwargs.get("videos_kwargs") or {})
+        metadata = kwargs.pop("video_metadata", videos_kwargs.get("video_metadata"))
+        if not metadata:
+            metadata = self._stand_in_metadata(videos, second_per_grid_ts)
+        videos_kwargs |= {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
+        kwargs["videos_kwargs"] = videos_kwargs
+        return videos, kwargs
 
-    def _blank(self, t: int, h: int, w: int) -> torch.Tensor:
+    def _stand_in_metadata(
+        self,
+        videos: list[Tensor],
+        second_per_grid_ts: Sequence[float] | Tensor | None,
+    ) -> list[VideoMetadata]:
+        """The times of stand-ins: by the seconds of their temporal patches, or else one frame a second."""
+        rates = [1.0] * len(videos)
+        if second_per_grid_ts is not None:
+            rates = [self.video_processor.temporal_patch_size / float(seconds) for seconds in second_per_grid_ts]
+        metadata = []
+        for video, rate in zip(videos, rates, strict=True):
+            count = len(video)
+            metadata.append(VideoMetadata(total_num_frames=count, fps=rate, frames_indices=list(range(count))))
+        return metadata
+
+    def _blank(self, t: int, h: int, w: int) -> Tensor:
         processor = self.video_processor
-        size = (t * processor.temporal_patch_size, 3, h * processor.patch_size, w * processor.patch_size)
-        return torch.empty(*size, dtype=torch.uint8, device="meta")
+        frames = t * processor.temporal_patch_size
+        height = h * processor.patch_size
+        width = w * processor.patch_size
+        return torch.empty(frames, 3, height, width, dtype=torch.uint8, device="meta")
 
-    def _read_videos(self, videos: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def _read_videos(self, videos, kwargs: dict) -> tuple[list, dict]:
         """Frames of every video, and `kwargs` with their metadata and nothing left to sample."""
         kwargs = dict(kwargs)
         videos_kwargs = dict(kwargs.pop("videos_kwargs", None) or {})
-
-        def take(name: str) -> Any:  # given directly or in `videos_kwargs`
-            nested = videos_kwargs.pop(name, None)
-            return kwargs.pop(name, nested)
-
         parts = flatten_videos(videos)
-        call_fps, num_frames, do_sample_frames = take("fps"), take("num_frames"), take("do_sample_frames")
-        if num_frames is not None:
-            require_positive("num_frames", num_frames)
+        call_fps = _take(kwargs, videos_kwargs, "fps")
+        call_metadata = _take(kwargs, videos_kwargs, "video_metadata")
+        options = self._take_options(parts, call_fps, kwargs, videos_kwargs)
         rates = per_video("fps", call_fps, len(parts))
-        metadata_list = per_video("video_metadata", take("video_metadata"), len(parts))
-        asked_to_sample = do_sample_frames or (do_sample_frames is None and (call_fps or num_frames))
-        # Left in place too: the video processor takes them and, with nothing to sample, reads only the last.
-        bounds = {
-            name: kwargs.get(name, videos_kwargs.get(name))
-            for name in ("min_frames", "max_frames", "temporal_patch_size")
-        }
+        given_metadata = per_video("video_metadata", call_metadata, len(parts))
 
-        # A file's frames are brought to their size one by one: all of them, as large as in the video, may not fit into
-        # memory. Not beside given frames, since the video processor resizes all videos of a call or none, nor where the
-        # caller says how to resize, or where.
-        names = set(self.video_processor.valid_kwargs.__annotations__) - {"input_data_format"}
-        options = {name: value for name, value in {**kwargs, **videos_kwargs}.items() if name in names}
-        singly = all(isinstance(part["video"], str) for part in parts) and not {"do_resize", "device"} & options.keys()
-
-        frames_list, described = [], []
-        for part, rate, metadata in zip(parts, rates, metadata_list, strict=True):
-            video, count, samples = part["video"], num_frames, "fps" in part or "num_frames" in part
-            if samples:
-                rate, count = part.get("fps"), part.get("num_frames")
-            if rate is not None:
-                require_positive("fps", rate)
-            own = {name: part.get(name, value) for name, value in bounds.items()}
-            choose = frame_choice(self.video_processor, rate, count, own)
-            if isinstance(video, str):
-                everything = do_sample_frames is False and not samples
-                within = (part.get("video_start"), part.get("video_end"))
-                opened = open_video(video, choose_frames if everything else choose, within)
-                metadata = opened.metadata
-                how = options if singly else {"do_resize": False}
-                resize = functools.partial(resize_frame, self.video_processor, self._size_of(opened, part, **how))
-                frames = np.stack([resize(frame, how.get("resample")) for frame in opened.decode()])
-            elif others := sorted(part.keys() - {"video", "fps"}):
-                raise ValueError(f"Got frames with {others}; expected the frames to look at, and fps alone.")
+        fewest = self.video_processor.temporal_patch_size
+        frames_of_videos = []
+        metadata_of_videos = []
+        for part, rate, metadata in zip(parts, rates, given_metadata, strict=True):
+            if isinstance(part["video"], str):
+                frames, metadata = self._read_file(part, rate, options)
             else:
-                frames = check_frames(video, options.get("do_rescale", self.video_processor.do_rescale))
-                sample = metadata is not None and asked_to_sample
-                metadata = describe_frames(frames, metadata, rate)
-                if sample:
-                    picked = choose(len(frames), metadata.sampled_fps)
-                    frames = frames[picked]
-                    metadata.frames_indices = np.asarray(metadata.frames_indices)[picked].tolist()
-            if len(frames) < self.video_processor.temporal_patch_size:  # one, which Qwen3-VL cannot size
-                frames = frames[[0] * self.video_processor.temporal_patch_size]
-            frames_list.append(frames)
-            described.append(metadata)
-        kwargs.update(video_metadata=described, do_sample_frames=False)
-        if singly:
+                frames, metadata = self._take_frames(part, rate, metadata, options)
+            if len(frames) < fewest:  # a single frame, which Qwen3-VL cannot size
+                frames = frames[[0] * fewest]
+            frames_of_videos.append(frames)
+            metadata_of_videos.append(metadata)
+        kwargs.update(video_metadata=metadata_of_videos, do_sample_frames=False)
+        if options.resizes_singly:
             videos_kwargs["do_resize"] = False
         if videos_kwargs:
             kwargs["videos_kwargs"] = videos_kwargs
-        return frames_list, kwargs
+        return frames_of_videos, kwargs
 
-    def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
-        """As the backbone's own, with the seconds of a temporal patch, which not all give."""
-        processed, texts = super()._process_videos(videos, **{**kwargs, "return_metadata": True})
+    def _take_options(self, parts: list[dict], call_fps, kwargs: dict, videos_kwargs: dict) -> _VideoOptions:
+        """Takes what a call says about sampling out of its keywords, and reads what it says about resizing."""
+        num_frames = _take(kwargs, videos_kwargs, "num_frames")
+        do_sample_frames = _take(kwargs, videos_kwargs, "do_sample_frames")
+        if num_frames is not None:
+            require_positive("num_frames", num_frames)
+        # The bounds remain in the keywords too: the video processor accepts them and, with nothing to sample, reads
+        # only the last.
+        bounds = {}
+        for name in ("min_frames", "max_frames", "temporal_patch_size"):
+            bounds[name] = kwargs.get(name, videos_kwargs.get(name))
+        names = set(self.video_processor.valid_kwargs.__annotations__) - {"input_data_format"}
+        processor_options = {name: value for name, value in (kwargs | videos_kwargs).items() if name in names}
+        # The frames of a file are resized one by one, since all of them at their original size may not fit into memory.
+        # The exceptions: beside given frames, since the video processor resizes all videos of a call or none, and where
+        # the caller says whether or where to resize.
+        only_files = all(isinstance(part["video"], str) for part in parts)
+        return _VideoOptions(
+            num_frames=num_frames,
+            do_sample_frames=do_sample_frames,
+            samples_given_frames=bool(do_sample_frames or (do_sample_frames is None and (call_fps or num_frames))),
+            bounds=bounds,
+            processor_options=processor_options,
+            resizes_singly=only_files and not {"do_resize", "device"} & processor_options.keys(),
+        )
+
+    def _choice_of(self, part: dict, rate: float | None, options: _VideoOptions) -> FrameChoice:
+        """Which frames of a video are looked at; what its message says takes precedence over the call."""
+        num_frames = options.num_frames
+        message_samples = "fps" in part or "num_frames" in part
+        if message_samples:
+            rate = part.get("fps")
+            num_frames = part.get("num_frames")
+        if rate is not None:
+            require_positive("fps", rate)
+        bounds = {name: part.get(name, bound) for name, bound in options.bounds.items()}
+        choice = frame_choice(self.video_processor, rate, num_frames, bounds)
+        if options.do_sample_frames is False and not message_samples:
+            return choose_frames  # without a rate or a count it takes all frames
+        return choice
+
+    def _read_file(self, part: dict, rate: float | None, options: _VideoOptions) -> tuple[np.ndarray, VideoMetadata]:
+        """The chosen frames of a file, at the size that the model needs if they are resized singly."""
+        within = (part.get("video_start"), part.get("video_end"))
+        opened = open_video(part["video"], self._choice_of(part, rate, options), within)
+        resizing = options.processor_options if options.resizes_singly else {"do_resize": False}
+        size = self._size_of(opened, part, **resizing)
+        frames = []
+        for frame in opened.decode():
+            frames.append(resize_frame(self.video_processor, size, frame, resizing.get("resample")))
+        return np.stack(frames), opened.metadata
+
+    def _take_frames(self, part: dict, rate: float | None, metadata, options: _VideoOptions):
+        """The frames that a caller gives, sampled if the call asks for that, and their metadata."""
+        choose = self._choice_of(part, rate, options)
+        others = sorted(part.keys() - {"video", "fps"})
+        if others:
+            raise ValueError(f"Got frames with {others}; expected the frames to look at, and fps alone.")
+        do_rescale = options.processor_options.get("do_rescale", self.video_processor.do_rescale)
+        frames = check_frames(part["video"], do_rescale)
+        described = describe_frames(frames, metadata, part.get("fps", rate))
+        if metadata is not None and options.samples_given_frames:
+            chosen = choose(len(frames), described.sampled_fps)
+            frames = frames[chosen]
+            described.frames_indices = np.asarray(described.frames_indices)[chosen].tolist()
+        return frames, described
+
+    def _process_videos(self, videos, **kwargs):
+        """As the backbone's own, with the seconds of a temporal patch, which not all backbones give."""
+        kwargs["return_metadata"] = True
+        processed, texts = super()._process_videos(videos, **kwargs)
         if "second_per_grid_ts" not in processed:
-            step, described = self.video_processor.temporal_patch_size, processed["video_metadata"]
-            processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in described]
+            step = self.video_processor.temporal_patch_size
+            seconds = [step / metadata.sampled_fps for metadata in processed["video_metadata"]]
+            processed["second_per_grid_ts"] = seconds
         return processed, texts
 
-    def _query_mask(self, input_ids: Any, question_turns: Sequence[int | None] | None = None) -> Any:
+    def _query_mask(self, input_ids, question_turns: Sequence[int | None] | None = None):
         """
-        `[B, S]` like `input_ids`, whose rows have different lengths where they are lists; padding is special.
+        `[B, S]` like `input_ids`, whose rows have different lengths if they are lists; padding is special.
         `question_turns` are those of [`find_query_mask`].
         """
         token_ids = self.query_token_ids
@@ -472,32 +572,41 @@ class QTSplusProcessorMixin(ProcessorMixin):
         return masks
 
 
+def _take(kwargs: dict, videos_kwargs: dict, name: str) -> Any:
+    """Takes an argument that is given directly or in `videos_kwargs`; the direct one counts."""
+    nested = videos_kwargs.pop(name, None)
+    return kwargs.pop(name, nested)
+
+
 def _without(words: str, value: Any) -> Any:
     """A message, or a list of them, without these words in any of its texts."""
     if isinstance(value, str):
         return value.replace(words, "")
     if isinstance(value, dict):
         return {name: _without(words, inner) for name, inner in value.items()}
-    return [_without(words, inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_without(words, inner) for inner in value]
+    return value
 
 
-def _fetch_images(image_processor: Any, images: Any) -> Any:
+def _fetch_images(image_processor, images):
     """Images by path, address or base64 as pixels; others as they are."""
     try:
         return image_processor.fetch_images(images)
-    # torchvision's RuntimeError is about a text that is no path but can be read as base64.
+    # torchvision raises the RuntimeError for a text that is not a path but can be read as base64.
     except (RuntimeError, Image.DecompressionBombError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"Cannot read {str(images)[:500]!r} as images; expected files that exist: {reason}") from error
 
 
-def _check_placeholders(text: str | list[str] | None, token: str, n: int, kind: str, kwargs: dict[str, Any]) -> None:
+def _check_placeholders(text: str | list[str] | None, token: str, count: int, kind: str, kwargs: dict) -> None:
     # With `sanitize_control_tokens` the text holds marked tokens that only the tokenizer can tell apart.
     if text is None or kwargs.get("sanitize_control_tokens"):
         return
-    given = sum(row.count(token) for row in ([text] if isinstance(text, str) else text))
-    if given != n:
-        raise ValueError(f"Got {n} {kind} and {given} placeholders {token} in the text; expected as many.")
+    rows = [text] if isinstance(text, str) else text
+    placeholders = sum(row.count(token) for row in rows)
+    if placeholders != count:
+        raise ValueError(f"Got {count} {kind} and {placeholders} placeholders {token} in the text; expected as many.")
 
 
 class Qwen2_5_VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2_5_VLProcessor):
@@ -518,19 +627,19 @@ class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
     stock_class = Qwen3VLProcessor
 
     @property
-    def query_token_ids(self) -> dict[str, int | list[int]]:
-        return {
-            **super().query_token_ids,
-            "video_token_id": self.video_token_id,
-            "frame_text_token_ids": self.tokenizer("<0.5 seconds>", add_special_tokens=False)["input_ids"][:1],
-        }
+    def query_token_ids(self) -> dict:
+        token_ids = super().query_token_ids
+        token_ids["video_token_id"] = self.video_token_id
+        token_ids["frame_text_token_ids"] = self._ids("<0.5 seconds>")[:1]
+        return token_ids
 
-    def _calculate_timestamps(self, indices, *times):  # stock's adds a frame to them where they are odd in number
+    def _calculate_timestamps(self, indices, *times):
+        # A copy, because stock's appends a frame to an odd number of indices.
         return super()._calculate_timestamps(list(indices), *times)
 
 
 class Qwen3_5QTSplusProcessor(Qwen3VLQTSplusProcessor):
-    r"""As [`Qwen3VLQTSplusProcessor`], whose stock class Qwen3.5 has too."""
+    r"""As [`Qwen3VLQTSplusProcessor`]: Qwen3.5 has the same stock class."""
 
 
 __all__ = [
