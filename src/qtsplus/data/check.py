@@ -11,7 +11,7 @@ from pathlib import Path
 from ..common.files import printable
 from .formats import Row, iter_records, iter_rows, locate, media_folder
 from .media import media_key, media_problem
-from .records import SPECIAL_TOKEN, Caption, Record, VideoRecord, all_texts, media_name
+from .records import SPECIAL_TOKEN, Caption, VideoRecord, all_texts, media_name
 
 _AT_ONCE = 256  # rows, whose videos are looked at together
 
@@ -28,11 +28,11 @@ class BadRow:
 
 @dataclass
 class Checked:
-    """What a set's check has found."""
+    """The findings of a set's check."""
 
-    rows: int = 0  # how many it has
-    bad: list[BadRow] = field(default_factory=list)  # in order; a row may stand there for several reasons
-    videos: int = 0  # how many were looked at
+    rows: int = 0  # the number of rows
+    bad: list[BadRow] = field(default_factory=list)  # in order; a row may be there for several reasons
+    videos: int = 0  # the number of videos that were looked at
 
 
 def check_set(
@@ -51,53 +51,95 @@ def check_set(
     """
     root = media_folder(path, media_root)
     others = {} if against is None else _videos(against)
+    other_set = Path(str(against)).name
     result = Checked()
     seen: dict[bytes, int] = {}  # the first row with a text, by its digest
-    videos: dict[str, str | None] = {}
-    if media:
-        from ..model import video_qtsplus  # noqa: F401, an import in a thread could not be interrupted
-    rows = iter_rows(path)
-    pool = ThreadPoolExecutor(os.cpu_count())
-    try:
-        while batch := list(islice(rows, _AT_ONCE)):
-            places = [locate(row, root) if media else None for row in batch]
-            new = [place for place in dict.fromkeys(places) if place is not None and place not in videos]
-            videos.update(zip(new, pool.map(media_problem, new), strict=True))
-            for row, place in zip(batch, places, strict=True):
-                result.rows += 1
-                reasons = [("schema", row.problem)] if row.record is None else list(_reasons(row.record, row, seen))
-                reasons.append(("media", None if place is None else videos[place]))
-                name = media_name(row.record) if row.record is not None and others else None
-                if (other := None if name is None else others.get(_digest(media_key(name)))) is not None:
-                    reasons.append(("overlap", f"row {other} of {Path(str(against)).name} is about the same video."))
-                result.bad += [BadRow(row.number, row.id, check, printable(why)) for check, why in reasons if why]
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    videos: dict[str, str | None] = {}  # what is wrong with each video
+    for batch in _batches(iter_rows(path)):
+        places: list[str | None] = [None] * len(batch)
+        if media:
+            places = [locate(row, root) for row in batch]
+            videos.update(_media_problems([place for place in places if place is not None and place not in videos]))
+        for row, place in zip(batch, places, strict=True):
+            result.rows += 1
+            reasons = list(_reasons(row, seen))
+            if place is not None:
+                reasons.append(("media", videos[place]))
+            other = _other_row(row, others)
+            if other is not None:
+                reasons.append(("overlap", f"row {other} of {other_set} is about the same video."))
+            for check, reason in reasons:
+                if reason:
+                    result.bad.append(BadRow(row.number, row.id, check, printable(reason)))
     if not result.rows:
         raise ValueError(f"{path} holds no row; expected one or more to check.")
     result.videos = len(videos)
     return result
 
 
+def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    batch = list(islice(rows, _AT_ONCE))
+    while batch:
+        yield batch
+        batch = list(islice(rows, _AT_ONCE))
+
+
+def _media_problems(places: list[str]) -> dict[str, str | None]:
+    """What is wrong with each video, from one frame of it; several are decoded at a time."""
+    from ..model import video_qtsplus  # noqa: F401, an import in a thread could not be interrupted
+
+    places = list(dict.fromkeys(places))
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        return dict(zip(places, pool.map(media_problem, places), strict=True))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _other_row(row: Row, others: dict[bytes, int]) -> int | None:
+    """The row of the other set that is about the same video."""
+    if row.record is None:
+        return None
+    name = media_name(row.record)
+    if name is None:
+        return None
+    return others.get(_digest(media_key(name)))
+
+
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=12).digest()
 
 
-def _reasons(record: Record, row: Row, seen: dict[bytes, int]) -> Iterator[tuple[str, str | None]]:
-    """What is wrong with a record itself, or beside the earlier ones. Digests of these are held, not their texts."""
+def _reasons(row: Row, seen: dict[bytes, int]) -> Iterator[tuple[str, str | None]]:
+    """What is wrong with a row itself, or beside the earlier ones. Digests of these are held, not their texts."""
+    record = row.record
+    if record is None:
+        yield "schema", row.problem
+        return
 
-    def earlier(*texts: str | None) -> int | None:
-        normal = "\x00".join(" ".join((text or "").casefold().split()) for text in texts)
-        return first if (first := seen.setdefault(_digest(normal), row.number)) != row.number else None
+    def first_with(texts: list[str]) -> int:
+        """The first row with these texts, which may be this one."""
+        normal = "\x00".join(" ".join(text.casefold().split()) for text in texts)
+        return seen.setdefault(_digest(normal), row.number)
 
-    if record.id is not None and (first := earlier("id", record.id)):
-        yield "duplicate", f"row {first} has the same id."
-    kind, asked = ("caption", [record.caption]) if isinstance(record, Caption) else ("question", [record.question])
-    if isinstance(record, VideoRecord):  # the answer makes no other: one question has one
-        asked += [question for question, _ in record.earlier]
-    if first := earlier("text", media_key(media_name(record) or ""), *asked):
+    if record.id is not None:
+        first = first_with(["id", record.id])
+        if first != row.number:
+            yield "duplicate", f"row {first} has the same id."
+    kind = "question"
+    texts = ["text", media_key(media_name(record) or "")]
+    if isinstance(record, Caption):
+        kind = "caption"
+        texts.append(record.caption)
+    else:
+        texts.append(record.question)
+    if isinstance(record, VideoRecord):  # an answer does not make it another record: one question has one answer
+        texts += [question for question, _ in record.earlier]
+    first = first_with(texts)
+    if first != row.number:
         yield "duplicate", f"row {first} has the same {kind} about the same video."
-    if token := SPECIAL_TOKEN.search("\n".join(all_texts(record))):
+    token = SPECIAL_TOKEN.search("\n".join(all_texts(record)))
+    if token is not None:
         yield "special token", f"{token[0]!r} in its text is a special token; it is read as text."
 
 

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, get_args
 
@@ -97,16 +96,25 @@ class Choice(VisionRecord):
 
     @model_validator(mode="after")
     def _check_options(self) -> "Choice":
-        if "".join(sorted(self.options)) != LETTERS:
-            raise ValueError(f"options has {', '.join(sorted(self.options)) or 'none'}; expected A, B, C and D")
-        if len({" ".join(option.casefold().split()) for option in self.options.values()}) < len(LETTERS):
+        letters = sorted(self.options)
+        if "".join(letters) != LETTERS:
+            raise ValueError(f"options has {', '.join(letters) or 'none'}; expected A, B, C and D")
+        texts = {" ".join(option.casefold().split()) for option in self.options.values()}
+        if len(texts) < len(LETTERS):
             raise ValueError("options holds the same text twice; expected four different ones")
         return self
 
     def prompt(self) -> str:
         """The question with its options, a line each, and how to answer."""
-        listed = (f"{letter}. {self.options[letter]}" for letter in get_args(Letter))
-        return "\n".join([self.question, *listed, INSTRUCTION])
+        lines = [self.question]
+        for letter, option in zip(LETTERS, self.texts(), strict=True):
+            lines.append(f"{letter}. {option}")
+        lines.append(INSTRUCTION)
+        return "\n".join(lines)
+
+    def texts(self) -> list[str]:
+        """The options in the order of their letters."""
+        return [self.options[letter] for letter in get_args(Letter)]
 
 
 class FreeAnswer(VisionRecord):
@@ -139,8 +147,11 @@ class VideoRecord:
 
     def row(self) -> dict[str, Any]:
         """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""
-        said = {name: value for name, value in asdict(self).items() if value not in (None, "", ())}
-        return {"video": None, "answer": "", **said}
+        row: dict[str, Any] = {"video": None, "answer": ""}
+        for name, value in asdict(self).items():
+            if value not in (None, "", ()):
+                row[name] = value
+        return row
 
 
 Record = Caption | Choice | FreeAnswer | VideoRecord
@@ -155,15 +166,25 @@ def parse_record(row: Mapping[str, Any]) -> Record:
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")
-    kind: type[Record] = VideoRecord
-    if "vision_id" in row:
-        kind = Caption if "caption" in row else Choice if "options" in row else FreeAnswer
-    elif missing := [name for name in ("video", "question", "answer") if name not in row]:
-        raise ValueError(f"it lacks {', '.join(missing)}.")
+    kind = _kind_of(row)
+    if kind is VideoRecord:
+        missing = [name for name in ("video", "question", "answer") if name not in row]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}.")
     try:
         return _ADAPTERS[kind].validate_python(row)
     except ValidationError as error:
         raise ValueError(explain(error, row)) from None
+
+
+def _kind_of(row: Mapping[str, Any]) -> type[Record]:
+    if "vision_id" not in row:
+        return VideoRecord
+    if "caption" in row:
+        return Caption
+    if "options" in row:
+        return Choice
+    return FreeAnswer
 
 
 def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
@@ -172,12 +193,23 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
         return replace(record, video=video or record.video)
     if isinstance(record, Caption):
         raise ValueError("it is a caption, which asks nothing; make questions of captions first.")
-    shared = {"video": video or record.vision_id, "kind": record.type or "", "fps": record.fps, "id": record.id}
+    made = VideoRecord(
+        video=video or record.vision_id,
+        question=record.question,
+        answer=record.answer,
+        kind=record.type or "",
+        fps=record.fps,
+        id=record.id,
+    )
     if isinstance(record, Choice):
-        options = tuple(record.options[letter] for letter in get_args(Letter))
-        choice = {"question": record.prompt(), "query": record.question, "source": "mcq", "options": options}
-        return VideoRecord(answer=record.answer, **shared, **choice)  # type: ignore[arg-type]
-    return VideoRecord(question=record.question, answer=record.answer, **shared)  # type: ignore[arg-type]
+        return replace(
+            made,
+            question=record.prompt(),
+            query=record.question,
+            source="mcq",
+            options=tuple(record.texts()),
+        )
+    return made
 
 
 def all_texts(record: Record) -> list[str]:
@@ -185,8 +217,11 @@ def all_texts(record: Record) -> list[str]:
     if isinstance(record, Caption):
         return [record.caption]
     item = to_video_record(record)
-    earlier = chain.from_iterable(item.earlier)
-    return [item.question, item.answer, item.query or "", *(item.options or ()), *earlier]
+    texts = [item.question, item.answer, item.query or ""]
+    texts += item.options or ()
+    for question, answer in item.earlier:
+        texts += [question, answer]
+    return texts
 
 
 def media_name(record: Record) -> str | None:
