@@ -14,15 +14,15 @@ from typing import IO
 from filelock import FileLock, Timeout
 
 _HOST = re.sub(r"\W", "-", socket.gethostname())  # whose processes can be asked whether they are there
-NAMED = 8  # of many things, how many a message names
+NAMED = 8  # the most names that a message lists
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, or the largest file that is allowed
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """
-    A file to write, as UTF-8 text or with the mode `"wb"` bytes, that stands at `path` once the context ends. If that
-    fails, what stood there is left alone.
+    A file to write, as UTF-8 text or with the mode `"wb"` as bytes, that is at `path` once the context ends. If that
+    fails, a file that was there before is left alone.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,8 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
         _remove_left(target)
     part = target.with_name(f".{target.name}.{_HOST}.{os.getpid()}.part")
     try:
-        with part.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+        encoding = None if "b" in mode else "utf-8"
+        with part.open(mode, encoding=encoding) as file:
             yield file
             os.chmod(part, os.fstat(file.fileno()).st_mode)  # safetensors puts a file there that no one else may read
         os.replace(part, target)
@@ -44,9 +45,11 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
 
 def _remove_left(target: Path) -> None:
     """Removes what a process left of a file when it was killed."""
-    for part in target.parent.glob(glob.escape(f".{target.name}.{_HOST}.") + "*.part"):
+    prefix = glob.escape(f".{target.name}.{_HOST}.")
+    for part in target.parent.glob(prefix + "*.part"):
         try:
-            os.kill(int(part.stem.rpartition(".")[2]), 0)
+            process = int(part.stem.rpartition(".")[2])
+            os.kill(process, 0)
         except ProcessLookupError:
             part.unlink(missing_ok=True)
         except (ValueError, PermissionError):
@@ -60,8 +63,10 @@ def locked(path: Path, busy: str) -> AbstractContextManager:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # A FileLock takes some places that cannot be written for ones that are locked. A stranger's link leads anywhere.
-    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor is his pipe waited for
-    os.close(os.open(path, os.O_CREAT | os.O_WRONLY | flags, 0o666))
+    flags = os.O_CREAT | os.O_WRONLY
+    flags |= getattr(os, "O_NOFOLLOW", 0)
+    flags |= getattr(os, "O_NONBLOCK", 0)  # a stranger's pipe is not waited for
+    os.close(os.open(path, flags, 0o666))
     try:
         return FileLock(path).acquire(timeout=0)
     except Timeout as error:
@@ -91,12 +96,14 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:
     The path of a file that is about to be made, before anything is computed for it; a `ValueError` for an empty one, a
     folder, a file that is there already and may not be overwritten, or a place that cannot be written.
     """
+    if not str(path).strip():
+        check_folder("")  # raises
     target = Path(path)
-    if str(path).strip() and target.is_dir():
+    if target.is_dir():
         raise ValueError(f"{target} is a folder; expected the name of a file to write.")
     if target.exists() and not overwrite:
         raise ValueError(f"{target} is there already: name another file, or move it away.")
-    check_folder(target.parent if str(path).strip() else "")
+    check_folder(target.parent)
     return target
 
 
@@ -135,19 +142,26 @@ def size(count: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Such as "1 film" and "1,200 films"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    """Such as "1 video" and "1,200 videos"."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}s"
 
 
 def listed(names: Sequence[str]) -> str:
     """Names on one line, as [`printable`]: the first [`NAMED`] of them, and how many more there are."""
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(map(printable, names[:NAMED])) + more
+    line = ", ".join(map(printable, names[:NAMED]))
+    if len(names) > NAMED:
+        line += f" and {len(names) - NAMED:,} more"
+    return line
 
 
 def first_line(error: object) -> str:
     """The first line of an error's text, without "[Errno 21]", or else what kind of error it is."""
-    return re.sub(r"^\[Errno -?\d+\] ", "", next(iter(str(error).strip().splitlines()), type(error).__name__))
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return re.sub(r"^\[Errno -?\d+\] ", "", lines[0])
 
 
 # Controls, the ends of lines, what turns the direction of writing, and halves of characters.
@@ -157,9 +171,10 @@ _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 def printable(text: str) -> str:
     """A text of others, such as a file's name, on one line: what a terminal would obey, or cannot show, written out."""
 
-    def written_out(one: re.Match[str]) -> str:
-        code = ord(one[0])
-        byte = 0xDC80 <= code <= 0xDCFF  # of a file's name, that is no UTF-8
-        return f"\\x{code - 0xDC00:02x}" if byte else one[0].encode("unicode_escape").decode()
+    def written_out(character: re.Match[str]) -> str:
+        code = ord(character[0])
+        if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is not UTF-8
+            return f"\\x{code - 0xDC00:02x}"
+        return character[0].encode("unicode_escape").decode()
 
     return _UNSEEN.sub(written_out, text)

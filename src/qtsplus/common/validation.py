@@ -24,8 +24,8 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=()
 
 
 _DEEPEST = 50  # lists and mappings inside each other; settings need about five
-# What Ruamel raises for a value that is not what its tag says, such as `!!bool x` or the 99th of a month.
-_NO_VALUE = (ValueError, TypeError, KeyError, OverflowError)
+# Ruamel raises these also for a value that does not fit its tag, such as `!!bool x` or the 99th of a month.
+_NO_VALUE = (YAMLError, ValueError, TypeError, KeyError, OverflowError)
 
 
 def parse_yaml(text: str, name: str) -> Any:
@@ -38,10 +38,13 @@ def parse_yaml(text: str, name: str) -> Any:
         _check_size(yaml.parse(text))
         return yaml.load(text)
     except MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        line = ""
+        if error.problem_mark is not None:
+            line = f" in line {error.problem_mark.line + 1}"
         raise ValueError(f"{name} is not YAML that can be read{line}: {error.problem}.") from error
-    except (YAMLError, *_NO_VALUE) as error:
-        raise ValueError(f"{name} is not YAML that can be read: {first_line(error).removesuffix('.')}.") from error
+    except _NO_VALUE as error:
+        problem = first_line(error).removesuffix(".")
+        raise ValueError(f"{name} is not YAML that can be read: {problem}.") from error
 
 
 def _check_size(events: Iterable[Any]) -> None:
@@ -82,14 +85,18 @@ def build(where: str, kind: type[Settings], values: Mapping[str, Any]) -> Settin
 def check_types(where: str, kind: type, values: Mapping[str, Any]) -> None:
     """As [`build`], for some fields of a class that is none of ours; nothing is built."""
     try:
-        _model(kind, tuple(values)).__pydantic_validator__.validate_json(_as_json(values), strict=True)
+        model = _model(kind, tuple(values))
+        model.__pydantic_validator__.validate_json(_as_json(values), strict=True)
     except ValidationError as error:
         raise ValueError(explain(error, values, where)) from None
 
 
 @cache
 def _model(kind: type, names: tuple[str, ...]) -> Any:
-    types: dict[str, Any] = {field.name: (field.type, ...) for field in fields(kind) if field.name in names}
+    types: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name in names:
+            types[field.name] = (field.type, ...)
     return create_model("Fields", __config__=STRICT, **types)
 
 
@@ -98,10 +105,12 @@ def _as_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, default=str)
 
 
-# What pydantic calls what is wrong, where its own words are of programmers.
+# Plain words for the kinds of problems that pydantic describes in a programmer's.
 _SAID = {
-    **dict.fromkeys(("missing", "missing_argument"), "is missing"),
-    **dict.fromkeys(("unexpected_keyword_argument", "extra_forbidden"), "is no field"),
+    "missing": "is missing",
+    "missing_argument": "is missing",
+    "unexpected_keyword_argument": "is no field",
+    "extra_forbidden": "is no field",
     "json_invalid": "a text holds half a character (a lone surrogate); expected Unicode",
     "nested": "it holds brackets in brackets, more than 200 deep",
 }
@@ -110,31 +119,50 @@ _WORDS = {"greater than or equal to": "at least", "less than or equal to": "at m
 
 
 def explain(error: ValidationError, values: Any, where: str = "") -> str:
-    """What pydantic found wrong with `values`, in a line: the first fields, what stands there and what is expected."""
-    wrong: dict[str, list[str]] = {}
+    """The errors of pydantic about `values` in a line: the first fields, their values and what is expected."""
+    expected: dict[str, dict[str, None]] = {}  # by the problem, such as the kinds of a union, each once
     for problem in error.errors(include_url=False):
         kind = "nested" if "recursion" in problem["msg"] else problem["type"]
-        expected = _EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be ")
-        for word, plain in _WORDS.items():
-            expected = expected.replace(word, plain)
-        said = _SAID.get(kind) or f"is {show(problem['input'])}; expected {expected}"
-        if kind == "value_error":  # of the dataclass itself, or of a check of ours
-            said = str(problem["ctx"]["error"]).removesuffix(".")
-        clause, _, expected = said.partition("; expected ")
+        clause, _, wanted = _clause(kind, problem).partition("; expected ")
         name = where + _name(problem["loc"], values, kind in _SAID)
-        # What a dataclass says of itself begins with the name of a field.
-        name += " " * (name != where or said[:1].isupper())
-        wrong.setdefault(f"{name}{clause}".strip(), []).extend([expected] if expected else [])
-    clauses = ((clause, " or ".join(dict.fromkeys(kinds))) for clause, kinds in islice(wrong.items(), 3))
-    return "; ".join(f"{clause}; expected {kinds}" if kinds else clause for clause, kinds in clauses) + "."
+        # A dataclass's own words begin with the name of a field.
+        if name != where or clause[:1].isupper():
+            name += " "
+        kinds = expected.setdefault(f"{name}{clause}".strip(), {})
+        if wanted:
+            kinds[wanted] = None
+    clauses = []
+    for clause, kinds in islice(expected.items(), 3):
+        if kinds:
+            clause += f"; expected {' or '.join(kinds)}"
+        clauses.append(clause)
+    return "; ".join(clauses) + "."
+
+
+def _clause(kind: str, problem: Any) -> str:
+    """What is wrong with a value, and what is expected."""
+    if kind == "value_error":  # from the dataclass itself, or from a check of ours
+        return str(problem["ctx"]["error"]).removesuffix(".")
+    if kind in _SAID:
+        return _SAID[kind]
+    expected = _EXPECTED.get(kind)
+    if expected is None:
+        expected = problem["msg"].removeprefix("Input should be ")
+    for word, plain in _WORDS.items():
+        expected = expected.replace(word, plain)
+    return f"is {show(problem['input'])}; expected {expected}"
 
 
 def _name(place: Sequence[int | str], values: Any, missing: bool) -> str:
     """A field by its place, without the names that pydantic gives to keys and to the kinds of a union."""
     names = []
     for part in place:
-        if isinstance(values, Mapping) and (part in values or (missing and part == place[-1])):
-            names.append(str(part) if str(part).isprintable() and len(str(part)) < 80 else show(part))
+        is_missing = missing and part == place[-1]
+        if isinstance(values, Mapping) and (part in values or is_missing):
+            name = str(part)
+            if not name.isprintable() or len(name) >= 80:
+                name = show(part)
+            names.append(name)
             values = values.get(part)
         elif isinstance(values, (list, tuple)) and isinstance(part, int):
             names.append(str(part))
@@ -144,7 +172,8 @@ def _name(place: Sequence[int | str], values: Any, missing: bool) -> str:
 
 def check_count(name: str, value: Any, what: str) -> None:
     """A `ValueError` for what is no whole number from 1 to what 32 bits hold."""
-    if isinstance(value, bool) or not (isinstance(value, Integral) and 1 <= int(value) < 2**31):
+    is_count = isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) < 2**31
+    if not is_count:
         raise ValueError(f"{name}={value!r}: expected a whole number of {what}, at least 1 and below 2,147,483,648.")
 
 
@@ -157,5 +186,8 @@ def check_path(name: str, value: Any) -> Any:
 
 def show(value: Any) -> str:
     """A value as YAML and JSON write it, cut where it is long."""
-    constants = {None: "null", True: "true", False: "false"}
-    return constants[value] if value is None or isinstance(value, bool) else reprlib.repr(value)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return reprlib.repr(value)
