@@ -234,6 +234,20 @@ def test_a_film_is_read_once_and_again_when_it_changes(tiny_processor, tiny_mp4,
     assert [one["fps"] for one in read] == [1, 2, 2]
 
 
+def test_a_warning_names_the_video_as_the_request_does(tiny_processor, tiny_mp4, monkeypatch):
+    class Warning:
+        video_processor = tiny_processor.video_processor
+
+        def video_chunks(self, video, **reading):
+            chunks = tiny_processor.video_chunks(video, **reading)
+            chunks.warnings.append(f"The video {video!r} is damaged.")
+            return chunks
+
+    monkeypatch.setattr(Media, "processor", Warning())
+    _, told = Media(allowed_local_media_path=str(tiny_mp4.parent)).fetch_video(f"file://{tiny_mp4}")
+    assert told["warnings"] == [f"The video 'file://{tiny_mp4}' is damaged."]
+
+
 def test_nothing_is_read_that_was_not_allowed(tiny_processor, tiny_mp4, tmp_path, monkeypatch):
     monkeypatch.setattr(Media, "processor", tiny_processor)
     with hosting() as (port, seen):

@@ -4,11 +4,10 @@ import os
 import socket
 import ssl
 import subprocess
-import tempfile
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 from hypothesis import given
@@ -16,10 +15,17 @@ from hypothesis import strategies as st
 
 from qtsplus.model import decoding_qtsplus
 from qtsplus.model.decoding_qtsplus import Film, download, shown_name
+from qtsplus.serve import door
 from qtsplus.serve.door import Door, _is_public
 from server_process import hosting
 
 REFUSED = "may not be read: expected data:video/mp4;base64"
+
+
+def read(door, url):
+    """The bytes of the video that a door hands on."""
+    with door.place(url) as place:
+        return Path(place).read_bytes()
 
 
 @pytest.fixture
@@ -28,15 +34,16 @@ def host():
         yield served
 
 
-def test_a_video_is_fetched_from_the_host_that_was_named(host, tmp_path):
+def test_a_video_is_fetched_from_the_host_that_was_named(host):
     port, seen = host
     for domain in ("localhost", "127.0.0.1"):
-        place = Door(domains=[f"{domain}:{port}"]).place(f"http://{domain}:{port}/a%20b.mp4?c=d#e", str(tmp_path))
-        assert Path(place).read_bytes() == b"film" and Path(place).parent == tmp_path
+        with Door(domains=[f"{domain}:{port}"]).place(f"http://{domain}:{port}/a%20b.mp4?c=d#e") as place:
+            assert Path(place).read_bytes() == b"film"
+        assert not Path(place).exists()
     assert seen == ["/a%20b.mp4?c=d"] * 2
 
 
-def test_no_other_host_is_asked(host, tmp_path):
+def test_no_other_host_is_asked(host):
     port, seen = host
     door = Door(domains=["localhost", "videos.example.org", "localhost:1"])
     addresses = [
@@ -60,7 +67,7 @@ def test_no_other_host_is_asked(host, tmp_path):
     ]
     for address in addresses:
         with pytest.raises(ValueError, match=f"{REFUSED}|Cannot load the video at"):
-            door.place(address, str(tmp_path))
+            read(door, address)
     assert seen == []
 
 
@@ -101,7 +108,7 @@ PARTS += [
 
 @given(st.lists(st.sampled_from(PARTS), max_size=12), st.sampled_from(["http://", "https://", ""]))
 def test_no_spelling_looks_up_another_host(parts, scheme):
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+    with pytest.MonkeyPatch.context() as patch:
         asked = []
 
         def look_up(host, port, **_):
@@ -110,21 +117,21 @@ def test_no_spelling_looks_up_another_host(parts, scheme):
 
         patch.setattr(socket, "getaddrinfo", look_up)
         with pytest.raises(ValueError):
-            Door(Path("/nowhere"), ["films.example.org"]).place(scheme + "".join(parts), folder)
+            read(Door(Path("/nowhere"), ["films.example.org"]), scheme + "".join(parts))
         assert {host for host, _ in asked} <= {"films.example.org"} and {port for _, port in asked} <= {80, 443}
 
 
-def test_redirects_and_proxies_lead_nowhere(host, tmp_path, monkeypatch):
+def test_redirects_and_proxies_lead_nowhere(host, monkeypatch):
     port, seen = host
     with hosting() as (proxy, asked):
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy}")
         door = Door(domains=[f"localhost:{port}"])
         with pytest.raises(ValueError, match="Cannot load the video at .*302"):
-            door.place(f"http://localhost:{port}/there", str(tmp_path))
+            read(door, f"http://localhost:{port}/there")
         assert seen == ["/there"] and asked == []
 
 
-def test_a_name_is_looked_up_once_and_has_to_lead_to_a_public_address(host, tmp_path, monkeypatch):
+def test_a_name_is_looked_up_once_and_has_to_lead_to_a_public_address(host, monkeypatch):
     port, seen = host
     names, look_up = [], socket.getaddrinfo
 
@@ -136,10 +143,10 @@ def test_a_name_is_looked_up_once_and_has_to_lead_to_a_public_address(host, tmp_
 
     monkeypatch.setattr(socket, "getaddrinfo", looked_up)
     with pytest.raises(ValueError, match="leads to an address that is not public"):
-        Door(domains=[f"films.example.org:{port}"]).place(f"http://films.example.org:{port}/a", str(tmp_path))
+        read(Door(domains=[f"films.example.org:{port}"]), f"http://films.example.org:{port}/a")
     assert names == ["films.example.org"] and seen == []
     names.clear()
-    Door(domains=[f"localhost:{port}"]).place(f"http://localhost:{port}/a", str(tmp_path))
+    read(Door(domains=[f"localhost:{port}"]), f"http://localhost:{port}/a")
     assert names == ["localhost"] and seen == ["/a"]
 
 
@@ -189,13 +196,16 @@ def dripping(begin, drop):
 
 @pytest.mark.parametrize("phase", sorted(DRIPS))
 @pytest.mark.parametrize("by_server", [False, True])
-def test_a_host_that_drips_has_no_longer_than_all_may_take(phase, by_server, tmp_path, monkeypatch):
+def test_a_host_that_drips_has_no_longer_than_all_may_take(phase, by_server, monkeypatch):
     monkeypatch.setattr(decoding_qtsplus, "ADDRESS_SECONDS", 0.2)
     with dripping(*DRIPS[phase]) as port:
         address = f"http://localhost:{port}/a"
         expected = "HTTPError: .*302" if by_server and phase == "a redirect's body" else "bytes in 0.2 s; download it"
         with pytest.raises(ValueError, match=expected):
-            Door(domains=[f"localhost:{port}"]).place(address, str(tmp_path)) if by_server else download(address)
+            if by_server:
+                read(Door(domains=[f"localhost:{port}"]), address)
+            else:
+                download(address)
 
 
 def test_a_host_that_sends_without_end_is_not_read_on(monkeypatch):
@@ -218,9 +228,9 @@ def test_a_host_that_sends_without_end_is_not_read_on(monkeypatch):
 )
 def test_no_password_is_shown(address):
     assert "SECRET" not in shown_name(address) and "host/film" in shown_name(address)
-    for read in (Film, download, lambda video: Door().place(video, "/nowhere")):
+    for opened in (Film, download, lambda video: read(Door(), video)):
         with pytest.raises(ValueError) as refused:
-            read(address)
+            opened(address)
         assert "SECRET" not in str(refused.value)
 
 
@@ -237,12 +247,12 @@ def test_the_certificate_is_that_of_the_name(tmp_path, monkeypatch):
     with hosting(context) as (port, seen):
         door = Door(domains=[f"localhost:{port}", f"127.0.0.1:{port}"])
         with pytest.raises(ValueError, match="CERTIFICATE_VERIFY_FAILED"):
-            door.place(f"https://localhost:{port}/a", str(tmp_path))
+            read(door, f"https://localhost:{port}/a")
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate"))
         with pytest.raises(ValueError, match="CERTIFICATE_VERIFY_FAILED"):
-            door.place(f"https://127.0.0.1:{port}/a", str(tmp_path))
+            read(door, f"https://127.0.0.1:{port}/a")
         assert seen == []
-        door.place(f"https://localhost:{port}/a", str(tmp_path))
+        read(door, f"https://localhost:{port}/a")
         assert seen == ["/a"]
 
 
@@ -255,7 +265,9 @@ def test_files_are_those_under_the_root(tmp_path):
     (root / "loop").symlink_to(root / "loop")
     os.mkfifo(root / "pipe")
     door = Door(root)
-    assert door.place(f"file://{root}/a%20b.mp4", "") == str(root / "a b.mp4")
+    (root / "within.mp4").symlink_to("a b.mp4")
+    for name in ("a%20b.mp4", "within.mp4"):
+        assert read(door, f"file://{root}/{name}") == b"film"
     names = [
         "x" * 300,
         "x/" * 3000,
@@ -270,6 +282,86 @@ def test_files_are_those_under_the_root(tmp_path):
     ]
     for url in [*(f"file://{root}/{name}" for name in (*names, "\ud800", "")), f"file://other{root}/a%20b.mp4"]:
         with pytest.raises(ValueError, match=REFUSED):
-            door.place(url, "")
+            read(door, url)
     with pytest.raises(ValueError, match=REFUSED):
-        Door().place(f"file://{root}/a%20b.mp4", "")
+        read(Door(), f"file://{root}/a%20b.mp4")
+
+
+@pytest.fixture
+def swapped(tmp_path):
+    """A folder of films, and a function that swaps what is in it for a link to a secret, and back."""
+    root = tmp_path / "films"
+    for folder, content in ((root / "camera", b"film"), (tmp_path / "secrets", b"secret")):
+        folder.mkdir(parents=True)
+        (folder / "a.mp4").write_bytes(content)
+    (root / "link").symlink_to(tmp_path / "secrets")
+
+    def swap():
+        (root / "camera").rename(root / "other")
+        (root / "link").rename(root / "camera")
+        (root / "other").rename(root / "link")
+
+    return root, swap
+
+
+def test_a_folder_that_is_swapped_after_it_was_checked_leads_nowhere(swapped, monkeypatch):
+    root, swap = swapped
+    resolve = os.path.realpath
+    url = f"file://{root}/camera/a.mp4"
+
+    def resolve_and_swap(path, **options):
+        resolved = resolve(path, **options)
+        if str(path).endswith("a.mp4"):
+            swap()
+        return resolved
+
+    monkeypatch.setattr(os.path, "realpath", resolve_and_swap)
+    with pytest.raises(ValueError, match=REFUSED):
+        read(Door(root), url)
+    swap()
+    monkeypatch.undo()
+    with Door(root).place(url) as place:
+        swap()
+        assert Path(place).read_bytes() == b"film", "what was opened is read on"
+
+
+def test_a_folder_that_is_swapped_again_and_again_is_never_left(swapped):
+    root, swap = swapped
+    is_over = Event()
+
+    def swap_on():
+        while not is_over.is_set():
+            swap()
+
+    swapping = Thread(target=swap_on)
+    swapping.start()
+    contents = set()
+    try:
+        for _ in range(2000):
+            with suppress(ValueError):
+                contents.add(read(Door(root), f"file://{root}/camera/a.mp4"))
+    finally:
+        is_over.set()
+        swapping.join()
+    assert contents <= {b"film"}
+
+
+def test_without_the_list_of_open_files_a_copy_is_read(tmp_path, monkeypatch):
+    (tmp_path / "a.mp4").write_bytes(b"film")
+    monkeypatch.setattr(door, "OPEN_FILES", tmp_path / "missing")
+    with Door(tmp_path).place(f"file://{tmp_path}/a.mp4") as place:
+        assert Path(place).read_bytes() == b"film"
+    assert not Path(place).exists()
+
+
+def test_a_system_that_cannot_open_folder_by_folder_says_so(tmp_path, monkeypatch):
+    (tmp_path / "a.mp4").write_bytes(b"film")
+    monkeypatch.setattr(os, "supports_dir_fd", set())
+    with pytest.raises(ValueError, match="This system cannot open a file folder by folder"):
+        read(Door(tmp_path), f"file://{tmp_path}/a.mp4")
+
+
+def test_the_reader_of_videos_takes_what_a_door_hands_on(tiny_mp4):
+    with Door(tiny_mp4.parent).place(f"file://{tiny_mp4}") as place:
+        opened = Film(place)
+        assert opened.total == Film(str(tiny_mp4)).total

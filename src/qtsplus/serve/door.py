@@ -7,11 +7,14 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import ssl
+import stat
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from ..model.decoding_qtsplus import ADDRESS_TIMEOUT, fetch, is_address, is_inli
 
 ARRIVAL_SECONDS = 120.0  # in which a request over HTTP has to arrive whole
 HEALTH = "/health"  # a path that everyone may ask
+OPEN_FILES = Path("/proc/self/fd")  # on Linux, where a process finds the files that it has opened
 MAX_ADDRESS = 8192  # characters of one that is fetched or of a file; a signed one has about 2,000
 # What `is_global` of some versions of Python takes for public: IETF's protocols, the relays of 6to4.
 _SPECIAL = [ipaddress.ip_network(network) for network in ("192.0.0.0/24", "192.88.99.0/24")]
@@ -239,38 +243,108 @@ class Door:
     media_root: Path | None = None
     domains: Sequence[str] = ()
 
-    def place(self, url: str, folder: str) -> str:
+    @contextmanager
+    def place(self, url: str) -> Iterator[str]:
         """
-        The video as the processor takes it; one at an address is fetched into the folder. A `ValueError` for one that
-        may not be read, or is not there.
+        The video as the processor takes it, until the context ends. A file is opened once, and what is handed on is the
+        open file: a folder that is swapped for a link meanwhile leads nowhere. A video at an address is fetched.
+
+        Raises:
+            ValueError: a video that may not be read or is not there; a file, on a system that cannot open it folder by
+                folder, such as Windows.
         """
         if is_inline(url):
-            return url
-        if is_address(url) and len(url) <= MAX_ADDRESS:
-            request = parse_address(url)
-            kind = http.client.HTTPSConnection if request.type == "https" else http.client.HTTPConnection
-            if self._allows(kind(request.host)):
-                descriptor, path = tempfile.mkstemp(dir=folder)
-                with open(descriptor, "wb") as file:
-                    fetch(url, file, _connect)
-                return path
-        elif self.media_root is not None and len(url) <= MAX_ADDRESS:
-            parts = urlsplit(url)
-            path = unquote(parts.path)
-            # Asked first: it is False, and no error, for what can be no name.
-            if parts.scheme == "file" and parts.netloc in ("", "localhost") and os.path.isfile(path):
-                path = os.path.realpath(path)
-                if Path(path).is_relative_to(os.path.realpath(self.media_root)):
-                    return path
-        raise ValueError(
-            f"The video {shown_name(url)[:200]!r} may not be read: expected data:video/mp4;base64,..., or what the "
-            "server allows with --allow-media-root (as file:///...) or --allow-media-domain."
-        )
+            yield url
+        elif is_address(url):
+            with self._fetched(url) as path:
+                yield path
+        else:
+            with self._opened(url) as path:
+                yield path
+
+    @contextmanager
+    def _fetched(self, url: str) -> Iterator[str]:
+        if len(url) > MAX_ADDRESS:
+            raise _refused(url)
+        request = parse_address(url)
+        kind = http.client.HTTPSConnection if request.type == "https" else http.client.HTTPConnection
+        if not self._allows(kind(request.host)):
+            raise _refused(url)
+        with tempfile.NamedTemporaryFile(prefix="qtsplus-") as file:
+            fetch(url, file, _connect)
+            file.flush()
+            yield file.name
+
+    @contextmanager
+    def _opened(self, url: str) -> Iterator[str]:
+        if self.media_root is None:
+            raise _refused(url)
+        try:
+            root = Path(os.path.realpath(self.media_root))
+            path = _path_below(root, url)
+            descriptor = None if path is None else _open_below(root, path)
+        except OSError as error:  # such as for a folder that has become a link since its path was resolved
+            raise _refused(url) from error
+        if descriptor is None:
+            raise _refused(url)
+        with open(descriptor, "rb") as file:
+            if OPEN_FILES.is_dir():
+                yield str(OPEN_FILES / str(descriptor))
+                return
+            with tempfile.NamedTemporaryFile(prefix="qtsplus-") as copy:
+                shutil.copyfileobj(file, copy)
+                copy.flush()
+                yield copy.name
 
     def _allows(self, connection: http.client.HTTPConnection) -> bool:
         host = f"[{connection.host}]" if ":" in connection.host else connection.host
         names = {f"{host}:{connection.port}"} | ({host} if connection.port == connection.default_port else set())
         return not names.isdisjoint(self.domains)
+
+
+def _refused(url: str) -> ValueError:
+    return ValueError(
+        f"The video {shown_name(url)[:200]!r} may not be read: expected data:video/mp4;base64,..., or what the "
+        "server allows with --allow-media-root (as file:///...) or --allow-media-domain."
+    )
+
+
+def _path_below(root: Path, url: str) -> Path | None:
+    """The path of the file that a `file:` address names, relative to a folder; `None` where it is not in there."""
+    if len(url) > MAX_ADDRESS:
+        return None
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    # Asked first whether it is a file: for a text that cannot be a name that is False, and not an error.
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost") or not os.path.isfile(path):
+        return None
+    resolved = Path(os.path.realpath(path))
+    if not resolved.is_relative_to(root):
+        return None
+    return resolved.relative_to(root)
+
+
+def _open_below(root: Path, path: Path) -> int:
+    """A descriptor of the file at a path below a folder, none of which is a link; an `OSError` for another."""
+    if os.open not in os.supports_dir_fd:
+        raise ValueError("This system cannot open a file folder by folder; serve files as data: or http(s) addresses.")
+    # With O_PATH, which only Linux has, a folder need not be one that may be listed.
+    folder_flags = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
+    place = os.open(root, folder_flags)
+    for name in path.parts[:-1]:
+        above = place
+        try:
+            place = os.open(name, folder_flags, dir_fd=above)
+        finally:
+            os.close(above)
+    try:
+        descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
+    finally:
+        os.close(place)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a plain file")
+    return descriptor
 
 
 def _connect(connection: http.client.HTTPConnection) -> socket.socket:

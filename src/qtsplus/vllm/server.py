@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -43,18 +42,24 @@ HOSTS, KEY = "QTSPLUS_HOSTS", "VLLM_API_KEY"  # in the environment: the names it
 _ASKED: ContextVar[list[str]] = ContextVar("asked")
 
 
-def read_frames(processor: Any, video: str, **reading: Any) -> tuple[np.ndarray, dict[str, Any]]:
+def read_frames(processor: Any, place: str, name: str, **reading: Any) -> tuple[np.ndarray, dict[str, Any]]:
     """
     The frames that `qtsplus ask` looks at, `[T, H, W, 3]` in their size for the model, and what vLLM is told of them.
 
     Args:
+        place: the video, as [`Door.place`] gives it.
+        name: what errors and warnings call it.
         reading: as for the processor's `video_chunks`.
     """
-    chunks = processor.video_chunks(video, **reading)
-    frames = np.stack(list(map(chunks.resize, chunks.decode())))
+    try:
+        chunks = processor.video_chunks(place, **reading)
+        frames = np.stack(list(map(chunks.resize, chunks.decode())))
+    except UNREADABLE as error:
+        raise ValueError(str(error).replace(place, name)) from error
     frames = np.repeat(frames, 1 + (len(frames) == 1), 0)  # as Transformers shows one to the tower
     told = {"video_backend": "opencv", "do_sample_frames": False}
-    more = {"start": chunks.start, "sound": chunks.sound, "warnings": chunks.warnings}
+    warnings = [warning.replace(place, name) for warning in chunks.warnings]
+    more = {"start": chunks.start, "sound": chunks.sound, "warnings": warnings}
     about = {**vars(chunks.metadata), **told, **more}
     return frames, {**about, "mark": mark_of(frames, about)}
 
@@ -64,11 +69,12 @@ def mark_of(frames: np.ndarray, about: dict[str, Any]) -> str:
     return hashlib.sha256(frames.tobytes() + repr((frames.shape, about)).encode()).hexdigest()
 
 
-def _mark(processor: Any, video: str, **reading: Any) -> Any:
-    """What is another where a video is, or how it is read."""
-    if is_inline(video):
-        return hashkey(hashlib.sha256(video.encode()).digest(), **reading)
-    return hashkey(video, *file_state(video).values(), **reading)
+def _mark(processor: Any, place: str, name: str, **reading: Any) -> Any:
+    """A key that differs where a video differs, its name, or how it is read."""
+    if is_inline(place):
+        return hashkey(hashlib.sha256(place.encode()).digest(), **reading)
+    device = os.stat(place).st_dev
+    return hashkey(name, device, *file_state(place).values(), **reading)
 
 
 # Of questions about one film that come together, one reads it and the others wait.
@@ -85,8 +91,8 @@ class Media(MediaConnector):
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         if is_inline(url):
             return super().load_from_url(url, media_io)
-        with tempfile.TemporaryDirectory(prefix="qtsplus-") as folder:
-            return media_io.load_file(Path(self._place(url, folder)))
+        with self._door.place(url) as place:
+            return media_io.load_file(Path(place))
 
     async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         return await asyncio.to_thread(self.load_from_url, url, media_io)
@@ -107,18 +113,16 @@ class Media(MediaConnector):
             check_count("num_frames", count, "frames")
             if count > most:
                 raise ValueError(f"num_frames={count}: expected at most {most}, or more at the server's start.")
-        with tempfile.TemporaryDirectory(prefix="qtsplus-") as folder:
-            place = self._place(video_url, folder)
-            try:
-                return _read_once(self.processor, place, **{names[name]: value for name, value in stated.items()})
-            except UNREADABLE as error:  # which calls a video as the request does, and not by its place here
-                raise ValueError(str(error).replace(place, shown_name(video_url))) from error
+        reading = {names[name]: value for name, value in stated.items()}
+        with self._door.place(video_url) as place:
+            return _read_once(self.processor, place, shown_name(video_url), **reading)
 
     async def fetch_video_async(self, video_url: str, **kwargs: Any) -> Any:
         return await asyncio.to_thread(self.fetch_video, video_url, **kwargs)
 
-    def _place(self, url: str, folder: str) -> str:
-        return Door(self.allowed_local_media_path, self.allowed_media_domains).place(url, folder)
+    @property
+    def _door(self) -> Door:
+        return Door(self.allowed_local_media_path, self.allowed_media_domains)
 
 
 class Connection:
