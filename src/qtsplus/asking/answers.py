@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import cycle
 from math import ceil, floor, prod
 from typing import Any
 
@@ -31,10 +31,14 @@ from ..model.selector_qtsplus import QTSplusOutput, kept_count
 from ..video.encoded import EncodedVideo
 from ..video.grids import keep_maps
 from ..video.subtitles import check_subtitles, near
+from .choice import Choice
 from .evidence import Interval, evidence_intervals
 from .recall import Remembered, narrowed
 
+Videos = Mapping[str, EncodedVideo]  # by name, in the order in which the model sees them
+
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says
+_ROLES = ("user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -67,23 +71,34 @@ class Answer:
             raise ValueError(f"The answer is about {len(self.keep_maps)} videos: take one of `keep_maps`.")
         return next(iter(self.keep_maps.values()))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """What `qtsplus ask --json` prints: all fields but the keep maps; `seen` only of a calibrated model."""
-        fields = {name: value for name, value in vars(self).items() if name != "keep_maps"}
+        fields = dict(vars(self))
+        del fields["keep_maps"]
         if self.seen is None:
-            del fields["seen"], fields["seen_threshold"]
-        evidence = []
-        for one in self.evidence:
-            place = {"box": list(one.box), "pixels": None if one.pixels is None else list(one.pixels)}
-            evidence.append({"video": one.name, "start": one.start, "end": one.end, "weight": one.weight, **place})
-        return {**fields, "evidence": evidence}
+            del fields["seen"]
+            del fields["seen_threshold"]
+        fields["evidence"] = []
+        for interval in self.evidence:
+            entry = {
+                "video": interval.name,
+                "start": interval.start,
+                "end": interval.end,
+                "weight": interval.weight,
+                "box": list(interval.box),
+                "pixels": None,
+            }
+            if interval.pixels is not None:
+                entry["pixels"] = list(interval.pixels)
+            fields["evidence"].append(entry)
+        return fields
 
 
 @torch.no_grad()
 def answer_questions(
     model: Any,
     processor: Any,
-    videos: Mapping[str, EncodedVideo] | Sequence[Mapping[str, EncodedVideo]],
+    videos: Videos | Sequence[Videos],
     questions: Sequence[str],
     *,
     queries: Sequence[str] = (),
@@ -119,156 +134,277 @@ def answer_questions(
     """
     for question in questions:
         check_question(model, processor, question)
+    _check_texts(turns, queries)
+    rows = _videos_of_each(videos, len(questions))
+    check_subtitles(subtitles, [video for row in rows for video in row.values()])
+    check_budget(selection or model.config.qtsplus_config.selection, [retention], 1, max_visual_tokens)
+    _check_streams(rows)
+    conversation = Conversation(
+        model=model,
+        processor=processor,
+        rows=rows,
+        questions=questions,
+        queries=queries,
+        turns=turns,
+        choice=Choice(retention, max_visual_tokens, selection),
+        generation=generation_options(model, generation, max_new_tokens),
+        subtitles=subtitles,
+    )
+    prompts = _lay_out(conversation)
+    compact = _shorten(model, prompts)
+    if subtitles:
+        captions = _captions(conversation, prompts, compact.qtsplus, subtitles)
+        prompts = _lay_out(conversation, captions)
+        compact = _shorten(model, prompts)
+    output = model.generate_from(compact, **conversation.generation)
+    timings = conversation.clock.timings()
+    texts = processor.tokenizer.batch_decode(output.sequences[:, prompts.length :], skip_special_tokens=True)
+    return [_answer(conversation, prompts, compact.qtsplus, row, text, timings) for row, text in enumerate(texts)]
+
+
+def _check_texts(turns: Sequence[str], queries: Sequence[str]) -> None:
     if not isinstance(turns, (list, tuple)) or len(turns) % 2:
         raise ValueError(f"turns={turns!r}; expected a list of questions and their answers, in turn.")
     if not isinstance(queries, (list, tuple)):
         raise ValueError(f"queries={queries!r}; expected a list of texts, one for each question.")
-    for what, text in [*(("turn", text) for text in turns), *(("query", text) for text in queries)]:
-        check_text(what, text)
-    rows = [videos] * len(questions) if isinstance(videos, Mapping) else videos
-    if len(rows) != len(questions):
-        raise ValueError(f"Got videos for {len(rows)} of {len(questions)} questions; expected some for each.")
+    for text in turns:
+        check_text("turn", text)
+    for text in queries:
+        check_text("query", text)
+
+
+def _videos_of_each(videos: Videos | Sequence[Videos], questions: int) -> Sequence[Videos]:
+    """The videos of each question; `ValueError` where a question has none."""
+    rows = [videos] * questions if isinstance(videos, Mapping) else videos
+    if len(rows) != questions:
+        raise ValueError(f"Got videos for {len(rows)} of {questions} questions; expected some for each.")
     if not all(rows):
         raise ValueError("There is no video to ask about; add one.")
-    check_subtitles(subtitles, [video for own in rows for video in own.values()])
-    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    check_budget(selection or model.config.qtsplus_config.selection, [retention], 1, max_visual_tokens)
-    if len(questions) > 1 and any(map(_remembered, rows)):
-        raise ValueError(f"Got {len(questions)} questions to a stream; expected one, which has positions of its own.")
-    if any(0 < len(_remembered(own)) < len(own) for own in rows):
-        raise ValueError("What a stream remembers stands beside no other videos: ask about it alone, by its name.")
-    options = generation_options(model, generation, max_new_tokens)
-    conversation = (model, processor, rows, questions, queries, turns, choice, options)
-    prompts = _lay_out(*conversation)
-    compact = _shorten(model, prompts)
-    if subtitles:
-        places = [prompts.place(indices) for indices in compact.qtsplus.kept_indices or ()]
-        captions = [near(indices, own, processor, subtitles) for indices, own in zip(places, rows, strict=True)]
-        prompts = _lay_out(*conversation, captions)
-        compact = _shorten(model, prompts)
-    output = model.generate_from(compact, **options)
-    timings, new_ids = options["streamer"].timings(), output.sequences[:, prompts.inputs["input_ids"].shape[1] :]
-    chosen: Any = compact.qtsplus
-    answers = []
-    for row, (ids, own) in enumerate(zip(new_ids, rows, strict=True)):
-        relevance = chosen.relevance[row] if chosen.relevance else None  # none if the method computed none
-        if prompts.places is not None and relevance is not None and len(relevance):
-            grids = model.model.merged_grid(torch.cat([video.video_grid_thw for video in own.values()]))
-            relevance = torch.zeros(sum(map(prod, grids))).index_copy(0, prompts.places, relevance.float().cpu())
-        kept, merge_size = prompts.place(chosen.kept_indices[row]), processor.video_processor.merge_size
-        shown = shown_by(own, kept, relevance, merge_size, model.config.qtsplus_config)
-        seen, seen_threshold = calibrated_seen(chosen, row, model.config.qtsplus_config)
-        answer = Answer(
-            answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
-            video=next(iter(own.values())).video if len(own) == 1 else ", ".join(own),
-            rho=float(chosen.rho[row]),
-            timings=timings,
-            unheard=any(video.sound and not (subtitles and video.subtitles) for video in own.values()),
-            seen=seen,
-            seen_threshold=seen_threshold,
-            **{**shown, "warnings": shown["warnings"] + prompts.warnings},
-        )
-        answers.append(answer)
-    return answers
+    return rows
+
+
+def _check_streams(rows: Sequence[Videos]) -> None:
+    for row in rows:
+        remembered = _remembered(row)
+        if remembered and len(rows) > 1:
+            raise ValueError(f"Got {len(rows)} questions to a stream; expected one, which has positions of its own.")
+        if remembered and len(remembered) < len(row):
+            raise ValueError("What a stream remembers stands beside no other videos: ask about it alone, by its name.")
+
+
+def _remembered(videos: Videos) -> list[Remembered]:
+    """What is asked of a stream, which stands beside no other videos."""
+    return [video for video in videos.values() if isinstance(video, Remembered)]
 
 
 @dataclass(frozen=True)
-class _Prompts:
-    """The prompts of some questions, for which the model has positions."""
+class Conversation:
+    """What is asked in one batch, and how: the arguments of [`answer_questions`], which has checked them."""
 
-    inputs: dict[str, Any]
+    model: Any
+    processor: Any
+    rows: Sequence[Videos]  # the videos of each question
+    questions: Sequence[str]
+    queries: Sequence[str]
+    turns: Sequence[str]
+    choice: Choice
+    generation: dict[str, Any]  # as [`generation_options`] gives them
+    subtitles: int | None
+
+    @property
+    def clock(self) -> "TokenClock":
+        return self.generation["streamer"]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a batch of questions."""
+
+    length: int  # of the longest, in ids
     layout: Layout
     visual: VisualInputs
     selection: SelectionInputs
     places: torch.Tensor | None  # `[k]` ascending, which tokens of the whole grids are there; all of them if `None`
-    warnings: list[str]
+    warnings: list[str] = field(default_factory=list)
 
     def place(self, indices: torch.Tensor) -> torch.Tensor:
-        """Of tokens that are there, the indices among those of the whole grids."""
-        return indices.cpu() if self.places is None else self.places[indices.cpu()]
+        """The indices, among the tokens of the whole grids, of tokens that are there."""
+        indices = indices.cpu()
+        if self.places is None:
+            return indices
+        return self.places[indices]
 
 
-def _lay_out(
-    model: Any,
-    processor: Any,
-    rows: Sequence[Mapping[str, EncodedVideo]],
-    questions: Sequence[str],
-    queries: Sequence[str],
-    turns: Sequence[str],
-    choice: Mapping[str, Any],
-    options: Mapping[str, Any],
-    captions: Sequence[str] = (),
-) -> _Prompts:
+def _lay_out(conversation: Conversation, captions: Sequence[str] = ()) -> Prompts:
     """The prompts, without the oldest turns if the model has no positions for them; `ValueError` if still not."""
-    most, new_tokens, left_out = model.config.get_text_config().max_position_embeddings, options["max_new_tokens"], 0
+    model = conversation.model
+    turns = conversation.turns
+    positions = model.config.get_text_config().max_position_embeddings
+    new_tokens = conversation.generation["max_new_tokens"]
+    left_out = 0
     while True:
-        inputs = prompt_inputs(processor, rows, questions, turns[left_out:], model.device, captions, queries)
-        options["streamer"].start()
-        visual, selection = take_inputs({**inputs, **choice})
-        layout, places = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]), None
-        if remembered := _remembered(rows[0]):  # the only question
-            layout, places = narrowed(model, layout, remembered, new_tokens)
-        excess = positions_needed(model, layout, selection, new_tokens) - most
+        prompts = _prompts(conversation, turns[left_out:], captions)
+        excess = positions_needed(model, prompts.layout, prompts.selection, new_tokens) - positions
         if excess <= 0:
             break
         if left_out == len(turns):
-            text = max(len(row.columns) - len(row.candidates) for row in layout.rows)
+            text = max(len(row.columns) - len(row.candidates) for row in prompts.layout.rows)
             raise ValueError(
-                f"The prompt takes {excess + most} positions, and the model has {most}: {text} are for text, "
+                f"The prompt takes {excess + positions} positions, and the model has {positions}: {text} are for text, "
                 f"{new_tokens} for the answer (max_new_tokens), and the rest for the videos. Ask in fewer words, for a "
                 "shorter answer, or about fewer frames."
             )
-        while excess > 0 and left_out < len(turns):  # a text has at most a token a byte, and little stands around it
-            excess -= sum(len(text.encode()) + 32 for text in turns[left_out : left_out + 2])
+        while excess > 0 and left_out < len(turns):
+            for turn in turns[left_out : left_out + 2]:
+                # A text has at most a token for each byte, and little stands around it.
+                excess -= len(turn.encode()) + 32
             left_out += 2
-    gone = f"The model has {most} positions. Left out of the conversation, the oldest questions: {left_out // 2}."
-    return _Prompts(inputs, layout, visual, selection, places, [gone] * (left_out > 0))
+    if left_out:
+        prompts.warnings.append(
+            f"The model has {positions} positions. Left out of the conversation, the oldest questions: {left_out // 2}."
+        )
+    return prompts
+
+
+def _prompts(conversation: Conversation, turns: Sequence[str], captions: Sequence[str]) -> Prompts:
+    model = conversation.model
+    inputs = prompt_inputs(
+        conversation.processor,
+        conversation.rows,
+        conversation.questions,
+        turns,
+        model.device,
+        captions,
+        conversation.queries,
+    )
+    conversation.clock.start()
+    visual, selection = take_inputs(inputs | vars(conversation.choice))
+    input_ids = inputs["input_ids"]
+    layout = lay_out(model.model, visual, input_ids, inputs["attention_mask"])
+    places = None
+    remembered = _remembered(conversation.rows[0])  # of the only question
+    if remembered:
+        layout, places = narrowed(model, layout, remembered, conversation.generation["max_new_tokens"])
+    return Prompts(input_ids.shape[1], layout, visual, selection, places)
 
 
 def positions_needed(model: Any, layout: Layout, selection: SelectionInputs, new_tokens: int) -> int:
-    """How many positions a batch's longest prompt takes with its answer, of the visual tokens all that may stay."""
-    config, needed = model.config.qtsplus_config, []
+    """How many positions a batch's longest prompt takes with its answer, if as many visual tokens stay as may."""
+    config = model.config.qtsplus_config
+    longest = 0
     for row in layout.rows:
-        position = row.language_positions
         if config.position_ids == "sequential":
-            count = len(row.candidates)
-            most = min(config.n_max, selection.max_visual_tokens or count)
-            fixed = selection.retention or config.rho_max
-            kept = kept_count(float(max(fixed) if isinstance(fixed, Sequence) else fixed), count, most)
-            kept = count if (selection.selection or config.selection) == "all" else kept
-            needed.append(len(row.columns) - count + kept + new_tokens)
+            visual_tokens = len(row.candidates)
+            text_tokens = len(row.columns) - visual_tokens
+            needed = text_tokens + _most_kept(config, selection, visual_tokens) + new_tokens
         else:
-            needed.append(int(max(position.max(), position[:, -1].max() + new_tokens)) + 1)
-    return max(needed)
+            positions = row.language_positions
+            end_of_answer = int(positions[:, -1].max()) + new_tokens
+            needed = max(int(positions.max()), end_of_answer) + 1
+        longest = max(longest, needed)
+    return longest
 
 
-def _shorten(model: Any, prompts: _Prompts) -> CompactPrompt:
+def _most_kept(config: QTSplusConfig, selection: SelectionInputs, count: int) -> int:
+    """How many of `count` visual tokens may stay."""
+    if (selection.selection or config.selection) == "all":
+        return count
+    fraction = selection.retention or config.rho_max
+    if isinstance(fraction, Sequence):
+        fraction = max(fraction)
+    most = min(config.n_max, selection.max_visual_tokens or count)
+    return kept_count(float(fraction), count, most)
+
+
+def _shorten(model: Any, prompts: Prompts) -> CompactPrompt:
     """What the language model reads."""
-    layout, features = prompts.layout, {IMAGE: [], VIDEO: list(prompts.visual.video_features or ())}
+    backbone = model.model
+    layout = prompts.layout
     if prompts.places is None:
-        features = encode_visual(model.model, prompts.visual, layout.grids)
-    selected, chosen = choose(model.model, layout, features, prompts.selection, sample_gate=False)
-    return splice(model.model, layout, features, selected, chosen, pad_left=True)
+        features = encode_visual(backbone, prompts.visual, layout.grids)
+    else:
+        features = {IMAGE: [], VIDEO: list(prompts.visual.video_features or ())}
+    selected, chosen = choose(backbone, layout, features, prompts.selection, sample_gate=False)
+    return splice(backbone, layout, features, selected, chosen, pad_left=True)
+
+
+def _captions(conversation: Conversation, prompts: Prompts, chosen: QTSplusOutput, most: int) -> list[str]:
+    """The subtitles in front of each question."""
+    captions = []
+    for indices, videos in zip(chosen.kept_indices or (), conversation.rows, strict=True):
+        captions.append(near(prompts.place(indices), videos, conversation.processor, most))
+    return captions
+
+
+def _answer(
+    conversation: Conversation,
+    prompts: Prompts,
+    chosen: QTSplusOutput,
+    row: int,
+    text: str,
+    timings: dict[str, float],
+) -> Answer:
+    videos = conversation.rows[row]
+    config = conversation.model.config.qtsplus_config
+    merge_size = conversation.processor.video_processor.merge_size
+    assert chosen.kept_indices is not None and chosen.rho is not None
+    kept = prompts.place(chosen.kept_indices[row])
+    relevance = None
+    if chosen.relevance:  # which some methods do not compute
+        relevance = chosen.relevance[row]
+        if prompts.places is not None and len(relevance):
+            grids = conversation.model.model.merged_grid(_grids(videos))
+            whole = torch.zeros(sum(map(prod, grids)))
+            relevance = whole.index_copy(0, prompts.places, relevance.float().cpu())
+    shown = shown_by(videos, kept, relevance, merge_size, config)
+    shown["warnings"] += prompts.warnings
+    seen, seen_threshold = calibrated_seen(chosen, row, config)
+    return Answer(
+        answer=text.strip(),
+        video=next(iter(videos.values())).video if len(videos) == 1 else ", ".join(videos),
+        rho=float(chosen.rho[row]),
+        timings=timings,
+        unheard=any(video.sound and not (conversation.subtitles and video.subtitles) for video in videos.values()),
+        seen=seen,
+        seen_threshold=seen_threshold,
+        **shown,
+    )
+
+
+def _grids(videos: Videos) -> torch.Tensor:
+    """`[N, 3]`, in patches."""
+    return torch.cat([video.video_grid_thw for video in videos.values()])
 
 
 def shown_by(
-    videos: Mapping[str, EncodedVideo], kept: torch.Tensor, relevance: torch.Tensor | None, merge_size: int, config: Any
+    videos: Videos, kept: torch.Tensor, relevance: torch.Tensor | None, merge_size: int, config: QTSplusConfig
 ) -> dict[str, Any]:
     """The fields of an [`Answer`] that follow from which of the videos' tokens were kept; as [`evidence_intervals`]."""
-    names, encoded = list(videos), list(videos.values())
-    grids = torch.cat([video.video_grid_thw for video in encoded])
+    names = list(videos)
+    encoded = list(videos.values())
+    grids = _grids(videos)
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
-    maps = dict(zip(names, keep_maps(kept, grids, merge_size), strict=True))
-    intervals = evidence_intervals(kept, relevance, grids, seconds, merge_size, config.evidence_share)
-    lengths, remembered = [video.length for video in encoded], _remembered(videos)  # which is on one clock
+    evidence = []
+    for interval in evidence_intervals(kept, relevance, grids, seconds, merge_size, config.evidence_share):
+        evidence.append(placed(interval, names[interval.video], encoded[interval.video]))
+    maps = keep_maps(kept, grids, merge_size)
+    visual_tokens = sum(keep_map.numel() for keep_map in maps)
+    length = sum(video.length for video in encoded)
+    remembered = _remembered(videos)
+    if remembered:  # cameras on one clock
+        visual_tokens = sum(len(video.features) for video in remembered)
+        length = max(video.length for video in remembered)
+    warnings = []
+    for video in encoded:
+        warnings += video.warnings
     return {
         "frames": sum(video.frames for video in encoded),
-        "seconds_of_video": max(lengths) if remembered else sum(lengths),
-        "visual_tokens": sum(len(one.features) for one in remembered) or sum(one.numel() for one in maps.values()),
+        "seconds_of_video": length,
+        "visual_tokens": visual_tokens,
         "kept_tokens": len(kept),
-        "evidence": [placed(one, names[one.video], encoded[one.video]) for one in intervals],
-        "keep_maps": maps,
-        "warnings": [warning for video in encoded for warning in video.warnings],
+        "evidence": evidence,
+        "keep_maps": dict(zip(names, maps, strict=True)),
+        "warnings": warnings,
     }
 
 
@@ -277,11 +413,6 @@ def calibrated_seen(chosen: QTSplusOutput, row: int, config: QTSplusConfig) -> t
     if chosen.seen is None or not config.says_seen:
         return None, None
     return float(chosen.seen[row]), config.seen_threshold
-
-
-def _remembered(videos: Mapping[str, EncodedVideo]) -> list[Remembered]:
-    """What is asked of a stream, which stands beside no other videos."""
-    return [video for video in videos.values() if isinstance(video, Remembered)]
 
 
 def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
@@ -298,10 +429,10 @@ def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
 
 def prompt_inputs(
     processor: Any,
-    videos: Mapping[str, EncodedVideo] | Sequence[Mapping[str, EncodedVideo]],
+    videos: Videos | Sequence[Videos],
     questions: Sequence[str],
     turns: Sequence[str] = (),
-    device: Any = "cpu",
+    device: torch.device | str = "cpu",
     captions: Sequence[str] = (),
     queries: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -311,25 +442,46 @@ def prompt_inputs(
     All videos stand in front of the first text. Of several, each has its name in front; only the question's own words
     then say which tokens are kept.
     """
-    rows, several, encoded = [], False, list[EncodedVideo]()
-    of_each = [videos] * len(questions) if isinstance(videos, Mapping) else videos
-    for question, caption, own in zip_longest(questions, captions, of_each):
-        seen, several = list[dict[str, Any]](), several or len(own) > 1
-        for name, video in own.items():
-            seen += [{"type": "text", "text": f"{name}: "}] * (len(own) > 1) + [{"type": "video"}]
-            encoded.append(video)
-        texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
-        texts[-1] = [{"type": "text", "text": caption}] * bool(caption) + texts[-1]
-        texts[0] = seen + texts[0]
-        rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
-    grids, metadata = torch.cat([video.video_grid_thw for video in encoded]), [video.metadata for video in encoded]
+    rows = _videos_of_each(videos, len(questions))
+    messages = []
+    encoded: list[EncodedVideo] = []
+    for number, (question, row) in enumerate(zip(questions, rows, strict=True)):
+        contents = [[_text(text)] for text in (*turns, question)]
+        if captions and captions[number]:
+            contents[-1].insert(0, _text(captions[number]))
+        contents[0] = _shown(row) + contents[0]
+        messages.append([{"role": role, "content": parts} for role, parts in zip(cycle(_ROLES), contents)])
+        encoded += row.values()
+    options: dict[str, Any] = {}
+    has_names = any(len(row) > 1 for row in rows)
     # Where nothing else stands in the last turn, it is the question.
-    apart = queries or any(captions) or (several and not turns)
-    query = {"query": list(queries or questions)} if apart else {}
-    inputs = processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **query)
-    seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
-    more = {"video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
-    return {**inputs.to(device), **more}
+    if queries or any(captions) or (has_names and not turns):
+        options["query"] = list(queries or questions)
+    inputs = processor.conversation_inputs(
+        messages,
+        video_grid_thw=torch.cat([video.video_grid_thw for video in encoded]),
+        video_metadata=[video.metadata for video in encoded],
+        **options,
+    )
+    return dict(
+        inputs.to(device),
+        video_features=[video.features for video in encoded],
+        second_per_grid_ts=[float(video.second_per_grid_ts[0]) for video in encoded],
+    )
+
+
+def _shown(videos: Videos) -> list[dict[str, str]]:
+    """The parts of a message that show videos, each of several behind its name."""
+    parts = []
+    for name in videos:
+        if len(videos) > 1:
+            parts.append(_text(f"{name}: "))
+        parts.append({"type": "video"})
+    return parts
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def check_question(model: Any, processor: Any, question: str) -> None:
