@@ -1,8 +1,9 @@
 """Algorithm 1 of the paper from line 1 to line 16, top to bottom: scores, budget, gates, choice, re-encoder.
 
 [`QTSplusSelector`], at the end, runs it over a ragged batch. Its networks and numerics are in relevance_qtsplus.py,
-other ways to choose in methods_qtsplus.py. Headings in the algorithm are not counted as lines. Symbols are the paper's,
-as words: visual (X, `[M, d]`), query (Q, `[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
+other ways to choose in methods_qtsplus.py. Headings in the algorithm are not counted as lines. The code has the paper's
+symbols as words: visual (X, `[M, d]`), query (Q, `[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, and kept
+indices (I).
 """
 
 import math
@@ -12,9 +13,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from .configuration_qtsplus import QTSplusConfig
 from .methods_qtsplus import (
     TIE,
     Candidates,
@@ -37,27 +39,35 @@ from .relevance_qtsplus import (
     rotary_tables,
 )
 
-SOFT_TOKENS = 3  # times what inference keeps, through the soft gate
+SOFT_TOKENS = 3  # the soft gate lets this many times as many tokens through as inference keeps
 
 # --- Lines 1 and 2: the scores ---
 
-Keys = dict[tuple[torch.Tensor, ...], torch.Tensor]  # of the last video, for further questions about it
+Keys = dict[tuple[Tensor, ...], Tensor]  # the keys of the last video, for further questions about it
 
 
 def score(
-    selector: "QTSplusSelector", row: int, context: tuple[torch.Tensor, ...], keys: Keys | None, words: torch.Tensor
-) -> torch.Tensor:
+    selector: "QTSplusSelector",
+    row: int,
+    context: tuple[Tensor, ...],
+    keys: Keys | None,
+    words: Tensor,
+) -> Tensor:
     """
-    `[M]` log-relevance of a row's visual tokens, which `context` has with the null token behind them, for the states
-    `[L, d]` of the question's words. `keys` is kept for the next row, unless `None`.
+    `[M]` log-relevance of a row's visual tokens.
+
+    Args:
+        context: the visual tokens, `[k, d]` of each video, and behind them the null token.
+        keys: keeps the keys of the context for the next row, unless `None`.
+        words: `[L, d]`, the states of the question's words.
     """
     num_tokens = sum(len(part) for part in context) - len(selector.null_tokens)
     if not len(words):
         raise no_question(row, num_tokens)
     layers: Any = list(selector.scoring_layers)
-    for layer in layers[:-1]:
+    last = layers.pop()
+    for layer in layers:
         words = layer(words, context)
-    last = layers[-1]
     known_keys = None
     if keys is not None:
         if context not in keys:
@@ -71,7 +81,7 @@ def score(
 # --- Lines 3 and 4: the budget ---
 
 
-def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tensor:
+def budget_features(query: Tensor, relevance: Tensor) -> Tensor:
     """
     Line 3: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
 
@@ -80,7 +90,8 @@ def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tenso
         relevance: `[M]` float32.
     """
     p = relevance / (relevance.sum() + EPSILON)
-    entropy = -(p * (p + EPSILON).log()).sum()
+    log_p = (p + EPSILON).log()
+    entropy = -(p * log_p).sum()
     log_m = torch.full_like(entropy, math.log(len(relevance)))
     statistics = torch.stack([log_m, relevance.max(), entropy])
     return torch.cat([query.float().mean(0), statistics])
@@ -93,10 +104,10 @@ def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
     return max(1, min(wanted, n_max))
 
 
-def cheapest_count(losses: torch.Tensor, config: Any, least: int, most: int) -> int:
+def cheapest_count(losses: Tensor, config: QTSplusConfig, least: int, most: int) -> int:
     """
-    The count, `least` to `most`, at which what [`QTSplusLossHead`] predicts and the price of the tokens are least
-    together: Equation 5 of one question. Between the predictions a line is drawn over the logarithm.
+    The count, `least` to `most`, at which the loss that [`QTSplusLossHead`] predicts and the price of the tokens are
+    least together: Equation 5 of one question. Predictions are interpolated linearly over the logarithm of the count.
     """
     predicted = losses.tolist()
     last = len(predicted) - 1
@@ -108,20 +119,24 @@ def cheapest_count(losses: torch.Tensor, config: Any, least: int, most: int) -> 
         doubling = math.log2(count)
         below = min(int(doubling), last)
         above = min(below + 1, last)
-        answer = predicted[below] + (predicted[above] - predicted[below]) * (doubling - below)
+        slope = predicted[above] - predicted[below]
+        cost = predicted[below] + slope * (doubling - below)
         share = count / config.n_max
+        cost += config.token_price * count
+        cost += config.lambda_m * share
+        cost += config.lambda_t * share**2
         counts.append(count)
-        costs.append(answer + config.token_price * count + config.lambda_m * share + config.lambda_t * share**2)
+        costs.append(cost)
     return counts[costs.index(min(costs))]
 
 
-def share_of_mass(log_shares: torch.Tensor, mass: float) -> float:
+def share_of_mass(log_shares: Tensor, mass: float) -> float:
     """
-    The smallest share of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
+    The smallest fraction of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
 
     Args:
-        log_shares: `[M]`; their shares sum to 1, or to less where something else took the rest, which counts as kept.
-            Those of the reduction `"max"`, which sum to more, are made to sum to 1.
+        log_shares: `[M]`; the shares sum to 1, or to less where the null token took the rest, which counts as kept. The
+            shares of the reduction `"max"` sum to more and are normalised.
     """
     shares = log_shares.exp().sort(descending=True).values
     shares = shares / shares.sum().clamp(min=1)
@@ -131,72 +146,90 @@ def share_of_mass(log_shares: torch.Tensor, mass: float) -> float:
 
 
 class Budget(NamedTuple):
-    """Of one sample: rho, a scalar tensor; the count n; what [`QTSplusLossHead`] predicts, `[K]` or `[0]`."""
+    """The budget of one sample."""
 
-    rho: torch.Tensor
+    rho: Tensor  # scalar
     n: int
-    losses: torch.Tensor
+    losses: Tensor  # [K], the prediction of [`QTSplusLossHead`]; [0] without such a head
 
 
 def predict_budget(
-    selector: "QTSplusSelector", candidates: Candidates, selection: str | Method, retention: float | None, cap: int
+    selector: "QTSplusSelector",
+    candidates: Candidates,
+    selection: str | Method,
+    retention: float | None,
+    cap: int,
 ) -> Budget:
     """How many tokens stay, by the call, or by the head or the rule that the configuration names."""
     config = selector.config
     num_tokens = candidates.num_tokens
     zero = torch.zeros((), device=candidates.device)
-    losses = zero.new_zeros(DOUBLINGS if config.budget == "loss" else 0)
+    no_losses = zero.new_zeros(DOUBLINGS if config.budget == "loss" else 0)
     if num_tokens == 0:
-        return Budget(zero, 0, losses)
+        return Budget(zero, 0, no_losses)
     if selection == "all":
-        return Budget(zero + 1, num_tokens, losses)
+        return Budget(zero + 1, num_tokens, no_losses)
     if retention is not None:
-        return Budget(zero + retention, kept_count(retention, num_tokens, cap), losses)
-    if selection != "lm_attention" and config.budget == "rho":
-        relevance = candidates.log_relevance.exp()
-        if config.gate == "detached":  # the scores are taught, by nothing else
-            relevance = relevance.detach()
-        features = budget_features(candidates.query_states, relevance)
-        rho = selector.budget(features, config.rho_min, config.rho_max)
-        return Budget(rho, kept_count(float(rho.detach()), num_tokens, cap), losses)
-    if selection != "lm_attention" and config.budget == "loss":
-        relevance = candidates.log_relevance.detach()
-        losses = selector.budget(candidates.query_states.detach(), relevance)
-        least = kept_count(config.rho_min, num_tokens, cap)
-        most = kept_count(config.rho_max, num_tokens, cap)
-        n = cheapest_count(losses.detach(), config, least, most)
-        return Budget(zero + n / num_tokens, n, losses)
+        return Budget(zero + retention, kept_count(retention, num_tokens, cap), no_losses)
     if selection == "lm_attention":
         share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
+        rho = (zero + share).clamp(config.rho_min, config.rho_max)
+    elif config.budget == "loss":
+        return predict_by_losses(selector, candidates, cap)
+    elif config.budget == "rho":
+        rho = predict_rho(selector, candidates)
     else:
         share = share_of_mass(candidates.log_relevance.detach(), config.relevance_mass)
-    rho = (zero + share).clamp(config.rho_min, config.rho_max)
-    return Budget(rho, kept_count(float(rho), num_tokens, cap), losses)
+        rho = (zero + share).clamp(config.rho_min, config.rho_max)
+    return Budget(rho, kept_count(float(rho.detach()), num_tokens, cap), no_losses)
 
 
-# --- Lines 5 to 11: the gates, which do in training what line 13 does at inference, or nearly so ---
+def predict_rho(selector: "QTSplusSelector", candidates: Candidates) -> Tensor:
+    """Lines 3 and 4 as in the paper: a head predicts rho."""
+    config = selector.config
+    relevance = candidates.log_relevance.exp()
+    if config.gate == "detached":  # then only attention teaches the scores
+        relevance = relevance.detach()
+    features = budget_features(candidates.query_states, relevance)
+    return selector.budget(features, config.rho_min, config.rho_max)
+
+
+def predict_by_losses(selector: "QTSplusSelector", candidates: Candidates, cap: int) -> Budget:
+    """The count at which the predicted loss of the answer and the price of the tokens are least together."""
+    config = selector.config
+    num_tokens = candidates.num_tokens
+    losses = selector.budget(candidates.query_states.detach(), candidates.log_relevance.detach())
+    least = kept_count(config.rho_min, num_tokens, cap)
+    most = kept_count(config.rho_max, num_tokens, cap)
+    n = cheapest_count(losses.detach(), config, least, most)
+    rho = torch.zeros((), device=candidates.device) + n / num_tokens
+    return Budget(rho, n, losses)
+
+
+# --- Lines 5 to 11: the gates, which replace line 13 in training ---
 
 
 class Gated(NamedTuple):
-    """Kept indices `[n]` ascending, their gates `[n]` (soft, or 1 with a soft gradient or none), threshold t."""
+    """What a gate lets through."""
 
-    kept_indices: torch.Tensor
-    gates: torch.Tensor
-    threshold: torch.Tensor
+    kept_indices: Tensor  # [n] int64, ascending
+    gates: Tensor  # [n], soft, or 1 with a soft gradient or none
+    threshold: Tensor  # t, scalar
 
 
-def gumbel_noise(num_tokens: int, device: torch.device) -> torch.Tensor:
+def gumbel_noise(num_tokens: int, device: torch.device) -> Tensor:
     """
     Standard Gumbel noise for (keep, drop), from torch's global generator: `[M, 2]` float32. It is drawn row by row, so
     that the rows of a batch see the same noise however it is cut into micro-batches.
     """
-    return -torch.empty(num_tokens, 2, device=device).exponential_().log()
+    exponential = torch.empty(num_tokens, 2, device=device).exponential_()
+    return -exponential.log()
 
 
-def gumbel_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+def gumbel_gate(log_relevance: Tensor, target: Tensor, tau_s: float, n: int, n_max: int) -> Gated:
     """
-    The paper's training gate: hard Gumbel-softmax over `[r - t, 0]` with a straight-through gradient. The sampled count
-    is its own, below `n_max`; the threshold is on r.
+    The paper's training gate: hard Gumbel-softmax over `[r - t, 0]` with a straight-through gradient. It samples its
+    own count, at most `n_max`; the threshold is on r.
 
     Args:
         log_relevance: `[M]` float32.
@@ -207,39 +240,46 @@ def gumbel_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float,
     noise = gumbel_noise(len(relevance), relevance.device)
     threshold = find_threshold(relevance, target, tau_s)  # line 6
     margin = relevance - threshold + noise[:, 0] - noise[:, 1]  # line 7, and the noise of line 8
-    kept = (margin.detach() >= 0).nonzero()[:, 0]  # line 9
+    is_kept = margin.detach() >= 0
+    kept = is_kept.nonzero()[:, 0]  # line 9
     if len(kept) == 0:  # line 10
         kept = relevance.detach().argmax()[None]
     elif len(kept) > n_max:
         kept = top_n(margin.detach(), n_max)
     soft = torch.sigmoid(margin[kept] / tau_s)
-    return Gated(kept, 1 + (soft - soft.detach()), threshold)
+    straight_through = 1 + (soft - soft.detach())
+    return Gated(kept, straight_through, threshold)
 
 
-def detached_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n: int, n_max: int) -> Gated:
-    """What inference keeps, without a gradient: for scores that are taught by attention. There is no threshold."""
+def detached_gate(log_relevance: Tensor, target: Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+    """The tokens that inference keeps, without a gradient: for scores that attention teaches. It has no threshold."""
     kept = top_n(log_relevance.detach(), n)
-    return Gated(kept, torch.ones(n, device=kept.device), torch.zeros((), device=kept.device))
+    gates = torch.ones(n, device=kept.device)
+    no_threshold = torch.zeros((), device=kept.device)
+    return Gated(kept, gates, no_threshold)
 
 
-def soft_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+def soft_gate(log_relevance: Tensor, target: Tensor, tau_s: float, n: int, n_max: int) -> Gated:
     """
-    `sigmoid((s - t) / tau_s)` as it is, of scores `s = z + tau_s * Gumbel noise`, on three times the tokens that
-    inference keeps: what is about to be dropped is half there, so the answers can tell whether it matters.
+    `sigmoid((s - t) / tau_s)` of scores `s = z + tau_s * Gumbel noise`, on three times the tokens that inference keeps:
+    tokens at the edge of being dropped are half present, so the answers can tell whether they matter.
 
-    z is the log-relevance in units of its own spread around its mean; else training drives the scores so far apart that
-    no gate has a gradient left. The selector puts the mean of all tokens in place of what a gate leaves out. As `tau_s`
-    falls, noise and gates come closer to what inference does.
+    z is the log-relevance in units of its own spread around its mean; otherwise training drives the scores so far apart
+    that no gate has a gradient left. The selector fills the part that a gate holds back with the mean of all tokens. As
+    `tau_s` falls, noise and gates come closer to inference.
     """
     centred = log_relevance - log_relevance.mean()
-    scores = centred / centred.square().mean().clamp(min=1e-12).sqrt()
-    scores = scores + tau_s * gumbel_noise(len(scores), scores.device)[:, 0]
-    kept = top_n(scores.detach(), min(SOFT_TOKENS * n, len(scores), n_max))
+    spread = centred.square().mean().clamp(min=1e-12).sqrt()
+    noise = gumbel_noise(len(centred), centred.device)[:, 0]
+    scores = centred / spread + tau_s * noise
+    count = min(SOFT_TOKENS * n, len(scores), n_max)
+    kept = top_n(scores.detach(), count)
     threshold = find_threshold(scores, target, tau_s)
-    return Gated(kept, torch.sigmoid((scores[kept] - threshold) / tau_s), threshold)
+    gates = torch.sigmoid((scores[kept] - threshold) / tau_s)
+    return Gated(kept, gates, threshold)
 
 
-GATES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, int, int], Gated]] = {
+GATES: dict[str, Callable[[Tensor, Tensor, float, int, int], Gated]] = {
     "gumbel": gumbel_gate,
     "detached": detached_gate,
     "soft": soft_gate,
@@ -247,8 +287,12 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, int, int], Gated]]
 
 
 def gate(
-    config: Any, candidates: Candidates, rho: torch.Tensor, n: int, cap: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    config: QTSplusConfig,
+    candidates: Candidates,
+    rho: Tensor,
+    n: int,
+    cap: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, kept indices, threshold), as training sees them."""
     visual = candidates.visual
     target = (rho * candidates.num_tokens).clamp(max=cap)
@@ -259,13 +303,14 @@ def gate(
         return tokens * gates, kept, threshold  # line 11
     totals = [part.detach().sum(0, dtype=torch.float32) for part in visual]
     mean = torch.stack(totals).sum(0) / candidates.num_tokens
-    return torch.lerp(mean.to(tokens.dtype), tokens, gates), kept, threshold
+    mixed = torch.lerp(mean.to(tokens.dtype), tokens, gates)
+    return mixed, kept, threshold
 
 
 # --- Lines 12 to 14: the choice ---
 
 
-def select_tokens(candidates: Candidates, selection: str | Method, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def select_tokens(candidates: Candidates, selection: str | Method, n: int) -> tuple[Tensor, Tensor]:
     """(tokens, kept indices), by a method."""
     kept = find_method(selection)(candidates, n)  # line 13
     check_kept(kept, n, candidates.num_tokens, selection)
@@ -281,10 +326,15 @@ def select_tokens(candidates: Candidates, selection: str | Method, n: int) -> tu
 def encode_rows(
     selector: "QTSplusSelector",
     layers: nn.ModuleList,
-    rows: Sequence[torch.Tensor],
-    positions: Sequence[torch.Tensor] | None,
-) -> list[torch.Tensor]:
-    """Per row `[n, d]` tokens that have seen each other, where `[3, n]` says they stand; all rows in one pass."""
+    rows: Sequence[Tensor],
+    positions: Sequence[Tensor] | None,
+) -> list[Tensor]:
+    """
+    Per row `[n, d]` tokens that have attended to each other, all rows in one pass.
+
+    Args:
+        positions: per row `[3, n]`, (time, height, width); `None` attends without positions.
+    """
     lengths = [len(row) for row in rows if len(row)]
     if not len(layers) or not lengths:
         return list(rows)
@@ -306,38 +356,38 @@ def encode_rows(
 class QTSplusOutput(ModelOutput):
     """What the selector decided, one entry per row of the batch."""
 
-    # [M_b] float32 each: the selector's, or the language model's attention where that selected; empty where the method
-    # computed neither, None if that holds for every row.
-    relevance: tuple[torch.Tensor, ...] | None = None
-    log_relevance: tuple[torch.Tensor, ...] | None = None  # its logarithm; in training with its gradient
-    rho: torch.Tensor | None = None  # [B] float32, the fraction aimed at; 0 in rows without visual tokens
-    num_tokens: torch.Tensor | None = None  # [B] int64, the visual tokens that compete (M)
-    n: torch.Tensor | None = None  # [B] int64, kept tokens
-    kept_indices: tuple[torch.Tensor, ...] | None = None  # [n_b] int64 each, ascending, into the row's visual tokens
-    threshold: torch.Tensor | None = None  # [B] float32, the training gate's t, or 0; None at inference
-    loss_t: torch.Tensor | None = None  # scalars, the weighted compute-aware penalties
-    loss_m: torch.Tensor | None = None
-    loss_s: torch.Tensor | None = None
-    # [B] float32, the part of the relevance that the visual tokens have and the null token does not; None without one,
-    # or where the selector scored nothing. What it means is for a calibration to say (`seen_threshold`).
-    seen: torch.Tensor | None = None
-    # [B, K] float32, with budget="loss" what the answer would lose with 1, 2, 4, ... tokens; 0 in rows whose budget the
-    # call gives.
-    predicted_losses: torch.Tensor | None = None
-    # [B, S'] int64, the column of the caller's prompt behind each that the language model saw; -1 on padding.
-    columns: torch.Tensor | None = None
+    # [M_b] float32 each: the selector's relevance, or the language model's attention if that selected. A row is empty
+    # if the method computed neither, and all is None if that holds for every row.
+    relevance: tuple[Tensor, ...] | None = None
+    log_relevance: tuple[Tensor, ...] | None = None  # its logarithm; in training with its gradient
+    rho: Tensor | None = None  # [B] float32, the fraction aimed at; 0 in rows without visual tokens
+    num_tokens: Tensor | None = None  # [B] int64, the visual tokens that compete (M)
+    n: Tensor | None = None  # [B] int64, kept tokens
+    kept_indices: tuple[Tensor, ...] | None = None  # [n_b] int64 each, ascending, into the row's visual tokens
+    threshold: Tensor | None = None  # [B] float32, the training gate's t, or 0; None at inference
+    loss_t: Tensor | None = None  # scalars, the weighted compute-aware penalties
+    loss_m: Tensor | None = None
+    loss_s: Tensor | None = None
+    # [B] float32, the part of the relevance that the visual tokens have and the null token does not; None without a
+    # null token, or if the selector scored nothing. A calibration gives it a meaning (`seen_threshold`).
+    seen: Tensor | None = None
+    # [B, K] float32, with budget="loss" the predicted loss of the answer with 1, 2, 4, ... tokens; 0 in rows whose
+    # budget the call gives.
+    predicted_losses: Tensor | None = None
+    # [B, S'] int64, the column in the caller's prompt of each token that the language model saw; -1 on padding.
+    columns: Tensor | None = None
 
 
 @dataclass
 class _ChosenRow:
     """What was chosen of one row."""
 
-    tokens: torch.Tensor  # [n, d]
-    kept_indices: torch.Tensor  # [n]
-    log_relevance: torch.Tensor  # [M] float32, or [0] where the method computed none
+    tokens: Tensor  # [n, d]
+    kept_indices: Tensor  # [n]
+    log_relevance: Tensor  # [M] float32, or [0] where the method computed none
     scored_by_selector: bool
     budget: Budget
-    threshold: torch.Tensor
+    threshold: Tensor
 
 
 class QTSplusSelector(nn.Module):
@@ -350,8 +400,8 @@ class QTSplusSelector(nn.Module):
             language model.
     """
 
-    _no_split_modules = ["QTSplusSelector"]  # a model that is shared out among devices takes this over
-    rho_history: torch.Tensor  # the sum of rho in units of 2^-32, and the count: integers survive a cast to bfloat16
+    _no_split_modules = ["QTSplusSelector"]  # a device map keeps the selector on one device
+    rho_history: Tensor  # the sum of rho in units of 2^-32, and the count: integers survive a cast to bfloat16
 
     def __init__(
         self,
@@ -364,8 +414,8 @@ class QTSplusSelector(nn.Module):
         mrope_section: list[int] | tuple[int, ...] = (16, 24, 24),
     ):
         super().__init__()
-        if ":" not in config.selection:  # else whoever asks names it: what is stored imports nothing
-            find_method(config.selection)  # or a `ValueError`
+        if ":" not in config.selection:  # A stored configuration imports nothing: the call must name such a method.
+            find_method(config.selection)  # raises `ValueError` for an unknown name
         self.config = config
         self.hidden_size = hidden_size
         self.head_dim = hidden_size // num_attention_heads
@@ -386,7 +436,7 @@ class QTSplusSelector(nn.Module):
         self.freeze_unused()
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """What never gets a gradient: all of the last scoring layer but its attention; the head where a rule counts."""
+        """The parameters that never get a gradient: the last scoring layer's beyond attention, and an unused head's."""
         last: Any = self.scoring_layers[-1]
         unused = [last.v_proj, last.o_proj, last.ffn_norm, last.ffn]
         if self.config.budget == "mass":
@@ -397,23 +447,23 @@ class QTSplusSelector(nn.Module):
         return parameters
 
     def freeze_unused(self):
-        """Freezes what can never receive a gradient. Loading makes new, trainable parameters, so again after it."""
+        """Freezes [`unused_parameters`]. Loading creates new, trainable ones, so it is repeated after that."""
         for parameter in self.unused_parameters():
             parameter.requires_grad_(False)
 
     def forward(
         self,
-        visual: Sequence[torch.Tensor | Sequence[torch.Tensor]],
-        query: list[torch.Tensor],
-        positions: list[torch.Tensor],
+        visual: Sequence[Tensor | Sequence[Tensor]],
+        query: list[Tensor],
+        positions: list[Tensor],
         grids: Sequence[Sequence[tuple[int, int, int]]] | None = None,
         retention: float | Sequence[float] | None = None,
         max_visual_tokens: int | None = None,
         selection: str | Method | None = None,
         reencode: bool = True,
         sample_gate: bool | None = None,
-        attention: Sequence[Callable[[], torch.Tensor]] | None = None,
-    ) -> tuple[list[torch.Tensor], QTSplusOutput]:
+        attention: Sequence[Callable[[], Tensor]] | None = None,
+    ) -> tuple[list[Tensor], QTSplusOutput]:
         """
         Args:
             visual: per row `[M_b, d]`, the visual tokens that compete for its budget, in one tensor or several, which
@@ -424,7 +474,8 @@ class QTSplusSelector(nn.Module):
                 line of one frame if `None`.
             retention, max_visual_tokens, selection, reencode: as in `SelectionInputs` (prompt_qtsplus.py).
             sample_gate: use the training gate; `self.training` if `None`.
-            attention: per row what computes the `[M_b]` log-attention of the language model, for methods that ask it.
+            attention: per row a function that computes the `[M_b]` log-attention of the language model, for methods
+                that need it.
 
         Returns:
             per row `[n_b, d]` tokens for the language model, in their original order, and a [`QTSplusOutput`].
@@ -432,52 +483,65 @@ class QTSplusSelector(nn.Module):
         Raises:
             ValueError: an unknown selection, a budget out of range, a row with visual tokens but no question.
         """
-        videos = [(row,) if isinstance(row, torch.Tensor) else tuple(row) for row in visual]
+        videos = [(row,) if isinstance(row, Tensor) else tuple(row) for row in visual]
         if grids is None:
             grids = [[(1, 1, len(part)) for part in row] for row in videos]
-        retentions: Any = retention if isinstance(retention, (list, tuple)) else [retention] * len(videos)
+        retentions: Any = retention
+        if not isinstance(retention, (list, tuple)):
+            retentions = [retention] * len(videos)
         if selection is None:
             selection = self.config.selection
         elif isinstance(selection, str):
             add_method(selection)
-        find_method(selection)  # or a `ValueError`, also for a row without visual tokens
+        find_method(selection)  # raises `ValueError`, also for a row without visual tokens
         check_budget(selection, retentions, len(videos), max_visual_tokens)
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
-        sample_gate = self.training if sample_gate is None else sample_gate
+        if sample_gate is None:
+            sample_gate = self.training
 
-        anchor = self._anchor() if self.training and torch.is_grad_enabled() else None
+        anchor = None
+        if self.training and torch.is_grad_enabled():
+            anchor = self._anchor()
         nulls = self.null_states()
-        # Rows about the same tensors, such as questions on one video, share the keys; else none are held for others.
+        # Rows about the same tensors, such as questions on one video, share the keys; otherwise no keys are held.
         keys: Keys | None = {} if len(set(videos)) < len(videos) else None
         rows = []
-        for row, (parts, words, where, grid) in enumerate(zip(videos, query, positions, grids, strict=True)):
+        for row, (parts, words, places, grid) in enumerate(zip(videos, query, positions, grids, strict=True)):
             candidates = Candidates(
                 visual=parts,
                 query=words,
-                positions=where,
+                positions=places,
                 grids=grid,
                 score=partial(score, self, row, (*parts, *nulls), keys),
                 contextualise=partial(self.contextualise, words),
                 attend=None if attention is None else attention[row],
             )
             budget = predict_budget(self, candidates, selection, retentions[row], cap)
-            candidates.scores = None  # what the budget has read is no evidence
+            candidates.scores = None  # scores that only the budget has read are not reported
             rows.append(self._choose_row(candidates, budget, selection, cap, sample_gate))
+
         features = [chosen.tokens for chosen in rows]
         if reencode:
-            places = None
+            kept_positions = None
             if self.config.reencode_rope:
-                places = [where[:, chosen.kept_indices] for where, chosen in zip(positions, rows, strict=True)]
-            features = encode_rows(self, self.reencode_layers, features, places)
+                kept_positions = [
+                    places[:, chosen.kept_indices] for places, chosen in zip(positions, rows, strict=True)
+                ]
+            features = encode_rows(self, self.reencode_layers, features, kept_positions)
         if anchor is not None:
             features = [tokens + anchor.to(tokens.dtype) for tokens in features]
         num_tokens = [sum(len(part) for part in parts) for parts in videos]
         return features, self._output(rows, num_tokens, cap, sample_gate)
 
     def _choose_row(
-        self, candidates: Candidates, budget: Budget, selection: str | Method, cap: int, sample_gate: bool
+        self,
+        candidates: Candidates,
+        budget: Budget,
+        selection: str | Method,
+        cap: int,
+        sample_gate: bool,
     ) -> _ChosenRow:
-        """What stays of one row: by the training gate, or as at inference."""
+        """Chooses the tokens of one row, by the training gate or as at inference."""
         threshold = budget.rho.new_zeros(())
         if budget.n == 0:
             tokens = candidates.visual[0]
@@ -491,8 +555,14 @@ class QTSplusSelector(nn.Module):
             scores = threshold.new_empty(0)
         return _ChosenRow(tokens, kept, scores, candidates.scored_by_selector, budget, threshold.detach())
 
-    def _output(self, rows: Sequence[_ChosenRow], counts: list[int], cap: int, sample_gate: bool) -> QTSplusOutput:
-        """What was decided, and what it costs in training; `counts` are the visual tokens of each row."""
+    def _output(
+        self,
+        rows: Sequence[_ChosenRow],
+        counts: list[int],
+        cap: int,
+        sample_gate: bool,
+    ) -> QTSplusOutput:
+        """The decisions and their penalties in training; `counts` are the visual tokens of each row."""
         rho = torch.stack([chosen.budget.rho for chosen in rows])
         num_tokens = torch.tensor(counts, device=rho.device)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
@@ -512,36 +582,38 @@ class QTSplusSelector(nn.Module):
             output.threshold = torch.stack([chosen.threshold for chosen in rows])
         if self.config.budget == "loss":
             output.predicted_losses = torch.stack([chosen.budget.losses for chosen in rows])
-        # The language model's attention has no null token, and the largest scores do not sum to a part of 1.
+        # The language model's attention has no null token, and maxima do not sum to a part of 1.
         has_null_token = len(self.null_tokens) > 0 and self.config.reduction != "max"
         if has_null_token and any(chosen.scored_by_selector for chosen in rows):
             output.seen = torch.stack([chosen.log_relevance.exp().sum() for chosen in rows])
         return output
 
-    def null_states(self) -> list[torch.Tensor]:
-        """The null token, `[1, d]`, where there is one."""
-        return [token(self.rho_history.new_zeros(1)) for token in self.null_tokens]  # int64, on the weights' device
+    def null_states(self) -> list[Tensor]:
+        """The null token, `[1, d]`, if there is one."""
+        index = self.rho_history.new_zeros(1)  # int64, on the weights' device
+        return [token(index) for token in self.null_tokens]
 
-    def contextualise(self, question: torch.Tensor) -> torch.Tensor:
+    def contextualise(self, question: Tensor) -> Tensor:
         """
-        `[L, d]`, the words of a question: with `query_states="layer"` they have seen each other. Each question goes
-        alone, so that what decides a choice does not depend on its batch, not even in the last bit.
+        `[L, d]`, the words of a question: with `query_states="layer"` they have attended to each other. Each question
+        is computed alone, so that a choice does not depend on its batch, not even in the last bit.
         """
         order = torch.arange(len(question), device=question.device).expand(3, -1)
         return encode_rows(self, self.question_layers, [question], [order])[0]
 
-    def _anchor(self) -> torch.Tensor | None:
+    def _anchor(self) -> Tensor | None:
         """
-        0, made of every parameter that is trained, which a batch without visual tokens must reach too, or distributed
-        training waits. It is made before they are used, so that on the way back their gradients are whole after it, in
-        one order for every batch: DeepSpeed adds up those of several processes in that order.
+        0, computed from every trained parameter: a batch without visual tokens must reach all of them too, or
+        distributed training hangs. It is computed before they are used, so that in the backward pass their gradients
+        become complete last, in one order for every batch: DeepSpeed adds up gradients of processes in that order.
         """
-        sums = [parameter.sum().float() for parameter in self.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        sums = [parameter.sum().float() for parameter in trained]
         if not sums:
             return None
         return torch.stack(sums).sum() * 0.0
 
-    def _penalties(self, rho: torch.Tensor, num_tokens: torch.Tensor, cap: int, training: bool):
+    def _penalties(self, rho: Tensor, num_tokens: Tensor, cap: int, training: bool):
         """Equation 5 without the supervised term: means over the rows that have visual tokens, times their lambdas."""
         config = self.config
         has_tokens = num_tokens > 0
@@ -551,17 +623,17 @@ class QTSplusSelector(nn.Module):
             zero = torch.zeros((), device=rho.device)
             return zero, zero, zero
         soft_n = rho * num_tokens
-        # Charged is what the gate keeps, at most the cap; the gradient still pulls rho down from above it.
-        soft_n = soft_n - (soft_n - cap).clamp(min=0).detach()
+        # The penalty is on the tokens that the gate keeps, at most the cap; above it the gradient still lowers rho.
+        excess = (soft_n - cap).clamp(min=0)
+        soft_n = soft_n - excess.detach()
         prior = self._prior_mean(rho.detach(), training)
-        share = soft_n / config.n_max
-        loss_t = config.lambda_t * share.pow(2).mean()
-        loss_m = config.lambda_m * share.mean()
+        loss_t = config.lambda_t * (soft_n / config.n_max).pow(2).mean()
+        loss_m = config.lambda_m * (soft_n / config.n_max).mean()
         loss_s = config.lambda_s * (rho - prior).pow(2).mean()
         return loss_t, loss_m, loss_s
 
-    def _prior_mean(self, rho: torch.Tensor, training: bool) -> float | torch.Tensor:
-        """`rho_prior`, or the running mean of rho, this batch included; only training moves it."""
+    def _prior_mean(self, rho: Tensor, training: bool) -> float | Tensor:
+        """`rho_prior`, or the running mean of rho with this batch included; only training updates it."""
         if self.config.rho_prior is not None:
             return self.config.rho_prior
         total = (rho * 2.0**32).sum().long()
