@@ -4,7 +4,6 @@ are written.
 """
 
 import functools
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -68,11 +67,6 @@ def percent(share: float) -> str:
     return f"{share:.1%}"
 
 
-def percent_interval(share: float, interval: Mapping[str, float]) -> str:
-    """A share with its interval, where it has one."""
-    return f"{share:.1%} ({interval['low']:.1%} to {interval['high']:.1%})" if interval else percent(share)
-
-
 def correlation(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
     """
     Pearson's r with its 95% interval, by a bootstrap over clusters. Nothing where x or y has one value only, or there
@@ -95,4 +89,4 @@ def _is_constant(values: np.ndarray) -> bool:
     return bool(np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())))
 
 
-__all__ = ["correlation", "paired_gain", "percent", "percent_interval", "share_interval"]
+__all__ = ["correlation", "paired_gain", "percent", "share_interval"]

@@ -1,4 +1,4 @@
-"""`needle` and `analysis`: what a selection finds and does. `evaluate` and `report`: benchmarks of lmms-eval."""
+"""`analysis`: what a budget follows. `evaluate` and `report`: benchmarks of lmms-eval."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,79 +6,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from qtsplus.cli.console import console, fail, note, one_line_errors, require_fraction, wrote
+from qtsplus.cli.console import console, note, one_line_errors, wrote
 from qtsplus.cli.evaluating import fail_run
 from qtsplus.cli.models import load_named, name_model, split_revision
 from qtsplus.cli.options import Device, Dtype, Model, Retention, Selection, WeightType
 
 _Results = Annotated[Path, typer.Option(help="The folder of the results.")]
 _RESULTS = Path("evaluation")
-
-
-def needle(
-    needles: Annotated[
-        Path,
-        typer.Option(
-            help="A JSONL file of records, each with a clip or an image as its video, a question and its answer.",
-            show_default=False,
-        ),
-    ],
-    background: Annotated[
-        str,
-        typer.Option(
-            help="The long video that they are put into: a file, an http(s) address or a folder of frames.",
-            show_default=False,
-        ),
-    ],
-    model: Model = None,
-    length: Annotated[
-        list[float] | None,
-        typer.Option(help="A length in seconds. May be repeated. Without it, 60, 300, 600, 1800 and 3600."),
-    ] = None,
-    depth: Annotated[
-        list[float] | None,
-        typer.Option(help="Where a needle is put, from 0 to 1. May be repeated. Without it, 0, 0.25, 0.5, 0.75 and 1."),
-    ] = None,
-    selection: Annotated[
-        list[str] | None, typer.Option(help="How tokens are chosen. May be repeated. Without it, every way but all.")
-    ] = None,
-    retention: Retention = None,
-    max_visual_tokens: Annotated[int | None, typer.Option(help="Keep this many visual tokens instead.", min=1)] = None,
-    fps: Annotated[
-        float | None, typer.Option(help="How many frames to look at per second; of a folder, how many it has.")
-    ] = None,
-    out: _Results = _RESULTS,
-    device: Device = None,
-) -> None:
-    """Hide clips at chosen depths in long videos, ask for them, and draw what is found by length and depth."""
-    model, revision = split_revision(model)
-    require_fraction(retention)
-    if retention is not None and max_visual_tokens is not None:
-        fail("--retention and --max-visual-tokens exclude each other")
-    if selection == ["all"] and (retention is not None or max_visual_tokens is not None):
-        fail("--retention and --max-visual-tokens have no effect with --selection all, which keeps every token")
-    with one_line_errors():
-        from qtsplus.evaluation.labelled import labelled_questions
-
-        from ..studies.needle import SELECTIONS, check_places, run_needle
-
-        lengths, depths = length or (60, 300, 600, 1800, 3600), depth or (0.0, 0.25, 0.5, 0.75, 1.0)
-        selections = selection or SELECTIONS
-        check_places(lengths, depths, selections)
-        hidden = labelled_questions(needles)
-        target = run_needle(
-            *load_named(model, revision, device),
-            hidden,
-            background,
-            out,
-            lengths=lengths,
-            depths=depths,
-            selections=selections,
-            retention=retention,
-            max_visual_tokens=max_visual_tokens,
-            fps=fps,
-        )
-    wrote(target)
 
 
 def analysis(

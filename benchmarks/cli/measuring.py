@@ -1,4 +1,4 @@
-"""`speed`, `memory`, `scaling`, `training-step`, `efficiency`, `stream`, `decoding`: seconds and bytes."""
+"""`speed`, `memory`, `scaling`, `training-step`, `efficiency`: seconds and bytes."""
 
 import json
 from pathlib import Path
@@ -40,13 +40,6 @@ def speed(
     retention: _Retention = 0.11,
     dtype: _Dtype = Dtype.auto,
     selection: _Selection = "qtsplus",
-    two_passes: Annotated[
-        bool,
-        typer.Option(
-            "--two-passes",
-            help="Also measure our side as it reads the video small first, and then in part at full size.",
-        ),
-    ] = False,
     sweep: Annotated[bool, typer.Option(help="Also measure with other numbers of frames.")] = True,
 ) -> None:
     """Time each stage, and the way from an mp4 to the first token: the stock model and ours, on the same weights."""
@@ -61,7 +54,6 @@ def speed(
             repeats=repeats,
             retention=retention,
             selection=selection,
-            two_passes=two_passes,
             sweep=sweep,
         )
     _print_figures(file)
@@ -162,35 +154,6 @@ def rehearsal(
         except StepError as error:
             typer.echo(f"qtsplus: {error}", err=True)
             raise typer.Exit(1) from error
-
-
-def stream(
-    films: Annotated[int, typer.Option(help="How many films to stream, with four questions each.", min=2)] = 5,
-    seconds: Annotated[int, typer.Option(help="The length of each.", min=1200)] = 3600,
-    tokens: Annotated[
-        list[int] | None, typer.Option(help="How many are remembered; may be repeated. Without it, 512 and 128.", min=1)
-    ] = None,
-    out: Results = RESULTS,
-) -> None:
-    """Stream an hour of video to the tiny model: what each policy remembers, and what appending costs."""
-    with one_line_errors():
-        from ..stream import run_stream
-
-        target = run_stream(out, films=films, seconds=seconds, tokens=tokens or (512, 128), command=typed())
-    wrote(target)
-
-
-def decoding(
-    out: Results = RESULTS,
-    minutes: Annotated[int, typer.Option(help="The film's length.", min=1)] = 60,
-    side: Annotated[int, typer.Option(help="Its height in pixels.", min=2)] = 720,
-    count: Annotated[list[int] | None, typer.Option(help="How many frames are seen; repeat for several.")] = None,
-) -> None:
-    """Processor time to see some frames of a long film, and to decode all of them."""
-    with one_line_errors(), resumable():
-        from ..speed.decoding import COUNTS, run_decoding
-
-        _print_figures(run_decoding(out, minutes=minutes, side=side, counts=count or COUNTS))
 
 
 def _print_figures(file: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from qtsplus.asking.evidence import evidence_intervals
 from qtsplus.model.prompt_qtsplus import tokenize_query
@@ -22,7 +21,6 @@ from qtsplus.training.models import make_config, make_model, make_processor
 from ..teaching.dataset import TinyWorldCollator, TinyWorldDataset, read_tinyworld
 from ..world.open_questions import in_words
 from ..world.openworld import OPEN_COLOURS
-from ..world.token_words import read_token_words
 
 LADDER = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
 
@@ -36,13 +34,11 @@ class Answers:
         right: whether the answer is right to its last word.
         kept: the visual tokens that the language model read.
         share: of as many tokens that hold the answer as could be kept, the part that was; NaN where there are none.
-        named: the same of the tokens from which the thing that is asked for can be named.
     """
 
     right: list[bool] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     share: list[float] = field(default_factory=list)
-    named: list[float] = field(default_factory=list)
 
 
 class OpenTest:
@@ -85,23 +81,6 @@ class OpenTest:
         return [row["needles"][0] for row in self.rows]
 
     @cached_property
-    def named(self) -> list[list[int]]:
-        """
-        Of the needles of a question about one thing, those that show enough of it to name it, as training has it: a
-        needle may show one pixel.
-        """
-        found: list[list[int]] = []
-        for record, kind, needles in zip(self.records, self.kinds, self.needles, strict=True):
-            things: Any = read_token_words(record.token_words).things
-            things = things.ravel()
-            shown = set(things[needles].tolist()) - {-1} if kind not in ("crossing", "order") else ()
-            named = [np.flatnonzero(things == thing) for thing in shown]
-            # What is asked for is named by needles alone, another thing beside it elsewhere too.
-            own = [tokens.tolist() for tokens in named if np.isin(tokens, needles).all()]
-            found.append(max(own, key=len, default=[]))
-        return found
-
-    @cached_property
     def totals(self) -> np.ndarray:
         """Per question, the visual tokens of its video."""
         return np.array([len(self.features(record)) for record in self.records])
@@ -142,42 +121,24 @@ class OpenTest:
         model: Any,
         queries: Sequence[str] | None = None,
         texts: Sequence[str] | None = None,
-        caps: Sequence[int] | None = None,
         **choice: Any,
     ) -> Answers:
         """
         Answers to all questions.
 
         Args:
-            caps: per question the count to keep.
             choice: `retention`, `max_visual_tokens`, `selection`, as in a call of the model.
         """
         answers = Answers()
         for rows, inputs, labels in self.batches(queries, texts):
-            if caps is not None:
-                totals = self.totals[rows]
-                choice["retention"] = [cap / total for cap, total in zip(caps[rows], totals, strict=True)]
             output = model(**inputs, use_cache=False, **choice)
             said = model.compact_labels(labels, inputs["input_ids"], output.qtsplus.columns)[:, 1:]
             right = ((output.logits[:, :-1].argmax(-1) == said) | (said == IGNORED)).all(1)
             answers.right += right.tolist()
             answers.kept += output.qtsplus.n.tolist()
-            for shares, tokens in ((answers.share, self.needles), (answers.named, self.named)):
-                pairs = zip(output.qtsplus.kept_indices, tokens[rows], strict=True)
-                shares += [_part_of(wanted, kept.numpy()) for kept, wanted in pairs]
+            pairs = zip(output.qtsplus.kept_indices, self.needles[rows], strict=True)
+            answers.share += [_part_of(wanted, kept.numpy()) for kept, wanted in pairs]
         return answers
-
-    @torch.no_grad()
-    def losses(self, model: Any, count: int) -> np.ndarray:
-        """Per question the cross-entropy of its answer with so many of the most relevant tokens."""
-        found = []
-        for _, inputs, labels in self.batches():
-            output = model(**inputs, use_cache=False, retention=1.0, max_visual_tokens=count)
-            said = model.compact_labels(labels, inputs["input_ids"], output.qtsplus.columns)[:, 1:]
-            logits = output.logits[:, :-1].float()
-            parts = F.cross_entropy(logits.transpose(1, 2), said, ignore_index=IGNORED, reduction="none")
-            found += parts.sum(1).tolist()
-        return np.array(found)
 
     @torch.no_grad()
     def scores(self, model: Any) -> tuple[list[np.ndarray], list[float], list[set[int]]]:

@@ -95,14 +95,14 @@ def page(results: Results, paper: Results) -> str:
             f"95% with videos drawn again. Questions: {questions} (`plain` lasts 8 s), right to the last word.",
             "",
             "Missed: a tenth of the tokens holds 72% of the needle tokens, not 90 (of as many as fit; a needle may show"
-            " one pixel, and of the tokens that name what is asked for it holds 99%); on point questions alone "
-            "diversity is nearly as good there, and 46 points behind only where it gets as few tokens as the model's "
-            "own budget; ten minutes take 1.4 times the tokens of 8 s (the median question 2.0 times), and in 15% of "
-            "the questions none of them is a needle; the order of three is learned in videos of 8 s, and often wrong "
-            "in longer ones.",
+            " one pixel); on point questions alone diversity is nearly as good there (with fewer tokens it is far "
+            "behind, see choice.md); ten minutes take 1.4 times the tokens of 8 s (the median question 2.0 times), and "
+            "in 15% of the questions none of them is a needle; the order of three is learned in videos of 8 s, and "
+            "often wrong in longer ones.",
             "",
             "The heads were drawn anew for the last stage and learned in its 200 steps alone, ours and two of the "
-            "paper's on seed 0's model (`budget_probe: 2`; these give almost every token to questions of existence). "
+            "paper's on seed 0's model (by `budget_probe: 2` of commit b00957a; these give almost every token to "
+            "questions of existence). "
             "Those that ours replace had looked at all tokens, took 2.3 times as many at ten minutes (the median 2.8) "
             "and missed the needles in 12%. Questions in other words are in one wording of each kind that training "
             "never had. Rivals are learned from because they help at ten minutes of the same 8 s videos; on fresh "
@@ -147,7 +147,6 @@ def page(results: Results, paper: Results) -> str:
                 results, "points", ["selected by", "right, %", "of points", "needle tokens, %", "of points"], spread
             ),
             "",
-            *_fewer_lines([one for one in results if "fewer" in one]),
             "## Shown otherwise (8 s)",
             "",
             *table_of(
@@ -171,29 +170,6 @@ def page(results: Results, paper: Results) -> str:
             "",
         ]
     )
-
-
-def _fewer_lines(results: Results) -> list[str]:
-    """Down to an eightieth of the tokens, of the selectors that were asked so."""
-    if not results:
-        return []
-    rows, names = [], ("right, points", "diversity, points", "name it", "name it, points", "name it, diversity")
-    for budget in results[0]["fewer"]["budgets"]:
-        figures = over(results, "fewer", "budgets", budget)
-        points, other, *named = (f"{spread([one[name] for one in figures])}%" for name in names)
-        low, high = min(one["lead"][1] for one in figures), max(one["lead"][2] for one in figures)
-        lead = f"{statistics.fmean(one['lead'][0] for one in figures):+.1f} [{low:+.1f}, {high:+.1f}]"
-        rows.append([budget, spread([one["tokens, points"] for one in figures]), points, other, lead, *named])
-    head = ["budget", "tokens", "right", "diversity, as many", "over it, and its interval", "tokens that name it"]
-    return [
-        f"With fewer ({len(results)} selector{'s' * (len(results) > 1)}, {results[0]['fewer']['points']} point "
-        "questions; the tokens that name it of all questions about one thing). These are the needles to which the "
-        "base's training gave the thing's name: it takes an eighth of the token, or the token shows a third of it, and "
-        "of nothing else half as much.",
-        "",
-        *markdown_table([*head, "of points", "by diversity"], rows),
-        "",
-    ]
 
 
 def main() -> None:

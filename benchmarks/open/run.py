@@ -38,7 +38,6 @@ def measure(folder: str, data: Path, out: Path, limit: int) -> None:
         "length": lambda: counts_by_length(model, short),
         "nothing seen": lambda: nothing_seen(model, short),
         "points": lambda: points(folder, model, short),
-        "fewer": lambda: fewer(model, open_test(folder, data / MIXED[0] / "test.jsonl")),
         "shown otherwise": lambda: shown_otherwise(folder, model, data, limit),
     }
     result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
@@ -170,26 +169,6 @@ def points(folder: str, model: Any, test: OpenTest) -> dict[str, Any]:
         }
         for name, found in ways.items()
     }
-
-
-def fewer(model: Any, test: OpenTest) -> dict[str, Any]:
-    """By its own question, and as many by diversity, from a tenth of the tokens down to its own budget."""
-    figures, pointed = {}, np.isin(test.kinds, POINTS)
-    asked = {f"{share:.2%}": test.ask(model, retention=share) for share in (TENTH, 0.05, 0.025, 0.0125)}
-    for name, own in {**asked, "its own": test.ask(model)}.items():
-        other = test.ask(model, caps=own.kept, selection="diversity")
-        lead = np.array(own.right, dtype=float) - np.array(other.right)
-        low, high = interval(lead[pointed], test.videos[pointed])
-        figures[name] = {
-            "tokens, points": round(float(np.mean(np.array(own.kept)[pointed])), 1),
-            "right, points": percent(np.array(own.right)[pointed]),
-            "diversity, points": percent(np.array(other.right)[pointed]),
-            "lead": [percent(lead[pointed]), round(100 * low, 1), round(100 * high, 1)],
-            "name it": percent(_known(np.array(own.named))),
-            "name it, points": percent(_known(np.array(own.named)[pointed])),
-            "name it, diversity": percent(_known(np.array(other.named))),
-        }
-    return {"points": int(pointed.sum()), "budgets": figures}
 
 
 def _known(values: np.ndarray) -> np.ndarray:

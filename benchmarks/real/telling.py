@@ -2,7 +2,7 @@
 What a summary tells of filmed crowds, by ways and budgets: `python -m benchmarks.real.telling WORK MODEL OUT.json`.
 
 Films are crowds of eight seconds, one after another, of which every frame is looked at; an event is a thing that comes.
-Kept is an event of which a token is; told is one that the language model names in the chapter in which it happens.
+It is told if the language model names it in the chapter in which it happens.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from qtsplus.common.journals import write_json
 from qtsplus.video.encoded import EncodedVideo
 
 from ..intervals import share_interval
-from ..studies.coverage import BUDGETS, WAYS, seen_events
 from ..world.clip import write_mp4
 from ..world.scene import FPS
 from .clips import CROWD_SECONDS, film_scene
+from .keeping import BUDGETS, WAYS
 from .words import NAMES
 from .work import half_precision
 from .world import Pictures
@@ -35,7 +35,6 @@ PROMPT = "Summarise the video."
 PARTS = 8  # crowds in which no name comes twice
 FILMS = {"32 s": (0.5, 4), "10 min": (9, 4), "60 min": (56, 3)}  # how many times [`PARTS`] crowds, and how many films
 CHAPTER = 8.0  # seconds at most, or as many more as leave a token for each chapter
-TOLD = [name for name in WAYS if name not in ("temporal redundancy", "diversity, spread")]
 SHOWN = ("told", "order", "invented", "names in the joined text")
 SEED = 40_000  # of films that nothing else shows
 Event = tuple[str, np.ndarray]  # a name, and the tokens `[n]` that show it
@@ -109,17 +108,6 @@ class Film:
         self.session = VideoSession(model, processor)
         self.session.add(self.video, "film")
 
-    @torch.no_grad()
-    def kept(self, way: str, budget: int) -> list[float]:
-        """Of one choice for the whole film, as [`seen_events`]."""
-        steps, rows, columns = self.video.video_grid_thw[0].tolist()
-        model, features = self.session.model, self.video.features
-        query = model.get_input_embeddings()(torch.tensor(self.session.processor.text_ids(PROMPT)))
-        given = [features], [query], [torch.zeros(3, len(features))], [[(steps, rows // 2, columns // 2)]]
-        choice: dict[str, Any] = {"retention": 1.0, "max_visual_tokens": budget, "selection": WAYS[way]}
-        kept = model.model.qtsplus(*given, **choice, reencode=False)[1].kept_indices[0]
-        return list(seen_events(kept, [tokens for _, tokens in self.events], rows * columns // 4))
-
     def told(self, way: str, budget: int) -> dict[str, float | None]:
         """With the budget shared out among the chapters, of which there are no more than tokens."""
         longest = CHAPTER
@@ -164,8 +152,6 @@ def run_telling(work: Path, folder: str, out: Path, lengths: list[str], budgets:
             }
             for budget in (int(size) for size in budgets if size < tokens):
                 for way in WAYS:
-                    note(f"{name}: {way}, {budget} kept", film.kept, way, budget)
-                for way in TOLD:
                     note(f"{name}: {way}, {budget} told", film.told, way, budget)
             if math.inf in budgets:
                 note(f"{name}: all told", film.summarised, selection="all")
@@ -177,13 +163,12 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
         films = [name for name in result if re.fullmatch(rf"{length}, \d+", name)]
         if not films:
             continue
-        shares = [f"{size:,}: {what}" for size in BUDGETS for what in ("kept", *SHOWN)]
+        shares = [f"{size:,}: {what}" for size in BUDGETS for what in SHOWN]
         yield f"\n{length}, {len(films)} films, {sum(result[name]['events'] for name in films):,} events\n"
         yield "\n".join([f"| kept by | {' | '.join(shares)} |", f"|---|{'---:|' * len(shares)}"])
-        for way in TOLD:
+        for way in WAYS:
             cells = []
             for size in BUDGETS:
-                cells.append(_cell([result.get(f"{name}: {way}, {size} kept", [None])[0] for name in films]))
                 told = [result.get(f"{name}: {way}, {size} told", {}) for name in films]
                 cells += [_cell([one.get(what) for one in told]) for what in SHOWN]
             yield f"| {way} | {' | '.join(cells)} |"

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from ..files import save_figure
 
 _COLOURS = {"stock": "#8c8c8c", "ours": "#0b6e99"}
-_SIDES = {"stock": "stock", "ours": "QTSplus", "two_passes": "in two passes"}
+_SIDES = {"stock": "stock", "ours": "QTSplus"}
 _STAGE_COLOURS = {
     "decode": "#c9c9c9",
     "preprocess": "#a3a3a3",

@@ -20,7 +20,6 @@ SUMMARY = {
     "relevance_naive_extra_mb": "the same for the readable twin",
     "growth_exponent_time": "x in: seconds of selection grow as M^x",
     "growth_exponent_memory": "x in: memory of selection grows as M^x",
-    "two_passes_speedup": "our seconds from the mp4 file in one pass, over those in two",
     "second_question_speedup": "stock's seconds from pixels to the first token, over ours from kept features",
     "train_step_speedup": "stock's seconds of a training step with all tokens, over ours",
     "train_memory_ratio": "our peak memory in a training step, over stock's",

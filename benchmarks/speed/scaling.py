@@ -15,9 +15,9 @@ from qtsplus.model import mixin_qtsplus
 from qtsplus.model.configuration_qtsplus import QTSplusConfig
 from qtsplus.model.selector_qtsplus import QTSplusSelector
 
-from ..exact_match import compress
 from ..files import begin, finish
 from ..machine import environment, steps
+from ..prompts import compress
 from .clock import busy, now
 from .peak import extra_memory, in_own_process
 from .plots import draw_scaling

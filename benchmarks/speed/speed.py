@@ -6,20 +6,18 @@ Ours reads the video once; if it is asked for, a third side reads it in two pass
 import functools
 import math
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import BatchFeature
 
-from qtsplus.asking.session import EncodedVideo, encode, prompt_inputs
+from qtsplus.asking.session import EncodedVideo, encode
 from qtsplus.common.journals import Journal, write_json
 from qtsplus.model.video_qtsplus import choose_frames
 
 from ..files import begin, finish
 from ..machine import environment, steps
-from ..two_passes import Large, SecondPass, TwoPasses, read_small, second_pass, second_prompt
 from ..world.clip import read_video
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
@@ -47,7 +45,6 @@ STAGES = (
     *("decode", "preprocess", "reading", "vision", "relevance", "gate", "re-encode", "prefill", "per_token"),
     *("features_to_first_token", "pixels_to_first_token", "file_to_first_token", "second_question"),
 )
-TWO_PASSES = "two_passes"  # the third side
 
 
 def run_speed(
@@ -60,13 +57,12 @@ def run_speed(
     retention: float = 0.11,
     new_tokens: int = 5,
     selection: str = "qtsplus",
-    two_passes: bool = False,
     sweep: bool = True,
     progress: bool = True,
 ) -> Path:
     """
-    Measures, and writes `speed-LABEL.json` with its two figures, or `speed-lm-attention-LABEL.json`, or
-    `speed-two-passes-LABEL.json`. An interrupted run goes on where it stopped.
+    Measures, and writes `speed-LABEL.json` with its two figures, or `speed-lm-attention-LABEL.json`. An interrupted run
+    goes on where it stopped.
 
     Args:
         shape_name: of [`MODEL_SHAPES`].
@@ -77,13 +73,11 @@ def run_speed(
         retention: fraction of the visual tokens that our side keeps.
         new_tokens: to generate, at least 2.
         selection: of our side, `"qtsplus"` or `"lm_attention"`, which re-encodes nothing.
-        two_passes: also measure our side as it reads a video in two passes, by [`TwoPasses`] as it is.
         sweep: also measure over the number of frames.
         progress: show a progress bar.
 
     Raises:
-        ValueError: no such shape, device or selection, or a number out of its range; two passes of a backbone that
-            reads every frame at one size.
+        ValueError: no such shape, device or selection, or a number out of its range.
     """
     shape = find_shape(shape_name)
     if selection not in ("qtsplus", "lm_attention"):
@@ -93,8 +87,6 @@ def run_speed(
             f"repeats={repeats}, new_tokens={new_tokens}, retention={retention}: expected at least 1, at least 2 and a "
             "fraction in (0, 1]."
         )
-    if two_passes and not make_processor(shape).native_resolution:
-        raise ValueError(f"{shape_name} brings every frame to one size and cannot read in two passes; leave them out.")
     device = find_device(shape, device)
     torch_dtype = faster_dtype(device) if dtype == "auto" else getattr(torch, dtype)
     attention = best_attention(device)
@@ -114,9 +106,6 @@ def run_speed(
     if selection == "lm_attention":
         settings["selection"] = selection
         parts.append("lm-attention")
-    if two_passes:
-        settings[TWO_PASSES] = asdict(TwoPasses())
-        parts.append("two-passes")
     name = "-".join([*parts, label(shape_name)])
     # With the sweep or without it: what has been measured is the same.
     journal = begin(out / f".{name}.jsonl", settings)
@@ -130,9 +119,8 @@ def run_speed(
                 for repeat in range(repeats):
                     key = _key(measured, frames, repeat)
                     if key not in journal.done:
-                        bench = bench or _Bench(
-                            measured, device, torch_dtype, attention, retention, new_tokens, selection, two_passes
-                        )
+                        if bench is None:
+                            bench = _Bench(measured, device, torch_dtype, attention, retention, new_tokens, selection)
                         video = video or render_video(measured, frames, Path(folder))
                         if not warm:
                             bench.measure(video)
@@ -156,18 +144,16 @@ def _key(shape: Shape, frames: int, repeat: int) -> str:
 class _Bench:
     """Both models of a shape on the same weights, and what they are asked."""
 
-    def __init__(self, shape, device, dtype, attention, retention, new_tokens, selection, two_passes):
+    def __init__(self, shape, device, dtype, attention, retention, new_tokens, selection):
         self.models = build_pair(shape, device, dtype, attention)
         self.processor, self.stock_processor = make_processor(shape), make_stock_processor(shape)
         self.device, self.retention, self.new_tokens = device, retention, new_tokens
         self.by_attention = selection == "lm_attention"
         self.how = {"selection": selection, "reencode": not self.by_attention}
-        self.two_passes = TwoPasses() if two_passes else None
 
     def measure(self, video: Path) -> dict[str, dict[str, float]]:
-        """Seconds and tokens of one run of stock, then of ours, then of ours in two passes if they are asked for."""
-        runs = {"stock": self.run_stock(video), "ours": self.run_ours(video)}
-        return runs if self.two_passes is None else {**runs, TWO_PASSES: self.run_ours(video, self.two_passes)}
+        """Seconds and tokens of one run of stock, then of ours."""
+        return {"stock": self.run_stock(video), "ours": self.run_ours(video)}
 
     def run_stock(self, video: Path) -> dict[str, float]:
         """Reads the file, then generates from the pixels."""
@@ -196,11 +182,8 @@ class _Bench:
             **self._figures(stages, tokens, visual_tokens, visual_tokens, began=began, encoded=stages.ended("vision")),
         }
 
-    def run_ours(self, video: Path, two_passes: TwoPasses | None = None) -> dict[str, float]:
-        """
-        Reads and encodes the file chunk by chunk, then generates from the features, twice. With two passes what it
-        encodes is a small video first, and for every question some regions.
-        """
+    def run_ours(self, video: Path) -> dict[str, float]:
+        """Reads and encodes the file chunk by chunk, then generates from the features, twice."""
         model, tokens = self.models["ours"], TokenClock()
         selector = model.model.qtsplus
         modules = {"selection": selector, "language_model": model.model.language_model}
@@ -209,14 +192,10 @@ class _Bench:
         began = now(self.device)
         with StageClock(self.device, model.model, **modules) as stages:
             # Stock encodes every frame too.
-            large, call = None, (model, self.processor, video)
-            if two_passes is None:
-                known = encode(*call)
-            else:
-                known, large = read_small(*call, two_passes)
-            inputs, second = self._ask(QUESTION, known, large)
-            encoded, chosen = now(self.device), stages.seconds("selection")
-            output = self._generate(inputs, second, streamer=tokens)
+            known = encode(model, self.processor, video)
+            inputs = self._ask(QUESTION, known)
+            encoded = now(self.device)
+            output = self._generate(inputs, streamer=tokens)
         kept = len(output.qtsplus.kept_indices[0])
         relevance, reencode = (
             sum(stages.seconds(name) for name in modules if name.startswith(stage))
@@ -232,12 +211,10 @@ class _Bench:
             selected = {"relevance": stages.seconds("selection")}
         later = TokenClock()
         asked = now(self.device)
-        self._generate(*self._ask(SECOND_QUESTION, known, large), streamer=later)
-        if second is not None:
-            selected |= {"first_pass_tokens": len(known.features), "second_pass_tokens": len(second.features)}
-        visual_tokens = self._count(known.video_grid_thw if large is None else large.chunks.video_grid_thw)
+        self._generate(self._ask(SECOND_QUESTION, known), streamer=later)
+        visual_tokens = self._count(known.video_grid_thw)
         return {
-            "reading": encoded - began - stages.seconds("vision") - chosen,
+            "reading": encoded - began - stages.seconds("vision"),
             "vision": stages.seconds("vision"),
             **selected,
             "selection": stages.seconds("selection"),
@@ -246,27 +223,18 @@ class _Bench:
             **self._figures(stages, tokens, visual_tokens, kept, began=began, encoded=encoded),
         }
 
-    def _ask(self, question: str, known: EncodedVideo, large: Large | None) -> tuple[BatchFeature, SecondPass | None]:
-        """The inputs of a question about a video that has been encoded; of two passes it makes the second."""
-        grid, second = known.video_grid_thw, None
-        if large is not None:
-            how = {"retention": self.retention, "selection": self.how["selection"]}
-            small = prompt_inputs(self.processor, {known.video: known}, [question])
-            second = second_pass(self.models["ours"], large, small, **how)
-            grid = large.chunks.video_grid_thw
+    def _ask(self, question: str, known: EncodedVideo) -> BatchFeature:
+        """The inputs of a question about a video that has been encoded."""
         text = [prompt_text(self.processor, question)]
-        inputs = self.processor(text=text, video_grid_thw=grid, return_tensors="pt").to(self.device)
+        inputs = self.processor(text=text, video_grid_thw=known.video_grid_thw, return_tensors="pt").to(self.device)
         inputs["second_per_grid_ts"] = known.second_per_grid_ts
-        if second is None:
-            inputs.update(video_features=[known.features], retention=self.retention)
-        return inputs, second
+        inputs["video_features"] = [known.features]
+        inputs["retention"] = self.retention
+        return inputs
 
-    def _generate(self, inputs: BatchFeature, second: SecondPass | None, streamer: TokenClock) -> Any:
-        model: Any = self.models["ours"]
+    def _generate(self, inputs: BatchFeature, streamer: TokenClock) -> Any:
         call = {"max_new_tokens": self.new_tokens, "return_dict_in_generate": True, "streamer": streamer}
-        if second is None:
-            return model.generate(**inputs, **self.how, **call)
-        return model.generate_from(second_prompt(model, inputs, [second], **self.how), **call)
+        return self.models["ours"].generate(**inputs, **self.how, **call)
 
     def _count(self, video_grid_thw: torch.Tensor) -> int:
         """Visual tokens."""
@@ -324,7 +292,6 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
     document = {
         "command": f"python -m benchmarks speed --shape {shape.name} --device {device} --dtype {settings['dtype']} "
         + (f"--selection {settings['selection']} " if "selection" in settings else "")
-        + ("--two-passes " if TWO_PASSES in settings else "")
         + f"--retention {settings['retention']:g} --repeats {repeats} --{'sweep' if settings['sweep'] else 'no-sweep'}",
         "environment": environment(device),
         "settings": settings,
@@ -354,7 +321,7 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
         ],
     }
     finish(journal, target, document)
-    if {"selection", TWO_PASSES} & set(settings):  # a column of its own
+    if "selection" in settings:  # a column of its own
         figures = speed_figures(stages)
         document = {"summary": {key: figures.get(key) for key in SUMMARY}, **document}
         write_json(target, document)
@@ -378,12 +345,7 @@ def speed_figures(stages: dict[str, dict[str, dict[str, float]]]) -> dict[str, f
     """Ratios of medians: the speed benchmark's share of the summary."""
     medians = {side: {stage: values["median"] for stage, values in own.items()} for side, own in stages.items()}
     stock, ours = (medians[side] for side in SIDES)
-    twice = medians.get(TWO_PASSES)
-    figures = (
-        {} if twice is None else {"two_passes_speedup": ours["file_to_first_token"] / twice["file_to_first_token"]}
-    )
     return {
-        **figures,
         "first_token_speedup": stock["features_to_first_token"] / ours["features_to_first_token"],
         "file_to_first_token_speedup": stock["file_to_first_token"] / ours["file_to_first_token"],
         "selection_share_of_stock_prefill": ours["selection"] / stock["prefill"],

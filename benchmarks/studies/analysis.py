@@ -18,9 +18,9 @@ from qtsplus.model.selector_qtsplus import find_threshold
 from qtsplus.training.dataset import require_rates
 from qtsplus.training.features import encode_files
 
-from ..exact_match import compress, model_inputs
 from ..files import save_figure
 from ..intervals import correlation, share_interval
+from ..prompts import compress, model_inputs
 
 # What the paper's budget head sees, and the gate's threshold: what the paper holds against rho.
 QUANTITIES = {

@@ -23,18 +23,10 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
         looking_share (`float`, defaults to 0.5): how much of its attention an answer is to pay to what it rests on.
         sparing_weight (`float`, defaults to 0): for records with `needles`, weight of -log of the share of the
             attention that an answer that rests on no visual token ("No") leaves to the text, up to nine tenths.
-        referring_weight (`float`, defaults to 0): for records with `needles` and `token_words`, weight of the same for
-            the names in questions ("the red circle"): of what the last word of a name pays to those of the needles that
-            show it, and in the layer behind of what an answer that says a name pays to that word, where nine tenths
-            are enough. Not in steps that leave tokens out.
         looking_layer (`int`, defaults to 2): the layer of the language model that is to look, counted from 0.
         rivals (`int`, defaults to 0): with a `relevance_weight` and kept attention (`data.features`), for records with
             `token_words`: so many tokens of other videos that do not show what is asked for, among which a row's own
             are to be found too.
-        budget_probe (`float`, *optional*): a factor above 1. In steps whose budget is predicted, the supervised loss of
-            every sample is also measured with so many times more and fewer tokens, without gradients, and its slope is
-            the gradient of a budget head with `budget: rho`. The gate's own hardly tells how many tokens a question
-            needs.
 
     Raises:
         ValueError: a value out of its range, or a loss of a part that is frozen.
@@ -45,15 +37,12 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
     looking_weight: float = field(default=0.0)
     looking_share: float = field(default=0.5)
     sparing_weight: float = field(default=0.0)
-    referring_weight: float = field(default=0.0)
     looking_layer: int = field(default=2)
     rivals: int = field(default=0)
-    budget_probe: float | None = field(default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        weights = ("naming_weight", "looking_weight", "sparing_weight", "referring_weight")
-        for name in (*weights, "looking_layer", "rivals"):
+        for name in ("naming_weight", "looking_weight", "sparing_weight", "looking_layer", "rivals"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected at least 0.")
         if self.muon_scale is not None and self.muon_scale <= 0:
@@ -63,11 +52,9 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
                 "naming_weight teaches the vision tower and the language model: set freeze_vision_model or "
                 "freeze_language_model to false."
             )
-        if self.budget_probe is not None and not (self.budget_probe > 1 and self.sft_loss == "token_mean"):
-            raise ValueError(f"budget_probe={self.budget_probe}: expected a factor above 1, and sft_loss token_mean.")
         if not 0 < self.looking_share <= 1:
             raise ValueError(f"looking_share={self.looking_share!r}: expected a share above 0, up to 1.")
-        for name in ("looking_weight", "sparing_weight", "referring_weight"):
+        for name in ("looking_weight", "sparing_weight"):
             if getattr(self, name) and self.freeze_language_model:
                 raise ValueError(f"{name} teaches the language model: set freeze_language_model to false.")
 

@@ -1,9 +1,7 @@
 """TinyWorld's records with their dense supervision, as examples and batches."""
 
-import copy
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -12,8 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from qtsplus.common.validation import explain
 from qtsplus.data.formats import iter_rows, media_folder, read_records
-from qtsplus.data.media import find_media
-from qtsplus.data.records import Text, VideoRecord
+from qtsplus.data.records import VideoRecord
 from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
 
 from .naming import load_token_words
@@ -21,7 +18,7 @@ from .rivals import About, names_shown
 from .targets import AttentionTargets
 
 Index = Annotated[int, Strict(), Field(ge=0)]
-_DENSE = ("token_words", "needles", "looks", "teacher_video")
+_DENSE = ("token_words", "needles", "looks")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="ignore"))
@@ -34,28 +31,20 @@ class TinyWorldRecord(VideoRecord):
         needles: of each answer in turn, the visual tokens of that file's grid that it rests on; may be empty.
         looks: of each answer in turn, for its first words in turn the visual tokens that show them; without any, its
             first word has the needles.
-        teacher_video: the same video at full size, where `video` is too small for a teacher of attention.
 
     Raises:
-        ValueError: as [`VideoRecord`], needles of more or fewer answers, or a `teacher_video` without a video.
+        ValueError: as [`VideoRecord`], or needles of more or fewer answers.
     """
 
     token_words: str | None = None
     needles: tuple[tuple[Index, ...], ...] = ()
     looks: tuple[tuple[tuple[Index, ...], ...], ...] = ()
-    teacher_video: Text | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "TinyWorldRecord":
         if self.needles and len(self.needles) != len(self.earlier) + 1:
             raise ValueError(f"has needles of {len(self.needles)} answers, but {len(self.earlier) + 1} answers")
-        if self.teacher_video is not None and self.video is None:
-            raise ValueError("has a teacher_video, but no video")
         return self
-
-    def at_full_size(self) -> "TinyWorldRecord":
-        """The record as its teacher reads it."""
-        return self if self.teacher_video is None else replace(self, video=self.teacher_video, teacher_video=None)
 
 
 def read_tinyworld(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> list[TinyWorldRecord]:
@@ -77,8 +66,6 @@ def read_tinyworld(path: str | os.PathLike, media_root: str | os.PathLike | None
             record = TinyWorldRecord(**vars(plain), **dense)
         except ValidationError as error:
             raise ValueError(f"Row {row.number} of {path} is not a record: {explain(error, row.content)}") from None
-        if record.teacher_video is not None:
-            record = replace(record, teacher_video=find_media(record.teacher_video, root))
         records.append(record)
     return records
 
@@ -89,66 +76,24 @@ class TinyWorldDataset(VideoQADataset):
 
     `dense`, when set, gives examples the `token_words` of their record, a [`TokenWords`], and as `needles` the tokens
     `[k]` of each answer's first words, where it has them; `about`, when set, an [`About`] where the record has
-    `token_words`; `targets`, when set, the `attention` `[M]` that is kept of a record. That of one with a
-    `teacher_video` is the attention to that one, see [`sum_onto`].
+    `token_words`; `targets`, when set, the `attention` `[M]` that is kept of a record.
     """
 
     dense = False
     about = False
     targets: AttentionTargets | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.sums: dict[VideoRecord, torch.Tensor] = {}
-
     @staticmethod
     def read(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> Sequence[VideoRecord]:
         """See [`read_tinyworld`]."""
         return read_tinyworld(path, media_root)
-
-    def attended(self) -> list[VideoRecord]:
-        """Each record as its teacher reads it."""
-        return [record.at_full_size() if isinstance(record, TinyWorldRecord) else record for record in self.records]
-
-    def smaller(self) -> list[TinyWorldRecord]:
-        """The records with a `teacher_video`."""
-        records = (record for record in self.records if isinstance(record, TinyWorldRecord))
-        return [record for record in records if record.teacher_video is not None]
-
-    def sum_targets(self, merged_grid: Callable[[torch.Tensor], list[tuple[int, int, int]]]) -> None:
-        """
-        Makes the targets of the smaller videos of those that the teacher's videos have.
-
-        Args:
-            merged_grid: the model's.
-
-        Raises:
-            ValueError: a `teacher_video` that cannot be read, or whose tokens do not fit those of the record's video.
-        """
-        assert self.targets is not None
-        teacher = copy.copy(self)
-        teacher.features = self.targets.features
-        for record in self.smaller():
-            example, full_example = self.example(record), teacher.example(record.at_full_size())
-            refused = f"{record.teacher_video}, the teacher_video of {record.video}, cannot be used"
-            if isinstance(full_example, SkippedRecord):
-                raise ValueError(f"{refused}: {full_example.reason}")
-            if isinstance(example, SkippedRecord):
-                continue
-            grids = torch.cat([full_example["video_grid_thw"], example["video_grid_thw"]])
-            try:
-                self.sums[record] = sum_onto(full_example["attention"], *merged_grid(grids))
-            except ValueError as error:
-                raise ValueError(f"{refused}: {error}") from None
 
     def example(self, record: VideoRecord) -> dict[str, Any] | SkippedRecord:
         """As for [`VideoQADataset`], with the dense supervision."""
         example = super().example(record)
         if isinstance(example, SkippedRecord):
             return example
-        if record in self.sums:
-            example["attention"] = self.sums[record]
-        elif self.targets is not None and record.video is not None:
+        if self.targets is not None and record.video is not None:
             example |= self.targets.load(record, example)
         if not isinstance(record, TinyWorldRecord):
             return example
@@ -162,33 +107,6 @@ class TinyWorldDataset(VideoQADataset):
             looks = record.looks or tuple((needles,) for needles in record.needles)
             example["needles"] = [[torch.tensor(word, dtype=torch.int64) for word in answer] for answer in looks]
         return example
-
-
-def sum_onto(attention: torch.Tensor, grid: Sequence[int], smaller: Sequence[int]) -> torch.Tensor:
-    """
-    Attention to the tokens of a video as attention to those of the same video read smaller: each of these gets the sum
-    over the whole tokens that it covers.
-
-    Args:
-        attention: `[T * h * w]`, step by step and row by row; of an empty one nothing is learnt.
-        grid: (T, h, w) of its tokens.
-        smaller: (T, h', w') of the smaller video's.
-
-    Returns:
-        `[T * h' * w']`.
-
-    Raises:
-        ValueError: grids of which one does not have whole tokens for each of the other, or of another number of steps.
-    """
-    (time, height, width), (steps, rows, columns) = grid, smaller
-    if time != steps or height % rows or width % columns:
-        raise ValueError(
-            f"it is {tuple(grid)} tokens (steps, rows, columns) for {tuple(smaller)} of the smaller one; expected as "
-            "many steps, and a whole number of tokens for each."
-        )
-    if not len(attention):
-        return attention
-    return attention.reshape(time, rows, height // rows, columns, width // columns).sum((2, 4)).flatten()
 
 
 class TinyWorldCollator(VideoQACollator):
@@ -214,4 +132,4 @@ class TinyWorldCollator(VideoQACollator):
         return batch
 
 
-__all__ = ["TinyWorldCollator", "TinyWorldDataset", "TinyWorldRecord", "read_tinyworld", "sum_onto"]
+__all__ = ["TinyWorldCollator", "TinyWorldDataset", "TinyWorldRecord", "read_tinyworld"]

@@ -1,6 +1,5 @@
 """Where a small base looks: from an answer at the visual tokens that it rests on, and in the layer before from every
-visual token at the one of the step before that shows the same. Which of two things came first is not seen in one look:
-for that each name in a question looks at what it means, and in the layer behind the answer at the name that it says.
+visual token at the one of the step before that shows the same.
 
 From the answers alone a model of a million parameters takes tens of thousands of questions to find out that a question
 names something in the video, and again for every form of a question. Told where to look it takes a few hundred.
@@ -19,12 +18,9 @@ from qtsplus.training.attention import AttentionChoice, attention_modules, atten
 from qtsplus.training.dataset import IGNORED
 
 from .naming import TokenWords
-from .referring import find_names, said_names
 
-# How much of the attention on what is to be looked at is enough; the rest may read the question. Of two names a half
-# would do for both at once.
-LOOKS = {"looking": 0.5, "following": 0.5, "referring": 0.5, "choosing": 0.9, "sparing": 0.9}
-NAME_LOOKS = ("referring", "choosing")
+# How much of the attention on what is to be looked at is enough; the rest may read the question.
+LOOKS = {"looking": 0.5, "following": 0.5, "sparing": 0.9}
 
 
 @dataclass
@@ -94,13 +90,11 @@ def watching(
     needles: Sequence[Sequence[Sequence[torch.Tensor]]],
     layer: int,
     token_words: Sequence[TokenWords | None] | None = None,
-    names: bool = False,
 ) -> Iterator[list[Looks]]:
     """
     While it lasts, a pass over these inputs with all tokens notes in the rows how far each answer looks at its needles;
-    in the layer before, how far each visual token looks at the one before it that shows the same; and on request how
-    far each name looks at those needles that show it, and in the layer behind the answer at the name that it says. Of
-    an answer without needles it notes how far it looks at the text.
+    and in the layer before, how far each visual token looks at the one before it that shows the same. Of an answer
+    without needles it notes how far it looks at the text.
 
     Args:
         model: a QTSplus model.
@@ -110,13 +104,12 @@ def watching(
             among the row's; a row may have none, and a word `[0]`.
         layer: of the language model, counted from 0.
         token_words: per row, of its video.
-        names: whether to note the names in the questions too, of rows that have token_words.
 
     Raises:
         ValueError: a needle that is not among the row's visual tokens, or a layer without attention.
     """
     known = attention_modules(model.model.language_model)
-    layers = (layer - 1,) * (token_words is not None) + (layer,) + (layer + 1,) * names
+    layers = (layer,) if token_words is None else (layer - 1, layer)
     if not set(layers) <= set(known):
         raise ValueError(f"looking_layer={layer}: expected layers {list(layers)} to have attention, of {list(known)}.")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -148,34 +141,8 @@ def watching(
         wanted = torch.zeros(len(followed), int(real.sum()), dtype=torch.bool, device=ids.device)
         wanted[:, tokens] = earlier[followed]
         row.add("following", layer - 1, tokens[followed], wanted)
-        if names:
-            _watch_names(row, ids[index, real], labels[index, real], needles[index], layer, words, tokens, tuple(grid))
     with noting(model.model.language_model, rows, AttentionChoice(layers=layers)):
         yield rows
-
-
-def _watch_names(
-    row: Looks,
-    ids: torch.Tensor,
-    labels: torch.Tensor,
-    needles: Sequence[Sequence[torch.Tensor]],
-    layer: int,
-    words: TokenWords,
-    tokens: torch.Tensor,
-    grid: Sequence[int],
-) -> None:
-    """Of one row's real tokens; `tokens` are the places of the visual ones among them."""
-    names = find_names(ids, labels, words)
-    meant = torch.zeros(len(names), len(ids), dtype=torch.bool, device=ids.device)
-    places = torch.tensor([name.place for name in names], dtype=torch.int64, device=ids.device)
-    for wanted, name in zip(meant, names, strict=True):
-        if name.turn < len(needles):
-            own = torch.cat([*needles[name.turn]]).cpu()  # as the words are
-            wanted[tokens[own[words.showing(name.words, grid)[own]].to(tokens.device)]] = True
-    row.add("referring", layer, places, meant)
-    places, said = said_names(labels, names, words)
-    chosen = torch.zeros(len(places), len(ids), dtype=torch.bool, device=ids.device)
-    row.add("choosing", layer + 1, places, chosen.scatter_(1, said[:, None], True))
 
 
 def looking_losses(rows: Sequence[Looks], kind: str, enough: float | None = None) -> torch.Tensor:
@@ -189,4 +156,4 @@ def looking_losses(rows: Sequence[Looks], kind: str, enough: float | None = None
     return torch.stack(losses) if losses else torch.zeros(0)
 
 
-__all__ = ["LOOKS", "NAME_LOOKS", "Looks", "looking_losses", "watching"]
+__all__ = ["LOOKS", "Looks", "looking_losses", "watching"]

@@ -53,36 +53,30 @@ class TokenWords:
 
     def labels_on(self, grid: Sequence[int]) -> torch.Tensor:
         """
-        The labels of a model's tokens, `[M, cells, k + c]`: of all cells that each of them covers, more than one where
-        the model reads the video smaller.
+        The labels of a model's tokens, `[M, k + c]`.
 
         Args:
             grid: (T, h, w) of the model's tokens.
 
         Raises:
-            ValueError: a grid whose tokens do not cover as many whole cells each.
+            ValueError: another grid than that of the labels.
         """
-        (time, height, width, k), (steps, rows, columns) = self.labels.shape, grid
-        if time != steps or height % rows or width % columns:
-            raise ValueError(f"token_words name a grid of {(time, height, width)} tokens; the model has {tuple(grid)}.")
-        cells = self.labels.reshape(time, rows, height // rows, columns, width // columns, k)
-        return cells.transpose(2, 3).reshape(time * rows * columns, -1, k)
-
-    def showing(self, words: Sequence[int], grid: Sequence[int]) -> torch.Tensor:
-        """`[M]` bool, which of a model's tokens show something that all of these words, as indices, are true of."""
-        labels = self.labels_on(grid)[..., : len(self.aspects)]
-        return torch.stack([(labels == word).any(-1) for word in words]).all(0).any(-1)
+        named = tuple(self.labels.shape[:3])
+        if named != tuple(grid):
+            raise ValueError(f"token_words name a grid of {named} tokens; the model has {tuple(grid)}.")
+        return self.labels.flatten(0, 2)
 
     def earlier(self, grid: Sequence[int]) -> torch.Tensor:
         """
-        Of each of a model's tokens those in the step before that show the same thing, `[M, M]` bool; none where it
-        shows nothing, and where tokens cover several cells.
+        For each of a model's tokens, the tokens in the step before that show the same thing, `[M, M]` bool; none for a
+        token that shows nothing.
         """
-        labels = self.labels_on(grid)[..., : len(self.aspects)]
-        if labels.shape[1] > 1:
-            return torch.zeros(len(labels), len(labels), dtype=torch.bool)
-        shown = labels[:, 0] if self.things is None else self.things.reshape(-1, 1)
-        nothing = self.aspects.int().argmax(1) if self.things is None else torch.tensor([-1])
+        if self.things is None:
+            shown = self.labels_on(grid)[:, : len(self.aspects)]
+            nothing = self.aspects.int().argmax(1)
+        else:
+            shown = self.things.reshape(-1, 1)
+            nothing = torch.tensor([-1])
         something = ((shown != UNNAMED) & (shown != nothing)).all(-1)
         step = torch.arange(len(shown)) // (grid[1] * grid[2])
         same = (shown[:, None] == shown[None]).all(-1) & (step[:, None] == step[None] + 1)
@@ -94,10 +88,9 @@ class TokenWords:
         """
         What the tokens of a model say inside of it: of their second, row and column, and of each aspect that they have
         beside earlier ones, the words `[m]` it can be and of every token an index into those, or -100, `[M]`.
-        Of tokens that cover several cells no such aspect is known.
 
         Args:
-            labels: `[M, cells, k + c]`, of [`labels_on`].
+            labels: `[M, k + c]`, of [`labels_on`].
             grid: (T, h, w) of the model's tokens.
             duration: of a step, in seconds.
         """
@@ -107,9 +100,7 @@ class TokenWords:
             found.append((signs, place.where(place < len(signs), UNNAMED).flatten()))
         for aspect, own in zip(self.context, labels[..., len(self.aspects) :].unbind(-1), strict=True):
             index = (aspect.cumsum(0) - 1)[own.clamp(min=0)].where(own != UNNAMED, UNNAMED)
-            found.append(
-                (self.words[aspect], index[:, 0] if own.shape[1] == 1 else torch.full_like(own[:, 0], UNNAMED))
-            )
+            found.append((self.words[aspect], index))
         return found
 
 
@@ -252,23 +243,22 @@ def naming_loss(
     features: torch.Tensor, labels: torch.Tensor, named: TokenWords, embeddings: torch.Tensor
 ) -> torch.Tensor:
     """
-    Cross-entropy of what a video's tokens show, the mean over aspects of the means over tokens that have a word. A
-    token of several cells has to name what is in each of them, and nothing only if they all show nothing.
+    Cross-entropy of what a video's tokens show, the mean over aspects of the means over tokens that have a word.
 
     Args:
         features: `[M, d]`, of the video's tokens.
-        labels: `[M, cells, k + c]`, of [`TokenWords.labels_on`]; the first k count.
+        labels: `[M, k + c]`, of [`TokenWords.labels_on`]; the first k count.
         embeddings: `[V, d]`, of the language model's tokens.
     """
     normalised = F.rms_norm(features.float(), features.shape[-1:])
     scores = normalised @ embeddings[named.words.to(embeddings.device)].float().T
-    labels, losses = labels[..., : len(named.aspects)].to(scores.device), []
+    labels = labels[:, : len(named.aspects)].to(scores.device)
+    losses = []
     for aspect, own in zip(named.aspects.to(scores.device), labels.unbind(-1), strict=True):
+        known = own != UNNAMED
         place = (aspect.cumsum(0) - 1)[own.clamp(min=0)]  # among the aspect's own words
-        counted = (own != UNNAMED) & ((place > 0) | (place.amax(1, keepdim=True) == 0))
-        surprise = -scores[:, aspect].log_softmax(-1).gather(1, place) * counted
-        words = counted.sum(1)
-        losses.append((surprise.sum(1) / words.clamp(min=1)).sum() / (words > 0).sum().clamp(min=1))
+        surprise = -scores[:, aspect].log_softmax(-1).gather(1, place[:, None])[:, 0]
+        losses.append((surprise * known).sum() / known.sum().clamp(min=1))
     return torch.stack(losses).mean()
 
 

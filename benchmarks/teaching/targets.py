@@ -13,7 +13,7 @@ from qtsplus.data.records import VideoRecord
 from qtsplus.training.arguments import QTSplusTrainingArguments
 from qtsplus.training.attention import AttentionChoice, answer_attention
 from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
-from qtsplus.training.features import VideoFeatures, encode_files, read_tensors, write_tensors
+from qtsplus.training.features import VideoFeatures, read_tensors, write_tensors
 from qtsplus.video.storage import digest_of
 
 
@@ -22,7 +22,7 @@ class AttentionTargets:
     """The `attention` `[M]` for each question and answer about a video, in a file of its own."""
 
     folder: Path
-    features: VideoFeatures  # of the videos as the teacher reads them
+    features: VideoFeatures  # of the videos
 
     def file(self, record: VideoRecord, input_ids: torch.Tensor, labels: torch.Tensor) -> Path:
         """Where the target of a record's prompt `[S]` with its answer is kept."""
@@ -36,35 +36,31 @@ class AttentionTargets:
         return read_tensors(self.file(record, example["input_ids"], example["labels"]), {"attention": 1}) or {}
 
 
-def note_targets(
-    model: Any, dataset: VideoQADataset, records: list[VideoRecord], args: QTSplusTrainingArguments
-) -> AttentionTargets:
+def note_targets(model: Any, dataset: VideoQADataset, args: QTSplusTrainingArguments) -> AttentionTargets:
     """
-    The attention that teaches `records`, as the teacher reads them, beside the features of a dataset; what is there is
-    not read again, and every process of a distributed run takes its share.
+    The attention that teaches the records of a dataset, beside its features. What is there is not read again, and every
+    process of a distributed run takes its share.
     """
     assert dataset.features is not None
-    folder, kwargs = dataset.features.folder.parent, dataset.processor_kwargs
+    folder = dataset.features.folder.parent
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    videos = [(record.video, record.fps) for record in records if record.video is not None]
-    features = encode_files(model, dataset.processor, videos, folder, kwargs, dtype, args.dataloader_num_workers)
-    attended = VideoQADataset(records, dataset.processor, dataset.model_max_length, kwargs, features)
     choice, selector = AttentionChoice.of(args), model.config.qtsplus_config
     settings = [
         "shares",
-        features.folder.name,
+        dataset.features.folder.name,
         asdict(choice),
         selector.position_ids,
         str(dtype),
     ]
     name = digest_of(model.model.language_model.state_dict(), settings)[:16]
-    targets = AttentionTargets(folder / f"attention-{name}", features)
+    targets = AttentionTargets(folder / f"attention-{name}", dataset.features)
     targets.folder.mkdir(parents=True, exist_ok=True)
     device = next(model.parameters()).device
     state, collate = PartialState(), VideoQACollator(dataset.processor)
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
-        for index in range(state.process_index, len(attended), state.num_processes):
-            record, example = records[index], attended[index]
+        for index in range(state.process_index, len(dataset), state.num_processes):
+            record = dataset.records[index]
+            example = VideoQADataset.example(dataset, record)
             if record.video is None or isinstance(example, SkippedRecord) or targets.load(record, example):
                 continue
             batch = collate([example])

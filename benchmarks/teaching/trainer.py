@@ -1,6 +1,5 @@
 """The library's Trainer with dense supervision of a small base, and with Muon for its matrices."""
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,14 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtsplus.data.records import SOURCES
 from qtsplus.training.freezing import parameter_groups
 from qtsplus.training.lora import base_model
 from qtsplus.training.trainer import QTSplusTrainer
 
 from .arguments import TinyWorldTrainingArguments
 from .dataset import TinyWorldCollator, TinyWorldDataset
-from .looking import LOOKS, NAME_LOOKS, Looks, looking_losses, watching
+from .looking import LOOKS, Looks, looking_losses, watching
 from .muon import MuonBeside, matrix_names, split_matrices
 from .naming import TokenWords, naming_losses, with_features
 from .rivals import Rivals, watching_scores
@@ -26,10 +24,10 @@ class TinyWorldTrainer(QTSplusTrainer):
     """
     Adds to the objective of [`QTSplusTrainer`]
 
-        naming_weight * naming + looking_weight * looking + sparing_weight * sparing + referring_weight * referring,
+        naming_weight * naming + looking_weight * looking + sparing_weight * sparing,
 
     dense supervision of a base ([`naming_losses`], [`looking_losses`]): means over the samples with visual tokens. They
-    are logged as `loss_naming`, `loss_looking`, `loss_following`, `loss_referring` and `loss_choosing`. With `rivals`
+    are logged as `loss_naming`, `loss_looking`, `loss_following` and `loss_sparing`. With `rivals`
     the relevance stage has its divergence once more, over the tokens of other videos too (`loss_rivals`).
 
     Args:
@@ -41,7 +39,7 @@ class TinyWorldTrainer(QTSplusTrainer):
     arguments_class = TinyWorldTrainingArguments
     dataset_class = TinyWorldDataset
     collator_class = TinyWorldCollator
-    _others = ("loss_naming", "loss_probe", "loss_rivals")
+    _others = ("loss_naming", "loss_rivals")
     loss_names = (*QTSplusTrainer.loss_names, *_others, *(f"loss_{kind}" for kind in LOOKS))
 
     args: TinyWorldTrainingArguments
@@ -50,27 +48,15 @@ class TinyWorldTrainer(QTSplusTrainer):
     def __init__(self, model: nn.Module, args: TinyWorldTrainingArguments, **kwargs: Any):
         super().__init__(model, args, **kwargs)
         if isinstance(self.train_dataset, TinyWorldDataset):
-            weights = (args.naming_weight, args.looking_weight, args.sparing_weight, args.referring_weight)
-            self.train_dataset.dense = max(weights) > 0
+            self.train_dataset.dense = max(args.naming_weight, args.looking_weight, args.sparing_weight) > 0
             self.train_dataset.about = args.rivals > 0
             if args.relevance_weight:
                 self._keep_targets(self.train_dataset)
 
     def _keep_targets(self, dataset: TinyWorldDataset) -> None:
-        """
-        Has a base that does not train read every record once, before training; smaller videos get the attention to
-        those that it reads in their place.
-        """
+        """Has a base that does not train read every record once, before training."""
         if dataset.features is not None and self.args.freeze_language_model and not self.args.lora_rank:
-            dataset.targets = note_targets(self.model.to(self.args.device), dataset, dataset.attended(), self.args)
-            dataset.sum_targets(self.model.model.merged_grid)
-        elif dataset.smaller():
-            record = dataset.smaller()[0]
-            raise ValueError(
-                f"The record of {record.video} has the teacher_video {record.teacher_video}, which a teacher reads "
-                "once, before training: give data.features and a teacher that does not train (freeze_language_model "
-                "without LoRA), or a relevance_weight of 0."
-            )
+            dataset.targets = note_targets(self.model.to(self.args.device), dataset, self.args)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
@@ -117,11 +103,10 @@ class TinyWorldTrainer(QTSplusTrainer):
     ) -> AbstractContextManager[Sequence[Looks]]:
         """Notes who looks how far at what, where that is taught and no token is left out."""
         args = self.args
-        taught = self.model.training and max(args.looking_weight, args.sparing_weight, args.referring_weight) > 0
+        taught = self.model.training and max(args.looking_weight, args.sparing_weight) > 0
         if needles is None or not taught or "retention" in inputs:
             return nullcontext(())
-        layer, names = self.args.looking_layer, self.args.referring_weight > 0
-        return watching(base_model(self.model), inputs, labels, needles, layer, token_words, names)
+        return watching(base_model(self.model), inputs, labels, needles, args.looking_layer, token_words)
 
     def _dense_losses(
         self,
@@ -137,9 +122,7 @@ class TinyWorldTrainer(QTSplusTrainer):
             losses = naming_losses(base_model(self.model), inputs, labels, outputs, token_words, args.looking_layer)
             found["loss_naming"] = args.naming_weight, losses
         for kind in LOOKS:
-            weight = {"sparing": args.sparing_weight, **dict.fromkeys(NAME_LOOKS, args.referring_weight)}.get(
-                kind, args.looking_weight
-            )
+            weight = args.sparing_weight if kind == "sparing" else args.looking_weight
             losses = looking_losses(looks, kind, args.looking_share if kind == "looking" else None)
             if weight and len(losses):
                 found[f"loss_{kind}"] = weight, losses
@@ -147,29 +130,7 @@ class TinyWorldTrainer(QTSplusTrainer):
             null_token = self.selector_config.null_token
             losses = self._rivals.divergences(self.selector, args.rivals, null_token).to(labels.device)
             found["loss_rivals"] = args.relevance_weight, losses
-        if args.budget_probe is not None and self._retention is None and not args.freeze_selector:
-            found["loss_probe"] = self._probe_budget(inputs, labels, outputs.qtsplus, args.budget_probe)
         return found
-
-    def _probe_budget(
-        self, inputs: Mapping[str, Any], labels: torch.Tensor, qtsplus: Any, factor: float
-    ) -> tuple[float, torch.Tensor]:
-        """
-        A weight and terms whose gradient in log rho is the slope of the supervised loss, measured between fewer and
-        more tokens. The weight undoes that further losses are means over samples.
-        """
-        assert self._counts is not None
-        weight = float(self._counts.with_vision.clamp(min=1)) / float(self._counts[: len(SOURCES)].sum().clamp(min=1))
-        if qtsplus is None or not qtsplus.rho.requires_grad:
-            return weight, labels.new_zeros(0, dtype=torch.float32)
-        rho, with_vision, measured = qtsplus.rho, qtsplus.rho.detach() > 0, []
-        for scale in (factor, 1 / factor):
-            retention = torch.where(with_vision, (rho.detach() * scale).clamp(max=1.0), 1.0).tolist()
-            with torch.no_grad():
-                _, token_losses, rows = self.answer(self.model, {**inputs, "retention": retention}, labels)
-            measured.append(torch.zeros_like(rho).index_add(0, rows, token_losses))
-        slope = (measured[0] - measured[1]) / (2 * math.log(factor))
-        return weight, (slope * torch.where(with_vision, rho, 1.0).log())[with_vision]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As ever; with a `muon_scale`, Muon for the matrices."""

@@ -1,23 +1,6 @@
 """Bad command lines of `python -m benchmarks`, in the words of `tests/bad_command_lines.py`."""
 
-from bad_command_lines import LONG, NO_COUNTS, NO_FRACTIONS, NO_NUMBERS, NO_RATES, SELECTIONS, each_value, wrong
-
-NO_SEEDS = ("-1", "4294967296", "1.5", *NO_NUMBERS)
-
-
-def ablation_lines() -> list[list[str]]:
-    ablation = ["ablation", "{records}", "--model", "{model}", "--work", "{out}", "--out", "{out}"]
-    return [
-        *each_value(ablation, "--retention", NO_FRACTIONS),
-        *each_value(ablation, "--n-max", NO_COUNTS),
-        [*ablation, "--variant", "gumbel"],
-        [*ablation, "--seed", "1"],
-        [*ablation, "--base", "{model}"],
-        *(
-            ["ablation", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
-            for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
-        ),
-    ]
+from bad_command_lines import LONG, NO_COUNTS, each_value, wrong
 
 
 def synthesis_lines() -> list[list[str]]:
@@ -43,30 +26,6 @@ def synthesis_lines() -> list[list[str]]:
     ]
 
 
-def world_lines() -> list[list[str]]:
-    world = ["tinyworld", "--out", "{out}", "--size", "1"]
-    return [
-        *each_value(["tinyworld", "--out", "{out}"], "--size", NO_COUNTS),
-        *each_value(world, "--split", ("dev", "", "Train", "train,test", "../train", "тест")),
-        *each_value(world, "--seconds", ("0", "1", "129", "500", "-8", "1.5", "nan", "8,16", "", "abc", "9" * 30)),
-        *each_value(world, "--max-objects", ("500", *NO_COUNTS)),
-        *each_value(world, "--multiple-choice", ("-0.1", "1.1", "inf", "-inf", *NO_NUMBERS)),
-        *each_value(world, "--workers", NO_COUNTS),
-        *(["tinyworld", "--size", "1", "--out", out] for out in ("{video}", "/dev/null/x", "\x00")),
-        *(
-            [*world, "--crowd", "--frame-size", "84", f"--teacher-videos={folder}"]
-            for folder in ("{missing}", "{video}", "{empty_folder}", "{frames}", "/dev/null/x", "\x00", "", LONG)
-        ),
-        ["bigworld"],
-        ["tinyworld", "--out", "{out}"],
-        *([*world, *more] for more in (("--seed", "1"), ("--crowd", "--max-objects", "23"))),
-        *each_value(["haystack", "--out", "{out}"], "--count", NO_COUNTS),
-        *each_value(["haystack", "--out", "{out}"], "--seconds", ("129", *NO_COUNTS)),
-        *each_value(["haystack", "--out", "{out}"], "--length", NO_COUNTS),
-        ["haystack"],
-    ]
-
-
 def speed_lines() -> list[list[str]]:
     lines: list[list[str]] = [["fast"]]
     for name in ("speed", "memory", "scaling"):
@@ -86,34 +45,6 @@ def speed_lines() -> list[list[str]]:
     return [*lines, *(["efficiency", path, "--out", "{out}"] for path in files), ["efficiency"]]
 
 
-def learned_lines() -> list[list[str]]:
-    learned = ["learned", "--out", "{out}", "--work", "{out}/work"]
-    base, test, recipe = ["--base", "{model}"], ["--test", "{records}"], ["--recipe", "{recipe}"]
-    wrong = [f"--seed={seed}" for seed in NO_SEEDS] + [f"--batch-size={size}" for size in ("0", "-1", "x", "1.5")]
-    wrong += ["--variant=", "--variant=best", "--base={model}"]  # the last: two bases for three seeds
-    return [
-        ["learned"],
-        *each_value([*learned, *test, *recipe], "--base", ("{missing}", "{empty_folder}", "{video}", "\x00")),
-        *(
-            [*learned, *base, *recipe, "--test", path]
-            for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "")
-        ),
-        *([*learned, *base, *test, *recipe, one] for one in wrong),
-        *([*learned, *base, *test, "--recipe", path] for path in ("{missing}", "{video}", "{records}", "{frames}")),
-        *(["train", path] for path in ("{missing}", "{video}", "{records}")),
-    ]
-
-
-def stream_lines() -> list[list[str]]:
-    return [
-        *each_value(["stream", "--out", "{out}"], "--films", ("1", *NO_COUNTS)),
-        *each_value(["stream", "--out", "{out}"], "--seconds", ("60", *NO_COUNTS)),
-        *each_value(["stream", "--out", "{out}"], "--tokens", NO_COUNTS),
-        ["stream", "--out", "{text}"],
-        ["stream", "extra"],
-    ]
-
-
 def rehearsal_lines() -> list[list[str]]:
     rehearsal = ["rehearsal", "--shape", "tiny", "--out", "{out}"]
     return [
@@ -122,33 +53,6 @@ def rehearsal_lines() -> list[list[str]]:
         *each_value(["rehearsal", "--work", "{out}", "--out", "{out}"], "--shape", ("", "99b", "3B", "cpu", "тест")),
         *each_value(
             ["rehearsal", "--work", "{out}", "--out", "{out}"], "--vocabulary", ("{missing}", "{video}", "", LONG)
-        ),
-    ]
-
-
-def study_lines() -> list[list[str]]:
-    needle = ["needle", "--model", "{model}", "--out", "{out}"]
-    hidden, background = ["--needles", "{records}"], ["--background", "{video}"]
-    both = [*needle, *hidden, *background]
-    return [
-        *each_value(both, "--length", ("0", "-5", "nan", "inf", "1e12")),
-        *each_value(both, "--depth", ("-0.1", "1.1", "nan")),
-        *each_value(both, "--selection", SELECTIONS),
-        *each_value(both, "--retention", NO_FRACTIONS),
-        *each_value(both, "--max-visual-tokens", NO_COUNTS),
-        *each_value(both, "--fps", NO_RATES),
-        *each_value([*needle, *background], "--needles", ("{missing}", "{video}", "{empty}", "{empty_folder}", LONG)),
-        *each_value([*needle, *hidden], "--background", ("", "{missing}", "{garbage}", "{empty_folder}")),
-        [*both, "--retention", "0.5", "--max-visual-tokens", "3"],
-        [*both, "--length", "5", "--length", "5"],
-        [*both, "--selection", "uniform", "--selection", "uniform"],
-        [*both, "--selection", "all", "--retention", "0.5"],
-        *each_value(both, "--out", ("{records}", "{records}/in")),
-        [*needle, *hidden],
-        [*needle, *background],
-        *(
-            ["analysis", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
-            for path in ("", "{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
         ),
     ]
 
@@ -163,6 +67,11 @@ def evaluate_lines() -> list[list[str]]:
         ["--max-pixels", "-4"],
     )
     return [
+        *(["train", path] for path in ("{missing}", "{video}", "{records}")),
+        *(
+            ["analysis", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
+            for path in ("", "{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
+        ),
         *(["report", path] for path in ("{missing}", "{empty_folder}", "{records}", LONG)),
         *(["evaluate", "--tasks", "lvbench", "--model", "{model}", *more] for more in wrong),
         ["evaluate"],
@@ -170,12 +79,4 @@ def evaluate_lines() -> list[list[str]]:
 
 
 def laboratory_lines() -> list[list[str]]:
-    lines = [
-        *ablation_lines(),
-        *synthesis_lines(),
-        *world_lines(),
-        *speed_lines(),
-        *learned_lines(),
-        *rehearsal_lines(),
-    ]
-    return [*lines, *stream_lines(), *study_lines(), *evaluate_lines()]
+    return [*synthesis_lines(), *speed_lines(), *rehearsal_lines(), *evaluate_lines()]

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.exact_match import compress, model_inputs
-from benchmarks.learned.baselines import full_video
+from benchmarks.prompts import compress, model_inputs
 from benchmarks.studies import analysis
 from benchmarks.studies.analysis import measure, run_analysis, summarise_choices
-from benchmarks.world.tinyworld import build_dataset
+from benchmarks.world.open_sets import build_open
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
 from qtsplus.training.models import make_model
+from qtsplus.video.encoded import encode
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +24,18 @@ def model():
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     folder = tmp_path_factory.mktemp("analysis")
-    path = build_dataset(folder, "test", 3, seconds=(2, 3), max_objects=20, progress=False, crowd=True)
-    return [record for record in read_records(folder / path) if record.video is not None]
+    paths = [build_open(folder / f"{seconds}s", "test", 2, seconds, variant="plain") for seconds in (3, 4)]
+    return [record for path in paths for record in read_records(path)]
 
 
 def test_a_question_is_measured_from_what_the_budget_head_sees(model, tiny_processor, records):
     record = records[0]
-    pixels = full_video(tiny_processor, str(record.video))
-    (features,) = model.encode_videos(pixels.pop("pixel_values_videos"), pixels["video_grid_thw"])
-    video = {"video_features": features, **pixels}
+    encoded = encode(model, tiny_processor, record.video)
+    video = {
+        "video_features": encoded.features,
+        "video_grid_thw": encoded.video_grid_thw,
+        "second_per_grid_ts": torch.tensor(encoded.second_per_grid_ts),
+    }
     found = measure(model, tiny_processor, record, video)
     inputs = model_inputs(tiny_processor, [record], {str(record.video): video})
     with torch.no_grad():
@@ -64,7 +67,7 @@ def test_a_run_leaves_out_what_cannot_be_read_and_encodes_nothing_twice(
             run_analysis(model, tiny_processor, asked, tmp_path, **call)
     monkeypatch.setattr(model, "encode_videos", None)  # nothing is encoded again
     document = json.loads(run_analysis(model, tiny_processor, asked, tmp_path, **call).read_text())
-    assert (document["questions"], document["videos"], document["unreadable"]) == (len(records), 3, 1)
+    assert (document["questions"], document["videos"], document["unreadable"]) == (len(records), 4, 1)
     assert set(document["correlations"]) == set(analysis.QUANTITIES)
     assert len(document["pairs"]) == len(records) and document["published"]["entropy"] == -0.4911
     assert (tmp_path / "analysis.png").read_bytes().startswith(b"\x89PNG")

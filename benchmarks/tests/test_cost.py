@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.exact_match import compress
+from benchmarks.prompts import compress
 from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, least_memory, stage_costs
 from benchmarks.speed.shapes import MODEL_SHAPES, build_pair, make_config, make_processor, prompt_text
 from pairs import counted_flops

@@ -17,7 +17,7 @@ from benchmarks.cli import app
 from benchmarks.harness import run as harness
 from benchmarks.harness.record_tasks import write_task
 from benchmarks.harness.run import PAPER, SHARES, resolve
-from benchmarks.world.tinyworld import build_dataset
+from benchmarks.world.open_sets import build_open
 from qtsplus.data.formats import read_records
 
 NEEDS_HARNESS = pytest.mark.skipif(
@@ -58,7 +58,7 @@ def left_by_harness(folder: Path, answers, effective: int, name: str) -> None:
 
 
 @pytest.fixture
-def evaluate(tmp_path, monkeypatch, crowd_published):
+def evaluate(tmp_path, monkeypatch, tiny_published):
     """`evaluate --tasks crowd` with a harness that runs `code` and leaves `answers`."""
 
     def call(answers=None, effective=2, code="", *arguments, name="1_samples_crowd.jsonl"):
@@ -74,7 +74,7 @@ def evaluate(tmp_path, monkeypatch, crowd_published):
         monkeypatch.setattr(harness.subprocess, "run", run)
         monkeypatch.setattr(harness, "find_spec", lambda name: True)
         monkeypatch.setattr(harness, "version", lambda name: "0")
-        options = ["--tasks", "crowd", "--model", str(crowd_published), "--out", str(tmp_path / "out")]
+        options = ["--tasks", "crowd", "--model", str(tiny_published), "--out", str(tmp_path / "out")]
         result = CliRunner().invoke(app, ["evaluate", *options, *arguments])
         monkeypatch.setattr(harness.subprocess, "run", original)
         return result
@@ -166,16 +166,16 @@ def test_a_folder_belongs_to_the_settings_of_its_run(evaluate):
         (["evaluate", "--tasks", "a/x.jsonl,b/x.jsonl"], ["Two files of records are named x"]),
     ],
 )
-def test_bad_input_ends_in_one_line(arguments, words, crowd_published, tmp_path, monkeypatch):
+def test_bad_input_ends_in_one_line(arguments, words, tiny_published, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: True)
     monkeypatch.chdir(tmp_path)
-    model = [] if arguments[0] == "report" else ["--model", str(crowd_published)]
+    model = [] if arguments[0] == "report" else ["--model", str(tiny_published)]
     assert_refused(CliRunner().invoke(app, [*arguments, *model]), *words)
 
 
-def test_without_the_harness_the_command_says_how_to_get_it(crowd_published, tmp_path, monkeypatch):
+def test_without_the_harness_the_command_says_how_to_get_it(tiny_published, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    options = ["--tasks", "videomme", "--model", str(crowd_published), "--out", str(tmp_path / "out")]
+    options = ["--tasks", "videomme", "--model", str(tiny_published), "--out", str(tmp_path / "out")]
     assert_refused(CliRunner().invoke(app, ["evaluate", *options]), 'pip install -e ".[eval]"', "in a clone")
 
 
@@ -212,12 +212,12 @@ def environment(tmp_path):
 
 
 @NEEDS_HARNESS
-def test_a_task_of_records_runs_in_lmms_eval(crowd_published, tmp_path, environment):
+def test_a_task_of_records_runs_in_lmms_eval(tiny_published, tmp_path, environment):
     """As a user of lmms-eval runs it, without our command."""
-    path = build_dataset(tmp_path / "crowd", "harness", 1, (8,), multiple_choice=0, progress=False, crowd=True)
+    path = build_open(tmp_path / "world", "harness", 1, 8, variant="plain")
     task = write_task(path, tmp_path / "tasks")
     command = [sys.executable, "-m", "benchmarks.harness", "--model", "qtsplus", "--tasks", task, "--limit", "4"]
-    arguments = [f"pretrained={crowd_published}", "retention=0.1", "device=cpu"]
+    arguments = [f"pretrained={tiny_published}", "retention=0.1", "device=cpu"]
     command += ["--model_args", ",".join(arguments), "--include_path", str(tmp_path / "tasks"), "--batch_size", "2"]
     command += ["--output_path", str(tmp_path / "out"), "--log_samples", "--verbosity", "DEBUG"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -229,8 +229,8 @@ def test_a_task_of_records_runs_in_lmms_eval(crowd_published, tmp_path, environm
 
 @pytest.fixture
 def records(tmp_path):
-    """Sixteen questions about each of three crowded videos, of which one is corrupt."""
-    path = Path(build_dataset(tmp_path / "crowd", "harness", 3, (8,), multiple_choice=0, progress=False, crowd=True))
+    """Questions about three videos, of which one is corrupt."""
+    path = build_open(tmp_path / "world", "harness", 3, 8, variant="plain")
     broken = Path(str(read_records(path)[-1].video))
     broken.write_bytes(broken.read_bytes()[:300])
     return path
@@ -239,12 +239,12 @@ def records(tmp_path):
 @pytest.mark.slow
 @NEEDS_HARNESS
 def test_killed_and_started_again_with_two_processes_the_table_is_the_same(
-    records, crowd_published, tmp_path, environment
+    records, tiny_published, tmp_path, environment
 ):
     """The one with nothing in between, in one process and without batches, tells what the table should be."""
 
     def command(out, *arguments):
-        options = ["--tasks", str(records), "--model", str(crowd_published), "--retention", "0.1", "--device", "cpu"]
+        options = ["--tasks", str(records), "--model", str(tiny_published), "--retention", "0.1", "--device", "cpu"]
         return [sys.executable, "-m", "benchmarks", "evaluate", *options, "--out", str(tmp_path / out), *arguments]
 
     def end(*started):

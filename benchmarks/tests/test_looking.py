@@ -1,7 +1,6 @@
 """Dense supervision: the answers of a small base look at the visual tokens that they rest on."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +9,7 @@ import torch
 from benchmarks.teaching.dataset import TinyWorldCollator, TinyWorldDataset, TinyWorldRecord, read_tinyworld
 from benchmarks.teaching.looking import LOOKS, looking_losses, watching
 from benchmarks.teaching.naming import TokenWords
-from benchmarks.world.crowd import record_world
-from benchmarks.world.questions import evidence_tokens
-from benchmarks.world.tinyworld import ask_world, build_dataset
+from benchmarks.world.open_sets import build_open
 from qtsplus.training.models import make_config, make_model, make_processor
 from teaching_examples import make_trainer
 from training_examples import assert_same_training, collate, examples, steps
@@ -197,31 +194,21 @@ def test_rows_are_read_with_their_supervision(dense, message, tmp_path):
         read_tinyworld(path)
 
 
-def test_a_crowd_says_what_its_answers_rest_on_and_a_batch_of_it_trains(tmp_path):
-    path = build_dataset(
-        tmp_path, "train", 2, seconds=(4,), multiple_choice=0, conversations=True, crowd=True, progress=False
-    )
-    row = json.loads(Path(path).read_text(encoding="utf-8").splitlines()[0])
-    found = {question.question: question for question in ask_world(record_world(row), 0)}
-    turns = [*row["earlier"], [row["question"], row["answer"]]]
-    assert len(turns) == len(row["needles"]) == len(found)
-    for (question, _), needles in zip(turns, row["needles"], strict=True):
-        parts = evidence_tokens(found[question], (4, 6, 6))
-        assert needles == sorted(int(token) for part in parts for token in part)
-
+def test_a_batch_of_an_open_world_trains(tmp_path):
+    path = build_open(tmp_path, "test", 2, 8, variant="plain", conversations=True)
     processor = make_processor("qtsplus-tiny", None, make_config("qtsplus-tiny", None))
     dataset = TinyWorldDataset(read_tinyworld(path), processor)
     assert "needles" not in dataset[0]
     dataset.dense = True
     batch = TinyWorldCollator(processor)([dataset[0], dataset[1]])
-    labels, needles = batch.pop("labels"), batch.pop("needles")
+    labels = batch.pop("labels")
+    needles = batch.pop("needles")
     for name in ("source_ids", "skipped", "token_words"):
         batch.pop(name)
     model = make_model("qtsplus-tiny", None, {"selection": "all"}).train()
     with watching(model, batch, labels, needles, LAYER) as looks:
         model(**batch, use_cache=False)
-    assert [len(look.by_kind["looking"].places) for look in looks] == [
-        sum(len(word) > 0 for (word,) in own) for own in needles
-    ]
+    words_with_needles = [sum(len(word) > 0 for answer in own for word in answer) for own in needles]
+    assert [len(look.by_kind["looking"].places) for look in looks] == words_with_needles
     looking_losses(looks, "looking").sum().backward()
     assert model.model.language_model.layers[LAYER].self_attn.q_proj.weight.grad.abs().max() > 0

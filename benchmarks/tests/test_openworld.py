@@ -16,7 +16,7 @@ from benchmarks.world.open_sets import VARIANTS, build_open
 from benchmarks.world.open_tokens import OPEN_CONTEXT, OPEN_WORDS, count_pixels, name_tokens
 from benchmarks.world.openworld import OPEN_SIZES, STAYS, draw_owners, make_open, render_open
 from benchmarks.world.scene import CELL, FPS
-from benchmarks.world.tinyworld import split_seed
+from benchmarks.world.splits import split_seed
 from benchmarks.world.token_words import UNNAMED, read_token_words
 from qtsplus.cli.demonstration import CLIP, QUESTIONS
 

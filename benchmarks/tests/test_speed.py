@@ -100,27 +100,6 @@ def test_attention_selection_stands_beside(tmp_path):
         speed.run_speed("tiny", tmp_path, selection="random")
 
 
-def test_two_passes_stand_beside(tmp_path):
-    """8 frames of 4 x 4 tokens for each two: a small video of 4 x 2 x 2, then one window of 16."""
-    how = {"two_passes": True, "dtype": "float32", "repeats": 1, "sweep": False, "progress": False}
-    file = speed.run_speed("tiny", tmp_path, **how)
-    document = read_result(file)
-    assert file.name == "speed-two-passes-tiny.json" and "--two-passes" in document["command"]
-    assert document["settings"]["two_passes"] == {"scale": 0.5, "tokens": 0.25, "tile": None}
-    ours, twice = (document["repeats"][side][0] for side in ("ours", "two_passes"))
-    assert (twice["first_pass_tokens"], twice["second_pass_tokens"]) == (16, 16)
-    assert twice["visual_tokens"] == ours["visual_tokens"] == 64
-    assert twice["visual_tokens_to_lm"] == ours["visual_tokens_to_lm"] == 8
-    stages = ("reading", "vision", "relevance", "gate", "re-encode", "prefill")
-    assert all(twice[stage] > 0 for stage in (*stages, "per_token", "second_question"))
-    assert sum(twice[stage] for stage in stages) <= twice["file_to_first_token"]
-    speedup = ours["file_to_first_token"] / twice["file_to_first_token"]
-    assert document["summary"]["two_passes_speedup"] == pytest.approx(speedup)
-    assert "| two-passes-tiny |" in (tmp_path / "summary.md").read_text()
-    with pytest.raises(ValueError, match="internvl2.5-8b-tiny brings every frame to one size"):
-        speed.run_speed("internvl2.5-8b-tiny", tmp_path, **how)
-
-
 def test_stages_are_parts_of_the_whole(document):
     parts = {
         "stock": ("decode", "preprocess", "vision", "prefill"),

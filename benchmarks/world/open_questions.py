@@ -7,8 +7,7 @@ import numpy as np
 
 from .open_tokens import Shown
 from .openworld import OPEN_COLOURS, OpenWorld, Thing, crossing_frame
-from .questions import with_article
-from .scene import FPS
+from .scene import FPS, with_article
 
 # Of each kind how many, as far as a video allows.
 OPEN_PLAN = {"mark": 4, "existence": 4, "stay": 6, "colours": 2, "crossing": 2, "order": 1}

@@ -16,7 +16,7 @@ from .open_questions import OPEN_PLAN, in_any_words, open_questions
 from .open_tokens import count_pixels, name_tokens
 from .openworld import SQUARE, OpenWorld, make_open, render_open
 from .scene import FPS
-from .tinyworld import split_seed
+from .splits import split_seed
 from .token_words import write_token_words
 
 MARGIN = 14  # pixels around a test video, into which it can be shifted
@@ -59,7 +59,7 @@ def build_open(
     Writes `<folder>/<split>/<index>.mp4` and their questions as `<folder>/<split>.jsonl`. What is there is kept.
 
     Args:
-        split: one of those of TinyWorld.
+        split: one of [`SPLITS`].
         count: worlds.
         seconds: of each.
         few: see [`make_open`].
@@ -70,7 +70,7 @@ def build_open(
         workers: processes that render.
 
     Returns:
-        The path of the JSONL file. A record has the fields of [`OpenQuestion`] as TinyWorld's records have them.
+        The path of the JSONL file. A record has the fields of [`OpenQuestion`], as `read_tinyworld` takes them.
     """
     folder = Path(folder)
     (folder / split).mkdir(parents=True, exist_ok=True)

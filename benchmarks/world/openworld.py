@@ -13,10 +13,10 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from .clip import COLOURS
-from .scene import CELL, DIRECTIONS, FPS, draw_shape
+from .scene import CELL, DIRECTIONS, FPS, SHAPES, draw_shape
 
 OPEN_COLOURS = {**COLOURS, "black": (15, 15, 15)}
-OPEN_SHAPES = ("circle", "square", "triangle", "cross", "ring")
+OPEN_SHAPES = SHAPES
 OPEN_MARKS = ("ball", "door", "book", "bird")
 STAYS = ("short", "half", "throughout")
 

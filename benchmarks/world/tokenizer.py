@@ -1,9 +1,8 @@
-"""The tokenizer and processor of the tiny models, from sentences of our own: `python -m benchmarks.world.tokenizer`."""
+"""The tokenizer and processor of the tiny models, from sentences of our own."""
 
 import itertools
 import json
 import os
-import sys
 from collections.abc import Iterable
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -240,7 +239,7 @@ def build_processor(
     folder: str | os.PathLike, vocab_size: int = 2048, texts: Iterable[str] | None = None
 ) -> Qwen2_5_VLQTSplusProcessor:
     """
-    Writes tokenizer, chat template and processor of the crowd's model into a folder, byte for byte the same each time.
+    Writes tokenizer, chat template and processor of the tiny models into a folder, byte for byte the same each time.
 
     Args:
         folder: where to write; made where it is missing.
@@ -263,7 +262,3 @@ def build_processor(
             file.write(text)
     # The code that the folder's `auto_map` names is this package's.
     return Qwen2_5_VLQTSplusProcessor.from_pretrained(folder, trust_remote_code=False)
-
-
-if __name__ == "__main__":
-    build_processor(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/bases/crowd")
