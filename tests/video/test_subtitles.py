@@ -198,6 +198,77 @@ def test_subtitles_of_another_video_are_not_taken(film, tmp_path):
     assert [line.text for line in read_subtitles(talk)] == ["full"]
 
 
+def write_tracks(path, *tracks):
+    """A film with these tracks of subtitles: each a text and the flags of its track."""
+    with av.open(str(path), "w") as film:
+        video = film.add_stream("libx264", rate=1)
+        video.width = video.height = 112
+        video.pix_fmt = "yuv420p"
+        sources = []
+        for number, (text, flags) in enumerate(tracks):
+            source = av.open(str(write_srt(path.with_name(f"{number}.srt"), text)))
+            track = film.add_stream_from_template(source.streams.subtitles[0])
+            track.disposition = flags
+            sources.append((source, track))
+        for _ in range(4):
+            film.mux(video.encode(VideoFrame.from_ndarray(np.zeros((112, 112, 3), np.uint8))))
+        film.mux(video.encode())
+        for source, track in sources:
+            for packet in source.demux():
+                if packet.size:
+                    packet.stream = track
+                    film.mux(packet)
+    return path
+
+
+FLAGS = av.stream.Disposition
+
+
+@pytest.mark.parametrize(
+    ("tracks", "expected"),
+    [
+        ([("forced", FLAGS.forced | FLAGS.default), ("full", FLAGS(0))], "full"),
+        ([("forced", FLAGS.forced), ("other", FLAGS(0)), ("full", FLAGS.default)], "full"),
+        ([("first", FLAGS(0)), ("second", FLAGS(0))], "first"),
+        ([("forced", FLAGS.forced)], "forced"),
+    ],
+)
+def test_a_forced_track_does_not_hide_the_full_one(tmp_path, tracks, expected):
+    film = write_tracks(tmp_path / "film.mkv", *tracks)
+    assert [line.text for line in read_subtitles(film)] == [expected]
+
+
+def numbered_srt(count):
+    """Subtitles that all differ, 20 a second."""
+    blocks = []
+    for number in range(count):
+        minutes, ticks = divmod(number, 1200)
+        time = f"{minutes // 60:02d}:{minutes % 60:02d}:{ticks // 20:02d},{ticks % 20 * 50:03d}"
+        blocks.append(f"{number}\n{time} --> {time}\n{number}\n\n")
+    return "".join(blocks)
+
+
+@pytest.mark.parametrize(
+    ("count", "reason"),
+    [(reader.MAX_SUBTITLES + 1, "it has more than 100,000 subtitles"), (10**6, "it is larger than 16 MiB")],
+)
+def test_too_many_subtitles_are_refused(tmp_path, count, reason):
+    (tmp_path / "film.mp4").touch()
+    (tmp_path / "film.srt").write_text(numbered_srt(count))
+    with pytest.raises(ValueError, match=f"film.srt' cannot be read: {reason}"):
+        read_subtitles(tmp_path / "film.mp4")
+
+
+def test_the_text_of_a_track_is_bounded_as_that_of_a_file(film, tmp_path, monkeypatch):
+    within = write_film(tmp_path / "film.mkv", subtitles=film.with_suffix(".srt"))
+    size = sum(len(f"<i>{text}</i>") for _, text in LINES)
+    monkeypatch.setattr(reader, "MAX_FILE_BYTES", size)
+    assert len(read_subtitles(within)) == len(LINES)
+    monkeypatch.setattr(reader, "MAX_FILE_BYTES", size - 1)
+    with pytest.raises(ValueError, match="its subtitles have more than"):
+        read_subtitles(within)
+
+
 def test_a_colon_in_a_name_is_no_address(film, tmp_path, monkeypatch):
     write_film(tmp_path / "a:b.mkv", subtitles=film.with_suffix(".srt"))
     monkeypatch.chdir(tmp_path)

@@ -122,12 +122,16 @@ def _as_utf8(path: Path) -> io.BytesIO:
 
 def _lines(container: Any, track: Any) -> Iterator[Subtitle]:
     count = 0
+    total_bytes = 0
     for packet in container.demux(track):
         if packet.pts is None:
             continue
         count += 1
+        total_bytes += packet.size
         if count > MAX_SUBTITLES:
             raise ValueError(f"it has more than {MAX_SUBTITLES:,} subtitles")
+        if total_bytes > MAX_FILE_BYTES:
+            raise ValueError(f"its subtitles have more than {MAX_FILE_BYTES // 2**20} MiB")
         start = float(packet.pts * packet.time_base)
         end = start + float((packet.duration or 0) * packet.time_base)
         if packet.size > MAX_SUBTITLE_BYTES:
