@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qtsplus.asking.summaries import JOIN
-from qtsplus.library.library import clock
+from qtsplus.common.files import clock
 
 from .questions import WORDINGS, Question, ask_scene, join_things
 from .tower import see

@@ -1,6 +1,5 @@
 """How the visual tokens of a question are chosen: named once, and passed whole."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,11 +13,11 @@ class Choice:
     How visual tokens are chosen. What is `None` is as the model's configuration has it.
 
     Args:
-        retention: the fraction to keep, in (0, 1], for all questions or for each; without it the model decides.
+        retention: the fraction to keep, in (0, 1]; without it the model decides.
         max_visual_tokens: the most tokens to keep.
         selection: the name of a method (`qtsplus.model.methods_qtsplus.METHODS`), or a function like those.
     """
 
-    retention: float | Sequence[float] | None = None
+    retention: float | None = None
     max_visual_tokens: int | None = None
     selection: "str | Method | None" = None

@@ -1,7 +1,6 @@
 """Which seconds and which regions of a video the kept tokens came from."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,18 +65,36 @@ def evidence_intervals(
     sure = SURE * weights.max()
 
     intervals = []
-    maps = zip(token_maps(strong, grids), token_maps(weights, grids), second_per_grid_ts, strict=False)
+    strong_maps = token_maps(strong, grids)
+    weight_maps = token_maps(weights, grids)
+    maps = zip(strong_maps, weight_maps, second_per_grid_ts, strict=False)
     for video, (is_strong, weight, seconds) in enumerate(maps):
-        flags = is_strong.any(2).any(1).tolist()
-        for run in (list(run) for flag, run in itertools.groupby(range(len(flags)), flags.__getitem__) if flag):
-            first, last = run[0], run[-1]
-            steps = slice(first, last + 1)
-            if weight[steps].max() < sure:
+        strong_steps = is_strong.any(2).any(1).tolist()
+        for first, end in _runs(strong_steps):
+            stretch = weight[first:end]
+            if stretch.max() < sure:
                 continue
-            box = _bounding_box((weight * is_strong)[steps].sum(0))
-            start, end = first * float(seconds), (last + 1) * float(seconds)
-            intervals.append(Interval(start, end, float(weight[steps].sum()), video, box))
+            strong_weight = (weight * is_strong)[first:end].sum(0)
+            interval = Interval(
+                start=first * float(seconds),
+                end=end * float(seconds),
+                weight=float(stretch.sum()),
+                video=video,
+                box=_bounding_box(strong_weight),
+            )
+            intervals.append(interval)
     return sorted(intervals, key=lambda interval: -interval.weight)
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """The first place of each run of true flags, and the place behind its last."""
+    first = None
+    for place, flag in enumerate([*flags, False]):
+        if flag and first is None:
+            first = place
+        elif not flag and first is not None:
+            yield first, place
+            first = None
 
 
 def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
@@ -86,12 +103,23 @@ def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
     that have some. Cells of a group share sides, so that one cell elsewhere does not make the box thrice the object.
     """
     height, width = weights.shape
-    groups, left, own = [], dict.fromkeys(map(tuple, weights.nonzero().tolist())), weights.tolist()
-    while left:
-        group = [left.popitem()[0]]
+    cells = [(row, column) for row, column in weights.nonzero().tolist()]
+    ungrouped = dict.fromkeys(cells)  # in the order of the rows
+    heaviest: list[tuple[int, int]] = []
+    most_weight = -1.0
+    values = weights.tolist()
+    while ungrouped:
+        group = [ungrouped.popitem()[0]]
+        group_weight = 0.0
         for row, column in group:  # which grows meanwhile
-            beside = ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1))
-            group += [cell for cell in beside if left.pop(cell, 0) is None]
-        groups.append(group)
-    rows, columns = zip(*max(groups, key=lambda group: sum(own[y][x] for y, x in group)), strict=True)
+            group_weight += values[row][column]
+            for cell in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
+                if cell in ungrouped:
+                    del ungrouped[cell]
+                    group.append(cell)
+        if group_weight > most_weight:
+            heaviest = group
+            most_weight = group_weight
+    rows = [row for row, _ in heaviest]
+    columns = [column for _, column in heaviest]
     return min(columns) / width, min(rows) / height, (max(columns) + 1) / width, (max(rows) + 1) / height

@@ -3,9 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,8 +11,12 @@ from ..model.layout_qtsplus import VisualSpan
 from ..model.prompt_qtsplus import VIDEO, Layout
 from ..video.encoded import EncodedVideo
 
-if TYPE_CHECKING:
-    from ..live.stream import Camera, Stream
+
+class Clock(Protocol):
+    """What the cameras of a stream share."""
+
+    frames_per_step: int
+    seconds_per_step: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +26,15 @@ class Remembered(EncodedVideo):
 
     Args:
         clock: the stream, whose cameras share one.
+        cells: the tokens of a whole step.
         rows: the step in time of each step of the grid.
         missing: frames that the last of them lacks.
         begins: when the first frame of some steps was taken, in seconds; others begin on the clock.
         places: `[M]` ascending, where the features stand in the grid, which has more tokens.
     """
 
-    clock: "Stream"
+    clock: Clock
+    cells: int
     rows: list[int]
     missing: int
     places: torch.Tensor
@@ -38,12 +42,16 @@ class Remembered(EncodedVideo):
 
     @property
     def frames(self) -> int:
-        cells = math.prod(self.clock.model.model.merged_grid(self.video_grid_thw)[0][1:])
-        return self.clock.frames_per_step * len((self.places // cells).unique()) - self.missing
+        steps = (self.places // self.cells).unique()
+        return self.clock.frames_per_step * len(steps) - self.missing
 
     def span(self, first: int, last: int) -> tuple[float, float]:
-        seconds, start, end = self.clock.seconds_per_step, self.rows[first], self.rows[last - 1] + 1
-        return self.begins.get(start, start * seconds), self.begins.get(end, min(end * seconds, self.length))
+        start_step = self.rows[first]
+        end_step = self.rows[last - 1] + 1
+        seconds = self.clock.seconds_per_step
+        start = self.begins.get(start_step, start_step * seconds)
+        end = self.begins.get(end_step, min(end_step * seconds, self.length))
+        return start, end
 
 
 def narrowed(model: Any, layout: Layout, videos: Sequence[Remembered], new_tokens: int) -> tuple[Layout, torch.Tensor]:
@@ -51,18 +59,28 @@ def narrowed(model: Any, layout: Layout, videos: Sequence[Remembered], new_token
     The layout of one prompt about what is remembered, with the tokens that are there, at their times: [`within`] what
     the model has positions for, behind the text; and `[k]` ascending, which tokens of the whole grids these are.
     """
-    backbone, grids = model.model, layout.grids[VIDEO]
-    text = int((backbone.token_types(layout.input_ids) != VIDEO).sum()) + sum(max(grid[1:]) for grid in grids)
-    room = model.config.get_text_config().max_position_embeddings - text - new_tokens
-    per_step = max(backbone.tokens_per_second * videos[0].clock.seconds_per_step, 1)
-    numbers = within([one.rows for one in videos], max(int(room / per_step) - 1, 1))
-    layout = at_steps(backbone, layout, numbers).narrow([one.places for one in videos])
+    backbone = model.model
+    grids = layout.grids[VIDEO]
+    is_text = backbone.token_types(layout.input_ids) != VIDEO
+    room = model.config.get_text_config().max_position_embeddings - new_tokens
+    room -= int(is_text.sum())
+    for _, height, width in grids:
+        room -= max(height, width)
+    positions_per_step = max(backbone.tokens_per_second * videos[0].clock.seconds_per_step, 1)
+    most_steps = max(int(room / positions_per_step) - 1, 1)
+    numbers = within([video.rows for video in videos], most_steps)
+    layout = at_steps(backbone, layout, numbers).narrow([video.places for video in videos])
     if backbone.rope_axes == 1:  # the language model counts tokens: those that are there
         row = layout.rows[0]
-        order = torch.arange(len(row.columns), device=row.columns.device)[None]
-        layout = replace(layout, rows=[replace(row, language_positions=order)])
-    starts = accumulate(map(math.prod, grids), initial=0)
-    return layout, torch.cat([one.places + start for one, start in zip(videos, starts, strict=False)])
+        order = torch.arange(len(row.columns), device=row.columns.device)
+        row = replace(row, language_positions=order[None])
+        layout = replace(layout, rows=[row])
+    places = []
+    first = 0
+    for video, grid in zip(videos, grids, strict=True):
+        places.append(video.places + first)
+        first += math.prod(grid)
+    return layout, torch.cat(places)
 
 
 def rows_of(steps: Sequence[int]) -> list[int]:
@@ -75,13 +93,6 @@ def rows_of(steps: Sequence[int]) -> list[int]:
     return rows
 
 
-def places_of(camera: "Camera", rows: Sequence[int]) -> torch.Tensor:
-    """`[m]` ascending: where a camera's tokens stand in a video of these steps."""
-    row_of = {step: row for row, step in enumerate(rows)}
-    rows_of_tokens = torch.tensor([row_of[step] for step in camera.tokens.steps.tolist()])
-    return rows_of_tokens * math.prod(camera.cells) + camera.tokens.cells
-
-
 def within(rows: Sequence[Sequence[int]], most: int) -> list[list[int]]:
     """
     The same steps, counted from the oldest, at most `most` of them.
@@ -89,33 +100,52 @@ def within(rows: Sequence[Sequence[int]], most: int) -> list[list[int]]:
     Where the time between the oldest and the newest is longer, the newer half of the positions is true, and all that
     is older is drawn together evenly.
     """
-    first, last = min(steps[0] for steps in rows), max(steps[-1] for steps in rows)
+    first = min(steps[0] for steps in rows)
+    last = max(steps[-1] for steps in rows)
+    true = most // 2  # positions of the newest steps
+    drawn_together = most - true
     if last - first <= most:
         return [[step - first for step in steps] for steps in rows]
-    far = most - most // 2  # positions that are left to what is older
-    share = far / (last - most // 2 - first)
-    return [[max(most - last + step, int((step - first) * share)) for step in steps] for steps in rows]
+    share = drawn_together / (last - true - first)
+    numbers = []
+    for steps in rows:
+        counted = []
+        for step in steps:
+            newer = most - last + step
+            older = int((step - first) * share)
+            counted.append(max(newer, older))
+        numbers.append(counted)
+    return numbers
 
 
 def at_steps(model: Any, layout: Layout, numbers: Sequence[Sequence[int]]) -> Layout:
     """The layout of one prompt, whose videos have steps with these numbers in time in place of 0, 1, 2, ..."""
     row = layout.rows[0]
-    positions, language = row.positions.clone(), row.language_positions.clone()
-
-    @cache
-    def shifts(video: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """By step, how much later it is on the selector's clock, and on the language model's."""
-        steps = torch.tensor(numbers[video], device=positions.device)
-        line = [VisualSpan(VIDEO, video, 0, (int(steps[-1]) + len(steps), 1, 1))]
-        clock = model.row_positions(line, line[0].length, layout.seconds, positions.device)
-        spoken = model.language_positions(line, clock)
-        return clock[0, steps] - clock[0, : len(steps)], spoken[0, steps] - spoken[0, : len(steps)]
-
+    positions = row.positions.clone()
+    language = row.language_positions.clone()
+    shifts = [_shifts(model, layout, video, steps) for video, steps in enumerate(numbers)]
     for span in row.spans:
-        own, size = slice(span.frame, span.frame + span.grid[0]), span.grid[1] * span.grid[2]
+        selector_shift, language_shift = shifts[span.index]
+        frames, height, width = span.grid
+        steps = slice(span.frame, span.frame + frames)
         columns = span.token_columns().to(positions.device)
-        shift, spoken = (by_step[own].repeat_interleave(size) for by_step in shifts(span.index))
-        positions[0, columns] += shift
+        cells = height * width
+        positions[0, columns] += selector_shift[steps].repeat_interleave(cells)
         if model.rope_axes == 3 and not model.frames_apart:  # else time is text, or a token's number
-            language[0, columns] += spoken
-    return replace(layout, rows=[replace(row, positions=positions, language_positions=language)])
+            language[0, columns] += language_shift[steps].repeat_interleave(cells)
+    row = replace(row, positions=positions, language_positions=language)
+    return replace(layout, rows=[row])
+
+
+def _shifts(model: Any, layout: Layout, video: int, numbers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[T]` each: how much later each step of a video is on the selector's clock, and on the language model's."""
+    device = layout.rows[0].positions.device
+    steps = torch.tensor(numbers, device=device)
+    length = int(steps[-1]) + len(steps)
+    line = VisualSpan(VIDEO, video, 0, (length, 1, 1))
+    selector = model.row_positions([line], line.length, layout.seconds, device)
+    language = model.language_positions([line], selector)
+    selector = selector[0]
+    language = language[0]
+    count = len(steps)
+    return selector[steps] - selector[:count], language[steps] - language[:count]

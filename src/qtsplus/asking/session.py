@@ -1,6 +1,5 @@
 """Asks a model about videos that are encoded once, any number of times, and says what each answer rests on."""
 
-import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -58,16 +57,22 @@ class VideoSession:
     """Videos that are encoded once and asked about again and again; those of a question compete for one budget."""
 
     def __init__(self, model: Any, processor: Any) -> None:
-        self.model, self.processor = model, processor
+        self.model = model
+        self.processor = processor
         self.videos: dict[str, EncodedVideo] = {}
         self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
         self.left_out = 0  # questions of the conversation that `turns` no longer holds
+        self.warnings: list[str] = []  # of every answer, as a library has them
         self._talking = threading.Lock()
 
     @property
     def names(self) -> list[str]:
         """The videos' names, in the order in which the model sees them."""
-        return [*self.videos]
+        return list(self.videos)
+
+    def film(self, name: str) -> EncodedVideo:
+        """A video by its name."""
+        return self.videos[name]
 
     def add(self, video: Any, name: str | None = None, **options: Any) -> str:
         """
@@ -86,11 +91,20 @@ class VideoSession:
         if options and isinstance(video, EncodedVideo):
             raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
         encoded = video if isinstance(video, EncodedVideo) else encode(self.model, self.processor, video, **options)
-        place = urlsplit(encoded.video).path if is_address(encoded.video) else encoded.video
-        own = printable(PurePath(place).name) or "video"
-        numbered = (f"{own} ({number})" for number in itertools.count(2))
-        name = name or next(one for one in itertools.chain([own], numbered) if one not in self.videos)
+        if name is None:
+            name = self._free_name(encoded.video)
         self.videos[name] = encoded
+        return name
+
+    def _free_name(self, video: str) -> str:
+        """The name of a file, with a number where that is taken."""
+        path = urlsplit(video).path if is_address(video) else video
+        file_name = printable(PurePath(path).name) or "video"
+        name = file_name
+        number = 1
+        while name in self.videos:
+            number += 1
+            name = f"{file_name} ({number})"
         return name
 
     def remove(self, name: str) -> None:
@@ -111,7 +125,9 @@ class VideoSession:
         check_count("batch_size", batch_size, "questions")
         names = self.names if videos is None else videos
         self._check_names(names)
-        chosen, questions, answers = {name: self.videos[name] for name in names}, list(questions), []
+        chosen = {name: self.videos[name] for name in names}
+        questions = list(questions)
+        answers = []
         for first in range(0, len(questions), batch_size):
             batch = questions[first : first + batch_size]
             answers += answer_questions(self.model, self.processor, chosen, batch, **generation)
@@ -129,8 +145,8 @@ class VideoSession:
             answer = self.ask(question, turns=self.turns, **generation)
             if self.left_out:
                 warning = f"A conversation keeps its last {EARLIER} questions. Left out, the oldest: {self.left_out}."
-                answer = replace(answer, warnings=[*answer.warnings, warning])
-            turns = [*self.turns, question, answer.answer]
+                answer = replace(answer, warnings=answer.warnings + [warning])
+            turns = self.turns + [question, answer.answer]
             self.turns = turns[-2 * EARLIER :]
             self.left_out += (len(turns) - len(self.turns)) // 2
         return answer

@@ -1,21 +1,21 @@
-"""Summaries: films in chapters by change, each told from the tokens that cover it, joined by the model into one."""
+"""Summaries: videos in chapters by change, each told from the tokens that cover it, joined by the model into one."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress
 
-from ..common.files import printable
+from ..common.files import clock, printable
 from ..common.validation import show
-from ..library.library import Library, clock
 from ..model.methods_qtsplus import Method, check_budget
 from ..model.video_qtsplus import require_positive
 from ..video.encoded import EncodedVideo
 from .answers import answer_questions, check_question, generation_options
+from .choice import Choice
 from .ranking import Piece
 from .recall import Remembered
 from .session import VideoSession
@@ -27,10 +27,26 @@ AT_ONCE = 4096  # their tokens, of which a longer prompt is read alone
 ALONE = ("prompt_lookup_num_tokens", "min_length", "max_time", "guidance_scale")  # of a model's own configuration
 REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")  # of the options of a question
 
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Videos(Protocol):
+    """What a [`VideoSession`] and a `Library` share."""
+
+    model: Any
+    processor: Any
+    warnings: list[str]
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def film(self, name: str) -> EncodedVideo: ...
+
 
 @dataclass(frozen=True)
 class Chapter:
-    """A stretch of a film, from second `start` to `end` on a player's clock, and what the model says of it."""
+    """A stretch of a video, from second `start` to `end` on a player's clock, and what the model says of it."""
 
     video: str
     start: float
@@ -40,23 +56,28 @@ class Chapter:
     visual_tokens: int
 
 
-Part = tuple[Chapter, Chapter, str]  # from the begin of one to the end of another, and what is said of it
+class Part(NamedTuple):
+    """What is said of a stretch, from the begin of one chapter to the end of another."""
+
+    first: Chapter
+    last: Chapter
+    text: str
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What the model says of films: of all of them, and of each chapter."""
+    """What the model says of videos: of all of them, and of each chapter."""
 
     text: str
     chapters: list[Chapter]
     warnings: list[str]  # as in `EncodedVideo`
     frames: int  # that were looked at
     seconds_of_video: float
-    unheard: bool  # whether a film has sound
+    unheard: bool  # whether a video has sound
 
 
 def summarise(
-    about: VideoSession | Library,
+    about: Videos,
     prompt: str = "Summarise the video.",
     *,
     names: Sequence[str] | None = None,
@@ -70,7 +91,7 @@ def summarise(
 ) -> Summary:
     """
     Summarises the videos of a session or of a library: chapter by chapter, which the model then joins. Memory holds one
-    film's features at a time, and the language model reads up to 16 chapters of 4,096 tokens in all, or one.
+    video's features at a time, and the language model reads up to 16 chapters of 4,096 tokens in all, or one.
 
     Args:
         prompt: what is asked of each chapter.
@@ -85,98 +106,169 @@ def summarise(
     Raises:
         ValueError: no video, a stream's memory, an empty prompt; as `answer_questions`.
     """
-    if not isinstance(about, VideoSession | Library):
+    if not isinstance(about, Videos):
         raise ValueError(f"Got {type(about).__name__} to summarise; expected a VideoSession or a Library.")
-    model, processor = about.model, about.processor
+    model = about.model
+    processor = about.processor
     require_positive("longest", longest)
     check_question(model, processor, prompt)
-    if refused := [option for option in REFUSED if option in generation]:
+    refused = [option for option in REFUSED if option in generation]
+    if refused:
         raise ValueError(f"Got {', '.join(refused)} for a summary, which asks each chapter the same: leave it out.")
     check_budget(selection, [retention], 1, max_visual_tokens)
-    known = dict.fromkeys(about.names)
-    names = [*known] if names is None else names
-    if not isinstance(names, list | tuple) or not names or {*map(type, names)} != {str} or not {*names} <= {*known}:
-        raise ValueError(f"names={show(names)}: no video to summarise; expected a list, some of {show(about.names)}.")
-    if isinstance(about, VideoSession) and any(isinstance(about.videos[name], Remembered) for name in names):
-        raise ValueError("What a stream remembers has no chapters to summarise: ask about it.")
+    names = _check_names(about, names)
     if retention is None and max_visual_tokens is None and selection != "all":
         retention = model.config.qtsplus_config.rho_max
-    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    longest_text = generation_options(model, generation, max_new_tokens)["max_new_tokens"]
-    writing: dict[str, Any] = {**generation, "max_new_tokens": longest_text}
-    alone = bool(generation) or any(getattr(model.generation_config, option, None) for option in ALONE)
-    chapters, warnings = [], [*about.warnings] if isinstance(about, Library) else []
-    frames, seconds, unheard, words = 0, 0.0, False, len(processor.text_ids(prompt))
+    writing = dict(generation)
+    writing["max_new_tokens"] = generation_options(model, generation, max_new_tokens)["max_new_tokens"]
+    teller = _Teller(
+        model=model,
+        processor=processor,
+        prompt=prompt,
+        choice=Choice(retention, max_visual_tokens, selection),
+        writing=writing,
+        alone=bool(generation) or any(getattr(model.generation_config, option, None) for option in ALONE),
+    )
+    chapters = []
+    warnings = list(about.warnings)
+    frames = 0
+    seconds = 0.0
+    unheard = False
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("Summarising", total=len(names))
         for number, name in enumerate(names):
-            film = about.film(name) if isinstance(about, Library) else about.videos[name]
-            frames, seconds, unheard = frames + film.frames, seconds + film.length, unheard or film.sound
-            warnings += [warning for warning in film.warnings if warning not in warnings]
-            edges, a_step = list(chapter_steps(film, longest)), len(film.features) / film.count * (retention or 1)
-            sizes = [min((last - first) * a_step, max_visual_tokens or AT_ONCE) + words for first, last in edges]
-            for group in _side_by_side(edges, sizes, alone):
-                videos = [{name: Piece(name, first, last, 0.0).cut(film)} for first, last in group]
-                answers = answer_questions(model, processor, videos, [prompt] * len(group), **choice, **writing)
-                for steps, one in zip(group, answers, strict=True):
-                    chapters.append(Chapter(name, *film.span(*steps), one.answer, one.kept_tokens, one.visual_tokens))
-                bar.update(task, completed=number + (edges.index(group[-1]) + 1) / len(edges))
-    parts = [(one, one, one.text) for one in chapters]
-    while len(parts) > 1:
-        groups = [parts[start : start + TOGETHER] for start in range(0, len(parts), TOGETHER)]
-        few = _side_by_side(groups, [len(group) * longest_text for group in groups], alone)
-        texts = [text for some in few for text in _join(model, processor, some, writing)]
-        parts = [(group[0][0], group[-1][1], text) for group, text in zip(groups, texts, strict=True)]
-    return Summary(parts[0][2], chapters, warnings, frames, seconds, unheard)
+            video = about.film(name)
+            frames += video.frames
+            seconds += video.length
+            unheard = unheard or video.sound
+            warnings += [warning for warning in video.warnings if warning not in warnings]
+            edges = list(chapter_steps(video, longest))
+            told = 0
+            for group in teller.tell(name, video, edges):
+                chapters += group
+                told += len(group)
+                bar.update(task, completed=number + told / len(edges))
+    return Summary(teller.join(chapters), chapters, warnings, frames, seconds, unheard)
 
 
-def chapter_steps(film: EncodedVideo, longest: float) -> Iterator[tuple[int, int]]:
-    """The chapters of a film in turn, as steps of its grid from one on, up to another that is not part of it."""
-    edges = film.steps
-    tokens = film.features.unflatten(0, (len(edges) - 1, -1)).float()
-    change = [0.0, *(1 - F.cosine_similarity(tokens[1:], tokens[:-1], dim=-1)).mean(1).tolist()]  # from the step before
+def _check_names(about: Videos, names: Sequence[str] | None) -> Sequence[str]:
+    known = set(about.names)
+    if names is None:
+        names = about.names
+    is_list = isinstance(names, list | tuple)
+    if not is_list or not names or any(not isinstance(name, str) or name not in known for name in names):
+        raise ValueError(f"names={show(names)}: no video to summarise; expected a list, some of {show(about.names)}.")
+    if isinstance(about, VideoSession) and any(isinstance(about.film(name), Remembered) for name in names):
+        raise ValueError("What a stream remembers has no chapters to summarise: ask about it.")
+    return names
+
+
+@dataclass(frozen=True)
+class _Teller:
+    """A model and how it tells what happens in chapters."""
+
+    model: Any
+    processor: Any
+    prompt: str
+    choice: Choice
+    writing: dict[str, Any]  # options of `generate`, with `max_new_tokens`
+    alone: bool  # whether the model reads one prompt at a time
+
+    def tell(self, name: str, video: EncodedVideo, edges: Sequence[tuple[int, int]]) -> Iterator[list[Chapter]]:
+        """The chapters of a video between these steps, as many at a time as are read together."""
+        tokens_per_step = len(video.features) / video.count * (self.choice.retention or 1)
+        most_visual = self.choice.max_visual_tokens or AT_ONCE
+        words = len(self.processor.text_ids(self.prompt))
+        sizes = [min((last - first) * tokens_per_step, most_visual) + words for first, last in edges]
+        for group in _side_by_side(edges, sizes, self.alone):
+            pieces = [{name: Piece(name, first, last, 0.0).cut(video)} for first, last in group]
+            prompts = [self.prompt] * len(group)
+            options = vars(self.choice) | self.writing
+            answers = answer_questions(self.model, self.processor, pieces, prompts, **options)
+            chapters = []
+            for (first, last), answer in zip(group, answers, strict=True):
+                start, end = video.span(first, last)
+                chapters.append(Chapter(name, start, end, answer.answer, answer.kept_tokens, answer.visual_tokens))
+            yield chapters
+
+    def join(self, chapters: Sequence[Chapter]) -> str:
+        """One text of all chapters: of groups of them, then of groups of what was said of those, until one is left."""
+        parts = [Part(chapter, chapter, chapter.text) for chapter in chapters]
+        while len(parts) > 1:
+            groups = [parts[start : start + TOGETHER] for start in range(0, len(parts), TOGETHER)]
+            sizes = [len(group) * self.writing["max_new_tokens"] for group in groups]
+            parts = []
+            for batch in _side_by_side(groups, sizes, self.alone):
+                texts = _join(self.model, self.processor, batch, self.writing)
+                for group, text in zip(batch, texts, strict=True):
+                    parts.append(Part(group[0].first, group[-1].last, text))
+        return parts[0].text
+
+
+def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, int]]:
+    """The chapters of a video in turn, each by its first step of the grid and the step behind its last."""
+    edges = video.steps
+    tokens = video.features.unflatten(0, (len(edges) - 1, -1)).float()
+    likeness = F.cosine_similarity(tokens[1:], tokens[:-1], dim=-1)
+    changes = [0.0] + (1 - likeness).mean(1).tolist()  # of each step from the one before
 
     def parted(first: int, last: int) -> Iterator[tuple[int, int]]:
-        if edges[last] - edges[first] <= longest or last - first < 2:
+        count = last - first
+        if count < 2 or edges[last] - edges[first] <= longest:
             yield first, last
             return
-        spare = max(1, (last - first) // 8)  # steps that neither part is without
+        shortest = max(1, count // 8)  # steps of either part
         middle = (first + last) / 2
-        cut = max(range(first + spare, last - spare + 1), key=lambda at: (round(change[at], 4), -abs(at - middle)))
+
+        def preference(step: int) -> tuple[float, float]:
+            """The largest change; among equal ones, the nearest to the middle."""
+            return round(changes[step], 4), -abs(step - middle)
+
+        cut = max(range(first + shortest, last - shortest + 1), key=preference)
         yield from parted(first, cut)
         yield from parted(cut, last)
 
     return parted(0, len(edges) - 1)
 
 
-def _side_by_side(items: Sequence[Any], sizes: Sequence[float], alone: bool) -> Iterator[list[Any]]:
+def _side_by_side(items: Sequence[T], sizes: Sequence[float], alone: bool) -> Iterator[list[T]]:
     """Items in their order, as many at a time as the language model may read, padded to the longest."""
-    group, longest, most = list[Any](), 0.0, 1 if alone else SIDE_BY_SIDE
+    most = 1 if alone else SIDE_BY_SIDE
+    group: list[T] = []
+    longest = 0.0
     for item, size in zip(items, sizes, strict=True):
-        if group and (len(group) == most or max(longest, size) * (len(group) + 1) > AT_ONCE):
+        longest = max(longest, size)
+        if group and (len(group) == most or longest * (len(group) + 1) > AT_ONCE):
             yield group
-            group, longest = [], 0.0
-        group, longest = [*group, item], max(longest, size)
+            group = []
+            longest = size
+        group.append(item)
     yield group
 
 
 @torch.no_grad()
 def _join(model: Any, processor: Any, groups: list[list[Part]], writing: dict[str, Any]) -> list[str]:
-    """Of each group of stretches, from the begin of one chapter to the end of another, one text of their texts."""
-    asked = []
+    """One text for each group of parts, made by the model from their texts and times."""
+    conversations = []
     for parts in groups:
         lines = [JOIN]
         for first, last, text in parts:
-            until = clock(last.end) if first.video == last.video else f"{printable(last.video)}, {clock(last.end)}"
-            lines.append(f"{printable(first.video)}, {clock(first.start)} to {until}: {text}")
-        asked.append([{"role": "user", "content": [{"type": "text", "text": "\n".join(lines)}]}])
-    inputs = processor.conversation_inputs(asked).to(model.device)
-    options = generation_options(model, writing, writing["max_new_tokens"])
-    length, room = inputs["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
-    if length + writing["max_new_tokens"] > room:
+            begin = f"{printable(first.video)}, {clock(first.start)}"
+            end = clock(last.end)
+            if first.video != last.video:
+                end = f"{printable(last.video)}, {end}"
+            lines.append(f"{begin} to {end}: {text}")
+        content = {"type": "text", "text": "\n".join(lines)}
+        conversations.append([{"role": "user", "content": [content]}])
+    inputs = processor.conversation_inputs(conversations).to(model.device)
+    new_tokens = writing["max_new_tokens"]
+    length = inputs["input_ids"].shape[1]
+    positions = model.config.get_text_config().max_position_embeddings
+    if length + new_tokens > positions:
         raise ValueError(
             f"The texts of {max(map(len, groups))} chapters take {length} positions and what joins them "
-            f"{writing['max_new_tokens']}; the model has {room}: ask for less (max_new_tokens)."
+            f"{new_tokens}; the model has {positions}: ask for less (max_new_tokens)."
         )
+    options = generation_options(model, writing, new_tokens)
     ids = model.generate(**inputs, **options).sequences[:, length:]
     return [text.strip() for text in processor.tokenizer.batch_decode(ids, skip_special_tokens=True)]

@@ -141,6 +141,13 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def clock(seconds: float) -> str:
+    """As a player shows it."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 def counted(count: int, noun: str) -> str:
     """Such as "1 video" and "1,200 videos"."""
     if count == 1:

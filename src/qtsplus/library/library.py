@@ -19,7 +19,7 @@ from ..asking.answers import placed
 from ..asking.evidence import Interval, evidence_intervals
 from ..asking.ranking import Piece, Ranking, Scorer, keys_fingerprint
 from ..asking.session import Answer, answer_questions
-from ..common.files import counted, printable
+from ..common.files import clock, counted, printable
 from ..common.journals import STORED, Journal, Key, Line, Schema, State, file_state
 from ..common.validation import check_count, check_path, show
 from ..data.media import VIDEO_SUFFIXES
@@ -199,13 +199,6 @@ class Index(Journal):
                 f"another dtype: name the model that made it, {self.made['model'] or 'the bundled one'}, "
                 "or index the videos into another folder."
             )
-
-
-def clock(seconds: float) -> str:
-    """As a player shows it."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class Library:

@@ -18,7 +18,7 @@ from transformers.video_utils import VideoMetadata
 
 from ..asking.answers import Answer, answer_questions, check_name
 from ..asking.ranking import StandingQuestion
-from ..asking.recall import Remembered, places_of, rows_of
+from ..asking.recall import Remembered, rows_of
 from ..common.files import printable
 from ..common.validation import check_count
 from ..hub.loading import find_device
@@ -370,6 +370,9 @@ class Stream:
             width=camera.size[1],
         )
         height, width = camera.patches[0].tolist()
+        cells = math.prod(camera.cells)
+        row_of = {step: row for row, step in enumerate(rows)}
+        rows_of_tokens = torch.tensor([row_of[step] for step in steps])
         return Remembered(
             video=name,
             features=camera.tokens.features,
@@ -378,8 +381,9 @@ class Stream:
             metadata=metadata,
             seconds=0.0,
             clock=self,
+            cells=cells,
             rows=rows,
             missing=missing,
             begins=dict(camera.begins),
-            places=places_of(camera, rows),
+            places=rows_of_tokens * cells + camera.tokens.cells,
         )
