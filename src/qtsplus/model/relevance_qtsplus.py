@@ -1,17 +1,17 @@
 """The networks and numerics of the selector: its layer, the budget's heads, log-relevance in blocks, the threshold.
 
-With `s` the scores `q k / sqrt(d_h)` of a sample, and their rows (one for each head and query token), a reduction makes
-one number of a token's column:
+The scores `s = q k / sqrt(d_h)` of a sample have a row for each head and query token and a column for each visual
+token. A reduction makes one number of each column:
 
 - `"max"`, the paper's: `log r_i = max over rows of log softmax_i(s)`.
 - `"mean"`: `log r_i = log of the mean over rows of softmax_i(s)`.
 - `"sum"`: `log r_i = log softmax_i(logsumexp over heads of the sum over query tokens of s)`, one softmax for all.
 
 Every softmax runs over the M visual tokens. So r sums to 1 for all but the maximum, where it sums to between 1 and the
-number of rows. In the first two a token matters if any word speaks for it; in the sum, if the words do together: "the
+number of rows. In the first two a token matters if any word speaks for it; in the sum, if all words together do: "the
 yellow ring" is neither any ring nor anything yellow.
 
-[`QTSplusLayer`], whose attention this is and which the re-encoder has too, is the way in, then [`log_relevance`].
+Start with [`QTSplusLayer`], which the re-encoder uses too, and continue with [`log_relevance`].
 """
 
 import math
@@ -19,12 +19,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-DOUBLINGS = 15  # predicted are 1, 2, 4, ... 16,384 tokens, whatever n_max is; more lose nothing
+DOUBLINGS = 15  # losses are predicted for 1, 2, 4, ... 16,384 tokens, whatever n_max is; more tokens lose nothing
 EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
 NEAR_SHARE = 0.2  # of the highest relevance
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, see `rotary_tables`
 
 # --- The layer ---
 
@@ -35,17 +37,25 @@ class QTSplusRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         states = hidden_states.float()
         variance = states.pow(2).mean(-1, keepdim=True)
         states = states * torch.rsqrt(variance + self.eps)
-        return (self.weight.float() * states).to(hidden_states.dtype)
+        scaled = self.weight.float() * states
+        return scaled.to(hidden_states.dtype)
 
 
 class QTSplusLayer(nn.Module):
     """Pre-norm attention from `query` to `context`, then a feed-forward block; both scoring and re-encoding use it."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_key_value_heads: int, eps: float, dropout: float):
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_key_value_heads: int,
+        eps: float,
+        dropout: float,
+    ):
         super().__init__()
         self.head_dim = hidden_size // num_heads
         self.dropout = nn.Dropout(dropout)
@@ -65,25 +75,27 @@ class QTSplusLayer(nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,
-        context: torch.Tensor | Sequence[torch.Tensor],
-        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        query: Tensor,
+        context: Tensor | Sequence[Tensor],
+        rotary: Rotary | None = None,
         *,
         lengths: Sequence[int] | None = None,
         reduction: str | None = None,
-        keys: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        keys: Tensor | None = None,
+    ) -> Tensor:
         """
         Args:
             query: `[L, d]`.
             context: `[M, d]`, in one tensor or several; the same tensor as `query` for self-attention.
             rotary: tables for self-attention.
-            lengths: of the samples that lie one behind the other in `query`, which is the context too, and of which
-                each attends to itself.
-            reduction: return the `[M]` log-relevance of the attention, reduced so, in place of the `[L, d]` output.
-            keys: what [`keys`] gives for the context, where it is known.
+            lengths: for self-attention in several samples at once: their lengths in `query`, in which they follow each
+                other. Each sample attends to itself.
+            reduction: return the `[M]` log-relevance of the attention with this reduction instead of the `[L, d]`
+                output.
+            keys: the result of [`keys`] for the context, if it is known.
         """
-        query_states = self._heads(self.q_proj(self.q_norm(query)))
+        normed = self.q_norm(query)
+        query_states = self._heads(self.q_proj(normed))
         key_states = self.keys(context) if keys is None else keys
         if reduction is not None:
             return log_relevance(query_states, key_states, reduction=reduction)
@@ -97,56 +109,64 @@ class QTSplusLayer(nn.Module):
             attention = attention_within_samples(query_states, key_states, value_states, lengths)
         attention = attention.transpose(0, 1).flatten(1)
         query = query + self.dropout(self.o_proj(attention))
-        return query + self.dropout(in_blocks(self._feed_forward_rows, query))
+        feed_forward = in_blocks(self._feed_forward_rows, query)
+        return query + self.dropout(feed_forward)
 
-    def keys(self, context: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-        """`[kv_heads, M, head_dim]`."""
+    def keys(self, context: Tensor | Sequence[Tensor]) -> Tensor:
+        """`[kv_heads, M, head_dim]`, the keys of `[M, d]` in one tensor or several."""
         return self._heads(in_blocks(self._key_rows, context))
 
-    def _key_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def _key_rows(self, rows: Tensor) -> Tensor:
         return self.k_proj(self.kv_norm(rows))
 
-    def _value_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def _value_rows(self, rows: Tensor) -> Tensor:
         return self.v_proj(self.kv_norm(rows))
 
-    def _feed_forward_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def _feed_forward_rows(self, rows: Tensor) -> Tensor:
         return self.ffn(self.ffn_norm(rows))
 
-    def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+    def _heads(self, states: Tensor) -> Tensor:
+        by_head = states.unflatten(-1, (-1, self.head_dim))
+        return by_head.transpose(0, 1)
 
 
 def rotary_tables(
-    positions: torch.Tensor, head_dim: int, rope_theta: float, mrope_section: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    positions: Tensor,
+    head_dim: int,
+    rope_theta: float,
+    mrope_section: list[int],
+) -> Rotary:
     """
     Cosines and sines of positions `[3, n]`, (time, height, width), as Qwen2.5-VL lays them out: two float32
-    `[n, head_dim]`. Of the `head_dim / 2` frequencies each axis takes `mrope_section` in turn.
+    `[n, head_dim]`. The `head_dim / 2` frequencies are cut into sections, `mrope_section`, which the axes take in turn.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    dimensions = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    exponents = dimensions / head_dim
     frequencies = rope_theta**-exponents
-    angles = positions[..., None].float() * frequencies
+    angles_of_axes = positions[..., None].float() * frequencies
     sections = []
-    for number, section in enumerate(angles.split(list(mrope_section), dim=-1)):
+    in_turn = angles_of_axes.split(list(mrope_section), dim=-1)
+    for number, section in enumerate(in_turn):
         axis = number % 3
         sections.append(section[axis])
     angles = torch.cat(sections * 2, dim=-1)
     return angles.cos(), angles.sin()
 
 
-def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def rotate(states: Tensor, rotary: Rotary) -> Tensor:
     """Rotates `[heads, n, head_dim]` by the tables of [`rotary_tables`]."""
     cos, sin = rotary
     precise = states.float()
     first, second = precise.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
-    return (precise * cos + turned * sin).to(states.dtype)
+    rotated = precise * cos + turned * sin
+    return rotated.to(states.dtype)
 
 
-def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """
     Attention of `[heads, L, head_dim]` queries to `[kv_heads, M, head_dim]` keys and values, without a mask. The query
-    heads that share a key/value head become further rows of it: every fused kernel of PyTorch takes that.
+    heads that share a key/value head become more rows of one head, which every fused kernel of PyTorch supports.
     """
     kv_heads, _, head_dim = keys.shape
     rows = queries.reshape(1, kv_heads, -1, head_dim)
@@ -155,27 +175,35 @@ def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.T
 
 
 def attention_within_samples(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int]
-) -> torch.Tensor:
-    """As [`grouped_attention`] of samples that lie one behind the other: each attends to itself."""
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Sequence[int],
+) -> Tensor:
+    """As [`grouped_attention`], for samples of these lengths that follow each other: each attends to itself."""
     attended = []
     start = 0
     for length in lengths:
         sample = slice(start, start + length)
-        attended.append(grouped_attention(queries[:, sample], keys[:, sample], values[:, sample]))
+        attention = grouped_attention(queries[:, sample], keys[:, sample], values[:, sample])
+        attended.append(attention)
         start += length
     return torch.cat(attended, 1)
 
 
-def in_blocks(apply: Callable, states: torch.Tensor | Sequence[torch.Tensor], block_size: int = 4096) -> torch.Tensor:
+def in_blocks(
+    apply: Callable[[Tensor], Tensor],
+    states: Tensor | Sequence[Tensor],
+    block_size: int = 4096,
+) -> Tensor:
     """
-    A function of each row of `[n, d]`, in one tensor or several, for `block_size` rows at a time: nothing between input
-    and result holds all of them, and gradients compute each block again.
+    A function of each row of `[n, d]`, in one tensor or several, for `block_size` rows at a time: intermediate results
+    never exist for all rows at once, and the backward pass computes each block again.
     """
-    parts = [states] if isinstance(states, torch.Tensor) else states
+    parts = [states] if isinstance(states, Tensor) else states
     if len(parts) > 1 and torch.is_grad_enabled():
         parts = [torch.cat(list(parts))]  # one checkpoint for many short videos
-    blocks: list[torch.Tensor] = []
+    blocks: list[Tensor] = []
     for part in parts:
         blocks.extend(part.split(block_size))
     if len(blocks) == 1:
@@ -183,8 +211,8 @@ def in_blocks(apply: Callable, states: torch.Tensor | Sequence[torch.Tensor], bl
     return torch.cat([again(apply, block) for block in blocks])
 
 
-def again(function: Callable, *block: torch.Tensor) -> torch.Tensor:
-    """A function of a block, which gradients compute again."""
+def again(function: Callable[..., Tensor], *block: Tensor) -> Tensor:
+    """A function of a block; the backward pass computes it again."""
     if not torch.is_grad_enabled():
         return function(*block)
     return checkpoint(function, *block, use_reentrant=False, preserve_rng_state=False)
@@ -195,18 +223,24 @@ def again(function: Callable, *block: torch.Tensor) -> torch.Tensor:
 
 class Linear(nn.Linear):
     """
-    Computes in float32 whatever its parameters' dtype; a module of its own, so that offloading finds its weights.
+    Computes in float32 whatever its parameters' dtype. It is a module so that offloading finds its weights.
 
-    It has the name of its base, by which llm-compressor lists the modules that it did not quantize.
+    It has the name of its base because llm-compressor lists the modules that it did not quantize by that name.
     """
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         with torch.autocast(states.device.type, enabled=False):
-            return F.linear(states.float(), self.weight.float(), self.bias.float())
+            weight = self.weight.float()
+            bias = self.bias.float()
+            return F.linear(states.float(), weight, bias)
 
 
 def float32_mlp(inputs: int, hidden_size: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(Linear(inputs, hidden_size), nn.GELU(), Linear(hidden_size, outputs))
+    return nn.Sequential(
+        Linear(inputs, hidden_size),
+        nn.GELU(),
+        Linear(hidden_size, outputs),
+    )
 
 
 class QTSplusBudgetHead(nn.Module):
@@ -216,68 +250,76 @@ class QTSplusBudgetHead(nn.Module):
         super().__init__()
         self.mlp = float32_mlp(hidden_size + 3, budget_hidden_size, 1)
 
-    def forward(self, features: torch.Tensor, rho_min: float, rho_max: float) -> torch.Tensor:
-        logit = self.mlp(features).flatten()
-        return rho_min + (rho_max - rho_min) * torch.sigmoid(logit[0])
+    def forward(self, features: Tensor, rho_min: float, rho_max: float) -> Tensor:
+        logit = self.mlp(features).flatten()[0]
+        return rho_min + (rho_max - rho_min) * torch.sigmoid(logit)
 
 
 class QTSplusLossHead(nn.Module):
     """
-    What an answer loses with only 1, 2, 4, ... of the most relevant tokens, `[K]` nats that fall towards 0: in float32
-    whatever the parameters' dtype.
+    Predicts how much an answer loses with only 1, 2, 4, ... of the most relevant tokens: `[K]` nats that fall towards
+    0, in float32 whatever the parameters' dtype.
     """
 
     def __init__(self, hidden_size: int, budget_hidden_size: int):
         super().__init__()
         self.mlp = float32_mlp(hidden_size + 7, budget_hidden_size, DOUBLINGS)
 
-    def forward(self, query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:
+    def forward(self, query: Tensor, log_relevance: Tensor) -> Tensor:
         """
         Args:
             query: `[L, d]`, the states of the question's words.
             log_relevance: `[M]` float32.
         """
         features = self._features(query, log_relevance)
-        falls = F.softplus(self.mlp(features).flatten() - 4)  # few at first
+        logits = self.mlp(features).flatten()
+        falls = F.softplus(logits - 4)  # small before training
         return falls.flip(0).cumsum(0).flip(0)
 
     @staticmethod
-    def _features(query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:
+    def _features(query: Tensor, log_relevance: Tensor) -> Tensor:
         """
-        The query, what the tokens have of all relevance, and how it is spread among those with at least [`NEAR_SHARE`]
-        of the highest: the thousands of weak ones that a long video adds say nothing about how many an answer needs.
+        The query, the tokens' part of all relevance, and how relevance is spread among the tokens with at least
+        [`NEAR_SHARE`] of the highest. The thousands of weak tokens that a long video adds do not change how many tokens
+        an answer needs.
         """
         relevance = log_relevance.exp()
         total = relevance.sum()
-        is_near = relevance >= NEAR_SHARE * relevance.max()
-        near = relevance[is_near].sort(descending=True).values
+        threshold = NEAR_SHARE * relevance.max()
+        near = relevance[relevance >= threshold]
+        near = near.sort(descending=True).values
         shares = near / (near.sum() + EPSILON)
         entropy = torch.special.entr(shares).sum()
         fractions = shares.new_tensor([0.5, 0.8, 0.95])
         counts = torch.searchsorted(shares.cumsum(0), fractions) + 1
+        log_counts = counts.float().log()
         parts = torch.stack([shares[0], total, 1 - total])
         log_parts = parts.clamp(min=1e-4).log()
-        return torch.cat([query.float().mean(0), log_parts, entropy[None], counts.float().log()])
+        mean_query = query.float().mean(0)
+        return torch.cat([mean_query, log_parts, entropy[None], log_counts])
 
 
 # --- Log-relevance ---
 
 
 def log_relevance(
-    query_states: torch.Tensor, key_states: torch.Tensor, reduction: str = "max", block_size: int | None = None
-) -> torch.Tensor:
+    query_states: Tensor,
+    key_states: Tensor,
+    reduction: str = "max",
+    block_size: int | None = None,
+) -> Tensor:
     """
-    The log-relevance of each visual token of a sample, in blocks of tokens; see the head of this file.
+    The log-relevance of each visual token of a sample, in blocks of tokens; see the top of this file.
 
-    Memory beyond inputs, result and gradients is O(M + heads * L * block_size), since gradients compute each block's
-    scores again. Of several heads or query tokens that share the maximum, the first in the order (head, query token)
+    Memory beyond inputs, result and gradients is O(M + heads * L * block_size), since the backward pass computes each
+    block's scores again. If several heads or query tokens share the maximum, the first in the order (head, query token)
     takes the whole gradient.
 
     Args:
         query_states: `[heads, L, head_dim]`.
         key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
         reduction: over heads and query tokens, one of `configuration_qtsplus.REDUCTIONS`.
-        block_size: tokens scored at a time; by default so many that a block has about 2 million scores.
+        block_size: tokens scored at a time; by default a block has about 2 million scores.
 
     Returns:
         `[M]` float32 (float64 for float64 states), at most 0.
@@ -286,60 +328,68 @@ def log_relevance(
     precise = torch.promote_types(key_states.dtype, torch.float32)
     if reduction == "sum":  # the sum of the scores is the score of the sum
         query_states = query_states.sum(1, keepdim=True, dtype=precise)
-    queries = query_states.reshape(kv_heads, -1, head_dim).to(precise) / math.sqrt(head_dim)
+    grouped = query_states.reshape(kv_heads, -1, head_dim)
+    queries = grouped.to(precise) / math.sqrt(head_dim)
     if torch.is_grad_enabled():  # both passes give the keys a gradient, and the sum of these must not be rounded
         key_states = key_states.to(precise)
-    rows = kv_heads * queries.shape[1]
-    block_size = block_size or max(1, 2**21 // rows)
+    num_rows = kv_heads * queries.shape[1]
+    if not block_size:
+        block_size = max(1, 2**21 // num_rows)
+    blocks = key_states.split(block_size, dim=1)
     if reduction == "sum":
-        return _over_blocks(_sum_over_rows, block_size, key_states, queries).log_softmax(0)
-    block_totals = _over_blocks(_total_of_each_row, block_size, key_states, queries)
+        return _over_blocks(_sum_over_rows, blocks, queries).log_softmax(0)
+    block_totals = _over_blocks(_total_of_each_row, blocks, queries)
     totals = block_totals.logsumexp(-1, keepdim=True)
     if reduction == "max":
-        return _over_blocks(_largest_of_rows, block_size, key_states, queries, totals)
-    return _over_blocks(_sum_over_rows, block_size, key_states, queries, totals) - math.log(rows)
+        return _over_blocks(_largest_of_rows, blocks, queries, totals)
+    sums = _over_blocks(_sum_over_rows, blocks, queries, totals)
+    return sums - math.log(num_rows)
 
 
-def _over_blocks(function: Callable, block_size: int, keys: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """A function of each block of keys and of other tensors, side by side along the last dimension."""
-    blocks = keys.split(block_size, dim=1)
-    return torch.cat([again(function, block, *others) for block in blocks], -1)
+def _over_blocks(function: Callable[..., Tensor], blocks: Sequence[Tensor], *others: Tensor) -> Tensor:
+    """A function of each block of keys and of other tensors; the results side by side along the last dimension."""
+    results = [again(function, block, *others) for block in blocks]
+    return torch.cat(results, -1)
 
 
-def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+def _scores(keys: Tensor, queries: Tensor) -> Tensor:
     """`[kv_heads, heads / kv_heads * L, b]` of the `b` visual tokens of a block."""
     with torch.autocast(keys.device.type, enabled=False):
         return queries @ keys.to(queries.dtype).transpose(1, 2)
 
 
-def _total_of_each_row(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    return _scores(keys, queries).logsumexp(-1, keepdim=True)
+def _total_of_each_row(keys: Tensor, queries: Tensor) -> Tensor:
+    scores = _scores(keys, queries)
+    return scores.logsumexp(-1, keepdim=True)
 
 
-def _sum_over_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Tensor | float = 0.0) -> torch.Tensor:
-    return _scores(keys, queries).sub_(totals).logsumexp((0, 1))
+def _sum_over_rows(keys: Tensor, queries: Tensor, totals: Tensor | float = 0.0) -> Tensor:
+    log_shares = _scores(keys, queries).sub_(totals)
+    return log_shares.logsumexp((0, 1))
 
 
-def _largest_of_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-    return _scores(keys, queries).sub_(totals).flatten(0, 1).max(0).values
+def _largest_of_rows(keys: Tensor, queries: Tensor, totals: Tensor) -> Tensor:
+    log_shares = _scores(keys, queries).sub_(totals)
+    return log_shares.flatten(0, 1).max(0).values
 
 
 # --- Algorithm 2 ---
 
 
-def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> torch.Tensor:
+def find_threshold(scores: Tensor, target: Tensor, tau_s: float) -> Tensor:
     """
     Solves `sum_i sigmoid((scores_i - t) / tau_s) = target` for t.
 
-    The sum falls strictly with t, which lies between `min(scores)` and `max(scores)` shifted by
-    `tau_s * logit(target / M)`: bisection always arrives, where the paper's plain Newton runs away on peaked scores.
+    The sum falls strictly with t, which is between `min(scores)` and `max(scores)` shifted by
+    `tau_s * logit(target / M)`: bisection always converges, while the paper's plain Newton diverges on peaked scores.
     The gradient is the implicit one, `dt = (sum_i w_i dscores_i - tau_s dtarget) / sum_i w_i` with `w = s (1 - s)`.
 
     Args:
         scores: `[M]`.
         target: scalar tensor, tokens, between 0 and M.
     """
-    precise = torch.float32 if scores.device.type == "mps" else torch.float64
+    has_float64 = scores.device.type != "mps"
+    precise = torch.float64 if has_float64 else torch.float32
     x = scores.detach().to(precise)
     goal = target.detach().to(precise)
     fraction = (goal / len(x)).clamp(1e-6, 1 - 1e-6)
@@ -349,7 +399,9 @@ def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> 
     high = x.max() - shift
     for _ in range(60):
         middle = (low + high) / 2
-        too_many = torch.sigmoid((x - middle) / tau_s).sum() > goal
+        gates = torch.sigmoid((x - middle) / tau_s)
+        total = gates.sum()
+        too_many = total > goal
         low = torch.where(too_many, middle, low)
         high = torch.where(too_many, high, middle)
 
@@ -359,8 +411,8 @@ def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> 
         return threshold.to(scores.dtype)
     z = (x - threshold) / tau_s
     weights = torch.sigmoid(z) * torch.sigmoid(-z)  # s (1 - s) without cancellation
-    total = weights.sum().clamp(min=1e-30)
-    from_scores = ((weights / total).to(scores.dtype) * scores).sum()
-    from_target = (tau_s / total).to(scores.dtype) * target
-    residual = from_scores - from_target
+    total_weight = weights.sum().clamp(min=1e-30)
+    shares = (weights / total_weight).to(scores.dtype)
+    slope = (tau_s / total_weight).to(scores.dtype)
+    residual = (shares * scores).sum() - slope * target
     return threshold.to(scores.dtype) + (residual - residual.detach())
