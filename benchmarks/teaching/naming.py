@@ -36,7 +36,6 @@ class TokenWords:
         labels: `[T, H, W, k + c]` int64, of each of k aspects (such as colour and shape), and of each of c that a token
             has beside earlier ones, an index into `words`, or -100.
         words: `[n]` int64, the language model's token of each word, with a space before it.
-        first_words: `[n]` int64, the same without one, as a text begins with it; -1 where those are several tokens.
         aspects: `[k, n]` bool, which words an aspect can be; the first of them stands for nothing.
         context: `[c, n]` bool, the same.
         things: `[T, H, W]` int64, which thing a token names, or -1; `None` where its words tell.
@@ -45,7 +44,6 @@ class TokenWords:
 
     labels: torch.Tensor
     words: torch.Tensor
-    first_words: torch.Tensor
     aspects: torch.Tensor
     context: torch.Tensor
     places: tuple[torch.Tensor, ...]
@@ -119,11 +117,9 @@ def load_token_words(path: str | os.PathLike, tokenizer: Any) -> TokenWords:
         torch.tensor([[word in aspect for word in named.words] for aspect in aspects], dtype=torch.bool)
         for aspects in (named.aspects, named.context)
     )
-    firsts = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in named.words]
     return TokenWords(
         torch.from_numpy(named.labels),
         torch.tensor([_only_token(tokenizer, f" {word}") for word in named.words]),
-        torch.tensor([ids[0] if len(ids) == 1 else -1 for ids in firsts], dtype=torch.int64),
         own,
         beside,
         tuple(torch.tensor([_only_token(tokenizer, sign) for sign in signs]) for signs in (SECONDS, ROWS, COLUMNS)),

@@ -104,7 +104,6 @@ def test_tokens_are_followed_in_the_layer_before(tmp_path):
     words = TokenWords(
         (shown + 1).reshape(t, h // 2, w // 2, 1),
         torch.arange(tokens + 1),
-        torch.arange(tokens + 1),
         torch.ones(1, tokens + 1, dtype=torch.bool),
         torch.zeros(0, tokens + 1, dtype=torch.bool),
         (),

@@ -36,7 +36,7 @@ def words_of(grid: tuple[int, int, int], seed: int = 0) -> naming.TokenWords:
     )
     labels = torch.from_numpy(some_labels(grid, seed))
     words = torch.arange(10, 17)
-    return naming.TokenWords(labels, words, words, aspects, context, PLACES)
+    return naming.TokenWords(labels, words, aspects, context, PLACES)
 
 
 @pytest.fixture(scope="module")
