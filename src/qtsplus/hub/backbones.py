@@ -7,16 +7,16 @@ from typing import Any
 
 _QWEN = ("model.configuration_qtsplus", "model.modeling_qtsplus", "model.processing_qtsplus")
 _FRAMES = ("model.modeling_qtsplus_frames",) * 3
-# By the `model_type` of the stock model: where configuration, models and processor are, and how their names begin.
+# The modules of configuration, models and processor and the prefix of their names, by the stock `model_type`.
 _BACKBONES = {
-    "qwen2_5_vl": (*_QWEN, "Qwen2_5_VLQTSplus"),
-    "qwen2_vl": (*_QWEN, "Qwen2VLQTSplus"),
-    "qwen3_vl": (*_QWEN, "Qwen3VLQTSplus"),
-    "qwen3_5": (*_QWEN, "Qwen3_5QTSplus"),
-    "internvl": (*_FRAMES, "InternVLQTSplus"),
-    "llava_onevision": (*_FRAMES, "LlavaOnevisionQTSplus"),
+    "qwen2_5_vl": _QWEN + ("Qwen2_5_VLQTSplus",),
+    "qwen2_vl": _QWEN + ("Qwen2VLQTSplus",),
+    "qwen3_vl": _QWEN + ("Qwen3VLQTSplus",),
+    "qwen3_5": _QWEN + ("Qwen3_5QTSplus",),
+    "internvl": _FRAMES + ("InternVLQTSplus",),
+    "llava_onevision": _FRAMES + ("LlavaOnevisionQTSplus",),
 }
-OURS = "_qtsplus"  # what our types have behind those of the stock models
+OURS = "_qtsplus"  # the suffix of our types beside those of the stock models
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,10 @@ def class_modules() -> dict[str, str]:
     """The module of each of our classes, by its name."""
     modules: dict[str, str] = {}
     for config, model, processor, prefix in _BACKBONES.values():
-        names = {"Config": config, "Model": model, "ForConditionalGeneration": model, "Processor": processor}
-        modules |= {prefix + kind: module for kind, module in names.items()}
+        modules[f"{prefix}Config"] = config
+        modules[f"{prefix}Model"] = model
+        modules[f"{prefix}ForConditionalGeneration"] = model
+        modules[f"{prefix}Processor"] = processor
     return modules
 
 
@@ -58,9 +60,16 @@ def backbone_of(model_type: str | None) -> Backbone:
             f"There is no backbone of type {model_type!r}; expected one of {', '.join(sorted(_BACKBONES))}, or ours of "
             f"these, with {OURS!r} behind."
         )
-    *modules, prefix = _BACKBONES[name]
-    kinds = zip(modules, ("Config", "ForConditionalGeneration", "Processor"), strict=True)
-    return Backbone(*(getattr(import_module(f"qtsplus.{module}"), prefix + kind) for module, kind in kinds))
+    config, model, processor, prefix = _BACKBONES[name]
+    return Backbone(
+        config=_class(config, f"{prefix}Config"),
+        model=_class(model, f"{prefix}ForConditionalGeneration"),
+        processor=_class(processor, f"{prefix}Processor"),
+    )
+
+
+def _class(module: str, name: str) -> Any:
+    return getattr(import_module(f"qtsplus.{module}"), name)
 
 
 @cache

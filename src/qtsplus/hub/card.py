@@ -14,6 +14,15 @@ from .files import hub_configs, variants
 
 _KEPT_FRONT_MATTER = ("license", "license_name", "license_link", "base_model", "base_model_relation", "language")
 SECTIONS = ("weights", "training_data", "recipe", "results", "limits")
+_TEXT_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+_VISION_SIZES = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
 
 
 def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = None) -> str:
@@ -29,13 +38,20 @@ def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = No
     sections = {section: about.pop(section, None) for section in SECTIONS}
     if "base_model" in about:
         about.setdefault("base_model_relation", "finetune")
-    tags = dict.fromkeys(["custom_code", "qtsplus", "video", "token-selection", *about.pop("tags", [])])
+    tags = ["custom_code", "qtsplus", "video", "token-selection"]
+    for tag in about.pop("tags", []):
+        if tag not in tags:
+            tags.append(tag)
     front_matter = ModelCardData(
-        library_name="transformers", pipeline_tag="video-text-to-text", tags=list(tags), **about
-    ).to_yaml()
+        library_name="transformers",
+        pipeline_tag="video-text-to-text",
+        tags=tags,
+        **about,
+    )
     text = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
-    return jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True).render(
-        front_matter=front_matter.strip(),
+    template = jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True)
+    return template.render(
+        front_matter=front_matter.to_yaml().strip(),
         name=repository.rpartition("/")[2],
         backbone=model.backbone_name,
         repository=repository,
@@ -61,7 +77,9 @@ def known_front_matter(model: Any) -> dict[str, Any]:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    fields = {} if path is None else ModelCard.load(path).data.to_dict()
+    if path is None:
+        return {}
+    fields = ModelCard.load(path).data.to_dict()
     return {name: fields[name] for name in _KEPT_FRONT_MATTER if name in fields}
 
 
@@ -71,15 +89,23 @@ def _count_parameters(module: Any) -> int:
 
 def card_data(variant: str | None, *names: str) -> dict[str, Any]:
     """What is known of a variant of `hub_configs` (licence, base model, what its card tells), or only some `names`."""
-    if variant is None or not (hub_configs() / variant / "card.json").exists():
+    if variant is None:
         return {}
-    data = read_json(hub_configs() / variant / "card.json")
-    return {name: value for name, value in data.items() if not names or name in names}
+    path = hub_configs() / variant / "card.json"
+    if not path.exists():
+        return {}
+    data = read_json(path)
+    if not names:
+        return data
+    return {name: value for name, value in data.items() if name in names}
 
 
 def matching_variant(config: Any, preferred: str | None = None) -> str | None:
     """The variant whose backbone has this one's sizes, `preferred` before others; `None` if none has."""
-    for name in variants() if preferred is None else [preferred, *variants()]:
+    names = variants()
+    if preferred is not None:
+        names.insert(0, preferred)
+    for name in names:
         if _sizes(read_json(hub_configs() / name / "config.json")) == _sizes(config):
             return name
     return None
@@ -88,10 +114,7 @@ def matching_variant(config: Any, preferred: str | None = None) -> str | None:
 def _sizes(config: Any) -> list[Any]:
     if isinstance(config, dict):
         config = backbone_of(config["model_type"]).config(**config)
-    of_text = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
-    of_vision = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
-    return [
-        *(config.model_type, config.tie_word_embeddings, config.text_config.num_key_value_heads),
-        *(getattr(config.text_config, name) for name in of_text),
-        *(getattr(config.vision_config, name, None) for name in of_vision),
-    ]
+    sizes = [config.model_type, config.tie_word_embeddings]
+    sizes += [getattr(config.text_config, name) for name in _TEXT_SIZES]
+    sizes += [getattr(config.vision_config, name, None) for name in _VISION_SIZES]
+    return sizes

@@ -45,17 +45,21 @@ def assemble_folder(
         FileExistsError: the folder holds other files.
     """
     bundled = not Path(source).is_dir() and source in variants()
-    source, folder = hub_configs() / source if bundled else Path(source).resolve(), check_folder(folder).resolve()
+    source = hub_configs() / source if bundled else Path(source).resolve()
+    folder = check_folder(folder).resolve()
     if source == folder:
         raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
     _check_publishable(source)
     config = load_config(source)
-    stored, model = read_checkpoint(source), on_meta(config)
+    stored = read_checkpoint(source)
+    model = on_meta(config)
     tensors = check_weights(stored, config, source)
-    if repository is not None:
+    if repository is None:
+        repository = f"org/{folder.name}"
+    else:
         check_repository(repository)
-    repository = repository or f"org/{folder.name}"
-    card, about = None, {}
+    card = None
+    about: dict[str, Any] = {}
     if (source / "README.md").exists():
         card = (source / "README.md").read_text(encoding="utf-8")
         card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', card)
@@ -64,7 +68,9 @@ def assemble_folder(
     else:
         known = matching_variant(config)
         about = card_data(known, "license", "license_name", "license_link", "base_model")
-        licence = f"the licence of {known}, which has the same sizes" if about else "no licence, as none is known"
+        licence = "no licence, as none is known"
+        if about:
+            licence = f"the licence of {known}, which has the same sizes"
         say(f"{source} has no README.md: the card is a new one, with {licence}.")
     with whole_folder(folder) as staging:
         if stored.keys() != tensors.keys():
@@ -87,11 +93,16 @@ def assemble_folder(
 
 
 def write_repository(
-    folder: Path, model: Any, processor: Any | None, repository: str, about: dict[str, Any], card: str | None = None
+    folder: Path,
+    model: Any,
+    processor: Any | None,
+    repository: str,
+    about: dict[str, Any],
+    card: str | None = None,
 ) -> None:
     """
-    Writes all but the weights and the generation configuration, of a model on any device. The card tells what is said
-    `about` it, see [`model_card`]; or is given as a whole.
+    Writes all but the weights and the generation configuration, for a model on any device. The card is made from
+    `about`, see [`model_card`]; or it is given as a whole.
     """
     backbone = backbone_of(model.config.model_type)
     for kind in (backbone.model, backbone.processor):
@@ -103,7 +114,9 @@ def write_repository(
         update_json(folder / "processor_config.json", auto_map={"AutoProcessor": target})
         # How it was loaded here is nobody's business there.
         update_json(folder / "tokenizer_config.json", drop=("is_local", "local_files_only"))
-    (folder / "README.md").write_text(card or model_card(model, repository, about), encoding="utf-8")
+    if card is None:
+        card = model_card(model, repository, about)
+    (folder / "README.md").write_text(card, encoding="utf-8")
     model.config.architectures = [type(model).__name__]
     model.config.auto_map = auto_map(backbone.model)
     model.config.save_pretrained(folder)

@@ -10,7 +10,8 @@ from ..hub import backbones
 
 logger = logging.getLogger(__name__)
 
-OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM
+OLDEST = (0, 29)  # of vLLM
+NEWEST = (0, 33)
 # How the names of our classes begin, in Transformers and in models.py.
 BACKBONES = ("Qwen2_5_VLQTSplus", "Qwen2VLQTSplus", "Qwen3VLQTSplus", "Qwen3_5QTSplus")
 

@@ -1,7 +1,7 @@
 """
-What is asked of the engine beside its answers. Before a request runs: to keep the features of its videos, whose frames
-so travel once and not with every question, and the model's own budget, since vLLM has to count tokens first. And
-afterwards what an answer rests on.
+Calls to the engine beside its answers. Before a request runs, it is asked to keep the features of the videos, whose
+frames then travel once and not with every question, and for the model's own budget, since vLLM has to count tokens
+first. Afterwards it is asked what an answer rests on.
 
 `qtsplus serve` connects the two: [`Worker`] is vLLM's `--worker-extension-cls`.
 """
@@ -24,7 +24,9 @@ class Worker:
         """As the model's `prepare`, for an item of [`prepare`]."""
         data: dict[str, Any] = load(item)
         pixels = [data.pop(name) for name in sorted(data) if name.isdigit()]
-        return self.get_model().prepare({**data, **({PIXELS: pixels} if pixels else {})}, hold)
+        if pixels:
+            data[PIXELS] = pixels
+        return self.get_model().prepare(data, hold)
 
     def qtsplus_release(self, key: str) -> None:
         """As the model's `release`."""
@@ -37,19 +39,24 @@ class Worker:
 
 def prepare(call_engine: Callable[..., Any], item: Any, hold: bool, turn: Lock) -> tuple[int, float]:
     """
-    Of a request, whose item [`processing.merged_item`] has made, how many tokens the model keeps, and the fraction that
-    it aims at. Frames travel where the engine does not have their features, by `turn` of one question about them at a
-    time; `hold` keeps those.
+    How many tokens the model keeps of a request, whose item [`processing.merged_item`] has made, and the fraction that
+    it aims at. Frames travel if the engine does not have their features, with one question about them at a time, which
+    has the `turn`; `hold` keeps the features.
     """
     data = item.get_data()
-    pixels, data = data.pop(PIXELS), {name: value.contiguous() for name, value in data.items()}
-    while (known := call_engine("qtsplus_prepare", (save(data), hold))[0]) is None:
+    pixels = data.pop(PIXELS)
+    data = {name: value.contiguous() for name, value in data.items()}
+    while True:
+        budget = call_engine("qtsplus_prepare", (save(data), hold))[0]
+        if budget is not None:
+            return budget
         if turn.acquire(blocking=False):
-            try:
-                data |= {f"{index:03}": part.clone() for index, part in enumerate(pixels)}  # a film may come twice
-                return call_engine("qtsplus_prepare", (save(data), hold))[0]
-            finally:
-                turn.release()
-        with turn:  # another has sent them
+            break
+        with turn:  # another question has sent the frames
             pass
-    return known
+    try:
+        for index, of_video in enumerate(pixels):
+            data[f"{index:03}"] = of_video.clone()  # a video may come twice
+        return call_engine("qtsplus_prepare", (save(data), hold))[0]
+    finally:
+        turn.release()
