@@ -13,15 +13,13 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 from rich.progress import track
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from ..common.files import first_line, require_space, size, whole_file
-from ..common.journals import is_plain_file
+from ..common.files import first_line, require_space, size
 from ..data.media import media_state
-from ..video.storage import digest_of
+from ..video.storage import digest_of, load_tensors, save_tensors
 from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)
@@ -124,14 +122,9 @@ def read_tensors(path: Path, ranks: Mapping[str, int]) -> dict[str, torch.Tensor
     if not os.path.lexists(path):
         return None
     try:
-        if not is_plain_file(path):
-            raise ValueError("it is no file")
-        with safe_open(path, "pt") as file:
-            tensors, header = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-        if header != _header(path, tensors):
-            raise ValueError("it was changed since it was written")
-        if ranks != {name: tensor.ndim for name, tensor in tensors.items()}:
-            raise ValueError("it holds other tensors")
+        tensors, header = load_tensors(path, ranks)
+        if header != _header(path):
+            raise ValueError("it was changed since it was written: it is another video's")
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise ValueError("it holds NaN or infinity")
     except (SafetensorError, ValueError) as error:
@@ -140,11 +133,10 @@ def read_tensors(path: Path, ranks: Mapping[str, int]) -> dict[str, torch.Tensor
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a safetensors file that is never seen half written."""
-    with whole_file(path, "wb") as file:
-        file.write(save(tensors, _header(path, tensors)))
+    """Writes a file of tensors that is never seen half written."""
+    save_tensors(path, tensors, _header(path))
 
 
-def _header(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """A digest of the tensors and of the place where they belong: that of another video is damage too."""
-    return {"digest": digest_of(dict(sorted(tensors.items())), f"{path.parent.name}/{path.name}")}
+def _header(path: Path) -> dict[str, str]:
+    """The place where tensors belong: the file of another video is damage too."""
+    return {"place": f"{path.parent.name}/{path.name}"}

@@ -32,6 +32,7 @@ Count = Annotated[int, Field(ge=1, le=2**40)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 _When = Annotated[float, Field(ge=-1e9, le=1e9)]  # seconds on a player's clock
 
+_KEY_RANKS = {"codes": 2, "low": 1, "step": 1}
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video says its own
 
 
@@ -158,6 +159,36 @@ class KeyedVideo:
     step: torch.Tensor
 
 
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str]) -> None:
+    """Writes tensors and texts with a digest of both, by which [`load_tensors`] finds any damage."""
+    ordered = dict(sorted(tensors.items()))
+    with _whole_tensors(path, ordered, {**header, "digest": digest_of(ordered, dict(header))}):
+        pass
+
+
+def load_tensors(path: Path, ranks: Mapping[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """
+    The tensors and the texts that [`save_tensors`] wrote.
+
+    Args:
+        ranks: how many dimensions each tensor has, by its name.
+
+    Raises:
+        OSError, SafetensorError, ValueError: a file that is none, holds other tensors, or was changed.
+    """
+    if not is_plain_file(path):
+        raise ValueError("it is no file")
+    with safe_open(path, "pt") as file:
+        header = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    digest = header.pop("digest", None)
+    if digest != digest_of(tensors, header):
+        raise ValueError("it was changed since it was written")
+    if ranks != {name: tensor.ndim for name, tensor in tensors.items()}:
+        raise ValueError("it holds other tensors")
+    return tensors, header
+
+
 def save_keys(path: Path, encoded: EncodedVideo, keys: torch.Tensor, made_from: Mapping[str, str]) -> None:
     """
     Writes the keys of a video's tokens in 8 bits, each column on a scale of its own.
@@ -171,9 +202,7 @@ def save_keys(path: Path, encoded: EncodedVideo, keys: torch.Tensor, made_from: 
     codes = ((keys - low) / step).round().clamp(0, 255).byte()
     tensors = {"codes": codes, "low": low, "step": step}
     header = {**made_from, "about": _about(replace(encoded, subtitles=[], warnings=[]))}
-    header["digest"] = digest_of(tensors, header)
-    with _whole_tensors(path, tensors, header):
-        pass
+    save_tensors(path, tensors, header)
 
 
 def load_keys(path: Path, model: Any, key_width: int, made_from: Mapping[str, str]) -> KeyedVideo | None:
@@ -182,14 +211,7 @@ def load_keys(path: Path, model: Any, key_width: int, made_from: Mapping[str, st
     The codes stay on disk until they are looked at.
     """
     try:
-        if not is_plain_file(path):
-            raise ValueError("it is no file")
-        with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in ("codes", "low", "step")}
-        digest = header.pop("digest", None)
-        if digest != digest_of(tensors, header):
-            raise ValueError("it was changed since it was written")
+        tensors, header = load_tensors(path, _KEY_RANKS)
         about = header.pop("about", "")
         if header != made_from:
             return None
