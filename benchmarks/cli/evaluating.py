@@ -8,7 +8,7 @@ from rich.table import Table
 
 from qtsplus.cli.console import console, note, one_line_errors, wrote
 from qtsplus.cli.evaluating import fail_run
-from qtsplus.cli.models import load_named, name_model, split_revision
+from qtsplus.cli.models import Source, name_model, split_revision
 from qtsplus.cli.options import Device, Dtype, Model, Retention, Selection, WeightType
 
 _Results = Annotated[Path, typer.Option(help="The folder of the results.")]
@@ -32,7 +32,7 @@ def analysis(
         from ..studies.analysis import run_analysis
 
         questions = read_records(records)
-        target = run_analysis(*load_named(model, revision, device), questions, out, work=work)
+        target = run_analysis(*Source(model, revision, device).load(), questions, out, work=work)
     wrote(target)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .console import fail, note, one_line_errors
-from .models import load_named, split_revision
+from .models import Source, split_revision
 from .options import AllowHost, Device, Model
 
 
@@ -24,7 +24,7 @@ def app(
     with one_line_errors():
         from ..serve.page import launch
 
-        loaded = load_named(model, revision, device)
+        loaded = Source(model, revision, device).load()
         try:
             launch(*loaded, host=host, port=port, allow_hosts=allow_host or (), say=note)
         except OSError as error:

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ..asking.choice import Choice
 from ..common.files import counted, printable
+from ..video.sampling import Sampling
 from . import options
 from .console import console, fail, note, notes, one_line_errors, read_pairs, wrote
 from .library import Label, Like
-from .models import load_named, name_model, open_library, split_revision
+from .models import Source, name_model, open_library, split_revision
 
 SHOWN = 10  # stretches of evidence in a terminal
 
@@ -26,18 +29,14 @@ if TYPE_CHECKING:
     from ..video.forecast import Forecast
 
 
+@options.grouped
 def ask(
     video: Annotated[str, typer.Argument(help="A video file, its http(s) address, a folder of frames, or a library.")],
     question: options.Asked,
+    *,
     model: options.Model = None,
-    retention: options.Retention = None,
-    max_visual_tokens: options.MaxVisualTokens = None,
-    selection: options.Selection = None,
-    fps: options.Fps = None,
-    start: options.Start = None,
-    end: options.End = None,
-    max_frames: options.MaxFrames = None,
-    max_pixels: options.MaxPixels = None,
+    choice: Choice,
+    sampling: Sampling,
     subtitles: options.Subtitles = None,
     max_new_tokens: options.MaxNewTokens = None,
     evidence: Annotated[
@@ -56,17 +55,21 @@ def ask(
 ) -> None:
     """Answer a question about a video or a library, and say which seconds the answer rests on."""
     model, revision = split_revision(model)
-    reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     if not is_library(video):
         of_library = {"pieces": pieces, "name": name, "label": label}
         refuse(of_library, "is about a library, which `qtsplus index` makes; leave it out")
-    whole = {"fps": fps, "max_frames": max_frames, "max_pixels": max_pixels} if is_library(video) else reading
-    check_videos([video], {**whole, "subtitles": subtitles, "dry_run": dry_run or None})
-    budget = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    writing = {"max_new_tokens": max_new_tokens, "evidence": evidence, "pieces": pieces}
+    of_videos = sampling
+    if is_library(video):  # of which --start and --end say what is searched
+        of_videos = replace(sampling, start=None, end=None)
+    check_videos([video], of_videos, subtitles=subtitles, dry_run=dry_run or None)
     if dry_run:
-        refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
-    choice = {**budget, "subtitles": subtitles, "max_new_tokens": max_new_tokens or 128}
+        of_answers = {
+            "max_new_tokens": max_new_tokens,
+            "evidence": evidence,
+            "pieces": pieces,
+            "subtitles": subtitles,
+        }
+        refuse(of_answers, "has no effect with --dry-run: no answer is written")
     with one_line_errors():
         from ..asking.answers import check_text
         from ..common.folders import check_own
@@ -74,30 +77,35 @@ def ask(
         from ..model.methods_qtsplus import add_method
 
         check_text("question", question)
-        add_method(selection)
+        add_method(choice.selection)
         if evidence is not None:
             check_own(evidence)
-        started, loading = time.perf_counter(), (model, revision, device, dtype.value)
+        started = time.perf_counter()
+        source = Source(model, revision, device, dtype.value)
         if dry_run:
-            expected = foresee(video, loading, reading, budget)
-            line = json.dumps(asdict(expected)) if as_json else str(expected)
-            print(line) if as_json else console.print(line, soft_wrap=True, highlight=False)
+            expected = foresee(video, source, sampling, choice)
+            if as_json:
+                print(json.dumps(asdict(expected)))
+            else:
+                console.print(str(expected), soft_wrap=True, highlight=False)
             return
-        talk = Talk(video, loading, reading, subtitles)
-        about: dict[str, Any] = {}
+        talk = Talk(video, source, sampling, subtitles)
+        asking = dict(vars(choice), subtitles=subtitles, max_new_tokens=max_new_tokens or 128)
         if talk.is_library:
-            about = {"names": chosen_names(talk.about, name, label), "window": window(start, end)}
+            asking["pieces"] = pieces or 1
+            asking["names"] = chosen_names(talk.about, name, label)
+            asking["window"] = window(sampling.start, sampling.end)
         timings = {"load": time.perf_counter() - started}
         if not talk.is_library:
             timings["encode"] = talk.add(video, printable(shown_name(video))).seconds
-        answer = talk.ask(question, **choice, **({"pieces": pieces or 1, **about} if talk.is_library else {}))
-        answer = talk.last = replace(answer, timings={**timings, **answer.timings})
+        answer = talk.ask(question, asking)
+        answer = talk.last = replace(answer, timings=timings | answer.timings)
         print_answer(answer, talk.is_library, as_json)
         if evidence is not None:
             talk.draw(evidence)
 
 
-def foresee(video: str, loading: tuple, reading: dict[str, Any], budget: dict[str, Any]) -> "Forecast":
+def foresee(video: str, source: Source, sampling: Sampling, choice: Choice) -> "Forecast":
     """What reading a video will take, by the configuration and the processor of a model."""
     import torch
 
@@ -106,45 +114,49 @@ def foresee(video: str, loading: tuple, reading: dict[str, Any], budget: dict[st
     from ..video.encoded import open_chunks
     from ..video.forecast import forecast
 
-    name, revision, _, dtype = loading
-    name = name_model(name)
-    config = load_config(name, revision)
-    kind = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    chunks = open_chunks(load_processor(name, revision), video, **reading)
-    return forecast(on_meta(config).to(kind), chunks, **budget)
+    name = name_model(source.model)
+    config = load_config(name, source.revision)
+    dtype = config.dtype or torch.float32
+    if source.dtype != "auto":
+        dtype = getattr(torch, source.dtype)
+    chunks = open_chunks(load_processor(name, source.revision), video, sampling)
+    return forecast(on_meta(config).to(dtype), chunks, **vars(choice))
 
 
 class Talk:
     """Videos that are asked about in a session, or a library; and the answer that came last."""
 
-    def __init__(self, video: str, loading: tuple, reading: dict[str, Any], subtitles: int | None = None) -> None:
+    def __init__(self, video: str, source: Source, sampling: Sampling, subtitles: int | None = None) -> None:
         from ..asking.session import VideoSession
 
         self.is_library = is_library(video)
         if self.is_library:
-            self.about: Any = open_library(Path(video), *loading)
+            self.about: Any = open_library(Path(video), source)
         else:
-            self.about = VideoSession(*load_named(*loading))
-        self.reading = {**reading, "subtitles": subtitles is not None}
+            self.about = VideoSession(*source.load())
+        self.sampling = sampling
+        self.subtitles = subtitles is not None
         self.places: dict[str, str] = {}  # of the videos, as they were named here
-        self.warnings = set[str](self.about.warnings if self.is_library else ())  # that the log has said
+        self.warnings = set(self.about.warnings)  # that the log has said
         self.last: Answer | None = None
 
     def add(self, video: str, name: str | None = None) -> "EncodedVideo":
         """Encodes one more video."""
-        name = self.about.add(video, name, progress=True, **self.reading)
+        options = self.sampling.options()
+        name = self.about.add(video, name, progress=True, subtitles=self.subtitles, **options)
         self.places[name] = video
-        encoded = self.about.videos[name]
+        encoded = self.about.film(name)
         self.warnings.update(encoded.warnings)
         return encoded
 
-    def ask(self, question: str, **choice: Any) -> "Answer":
+    def ask(self, question: str, options: dict[str, Any]) -> "Answer":
         """A question to a library stands alone."""
         ask = self.about.ask if self.is_library else self.about.chat
         with notes.status("Asking"):
-            self.last = ask(question, **choice)
-        for warning in (one for one in self.last.warnings if one not in self.warnings):
-            note(warning)
+            self.last = ask(question, **options)
+        for warning in self.last.warnings:
+            if warning not in self.warnings:
+                note(warning)
         return self.last
 
     def draw(self, folder: Path) -> None:
@@ -158,9 +170,9 @@ class Talk:
     def _film(self, name: str) -> "EncodedVideo":
         from ..video.encoded import IN_MEMORY
 
-        if not self.is_library:  # by the address that was asked for: what it is called may leave out a password
-            return replace(self.about.videos[name], video=self.places[name])
         film = self.about.film(name)
+        if not self.is_library:  # by the address that was asked for: what it is called may leave out a password
+            return replace(film, video=self.places[name])
         if film.video == IN_MEMORY:
             note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
         return film
@@ -172,7 +184,7 @@ def chosen_names(library: Any, name: str | None, labels: list[str] | None) -> li
     if not names:
         given = [f"--label {label}" for label in labels or ()]
         if name is not None:
-            given = [f"--name {name!r}", *given]
+            given.insert(0, f"--name {name!r}")
         raise ValueError(f"No video of the library is like {' '.join(given)}, but for example {library.names[0]!r}.")
     return names
 
@@ -186,23 +198,25 @@ def is_library(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "library.jsonl"))
 
 
-def refuse(options: dict[str, Any], why: str) -> None:
+def refuse(options: Mapping[str, object], why: str) -> None:
     """Ends the command for the first of these options that was given."""
-    for name in (name for name, value in options.items() if value is not None):
-        fail(f"--{name.replace('_', '-')} {why}")
+    for name, value in options.items():
+        if value is not None:
+            fail(f"--{name.replace('_', '-')} {why}")
 
 
-def check_videos(videos: list[str], reading: dict[str, Any]) -> None:
+def check_videos(videos: list[str], sampling: Sampling, **others: object) -> None:
     """Ends the command for videos that are not there, or options about them, before anything heavy is imported."""
-    if library := next(filter(is_library, videos), None):
-        if videos[1:]:
-            fail(f"{library} is a library, which is asked alone")
-        refuse(reading, "is about a video, and those of a library are encoded already; leave it out")
+    libraries = [video for video in videos if is_library(video)]
+    if libraries:
+        if len(videos) > 1:
+            fail(f"{libraries[0]} is a library, which is asked alone")
+        refuse(vars(sampling) | others, "is about a video, and those of a library are encoded already; leave it out")
     for video in videos:
         # os.path answers no where a Path raises, such as for a name that is too long.
         if "://" not in video and not os.path.exists(video):
             fail(f"there is no video at {video!r}")
-        if os.path.isdir(video) and reading["fps"] is None and not library:
+        if os.path.isdir(video) and sampling.fps is None and not libraries:
             rate = "give the rate at which they were taken, such as --fps 2"
             fail(f"{video} is a folder, of frames or videos: of frames {rate}; of videos run `qtsplus index` first")
 
@@ -230,7 +244,10 @@ def place(box: tuple[float, float, float, float]) -> str:
 
 
 def looked_at(read: "Answer | Summary") -> str:
-    return f"{read.seconds_of_video:.1f} s, {counted(read.frames, 'frame')} looked at{', without sound' * read.unheard}"
+    text = f"{read.seconds_of_video:.1f} s, {counted(read.frames, 'frame')} looked at"
+    if read.unheard:
+        text += ", without sound"
+    return text
 
 
 def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -> None:
@@ -240,7 +257,8 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
         return
     console.print(answer.answer or "(an empty answer)", style="bold", highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    kept, tokens = answer.kept_tokens, answer.visual_tokens
+    kept = answer.kept_tokens
+    tokens = answer.visual_tokens
     table.add_row("kept", f"{kept:,} of {tokens:,} visual tokens ({kept / tokens:.1%})")
     table.add_row("video", looked_at(answer))
     for number, interval in enumerate(answer.evidence[:SHOWN]):
@@ -248,7 +266,8 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
         span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
-    if (more := len(answer.evidence) - SHOWN) > 0:
+    more = len(answer.evidence) - SHOWN
+    if more > 0:
         table.add_row("", f"and in {more} other stretches, which --json lists")
     if answer.seen is not None:
         threshold = answer.seen_threshold or 0.0

@@ -6,28 +6,26 @@ from typing import Annotated, Any
 
 import typer
 
+from ..asking.choice import Choice
+from ..video.sampling import Sampling
 from . import options
 from .asking import Talk, check_videos, print_answer
 from .console import complain, describe, fail, note, one_line_errors
-from .models import split_revision
+from .models import Source, split_revision
 
 _EVIDENCE = "/evidence FOLDER draws what the last answer rests on"
 _HELP = "Commands: /evidence FOLDER, /quit. Anything else is a question."
 
 
+@options.grouped
 def chat(
     videos: Annotated[
         list[str], typer.Argument(help="Video files, http(s) addresses, folders of frames; or a library.")
     ],
+    *,
     model: options.Model = None,
-    retention: options.Retention = None,
-    max_visual_tokens: options.MaxVisualTokens = None,
-    selection: options.Selection = None,
-    fps: options.Fps = None,
-    start: options.Start = None,
-    end: options.End = None,
-    max_frames: options.MaxFrames = None,
-    max_pixels: options.MaxPixels = None,
+    choice: Choice,
+    sampling: Sampling,
     subtitles: options.Subtitles = None,
     max_new_tokens: options.MaxNewTokens = 128,
     device: options.Device = None,
@@ -44,30 +42,30 @@ def chat(
     From a pipe, a line that fails makes the exit code 1.
     """
     model, revision = split_revision(model)
-    reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
-    check_videos(videos, {**reading, "subtitles": subtitles})
-    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    choice |= {"max_new_tokens": max_new_tokens, "subtitles": subtitles}
+    check_videos(videos, sampling, subtitles=subtitles)
+    asking = dict(vars(choice), max_new_tokens=max_new_tokens, subtitles=subtitles)
     try:
         with one_line_errors():
             from ..model.methods_qtsplus import add_method
 
-            add_method(selection)
-            talk = Talk(videos[0], (model, revision, device, dtype.value), reading, subtitles)
-            for video in () if talk.is_library else videos:
-                encoded = talk.add(video)
-                note(f"{encoded.video}: {len(encoded.features)} visual tokens")
+            add_method(choice.selection)
+            talk = Talk(videos[0], Source(model, revision, device, dtype.value), sampling, subtitles)
+            if not talk.is_library:
+                for video in videos:
+                    encoded = talk.add(video)
+                    note(f"{encoded.video}: {len(encoded.features)} visual tokens")
         note(_HELP)
-        failed = _listen(talk, choice, as_json)
+        failed = _listen(talk, asking, as_json)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if failed and not sys.stdin.isatty():
         raise typer.Exit(1)
 
 
-def _listen(talk: Talk, choice: dict[str, Any], as_json: bool) -> int:
+def _listen(talk: Talk, asking: dict[str, Any], as_json: bool) -> int:
     """Answers line by line until they end; the number of lines that failed."""
-    failed, stdin = 0, sys.stdin
+    failed = 0
+    stdin = sys.stdin
     if stdin is None:
         fail("standard input is closed, so nothing can be asked")
     stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
@@ -75,7 +73,7 @@ def _listen(talk: Talk, choice: dict[str, Any], as_json: bool) -> int:
         try:
             text = input("> " if stdin.isatty() else "").strip()
             text.encode()  # or it was no text
-            command, folder = [*text.split(maxsplit=1), "", ""][:2]
+            command, folder = (text.split(maxsplit=1) + ["", ""])[:2]
             if text == "/quit":
                 return failed
             if command == "/evidence":
@@ -85,7 +83,7 @@ def _listen(talk: Talk, choice: dict[str, Any], as_json: bool) -> int:
             elif command.startswith("/"):
                 raise ValueError(f"there is no command {command}. {_HELP}")
             elif text:
-                print_answer(talk.ask(text, **choice), talk.is_library, as_json)
+                print_answer(talk.ask(text, asking), talk.is_library, as_json)
         except EOFError:
             return failed
         except BrokenPipeError:

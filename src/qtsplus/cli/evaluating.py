@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ..common.files import counted
 from .console import complain, console, fail, note, one_line_errors
-from .models import load_named, split_revision
+from .models import Source, split_revision
 from .options import AsJson, Device, MediaRoot, Model, Retention, Selection
 
 
@@ -44,7 +44,7 @@ def evaluate(
         if not questions:
             fail(f"{records} holds no question about a video")
         require_rates(questions)
-        loaded = load_named(model, revision, device)
+        loaded = Source(model, revision, device).load()
         asked = exact_match(*loaded, questions, retention=retention, selection=selection, progress=not as_json)
     summary = tally(asked)
     unreadable = [

@@ -13,7 +13,7 @@ from . import options
 from .asking import chosen_names, is_library, place, window
 from .console import console, fail, one_line_errors
 from .library import Label, Like
-from .models import open_library, split_revision
+from .models import Source, open_library, split_revision
 
 if TYPE_CHECKING:
     from ..asking.evidence import Interval
@@ -40,17 +40,19 @@ def find(
         from ..asking.answers import check_text
 
         check_text("question", question)
-        opened = open_library(Path(library), model, revision, device, dtype.value)
+        opened = open_library(Path(library), Source(model, revision, device, dtype.value))
         names = chosen_names(opened, name, label)
-        print_moments(question, opened.find(question, moments, names=names, window=window(start, end)), as_json)
+        found = opened.find(question, moments, names=names, window=window(start, end))
+        print_moments(question, found, as_json)
 
 
 def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> None:
     if as_json:
-        rows = [{**asdict(one), "video": one.name} for one in moments]
+        rows = [dict(asdict(moment), video=moment.name) for moment in moments]
         print(json.dumps({"question": question, "moments": rows}))
         return
     table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
-    for one in moments:
-        table.add_row(printable(one.name), f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
+    for moment in moments:
+        seconds = f"{moment.start:.1f} to {moment.end:.1f}"
+        table.add_row(printable(moment.name), seconds, place(moment.box), f"{moment.weight:.2g}")
     console.print(table)

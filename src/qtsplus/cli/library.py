@@ -1,15 +1,16 @@
 """`qtsplus index`: a folder of videos that is encoded once, and searched by every question."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..common.files import NAMED, counted, printable
+from ..video.sampling import Sampling
 from .console import fail, note, one_line_errors, read_pairs, resumable, wrote
 from .evaluating import fail_run
-from .models import load_named, split_revision
-from .options import Device, End, Fps, MaxFrames, MaxPixels, Model, Start
+from .models import Source, split_revision
+from .options import Device, Model, grouped
 
 Label = Annotated[
     list[str] | None,
@@ -21,15 +22,13 @@ Like = Annotated[
 ]
 
 
+@grouped
 def index(
     folder: Annotated[Path, typer.Argument(help="The folder of the videos, with those in it.")],
     out: Annotated[Path, typer.Option(help="The library. What is in it already is not encoded again.")],
+    *,
     model: Model = None,
-    fps: Fps = None,
-    start: Start = None,
-    end: End = None,
-    max_frames: MaxFrames = None,
-    max_pixels: MaxPixels = None,
+    sampling: Sampling,
     prune: Annotated[bool, typer.Option("--prune", help="Let go of videos that are gone, also of most.")] = False,
     label: Label = None,
     name: Annotated[
@@ -49,16 +48,28 @@ def index(
     with one_line_errors(), resumable():
         from ..library import indexing
 
-        loaded, processor = load_named(model, revision, device)
-        options: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "start": start, "end": end}
-        options |= {"max_frames": max_frames, "max_pixels": max_pixels, "prune": prune, "say": note}
-        options |= {"labels": read_pairs("--label", label), "pattern": name}
-        made_index = indexing.index(folder, out, loaded, processor, **options)
-    bad = {name: entry["error"] for name, entry in made_index.entries.items() if entry["error"] is not None}
-    for name in [*bad][:NAMED]:
-        note(f"Left out {printable(name)}: {bad[name]}")
-    if len(bad) > NAMED:
-        note(f"Left out {len(bad) - NAMED:,} more.")
+        loaded, processor = Source(model, revision, device).load()
+        made_index = indexing.index(
+            folder,
+            out,
+            loaded,
+            processor,
+            name=model,
+            revision=revision,
+            prune=prune,
+            labels=read_pairs("--label", label),
+            pattern=name,
+            say=note,
+            **sampling.options(),
+        )
+    left_out = 0
+    for video, entry in made_index.entries.items():
+        if entry["error"] is not None:
+            left_out += 1
+            if left_out <= NAMED:
+                note(f"Left out {printable(video)}: {entry['error']}")
+    if left_out > NAMED:
+        note(f"Left out {left_out - NAMED:,} more.")
     if not made_index.files:
         fail_run(f"no video of {folder} could be encoded")
     wrote(f"{out}, a library of {counted(len(made_index.files), 'video')}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .console import fail, note, one_line_errors
-from .models import open_library, split_revision
+from .models import Source, open_library, split_revision
 from .options import HOST, AllowHost, ApiKey, Model
 from .watch import named_sources
 
@@ -41,7 +41,7 @@ def mcp(
     with one_line_errors():
         from ..serve.agents import Shelf, serve_shelf
 
-        shelf = Shelf(open_library(library, model, revision, None), sources)
+        shelf = Shelf(open_library(library, Source(model, revision, device=None)), sources)
         if place is None:
             return serve_shelf(shelf, None)
         note(f"Serving {library} at http://{http}/mcp")

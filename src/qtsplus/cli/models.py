@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,9 @@ Name = TypeVar("Name", str, str | None)
 
 def split_revision(model: Name) -> tuple[Name, str | None]:
     """A folder or Hub id, and what stands behind the @ of an id: a commit, branch or tag."""
-    match = None if model is None or os.path.exists(model) else re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)@(.+)", model)
+    if model is None or os.path.exists(model):
+        return model, None
+    match = re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)@(.+)", model)
     if match is None:
         return model, None
     if os.path.isdir(match[1]):
@@ -20,22 +23,32 @@ def split_revision(model: Name) -> tuple[Name, str | None]:
     return match[1], match[2]
 
 
-def load_named(model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> tuple[Any, Any]:
-    """The model and its processor; the bundled ones without a name. Raises as `loading.load`."""
-    from ..hub import loading
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from, and how it is loaded; the bundled one without a name."""
 
-    name = name_model(model)
-    with notes.status("Loading the model"):
-        return loading.load(name, device, dtype, revision=revision)
+    model: str | None
+    revision: str | None
+    device: str | None
+    dtype: str = "auto"
+
+    def load(self) -> tuple[Any, Any]:
+        """The model and its processor. Raises as `loading.load`."""
+        from ..hub import loading
+
+        name = name_model(self.model)
+        with notes.status("Loading the model"):
+            return loading.load(name, self.device, self.dtype, revision=self.revision)
 
 
-def open_library(folder: Path, model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> Any:
+def open_library(folder: Path, source: Source) -> Any:
     """A library with the model that made it, or with the one that is named."""
     from ..library.library import Index, Library
 
-    if model is None:
-        model, revision = Index(folder).model
-    library = Library(folder, *load_named(model, revision, device, dtype))
+    if source.model is None:
+        name, revision = Index(folder).model
+        source = replace(source, model=name, revision=revision)
+    library = Library(folder, *source.load())
     for warning in library.warnings:
         note(warning)
     return library

@@ -1,13 +1,18 @@
 """Options that several commands have."""
 
+import functools
+import inspect
 import os
 import re
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..asking.choice import Choice
+from ..video.sampling import Sampling
 from .console import fail, require_fraction
 
 HOST = r"(?:[A-Za-z0-9._-]+|\[[\da-fA-F:.]+\])"
@@ -27,8 +32,9 @@ def _check_rate(fps: float | None) -> float | None:
 
 
 def _check_hosts(hosts: list[str] | None) -> list[str] | None:
-    if wrong := [host for host in hosts or [] if not re.fullmatch(HOST, host)]:
-        fail(f"--allow-host is {wrong[0]!r}; expected the name of a host without a port, such as ask.example.org")
+    for host in hosts or []:
+        if not re.fullmatch(HOST, host):
+            fail(f"--allow-host is {host!r}; expected the name of a host without a port, such as ask.example.org")
     return hosts
 
 
@@ -98,3 +104,34 @@ Overrides = Annotated[
     typer.Option("--set", help="Change a field of the recipe, such as training.seed=1. May be repeated."),
 ]
 RecipeFile = Annotated[Path, typer.Argument(help="A YAML recipe.", show_default=False)]
+
+# The options in place of each field of a parameter with this type.
+_GROUPS: dict[type, dict[str, object]] = {
+    Sampling: {"fps": Fps, "start": Start, "end": End, "max_frames": MaxFrames, "max_pixels": MaxPixels},
+    Choice: {"retention": Retention, "max_visual_tokens": MaxVisualTokens, "selection": Selection},
+}
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of [`Sampling`] and of [`Choice`] in place of a parameter of such a type."""
+    signature = inspect.signature(command)
+    parameters = []
+    groups = {}
+    for parameter in signature.parameters.values():
+        if parameter.annotation not in _GROUPS:
+            parameters.append(parameter)
+            continue
+        groups[parameter.name] = parameter.annotation
+        for name, option in _GROUPS[parameter.annotation].items():
+            parameters.append(inspect.Parameter(name, parameter.kind, default=None, annotation=option))
+
+    @functools.wraps(command)
+    def run(**values: object) -> None:
+        for group, kind in groups.items():
+            fields = {name: values.pop(name) for name in _GROUPS[kind]}
+            values[group] = kind(**fields)
+        command(**values)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

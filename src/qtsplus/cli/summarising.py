@@ -7,29 +7,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ..asking.choice import Choice
 from ..common.files import printable
+from ..video.sampling import Sampling
 from . import options
 from .asking import Talk, check_videos, chosen_names, is_library, looked_at, refuse
 from .console import console, note, notes, one_line_errors
 from .library import Label, Like
-from .models import split_revision
+from .models import Source, split_revision
 
 if TYPE_CHECKING:
     from ..asking.summaries import Summary
 
 
+@options.grouped
 def summarise(
     video: Annotated[str, typer.Argument(help="A video file, its http(s) address, a folder of frames, or a library.")],
     prompt: Annotated[str | None, typer.Argument(help="What to say of each chapter.", show_default=False)] = None,
+    *,
     model: options.Model = None,
-    retention: options.Retention = None,
-    max_visual_tokens: options.MaxVisualTokens = None,
-    selection: options.Selection = None,
-    fps: options.Fps = None,
-    start: options.Start = None,
-    end: options.End = None,
-    max_frames: options.MaxFrames = None,
-    max_pixels: options.MaxPixels = None,
+    choice: Choice,
+    sampling: Sampling,
     max_new_tokens: options.MaxNewTokens = None,
     name: Like = None,
     label: Label = None,
@@ -39,10 +37,9 @@ def summarise(
 ) -> None:
     """Summarise a video, or each video of a library, by chapters."""
     model, revision = split_revision(model)
-    reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     if not is_library(video):
         refuse({"name": name, "label": label}, "is about a library, which `qtsplus index` makes; leave it out")
-    check_videos([video], reading)
+    check_videos([video], sampling)
     with one_line_errors():
         from ..asking.answers import check_text
         from ..asking.summaries import summarise as summarise_videos
@@ -51,21 +48,15 @@ def summarise(
 
         if prompt is not None:
             check_text("prompt", prompt)
-        add_method(selection)
-        talk = Talk(video, (model, revision, device, dtype.value), reading)
-        choice: dict[str, Any] = {
-            "prompt": prompt,
-            "retention": retention,
-            "max_visual_tokens": max_visual_tokens,
-            "selection": selection,
-            "max_new_tokens": max_new_tokens,
-        }
+        add_method(choice.selection)
+        talk = Talk(video, Source(model, revision, device, dtype.value), sampling)
+        telling: dict[str, Any] = dict(vars(choice), prompt=prompt, max_new_tokens=max_new_tokens)
         if talk.is_library:
-            choice["names"] = chosen_names(talk.about, name, label)
+            telling["names"] = chosen_names(talk.about, name, label)
         else:
             talk.add(video, printable(shown_name(video)))
-        given = {option: value for option, value in choice.items() if value is not None}
-        summary = summarise_videos(talk.about, progress=notes.is_terminal, **given)
+        stated = {option: value for option, value in telling.items() if value is not None}
+        summary = summarise_videos(talk.about, progress=notes.is_terminal, **stated)
         for warning in summary.warnings:
             if warning not in talk.warnings:
                 note(warning)
@@ -77,10 +68,18 @@ def print_summary(summary: "Summary", as_json: bool) -> None:
         print(json.dumps(asdict(summary)))
         return
     console.print(summary.text or "(an empty answer)", style="bold", highlight=False)
-    several = len({one.video for one in summary.chapters}) > 1
-    table = Table(*["video"] * several, "seconds", "kept", "chapter", box=None, padding=(0, 2, 0, 0))
-    for one in summary.chapters:
-        span, kept = f"{one.start:.1f} to {one.end:.1f}", f"{one.kept_tokens} of {one.visual_tokens}"
-        table.add_row(*[printable(one.video)] * several, span, kept, one.text)
+    has_several = len({chapter.video for chapter in summary.chapters}) > 1
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    if has_several:
+        table.add_column("video")
+    for heading in ("seconds", "kept", "chapter"):
+        table.add_column(heading)
+    for chapter in summary.chapters:
+        span = f"{chapter.start:.1f} to {chapter.end:.1f}"
+        kept = f"{chapter.kept_tokens} of {chapter.visual_tokens}"
+        row = [span, kept, chapter.text]
+        if has_several:
+            row.insert(0, printable(chapter.video))
+        table.add_row(*row)
     console.print(table)
     console.print(looked_at(summary), highlight=False)

@@ -4,14 +4,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..common.files import printable
 from .asking import place
 from .console import console, fail, note, one_line_errors
-from .models import load_named, split_revision
+from .models import Source, split_revision
 from .options import AsJson, Asked, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Selection, Start
 
 if TYPE_CHECKING:
@@ -58,20 +58,35 @@ def watch(
 
         add_method(selection)
         check_text("question", question)
-        loaded, processor = load_named(model, revision, device)
+        loaded, processor = Source(model, revision, device).load()
         if when_seen and not loaded.config.qtsplus_config.says_seen:
             fail(
                 "--when-seen needs a model with a null token and a calibration, from which on a video shows what is "
                 "asked for; this model has none (seen_threshold in its config.json). Use --on-change."
             )
-        options: dict[str, Any] = {"memory_tokens": memory_tokens, "fps": fps, "timeout": timeout, "every": every}
-        options |= {"max_new_tokens": max_new_tokens, "selection": selection, "start": start or 0.0, "end": end}
-        options |= {"max_frames": max_frames, "max_pixels": max_pixels}
         try:
-            answers = watching.watch(loaded, processor, named, question, **options)
+            answers = watching.watch(
+                loaded,
+                processor,
+                named,
+                question,
+                memory_tokens=memory_tokens,
+                fps=fps,
+                timeout=timeout,
+                every=every,
+                max_new_tokens=max_new_tokens,
+                selection=selection,
+                start=start or 0.0,
+                end=end,
+                max_frames=max_frames,
+                max_pixels=max_pixels,
+            )
             said: list[str] = []
             for answer in _told(answers, on_change, when_seen):
-                print(json.dumps(answer.as_dict()), flush=True) if as_json else _print_answer(answer)
+                if as_json:
+                    print(json.dumps(answer.as_dict()), flush=True)
+                else:
+                    _print_answer(answer)
                 for warning in answer.warnings:
                     if warning not in said:
                         note(warning)
@@ -103,8 +118,13 @@ def named_sources(sources: list[str]) -> dict[str, str]:
     named: dict[str, str] = {}
     for source in sources:
         match = re.fullmatch(r"([^=/:]+)=(.+)", source)
-        address = match[2] if match else source
-        name = printable(match[1] if match else PurePath(re.split(r"[?#]", address)[0]).name)
+        if match:
+            name, address = match.groups()
+        else:
+            path = re.split(r"[?#]", source)[0]
+            name = PurePath(path).name
+            address = source
+        name = printable(name)
         if name in named:
             fail(f"two sources are called {name!r}; name one with NAME=SOURCE")
         named[name] = address
@@ -112,6 +132,8 @@ def named_sources(sources: list[str]) -> dict[str, str]:
 
 
 def _print_answer(answer: "Answer") -> None:
-    seen = "".join(f"; {one.name} {one.start:.1f} to {one.end:.1f} s, {place(one.box)}" for one in answer.evidence[:1])
-    line = f"[{answer.seconds_of_video:.1f} s] {answer.answer or '(an empty answer)'}{seen}"
+    line = f"[{answer.seconds_of_video:.1f} s] {answer.answer or '(an empty answer)'}"
+    if answer.evidence:
+        best = answer.evidence[0]
+        line += f"; {best.name} {best.start:.1f} to {best.end:.1f} s, {place(best.box)}"
     console.print(line, soft_wrap=True, highlight=False)

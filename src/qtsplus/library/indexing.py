@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from typing_extensions import Unpack
 
 from ..asking.evidence import ANSWER
 from ..asking.ranking import keys_fingerprint, token_keys
@@ -20,6 +21,7 @@ from ..common.folders import read_json
 from ..common.journals import State, file_state
 from ..data.media import VIDEO_SUFFIXES
 from ..video.encoded import FAILURES, encode, open_chunks
+from ..video.sampling import Sampling, SamplingOptions
 from ..video.storage import SAMPLING, fingerprint, load_video, measure, save_keys, saved_video
 from .library import INDEX, MADE, Entry, Index, known_model, refuse_links
 
@@ -34,15 +36,11 @@ def index(
     *,
     name: str | None = None,
     revision: str | None = None,
-    fps: float | None = None,
-    start: float | None = None,
-    end: float | None = None,
-    max_frames: int | None = None,
-    max_pixels: int | None = None,
     prune: bool = False,
     labels: Mapping[str, str] | None = None,
     pattern: str | None = None,
     say: Callable[[str], None] = print,
+    **options: Unpack[SamplingOptions],
 ) -> Index:
     """
     Encodes the videos of a folder, and of those in it, that the library does not hold yet; hidden files and folders are
@@ -53,11 +51,11 @@ def index(
         videos: the folder; a video is called by its path in it.
         folder: the library, which need not be there yet.
         name, revision: of the model, for [`Library.open`]; without a name the bundled one's.
-        fps, start, end, max_frames, max_pixels: as for [`encode`].
         prune: let go of what is gone, also where that is most of the library.
         labels: of the videos that are new, or of all that are like `pattern`, such as `"door/*"`; for
             [`Library.select`].
         say: takes a line: what is to be done, and its size on disk.
+        options: as for [`encode`], the fields of [`Sampling`], such as `fps`.
 
     Raises:
         OSError: a folder that cannot be read; a disk that is full.
@@ -69,13 +67,7 @@ def index(
     files = _check_videos(videos, folder, pattern, say)
     is_new = _check_library_folder(folder)
     made_by = fingerprint(model, processor)
-    reading = {
-        "fps": fps,
-        "start": start,
-        "end": end,
-        "max_frames": max_frames,
-        "max_pixels": max_pixels,
-    }
+    sampling = Sampling(**options)
     if name and Path(name).is_dir():
         name = str(Path(name).resolve())
     with working_in(folder):
@@ -85,10 +77,10 @@ def index(
         settings = {
             "made_by": made_by,
             "dtype": "auto",  # the model's
-            **_sampling(processor, reading),
+            **_sampling(processor, sampling),
         }
         library = Index(folder, settings)
-        indexing = _Indexing(library, model, processor, reading, labels or {}, pattern, say)
+        indexing = _Indexing(library, model, processor, sampling, labels or {}, pattern, say)
         indexing.recognise(files, str(videos.resolve()), prune)
         made = {
             "model": name,
@@ -142,10 +134,10 @@ def _check_library_folder(folder: Path) -> bool:
     return not others
 
 
-def _sampling(processor: Any, reading: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling(processor: Any, stated: Sampling) -> dict[str, Any]:
     """How frames are sampled: as the processor does, unless [`index`] was told otherwise."""
     sampling = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
-    for name, value in reading.items():
+    for name, value in vars(stated).items():
         if value is not None or name not in sampling:
             sampling[name] = value
     return sampling
@@ -237,7 +229,7 @@ class _Indexing:
     index: Index
     model: Any
     processor: Any
-    reading: dict[str, Any]
+    sampling: Sampling
     labels: Mapping[str, str]
     pattern: str | None
     say: Callable[[str], None]
@@ -337,7 +329,7 @@ class _Indexing:
             if not entry["content"] or self._is_stored(name, entry):
                 continue
             try:
-                grid = open_chunks(self.processor, files[name], **self.reading).video_grid_thw
+                grid = open_chunks(self.processor, files[name], self.sampling).video_grid_thw
             except FAILURES as error:
                 self._refuse(name, error)
                 continue
@@ -388,7 +380,7 @@ class _Indexing:
                 self.index.add(name, {**entry, "error": None, "features": copies[content]})
                 continue
             try:
-                encoded = encode(self.model, self.processor, path, device="cpu", **self.reading)
+                encoded = encode(self.model, self.processor, path, device="cpu", **self.sampling.options())
                 if not file_state(path).items() <= entry.items():
                     raise ValueError("It was changed while it was read; run the same command again.")
                 if not encoded.features.isfinite().all():

@@ -25,6 +25,7 @@ from ..common.validation import check_count, check_path, show
 from ..data.media import VIDEO_SUFFIXES
 from ..hub.loading import load
 from ..video.encoded import IN_MEMORY, EncodedVideo
+from ..video.sampling import SamplingOptions
 from ..video.storage import Digest, KeyedVideo, Stored, fingerprint, load_keys, load_video, measure
 
 Names = Sequence[str] | None  # of videos
@@ -81,16 +82,11 @@ class Made(TypedDict):
 
 
 @with_config(STORED)
-class _Settings(TypedDict):
+class _Settings(SamplingOptions):
     made_by: Digest
     dtype: Literal["auto"]
-    fps: float | None
     num_frames: int | None
     min_frames: int | None
-    max_frames: int | None
-    start: float | None
-    end: float | None
-    max_pixels: int | None
 
 
 _Film = Line[Annotated[str, AfterValidator(_inside)], Entry | None]  # of a film that has left, `None`

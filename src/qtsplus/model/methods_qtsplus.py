@@ -264,15 +264,15 @@ def find_method(selection: str | Method) -> Method:
     raise ValueError(message)
 
 
-def add_method(name: str | None) -> None:
+def add_method(name: str | Method | None) -> None:
     """
     Takes a name that somebody types in a command, a recipe or a call: one of [`METHODS`], or `module:function` or
-    `file.py:function`, which runs the module and becomes one of them.
+    `file.py:function`, which runs the module and becomes one of them. A function needs no name.
 
     Raises:
         ValueError: it is neither; there is no such module, file or function.
     """
-    if name is None:
+    if name is None or callable(name):
         return
     place, colon, _ = name.rpartition(":")
     if colon and name not in METHODS:

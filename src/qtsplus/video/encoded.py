@@ -16,12 +16,14 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from transformers.image_utils import get_image_size
+from typing_extensions import Unpack
 
 from ..common.validation import check_count
 from ..hub.loading import find_device
 from ..model.decoding_qtsplus import shown_name
 from ..model.video_qtsplus import flatten_videos
 from .forecast import forecast
+from .sampling import Sampling, SamplingOptions
 from .subtitles import Subtitle, read_subtitles
 
 T = TypeVar("T")
@@ -90,16 +92,12 @@ def encode(
     processor: Any,
     video: Any,
     *,
-    fps: float | None = None,
-    start: float | None = None,
-    end: float | None = None,
-    max_frames: int | None = None,
-    max_pixels: int | None = None,
     metadata: Mapping[str, Any] | None = None,
     frames_per_chunk: int | None = None,
     device: str | None = None,
     subtitles: bool = False,
     progress: bool = False,
+    **options: Unpack[SamplingOptions],
 ) -> EncodedVideo:
     """
     Reads a video of any length and encodes it, chunk by chunk. Beside a GPU one is decoded while the one before it is
@@ -108,31 +106,29 @@ def encode(
     Args:
         video: a video file, an `http(s)` address (as a `str`), or a folder of frames. Or frames as the processor takes
             them: `[T, H, W, C]` or `[T, C, H, W]` as an array or tensor, or a list of images.
-        fps: of a file, frames to look at per second; of frames, the rate at which they were taken.
-        start, end: of a file, the seconds on a player's clock between which it is looked at.
-        max_frames: of a file, the most that are looked at; as the processor has it when absent.
-        max_pixels: of a file or a folder, the most of one frame.
         metadata: of frames, in place of `fps`, that of the video which they are from: its `fps`, their
             `frames_indices`, which need not be evenly apart, and how many frames they stand for, `total_num_frames`.
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
         subtitles: read those of a file too, from one beside it or within it, for questions with `subtitles=`.
         progress: show a bar on standard error while a video of several chunks is encoded.
+        options: the fields of [`Sampling`], such as `fps`.
 
     Raises:
         ValueError: a video that cannot be read, frames without `fps`.
     """
     said = read_subtitles(video) if subtitles else ()
     device = None if device is None else find_device(device)
-    reading: dict[str, Any] = {"start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
+    sampling = Sampling(**options)
     if not isinstance(video, (str, Path)):
-        if given := [name for name, value in reading.items() if value is not None]:
-            raise ValueError(f"Got {', '.join(given)} for frames; expected those to look at, in their size.")
-        return _encode_frames(model, processor, video, fps, metadata, device)
+        of_files = [name for name in sampling.stated() if name != "fps"]
+        if of_files:
+            raise ValueError(f"Got {', '.join(of_files)} for frames; expected those to look at, in their size.")
+        return _encode_frames(model, processor, video, sampling.fps, metadata, device)
     if metadata is not None:
         raise ValueError("metadata is about frames that are given; the video says its own.")
     started = time.perf_counter()
-    chunks = open_chunks(processor, video, fps, frames_per_chunk=frames_per_chunk, **reading)
+    chunks = open_chunks(processor, video, sampling, frames_per_chunk)
     forecast(model, chunks).require_memory(device or model.device)
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features, filled = torch.empty(0), 0
@@ -163,18 +159,13 @@ def encode(
 def open_chunks(
     processor: Any,
     video: str | Path,
-    fps: float | None = None,
-    start: float | None = None,
-    end: float | None = None,
-    max_frames: int | None = None,
-    max_pixels: int | None = None,
+    sampling: Sampling,
     frames_per_chunk: int | None = None,
 ) -> Any:
     """The pieces of a video in which [`encode`] reads it, not decoded yet."""
-    if max_frames is not None:
-        check_count("max_frames", max_frames, "frames")
-    keys = {"video_start": start, "video_end": end, "max_frames": max_frames, "max_pixels": max_pixels}
-    return processor.video_chunks(video, fps=fps, frames_per_chunk=frames_per_chunk, **keys)
+    if sampling.max_frames is not None:
+        check_count("max_frames", sampling.max_frames, "frames")
+    return processor.video_chunks(video, frames_per_chunk=frames_per_chunk, **sampling.video_keys())
 
 
 def _encode_frames(model: Any, processor: Any, frames: Any, fps: float | None, about: Any, device: Any) -> EncodedVideo:

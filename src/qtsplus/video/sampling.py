@@ -1,6 +1,7 @@
 """How the frames of a video are sampled: named once, and passed whole from where a user says it to where it is read."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import cast
 
 from typing_extensions import TypedDict
 
@@ -34,17 +35,17 @@ class Sampling:
     max_frames: int | None = None
     max_pixels: int | None = None
 
-    def stated(self) -> dict[str, float]:
-        """What was said, by the name of the field."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+    def options(self) -> SamplingOptions:
+        """The same as keyword arguments."""
+        return cast(SamplingOptions, dict(vars(self)))
+
+    def stated(self) -> list[str]:
+        """The names of the fields that are not `None`."""
+        return [name for name, value in vars(self).items() if value is not None]
 
     def video_keys(self) -> dict[str, float | None]:
         """The same as [`~QTSplusProcessorMixin.video_chunks`] takes it."""
-        return {
-            "fps": self.fps,
-            "video_start": self.start,
-            "video_end": self.end,
-            "max_frames": self.max_frames,
-            "max_pixels": self.max_pixels,
-        }
+        keys = dict(vars(self))
+        keys["video_start"] = keys.pop("start")
+        keys["video_end"] = keys.pop("end")
+        return keys
