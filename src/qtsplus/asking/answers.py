@@ -19,6 +19,7 @@ from ..model.methods_qtsplus import Method, check_budget
 from ..model.mixin_qtsplus import choose
 from ..model.prompt_qtsplus import (
     IMAGE,
+    NAMES,
     VIDEO,
     CompactPrompt,
     Layout,
@@ -39,6 +40,7 @@ Videos = Mapping[str, EncodedVideo]  # by name, in the order in which the model 
 
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says
 _ROLES = ("user", "assistant")
+_PROMPT_INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "mm_encoder_outputs")
 
 
 @dataclass(frozen=True)
@@ -514,6 +516,12 @@ def check_text(what: str, text: Any) -> str:
 
 def generation_options(model: Any, options: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
     """Those of `generate` for one answer to each question; a `ValueError` for several, and for beams."""
+    prepared = [name for name in (*_PROMPT_INPUTS, *NAMES) if name in options]
+    if prepared:
+        raise ValueError(
+            f"Got {', '.join(prepared)}, which are made from the question and its videos: leave them out, or call "
+            "model.generate with the processor's inputs."
+        )
     given = options.get("generation_config")
     if not isinstance(given, GenerationConfig | None):
         raise ValueError(f"generation_config={given!r}; expected a GenerationConfig.")

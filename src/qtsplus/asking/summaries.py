@@ -25,7 +25,8 @@ TOGETHER = 32  # parts that are joined at a time
 SIDE_BY_SIDE = 16  # prompts that the language model reads at a time, at most
 AT_ONCE = 4096  # their tokens, of which a longer prompt is read alone
 ALONE = ("prompt_lookup_num_tokens", "min_length", "max_time", "guidance_scale")  # of a model's own configuration
-REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")  # of the options of a question
+# Options of a question or of `generate` that cannot be the same for every chapter.
+REFUSED = ("turns", "queries", "subtitles", "videos", "past_key_values", "cache")
 
 T = TypeVar("T")
 

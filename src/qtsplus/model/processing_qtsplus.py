@@ -36,6 +36,7 @@ from .video_qtsplus import (
     per_video,
     read_keys,
     read_messages,
+    require_count,
     require_positive,
     resize_frame,
     shrink,
@@ -343,9 +344,11 @@ class QTSplusProcessorMixin(ProcessorMixin):
         """
         path = os.fspath(video)
         temporal = self.video_processor.temporal_patch_size
-        for name, given in (("fps", fps), ("num_frames", num_frames), ("frames_per_chunk", frames_per_chunk)):
+        if fps is not None:
+            require_positive("fps", fps)
+        for name, given in (("num_frames", num_frames), ("frames_per_chunk", frames_per_chunk)):
             if given is not None:
-                require_positive(name, given)
+                require_count(name, given)
         part = read_keys(part)
         within = (part.get("video_start"), part.get("video_end"))
         if os.path.isdir(path):
@@ -484,7 +487,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         num_frames = _take(kwargs, videos_kwargs, "num_frames")
         do_sample_frames = _take(kwargs, videos_kwargs, "do_sample_frames")
         if num_frames is not None:
-            require_positive("num_frames", num_frames)
+            require_count("num_frames", num_frames)
         # The bounds remain in the keywords too: the video processor accepts them and, with nothing to sample, reads
         # only the last.
         bounds = {}

@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,6 +100,8 @@ def frame_choice(processor: Any, fps: float | None, num_frames: int | None, boun
         num_frames = getattr(processor, "num_frames", None)
     given: dict[str, Any] = {}
     for name, value in bounds.items():
+        if value is not None:
+            require_count(name, value)
         value = getattr(processor, name, None) if value is None else value
         if value is not None:
             given[name] = value
@@ -195,6 +198,7 @@ def naming(video: str) -> Iterator[None]:
 _SOURCES = ("video", "url", "path")
 # What a message may say of a video: seconds on a player's clock, pixels of a frame, and of one per temporal patch.
 VIDEO_KEYS = ("fps", "num_frames", "min_frames", "max_frames", "video_start", "video_end", "max_pixels", "total_pixels")
+_FRAME_COUNTS = ("num_frames", "min_frames", "max_frames")
 _KINDS = {"text": "text", "image": "image", "video": "video", "image_url": "image", "video_url": "video"}
 _IMAGE_KEYS = {"type", "image", "url", "path", "base64"}
 
@@ -214,7 +218,9 @@ def read_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         if key not in VIDEO_KEYS:
             raise ValueError(f"Got {key!r} of a video; expected any of {', '.join(VIDEO_KEYS)}.")
-        if key != "video_start" or value != 0:
+        if key in _FRAME_COUNTS:
+            require_count(key, value)
+        elif key != "video_start" or value != 0:
             require_positive(key, value)
     return given
 
@@ -441,9 +447,23 @@ def describe_frames(frames: Sequence[Any], metadata: Any, fps: float | None) -> 
 
 
 def require_positive(name: str, value: float) -> None:
-    """Raises a `ValueError` for what is no finite number above 0."""
-    if not (is_number(value) and value > 0 and math.isfinite(value)):
-        raise ValueError(f"Got {name}={value!r}; expected a finite number above 0.")
+    """Raises a `ValueError` unless the value is a number above 0 that a float can hold."""
+    if not (is_number(value) and 0 < value <= sys.float_info.max):
+        raise ValueError(f"Got {name}={_shortly(value)}; expected a finite number above 0.")
+
+
+def require_count(name: str, value: float) -> None:
+    """Raises a `ValueError` unless the value is a whole number above 0 that a float can hold."""
+    require_positive(name, value)
+    if value != int(value):
+        raise ValueError(f"Got {name}={value!r}; expected a whole number above 0.")
+
+
+def _shortly(value: Any) -> str:
+    # Python refuses to write out integers of more than 4,300 digits.
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 @dataclass(kw_only=True)

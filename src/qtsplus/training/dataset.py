@@ -43,6 +43,8 @@ def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 < value < float("inf"):
             raise ValueError(f"processor_kwargs.{name} is {show(value)}; expected a finite number above 0.")
+        if name != "fps" and value != int(value):
+            raise ValueError(f"processor_kwargs.{name} is {show(value)}; expected a whole number above 0.")
     if processor_kwargs.get("fps") is not None and processor_kwargs.get("num_frames") is not None:
         raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
 
