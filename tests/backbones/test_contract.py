@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtsplus.model.methods_qtsplus import METHODS, Candidates
-from qtsplus.model.prompt_qtsplus import IMAGE, VIDEO
+from qtsplus.model.prompt_qtsplus import CACHE, IMAGE, VIDEO
 from tiny import chat_inputs, compress
 from tiny_backbones import each_unlike
 
@@ -108,10 +108,31 @@ class TestBackbone:
         with torch.no_grad():
             ours, theirs = all_tokens(**inputs), stock(**backbone.stock_inputs(all_tokens, inputs))
         visual = {"image_outputs", "video_outputs"}
-        assert visual & set(type(theirs).__dataclass_fields__) <= set(ours)
-        kept = {name: ours[name].pooler_output[0] for name in visual}
+        assert visual & set(type(theirs).__dataclass_fields__) <= set(type(ours).__dataclass_fields__)
+        outputs = [getattr(ours, name) for name in sorted(visual)]
+        kept = [output.pooler_output[0] if output is not None else [] for output in outputs]
         places = all_tokens.model.token_types(inputs["input_ids"])[0].tolist()
-        assert [len(kept[name]) for name in sorted(visual)] == [places.count(IMAGE), places.count(VIDEO)]
+        assert [len(tokens) for tokens in kept] == [places.count(IMAGE), places.count(VIDEO)]
+
+    def test_outputs_of_what_is_not_there_are_none(self, model, prepare):
+        with torch.no_grad():
+            outputs = {name: model(**prepare(name)) for name in ("text", "video")}
+        assert outputs["text"].image_outputs is outputs["text"].video_outputs is None
+        assert outputs["video"].image_outputs is None
+        assert len(outputs["video"].video_outputs.pooler_output) == 1
+
+    def test_stock_arguments_without_an_effect_are_named(self, model, prepare):
+        inputs = prepare("video")
+        for name in model.model.fixed_arguments:
+            for call in (model, model.generate):
+                with pytest.raises(ValueError, match=f"{name} has no effect on .*Model: leave it out"):
+                    call(**inputs, **{name: 1})
+            logits(model, inputs, **{name: None})
+            logits(model, inputs, **{name: getattr(model.config, name, None)})
+
+    def test_a_prompt_is_not_shared_out_to_ranks(self, model):
+        assert not model._supports_context_parallel
+        assert not model.model._supports_context_parallel
 
     def test_trainers_average_its_loss_themselves(self, backbone):
         """Else they add up the penalties of the micro-batches, as they do with InternVL's sum over all tokens."""
@@ -132,6 +153,44 @@ class TestBackbone:
         mask = torch.nn.functional.pad(inputs["query_mask"], (0, 4))
         again = logits(model, {**inputs, "input_ids": ids, "attention_mask": longer, "query_mask": mask})
         torch.testing.assert_close(torch.stack(cached.logits, dim=1), again[:, -5:], atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    @pytest.mark.parametrize("full_width", [True, False], ids=["the prompt's mask", "the cached columns' mask"])
+    def test_a_callers_own_loop_is_generate(self, model, prepare, full_width, attention):
+        """A mask of the full prompt's width beside the cache of the shortened one is understood."""
+        before = model.config._attn_implementation
+        model.set_attn_implementation(attention)
+        inputs = prepare("video", "two videos", "text")
+        expected = model.generate(**inputs, **CALL, return_dict_in_generate=True, output_logits=True)
+        ids = expected.sequences[:, inputs["input_ids"].shape[1] :]
+        with torch.no_grad():
+            output = model(**inputs, use_cache=True)
+            mask = inputs["attention_mask"] if full_width else (output.qtsplus.columns >= 0).long()
+            steps = [output.logits[:, -1]]
+            for step in range(4):
+                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+                call = {"input_ids": ids[:, step : step + 1], "attention_mask": mask}
+                output = model(**call, past_key_values=output[CACHE], use_cache=True)
+                steps.append(output.logits[:, -1])
+        model.set_attn_implementation(before)
+        torch.testing.assert_close(torch.stack(steps), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
+
+    def test_seconds_that_a_collator_dropped_are_named(self, model, prepare):
+        inputs = prepare("video", "two videos")
+        seconds = inputs.pop("second_per_grid_ts")
+        for call in (model.generate, model, model.train()):
+            with pytest.raises(ValueError, match="The videos came without second_per_grid_ts"):
+                call(**inputs)
+        model.eval()
+        with torch.no_grad():
+            model(**inputs, second_per_grid_ts=seconds)
+
+    def test_padding_without_its_mask_is_named(self, model, prepare):
+        inputs = prepare("video", "text")
+        del inputs["attention_mask"]
+        for call in (model.generate, model):
+            with pytest.raises(ValueError, match="padded, but came without attention_mask"):
+                call(**inputs)
 
     def test_chunk_is_whole(self, model, prepare):
         inputs = prepare("two videos")

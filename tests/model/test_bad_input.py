@@ -199,6 +199,8 @@ BAD_CONFIGS = {
     "no scoring layer": ({"scoring_layers": 0}, "scoring_layers=0; expected scoring_layers >= 1"),
     "a null token that is a number": ({"null_token": 10**12}, "null_token=1000000000000; expected true or false"),
     "a weight without end": ({"lambda_m": float("inf")}, "lambda_m=inf, .*; expected numbers from 0"),
+    "a misspelt field": ({"rho_mim": 0.1}, "no field 'rho_mim'. Did you mean rho_min"),
+    "a field that is nearly two": ({"lambda_tm": 0.1}, "no field 'lambda_tm'. Did you mean .*lambda_t"),
     "a negative number of re-encoding layers": ({"reencode_layers": -1}, "reencode_layers=-1; expected"),
 }
 
@@ -210,6 +212,15 @@ def test_the_configuration_refuses(name):
         QTSplusConfig(**values)
     with pytest.raises(ValueError, match=message):
         tiny_config(**values)
+
+
+def test_fields_that_other_versions_of_transformers_save_are_no_misspelt_ones():
+    """Every saved configuration has some, and those of Transformers 4 had many more than today's."""
+    saved = QTSplusConfig(rho_min=0.06).to_dict()
+    others = {"torch_dtype": "float32", "torchscript": False, "pruned_heads": {}, "tie_encoder_decoder": False}
+    config = QTSplusConfig.from_dict({**saved, **others, "_attn_implementation_autoset": True, "top_k": 50})
+    assert config.rho_min == 0.06
+    assert tiny_config(**saved, **others).qtsplus_config.rho_min == 0.06
 
 
 @pytest.mark.parametrize("call", [{"retention": 0.5}, {"max_visual_tokens": 3}], ids=lambda call: next(iter(call)))

@@ -207,6 +207,14 @@ def test_lengths_count_the_callers_prompt(model, ragged):
         model.generate(**ragged, max_length=width)
 
 
+def test_a_number_of_new_tokens_that_is_none_leaves_the_length(model, single):
+    """As stock: the `None` of the call replaces what the configuration says."""
+    width = single["input_ids"].shape[1]
+    config = type(model.generation_config)(max_new_tokens=15, min_new_tokens=9, do_sample=False)
+    lengths = {"max_length": width + 6, "max_new_tokens": None, "min_length": width + 6, "min_new_tokens": None}
+    assert model.generate(**single, generation_config=config, **lengths).shape[1] == width + 6
+
+
 @pytest.mark.parametrize("at_least", [{"min_new_tokens": 5}, {"min_length": 5}], ids=["min_new_tokens", "min_length"])
 def test_at_least_some_tokens(model, single, at_least):
     """The first token that greedy decoding would choose is made the end, so that only the minimum holds it off."""

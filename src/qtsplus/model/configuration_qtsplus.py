@@ -1,6 +1,8 @@
 """Configuration of QTSplus, the query-aware visual-token selector, and of the Qwen-VL models with it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from packaging.version import parse
 from transformers import PreTrainedConfig
@@ -148,6 +150,7 @@ class QTSplusConfig(PreTrainedConfig):
         return super().from_dict({**_BEFORE, **config_dict}, **kwargs)
 
     def __post_init__(self, **kwargs):
+        _check_names(kwargs)
         super().__post_init__(**kwargs)
         _require(0 < self.rho_min <= self.rho_max <= 1, self, "rho_min, rho_max", "0 < rho_min <= rho_max <= 1")
         _require(self.n_max >= 1, self, "n_max", "n_max >= 1")
@@ -292,6 +295,18 @@ def _check_version(written, selector):
             "is installed, with trust_remote_code=True."
         )
     logging.get_logger(__name__).warning_once(f"{found}: it loads, but install {written} if something is odd.")
+
+
+def _check_names(unknown: Iterable[str]) -> None:
+    """
+    Raises `ValueError` for unknown fields whose names are like those of [`QTSplusConfig`]. Others are left to
+    Transformers, whose versions write different fields of their own into every saved configuration.
+    """
+    fields = list(vars(QTSplusConfig)["__annotations__"])
+    for name in unknown:
+        similar = get_close_matches(name, fields, cutoff=0.8)
+        if similar:
+            raise ValueError(f"QTSplusConfig has no field {name!r}. Did you mean {' or '.join(similar)}?")
 
 
 def _require(holds, config, names, expected):

@@ -3,6 +3,7 @@
 import copy
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import initialization as init
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.generation.streamers import BaseStreamer
 
+from .layout_qtsplus import check_no_padding
 from .prompt_qtsplus import CACHE, TEXT, CompactPrompt, SelectedFeatures, alone_with_ids, take_cache, take_inputs
 from .selector_qtsplus import QTSplusSelector
 
@@ -49,6 +51,7 @@ class QTSplusPreTrainedMixin:
     config: Any
     can_generate: Any
     push_to_hub: Any
+    _supports_context_parallel = False  # ranks that each hold a part of a prompt cannot select from all of it
 
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -99,6 +102,93 @@ class QTSplusPreTrainedMixin:
         if push_to_hub:  # stock uploads only what it has written itself
             repo_id = kwargs.pop("repo_id", Path(save_directory).name)
             self.push_to_hub(repo_id, **{name: kwargs[name] for name in _OF_A_PUSH if name in kwargs})
+
+
+# --- Decoding behind a shortened prompt ---
+
+
+@dataclass(frozen=True)
+class CachedPrompt:
+    """
+    What a key/value cache holds of a prompt with images or videos. It is kept with the cache, so that a caller who
+    decodes may go on with a mask and positions of the full prompt's width.
+    """
+
+    columns: torch.Tensor  # [B, S'], the caller's column behind each that is cached; -1 on padding
+    length: int  # S, the columns of the caller's prompt
+    rope_deltas: torch.Tensor  # [B, 1], how far decoding stands from the count of the tokens
+
+    @classmethod
+    def of(cls, prompt: CompactPrompt) -> "CachedPrompt":
+        columns: Any = prompt.qtsplus.columns
+        rope_deltas = prompt.next_position - prompt.attention_mask.sum(-1)
+        return cls(columns, prompt.source_ids.shape[1], rope_deltas[:, None])
+
+    @staticmethod
+    def kept_with(cache: Any) -> "CachedPrompt | None":
+        return getattr(cache, "qtsplus_prompt", None)
+
+    def keep_with(self, cache: Any) -> None:
+        if cache is not None:
+            cache.qtsplus_prompt = self
+
+    def shorten_mask(self, mask: Any, past_length: int, rows: int, new: int) -> Any:
+        """
+        The mask `[B, cached + new]` of the columns that are cached and of `new` ones behind them.
+
+        Args:
+            mask: the caller's, of that width or of the full prompt's and all after it; `None` hides padding alone. A
+                mask of another kind, such as a 4-dimensional one, is left as it is.
+            past_length: the columns that are cached.
+            rows: of the batch; several for each of the prompt's where the caller repeated them, as beams are.
+        """
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+            return mask
+        if rows % len(self.columns):
+            raise ValueError(
+                f"{rows} rows behind a cache of {len(self.columns)} prompts: expected as many, or each repeated."
+            )
+        columns = self.columns.repeat_interleave(rows // len(self.columns), dim=0)[:, :past_length]
+        is_real = columns >= 0
+        if mask is None:
+            if bool(is_real.all()):
+                return None
+            return nn.functional.pad(is_real.long(), (0, past_length - columns.shape[1] + new), value=1)
+        behind = past_length - columns.shape[1] + new
+        mask = mask.to(columns.device)
+        if mask.shape == (rows, columns.shape[1] + behind):
+            prompt_mask = mask[:, : columns.shape[1]]
+        elif mask.shape == (rows, self.length + behind):
+            prompt_mask = mask.gather(1, columns.clamp(min=0))
+        else:
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)} behind a cache of {past_length} columns: expected "
+                f"{(rows, past_length + new)}, or {(rows, self.length + behind)} with all of the prompt's columns. "
+                "output.qtsplus.columns says which of them are cached."
+            )
+        return torch.cat([prompt_mask * is_real.to(mask.dtype), mask[:, mask.shape[1] - behind :]], dim=1)
+
+    def new_positions(self, position_ids: Any, past_length: int, new: int) -> Any:
+        """The caller's `position_ids` of the new columns, from those or from those of all columns."""
+        if position_ids is None:
+            return None
+        width = position_ids.shape[-1]
+        widths = (new, past_length + new, self.length + past_length - self.columns.shape[1] + new)
+        if width not in widths:
+            raise ValueError(
+                f"position_ids {tuple(position_ids.shape)} for {new} columns behind a cache: expected {new} of them, "
+                f"or {widths[2]} with the prompt's. output.qtsplus.columns says which of its columns are cached."
+            )
+        return position_ids[..., width - new :]
+
+
+def check_cache(cache: Any) -> None:
+    """Raises `ValueError` for what is no key/value cache, such as the tuples of earlier versions of Transformers."""
+    if cache is not None and (isinstance(cache, dict) or not callable(getattr(cache, "update", None))):
+        raise ValueError(
+            f"The cache (past_key_values) is a {type(cache).__name__}: expected a Cache of Transformers, such as "
+            "DynamicCache(config=model.config.get_text_config())."
+        )
 
 
 # --- Generating ---
@@ -171,8 +261,10 @@ class QTSplusGenerationMixin:
             as stock; with `return_dict_in_generate=True` the output carries `qtsplus`, a [`QTSplusOutput`].
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
+        self.model.check_arguments(kwargs)
         visual, selection = take_inputs(kwargs)
         cache, embeds = take_cache(kwargs), kwargs.get("inputs_embeds")
+        check_cache(cache)
         if cache is not None:
             kwargs[CACHE] = cache
         if input_ids is None or embeds is not None or "mm_encoder_outputs" in kwargs:
@@ -183,6 +275,8 @@ class QTSplusGenerationMixin:
             return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
         kwargs.pop("mm_token_type_ids", None)  # found in input_ids
         prompt = (input_ids, kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None))
+        if prompt[1] is None:
+            check_no_padding(input_ids, self.generation_config.pad_token_id)
         if cache is not None and cache.get_seq_length() > 0:
             raise ValueError(
                 f"The cache holds {cache.get_seq_length()} columns of an earlier prompt: expected an empty one. Each "
@@ -198,7 +292,8 @@ class QTSplusGenerationMixin:
             raise ValueError('cache_implementation="paged" cannot take a prompt with selected visual tokens.')
         # As `generate` finds them: in the call, in the configuration passed with it, or in the model's own.
         configs = [vars(config) for config in (self.generation_config, generation_config) if config is not None]
-        settings = {name: value for one in (*configs, kwargs) for name, value in one.items() if value is not None}
+        settings = {name: value for config in configs for name, value in config.items() if value is not None}
+        settings.update(kwargs)  # where a None is said, and counts
         chunk_size = settings.get("prefill_chunk_size")
         if chunk_size is not None and prompt.features and not _SPLITS_FEATURES:
             raise ValueError(f"prefill_chunk_size={chunk_size} needs Transformers 5.23 or later beside videos.")
@@ -216,12 +311,14 @@ class QTSplusGenerationMixin:
 
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         generated = sequences[:, prompt.input_ids.shape[1] :]
+        CachedPrompt.of(prompt).keep_with(kwargs.get(CACHE))
         front = source_ids.repeat_interleave(len(sequences) // len(source_ids), dim=0).to(generated.device)
         sequences = torch.cat([front, generated], dim=1)
         if isinstance(result, torch.Tensor):
             return sequences
         result.sequences = sequences
         result.qtsplus = prompt.qtsplus
+        CachedPrompt.of(prompt).keep_with(result.get(CACHE))
         return result
 
     def _count_new_tokens(self, generation_config, kwargs, settings, prompt_length: int):
@@ -229,7 +326,7 @@ class QTSplusGenerationMixin:
         config = copy.deepcopy(generation_config)
         for total, new, least in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
             length = settings.get(total)
-            if new not in settings and length:
+            if settings.get(new) is None and length:
                 if length - prompt_length < least and total == "max_length":
                     raise ValueError(f"max_length={length}, the prompt has {prompt_length} tokens: set max_new_tokens.")
                 kwargs[new] = max(length - prompt_length, least)

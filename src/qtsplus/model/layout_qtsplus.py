@@ -131,8 +131,10 @@ class QTSplusBackboneMixin:
     """
 
     rope_axes = 3  # of the language model: (time, height, width), or 1 where positions are numbers
+    language_seconds = False  # whether the language model's positions measure the seconds of a video
     frames_apart = False  # whether text stands between the frames of a video
     patches_per_row: Any = 1  # of the pixels, that the vision tower makes
+    fixed_arguments: tuple[str, ...] = ()  # of the stock `forward`: what the configuration alone decides here
 
     # What the class brings that this stands in front of
     config: Any
@@ -141,6 +143,13 @@ class QTSplusBackboneMixin:
     get_input_embeddings: Any
     get_image_features: Any
     get_video_features: Any
+
+    def check_arguments(self, call: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for stock arguments of a call that would have no effect."""
+        for name in self.fixed_arguments:
+            value = call.get(name)
+            if value is not None and value != getattr(self.config, name, None):
+                raise ValueError(f"{name} has no effect on {type(self).__name__}: leave it out of the call.")
 
     # --- Pixels and features ---
 
@@ -196,6 +205,13 @@ class QTSplusBackboneMixin:
         return spans
 
     # --- Positions ---
+
+    @property
+    def needs_seconds(self) -> bool:
+        """Whether the seconds of a video change what comes out: by the language model's positions or the re-encoder."""
+        selector = self.config.qtsplus_config
+        reencodes = selector.reencode_layers > 0 and selector.reencode_rope
+        return reencodes or (self.language_seconds and selector.position_ids == "original")
 
     @property
     def tokens_per_second(self) -> float:
@@ -296,6 +312,8 @@ def lay_out(
     Raises:
         ValueError: inputs that do not fit each other; each says what was given and what is expected.
     """
+    if attention_mask is None:
+        check_no_padding(input_ids, getattr(model.config.get_text_config(), "pad_token_id", None))
     mask = full_mask(input_ids, attention_mask)
     if position_ids is not None and restarts(position_ids, mask):
         raise ValueError(
@@ -306,7 +324,14 @@ def lay_out(
         IMAGE: check_grids(model, IMAGE, visual.pixel_values, visual.image_grid_thw),
         VIDEO: check_grids(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw, visual.video_features),
     }
-    seconds: Any = [1] * len(grids[VIDEO]) if visual.second_per_grid_ts is None else visual.second_per_grid_ts
+    seconds: Any = visual.second_per_grid_ts
+    if seconds is None:
+        if model.needs_seconds and any(steps > 1 for steps, _, _ in grids[VIDEO]):
+            raise ValueError(
+                "The videos came without second_per_grid_ts, the seconds of a temporal patch of each, which their "
+                "tokens' positions depend on: pass all that the processor returned, through your collator too."
+            )
+        seconds = [1] * len(grids[VIDEO])  # which changes nothing
     if len(seconds) != len(grids[VIDEO]):
         raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids[VIDEO])}).")
     rows = _rows(model, input_ids, mask, grids, seconds, position_ids)
@@ -328,6 +353,20 @@ def full_mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> t
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}.")
     return mask
+
+
+def check_no_padding(input_ids: torch.Tensor, pad_token_id: int | None) -> None:
+    """Raises `ValueError` where rows `[B, S]` begin or end with different numbers of padding tokens."""
+    if pad_token_id is None or len(input_ids) < 2:
+        return
+    is_padding = (input_ids == pad_token_id).long()
+    for columns in (is_padding, is_padding.flip(1)):
+        counts = columns.cumprod(1).sum(1)
+        if bool((counts != counts[0]).any()):
+            raise ValueError(
+                "The prompts are padded, but came without attention_mask: pass all that the processor returned, "
+                "through your collator too."
+            )
 
 
 def restarts(position_ids: torch.Tensor, mask: torch.Tensor) -> bool:

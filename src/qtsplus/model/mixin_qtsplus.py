@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutp
 from transformers.utils import can_return_tuple, logging
 
 from .encoding_qtsplus import encode_modality, encode_visual
-from .generation_qtsplus import QTSplusGenerationMixin, places, states_of
+from .generation_qtsplus import CachedPrompt, QTSplusGenerationMixin, check_cache, places, states_of
 from .layout_qtsplus import QTSplusBackboneMixin, check_grids, lay_out
 from .lm_attention_qtsplus import check_attention, log_attention, reading_of
 from .methods_qtsplus import take_rows
@@ -214,8 +214,10 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         **kwargs,
     ) -> tuple | QTSplusModelOutputWithPast:
         """As the stock model, over the shortened prompt; [`VisualInputs`] and [`SelectionInputs`] are ours."""
+        self.check_arguments(kwargs)
         visual, selection = take_inputs(kwargs)
         cache = past_key_values if cache is None else cache
+        check_cache(cache)
         qtsplus: QTSplusOutput | None
         selected: dict[str, Any] = mm_encoder_outputs or {}
         prompt: CompactPrompt | None = None
@@ -234,9 +236,14 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if anchors:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.stack(anchors).sum() * 0.0
         outputs = self.language_model(**{CACHE: cache}, use_cache=use_cache, **inputs, **kwargs)
-        if self.full_length and prompt is not None:
-            self._lengthen(outputs, prompt)
-        encoded = {f"{name}_outputs": features for name, features in selected.items()}
+        if prompt is not None:
+            CachedPrompt.of(prompt).keep_with(outputs.get(CACHE))
+            if self.full_length:
+                self._lengthen(outputs, prompt)
+        encoded = {}
+        for name, output in selected.items():
+            if any(len(features) for features in output["pooler_output"]):
+                encoded[f"{name}_outputs"] = output
         return QTSplusModelOutputWithPast(**outputs, **encoded, qtsplus=qtsplus)
 
     @staticmethod
@@ -297,16 +304,27 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             features, qtsplus = self.qtsplus([nothing] * rows, [nothing] * rows, [no_position] * rows)
             inputs = {"inputs_embeds": inputs_embeds + torch.cat(features).sum()}
         past_length = 0
+        cached_prompt = CachedPrompt.kept_with(cache)
         if cache is not None:
             # A step of decoding need not wait for the count; the cache of continuous batching has none.
-            counts = position_ids is None or (inputs_embeds.shape[1] > 1 and hasattr(cache, "get_seq_length"))
+            several = inputs_embeds.shape[1] > 1 and hasattr(cache, "get_seq_length")
+            counts = position_ids is None or cached_prompt is not None or several
             past_length = int(cache.get_seq_length()) if counts else 1
         if past_length == 0 and not mm_encoder_outputs:
             self.check_no_placeholders(input_ids)
+            self.rope_deltas = inputs_embeds.new_zeros((len(inputs_embeds), 1), dtype=torch.long)
+        if cached_prompt is not None and past_length == 0:  # the cache has been reset
+            del cache.qtsplus_prompt
+            cached_prompt = None
+        if cached_prompt is not None:
+            new = inputs_embeds.shape[:2]
+            attention_mask = cached_prompt.shorten_mask(attention_mask, past_length, *new)
+            position_ids = cached_prompt.new_positions(position_ids, past_length, new[1])
+            if self.config.qtsplus_config.position_ids == "sequential":
+                position_ids = None  # as in the prompt, where the caller's do not count either
         if position_ids is None:
-            if past_length == 0 and not mm_encoder_outputs:
-                self.rope_deltas = inputs_embeds.new_zeros((len(inputs_embeds), 1), dtype=torch.long)
-            position_ids = self._positions_after(past_length, inputs_embeds, attention_mask)
+            rope_deltas = None if cached_prompt is None else cached_prompt.rope_deltas
+            position_ids = self._positions_after(past_length, inputs_embeds, attention_mask, rope_deltas)
         return {**inputs, "attention_mask": attention_mask, "position_ids": position_ids}, qtsplus
 
     def check_selected(self, mm_encoder_outputs: dict[str, Any] | None):
@@ -329,7 +347,9 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             if count:
                 raise ValueError(f"The prompt has {count} {name} placeholders, but no {name} pixels were given.")
 
-    def _positions_after(self, past_length: int, inputs_embeds: torch.Tensor, attention_mask) -> torch.Tensor | None:
+    def _positions_after(
+        self, past_length: int, inputs_embeds: torch.Tensor, attention_mask, rope_deltas: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """`position_ids` of `[B, S]` new tokens behind a cache; `None` lets the language model count from 0."""
         batch_size, length = inputs_embeds.shape[:2]
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
@@ -339,8 +359,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         else:
             order = torch.arange(past_length, past_length + length, device=inputs_embeds.device).expand(batch_size, -1)
         delta: int | torch.Tensor = 0
-        if self.rope_deltas is not None:
-            delta = self.rope_deltas.repeat_interleave(batch_size // len(self.rope_deltas), dim=0).to(order.device)
+        if rope_deltas is not None:
+            delta = rope_deltas.repeat_interleave(batch_size // len(rope_deltas), dim=0).to(order.device)
         return lay_positions(order, (order + delta).expand(self.rope_axes, -1, -1))
 
 

@@ -45,6 +45,7 @@ class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qw
     """Qwen2.5-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
 
     config: Qwen2_5_VLQTSplusConfig
+    language_seconds = True
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
         super().__init__(config)

@@ -36,6 +36,14 @@ class FramesQTSplusModelMixin(QTSplusModelMixin):
     """What the models have in common: one-dimensional positions, and a row of pixels for each frame."""
 
     rope_axes = 1
+    fixed_arguments = (
+        "vision_feature_layer",
+        "vision_feature_select_strategy",
+        "vision_aspect_ratio",
+        "image_sizes",
+        "image_sizes_videos",
+        "batch_num_images",
+    )
 
     def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
         return grid_thw[:, 0].tolist()
