@@ -1,4 +1,4 @@
-"""What a video will take, before it is read: frames, tokens and memory."""
+"""How many frames, tokens and bytes a video will take, before it is read."""
 
 from dataclasses import dataclass
 from math import prod
@@ -8,10 +8,12 @@ import psutil
 import torch
 
 from ..common.files import counted, size
+from ..model.methods_qtsplus import Method
 from ..model.selector_qtsplus import kept_count
+from ..model.video_qtsplus import VideoChunks
 
 _TEXT = 512  # tokens of a prompt and an answer
-_VALUES = 3 * 2 * 28**2  # pixel values that become one token, at most
+_VALUES = 3 * 2 * 28**2  # the most pixel values that become one token
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class Forecast:
         memory = f"about {size(self.memory)} of memory beside {size(self.weights)} of weights"
         return f"{counted(self.frames, 'frame')} of {self.seconds_of_video:,.1f} s; {tokens}; {memory}"
 
-    def require_memory(self, device: Any) -> None:
+    def require_memory(self, device: str | torch.device) -> None:
         """Raises `ValueError` where a device has no room for the features alone."""
-        cuda = torch.device(device).type == "cuda"
-        free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+        if torch.device(device).type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+        else:
+            free = psutil.virtual_memory().available
         if self.features > free:
             raise ValueError(
                 f"The features of {self.frames:,} frames are {self.visual_tokens:,} tokens, {size(self.features)}, and "
@@ -43,33 +47,49 @@ class Forecast:
 
 
 def forecast(
-    model: Any, chunks: Any, retention: float | None = None, max_visual_tokens: int | None = None, selection: Any = None
+    model: Any,
+    chunks: VideoChunks,
+    retention: float | None = None,
+    max_visual_tokens: int | None = None,
+    selection: str | Method | None = None,
 ) -> Forecast:
     """
-    What the video will take that a processor's `video_chunks` has opened, by its size; nothing is decoded.
+    What a video will take that a processor's `video_chunks` has opened, by its size; nothing is decoded.
 
     Args:
         retention, max_visual_tokens, selection: as for `session.ask`.
     """
-    config, text = model.config.qtsplus_config, model.config.get_text_config()
-    selection = selection or config.selection
-    tokens, width = sum(map(prod, model.model.merged_grid(chunks.video_grid_thw))), model.dtype.itemsize
-    rho = 1.0 if selection == "all" else retention or config.rho_max
-    kept = kept_count(rho, tokens, min(max_visual_tokens or config.n_max, config.n_max))
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    cache = 2 * text.num_hidden_layers * text.num_key_value_heads * head * (kept + _TEXT)
-    group = min(tokens, config.attention_group) if selection == "lm_attention" else 0  # that is read at a time
-    read = _TEXT + max(group, kept)
-    features = tokens * model.model.token_width * width
-    layer = read * (6 * text.hidden_size + 3 * text.intermediate_size)
-    # While one of them is encoded, thrice as bytes and thrice in float32; and a frame of the film's own size.
-    pieces = 3 * (1 + 4) * _VALUES * tokens // len(chunks) + 3 * prod(chunks.shape[1:])
+    config = model.config.qtsplus_config
+    if selection is None:
+        selection = config.selection
+    tokens = sum(prod(grid) for grid in model.model.merged_grid(chunks.video_grid_thw))
+    rho = retention or config.rho_max
+    if selection == "all":
+        rho = 1.0
+    most = min(max_visual_tokens or config.n_max, config.n_max)
+    kept_tokens = kept_count(rho, tokens, most)
+
+    text = model.config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    cache_per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
+    layer_per_token = 6 * text.hidden_size + 3 * text.intermediate_size
+    tokens_at_once = kept_tokens
+    if selection == "lm_attention":
+        group = min(tokens, config.attention_group)
+        tokens_at_once = max(group, kept_tokens)
+    values = cache_per_token * (kept_tokens + _TEXT) + layer_per_token * (tokens_at_once + _TEXT)
+
+    # While a chunk is encoded, its pixels exist three times as bytes and three times in float32.
+    chunk = 3 * (1 + 4) * _VALUES * tokens // len(chunks)
+    raw_frame = 3 * prod(chunks.shape[1:])
+    features = tokens * model.model.token_width * model.dtype.itemsize
+    metadata: Any = chunks.metadata
     return Forecast(
-        frames=len(chunks.metadata.frames_indices),
-        seconds_of_video=chunks.metadata.total_num_frames / chunks.metadata.fps,
+        frames=len(metadata.frames_indices),
+        seconds_of_video=metadata.total_num_frames / metadata.fps,
         visual_tokens=tokens,
-        kept_tokens=kept,
+        kept_tokens=kept_tokens,
         features=features,
-        memory=features + width * (cache + layer) + pieces,
+        memory=features + values * model.dtype.itemsize + chunk + raw_frame,
         weights=sum(weight.numel() * weight.element_size() for weight in model.parameters()),
     )
