@@ -49,43 +49,46 @@ class Shelf(MCPServer):
 
     def __init__(self, library: Library, sources: Mapping[str, str] = {}):  # noqa: B006, which nothing changes
         live = Live(library.model, library.processor, sources, self._work)
-        own: list[Callable[..., Any]] = [self.list_videos, self.find_moments, self.ask, self.look]
-        tools = [Tool.from_function(function) for function in own + live.tools]
-        for tool in tools:
-            tool.annotations = ToolAnnotations(
-                read_only_hint=tool.name not in ("watch_start", "watch_stop"), open_world_hint=False
-            )
-            arguments = tool.fn_metadata.arg_model
-            arguments.model_config["extra"] = "forbid"
-            arguments.model_rebuild(force=True)
-            tool.parameters = arguments.model_json_schema()
-        more: dict[str, Any] = {"resources": live.resources, "subscriptions": live.bus, "log_level": "ERROR"}
-        super().__init__("qtsplus", instructions=_INSTRUCTIONS, tools=tools, **more)
-        self.turn, self.eyes, self.waiting = anyio.Lock(), anyio.Lock(), 0
+        functions: list[Callable[..., Any]] = [self.list_videos, self.find_moments, self.ask, self.look]
+        super().__init__(
+            "qtsplus",
+            instructions=_INSTRUCTIONS,
+            tools=[_tool(function) for function in functions + live.tools],
+            resources=list(live.resources),
+            subscriptions=live.bus,
+            log_level="ERROR",
+        )
+        self.turn = anyio.Lock()  # whose holder has the model
+        self.eyes = anyio.Lock()  # whose holder decodes a frame
+        self.waiting = 0  # calls
         self._open(library, file_state(library.index.path))
 
     def _open(self, library: Library, state: State) -> None:
-        self.library, self.state, self.places = library, state, (library.folder, library.index.videos)
+        self.library = library
+        self.state = state
+        self.places = (library.folder, library.index.videos)
         self.names = {printable(name): name for name in library.names}  # those of others may be no text
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
         """As that of the SDK, about the library as it is now, with errors of one line."""
-        old, index = self.library, self.library.index.path
+        old = self.library
+        index = old.index.path
         if index.exists():
             state = file_state(index)
             if state != self.state:  # it was indexed again
-                self._open(await self._work(Library, old.folder, old.model, old.processor), state)
+                library = await self._work(Library, old.folder, old.model, old.processor)
+                self._open(library, state)
         try:
             return await super().call_tool(name, arguments, context)
         except UnexpectedToolError:
             raise
         except ToolError as error:
             cause = error.__cause__ or error
-            line = explain(cause, arguments) if isinstance(cause, ValidationError) else first_line(cause)
+            line = _reason(cause, arguments)
             raise ToolError(printable(line)[:500]) from cause
 
     async def run_stdio_async(self) -> None:
-        """As that of the SDK; but who sends a line that cannot be read gets an error, and not silence."""
+        """As that of the SDK; but a client that sends a line that cannot be read gets an error, and not silence."""
         async with stdio_server() as (incoming, outgoing), anyio.create_task_group() as tasks:
             good, read = anyio.create_memory_object_stream[Any](0)
 
@@ -101,7 +104,7 @@ class Shelf(MCPServer):
             server = self._lowlevel_server
             await server.run(read, outgoing, server.create_initialization_options())
 
-    async def get_prompt(self, name: str, arguments: Any = None, context: Any = None) -> Any:
+    async def get_prompt(self, name, arguments=None, context=None):
         """There are none; the SDK would draw a traceback, which takes seconds."""
         raise MCPError(INVALID_PARAMS, "There are no prompts.")
 
@@ -112,16 +115,26 @@ class Shelf(MCPServer):
         count: ResultCount = 20,
     ) -> dict[str, Any]:
         """The videos by name, when each begins and how long it is; how many there are; some that answer nothing yet."""
-        names = [shown for shown in self.names if text.lower() in shown.lower()]
-        shown, library = names[first : first + count], self.library
-        films = await self._work(lambda: {name: library.stored(self.names[name]) for name in shown})
-        videos = [{"video": name, "start": film.start, "seconds": film.length} for name, film in films.items()]
-        return {"videos": videos, "of": len(names), "not_encoded_yet": [*map(printable, library.missing[:MAX_CALLS])]}
+        library = self.library
+        all_names = self.names
+        matching = [name for name in all_names if text.lower() in name.lower()]
+        shown = matching[first : first + count]
+
+        def read() -> list[dict[str, Any]]:
+            videos = []
+            for name in shown:
+                video = library.stored(all_names[name])
+                videos.append({"video": name, "start": video.start, "seconds": video.length})
+            return videos
+
+        videos = await self._work(read)
+        missing = [printable(name) for name in library.missing[:MAX_CALLS]]
+        return {"videos": videos, "of": len(matching), "not_encoded_yet": missing}
 
     async def find_moments(self, question: Question, videos: Videos = [], count: ResultCount = 5) -> dict[str, Any]:  # noqa: B006
         """The moments that matter most for a question, best first: video, seconds, and place in the frame."""
         moments = await self._work(self.library.find, question, count, self._chosen(videos))
-        return {"moments": [_moment(one) for one in moments]}
+        return {"moments": [_moment(interval) for interval in moments]}
 
     async def ask(
         self,
@@ -131,9 +144,12 @@ class Shelf(MCPServer):
     ) -> dict[str, Any]:
         """Answers a question from one video, that which fits best, and says what the answer rests on."""
         names = self._chosen(videos)
-        answer = await self._work(partial(self.library.ask, question, names=names, max_new_tokens=max_new_tokens))
-        evidence = [_moment(one) for one in answer.evidence]
-        return {**answer.as_dict(), "video": printable(answer.video), "evidence": evidence}
+        ask = partial(self.library.ask, question, names=names, max_new_tokens=max_new_tokens)
+        answer = await self._work(ask)
+        fields = answer.as_dict()
+        fields["video"] = printable(answer.video)
+        fields["evidence"] = [_moment(interval) for interval in answer.evidence]
+        return fields
 
     async def look(
         self,
@@ -145,14 +161,14 @@ class Shelf(MCPServer):
         return await self._work(self._picture, self._name(video), seconds, side, turn=self.eyes)
 
     async def _work(self, work: Callable[..., Any], *inputs: Any, turn: anyio.Lock | None = None) -> Any:
-        """What one call computes, in a thread, when it is its turn; the model's, if no other is named."""
+        """Computes the result of one call in a thread, when it has the turn: the model's, if no other is named."""
         if self.waiting >= MAX_CALLS:
             raise ToolError(f"{MAX_CALLS} calls wait already; try again later.")
         self.waiting += 1
         try:
             async with turn or self.turn:
                 return await anyio.to_thread.run_sync(work, *inputs)
-        except FAILURES as error:  # which is not to say where things lie
+        except FAILURES as error:  # its message must not tell where files are
             line = first_line(error)
             for place in self.places:
                 line = line.replace(f"{place}/", "").replace(str(place), place.name)
@@ -169,7 +185,9 @@ class Shelf(MCPServer):
         return [self._name(video) for video in videos] or None
 
     def _picture(self, name: str, seconds: float, side: int) -> Image:
-        picture, file = Picture.fromarray(frame_at(self.library.film(name), seconds)), io.BytesIO()
+        frame = frame_at(self.library.film(name), seconds)
+        picture = Picture.fromarray(frame)
+        file = io.BytesIO()
         picture.thumbnail((side, side))
         picture.save(file, "JPEG")
         return Image(data=file.getvalue(), format="jpeg")
@@ -177,25 +195,61 @@ class Shelf(MCPServer):
 
 def _unreadable(error: Exception) -> JSONRPCError:
     """The reply to a line that is no message, with the line's id where that can be read."""
-    number = None
-    if isinstance(error, ValidationError):
-        content = error.errors(include_url=False)[0]["input"]
+    message = printable(f"The message cannot be read: {_reason(error, {})}")
+    problem = ErrorData(code=PARSE_ERROR, message=message[:500])
+    return JSONRPCError(jsonrpc="2.0", id=_id_of(error), error=problem)
+
+
+def _id_of(error: Exception) -> int | str | None:
+    """The id in the line that could not be read."""
+    if not isinstance(error, ValidationError):
+        return None
+    content = error.errors(include_url=False)[0]["input"]
+    if isinstance(content, str):
         with suppress(ValueError, RecursionError):
-            content = json.loads(content) if isinstance(content, str) else content
-        number = content.get("id") if isinstance(content, dict) else None
-    if type(number) not in (int, str):
-        number = None
-    why = explain(error, {}) if isinstance(error, ValidationError) else first_line(error)
-    problem = ErrorData(code=PARSE_ERROR, message=printable(f"The message cannot be read: {why}")[:500])
-    return JSONRPCError(jsonrpc="2.0", id=number, error=problem)
+            content = json.loads(content)
+    if not isinstance(content, dict):
+        return None
+    number = content.get("id")
+    return number if type(number) in (int, str) else None
 
 
-def _moment(one: Interval) -> dict[str, Any]:
-    place = {"box": one.box, "pixels": one.pixels}
-    return {"video": printable(one.name), "start": one.start, "end": one.end, "weight": one.weight, **place}
+def _reason(error: BaseException, values: Any) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, ValidationError):
+        return explain(error, values)
+    return first_line(error)
 
 
-def serve_shelf(shelf: Shelf, place: tuple[str, int] | None, hosts: Sequence[str] = (), key: str | None = None) -> None:
+def _tool(function: Callable[..., Any]) -> Tool:
+    """A tool that takes no argument beside its own, and says whether it changes anything."""
+    tool = Tool.from_function(function)
+    is_read_only = tool.name not in ("watch_start", "watch_stop")
+    tool.annotations = ToolAnnotations(read_only_hint=is_read_only, open_world_hint=False)
+    arguments = tool.fn_metadata.arg_model
+    arguments.model_config["extra"] = "forbid"
+    arguments.model_rebuild(force=True)
+    tool.parameters = arguments.model_json_schema()
+    return tool
+
+
+def _moment(interval: Interval) -> dict[str, Any]:
+    return {
+        "video": printable(interval.name),
+        "start": interval.start,
+        "end": interval.end,
+        "weight": interval.weight,
+        "box": interval.box,
+        "pixels": interval.pixels,
+    }
+
+
+def serve_shelf(
+    shelf: Shelf,
+    place: tuple[str, int] | None,
+    hosts: Sequence[str] = (),
+    key: str | None = None,
+) -> None:
     """
     Serves whoever started this process, until its standard input ends; or clients over HTTP at `/mcp`.
 
@@ -215,11 +269,18 @@ def serve_shelf(shelf: Shelf, place: tuple[str, int] | None, hosts: Sequence[str
     )
     guard = Guard(
         app,
-        hosts=[host, *hosts],
+        hosts=[host] + list(hosts),
         key=key,
         most=lambda method, path: MAX_MESSAGE,
         total=MAX_CONNECTIONS * MAX_MESSAGE,
         own_pages=True,
     )
-    limits: dict[str, Any] = {"limit_concurrency": MAX_CONNECTIONS, "ws": "none", "timeout_graceful_shutdown": 5}
-    uvicorn.run(guard, host=host, port=port, log_level="warning", **limits)
+    uvicorn.run(
+        guard,
+        host=host,
+        port=port,
+        log_level="warning",
+        limit_concurrency=MAX_CONNECTIONS,
+        ws="none",
+        timeout_graceful_shutdown=5,
+    )

@@ -28,14 +28,21 @@ FILM_AGE = 86400  # seconds, after which one of them goes
 LONGEST_UPLOAD = 3600  # seconds
 VISITS = 64  # whose films are held in memory; of others the film is read again
 _HERE = Path(__file__)
-_STYLE, _SCRIPT = _HERE.with_suffix(".css"), _HERE.with_suffix(".js")
+_STYLE = _HERE.with_suffix(".css")
+_SCRIPT = _HERE.with_suffix(".js")
 # By their names alone: a font of Google's would be fetched from there.
 _FONTS: Any = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
 _THEME = gr.themes.Base(primary_hue="amber", neutral_hue="slate", radius_size="lg", font=_FONTS, font_mono="monospace")
 _HEADER = """# Ask a film
 It is read once. For each question the model keeps the few visual tokens that matter, and the film shows which."""
 _FILM = f"A film, of at most {LARGEST_FILM / 10**9:.0f} GB"
-_MOST = {"queue/join": 10**6, "run/predict": 10**6, "cancel": 10**6, "reset": 10**6, "upload": LARGEST_FILM + 10**6}
+_MOST = {
+    "queue/join": 10**6,
+    "run/predict": 10**6,
+    "cancel": 10**6,
+    "reset": 10**6,
+    "upload": LARGEST_FILM + 10**6,
+}
 _SHARE = "As a share of all, in percent. At 0 the model decides."
 
 
@@ -43,12 +50,13 @@ class _Stoppable:
     """The model for one visit: it encodes no further piece of a film once `check` raises."""
 
     def __init__(self, model: Any, check: Callable[[], None]) -> None:
-        self._model, self._check = model, check
+        self._model = model
+        self._check = check
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._model, name)
 
-    def encode_videos(self, *inputs: Any, **options: Any) -> Any:
+    def encode_videos(self, *inputs, **options):
         self._check()
         features = self._model.encode_videos(*inputs, **options)
         self._check()
@@ -56,11 +64,15 @@ class _Stoppable:
 
 
 class Visit:
-    """What the server holds for one open page, and does for its buttons; all visits share the model."""
+    """One open page: its video and conversation, and the work behind its buttons; all visits share the model."""
 
     def __init__(self, model: Any, processor: Any) -> None:
-        self.begun = self.served = self.stopped = 0  # requests, which are served in turn; of those stopped the last
-        self.path, self.problem = "", ""  # of the film on the page, and why it cannot be read
+        # Numbers of requests, which are served in turn.
+        self.begun = 0
+        self.served = 0
+        self.stopped = 0  # the last that was stopped
+        self.path = ""  # of the video on the page
+        self.problem = ""  # why it cannot be read
         self.session = VideoSession(_Stoppable(model, self._check), processor)
 
     @property
@@ -76,15 +88,18 @@ class Visit:
         if self.is_stopped:
             raise ValueError("Stopped.")
 
-    def _ends(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def _ends(self, input_ids: torch.Tensor, *_, **__) -> torch.Tensor:
         """A stopping criterion: per answer whether it shall end after this token."""
         return torch.full((len(input_ids),), self.is_stopped, device=input_ids.device)
 
-    def serve(self, *inputs: Any, work: Callable[..., dict[str, Any]]) -> Any:
+    def serve(self, *inputs, work: Callable[..., dict[str, Any]]) -> Any:
         """Does the work of the next request in line."""
         try:
             result = work(self, *inputs)
-            return gr.skip() if self.is_stopped and self.served + 1 < self.begun else result  # the next is shown
+            another_waits = self.served + 1 < self.begun
+            if self.is_stopped and another_waits:
+                return gr.skip()  # the next one is shown
+            return result
         finally:
             self.served += 1
 
@@ -106,65 +121,96 @@ class Visit:
     def ask(self, path: str | None, first: str, second: str, share: float) -> dict[str, Any]:
         """Answers one question, or two beside each other, about the film on the page."""
         questions = [question for question in (first, second) if question.strip()]
-        if path and not self.path and (error := self.read(path)["error"]):  # other visits took the place of this one
-            return self.stage(error=error)
+        if path and not self.path:  # other visits took the place of this one
+            error = self.read(path)["error"]
+            if error:
+                return self.stage(error=error)
         if not self.session.names:
             return self.stage(error=self.problem or "Drop a film first.")
         if not questions:
             return self.stage(error="Write a question first.")
         try:
-            options: dict[str, Any] = {"retention": share / 100 or None, "stopping_criteria": [self._ends]}
-            answers = self.session.ask_many(questions, **options)
+            retention = share / 100 or None
+            answers = self.session.ask_many(questions, retention=retention, stopping_criteria=[self._ends])
             self._check()
         except FAILURES as error:
             return self.stage(error=str(error))
-        return self.stage([self._pane(*pair) for pair in zip(questions, answers, strict=True)])
+        panes = [self._pane(question, answer) for question, answer in zip(questions, answers, strict=True)]
+        return self.stage(panes)
 
     def stage(self, answers: list[dict[str, Any]] | None = None, error: str | None = None) -> dict[str, Any]:
-        """What page.js draws: the film and what is known of it, with new answers or with what went wrong."""
-        facts, films, warnings = "Drop a film to begin.", dict[str, Any](), list[str]()
-        for name, film in self.session.videos.items():  # there is one at most
-            frames = f"{counted(len(film.metadata.frames_indices), 'frame')} read in {film.seconds:.1f} s"
-            facts, warnings = f"{name}: {frames}, {len(film.features):,} visual tokens.", film.warnings
+        """The content for page.js: the video and what is known of it, with new answers or with an error."""
+        facts = "Drop a film to begin."
+        films = {}
+        warnings: list[str] = []
+        for name, video in self.session.videos.items():  # there is one at most
+            frames = counted(len(video.metadata.frames_indices), "frame")
+            facts = f"{name}: {frames} read in {video.seconds:.1f} s, {len(video.features):,} visual tokens."
+            warnings = video.warnings
             # Gradio adds the address of a file in what goes to page.js.
             films[name] = {"path": self.path, "meta": {"_type": "gradio.FileData"}}
-        now = {"about": self.path, "films": films, "facts": facts, "warnings": warnings}
-        return {**now, "answers": answers, "error": error}
+        return {
+            "about": self.path,
+            "films": films,
+            "facts": facts,
+            "warnings": warnings,
+            "answers": answers,
+            "error": error,
+        }
 
     def _pane(self, question: str, answer: Answer) -> dict[str, Any]:
-        """An answer; the tokens that it kept of a film are counted through all grid steps, row by row."""
-        count, total, seconds = answer.kept_tokens, answer.visual_tokens, answer.timings
+        """An answer; the tokens that it kept of a video are counted through all grid steps, row by row."""
+        count = answer.kept_tokens
+        total = answer.visual_tokens
+        seconds = answer.timings
         facts = f"Kept {count:,} of {total:,} tokens ({count / total:.1%}); the first word took "
         facts += f"{seconds['first_token']:.2f} s, all of it {seconds['generate']:.2f} s."
         maps = {}
         for name, keep_map in answer.keep_maps.items():
-            film = self.session.videos[name]
-            times = {"start": film.start, "step": film.second_per_grid_ts[0], "end": film.start + film.length}
-            kept = keep_map.flatten().nonzero().flatten().tolist()
-            maps[name] = {"grid": list(keep_map.shape), "kept": kept, **times}
-        return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps}
+            video = self.session.videos[name]
+            maps[name] = {
+                "grid": list(keep_map.shape),
+                "kept": keep_map.flatten().nonzero().flatten().tolist(),
+                "start": video.start,
+                "step": video.second_per_grid_ts[0],
+                "end": video.start + video.length,
+            }
+        pane = answer.as_dict()
+        pane["question"] = question
+        pane["facts"] = facts
+        pane["maps"] = maps
+        return pane
 
 
 def largest_request(method: str, path: str) -> int | None:
-    """Bytes of what the page itself sends; `None` for what it does not send."""
+    """The most bytes of a request that the page itself sends; `None` for requests that it does not send."""
     name = path.rpartition("/gradio_api/")[2]
-    if name == "deep_link":  # which would write to the disk
+    if name == "deep_link":  # it would write to the disk
         return None
-    return 0 if method in ("GET", "HEAD") else _MOST.get(name)
+    if method in ("GET", "HEAD"):
+        return 0
+    return _MOST.get(name)
 
 
 def make_room(folder: Path, coming: int) -> None:
-    """Removes the oldest films of a folder where those that come, in bytes, would be too much beside them."""
-    there = []
-    for entry in folder.iterdir():  # a folder with a film, or a file that was not sent whole
+    """Removes the oldest videos of a folder if they and those that come, in bytes, would be too much."""
+    entries = []
+    total = coming
+    for entry in folder.iterdir():  # a folder with a video, or a file that was not sent whole
         with suppress(FileNotFoundError):
-            size = sum(file.stat().st_size for file in (entry, *entry.rglob("*")))
-            there.append((entry.stat().st_mtime, size, entry))
-    total = coming + sum(size for _, size, _ in there)
-    for when, size, entry in sorted(there):
-        if total > ALL_FILMS or when < time.time() - FILM_AGE:
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            total -= size
+            size = entry.stat().st_size
+            size += sum(file.stat().st_size for file in entry.rglob("*"))
+            entries.append((entry.stat().st_mtime, size, entry))
+            total += size
+    oldest = time.time() - FILM_AGE
+    for when, size, entry in sorted(entries):
+        if total <= ALL_FILMS and when >= oldest:
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+        total -= size
 
 
 def build_page(model: Any, processor: Any, hosts: Sequence[str]) -> Any:
@@ -183,7 +229,7 @@ def build_page(model: Any, processor: Any, hosts: Sequence[str]) -> Any:
         gr.Markdown(_HEADER)
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
-                film = gr.File(label=_FILM, file_types=[*VIDEO_SUFFIXES], height=160, elem_id="film")
+                film = gr.File(label=_FILM, file_types=list(VIDEO_SUFFIXES), height=160, elem_id="film")
                 first = gr.Textbox(label="Question", placeholder="What is in the yellow ring?", elem_id="first")
                 second = gr.Textbox(label="A second one, beside it", placeholder="May stay empty", elem_id="second")
                 share = gr.Slider(0, 100, 0, step=1, label="Tokens to keep", info=_SHARE, elem_id="share")
@@ -196,8 +242,8 @@ def build_page(model: Any, processor: Any, hosts: Sequence[str]) -> Any:
                 stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
         # "multiple", or else what comes while another is served would be dropped.
         every: dict[str, Any] = {"trigger_mode": "multiple", "api_visibility": "private"}
-        at_once = {**every, "queue": False, "show_progress": "hidden"}
-        in_line = {**every, "concurrency_limit": 1, "concurrency_id": "model"}
+        at_once = every | {"queue": False, "show_progress": "hidden"}
+        in_line = every | {"concurrency_limit": 1, "concurrency_id": "model"}
         reading = gr.on([film.upload, film.clear], partial(begin, reads=True), visit, visit, **at_once)
         reading.then(partial(Visit.serve, work=Visit.read), [visit, film], stage, **in_line)
         asking = gr.on([ask.click, first.submit, second.submit], begin, visit, visit, **at_once)
@@ -213,10 +259,20 @@ def build_page(model: Any, processor: Any, hosts: Sequence[str]) -> Any:
         own_pages=True,
         make_room=partial(make_room, Path(os.environ["GRADIO_TEMP_DIR"])),
     )
-    options = {"max_file_size": LARGEST_FILM, "theme": _THEME, "css": _STYLE.read_text("utf-8"), "footer_links": []}
-    options |= {"run_history": False, "state_session_capacity": VISITS, "ssr_mode": False, "quiet": True}
-    options |= {"app_kwargs": {"middleware": [guard]}}
-    return blocks.queue(api_open=False), {**options, "enable_monitoring": False, "prevent_thread_lock": True}
+    options = {
+        "max_file_size": LARGEST_FILM,
+        "theme": _THEME,
+        "css": _STYLE.read_text("utf-8"),
+        "footer_links": [],
+        "run_history": False,
+        "state_session_capacity": VISITS,
+        "ssr_mode": False,
+        "quiet": True,
+        "app_kwargs": {"middleware": [guard]},
+        "enable_monitoring": False,
+        "prevent_thread_lock": True,
+    }
+    return blocks.queue(api_open=False), options
 
 
 async def _refuse(host: str) -> str:
@@ -245,7 +301,7 @@ def launch(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
-        page, options = build_page(model, processor, [host, *allow_hosts])
+        page, options = build_page(model, processor, [host] + list(allow_hosts))
         _, address, _ = page.launch(server_name=host, server_port=port, **options)
         say(f"The page is at {address}")
         page.block_thread()
