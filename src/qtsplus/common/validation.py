@@ -28,7 +28,7 @@ _DEEPEST = 50  # lists and mappings inside each other; settings need about five
 _NO_VALUE = (YAMLError, ValueError, TypeError, KeyError, OverflowError)
 
 
-def parse_yaml(text: str, name: str) -> Any:
+def parse_yaml(text: str, name: str):
     """
     Reads YAML 1.2 of plain values; a `ValueError`, with the `name` of what is read, for anything else. Aliases are
     refused, since a few of them can stand for billions of values.
@@ -92,7 +92,7 @@ def check_types(where: str, kind: type, values: Mapping[str, Any]) -> None:
 
 
 @cache
-def _model(kind: type, names: tuple[str, ...]) -> Any:
+def _model(kind: type, names: tuple[str, ...]):
     types: dict[str, Any] = {}
     for field in fields(kind):
         if field.name in names:
@@ -118,7 +118,7 @@ _EXPECTED = {"string_type": "a text", "dict_type": "a mapping", "tuple_type": "a
 _WORDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
 
 
-def explain(error: ValidationError, values: Any, where: str = "") -> str:
+def explain(error: ValidationError, values, where: str = "") -> str:
     """The errors of pydantic about `values` in a line: the first fields, their values and what is expected."""
     expected: dict[str, dict[str, None]] = {}  # by the problem, such as the kinds of a union, each once
     for problem in error.errors(include_url=False):
@@ -139,7 +139,7 @@ def explain(error: ValidationError, values: Any, where: str = "") -> str:
     return "; ".join(clauses) + "."
 
 
-def _clause(kind: str, problem: Any) -> str:
+def _clause(kind: str, problem) -> str:
     """What is wrong with a value, and what is expected."""
     if kind == "value_error":  # from the dataclass itself, or from a check of ours
         return str(problem["ctx"]["error"]).removesuffix(".")
@@ -153,7 +153,7 @@ def _clause(kind: str, problem: Any) -> str:
     return f"is {show(problem['input'])}; expected {expected}"
 
 
-def _name(place: Sequence[int | str], values: Any, missing: bool) -> str:
+def _name(place: Sequence[int | str], values, missing: bool) -> str:
     """A field by its place, without the names that pydantic gives to keys and to the kinds of a union."""
     names = []
     for part in place:
@@ -170,21 +170,21 @@ def _name(place: Sequence[int | str], values: Any, missing: bool) -> str:
     return ".".join(names)
 
 
-def check_count(name: str, value: Any, what: str) -> None:
+def check_count(name: str, value, what: str) -> None:
     """A `ValueError` for what is no whole number from 1 to what 32 bits hold."""
     is_count = isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) < 2**31
     if not is_count:
         raise ValueError(f"{name}={value!r}: expected a whole number of {what}, at least 1 and below 2,147,483,648.")
 
 
-def check_path(name: str, value: Any) -> Any:
+def check_path(name: str, value):
     """The path; a `ValueError` for what is none."""
     if not isinstance(value, (str, PathLike)):
         raise ValueError(f"{name}={value!r}: expected a path.")
     return value
 
 
-def show(value: Any) -> str:
+def show(value) -> str:
     """A value as YAML and JSON write it, cut where it is long."""
     if value is None:
         return "null"

@@ -115,8 +115,8 @@ def read_labelled(path: Path) -> list[LabelledQuestion]:
 
 
 def calibrate(
-    model: Any,
-    processor: Any,
+    model,
+    processor,
     questions: Sequence[LabelledQuestion],
     progress: bool = True,
 ) -> Calibration:
@@ -166,7 +166,7 @@ def _readable(videos: Sequence[tuple[str, float | None]], features: VideoFeature
     return readable
 
 
-def _readings(recalls: Recalls, text_config: Any) -> list[AttentionChoice]:
+def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
     """The default layer and the best ones, each with all its heads and with its best ones."""
     layers = full_attention_layers(text_config)
     full = {choice: recall for choice, recall in recalls.items() if _layer(choice) in layers}
@@ -192,7 +192,7 @@ def write_attention(folder: Path, calibration: Calibration) -> Path | None:
 
 
 def measure_recalls(
-    model: Any,
+    model,
     half: Half,
     positions: str,
     progress: bool,
@@ -235,7 +235,7 @@ def _summed(attention: Attention, choice: AttentionChoice) -> Tensor:
 
 @torch.no_grad()
 def _attention_by_head(
-    model: Any,
+    model,
     half: Half,
     positions: str,
     progress: bool,

@@ -39,8 +39,8 @@ class Outcome:
 
 
 def exact_match(
-    model: Any,
-    processor: Any,
+    model,
+    processor,
     records: Sequence[VideoRecord],
     *,
     retention: float | None = None,
@@ -92,8 +92,8 @@ def _batches(records: Sequence[VideoRecord], indices: Sequence[int], batch_size:
 
 
 def _ask(
-    model: Any,
-    processor: Any,
+    model,
+    processor,
     video: EncodedVideo,
     records: Sequence[VideoRecord],
     options: Mapping[str, Any],

@@ -28,11 +28,11 @@ class Backbone:
     processor: Any
 
     @property
-    def stock_model(self) -> Any:
+    def stock_model(self):
         return self.model.stock_class
 
     @property
-    def stock_config(self) -> Any:
+    def stock_config(self):
         return self.stock_model.config_class
 
 
@@ -68,7 +68,7 @@ def backbone_of(model_type: str | None) -> Backbone:
     )
 
 
-def _class(module: str, name: str) -> Any:
+def _class(module: str, name: str):
     return getattr(import_module(f"qtsplus.{module}"), name)
 
 

@@ -25,7 +25,7 @@ _TEXT_SIZES = (
 _VISION_SIZES = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
 
 
-def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = None) -> str:
+def model_card(model, repository: str, about: Mapping[str, Any] | None = None) -> str:
     """
     The text of a repository's README.md, with its YAML front matter, for a model on any device.
 
@@ -65,7 +65,7 @@ def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = No
     )
 
 
-def known_front_matter(model: Any) -> dict[str, Any]:
+def known_front_matter(model) -> dict[str, Any]:
     """Licence and base model of the card that a model was loaded with; its results may be of other weights."""
     if not model.config._name_or_path:
         return {}
@@ -83,7 +83,7 @@ def known_front_matter(model: Any) -> dict[str, Any]:
     return {name: fields[name] for name in _KEPT_FRONT_MATTER if name in fields}
 
 
-def _count_parameters(module: Any) -> int:
+def _count_parameters(module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -100,7 +100,7 @@ def card_data(variant: str | None, *names: str) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name in names}
 
 
-def matching_variant(config: Any, preferred: str | None = None) -> str | None:
+def matching_variant(config, preferred: str | None = None) -> str | None:
     """The variant whose backbone has this one's sizes, `preferred` before others; `None` if none has."""
     names = variants()
     if preferred is not None:
@@ -111,7 +111,7 @@ def matching_variant(config: Any, preferred: str | None = None) -> str | None:
     return None
 
 
-def _sizes(config: Any) -> list[Any]:
+def _sizes(config) -> list[Any]:
     if isinstance(config, dict):
         config = backbone_of(config["model_type"]).config(**config)
     sizes = [config.model_type, config.tie_word_embeddings]

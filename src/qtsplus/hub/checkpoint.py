@@ -6,7 +6,6 @@ Tensors that were read are memory-mapped: a model is copied from file to file wi
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -82,7 +81,7 @@ def our_name(name: str, rules: tuple[tuple[str, str], ...] = STOCK) -> str:
     return name
 
 
-def on_meta(config: Any) -> Any:
+def on_meta(config):
     """The model of a configuration without weights: names, shapes and sizes."""
     with torch.device("meta"):
         return backbone_of(config.model_type).model(config)
@@ -90,7 +89,7 @@ def on_meta(config: Any) -> Any:
 
 def check_weights(
     stored: Mapping[str, torch.Tensor],
-    config: Any,
+    config,
     folder: Path,
     rules: tuple[tuple[str, str], ...] = STOCK,
     without: str | None = None,

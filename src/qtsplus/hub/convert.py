@@ -189,7 +189,7 @@ def _from_base(
     return _Conversion(config, tensors, about, known)
 
 
-def _config_from_base(folder: Path, variant: str | None, selector: Mapping[str, Any]) -> Any:
+def _config_from_base(folder: Path, variant: str | None, selector: Mapping[str, Any]):
     """The configuration of a stock model with that of a selector, by its variant and the fields that are given."""
     backbone = backbone_of(read_json(folder / "config.json")["model_type"])
     with reading(folder / "config.json"):
@@ -297,7 +297,7 @@ def _vision_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in _NOT_VISION}
 
 
-def fresh_selector(config: Any, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+def fresh_selector(config, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
     """A new selector's tensors: tokens are scored by likeness to the question's words, and re-encoded as they are."""
     model = on_meta(config)
     selector = model.model.qtsplus
@@ -334,7 +334,7 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
         raise ValueError(f"There is no folder {source}, and the Hub did not give it: {first_line(error)}") from error
 
 
-def _take_over(processor: Any, made: _Conversion) -> None:
+def _take_over(processor, made: _Conversion) -> None:
     """The tokenizer says which ids open and close a question; a variant of this size says how to sample frames."""
     for name, value in processor.query_token_ids.items():
         setattr(made.config, name, value)

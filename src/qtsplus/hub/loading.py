@@ -96,7 +96,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum(dtype=wide).isfinite())
 
 
-def check_values(what: str, values: Any, name: str = "") -> None:
+def check_values(what: str, values, name: str = "") -> None:
     """
     Raises `ValueError` for values of a configuration that Transformers takes, but no model can use: numbers that are
     not finite, an epsilon that is not small, and ids of tokens that are not whole numbers. `name` is the field's.
@@ -121,7 +121,7 @@ def check_values(what: str, values: Any, name: str = "") -> None:
         raise ValueError(f"{what} has {name}={show(values)}; expected a number from 0 to 1, such as 1e-6.")
 
 
-def load_processor(model: str | Path, revision: str | None = None) -> Any:
+def load_processor(model: str | Path, revision: str | None = None):
     """The processor alone, see [`load`]."""
     check_model(model, revision)
     processor = processor_of(model, load_config(model, revision), revision)
@@ -148,7 +148,7 @@ def _check_template(template: str, what: str, special_tokens: dict[str, Any]) ->
                 raise ValueError(f"it makes more than a prompt of one question, over {LONGEST_PROMPT:,} characters.")
 
 
-def load_config(model: str | Path, revision: str | None = None) -> Any:
+def load_config(model: str | Path, revision: str | None = None):
     """The configuration of one of our models; `ValueError` for another, and for a broken one."""
     backbone = backbone_of(stored_config(model, revision).get("model_type"))
     with reading(Path(model, "config.json")):
@@ -165,7 +165,7 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(folder)
 
 
-def processor_of(model: str | Path, config: Any, revision: str | None = None) -> Any:
+def processor_of(model: str | Path, config, revision: str | None = None):
     """
     The processor of a folder or a Hub repository, with the class for a model's configuration, ours or the stock one.
     A `ValueError` where a file is broken or the tokenizer has no words.

@@ -94,7 +94,7 @@ def assemble_folder(
 
 def write_repository(
     folder: Path,
-    model: Any,
+    model,
     processor: Any | None,
     repository: str,
     about: dict[str, Any],

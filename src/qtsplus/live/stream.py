@@ -8,7 +8,6 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -108,8 +107,8 @@ class Stream:
 
     def __init__(
         self,
-        model: Any,
-        processor: Any,
+        model,
+        processor,
         *,
         memory_tokens: int = 4096,
         question: str | None = None,
@@ -328,7 +327,7 @@ class Stream:
         no_text = visual[0][:0]
         return Candidates(visual, no_text, torch.cat(positions, dim=1), lines, score)
 
-    def ask(self, question: str, **options: Any) -> Answer:
+    def ask(self, question: str, **options) -> Answer:
         """
         Answers a question about what is in memory; the options are those of `answer_questions`.
 

@@ -69,7 +69,7 @@ class Shelf(MCPServer):
         self.places = (library.folder, library.index.videos)
         self.names = {printable(name): name for name in library.names}  # those of others may be no text
 
-    async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+    async def call_tool(self, name: str, arguments: dict[str, Any], context=None):
         """As that of the SDK, about the library as it is now, with errors of one line."""
         old = self.library
         index = old.index.path
@@ -160,7 +160,7 @@ class Shelf(MCPServer):
         """The frame of a video that a player shows at a time."""
         return await self._work(self._picture, self._name(video), seconds, side, turn=self.eyes)
 
-    async def _work(self, work: Callable[..., Any], *inputs: Any, turn: anyio.Lock | None = None) -> Any:
+    async def _work(self, work: Callable[..., Any], *inputs, turn: anyio.Lock | None = None):
         """Computes the result of one call in a thread, when it has the turn: the model's, if no other is named."""
         if self.waiting >= MAX_CALLS:
             raise ToolError(f"{MAX_CALLS} calls wait already; try again later.")
@@ -214,7 +214,7 @@ def _id_of(error: Exception) -> int | str | None:
     return number if type(number) in (int, str) else None
 
 
-def _reason(error: BaseException, values: Any) -> str:
+def _reason(error: BaseException, values) -> str:
     """What went wrong, in one line."""
     if isinstance(error, ValidationError):
         return explain(error, values)

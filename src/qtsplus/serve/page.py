@@ -49,7 +49,7 @@ _SHARE = "As a share of all, in percent. At 0 the model decides."
 class _Stoppable:
     """The model for one visit: it encodes no further piece of a film once `check` raises."""
 
-    def __init__(self, model: Any, check: Callable[[], None]) -> None:
+    def __init__(self, model, check: Callable[[], None]) -> None:
         self._model = model
         self._check = check
 
@@ -66,7 +66,7 @@ class _Stoppable:
 class Visit:
     """One open page: its video and conversation, and the work behind its buttons; all visits share the model."""
 
-    def __init__(self, model: Any, processor: Any) -> None:
+    def __init__(self, model, processor) -> None:
         # Numbers of requests, which are served in turn.
         self.begun = 0
         self.served = 0
@@ -92,7 +92,7 @@ class Visit:
         """A stopping criterion: per answer whether it shall end after this token."""
         return torch.full((len(input_ids),), self.is_stopped, device=input_ids.device)
 
-    def serve(self, *inputs, work: Callable[..., dict[str, Any]]) -> Any:
+    def serve(self, *inputs, work: Callable[..., dict[str, Any]]):
         """Does the work of the next request in line."""
         try:
             result = work(self, *inputs)
@@ -213,7 +213,7 @@ def make_room(folder: Path, coming: int) -> None:
         total -= size
 
 
-def build_page(model: Any, processor: Any, hosts: Sequence[str]) -> Any:
+def build_page(model, processor, hosts: Sequence[str]):
     """The page of [`launch`], and how Gradio is to serve it. What visitors drop goes to GRADIO_TEMP_DIR."""
 
     def begin(visit: Visit | None, reads: bool = False) -> Visit:
@@ -281,8 +281,8 @@ async def _refuse(host: str) -> str:
 
 
 def launch(
-    model: Any,
-    processor: Any,
+    model,
+    processor,
     *,
     host: str,
     port: int,

@@ -150,7 +150,7 @@ def _last_answers(labels: Tensor, turn_end: int) -> Tensor:
     return supervised & last & (labels != turn_end)
 
 
-def check_relevance(model: Any, args: QTSplusTrainingArguments) -> None:
+def check_relevance(model, args: QTSplusTrainingArguments) -> None:
     """Raises `ValueError` for a selector that is never asked, and for layers or heads that the model does not have."""
     if not args.relevance_weight:
         return
@@ -264,7 +264,7 @@ def attention_rows(
         return scores.softmax(-1).flatten(0, 1)
 
 
-def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER) -> dict[int, Any]:
+def attention_modules(language_model, choice: AttentionChoice = EVERY_LAYER) -> dict[int, Any]:
     """
     By layer the attention of the chosen layers of a language model, or of all that have one (others are recurrent); a
     `ValueError` for a layer that is not there or has no attention, or a head that is not there.
@@ -289,7 +289,7 @@ def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER
 
 
 def _places(
-    model: Any,
+    model,
     layout: Layout,
     query_mask: Tensor | None,
     labels: Tensor,
@@ -338,7 +338,7 @@ def noting_attention(
 
 
 @contextmanager
-def noting(language_model: Any, rows: Sequence[Any], choice: AttentionChoice = EVERY_LAYER) -> Iterator[None]:
+def noting(language_model, rows: Sequence[Any], choice: AttentionChoice = EVERY_LAYER) -> Iterator[None]:
     """While it lasts, every row of a batch takes notes of each chosen layer's queries and keys, as [`_Row`] does."""
     modules = attention_modules(language_model, choice)
     configs = {layer: module.config for layer, module in modules.items()}

@@ -49,7 +49,7 @@ def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:
         raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
 
 
-def check_processor_kwargs(processor: Any, processor_kwargs: Mapping[str, Any]) -> None:
+def check_processor_kwargs(processor, processor_kwargs: Mapping[str, Any]) -> None:
     """Raises `ValueError` for what no call of the processor would read."""
     known = set(processor.video_processor.valid_kwargs.__annotations__)
     known |= {"videos_kwargs", "text_kwargs"}
@@ -104,7 +104,7 @@ class VideoQADataset(Dataset):
     def __init__(
         self,
         records: Sequence[VideoRecord],
-        processor: Any,
+        processor,
         model_max_length: int | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
         features: VideoFeatures | None = None,
@@ -233,7 +233,7 @@ class VideoQACollator:
     nothing else becomes one row of text without a label, so that the processes of a distributed run stay in step.
     """
 
-    def __init__(self, processor: Any):
+    def __init__(self, processor):
         tokenizer = processor.tokenizer
         self.pad_token_id = tokenizer.pad_token_id
         blank = torch.tensor(tokenizer("skipped", add_special_tokens=False)["input_ids"])

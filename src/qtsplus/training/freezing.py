@@ -22,7 +22,7 @@ def part_of(parameter_name: str) -> str:
     return "language_model"
 
 
-def vision_modules(model: Any) -> dict[str, nn.Module]:
+def vision_modules(model) -> dict[str, nn.Module]:
     """The modules between the pixels and the selector, by their names in `model.model`."""
     modules = {}
     for name, module in model.model.named_children():
@@ -51,7 +51,7 @@ def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
         parameter.requires_grad_(False)
 
 
-def score_parameters(selector: Any) -> list[nn.Parameter]:
+def score_parameters(selector) -> list[nn.Parameter]:
     """What decides the relevance of a token."""
     parameters = list(selector.scoring_layers.parameters())
     parameters += selector.question_layers.parameters()

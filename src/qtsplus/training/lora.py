@@ -1,7 +1,5 @@
 """LoRA on the language model beside a selector that is trained whole."""
 
-from typing import Any
-
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
@@ -17,7 +15,7 @@ def lora_config(rank: int, alpha: float = 32.0, dropout: float = 0.0) -> LoraCon
     )
 
 
-def add_lora(model: Any, config: LoraConfig) -> PeftModel:
+def add_lora(model, config: LoraConfig) -> PeftModel:
     """
     Puts adapters on the language model, on every projection where the `config` names none. PEFT trains a copy of the
     selector: here it reads the model's configuration, so that a change of it counts, and keeps frozen what the selector
@@ -41,12 +39,12 @@ def merge_lora(model: PeftModel) -> nn.Module:
     return merged
 
 
-def base_model(model: Any) -> Any:
+def base_model(model):
     """The QTSplus model inside a `PeftModel`, or the model itself."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def active_selector(model: Any) -> Any:
+def active_selector(model):
     """The [`QTSplusSelector`] that runs: under PEFT the trained copy."""
     selector = base_model(model).model.qtsplus
     if hasattr(selector, "modules_to_save"):

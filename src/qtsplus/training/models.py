@@ -18,7 +18,7 @@ from ..model.configuration_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import add_method
 
 
-def make_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None) -> Any:
+def make_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None):
     """
     The configuration of a variant, a folder of `hub_configs`; without one that of weights, a folder or Hub id. With
     fields of `qtsplus_config` to change; a `ValueError` for one that cannot be so.
@@ -57,7 +57,7 @@ def make_model(
     dtype: str = "float32",
     attn_implementation: str | None = None,
     seed: int = 0,
-) -> Any:
+):
     """
     The model of [`make_config`], with its weights, or with random ones; the global random state is left as it was. A
     `ValueError` for weights that are not there, cut off, or do not fit the configuration.
@@ -76,7 +76,7 @@ def make_model(
     return _with_fresh_selector(config, weights, seed, loading)
 
 
-def _random_model(config: Any, variant: str | None, seed: int, loading: dict[str, Any]) -> Any:
+def _random_model(config, variant: str | None, seed: int, loading: dict[str, Any]):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = backbone_of(config.model_type).model._from_config(config, **loading)
@@ -87,7 +87,7 @@ def _random_model(config: Any, variant: str | None, seed: int, loading: dict[str
     return model
 
 
-def _with_fresh_selector(config: Any, weights: str, seed: int, loading: dict[str, Any]) -> Any:
+def _with_fresh_selector(config, weights: str, seed: int, loading: dict[str, Any]):
     backbone = backbone_of(config.model_type)
     base = backbone.stock_model.from_pretrained(weights, **loading)
     tensors = base.state_dict()
@@ -132,7 +132,7 @@ def require_weights(weights: str, expected: str) -> None:
         read_checkpoint(Path(weights))  # raises what is cut off; the files of a Hub repository are checked on their way
 
 
-def make_processor(variant: str | None, weights: str | None, config: Any) -> Any:
+def make_processor(variant: str | None, weights: str | None, config):
     """The processor of the weights, or of a variant that carries one."""
     return processor_of(require_variant(str(variant)) if weights is None else weights, config)
 

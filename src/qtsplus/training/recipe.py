@@ -165,7 +165,7 @@ def _read(path: str | os.PathLike) -> tuple[Sections, dict[str, Sections]]:
     return sections, changes
 
 
-def _sections(where: str | os.PathLike, content: Any) -> Sections:
+def _sections(where: str | os.PathLike, content) -> Sections:
     if not isinstance(content, dict) or not set(content) <= set(_SECTIONS):
         raise ValueError(f"{where}: expected the sections {', '.join(_SECTIONS)}.")
     for name, section in content.items():

@@ -7,7 +7,6 @@ others to gather it too, so what lies outside of the layers is gathered for a wh
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 NEITHER = "neither FSDP nor DeepSpeed"
 
 
-def layer_class(model: Any) -> type[nn.Module]:
+def layer_class(model) -> type[nn.Module]:
     """Of the language model's layers. What FSDP has wrapped derives from it."""
     return type(model.model.language_model.layers[0])
 
 
-def check_checkpoint(checkpoint: Path, state: Any) -> None:
+def check_checkpoint(checkpoint: Path, state) -> None:
     """Raises `ValueError` for a checkpoint of another engine: FSDP and DeepSpeed alone read what they wrote."""
     written = NEITHER
     running = NEITHER
@@ -37,7 +36,7 @@ def check_checkpoint(checkpoint: Path, state: Any) -> None:
         raise ValueError(f"{checkpoint} was written by {written}, and this run is by {running}: go on as it began.")
 
 
-def choose_layers(state: Any, model: Any) -> None:
+def choose_layers(state, model) -> None:
     """
     Prepares accelerate's state: FSDP wraps the language model's layers, unless its configuration names others, and does
     not round what the model gives. A `ValueError` for a configuration that would end without a model's folder, or could

@@ -166,7 +166,7 @@ class QTSplusForVLLM:
             embedded.append(rows)
         return embedded
 
-    def _basis(self, item: Item, features: list[Tensor], chosen: Any, row: int) -> dict[str, Any]:
+    def _basis(self, item: Item, features: list[Tensor], chosen, row: int) -> dict[str, Any]:
         """What an answer rests on: the fields of an [`Answer`], whose videos are called by their numbers from 1."""
         config = self.config.qtsplus_config
         settings = item["settings"]
@@ -288,7 +288,7 @@ class QTSplusForVLLM:
             encoded.append(features)
         return encoded
 
-    def _lay_out(self, items: list[Item], device: Any = "cpu") -> Layout:
+    def _lay_out(self, items: list[Item], device="cpu") -> Layout:
         """The full prompts of requests."""
         videos = torch.cat([item["video_grid_thw"] for item in items])
         images = torch.cat([item["image_grids"] for item in items])
@@ -363,7 +363,7 @@ def _no_pixels(grids: Tensor) -> Tensor:
     return torch.empty(int(grids.prod(-1).sum()), device="meta")
 
 
-def check_engine(vllm_config: Any) -> None:
+def check_engine(vllm_config) -> None:
     """Raises `ValueError` for settings of the engine that would give wrong answers without an error."""
     graphs = vllm_config.compilation_config
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -374,7 +374,7 @@ def check_engine(vllm_config: Any) -> None:
         raise ValueError("cudagraph_mm_encoder: expected false, since graphs of the tower would bypass the selector.")
 
 
-def weight_names(stock: Any) -> WeightsMapper:
+def weight_names(stock) -> WeightsMapper:
     """The names of the weights of a vLLM model, with those of the selector."""
     fields = dict(vars(stock.hf_to_vllm_mapper))
     prefixes = {"model.qtsplus.": "qtsplus."}  # the first prefix that fits counts

@@ -60,7 +60,7 @@ def check_settings(settings: Fields) -> None:
     check_budget(selection, [settings.get("retention")], 1, settings.get("max_visual_tokens"))
 
 
-def count_kept(config: Any, num_tokens: int, settings: Fields) -> int:
+def count_kept(config, num_tokens: int, settings: Fields) -> int:
     """How many of `num_tokens` visual tokens stay, as the selector says; `ValueError` if there is no budget."""
     retention = settings.get("retention")
     most = settings.get("max_visual_tokens")
@@ -137,7 +137,7 @@ class QTSplusMultiModalProcessor:
         return processed
 
     @staticmethod
-    def _told(frames: Any, about: Fields, step: int) -> Fields:
+    def _told(frames, about: Fields, step: int) -> Fields:
         """The facts about a video beside an answer: the frames that are looked at, their times, and their size."""
         metadata = VideoMetadata(**_only(about, _METADATA))
         indices = metadata.frames_indices or [0]
@@ -286,7 +286,7 @@ def _only(values: Mapping, names: set[str]) -> Fields:
     return {name: value for name, value in values.items() if name in names}
 
 
-def merged_item(items: Any, ids: Tensor, mask: Tensor, settings: Fields) -> mm.MultiModalKwargsItem:
+def merged_item(items, ids: Tensor, mask: Tensor, settings: Fields) -> mm.MultiModalKwargsItem:
     """
     All videos of a request as one item, with what the engine needs to choose among their tokens: the prompt with every
     placeholder `[S]`, its question `[S]`, and settings as JSON.
@@ -312,12 +312,12 @@ def merged_item(items: Any, ids: Tensor, mask: Tensor, settings: Fields) -> mm.M
     return mm.MultiModalKwargsItem(elements)
 
 
-def as_bytes(fields: Any) -> Tensor:
+def as_bytes(fields) -> Tensor:
     """JSON as a tensor, which is all that an item may hold."""
     return torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
 
 
-def of_bytes(content: Tensor) -> Any:
+def of_bytes(content: Tensor):
     return json.loads(content.numpy().tobytes())
 
 
