@@ -22,10 +22,9 @@ from ..data.media import find_media, media_state
 from ..data.records import Rate, String, Text
 from ..hub import loading
 from ..video.encoded import FAILURES
+from ..video.sampling import Sampling
 from . import session
-
-BUDGET = ("retention", "max_visual_tokens")
-BASIS = ("kept_tokens", "visual_tokens", "evidence", "warnings", "unheard")  # of an answer, what stands beside its text
+from .choice import Choice
 
 
 class QuestionRow(BaseModel):
@@ -41,6 +40,10 @@ class QuestionRow(BaseModel):
     end: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     retention: Annotated[float, Field(gt=0, le=1)] | None = None
     max_visual_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(fps=self.fps, start=self.start, end=self.end)
 
 
 class Answered(BaseModel):
@@ -93,10 +96,10 @@ class Questions:
 
     def videos(self) -> list[list[Task]]:
         """The tasks of each video, read in one way."""
-        videos: dict[tuple[Any, ...], list[Task]] = {}
+        videos: dict[tuple[str, Sampling], list[Task]] = {}
         for task in self.tasks:
-            one = task.question
-            videos.setdefault((task.place, one.fps, one.start, one.end), []).append(task)
+            video = (task.place, task.question.sampling)
+            videos.setdefault(video, []).append(task)
         return list(videos.values())
 
 
@@ -105,7 +108,8 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; expected a file of questions, such as JSONL, CSV or Parquet.")
     root = media_folder(path, media_root)
-    questions = Questions(list(_read_csv(path) if path.suffix.lower() == ".csv" else iter_rows(path)), [], {})
+    rows = _read_csv(path) if path.suffix.lower() == ".csv" else iter_rows(path)
+    questions = Questions(list(rows), tasks=[], problems={})
     for row in questions.rows:
         try:
             question = _question(row.content, row.problem)
@@ -127,22 +131,27 @@ def _read_csv(path: Path) -> Iterator[Row]:
             table = csv.DictReader(file, strict=True)
             names = list(table.fieldnames or ())
             known = [name for name in names if name in QuestionRow.model_fields]
-            if len({*known}) < len(known) or not {"video", "question"} <= {*known}:
+            has_twice = len(set(known)) < len(known)
+            if has_twice or "video" not in known or "question" not in known:
                 raise ValueError(f"The columns of {path} are {show(names)}; expected video,question and others once.")
             for number, cells in enumerate(table, start=1):
-                if any(cells.values()):
-                    yield Row(number, {name: cell for name, cell in cells.items() if cell not in (None, "")})
+                filled = {name: cell for name, cell in cells.items() if cell}
+                if filled:
+                    yield Row(number, filled)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
 
 
 def _question(content: Any, problem: str | None) -> QuestionRow:
+    if content is None:
+        raise ValueError(problem)
     if not isinstance(content, Mapping):
-        raise ValueError(problem if content is None else f"it is {show(content)}; expected an object.")
+        raise ValueError(f"it is {show(content)}; expected an object.")
     if None in content:
         raise ValueError("it has more cells than the first line has names.")
-    texts_alone = all(isinstance(cell, str) for cell in content.values())  # as in CSV
-    return QuestionRow.model_validate_strings(content) if texts_alone else QuestionRow.model_validate(content)
+    if all(isinstance(cell, str) for cell in content.values()):  # as in CSV
+        return QuestionRow.model_validate_strings(content)
+    return QuestionRow.model_validate(content)
 
 
 @dataclass(frozen=True)
@@ -159,9 +168,7 @@ class Asker:
     device: str | None = None
     dtype: str = "auto"
     fps: float | None = None
-    retention: float | None = None
-    max_visual_tokens: int | None = None
-    selection: str | None = None
+    choice: Choice = Choice()
     max_new_tokens: int | None = 128
 
     @cached_property
@@ -170,32 +177,55 @@ class Asker:
 
     def settings(self) -> dict[str, Any]:
         """All that decides an answer, with a digest of the model's files and of those of a method of one's own."""
-        own = [media_state(self.model), media_state((self.selection or "").rpartition(":")[0])]
-        said = {name: value for name, value in vars(self).items() if name not in ("device", "loaded")}
-        return {**said, "files": hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]}
+        method_file = str(self.choice.selection or "").rpartition(":")[0]
+        states = [media_state(self.model), media_state(method_file)]
+        settings = {
+            "model": self.model,
+            "revision": self.revision,
+            "dtype": self.dtype,
+            "fps": self.fps,
+            "max_new_tokens": self.max_new_tokens,
+            "files": _digest(states, 16),
+        }
+        return settings | vars(self.choice)
 
-    def __call__(self, tasks: list[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
-        (model, processor), first = self.loaded, tasks[0].question
-        reading: dict[str, Any] = {"fps": first.fps or self.fps, "start": first.start, "end": first.end}
+    def __call__(self, tasks: list[Task]) -> Iterator[tuple[int, dict[str, object]]]:
+        model, processor = self.loaded
+        sampling = tasks[0].question.sampling
+        if sampling.fps is None:
+            sampling = replace(sampling, fps=self.fps)
         try:
-            video = session.encode(model, processor, tasks[0].place, **reading)
+            video = session.encode(model, processor, tasks[0].place, **sampling.options())
         except FAILURES as error:
-            yield from ((task.number, failure(error)) for task in tasks)
+            for task in tasks:
+                yield task.number, _failure(error)
             return
-        choice: dict[str, Any] = {"selection": self.selection, "max_new_tokens": self.max_new_tokens}
         for task in tasks:
-            stated = {name: getattr(task.question, name) or getattr(self, name) for name in BUDGET}
+            question = task.question
             try:
-                named = replace(video, video=task.question.video)
-                fields = session.ask(model, processor, named, task.question.question, **choice, **stated).as_dict()
+                answer = session.ask(
+                    model,
+                    processor,
+                    replace(video, video=question.video),
+                    question.question,
+                    retention=question.retention or self.choice.retention,
+                    max_visual_tokens=question.max_visual_tokens or self.choice.max_visual_tokens,
+                    selection=self.choice.selection,
+                    max_new_tokens=self.max_new_tokens,
+                )
             except FAILURES as error:
-                yield task.number, failure(error)
+                yield task.number, _failure(error)
             else:
-                yield task.number, {name: fields[name] for name in ("answer", *BASIS)}
+                fields = answer.as_dict()
+                yield task.number, {name: fields[name] for name in Answered.model_fields}
 
 
-def failure(error: BaseException) -> dict[str, str]:
+def _failure(error: BaseException) -> dict[str, object]:
     return {"error": " ".join(str(error).split()) or type(error).__name__}
+
+
+def _digest(content: object, length: int) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:length]
 
 
 def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
@@ -207,23 +237,39 @@ def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
     check_output(out, overwrite=folder.is_dir())
     with working_in(folder):
         journal = Journal(folder / "journal.jsonl", asker.settings(), _ENTRIES)
-        done = {key for key, entry in journal.done.items() if not isinstance(entry, Failed)}
         keys = _keys(questions.tasks)
-        first = {key: number for number, key in reversed(keys.items()) if key not in done}  # of rows that ask the same
-        numbers = set(first.values())
-        videos = ([task for task in video if task.number in numbers] for video in questions.videos())
-        waiting, console = [tasks for tasks in videos if tasks], Console(stderr=True)
+        waiting = _waiting(questions, journal, keys)
+        console = Console(stderr=True)
         for tasks in track(waiting, "Asking", console=console, disable=not console.is_terminal):
             for number, result in asker(tasks):
                 journal.add(keys[number], result)
         counts = Counter[str]()
         with whole_file(out) as file:
             for row in questions.rows:
-                key = keys.get(row.number)
-                entry = Failed(error=questions.problems[row.number]) if key is None else journal.done[key]
-                file.write(json.dumps({**_named(row), **entry.model_dump(exclude_unset=True)}) + "\n")
+                if row.number in keys:
+                    entry = journal.done[keys[row.number]]
+                else:
+                    entry = Failed(error=questions.problems[row.number])
+                line = _named(row) | entry.model_dump(exclude_unset=True)
+                file.write(json.dumps(line) + "\n")
                 counts["error" if isinstance(entry, Failed) else "answer"] += 1
     return counts
+
+
+def _waiting(questions: Questions, journal: Journal, keys: dict[int, str]) -> list[list[Task]]:
+    """The tasks of each video that have no answer yet; of rows that ask the same, the first."""
+    known = {key for key, entry in journal.done.items() if not isinstance(entry, Failed)}
+    numbers = set()
+    for number, key in keys.items():
+        if key not in known:
+            known.add(key)
+            numbers.add(number)
+    waiting = []
+    for video in questions.videos():
+        tasks = [task for task in video if task.number in numbers]
+        if tasks:
+            waiting.append(tasks)
+    return waiting
 
 
 def _keys(tasks: list[Task]) -> dict[int, str]:
@@ -232,13 +278,21 @@ def _keys(tasks: list[Task]) -> dict[int, str]:
     another id has the same one, and a video that was changed under its name another.
     """
     states = {place: media_state(place) for place in {task.place for task in tasks}}
-    asked = {task.number: [task.question.model_dump(exclude={"id"}), states[task.place]] for task in tasks}
-    return {number: hashlib.sha256(json.dumps(one).encode()).hexdigest()[:32] for number, one in asked.items()}
+    keys = {}
+    for task in tasks:
+        question = task.question.model_dump(exclude={"id"})
+        keys[task.number] = _digest([question, states[task.place]], 32)
+    return keys
 
 
-def _named(row: Row) -> dict[str, Any]:
-    """What a row of the file is called, also one that can be no row."""
+def _named(row: Row) -> dict[str, str | int | None]:
+    """The id, video and question of a row as they are in the file, also where they are not valid."""
     content = row.content if isinstance(row.content, Mapping) else {}
-    named = {name: content.get(name) for name in ("id", "video", "question")}
-    named = {name: one if one is None or type(one) in (str, int) else show(one) for name, one in named.items()}
-    return {**named, "id": row.number if named["id"] is None else named["id"]}
+    named: dict[str, str | int | None] = {}
+    for name in ("id", "video", "question"):
+        value = content.get(name)
+        is_plain = value is None or type(value) in (str, int)
+        named[name] = value if is_plain else show(value)
+    if named["id"] is None:
+        named["id"] = row.number
+    return named

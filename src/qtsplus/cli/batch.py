@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
+from ..asking.choice import Choice
 from . import options
 from .console import note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import name_model, split_revision
 
 
+@options.grouped
 def batch(
     file: Annotated[
         Path,
@@ -19,10 +21,9 @@ def batch(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The JSONL file of the answers. A run that was stopped goes on.")],
+    *,
     model: options.Model = None,
-    retention: options.Retention = None,
-    max_visual_tokens: options.MaxVisualTokens = None,
-    selection: options.Selection = None,
+    choice: Choice,
     fps: options.Fps = None,
     max_new_tokens: options.MaxNewTokens = 128,
     media_root: options.MediaRoot = None,
@@ -41,12 +42,11 @@ def batch(
         from ..common.files import listed
         from ..model.methods_qtsplus import add_method
 
-        add_method(selection)
+        add_method(choice.selection)
         questions = read_questions(file, media_root)
         if questions.unused:
             note(f"Not used of {file}: {listed(questions.unused)}")
-        name = name_model(model)
-        asker = Asker(name, revision, device, dtype.value, fps, retention, max_visual_tokens, selection, max_new_tokens)
+        asker = Asker(name_model(model), revision, device, dtype.value, fps, choice, max_new_tokens)
         counts = run_batch(questions, out, asker)
     wrote(out)
     if counts["error"]:
