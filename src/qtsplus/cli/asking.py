@@ -261,11 +261,13 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
     tokens = answer.visual_tokens
     table.add_row("kept", f"{kept:,} of {tokens:,} visual tokens ({kept / tokens:.1%})")
     table.add_row("video", looked_at(answer))
-    for number, interval in enumerate(answer.evidence[:SHOWN]):
-        name = f"{printable(interval.name)}, " if named or len(answer.keep_maps) > 1 else ""
-        span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
-        span += f"  ({interval.weight:.0%} of the relevance)"
-        table.add_row("seen in" if number == 0 else "", span)
+    heading = "seen in"
+    for interval in answer.evidence[:SHOWN]:
+        span = f"{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
+        if named or len(answer.keep_maps) > 1:
+            span = f"{printable(interval.name)}, {span}"
+        table.add_row(heading, f"{span}  ({interval.weight:.0%} of the relevance)")
+        heading = ""
     more = len(answer.evidence) - SHOWN
     if more > 0:
         table.add_row("", f"and in {more} other stretches, which --json lists")

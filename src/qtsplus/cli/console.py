@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import typer
@@ -80,11 +79,16 @@ class FilledArguments(TyperGroup):
         sys.exit(code)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for before, argument in pairwise(["", *args]):
-            name, _, value = argument.rpartition("=") if argument.startswith("--") else (before, "", argument)
+        before = ""
+        for argument in args:
+            name = before
+            value = argument
+            if argument.startswith("--"):
+                name, _, value = argument.rpartition("=")
             if not value.strip():
                 option = name if name.startswith("--") and "=" not in name else "an argument"
                 fail(f"{option} is empty; give a value, or leave it out")
+            before = argument
         return super().parse_args(ctx, args)
 
 
@@ -97,13 +101,17 @@ def require_fraction(retention: float | None) -> float | None:
 
 def read_pairs(option: str, given: list[str] | None) -> dict[str, str]:
     """`["camera=front"]` as `{"camera": "front"}`; ends the command for what is no such thing."""
-    pairs = [one.partition("=") for one in given or ()]
-    if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
-        fail(f"{option} is {wrong[0]!r}; expected a name and a value, such as camera=front or n_max=512")
-    read = {key: value for key, _, value in pairs}
-    if len(read) < len(pairs):
+    pairs: dict[str, str] = {}
+    has_twice = False
+    for text in given or ():
+        name, _, value = text.partition("=")
+        if not name or not value:
+            fail(f"{option} is {text!r}; expected a name and a value, such as camera=front or n_max=512")
+        has_twice = has_twice or name in pairs
+        pairs[name] = value
+    if has_twice:
         fail(f"{option} has a name twice; expected one value of each")
-    return read
+    return pairs
 
 
 @contextmanager

@@ -47,15 +47,19 @@ def evaluate(
         loaded = Source(model, revision, device).load()
         asked = exact_match(*loaded, questions, retention=retention, selection=selection, progress=not as_json)
     summary = tally(asked)
-    unreadable = [
-        f"{counted(one['questions'], 'question')} counted as wrong, since the video {one['video']} cannot be read: "
-        f"{one['reason']}"
-        for one in summary["unreadable"]
-    ]
+    unreadable = []
+    for video in summary["unreadable"]:
+        questions_of_video = counted(video["questions"], "question")
+        unreadable.append(
+            f"{questions_of_video} counted as wrong, since the video {video['video']} cannot be read: {video['reason']}"
+        )
     if summary["kept"] is None:
         fail_run(*unreadable, f"no video of {records} can be read, so nothing was asked")
-    answers = [{**one.record.row(), "said": one.said, "correct": one.correct} for one in asked]
-    print(json.dumps({**summary, "answers": answers})) if as_json else _print_summary(summary)
+    if as_json:
+        answers = [dict(answer.record.row(), said=answer.said, correct=answer.correct) for answer in asked]
+        print(json.dumps(dict(summary, answers=answers)))
+    else:
+        _print_summary(summary)
     for line in unreadable:
         note(line)
 
@@ -69,11 +73,21 @@ def fail_run(*lines: str) -> NoReturn:
 
 def _print_summary(summary: dict[str, Any]) -> None:
     table = Table("kind", "questions", "videos", "accuracy", "95% interval", "kept")
-    for kind, row in [*summary["kinds"].items(), ("all", summary)]:
-        interval = f"{row['low']:.1%} to {row['high']:.1%}"
-        kept = "" if row["kept"] is None else f"{row['kept']:.1%}"
-        table.add_row(kind, str(row["questions"]), str(row["videos"]), f"{row['accuracy']:.1%}", interval, kept)
+    for kind, row in (summary["kinds"] | {"all": summary}).items():
+        table.add_row(
+            kind,
+            str(row["questions"]),
+            str(row["videos"]),
+            f"{row['accuracy']:.1%}",
+            f"{row['low']:.1%} to {row['high']:.1%}",
+            _percent(row["kept"], ""),
+        )
     console.print(table)
-    if scores := summary["kinds"].get("events"):
-        said = {key: "none" if scores[key] is None else f"{scores[key]:.1%}" for key in ("recall", "order", "invented")}
-        console.print(", ".join(f"{key} {value}" for key, value in said.items()), highlight=False)
+    scores = summary["kinds"].get("events")
+    if scores:
+        texts = [f"{name} {_percent(scores[name], 'none')}" for name in ("recall", "order", "invented")]
+        console.print(", ".join(texts), highlight=False)
+
+
+def _percent(value: float | None, unknown: str) -> str:
+    return unknown if value is None else f"{value:.1%}"

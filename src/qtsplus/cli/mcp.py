@@ -34,8 +34,9 @@ def mcp(
     if http is None and (allow_host or api_key):
         fail("--allow-host and --api-key (QTSPLUS_API_KEY) are about --http; give that, or leave them out")
     sources = named_sources(watch or [])
-    if wrong := [name for name, place in sources.items() if not re.fullmatch(r"[\w.-]{1,80}", name) or place == "-"]:
-        fail(f"--watch {wrong[0]!r}: expected NAME=SOURCE, a name of letters and digits, a source not standard input")
+    for name, source in sources.items():
+        if source == "-" or not re.fullmatch(r"[\w.-]{1,80}", name):
+            fail(f"--watch {name!r}: expected NAME=SOURCE, a name of letters and digits, a source not standard input")
     if find_spec("mcp") is None:
         fail("the package mcp is not installed: pip install -e '.[mcp]' in a clone")
     with one_line_errors():

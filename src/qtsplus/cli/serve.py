@@ -41,10 +41,9 @@ def serve(
     if allow_media_root is not None and not os.path.isdir(allow_media_root):  # where a Path may raise
         fail(f"there is no folder {allow_media_root}; expected the one that the videos lie in")
     domains = [domain.lower() for domain in allow_media_domain or []]
-    if wrong := [domain for domain in domains if not re.fullmatch(rf"{HOST}(:\d{{1,5}})?", domain)]:
-        fail(f"--allow-media-domain is {wrong[0]!r}; expected a host, such as videos.example.org or a.org:8443")
-    budget = {"retention": retention, "max_visual_tokens": max_visual_tokens}
-    budget = {name: value for name, value in budget.items() if value is not None}
+    for domain in domains:
+        if not re.fullmatch(rf"{HOST}(:\d{{1,5}})?", domain):
+            fail(f"--allow-media-domain is {domain!r}; expected a host, such as videos.example.org or a.org:8443")
     if not host.strip():  # which would let every machine in
         fail("--host is empty; expected an address, such as 127.0.0.1")
     if api_key is None:
@@ -58,17 +57,31 @@ def serve(
         if "longrope" in str(stored_config(model, revision)):  # such as the bundled model
             fail(f"{model} has rotary positions (longrope) that vLLM does not know; qtsplus app, ask and batch do")
         weights = stored_dtype(model, revision)
-    name = os.path.basename(os.path.abspath(model))
-    options = ["--model", model, "--served-model-name", name, "--host", host, "--port", str(port), "--dtype", weights]
-    options += ["--revision", revision] if revision else []
-    options += [] if allow_media_root is None else ["--allowed-local-media-path", str(allow_media_root.resolve())]
-    options += ["--allowed-media-domains", *domains] if domains else []
-    options += ["--mm-processor-kwargs", json.dumps(budget)] if budget else []
-    # Frames that other pages show may send nothing, and read nothing; usage says how many tokens were kept.
-    ours = ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details", "--allowed-origins", "[]"]
-    ours += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker", "--middleware", "qtsplus.vllm.server.Connection"]
-    hosts = [host, *(allow_host or [])]
-    environment = {**os.environ, "VLLM_MEDIA_CONNECTOR": "qtsplus", "QTSPLUS_HOSTS": json.dumps(hosts)}
-    environment |= {} if api_key is None else {"VLLM_API_KEY": api_key}  # no other process can read it there
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    os.execve(sys.executable, [*server, *ours, *options, *(more or [])], environment)
+    # Frames that other pages show may send nothing, and read nothing; usage says how many tokens were kept.
+    server += ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details", "--allowed-origins", "[]"]
+    server += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
+    server += ["--middleware", "qtsplus.vllm.server.Connection"]
+    server += ["--model", model, "--served-model-name", os.path.basename(os.path.abspath(model))]
+    server += ["--host", host, "--port", str(port), "--dtype", weights]
+    if revision:
+        server += ["--revision", revision]
+    if allow_media_root is not None:
+        server += ["--allowed-local-media-path", str(allow_media_root.resolve())]
+    if domains:
+        server.append("--allowed-media-domains")
+        server += domains
+    budget: dict[str, float] = {}
+    if retention is not None:
+        budget["retention"] = retention
+    if max_visual_tokens is not None:
+        budget["max_visual_tokens"] = max_visual_tokens
+    if budget:
+        server += ["--mm-processor-kwargs", json.dumps(budget)]
+    server += more or []
+    environment = dict(os.environ)
+    environment["VLLM_MEDIA_CONNECTOR"] = "qtsplus"
+    environment["QTSPLUS_HOSTS"] = json.dumps([host] + (allow_host or []))
+    if api_key is not None:
+        environment["VLLM_API_KEY"] = api_key  # no other process can read it there
+    os.execve(sys.executable, server, environment)

@@ -90,12 +90,20 @@ def calibrate(
 
 def _print_calibration(result: "Calibration") -> None:
     console.print("measured on {} questions, checked on {}".format(*result.questions))
-    for title, recall in (("best", result.choices[result.best]), ("all layers", next(iter(result.choices.values())))):
-        console.print(f"distillation, {title}: {recall.tokens:.1%} of the needle tokens")
-    recall, (default, *_) = result.readings[result.best_reading], result.readings.values()
+    best = result.choices[result.best]
+    all_layers = next(iter(result.choices.values()))
+    console.print(f"distillation, best: {best.tokens:.1%} of the needle tokens")
+    console.print(f"distillation, all layers: {all_layers.tokens:.1%} of the needle tokens")
+    recall = result.readings[result.best_reading]
+    default = next(iter(result.readings.values()))
     console.print(
         f"selection=lm_attention: {json.dumps(result.attention_fields())} finds {recall.tokens:.1%} of the needle "
         f"tokens; the default layer {default.tokens:.1%}"
     )
-    lines = [f"  {name}: {json.dumps(value)}" for name, value in result.fields().items()]
-    console.print("\n".join(["training:", *lines] if lines else ["All layers are best: a recipe needs no line."]))
+    fields = result.fields()
+    if not fields:
+        console.print("All layers are best: a recipe needs no line.")
+        return
+    console.print("training:")
+    for name, value in fields.items():
+        console.print(f"  {name}: {json.dumps(value)}")
