@@ -1,5 +1,6 @@
 """Which seconds and which regions of a video the kept tokens came from."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,8 @@ def evidence_intervals(
     if len(kept_indices) == 0:
         return []
     grids = token_grids(video_grid_thw, merge_size)
-    weights = torch.zeros(sum(t * h * w for t, h, w in grids), dtype=torch.float64)
+    tokens = sum(map(math.prod, grids))
+    weights = torch.zeros(tokens, dtype=torch.float64)
     if relevance is not None and len(relevance):
         weights = relevance.detach().cpu().double()
     if weights.sum() == 0:
@@ -122,4 +124,8 @@ def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
             most_weight = group_weight
     rows = [row for row, _ in heaviest]
     columns = [column for _, column in heaviest]
-    return min(columns) / width, min(rows) / height, (max(columns) + 1) / width, (max(rows) + 1) / height
+    left = min(columns)
+    top = min(rows)
+    right = max(columns) + 1
+    bottom = max(rows) + 1
+    return left / width, top / height, right / width, bottom / height

@@ -30,15 +30,21 @@ _DRAWN = 8  # stretches of evidence in one picture
 
 def lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """`[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` `[H, W]` leaves out."""
-    rows = np.arange(frame.shape[0]) * kept.shape[0] // frame.shape[0]
-    columns = np.arange(frame.shape[1]) * kept.shape[1] // frame.shape[1]
+    height, width = frame.shape[:2]
+    row_count, column_count = kept.shape
+    rows = np.arange(height) * row_count // height
+    columns = np.arange(width) * column_count // width
     shown = kept[rows][:, columns]
     dimmed = frame >> 2
     dimmed[shown] = frame[shown]
     return dimmed
 
 
-def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: str | Path) -> None:
+def draw_evidence(
+    answer: Answer,
+    videos: Mapping[str, EncodedVideo],
+    folder: str | Path,
+) -> None:
     """
     Draws what an answer rests on.
 
@@ -60,13 +66,21 @@ def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: st
     with whole_folder(folder) as staging:
         about = []
         for number, name in enumerate(answer.keep_maps, 1):
-            suffix = f"-{number}" if len(answer.keep_maps) > 1 else ""
+            suffix = ""
+            if len(answer.keep_maps) > 1:
+                suffix = f"-{number}"
             about.append(_draw_video(answer, name, videos[name], staging, suffix))
-        text = json.dumps({**answer.as_dict(), "videos": about})
+        text = json.dumps(dict(answer.as_dict(), videos=about))
         (staging / ANSWER).write_text(text + "\n", encoding="utf-8")
 
 
-def _draw_video(answer: Answer, name: str, video: EncodedVideo, folder: Path, suffix: str) -> dict[str, Any]:
+def _draw_video(
+    answer: Answer,
+    name: str,
+    video: EncodedVideo,
+    folder: Path,
+    suffix: str,
+) -> dict[str, Any]:
     """Draws the evidence of one video into a folder, and gives what `answer.json` says of it."""
     kept = answer.keep_maps[name]
     evidence = [interval for interval in answer.evidence if interval.name == name]
@@ -85,7 +99,12 @@ def _draw_video(answer: Answer, name: str, video: EncodedVideo, folder: Path, su
     return about
 
 
-def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Interval], path: str | Path) -> None:
+def draw_spans(
+    video: EncodedVideo,
+    kept: torch.Tensor,
+    evidence: Sequence[Interval],
+    path: str | Path,
+) -> None:
     """
     A picture with the frame in the middle of each stretch of evidence, its kept tokens lit, in a box; in order of time.
 
@@ -94,15 +113,21 @@ def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Inter
         evidence: stretches of this video on a player's clock, at least one, the surest first; eight are drawn.
     """
     spans = sorted(evidence[:_DRAWN], key=lambda interval: interval.start)
-    middles = [(interval.start + interval.end) / 2 - video.start for interval in spans]
+    middles = []
+    for interval in spans:
+        middle = (interval.start + interval.end) / 2
+        middles.append(middle - video.start)
     indices = [int(middle * video.metadata.fps) for middle in middles]
     frames = list(_open(video, indices).decode())
-    figure = Figure(figsize=(2.4 * len(spans), 2.6), layout="constrained")
-    panes = figure.subplots(1, len(spans), squeeze=False)[0]
+    count = len(spans)
+    figure = Figure(figsize=(2.4 * count, 2.6), layout="constrained")
+    panes = figure.subplots(1, count, squeeze=False)[0]
     for axes, interval, middle, frame in zip(panes, spans, middles, frames, strict=False):
-        axes.imshow(lit(frame, kept[_step(video, middle, kept)].numpy()))
+        shown = lit(frame, _kept_at(video, middle, kept))
+        axes.imshow(shown)
         axes.add_patch(_box(interval, frame))
-        axes.set_title(f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}", fontsize=8)
+        span = f"{interval.start:.1f} to {interval.end:.1f} s"
+        axes.set_title(f"{span}, {interval.weight:.0%}", fontsize=8)
         axes.axis("off")
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -122,7 +147,12 @@ def _box(interval: Interval, frame: np.ndarray) -> Rectangle:
     )
 
 
-def draw_kept_video(video: EncodedVideo, kept: torch.Tensor, path: str | Path, evidence: Sequence[Interval]) -> None:
+def draw_kept_video(
+    video: EncodedVideo,
+    kept: torch.Tensor,
+    path: str | Path,
+    evidence: Sequence[Interval],
+) -> None:
     """
     Stretches of a video, one behind the other, as H.264 with the kept tokens lit and the others dimmed.
 
@@ -135,10 +165,12 @@ def draw_kept_video(video: EncodedVideo, kept: torch.Tensor, path: str | Path, e
     opened = _open(video, indices)
     console = Console(stderr=True)
     with av.open(str(path), "w") as container:
-        rate = max(Fraction(fps).limit_denominator(1001), Fraction(1, 1001))
+        slowest = Fraction(1, 1001)
+        rate = max(Fraction(fps).limit_denominator(1001), slowest)
         stream = container.add_stream("libx264", rate=rate, options={"preset": "veryfast"})
-        stream.height = opened.shape[1] // 2 * 2  # H.264 has no odd sides
-        stream.width = opened.shape[2] // 2 * 2
+        _, height, width = opened.shape
+        stream.height = height // 2 * 2  # H.264 has no odd sides
+        stream.width = width // 2 * 2
         stream.pix_fmt = "yuv420p"
         stream.codec_context.time_base = _CLOCK
         frames = track(
@@ -150,9 +182,9 @@ def draw_kept_video(video: EncodedVideo, kept: torch.Tensor, path: str | Path, e
             disable=not console.is_terminal,
         )
         for number, (index, frame) in enumerate(frames):
-            shown = lit(frame, kept[_step(video, index / fps, kept)].numpy())
-            shown = np.ascontiguousarray(shown[: stream.height, : stream.width])
-            picture = av.VideoFrame.from_ndarray(shown, format="rgb24")
+            shown = lit(frame, _kept_at(video, index / fps, kept))
+            even = shown[: stream.height, : stream.width]
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(even), format="rgb24")
             picture.pts = round(number / fps / _CLOCK)
             picture.time_base = _CLOCK
             container.mux(stream.encode(picture))
@@ -181,25 +213,39 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     end = video.start + video.length
     if not video.start <= seconds <= end:
         raise ValueError(f"seconds={seconds:g}; expected {video.start:g} to {end:g}, when the video is shown.")
-    index = int((seconds - video.start) * video.metadata.fps + 1e-3)
-    return next(iter(_open(video, [index]).decode()))
+    elapsed = seconds - video.start
+    index = int(elapsed * video.metadata.fps + 1e-3)
+    frames = _open(video, [index]).decode()
+    return next(iter(frames))
 
 
 def _open(video: EncodedVideo, indices: Sequence[int]) -> VideoFile:
     """The video's frames of these indices at its own rate, in order."""
-    if not Path(video.video).is_dir():
-        end = video.start + video.length - 0.5 / video.metadata.fps
-        return open_video(video.video, lambda total, _: np.clip(indices, 0, total - 1), (video.start, end))
-    folder = open_folder(video.video, video.metadata.fps)
-    return replace(folder, decode=lambda: _pick(folder, indices))
+    fps = video.metadata.fps
+    if Path(video.video).is_dir():
+        folder = open_folder(video.video, fps)
+        return replace(folder, decode=lambda: _pick(folder, indices))
+
+    def pick(total: int, _: float) -> np.ndarray:
+        return np.clip(indices, 0, total - 1)
+
+    half_a_frame = 0.5 / fps
+    end = video.start + video.length - half_a_frame
+    return open_video(video.video, pick, (video.start, end))
 
 
 def _pick(folder: VideoFile, indices: Sequence[int]) -> Iterator[np.ndarray]:
-    places = [min(index, folder.shape[0] - 1) for index in indices]
-    frames = {index: frame for index, frame in enumerate(folder.decode()) if index in places}
-    return (frames[place] for place in places)
+    last = folder.shape[0] - 1
+    places = [min(index, last) for index in indices]
+    frames = {}
+    for index, frame in enumerate(folder.decode()):
+        if index in places:
+            frames[index] = frame
+    return map(frames.__getitem__, places)
 
 
-def _step(video: EncodedVideo, seconds: float, kept: torch.Tensor) -> int:
-    """The step of the grid of tokens that shows a time from the first frame on."""
-    return min(bisect_right(video.steps, seconds + 1e-6), len(kept)) - 1
+def _kept_at(video: EncodedVideo, seconds: float, kept: torch.Tensor) -> np.ndarray:
+    """`[H, W]`, the kept tokens of the step that shows a time from the first frame on."""
+    steps_begun = bisect_right(video.steps, seconds + 1e-6)
+    step = min(steps_begun, len(kept)) - 1
+    return kept[step].numpy()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..model.layout_qtsplus import VisualSpan
 from ..model.prompt_qtsplus import VIDEO, Layout
@@ -37,7 +38,7 @@ class Remembered(EncodedVideo):
     cells: int
     rows: list[int]
     missing: int
-    places: torch.Tensor
+    places: Tensor
     begins: dict[int, float]
 
     @property
@@ -50,11 +51,17 @@ class Remembered(EncodedVideo):
         end_step = self.rows[last - 1] + 1
         seconds = self.clock.seconds_per_step
         start = self.begins.get(start_step, start_step * seconds)
-        end = self.begins.get(end_step, min(end_step * seconds, self.length))
+        regular_end = min(end_step * seconds, self.length)
+        end = self.begins.get(end_step, regular_end)
         return start, end
 
 
-def narrowed(model: Any, layout: Layout, videos: Sequence[Remembered], new_tokens: int) -> tuple[Layout, torch.Tensor]:
+def narrowed(
+    model: Any,
+    layout: Layout,
+    videos: Sequence[Remembered],
+    new_tokens: int,
+) -> tuple[Layout, Tensor]:
     """
     The layout of one prompt about what is remembered, with the tokens that are there, at their times: [`within`] what
     the model has positions for, behind the text; and `[k]` ascending, which tokens of the whole grids these are.
@@ -66,13 +73,17 @@ def narrowed(model: Any, layout: Layout, videos: Sequence[Remembered], new_token
     room -= int(is_text.sum())
     for _, height, width in grids:
         room -= max(height, width)
-    positions_per_step = max(backbone.tokens_per_second * videos[0].clock.seconds_per_step, 1)
-    most_steps = max(int(room / positions_per_step) - 1, 1)
-    numbers = within([video.rows for video in videos], most_steps)
-    layout = at_steps(backbone, layout, numbers).narrow([video.places for video in videos])
+    clock = videos[0].clock
+    positions_per_step = max(backbone.tokens_per_second * clock.seconds_per_step, 1)
+    most_steps = int(room / positions_per_step) - 1
+    rows = [video.rows for video in videos]
+    numbers = within(rows, max(most_steps, 1))
+    layout = at_steps(backbone, layout, numbers)
+    layout = layout.narrow([video.places for video in videos])
     if backbone.rope_axes == 1:  # the language model counts tokens: those that are there
         row = layout.rows[0]
-        order = torch.arange(len(row.columns), device=row.columns.device)
+        columns = row.columns
+        order = torch.arange(len(columns), device=columns.device)
         row = replace(row, language_positions=order[None])
         layout = replace(layout, rows=[row])
     places = []
@@ -93,7 +104,10 @@ def rows_of(steps: Sequence[int]) -> list[int]:
     return rows
 
 
-def within(rows: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+def within(
+    rows: Sequence[Sequence[int]],
+    most: int,
+) -> list[list[int]]:
     """
     The same steps, counted from the oldest, at most `most` of them.
 
@@ -118,12 +132,18 @@ def within(rows: Sequence[Sequence[int]], most: int) -> list[list[int]]:
     return numbers
 
 
-def at_steps(model: Any, layout: Layout, numbers: Sequence[Sequence[int]]) -> Layout:
+def at_steps(
+    model: Any,
+    layout: Layout,
+    numbers: Sequence[Sequence[int]],
+) -> Layout:
     """The layout of one prompt, whose videos have steps with these numbers in time in place of 0, 1, 2, ..."""
     row = layout.rows[0]
     positions = row.positions.clone()
     language = row.language_positions.clone()
-    shifts = [_shifts(model, layout, video, steps) for video, steps in enumerate(numbers)]
+    shifts = []
+    for video, steps_of_video in enumerate(numbers):
+        shifts.append(_shifts(model, layout, video, steps_of_video))
     for span in row.spans:
         selector_shift, language_shift = shifts[span.index]
         frames, height, width = span.grid
@@ -137,15 +157,23 @@ def at_steps(model: Any, layout: Layout, numbers: Sequence[Sequence[int]]) -> La
     return replace(layout, rows=[row])
 
 
-def _shifts(model: Any, layout: Layout, video: int, numbers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _shifts(
+    model: Any,
+    layout: Layout,
+    video: int,
+    numbers: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     """`[T]` each: how much later each step of a video is on the selector's clock, and on the language model's."""
     device = layout.rows[0].positions.device
     steps = torch.tensor(numbers, device=device)
-    length = int(steps[-1]) + len(steps)
-    line = VisualSpan(VIDEO, video, 0, (length, 1, 1))
-    selector = model.row_positions([line], line.length, layout.seconds, device)
-    language = model.language_positions([line], selector)
-    selector = selector[0]
-    language = language[0]
-    count = len(steps)
-    return selector[steps] - selector[:count], language[steps] - language[:count]
+    count = len(numbers)
+    grid = (numbers[-1] + count, 1, 1)
+    line = VisualSpan(VIDEO, video, 0, grid)
+    by_selector = model.row_positions([line], line.length, layout.seconds, device)
+    by_language_model = model.language_positions([line], by_selector)
+    shifts = []
+    for positions in (by_selector, by_language_model):
+        clock = positions[0]
+        shifts.append(clock[steps] - clock[:count])
+    selector_shift, language_shift = shifts
+    return selector_shift, language_shift
