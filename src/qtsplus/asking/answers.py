@@ -419,7 +419,8 @@ def calibrated_seen(chosen: QTSplusOutput, row: int, config: QTSplusConfig) -> t
 
 def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
     """The same stretch on a player's clock, with its video's name and the box in pixels."""
-    width, height = video.metadata.width, video.metadata.height
+    width = video.metadata.width
+    height = video.metadata.height
     pixels = None
     if width and height:
         left, top, right, bottom = interval.box
@@ -448,7 +449,8 @@ def prompt_inputs(
     messages = []
     encoded: list[EncodedVideo] = []
     for number, (question, row) in enumerate(zip(questions, rows, strict=True)):
-        contents = [[_text(text)] for text in (*turns, question)]
+        contents = [[_text(turn)] for turn in turns]
+        contents.append([_text(question)])
         if captions and captions[number]:
             contents[-1].insert(0, _text(captions[number]))
         contents[0] = _shown(row) + contents[0]
@@ -533,7 +535,7 @@ def generation_options(model: Any, options: Mapping[str, Any], max_new_tokens: i
         check_count("max_new_tokens", max_new_tokens, "tokens")
     longest = max_new_tokens or getattr(given, "max_new_tokens", None) or MAX_NEW_TOKENS
     clock = TokenClock(options.get("streamer"))
-    return {**options, "max_new_tokens": longest, "return_dict_in_generate": True, "streamer": clock}
+    return dict(options, max_new_tokens=longest, return_dict_in_generate=True, streamer=clock)
 
 
 class TokenClock(BaseStreamer):

@@ -91,12 +91,14 @@ def evidence_intervals(
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """The first place of each run of true flags, and the place behind its last."""
     first = None
-    for place, flag in enumerate([*flags, False]):
+    for place, flag in enumerate(flags):
         if flag and first is None:
             first = place
         elif not flag and first is not None:
             yield first, place
             first = None
+    if first is not None:
+        yield first, len(flags)
 
 
 def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:

@@ -50,7 +50,7 @@ def ask(
     elif fps is not None:
         raise ValueError(f"Got {fps=} for a video that was encoded before; give it to `encode`.")
     (answer,) = answer_questions(model, processor, {video.video: video}, [question], subtitles=subtitles, **options)
-    return replace(answer, timings={**timings, **answer.timings})
+    return replace(answer, timings=timings | answer.timings)
 
 
 class VideoSession:
