@@ -1,12 +1,16 @@
 """A folder appears whole or not at all, also when its process is killed or is not alone."""
 
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from qtsplus.common.folders import WRITTEN, whole_folder
 
@@ -98,6 +102,28 @@ def test_a_file_changed_to_the_same_size_and_time_stays(tmp_path):
     with pytest.raises(FileExistsError, match="changed since"):
         lines(tmp_path / "hub")
     assert card.read_text() == "a poem"
+
+
+def copy_a_file(staging):
+    shutil.copyfile(staging.with_name("large"), staging / "copy")
+
+
+def save_tensors(staging):
+    save_file({"weight": torch.zeros(1000)}, staging / "model.safetensors")
+
+
+@pytest.mark.parametrize("fill", [copy_a_file, save_tensors])
+def test_a_disk_without_room_for_a_folder_is_named(tmp_path, fill):
+    (tmp_path / "large").write_bytes(b"a" * 4000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    refused = pytest.raises(OSError, match=f"File too large: '{tmp_path}/hub'")
+    try:
+        with refused, whole_folder(tmp_path / "hub") as staging:
+            fill(staging)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "hub").exists()
 
 
 @pytest.mark.parametrize("name", ["", " "])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 _HOST = re.sub(r"\W", "-", socket.gethostname())  # whose processes can be asked whether they are there
 NAMED = 8  # the most names that a message lists
@@ -31,16 +32,30 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     part = target.with_name(f".{target.name}.{_HOST}.{os.getpid()}.part")
     try:
         encoding = None if "b" in mode else "utf-8"
-        with part.open(mode, encoding=encoding) as file:
+        with naming_full_disk(target), part.open(mode, encoding=encoding) as file:
             yield file
             os.chmod(part, os.fstat(file.fileno()).st_mode)  # safetensors puts a file there that no one else may read
         os.replace(part, target)
-    except OSError as error:
-        if error.errno in _FULL and error.filename is None:
-            raise OSError(error.errno, error.strerror, str(target)) from error
-        raise
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Raises an `OSError` that names what is written, for a disk without room. Others name the source, or nothing."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        code = error.errno if isinstance(error, OSError) else _system_error(error)
+        if code not in _FULL:
+            raise
+        raise OSError(code, os.strerror(code), str(path)) from error
+
+
+def _system_error(error: SafetensorError) -> int | None:
+    """The number of the system's error, which is in the text of Rust's."""
+    number = re.search(r"os error (\d+)", str(error))
+    return int(number[1]) if number else None
 
 
 def _remove_left(target: Path) -> None:

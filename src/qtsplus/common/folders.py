@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
-from .files import check_folder, listed, locked, whole_file
+from .files import check_folder, listed, locked, naming_full_disk, whole_file
 from .journals import State, file_state, write_json
 
 # In every folder that is written here: what was written, so that a later run replaces that and nothing else.
@@ -39,7 +39,8 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
         staging.mkdir()
         try:
-            yield staging
+            with naming_full_disk(folder):
+                yield staging
             _move(staging, folder)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ from safetensors.torch import save_file
 from transformers.video_utils import VideoMetadata
 from typing_extensions import TypedDict
 
-from ..common.files import first_line, whole_file
+from ..common.files import first_line, naming_full_disk, whole_file
 from ..common.journals import STORED, check_stored, is_plain_file
 from ..data.records import String
 from .encoded import IN_MEMORY, EncodedVideo
@@ -119,13 +117,10 @@ def _whole_tensors(path: Path, tensors: dict[str, torch.Tensor], header: dict[st
     with whole_file(path, "wb") as part:
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
-            save_file(on_cpu, part.name, header)
-        except SafetensorError as error:  # such as for a full disk: Rust's text has the number of the system's error
-            number = re.search(r"os error (\d+)", str(error))
-            if number is None:
-                raise OSError(f"{path} cannot be written: {first_line(error)}") from error
-            code = int(number[1])
-            raise OSError(code, os.strerror(code), str(path)) from error
+            with naming_full_disk(path):
+                save_file(on_cpu, part.name, header)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {first_line(error)}") from error
         yield Path(part.name)
 
 
