@@ -220,7 +220,10 @@ class QTSplusProcessorMixin(ProcessorMixin):
             elif last == len(messages) - 1:
                 turns.append(-1)
             else:
-                turns.append(self._count_user_turns(messages[: last + 1], *args, **kwargs) - 1)
+                turn = self._count_user_turns(messages[: last + 1], *args, **kwargs) - 1
+                if self.tokenizer.truncation_side == "left":  # turns at the beginning may be cut off
+                    turn -= self._count_user_turns(messages, *args, **kwargs)
+                turns.append(turn)
         return turns
 
     def _count_user_turns(self, messages: list, *args, **kwargs) -> int:
@@ -584,7 +587,9 @@ def _take(kwargs: dict, videos_kwargs: dict, name: str) -> Any:
 def _without(words: str, value: Any) -> Any:
     """A message, or a list of them, without these words in any of its texts."""
     if isinstance(value, str):
-        return value.replace(words, "")
+        while words in value:  # what is left may form them again
+            value = value.replace(words, "")
+        return value
     if isinstance(value, dict):
         return {name: _without(words, inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -140,8 +140,8 @@ def find_query_mask(
         video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text in front of
             every frame ("Frame1: ", "<0.5 seconds>"), which is no part of a question either.
         tool_response_token_ids: the ids that begin and that end a tool's response; none if templates do not mark it.
-        question_turns: per row the index of the question among all turns that are written as a user's; `None` for a
-            row in which no user wrote.
+        question_turns: per row the index of the question among all turns that are written as a user's, from the end if
+            it is negative; `None` for a row in which no user wrote.
     """
     special = torch.tensor(special_token_ids, device=input_ids.device)
     eligible = ~torch.isin(input_ids, special)
@@ -156,7 +156,7 @@ def find_query_mask(
             question = question_turns[row]
         elif len(turns) > 1 and tool_response_token_ids:
             turns = _written_by_users(ids, turns, user_turn_token_ids, turn_end_token_id, tool_response_token_ids)
-        if not turns or question is None or not -1 <= question < len(turns):
+        if not turns or question is None or not -len(turns) <= question < len(turns):
             continue
         start, stop = turns[question]
         mask[row, start:stop] = eligible[row, start:stop]
@@ -210,15 +210,15 @@ def _written_by_users(
     """
     The turns that a user wrote, as far as ids tell.
 
-    A tool's turn begins with the ids that begin a response and ends with those that end one. A turn of a user inside of
+    A tool's turn begins with the ids that begin a response and ends with those that end one, or with a line break
+    after them. A turn of a user inside of
     it is part of the response, if no other role's turn begins before its end. The first turn is always the user's,
     since a tool answers a request. So a later message of a user that is nothing but a response in its tags is taken for
     a tool's, and a turn of a user is taken for a user's if the response itself has ended before it.
     """
     opening, closing = tool_response_token_ids
     opened = set(find_places(ids, opening))
-    closed = find_places(ids, [*closing, turn_end])
-    response_ends = [place + len(closing) for place in closed]
+    response_ends = _find_response_ends(ids, closing, turn_end)
     user_headers = set(find_places(ids, header))
     headers = find_places(ids, header[:1])
     others = [place for place in headers if place not in user_headers]
@@ -238,6 +238,23 @@ def _written_by_users(
                 continue
         users.append((start, stop))
     return users
+
+
+def _find_response_ends(ids: Tensor, closing: Sequence[int], turn_end: int) -> list[int]:
+    """
+    The ends of turns that end with a tool's response, ascending. A line break may follow the response, as in
+    Qwen3-Coder's template; some vocabularies have one token for the last character of the tag and that line break.
+    """
+    turn_ends = set(find_places(ids, [turn_end]))
+    stem = closing[:-1] if len(closing) > 1 else closing
+    response_ends = []
+    for place in find_places(ids, stem):
+        expected = place + len(closing)
+        if expected in turn_ends:
+            response_ends.append(expected)
+        elif expected + 1 in turn_ends:
+            response_ends.append(expected + 1)
+    return response_ends
 
 
 def _frame_texts(
