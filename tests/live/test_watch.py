@@ -55,12 +55,22 @@ def read(address, timeout=5.0, fps=2.0):
 
 @pytest.fixture
 def wall(monkeypatch):
-    """Has sources read a wall clock that shows these times, one a look; else one that goes on by 1/8 s."""
+    """
+    Has sources read a wall clock that shows these times, one a look, and then the last for ever; else one that goes on
+    by 1/8 s. Each thread has a clock of its own: the reader of an earlier test may still look at it.
+    """
 
     def put(times):
-        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=iter(times).__next__))
+        own_clocks = threading.local()
 
-    put(itertools.count(0, 1 / 8))
+        def monotonic():
+            if not hasattr(own_clocks, "looks"):
+                own_clocks.looks = itertools.count()
+            return times(next(own_clocks.looks))
+
+        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=monotonic))
+
+    put(lambda look: look / 8)
     return put
 
 
@@ -280,13 +290,23 @@ def test_a_camera_waits_for_nobody(film, wall):
 def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
     """Of 64 frames, 8 a second, FFmpeg held some while it opened the camera; the others come as they are taken."""
     now = [0, *[opening] * held, *(opening + np.arange(1, 65 - held) / 8)]  # of the opening, and of each frame
-    wall(now)
+    wall(lambda look: now[min(look, len(now) - 1)])
     monkeypatch.setattr(watching, "ROOM", 64)
     monkeypatch.setattr(Source, "_open", lambda _: av.open(str(film)))
     seconds = [one for one, _ in Source("udp://127.0.0.1:9", 1000.0, 5.0, 0.0)]
     late = 64 - max(held, 1)  # frames; that first one was taken nobody knows when
     assert seconds[-late:] == pytest.approx(now[-late:]), "on the wall clock, whatever the opening took"
     assert seconds[:-late] == pytest.approx(np.arange(len(seconds) - late) / 8) and seconds[-late - 1] <= opening
+
+
+@pytest.mark.parametrize("error", [KeyError("a key"), MemoryError("all is full"), SystemExit("an end")])
+def test_an_unexpected_error_of_the_reader_reaches_who_reads(monkeypatch, error):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(Source, "_open", fail)
+    with pytest.raises(RuntimeError, match=f"Reading the stream '.*' ended with {type(error).__name__}: .*a"):
+        list(Source("udp://127.0.0.1:9", 1.0, 5.0, 0.0))
 
 
 def motion_jpeg(kind, rate=5):

@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import re
 import struct
 import threading
 import tracemalloc
@@ -16,11 +17,13 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from clips import read_video, write_mp4
+from films import write_film
 from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.live.watching import Source
 from qtsplus.model import decoding_qtsplus
-from qtsplus.model.decoding_qtsplus import TAGS, Film
+from qtsplus.model.containers_qtsplus import TAGS
+from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.model.video_qtsplus import choose_frames, load_frames, open_video
 from qtsplus.video.subtitles import read_subtitles
 
@@ -154,6 +157,47 @@ def test_a_file_that_states_only_its_length(tmp_path):
     (tmp_path / "cut.mkv").write_bytes(data[: len(data) // 2])
     (warning,) = open_video(str(tmp_path / "cut.mkv"), every_frame).warnings
     assert "its header states 6.0 s, and 2." in warning
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"),
+    [("avi", "libx264"), ("avi", "mpeg4"), ("avi", "mjpeg"), ("flv", "libx264"), ("wmv", "wmv2"), ("mkv", "libx264")],
+)
+def test_a_cut_off_video_says_how_long_its_header_states_that_it_is(tmp_path, kind, codec):
+    """Wherever it was cut: FFmpeg estimates the length of such an AVI from what is there, and forgets that of a WMV."""
+    pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+    whole = write_film(tmp_path / f"whole.{kind}", codec, range(0, 20000, 100), 10, pix_fmt=pix_fmt, g="20")
+    assert Film(str(whole)).warnings == []
+    data = whole.read_bytes()
+    cut = tmp_path / f"cut.{kind}"
+    for share in (0.7, 0.5, 0.3):  # the last tenth of a small AVI is its index
+        cut.write_bytes(data[: int(len(data) * share)])
+        (warning,) = Film(str(cut)).warnings
+        assert re.search("its header states (20|21)[.][0-9] s, and [0-9]{1,2}[.][0-9] s can be read", warning)
+    list(source := Source(str(cut), 1.0, 10.0, 0.0))
+    assert "is incomplete: its header states 2" in source.warnings[-1]
+
+
+@pytest.mark.parametrize("kind", ["avi", "flv", "mkv", "mp4", "wmv"])
+def test_a_video_with_longer_sound_is_whole(tmp_path, kind):
+    path = tmp_path / f"whole.{kind}"
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("mpeg4" if kind != "flv" else "flv", rate=10)
+        video.width = video.height = 64
+        video.pix_fmt = "yuv420p"
+        sound = container.add_stream("mp2" if kind not in ("flv", "mp4") else "aac", rate=44100)
+        for number in range(40):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(np.full((64, 64, 3), number, np.uint8))))
+        container.mux(video.encode())
+        for number in range(400):
+            silence = av.AudioFrame.from_ndarray(np.zeros((1, 2 * 1024), np.int16), "s16", "stereo")
+            silence.rate = 44100
+            silence.pts = 1024 * number
+            container.mux(sound.encode(silence))
+        container.mux(sound.encode())
+    assert Film(str(path)).warnings == []
+    list(source := Source(str(path), 1.0, 10.0, 0.0))
+    assert source.warnings == []
 
 
 def test_a_damaged_end_is_left_out_and_said(tmp_path):

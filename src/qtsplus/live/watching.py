@@ -21,7 +21,8 @@ from ..asking.session import Answer
 from ..common.files import first_line
 from ..common.validation import check_count
 from ..model.clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
-from ..model.decoding_qtsplus import TAGS, Upright, film_stream, open_container, shown_name
+from ..model.containers_qtsplus import TAGS, ends_early, film_stream, open_container, read_stated
+from ..model.decoding_qtsplus import Upright, shown_name
 from ..model.video_qtsplus import require_positive, resize_frame, shrink
 from .stream import Stream
 
@@ -37,6 +38,7 @@ _PROTOCOLS = {
     **dict.fromkeys(("rtmp", "rtmps"), "rtmp,rtmps,tcp,tls"),
     **{"udp": "udp", "rtp": "rtp,srtp,udp", "srt": "srt", "tcp": "tcp"},
 }
+_UNREADABLE = (av.error.FFmpegError, OSError, ValueError)  # what reading a bad stream raises
 _UNTIMED = re.compile("mp?jpeg|obu|.*_pipe")  # formats without times, to whose frames FFmpeg gives 25 a second
 _OPENED = {"fpsprobesize": "0", "rtsp_transport": "tcp"}  # else FFmpeg waits for 20 frames, to tell their rate
 
@@ -90,6 +92,10 @@ class Source:
             if isinstance(item, (queue.Empty, av.error.ExitError)):  # our patience ended, or FFmpeg's
                 state = "sent no frame for" if self.clock else "sends nothing, or too little to be opened within"
                 raise TimeoutError(f"The stream {self.name!r} {state} {self.timeout:g} s.") from item
+            if isinstance(item, BaseException) and not isinstance(item, (av.error.FFmpegError, OSError, ValueError)):
+                raise RuntimeError(
+                    f"Reading the stream {self.name!r} ended with {type(item).__name__}: {item}"
+                ) from item
             if isinstance(item, Exception):
                 expected = " Expected MPEG-TS, Matroska or fragmented mp4: another mp4 has to be a file."
                 expected *= not (self.is_camera or self.is_file)
@@ -115,7 +121,7 @@ class Source:
                 if self._closed:
                     return
             self._put(None)
-        except (av.error.FFmpegError, OSError, ValueError) as error:
+        except BaseException as error:  # raised again where the frames are read, which would wait for ever
             self._put(error)
 
     def _put(self, item: Any) -> None:
@@ -144,6 +150,7 @@ class Source:
         with self._open() as container:
             stream, upright = film_stream(container), Upright()
             self.sound = bool(container.streams.audio)
+            stated = read_stated(self.address, container, stream) if self.is_file else None
             arbitrary = container.format.flags & ARBITRARY_CLOCK
             begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
             untimed = not self.is_file and bool(_UNTIMED.fullmatch(container.format.name))
@@ -168,11 +175,10 @@ class Source:
                 if seconds >= self.start and int(seconds * self.fps + 1e-3) > step:
                     step = int(seconds * self.fps + 1e-3)
                     yield seconds, upright(frame, stream)
-            stated = container.duration if stream.duration is None and not container.streams.audio else None
-            stated = float((stream.duration or 0) * (stream.time_base or 0)) or (stated or 0) / av.time_base
-            if self.is_file and not arbitrary and stated > 1.05 * self.newest + 1:
+            # The last frame may last a while.
+            if stated is not None and ends_early(self.address, stated, self.newest, 0.05 * self.newest + 1):
                 read = f"and {self.newest:.1f} s can be read"
-                self._states.append(f"is incomplete: its header states {stated:.1f} s, {read}")
+                self._states.append(f"is incomplete: its header states {stated.end:.1f} s, {read}")
 
     def _frames(self, container: Any, stream: Any) -> Iterator[Any]:
         self.clock = clock = Clock(container, stream)

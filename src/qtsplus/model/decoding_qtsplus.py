@@ -8,12 +8,11 @@ import itertools
 import math
 import os
 import re
-import stat
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import IO, Any
 
@@ -25,21 +24,17 @@ try:  # optional: who gives frames needs no decoder
 except ImportError:
     av = None  # type: ignore[assignment]
 
-from .clock_qtsplus import ARBITRARY_CLOCK, LEAP, NEAR, PAUSE, Clock, regular_clock
+from .clock_qtsplus import LEAP, NEAR, PAUSE, Clock, regular_clock
+from .containers_qtsplus import Stated, choice_of, ends_early, film_stream, open_container, open_source, read_stated
 
 logger = logging.get_logger(__name__)
 
 _ORDER = 4  # packets within which the order of decoding is another than that of showing, about
+_EARLY = 0.5  # seconds by which a video may end before its header says
 _JOIN = 2  # packets before a key frame, of which FFmpeg calls one damaged where two recordings in MPEG-TS meet
 
 ADDRESS_TIMEOUT, ADDRESS_SECONDS = 30.0, 1800.0  # in which a server sends nothing; in which all has to arrive
 ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
-
-# The tags of older files are no UTF-8; PyAV from 19 on keeps their bytes.
-TAGS: dict[str, Any] = {"metadata_errors": "replace"} if av and int(av.__version__.split(".")[0]) < 19 else {}
-
-# What FFmpeg would follow to other files and servers.
-_LIST = re.compile(rb"\W{0,3}\s*(#EXTM3U|ffconcat|file\s|v=0\s|\[\w+\]|(<\?xml[^>]*>\s*)?<(MPD|smil))", re.IGNORECASE)
 
 
 class Film:
@@ -67,12 +62,7 @@ class Film:
             stream = film_stream(container)
             dated, said = self._read_packets(container, stream)
             self.sound = bool(container.streams.audio)
-            stated_frames, stated_fps = stream.frames, stream.guessed_rate or stream.average_rate
-            arbitrary = container.format.flags & ARBITRARY_CLOCK
-            begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
-            end = None if container.duration is None or arbitrary else container.duration / av.time_base
-            if stream.duration is not None and not arbitrary and container.format.name != "asf":  # whose end it is
-                end = float(((stream.start_time or 0) + stream.duration) * stream.time_base)
+            stated = read_stated(self.source, container, stream)
             if (stream.time_base or 1) >= 1 and (stream.codec_context.framerate or 0) > 1:
                 raise ValueError("it has no time scale, so when its frames are shown is unknown")
         self.first, clock = 0.0, None  # when the first frame is shown by the file
@@ -81,16 +71,16 @@ class Film:
             self.first, self.times = float(seconds[0]), seconds - seconds[0]
             clock = regular_clock(self.times, self._seconds(self.end) - self.first)
         if clock is None:
-            if not stated_fps:
+            if not stated.fps:
                 states = "states neither times nor a frame rate"
                 raise ValueError(f"The video {self.name!r} {states}; pass its frames, with `fps=`.")
-            clock = len(self.order), float(stated_fps)
+            clock = len(self.order), float(stated.fps)
         self.total, self.fps = clock
         if not self.timed and self.total == len(self.order):
             self.times = np.arange(self.total) / self.fps  # [N], when the frames are shown, in seconds from the first
-        self.start = max(self.first - begin, 0.0)
+        self.start = max(self.first - stated.begin, 0.0)
         self.warnings: list[str] = []
-        missing = self._missing(stated_frames, end, self.first + self.total / self.fps)
+        missing = self._missing(stated, self.first + self.total / self.fps)
         self.follows = not (missing or self.joined)  # whether its key frames are where the file says
         for state in [*said, f"is incomplete: {missing}"] if missing else said:
             self._warn(state)
@@ -123,7 +113,7 @@ class Film:
         self.lost = sum(lost.values())
         self.joined = container.format.name.startswith(("mov,mp4", "matroska", "flv")) and last is not None
         if self.joined:  # these cannot be: whether the file has its first bytes again
-            with open_file(self.source) if isinstance(self.source, str) else nullcontext(self.source) as file:
+            with open_source(self.source) as file:
                 file.seek(0)
                 head = file.read(8)
                 file.seek(last or 0)
@@ -145,7 +135,7 @@ class Film:
         if not len(self.order):
             raise ValueError("it has 0 frames")
         self.order = self.order[np.argsort(self.pts[self.order], kind="stable")]
-        return dated, clock.states + _choice_of(container, stream)
+        return dated, clock.states + choice_of(container, stream)
 
     def _warn(self, state: str) -> None:
         self.warnings.append(f"The video {self.name!r} {state}.")
@@ -181,24 +171,23 @@ class Film:
             raise ValueError(f"The video {self.name!r} shows no frame {bounds}; it has {length}.")
         return first, stop
 
-    def _missing(self, stated: int, stated_end: float | None, end: float) -> str | None:
-        """What of a video is not there: its header states frames (or 0), and an end in seconds."""
-        packets, whole = len(self.whole), int(self.whole.sum())
+    def _missing(self, stated: Stated, end: float) -> str | None:
+        """What of a video is not there, which ends after `end` seconds."""
+        packets = len(self.whole)
+        whole = int(self.whole.sum())
         # Of a trimmed video the header counts the frames that are not shown, but not their time.
-        if stated > whole and (stated_end is None or stated_end > end + 0.5 / self.fps):
-            return f"its header states {stated} frames, and {whole} can be read"
-        if whole < packets or self.lost:
-            gap = f"about {self.lost:.1f} s are missing" if self.lost else ""
-            left_out = f"{packets - whole} of its {packets} frames are damaged and left out" if whole < packets else ""
-            return " and ".join(filter(None, (left_out, gap)))
-        # The last frame may last a little longer, and the sound much.
-        if not stated and stated_end is not None and stated_end > 1.05 * end + 1:
-            with open_container(self.source) as container:
-                others = (packet for packet in container.demux() if packet.pts is not None)
-                last = max(float((one.pts + (one.duration or 0)) * one.time_base) for one in others)
-            if stated_end > 1.05 * last + 1:
-                return f"its header states {stated_end:.1f} s, and {end:.1f} s can be read"
-        return None
+        if stated.frames > whole and (stated.end is None or stated.end > end + 0.5 / self.fps):
+            return f"its header states {stated.frames} frames, and {whole} can be read"
+        states = []
+        # The last frame may last a little longer.
+        mean_gap = float(self.times[-1]) / max(len(self.times) - 1, 1)
+        if not stated.frames and ends_early(self.source, stated, end, max(_EARLY, 3 * mean_gap)):
+            states.append(f"its header states {stated.end:.1f} s, and {end:.1f} s can be read")
+        if whole < packets:
+            states.append(f"{packets - whole} of its {packets} frames are damaged and left out")
+        if self.lost:
+            states.append(f"about {self.lost:.1f} s are missing")
+        return " and ".join(states) or None
 
     def show(self, instants: np.ndarray) -> Iterator[np.ndarray]:
         """
@@ -308,58 +297,6 @@ def drain(decoder: Any) -> list[Any]:
         return decoder.decode(None)
     except av.error.InvalidDataError:
         return []
-
-
-@contextmanager
-def open_container(source: str | io.BytesIO) -> Iterator[Any]:
-    """A file, or one in memory. FFmpeg gets its bytes and no protocol: a file may name others, which it would go to."""
-    with open_file(source) if isinstance(source, str) else nullcontext(source) as file:
-        file.seek(0)
-        refuse_list(file.read(400))
-        file.seek(0)
-        with av.open(file, options={"protocol_whitelist": "none"}, **TAGS) as container:
-            yield container
-
-
-def open_file(path: str) -> IO[bytes]:
-    """Opens a plain file; raises `ValueError` for a pipe or a device, which may have no end. No pipe is waited for."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    file = os.fdopen(os.open(path, flags), "rb", buffering=0)
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise ValueError("it is a pipe or a device; expected a plain file")
-
-
-def refuse_list(head: bytes) -> None:
-    """Raises a `ValueError` for a file of which FFmpeg would read others, from its first 400 bytes."""
-    if _LIST.match(head):
-        raise ValueError("it is a list of other places, which is not followed; give the films themselves")
-
-
-def film_stream(container: Any) -> Any:
-    """The stream that a player shows; raises `ValueError` if there is none, only a cover, or no decoder for it."""
-    films = _films(container)
-    if not films:
-        raise ValueError("it has a cover and no film" if container.streams.video else "it has no video stream")
-    best = container.streams.best("video")
-    stream = best if best in films else films[0]
-    if stream.codec_context is None:
-        raise ValueError("there is no decoder for its codec; convert it, such as to H.264")
-    return stream
-
-
-def _films(container: Any) -> list[Any]:
-    return [one for one in container.streams.video if not one.disposition & av.stream.Disposition.attached_pic]
-
-
-def _choice_of(container: Any, stream: Any) -> list[str]:
-    """Which of several video streams is read, where the file does not name one."""
-    films = _films(container)
-    if len(films) == 1 or sum(bool(one.disposition & av.stream.Disposition.default) for one in films) == 1:
-        return []
-    number, size = films.index(stream) + 1, f"{stream.width} x {stream.height}"
-    return [f"has {len(films)} video streams, and names none; number {number}, of {size} pixels, is read"]
 
 
 class Upright:

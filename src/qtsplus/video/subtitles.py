@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..common.files import first_line
 from ..common.validation import check_count
 from ..data.media import VIDEO_SUFFIXES
-from ..model.decoding_qtsplus import open_container, open_file
+from ..model.containers_qtsplus import open_container, open_file
 from .grids import keep_maps
 
 if TYPE_CHECKING:
