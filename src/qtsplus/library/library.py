@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import AfterValidator, Discriminator, Tag, with_config
+from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from ..asking.answers import placed
@@ -38,18 +39,20 @@ MADE = 0  # the key of the line on what the library was made of; the other keys 
 
 def _inside(name: str) -> str:
     path = PurePosixPath(name)
-    if path.is_absolute() or "\0" in name or ".." in path.parts or path.suffix.lower() not in VIDEO_SUFFIXES:
+    is_inside = not path.is_absolute() and ".." not in path.parts and "\0" not in name
+    if not is_inside or path.suffix.lower() not in VIDEO_SUFFIXES:
         raise ValueError(f"is {show(name)}; expected the path of a video inside the folder that was indexed")
     return name
 
 
 def known_model(made_by: str, name: str, revision: str | None) -> Path:
     """
-    The empty file that is there once this user has indexed with a model of this [`fingerprint`] and name: a library
-    from elsewhere can have no other loaded.
+    The empty file that exists once this user has indexed with a model of this [`fingerprint`] and name. A library from
+    elsewhere cannot make us load any other model.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    digest = hashlib.sha256(json.dumps([made_by, name, revision]).encode()).hexdigest()
+    identity = json.dumps([made_by, name, revision])
+    digest = hashlib.sha256(identity.encode()).hexdigest()
     return Path(cache, "qtsplus", "models", digest)
 
 
@@ -64,7 +67,7 @@ def refuse_links(folder: Path) -> None:
 
 @with_config(STORED)
 class Entry(State):
-    """What a library knows of a film: its file's state and content, and its features or why there are none."""
+    """What a library knows about a video: its file's state and content, and its features or why there are none."""
 
     content: Digest | None
     error: str | None
@@ -74,7 +77,7 @@ class Entry(State):
 
 @with_config(STORED)
 class Made(TypedDict):
-    """What a library was made of: a model, where no name stands for the bundled one, and a folder of films."""
+    """What a library was made of: a model, the bundled one if it has no name, and a folder of videos."""
 
     model: str | None
     revision: str | None
@@ -89,7 +92,7 @@ class _Settings(SamplingOptions):
     min_frames: int | None
 
 
-_Film = Line[Annotated[str, AfterValidator(_inside)], Entry | None]  # of a film that has left, `None`
+_Film = Line[Annotated[str, AfterValidator(_inside)], Entry | None]  # `None` for a video that was removed
 _Line = Annotated[
     Annotated[Line[Literal[0], Made], Tag("made")] | Annotated[_Film, Tag("film")],
     Discriminator(lambda line: "made" if line.get("key") == MADE else "film"),
@@ -99,7 +102,7 @@ _Line = Annotated[
 class Index(Journal):
     """What a library holds: by the name of each video what is known of it."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any] | None = None, mend: bool = False):
+    def __init__(self, folder: Path, settings: dict | None = None, mend: bool = False):
         self.folder = folder
         refuse_links(folder)
         if settings is None and not (folder / INDEX).is_file():
@@ -117,8 +120,8 @@ class Index(Journal):
     @property
     def model(self) -> tuple[str | None, str | None]:
         """
-        The name and the revision of the model that made it, as this user has indexed with it, no name for the bundled
-        one; a `ValueError` for any other, whose name is only a stranger's word, and for one that is gone.
+        The name and the revision of the model that made the library; no name for the bundled one. A `ValueError` for a
+        model with which this user has not indexed, since a stranger may have written its name, and for a missing one.
         """
         name = self.made["model"]
         revision = self.made["revision"]
@@ -138,7 +141,7 @@ class Index(Journal):
         """The folder that was indexed last."""
         return Path(self.made["videos"])
 
-    def add(self, key: Key, value: Any) -> None:
+    def add(self, key: Key, value) -> None:
         super().add(key, value)
         self.__dict__.pop("entries", None)
 
@@ -167,13 +170,14 @@ class Index(Journal):
 
     def file(self, entry: Entry) -> Path:
         """Where the features of a video are."""
-        return self.folder / f"{str(entry['content'])[:32]}.safetensors"
+        content = str(entry["content"])
+        return self.folder / f"{content[:32]}.safetensors"
 
     def keys_file(self, entry: Entry) -> Path:
-        """Where the keys of a video are: what a selector compares with a question, in 8 bits."""
+        """Where the keys of a video are, which a selector compares with a question; in 8 bits."""
         return self.file(entry).with_suffix(".keys")
 
-    def load_keys(self, entry: Entry, model: Any, selector: str | None) -> KeyedVideo | None:
+    def load_keys(self, entry: Entry, model, selector: str | None) -> KeyedVideo | None:
         """
         The keys of a video for a model's selector, by its [`keys_fingerprint`]; `None` where there are none, a
         `ValueError` for damaged ones.
@@ -200,7 +204,7 @@ class Index(Journal):
 class Library:
     """Videos that [`index`] has encoded. Questions read their features from disk and never the videos."""
 
-    def __init__(self, folder: str | Path, model: Any, processor: Any):
+    def __init__(self, folder: str | Path, model, processor):
         self.folder = Path(check_path("folder", folder))
         self.model = model
         self.processor = processor
@@ -263,7 +267,7 @@ class Library:
             moments = sorted(moments, key=lambda moment: -moment.weight)[:top]
         return moments
 
-    def ask(self, question: str, pieces: int = 1, names: Names = None, window: Window = EVER, **options: Any) -> Answer:
+    def ask(self, question: str, pieces: int = 1, names: Names = None, window: Window = EVER, **options) -> Answer:
         """
         Answers a question from the video that ranks first, or from several, whose tokens compete for one budget.
 
@@ -277,8 +281,8 @@ class Library:
         _, ranking = self._rank(question, names, window, pieces)
         return self.ask_pieces(question, ranking.pieces[:pieces], **options)
 
-    def ask_pieces(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
-        """Answers a question from these pieces alone, which stand in the prompt with their names and times."""
+    def ask_pieces(self, question: str, pieces: list[Piece], **generation) -> Answer:
+        """Answers a question from these pieces alone; the prompt has their names and times."""
         pieces = sorted(pieces, key=lambda piece: (piece.name, piece.first))
         videos = {piece.name: self.stored(piece.name) for piece in pieces}
         parts: dict[str, EncodedVideo] = {}
@@ -291,10 +295,11 @@ class Library:
                 label = f"{label} ({len(parts) + 1})"
             parts[label] = part
         (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
-        maps: dict[str, torch.Tensor] = {}
+        maps: dict[str, Tensor] = {}
         for piece, kept in zip(pieces, answer.keep_maps.values(), strict=True):
             if piece.name not in maps:
-                maps[piece.name] = kept.new_zeros(videos[piece.name].count, *kept.shape[1:])
+                steps = videos[piece.name].count
+                maps[piece.name] = kept.new_zeros(steps, *kept.shape[1:])
             maps[piece.name][piece.first : piece.last] = kept
         evidence = []
         for interval in answer.evidence:
@@ -309,7 +314,7 @@ class Library:
         )
 
     def film(self, name: str) -> EncodedVideo:
-        """A video with the path of its file, to be drawn; that is [`IN_MEMORY`] where it is gone or was changed."""
+        """A video with the path of its file, to be drawn; with [`IN_MEMORY`] if the file is gone or was changed."""
         path = self.index.videos / name
         entry = self.index.entries[name]
         video = replace(self.stored(name), video=IN_MEMORY)
@@ -318,7 +323,7 @@ class Library:
         state = file_state(path)
         if not state.items() <= entry.items():
             return video
-        # The path may be a stranger's word: a film that he has not seen is not shown.
+        # A stranger may have written the path: it is shown only if it has the content that was indexed.
         content = self._content(path, tuple(state.values()))
         if content != entry["content"]:
             return video
@@ -328,7 +333,7 @@ class Library:
         """A video without its file."""
         return self._read_once(name, _state_of(self.files[name]))
 
-    def _read(self, name: str, state: tuple[Any, ...]) -> EncodedVideo:
+    def _read(self, name: str, state: tuple) -> EncodedVideo:
         stored = None
         if name not in self._whole:
             stored = self.index.entries[name]["features"]
@@ -336,11 +341,12 @@ class Library:
         self._whole.add(name)
         return replace(video, video=name)
 
-    def _read_keys(self, name: str, state: tuple[Any, ...]) -> KeyedVideo | None:
-        return self.index.load_keys(self.index.entries[name], self.model, self.selector)
+    def _read_keys(self, name: str, state: tuple) -> KeyedVideo | None:
+        entry = self.index.entries[name]
+        return self.index.load_keys(entry, self.model, self.selector)
 
     def _searched(self, name: str) -> EncodedVideo | KeyedVideo:
-        """The keys of a video, or where there are none for this selector its features."""
+        """The keys of a video, or its features if it has no keys for this selector."""
         keys_file = self.index.keys_file(self.index.entries[name])
         keyed = self._read_keys_once(name, _state_of(keys_file))
         if keyed is None:
@@ -348,15 +354,21 @@ class Library:
         return keyed
 
     @torch.no_grad()
-    def _rank(self, question: str, names: Names = None, window: Window = EVER, top: int = 1) -> tuple[Scorer, Ranking]:
-        """The `top` pieces of those videos, best first, and those that had to be read to know them."""
+    def _rank(
+        self,
+        question: str,
+        names: Names = None,
+        window: Window = EVER,
+        top: int = 1,
+    ) -> tuple[Scorer, Ranking]:
+        """The `top` pieces of the videos, best first, and the others that had to be read to know them."""
         if names is None:
             names = self.names
         names = list(dict.fromkeys(names))
         if not names or not set(names) <= set(self.names):
             raise ValueError(f"names={show(names)}; expected some of the library's videos, as its `names` lists them.")
 
-        def tokens() -> Iterator[torch.Tensor | KeyedVideo]:
+        def tokens() -> Iterator[Tensor | KeyedVideo]:
             for piece, video in self._pieces(names, window):
                 yield piece.tokens(video)
 
@@ -368,8 +380,12 @@ class Library:
         pieces = scorer.refine(ranking.pieces, top, self.stored)
         return scorer, Ranking(pieces, ranking.total)
 
-    def _pieces(self, names: Sequence[str], window: Window) -> Iterator[tuple[Piece, EncodedVideo | KeyedVideo]]:
-        """Of each video the piece that is shown in a window of seconds."""
+    def _pieces(
+        self,
+        names: Sequence[str],
+        window: Window,
+    ) -> Iterator[tuple[Piece, EncodedVideo | KeyedVideo]]:
+        """The piece of each video that a player shows in a window of seconds."""
         for name in names:
             searched = self._searched(name)
             video = searched.video if isinstance(searched, KeyedVideo) else searched
@@ -383,9 +399,11 @@ class Library:
         part = piece.cut(self.stored(piece.name))
         share = self.model.config.qtsplus_config.evidence_share
         seconds = part.second_per_grid_ts
-        relevance = scorer.relevance(part.features).unflatten(0, (part.count, -1))
-        strong = relevance.amax(1) >= relevance.max() + math.log(share)
-        relevance[~strong] = -torch.inf
+        relevance = scorer.relevance(part.features)
+        relevance = relevance.unflatten(0, (part.count, -1))
+        threshold = relevance.max() + math.log(share)
+        is_weak = relevance.amax(1) < threshold
+        relevance[is_weak] = -torch.inf
         relative = relevance - relevance.max()
         shares = relative.exp().flatten()
         every_token = torch.arange(len(shares))
@@ -401,8 +419,8 @@ class Library:
         return moments
 
 
-def _state_of(file: Path) -> tuple[Any, ...]:
-    """The [`file_state`] as a key, so that a file that was cut off is read again; empty for one that is not there."""
+def _state_of(file: Path) -> tuple:
+    """The [`file_state`] as a key, so that a file that was cut off is read again; empty for a missing file."""
     if not file.exists():
         return ()
     return tuple(file_state(file).values())
