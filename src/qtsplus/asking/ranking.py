@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..model.relevance_qtsplus import QTSplusLayer
 from ..video.encoded import EncodedVideo
@@ -18,7 +19,7 @@ from .answers import check_question
 CHUNK = 512  # tokens that are scored at a time, few enough for a processor's cache
 PIECE = 16384  # tokens; a longer video competes in pieces of this size
 
-Tokens = torch.Tensor | KeyedVideo  # of a video: features `[M, token_width]`, or the selector's keys in 8 bits
+Tokens = Tensor | KeyedVideo  # of a video: features `[M, token_width]`, or the selector's keys in 8 bits
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Ranking(NamedTuple):
     total: float
 
 
-def question_states(model: Any, processor: Any, question: str) -> torch.Tensor:
+def question_states(model, processor, question: str) -> Tensor:
     """`[L, d]`, the words of a question as the selector's scoring layers see them."""
     check_question(model, processor, question)
     ids = torch.tensor(processor.text_ids(question), device=model.device)
@@ -82,8 +83,8 @@ def question_states(model: Any, processor: Any, question: str) -> torch.Tensor:
     return model.model.qtsplus.contextualise(embed(ids))
 
 
-def keys_fingerprint(model: Any) -> str | None:
-    """A hash of what makes a selector's keys; `None` for several scoring layers, whose keys depend on the question."""
+def keys_fingerprint(model) -> str | None:
+    """A hash of the weights behind a selector's keys; `None` for several scoring layers, whose keys need a question."""
     layers = model.model.qtsplus.scoring_layers
     if len(layers) > 1:
         return None
@@ -97,13 +98,13 @@ def keys_fingerprint(model: Any) -> str | None:
     return digest_of(weights, norm.eps)
 
 
-def key_projection(layer: QTSplusLayer) -> tuple[torch.Tensor, torch.Tensor]:
+def key_projection(layer: QTSplusLayer) -> tuple[Tensor, Tensor]:
     """The matrix `[key_width, d]` that makes keys of tokens whose norm is 1, and its bias `[key_width, 1]`; float32."""
     weight = layer.k_proj.weight.float() * layer.kv_norm.weight.float()
     return weight, layer.k_proj.bias.float()[:, None]
 
 
-def token_keys(layer: QTSplusLayer, features: torch.Tensor) -> torch.Tensor:
+def token_keys(layer: QTSplusLayer, features: Tensor) -> Tensor:
     """`[M, key_width]` float32 on the CPU, the keys of tokens `[M, token_width]`, of whatever dtype the layer is."""
     weight, bias = key_projection(layer)
     keys = []
@@ -114,11 +115,11 @@ def token_keys(layer: QTSplusLayer, features: torch.Tensor) -> torch.Tensor:
 
 
 def _projected(
-    features: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor,
     eps: float,
-) -> torch.Tensor:
+) -> Tensor:
     """`[rows, k]`: the matrix `[rows, d]` times the normalised tokens `[k, token_width]`, and the bias `[rows, 1]`."""
     width = weight.shape[1]
     tokens = features[:, :width].to(weight.device, torch.float32)
@@ -132,12 +133,12 @@ class Scores:
     The scores of any tokens for one question, whose words have `states` `[L, d]`, in the last scoring layer: a row for
     each head and word, or with the reduction `"sum"` one for all.
 
-    A score is the product of a query and a key, and a key is the product of a token's norm and a matrix. Where there
-    are fewer rows than a key has numbers, the matrix is multiplied into the queries: that leaves a fraction of the work
-    for each token.
+    A score is the product of a query and a key, and a key is the product of a normalised token and a matrix. If there
+    are fewer rows than numbers in a key, the matrix is multiplied into the queries once, which leaves a fraction of the
+    work for each token.
     """
 
-    def __init__(self, layer: QTSplusLayer, states: torch.Tensor, reduction: str):
+    def __init__(self, layer: QTSplusLayer, states: Tensor, reduction: str):
         projected = layer.q_proj(layer.q_norm(states))
         queries = layer._heads(projected).float() / layer.head_dim**0.5
         if reduction == "sum":  # the sum of the scores is the score of the sum
@@ -155,22 +156,22 @@ class Scores:
         self.eps = layer.kv_norm.eps
         self.reduction = reduction
 
-    def chunks(self, tokens: Tokens) -> Iterator[torch.Tensor]:
-        """The scores `[rows, k]` of some tokens after the others."""
+    def chunks(self, tokens: Tokens) -> Iterator[Tensor]:
+        """The scores `[rows, k]` of the tokens, chunk by chunk."""
         if isinstance(tokens, KeyedVideo):
             yield from self._code_chunks(tokens)
         else:
             for features in tokens.split(CHUNK):
                 yield self.of(features)
 
-    def of(self, features: torch.Tensor) -> torch.Tensor:
+    def of(self, features: Tensor) -> Tensor:
         """`[rows, k]` float32 on the CPU, of tokens `[k, token_width]`."""
         scores = _projected(features, self.weight, self.bias, self.eps)
         if not self.folded:
             scores = _products(self.queries, scores)
         return self._summed(scores.cpu())
 
-    def _code_chunks(self, keyed: KeyedVideo) -> Iterator[torch.Tensor]:
+    def _code_chunks(self, keyed: KeyedVideo) -> Iterator[Tensor]:
         """The scores of a video's codes, each to within [`error`]."""
         queries = self.queries.cpu()
         shift = _products(queries, keyed.low[:, None])
@@ -180,8 +181,8 @@ class Scores:
 
     def error(self, keyed: KeyedVideo) -> float:
         """
-        How far a score by codes can be from the score by features: half a step in every number of a key, and what
-        float32 rounds away in two such sums. A reduction over rows adds nothing to the largest error of a row.
+        How far a score by codes can be from the score by features: half a step in every number of a key, and the
+        rounding of float32 in two such sums. A reduction over rows adds nothing to the largest error of a row.
         """
         high = keyed.low + 255 * keyed.step
         largest = torch.maximum(keyed.low.abs(), high.abs())
@@ -189,12 +190,12 @@ class Scores:
         error_of_row = _products(self.queries.cpu().abs(), error_of_number[:, None])
         return float(error_of_row.max())
 
-    def _summed(self, scores: torch.Tensor) -> torch.Tensor:
+    def _summed(self, scores: Tensor) -> Tensor:
         if self.reduction == "sum":
             return scores.logsumexp(0, keepdim=True)
         return scores
 
-    def log_relevance(self, scores: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
+    def log_relevance(self, scores: Tensor, total: Tensor | float) -> Tensor:
         """
         `[k]` of tokens with these scores `[rows, k]`, among all tokens.
 
@@ -207,7 +208,7 @@ class Scores:
         return log_attention.amax(0)
 
 
-def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
     """`[rows, k]` of `[kv_heads, rows / kv_heads, head_dim]` and `[kv_heads * head_dim, k]`."""
     keys_of_heads = keys.unflatten(0, (len(queries), -1))
     return (queries @ keys_of_heads).flatten(0, 1)
@@ -215,8 +216,8 @@ def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 class Scorer:
     """
-    The relevance of every token of many videos for one question, for one video at a time: what the selector says of all
-    of them together, whose softmax runs over all tokens.
+    The relevance of every token of many videos for one question, computed for one video at a time. It equals the
+    selector's relevance over all videos together, in a softmax over all tokens.
 
     With the reduction `"sum"` one pass over the videos is enough: the softmax keeps the order of the tokens, and the
     number that it divides by is known at the end. With `"max"` and `"mean"` a first pass finds that number for each
@@ -226,8 +227,8 @@ class Scorer:
 
     def __init__(
         self,
-        model: Any,
-        processor: Any,
+        model,
+        processor,
         question: str,
         videos: Callable[[], Iterable[Tokens]],
     ):
@@ -244,7 +245,7 @@ class Scorer:
                 context.append(tokens[:, :width].to(states))
             states = layer(states, context + nulls)
         self.scores = Scores(last_layer, states, selector.config.reduction)
-        self.total: torch.Tensor | float = 0.0
+        self.total: Tensor | float = 0.0
         if self.scores.reduction != "sum":
             self.total = torch.tensor(-torch.inf)
             for tokens in itertools.chain(videos(), nulls):
@@ -256,7 +257,7 @@ class Scorer:
             relevance = self.relevance(null)
             self.null = self.null.logaddexp(relevance.logsumexp(0))
 
-    def relevance(self, tokens: Tokens) -> torch.Tensor:
+    def relevance(self, tokens: Tokens) -> Tensor:
         """`[M]` float32, the log-relevance of the tokens of one video, plus the ranking's `total`."""
         parts = []
         for scores in self.scores.chunks(tokens):
@@ -279,7 +280,7 @@ class Scorer:
             return Ranking(pieces, 0.0)
         return Ranking(pieces, float(total))
 
-    def _cut(self, asked: Piece, relevance: torch.Tensor, error: float) -> Iterator[Piece]:
+    def _cut(self, asked: Piece, relevance: Tensor, error: float) -> Iterator[Piece]:
         """The pieces of [`PIECE`] tokens of a piece whose tokens have this relevance `[M]`."""
         count = asked.last - asked.first
         peaks = relevance.unflatten(0, (count, -1)).amax(1)
@@ -301,12 +302,12 @@ class Scorer:
         read: Callable[[str], EncodedVideo],
     ) -> list[Piece]:
         """
-        The `top` pieces by the features of their videos, and those that had to be read to know them; best first.
+        The `top` pieces by the features of their videos, and the others that had to be read to know them; best first.
 
         A piece is read unless its keys show that, whatever their error, `top` others are better.
 
         Args:
-            read: gives the video of a name.
+            read: returns the video of a name.
         """
         exact = []
         best_peaks: list[float] = []  # a heap of the `top` highest ones
@@ -328,13 +329,13 @@ class StandingQuestion:
     """
     How much the tokens of a stream matter for a question. Each is scored once, when it comes.
 
-    A token keeps its scores. They are compared with the log-sum-exp of all scores so far, into which those of new
-    tokens are merged: a token's relevance is its relevance among all that ever came, as if none had gone. A second
-    scoring layer would have to look at every token again, so a selector with two is refused.
+    A token keeps its scores. They are compared with the log-sum-exp of all scores so far, which includes the scores of
+    tokens that were dropped since. A second scoring layer would have to look at every token again, so a selector with
+    two is refused.
     """
 
     @torch.no_grad()
-    def __init__(self, model: Any, processor: Any, question: str):
+    def __init__(self, model, processor, question: str):
         states = question_states(model, processor, question)
         selector = model.model.qtsplus
         if len(selector.scoring_layers) != 1:
@@ -349,13 +350,13 @@ class StandingQuestion:
         for null in selector.null_states():
             self.add(null)
 
-    def add(self, features: torch.Tensor) -> torch.Tensor:
+    def add(self, features: Tensor) -> Tensor:
         """`[k, rows]`: the [`Scores`] of new tokens `[k, d]`."""
         scores = self.scores.of(features)
         total_of_new = scores.logsumexp(1, keepdim=True)
         self.total = self.total.logaddexp(total_of_new)
         return scores.T
 
-    def log_relevance(self, scores: torch.Tensor) -> torch.Tensor:
+    def log_relevance(self, scores: Tensor) -> Tensor:
         """`[m]` log-relevance of tokens with these scores `[m, rows]`, among all tokens so far."""
         return self.scores.log_relevance(scores.T, self.total)

@@ -134,7 +134,7 @@ def _check_library_folder(folder: Path) -> bool:
     return not others
 
 
-def _sampling(processor: Any, stated: Sampling) -> dict[str, Any]:
+def _sampling(processor: Any, stated: Sampling) -> dict:
     """How frames are sampled: as the processor does, unless [`index`] was told otherwise."""
     sampling = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
     for name, value in vars(stated).items():

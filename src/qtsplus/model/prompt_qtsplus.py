@@ -356,7 +356,8 @@ class PromptRow:
 
     def keep(self, kept_indices: Tensor) -> Tensor:
         """`[S_b]` bool: the tokens that stay when these of the candidates do."""
-        is_kept = self.columns.new_zeros(len(self.candidates), dtype=torch.bool)
+        num_candidates = len(self.candidates)
+        is_kept = self.columns.new_zeros(num_candidates, dtype=torch.bool)
         is_kept[kept_indices] = True
         keep = torch.ones_like(self.columns, dtype=torch.bool)
         keep[self.candidates] = is_kept
@@ -489,7 +490,8 @@ def lay_positions(order: Tensor, language: Tensor) -> Tensor:
 
 def pad_rows(rows: Sequence[Tensor], value: int, left: bool) -> Tensor:
     """Stacks `[..., n_b]` rows along a new first dimension; pads the last one on the left or on the right."""
-    width = max(row.shape[-1] for row in rows)
+    widths = [row.shape[-1] for row in rows]
+    width = max(widths)
     padded = []
     for row in rows:
         missing = width - row.shape[-1]

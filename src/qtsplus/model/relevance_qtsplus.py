@@ -40,7 +40,8 @@ class QTSplusRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         states = hidden_states.float()
         variance = states.pow(2).mean(-1, keepdim=True)
-        states = states * torch.rsqrt(variance + self.eps)
+        scale = torch.rsqrt(variance + self.eps)
+        states = states * scale
         scaled = self.weight.float() * states
         return scaled.to(hidden_states.dtype)
 
@@ -108,7 +109,8 @@ class QTSplusLayer(nn.Module):
         else:
             attention = attention_within_samples(query_states, key_states, value_states, lengths)
         attention = attention.transpose(0, 1).flatten(1)
-        query = query + self.dropout(self.o_proj(attention))
+        attended = self.o_proj(attention)
+        query = query + self.dropout(attended)
         feed_forward = in_blocks(self._feed_forward_rows, query)
         return query + self.dropout(feed_forward)
 
@@ -392,7 +394,8 @@ def find_threshold(scores: Tensor, target: Tensor, tau_s: float) -> Tensor:
     precise = torch.float64 if has_float64 else torch.float32
     x = scores.detach().to(precise)
     goal = target.detach().to(precise)
-    fraction = (goal / len(x)).clamp(1e-6, 1 - 1e-6)
+    fraction = goal / len(x)
+    fraction = fraction.clamp(1e-6, 1 - 1e-6)
     goal = fraction * len(x)
     shift = tau_s * torch.logit(fraction)
     low = x.min() - shift
@@ -410,7 +413,8 @@ def find_threshold(scores: Tensor, target: Tensor, tau_s: float) -> Tensor:
     if not (torch.is_grad_enabled() and needs_gradient):
         return threshold.to(scores.dtype)
     z = (x - threshold) / tau_s
-    weights = torch.sigmoid(z) * torch.sigmoid(-z)  # s (1 - s) without cancellation
+    gates = torch.sigmoid(z)
+    weights = gates * torch.sigmoid(-z)  # s (1 - s) without cancellation
     total_weight = weights.sum().clamp(min=1e-30)
     shares = (weights / total_weight).to(scores.dtype)
     slope = (tau_s / total_weight).to(scores.dtype)

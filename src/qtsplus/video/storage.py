@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field, with_config
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers.video_utils import VideoMetadata
 from typing_extensions import TypedDict
 
@@ -34,17 +35,18 @@ _KEY_RANKS = {"codes": 2, "low": 1, "step": 1}
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video says its own
 
 
-def digest_of(tensors: Mapping[str, torch.Tensor], settings: Any = None) -> str:
+def digest_of(tensors: Mapping[str, Tensor], settings=None) -> str:
     """A hash of tensors by name, in their order, and of settings that JSON can hold."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        values = tensor.detach().cpu().contiguous().flatten()
+        digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def fingerprint(model: Any, processor: Any) -> str:
-    """A hash of what features depend on: the vision tower's weights and settings, and the processor's for pixels."""
+def fingerprint(model, processor) -> str:
+    """A hash of everything that decides features: the vision tower's weights and settings, and the processor's."""
     vision = model.config.vision_config.to_dict()
     vision["transformers_version"] = None
     pixels = processor.video_processor.to_dict()
@@ -59,7 +61,7 @@ def fingerprint(model: Any, processor: Any) -> str:
 
 @with_config(STORED)
 class Stored(TypedDict):
-    """What is known of a file of features elsewhere, by which any damage to it is found."""
+    """Size and digest of a file of features, noted elsewhere, by which any damage to the file is found."""
 
     size: Annotated[int, Field(gt=0)]
     digest: Digest
@@ -87,7 +89,7 @@ class _Said(TypedDict):
 
 @with_config(STORED)
 class _About(TypedDict):
-    """What the header of a stored video says beside the [`fingerprint`] of what encoded it."""
+    """The header of a stored video, without the [`fingerprint`] of the model and processor that encoded it."""
 
     seconds: Seconds
     start: _When
@@ -102,8 +104,8 @@ class _About(TypedDict):
 @contextmanager
 def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Stored]:
     """
-    Writes an encoded video to one file, with the [`fingerprint`] of what encoded it. The file is at `path` once the
-    context ends; within it, its size and digest can be noted.
+    Writes an encoded video to one file, with the [`fingerprint`] of its model and processor. The file is at `path` once
+    the context ends; within the context, its size and digest can be noted.
     """
     tensors = {"features": encoded.features}
     header = {"made_by": made_by, "about": _about(encoded)}
@@ -112,8 +114,8 @@ def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Sto
 
 
 @contextmanager
-def _whole_tensors(path: Path, tensors: dict[str, torch.Tensor], header: dict[str, str]) -> Iterator[Path]:
-    """Writes tensors to a file that is at `path` once the context ends; yields where it is until then."""
+def _whole_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> Iterator[Path]:
+    """Writes tensors to a file that is at `path` once the context ends; yields its place until then."""
     with whole_file(path, "wb") as part:
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
@@ -125,7 +127,7 @@ def _whole_tensors(path: Path, tensors: dict[str, torch.Tensor], header: dict[st
 
 
 def _about(encoded: EncodedVideo) -> str:
-    """All that is stored of a video but its tensor, as JSON."""
+    """Everything that is stored of a video except its tensor, as JSON."""
     about = {
         "seconds": encoded.seconds,
         "start": encoded.start,
@@ -150,18 +152,18 @@ class KeyedVideo:
     """
 
     video: EncodedVideo
-    low: torch.Tensor
-    step: torch.Tensor
+    low: Tensor
+    step: Tensor
 
 
-def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
     """Writes tensors and texts with a digest of both, by which [`load_tensors`] finds any damage."""
     ordered = dict(sorted(tensors.items()))
     with _whole_tensors(path, ordered, {**header, "digest": digest_of(ordered, dict(header))}):
         pass
 
 
-def load_tensors(path: Path, ranks: Mapping[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def load_tensors(path: Path, ranks: Mapping[str, int]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     The tensors and the texts that [`save_tensors`] wrote.
 
@@ -184,7 +186,7 @@ def load_tensors(path: Path, ranks: Mapping[str, int]) -> tuple[dict[str, torch.
     return tensors, header
 
 
-def save_keys(path: Path, encoded: EncodedVideo, keys: torch.Tensor, made_from: Mapping[str, str]) -> None:
+def save_keys(path: Path, encoded: EncodedVideo, keys: Tensor, made_from: Mapping[str, str]) -> None:
     """
     Writes the keys of a video's tokens in 8 bits, each column on a scale of its own.
 
@@ -194,16 +196,17 @@ def save_keys(path: Path, encoded: EncodedVideo, keys: torch.Tensor, made_from: 
     """
     low, high = keys.aminmax(dim=0)
     step = (high - low).clamp(min=1e-6) / 255
-    codes = ((keys - low) / step).round().clamp(0, 255).byte()
+    steps = (keys - low) / step
+    codes = steps.round().clamp(0, 255).byte()
     tensors = {"codes": codes, "low": low, "step": step}
     header = {**made_from, "about": _about(replace(encoded, subtitles=[], warnings=[]))}
     save_tensors(path, tensors, header)
 
 
-def load_keys(path: Path, model: Any, key_width: int, made_from: Mapping[str, str]) -> KeyedVideo | None:
+def load_keys(path: Path, model, key_width: int, made_from: Mapping[str, str]) -> KeyedVideo | None:
     """
-    Reads what [`save_keys`] wrote; `None` for keys that were made from something else, a `ValueError` for damaged ones.
-    The codes stay on disk until they are looked at.
+    Reads the keys that [`save_keys`] wrote; `None` for keys that were made from something else, a `ValueError` for
+    damaged keys. The codes stay on disk until they are looked at.
     """
     try:
         tensors, header = load_tensors(path, _KEY_RANKS)
@@ -221,7 +224,7 @@ def load_keys(path: Path, model: Any, key_width: int, made_from: Mapping[str, st
     return KeyedVideo(video, tensors["low"], tensors["step"])
 
 
-def _check_scale(name: str, scale: torch.Tensor, key_width: int) -> None:
+def _check_scale(name: str, scale: Tensor, key_width: int) -> None:
     is_float = scale.shape == (key_width,) and scale.dtype == torch.float32
     if not is_float or not (scale.abs() < LARGE).all():
         kind = f"{list(scale.shape)} {scale.dtype}"
@@ -239,13 +242,13 @@ def measure(path: Path) -> Stored:
     return {"size": size, "digest": digest.hexdigest()}
 
 
-def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = None) -> EncodedVideo:
+def load_video(path: Path, made_by: str, model, stored: Stored | None = None) -> EncodedVideo:
     """
-    Reads what [`saved_video`] wrote with a model's vision tower; a `ValueError` for what is damaged or made with
-    another one. The features stay on disk until they are looked at, and where the video lies is not said.
+    Reads a video that [`saved_video`] wrote with a model's vision tower; a `ValueError` for a damaged file or another
+    vision tower. The features stay on disk until they are looked at. The result does not name the video's file.
 
     Args:
-        stored: what was noted of the file, by which every byte is checked, and every feature.
+        stored: size and digest that were noted for the file; with them every byte and every feature is checked.
     """
     try:
         if not is_plain_file(path):
@@ -268,14 +271,18 @@ def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = Non
     raise ValueError(f"{str(path)!r} was made with another vision tower or processor; encode the video again.")
 
 
-def _check_numbers(features: torch.Tensor) -> None:
+def _check_numbers(features: Tensor) -> None:
     for part in features.split(4096):
         if not (part.abs() < LARGE).all():
             raise ValueError("features hold NaN, infinity or numbers that are too large")
 
 
 def _build(
-    content: Any, features: torch.Tensor, model: Any, width: int, dtypes: Collection[torch.dtype]
+    content,
+    features: Tensor,
+    model,
+    width: int,
+    dtypes: Collection[torch.dtype],
 ) -> EncodedVideo:
     """The video that the header of a file describes; a `ValueError` for tensors that do not fit it."""
     about = check_stored(_About, content)
