@@ -282,12 +282,12 @@ def test_labels_of_another_shape_are_refused(model, rows):
 
 def test_another_attention_function_is_set_without_a_warning(caplog):
     model = tiny_model()
-    selector = model.config.qtsplus_config._attn_implementation
     for target in (model, model.model):
         for name in ("eager", "sdpa"):
             target.set_attn_implementation(name)
-            assert model.config._attn_implementation == model.model.visual.config._attn_implementation == name
-    assert model.config.qtsplus_config._attn_implementation == selector and not caplog.records
+            configs = (model.config, model.model.visual.config, model.config.qtsplus_config)
+            assert [config._attn_implementation for config in configs] == [name] * 3
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

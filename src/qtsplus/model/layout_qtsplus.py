@@ -116,8 +116,9 @@ def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan, coun
         newlines = f" and {span.length - span.tokens} newlines" if span.line else ""
         expected = f"{name} {span.index} has {t} x {h} x {w} = {span.tokens} tokens{newlines}"
     return (
-        f"Row {row}: {placeholders} {name} placeholder(s) in a row, but {expected}. Make input_ids and "
-        f"{name}_grid_thw with the same processor call, and give every one of them its pixels."
+        f"{name.capitalize()} features and {name} tokens do not match. Row {row}: {placeholders} {name} placeholder(s) "
+        f"in a row, but {expected}. Make input_ids and {name}_grid_thw with the same processor call, and give every "
+        "one of them its pixels."
     )
 
 
