@@ -13,16 +13,20 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import typer
 from PIL import Image
 from typer.testing import CliRunner
 
 import qtsplus
 from clips import write_records
+from qtsplus.asking.choice import Choice
 from qtsplus.asking.evidence import Interval
 from qtsplus.cli import app
 from qtsplus.cli.asking import place, print_answer
 from qtsplus.cli.demonstration import CLIP, run_demo
+from qtsplus.cli.options import grouped
 from qtsplus.hub import loading
+from qtsplus.video.sampling import Sampling
 from refusals import fill
 
 QUESTION = "What moves?"
@@ -36,6 +40,25 @@ def ask(tiny_published):
         return CliRunner().invoke(app, ["ask", *map(str, arguments), "--model", str(tiny_published)])
 
     return run
+
+
+def test_a_command_takes_whole_how_frames_are_sampled_and_tokens_are_chosen():
+    given = []
+
+    @grouped
+    def command(*, sampling: Sampling, choice: Choice) -> None:
+        given.append((sampling, choice))
+
+    own = typer.Typer()
+    own.command()(command)
+    sampled = ["--fps", "2", "--start", "1", "--end", "5", "--max-frames", "4", "--max-pixels", "999"]
+    chosen = ["--retention", "0.5", "--max-visual-tokens", "7", "--selection", "uniform"]
+    assert CliRunner().invoke(own, sampled + chosen).exit_code == 0
+    assert CliRunner().invoke(own, []).exit_code == 0
+    sampling = Sampling(fps=2.0, start=1.0, end=5.0, max_frames=4, max_pixels=999)
+    choice = Choice(retention=0.5, max_visual_tokens=7, selection="uniform")
+    assert given == [(sampling, choice), (Sampling(), Choice())]
+    assert None not in [*vars(sampling).values(), *vars(choice).values()], "every field has an option"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Draws what an answer rests on: frames and a film with the tokens lit that were kept."""
+"""Draws what an answer rests on: frames and a video with the kept tokens lit."""
 
 import json
 from bisect import bisect_right

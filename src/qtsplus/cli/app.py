@@ -17,7 +17,7 @@ def app(
     allow_host: AllowHost = None,
     device: Device = None,
 ) -> None:
-    """Open a page to ask about films, which shows in the film what each answer rests on."""
+    """Open a page to ask about videos, which shows in the video what each answer rests on."""
     model, revision = split_revision(model)
     if find_spec("gradio") is None:
         fail("the package gradio is not installed: pip install -e '.[app]' in a clone")

@@ -41,10 +41,11 @@ def ask(
     max_new_tokens: options.MaxNewTokens = None,
     evidence: Annotated[
         Path | None,
-        typer.Option(help="A folder for pictures of what the answer rests on, and these stretches as a film."),
+        typer.Option(help="A folder for pictures of what the answer rests on, and for a video of these stretches."),
     ] = None,
     pieces: Annotated[
-        int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")
+        int | None,
+        typer.Option(min=1, help="How many videos of a library, or pieces of long ones, to read; 1 by default."),
     ] = None,
     name: Like = None,
     label: Label = None,
@@ -164,18 +165,18 @@ class Talk:
         from ..asking.picture import draw_evidence
 
         assert self.last is not None
-        draw_evidence(self.last, {name: self._film(name) for name in self.last.keep_maps}, folder)
+        draw_evidence(self.last, {name: self._video(name) for name in self.last.keep_maps}, folder)
         note(f"Wrote {folder}")
 
-    def _film(self, name: str) -> "EncodedVideo":
+    def _video(self, name: str) -> "EncodedVideo":
         from ..video.encoded import IN_MEMORY
 
-        film = self.about.film(name)
+        video = self.about.film(name)
         if not self.is_library:  # by the address that was asked for: what it is called may leave out a password
-            return replace(film, video=self.places[name])
-        if film.video == IN_MEMORY:
+            return replace(video, video=self.places[name])
+        if video.video == IN_MEMORY:
             note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
-        return film
+        return video
 
 
 def chosen_names(library: Any, name: str | None, labels: list[str] | None) -> list[str]:

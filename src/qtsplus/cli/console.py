@@ -16,7 +16,7 @@ from ..common.files import printable
 
 class _Console(Console):
     """
-    A terminal obeys none of what is printed: names of films, answers and errors are texts of others. Nor does Rich,
+    A terminal obeys none of what is printed: names of videos, answers and errors are texts of others. Nor does Rich,
     which would take [brackets] and :words: for styles and pictures.
     """
 

@@ -14,11 +14,11 @@ from .options import Device, Model, grouped
 
 Label = Annotated[
     list[str] | None,
-    typer.Option(help="Of the videos: a key of yours and its value, such as camera=front. May be repeated."),
+    typer.Option(help="A label of the videos and its value, such as camera=front. May be repeated."),
 ]
 
 Like = Annotated[
-    str | None, typer.Option(help="Only videos of a library whose path in it is like this, such as 'door/*'.")
+    str | None, typer.Option(help="Only videos whose path in the library matches this pattern, such as 'door/*'.")
 ]
 
 
@@ -29,10 +29,13 @@ def index(
     *,
     model: Model = None,
     sampling: Sampling,
-    prune: Annotated[bool, typer.Option("--prune", help="Let go of videos that are gone, also of most.")] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove videos whose files are gone, even if these are most.")
+    ] = False,
     label: Label = None,
     name: Annotated[
-        str | None, typer.Option(help="--label is about the videos whose path is like this, and not the new ones.")
+        str | None,
+        typer.Option(help="Give --label to the videos whose path matches this pattern, not to the new ones."),
     ] = None,
     device: Device = None,
 ) -> None:

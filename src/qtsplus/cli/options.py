@@ -76,23 +76,28 @@ Fps = Annotated[
     float | None,
     typer.Option(callback=_check_rate, help="How many frames to look at per second; of a folder, how many it has."),
 ]
-Start = Annotated[float | None, typer.Option(min=0, help="Look at the film from this second on.")]
-End = Annotated[float | None, typer.Option(min=0, help="Look at the film up to this second.")]
+Start = Annotated[float | None, typer.Option(min=0, help="Look at the video from this second on.")]
+End = Annotated[float | None, typer.Option(min=0, help="Look at the video up to this second.")]
 MaxFrames = Annotated[int | None, typer.Option(min=1, help="The most frames to look at in one video.")]
 MaxPixels = Annotated[int | None, typer.Option(min=1, help="The most pixels of a frame; larger ones are read smaller.")]
 Subtitles = Annotated[
     int | None,
-    typer.Option(min=1, help="Give a question so many tokens of the film's subtitles, those near what is kept first."),
+    typer.Option(
+        min=1, help="Give a question up to this many tokens of the video's subtitles, starting near the kept tokens."
+    ),
 ]
-MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, at most.", show_default="128")]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.", show_default="128")]
 WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]
 AllowHost = Annotated[
     list[str] | None,
-    typer.Option(callback=_check_hosts, help="A name by which others reach this, such as a proxy's. May be repeated."),
+    typer.Option(
+        callback=_check_hosts,
+        help="A host name under which this server is reached, such as a proxy's. May be repeated.",
+    ),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(callback=_check_key, envvar="QTSPLUS_API_KEY", help="What requests must bring as API key."),
+    typer.Option(callback=_check_key, envvar="QTSPLUS_API_KEY", help="The API key that requests must send."),
 ]
 Device = Annotated[str | None, typer.Option(help="Where to run: cuda or cpu. Without it, a GPU if there is one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -36,14 +36,18 @@ def watch(
     max_frames: MaxFrames = None,
     max_pixels: MaxPixels = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds without a frame after which a source has failed that is no file.")
+        float, typer.Option(help="Give up on a camera or address after this many seconds without a frame.")
     ] = 10.0,
     selection: Selection = None,
     max_new_tokens: MaxNewTokens = 128,
-    on_change: Annotated[bool, typer.Option("--on-change", help="Tell an answer only if it is a new one.")] = False,
+    on_change: Annotated[
+        bool, typer.Option("--on-change", help="Print an answer only if it differs from the one before.")
+    ] = False,
     when_seen: Annotated[
         bool,
-        typer.Option("--when-seen", help="Tell an answer only when the video begins to show what is asked for."),
+        typer.Option(
+            "--when-seen", help="Print an answer only when the video begins to show what the question is about."
+        ),
     ] = False,
     device: Device = None,
     as_json: AsJson = False,
