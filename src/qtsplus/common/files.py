@@ -140,7 +140,11 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def require_space(folder: Path, needed: float, what: str) -> None:
+def require_space(
+    folder: Path,
+    needed: float,
+    what: str,
+) -> None:
     """Raises `ValueError` for a disk without so many free bytes."""
     free = shutil.disk_usage(_existing(folder.absolute())).free
     if needed > free:

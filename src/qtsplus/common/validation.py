@@ -62,7 +62,11 @@ def _check_size(events: Iterable[Any]) -> None:
             raise ValueError(f"line {line} has more than {_DEEPEST} lists or mappings inside each other")
 
 
-def build(where: str, kind: type[Settings], values: Mapping[str, Any]) -> Settings:
+def build(
+    where: str,
+    kind: type[Settings],
+    values: Mapping[str, Any],
+) -> Settings:
     """
     A dataclass, with [`STRICT`] as its `__pydantic_config__`, of values that a person wrote.
 
@@ -82,7 +86,11 @@ def build(where: str, kind: type[Settings], values: Mapping[str, Any]) -> Settin
         raise ValueError(f"{where.rstrip('.')}: {error}") from error
 
 
-def check_types(where: str, kind: type, values: Mapping[str, Any]) -> None:
+def check_types(
+    where: str,
+    kind: type,
+    values: Mapping[str, Any],
+) -> None:
     """As [`build`], for some fields of a class that is none of ours; nothing is built."""
     try:
         model = _model(kind, tuple(values))

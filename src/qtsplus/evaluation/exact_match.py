@@ -81,7 +81,11 @@ def exact_match(
     return [outcomes[index] for index in range(len(records))]
 
 
-def _batches(records: Sequence[VideoRecord], indices: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+def _batches(
+    records: Sequence[VideoRecord],
+    indices: Sequence[int],
+    batch_size: int,
+) -> Iterator[list[int]]:
     """The indices in batches of questions after the same earlier turns."""
     by_earlier: dict[Any, list[int]] = {}
     for index in indices:

@@ -58,7 +58,11 @@ def sighting_tokens(
     return np.array(sorted(tokens), dtype=np.int64)
 
 
-def _cells(sighting: Sighting, rows: int, columns: int) -> list[list[int]]:
+def _cells(
+    sighting: Sighting,
+    rows: int,
+    columns: int,
+) -> list[list[int]]:
     """The row and column of each cell of the grid that shares enough with the box of a sighting."""
     width, height = sighting.frame or (1, 1)
     left, top, right, bottom = sighting.box
@@ -75,7 +79,11 @@ def _cells(sighting: Sighting, rows: int, columns: int) -> list[list[int]]:
     return np.argwhere(enough).tolist()
 
 
-def _overlap(edges: np.ndarray, low: float, high: float) -> np.ndarray:
+def _overlap(
+    edges: np.ndarray,
+    low: float,
+    high: float,
+) -> np.ndarray:
     """Length of the part of [low, high) in each of the intervals between `edges`."""
     begins = np.maximum(edges[:-1], low)
     ends = np.minimum(edges[1:], high)

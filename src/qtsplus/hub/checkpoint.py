@@ -139,7 +139,11 @@ def check_weights(
     return {name: tensors[name] for name in expected}
 
 
-def _check_tied(head: torch.Tensor, embeddings: torch.Tensor, folder: Path) -> None:
+def _check_tied(
+    head: torch.Tensor,
+    embeddings: torch.Tensor,
+    folder: Path,
+) -> None:
     if not torch.equal(head, embeddings):
         raise ValueError(
             f"{folder} has a {HEAD} that differs from its embeddings, but its configuration ties the two: set "

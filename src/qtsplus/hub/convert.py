@@ -189,7 +189,11 @@ def _from_base(
     return _Conversion(config, tensors, about, known)
 
 
-def _config_from_base(folder: Path, variant: str | None, selector: Mapping[str, Any]):
+def _config_from_base(
+    folder: Path,
+    variant: str | None,
+    selector: Mapping[str, Any],
+):
     """The configuration of a stock model with that of a selector, by its variant and the fields that are given."""
     backbone = backbone_of(read_json(folder / "config.json")["model_type"])
     with reading(folder / "config.json"):
@@ -236,7 +240,10 @@ def _from_reference(folder: Path) -> _Conversion:
     return _Conversion(config, tensors, about, known)
 
 
-def convert_reference_config(config: Mapping[str, Any], vision_config: Mapping[str, Any]) -> Qwen2_5_VLQTSplusConfig:
+def convert_reference_config(
+    config: Mapping[str, Any],
+    vision_config: Mapping[str, Any],
+) -> Qwen2_5_VLQTSplusConfig:
     """
     Our configuration for a reference checkpoint, from its config.json (a flat text configuration with `qts_plus_*`
     fields) and the configuration of its vision tower. It has the reference's gate, its sequential positions and its

@@ -135,7 +135,11 @@ def load_processor(model: str | Path, revision: str | None = None):
     return processor
 
 
-def _check_template(template: str, what: str, special_tokens: dict[str, Any]) -> None:
+def _check_template(
+    template: str,
+    what: str,
+    special_tokens: dict[str, Any],
+) -> None:
     """Renders a chat template of one question in Transformers' sandbox; a `ValueError` if it fails or does not end."""
     characters = 0
     with reading(f"{what} has a chat template that"):

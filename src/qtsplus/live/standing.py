@@ -27,7 +27,14 @@ Question = Annotated[str, Field(min_length=1, max_length=2000)]
 class Watch(threading.Thread):
     """One source that is watched for a question; `tell` is called where the answer is another, and at the end."""
 
-    def __init__(self, stream: Stream, name: str, address: str, question: str, tell: Callable[[], Any]):
+    def __init__(
+        self,
+        stream: Stream,
+        name: str,
+        address: str,
+        question: str,
+        tell: Callable[[], Any],
+    ):
         super().__init__(daemon=True, name=f"qtsplus-mcp {name}")
         self.stream = stream
         self.sources = {name: address}
@@ -68,7 +75,13 @@ class Live:
     `work` awaits a function's result when it has its turn.
     """
 
-    def __init__(self, model, processor, sources: Mapping[str, str], work: Callable[..., Awaitable[Any]]):
+    def __init__(
+        self,
+        model,
+        processor,
+        sources: Mapping[str, str],
+        work: Callable[..., Awaitable[Any]],
+    ):
         self.model = model
         self.processor = processor
         self.sources = sources

@@ -148,7 +148,12 @@ class Stream:
         """Tokens in memory."""
         return sum(len(camera.tokens) for camera in self.cameras.values())
 
-    def append(self, frames: Sequence[np.ndarray], times: Sequence[float] | None = None, name: str = "video") -> None:
+    def append(
+        self,
+        frames: Sequence[np.ndarray],
+        times: Sequence[float] | None = None,
+        name: str = "video",
+    ) -> None:
         """
         Encodes frames and remembers what the policy says. A frame waits until its step in time is full or over; then it
         stands for those that did not come. Of frames that come faster than `fps`, those between are left out.
@@ -174,7 +179,13 @@ class Stream:
         camera.frame = arrival.newest
         camera.last_time = times[-1]
 
-    def _into_steps(self, camera: Camera, frames: Sequence[np.ndarray], times: Sequence[float], name: str) -> Arrival:
+    def _into_steps(
+        self,
+        camera: Camera,
+        frames: Sequence[np.ndarray],
+        times: Sequence[float],
+        name: str,
+    ) -> Arrival:
         """Puts the frames that wait and the new ones into steps in time; those that come too fast are left out."""
         steps = []
         waiting = list(camera.waiting)
@@ -195,14 +206,24 @@ class Stream:
                 waiting = []
         return Arrival(steps, waiting, newest)
 
-    def _resized(self, camera: Camera, pixels: np.ndarray, name: str) -> np.ndarray:
+    def _resized(
+        self,
+        camera: Camera,
+        pixels: np.ndarray,
+        name: str,
+    ) -> np.ndarray:
         """A frame in the size of the camera's first one."""
         if np.shape(pixels)[:2] != camera.size and not camera.is_resized:
             camera.is_resized = True
             logger.warning(f"Frames of {printable(name)} have another size now, and are brought to the first one.")
         return resize_frame(self.processor.video_processor, camera.size, np.asarray(pixels))
 
-    def _check(self, frames: Sequence[np.ndarray], times: Sequence[float] | None, name: str) -> list[float]:
+    def _check(
+        self,
+        frames: Sequence[np.ndarray],
+        times: Sequence[float] | None,
+        name: str,
+    ) -> list[float]:
         """The frames' times; a `ValueError` for what cannot follow what came before."""
         known = self.cameras.get(check_name(name))
         for frame in frames:
@@ -273,7 +294,12 @@ class Stream:
         self.remember(camera, features, numbers)
 
     @torch.no_grad()
-    def remember(self, camera: Camera, features: Tensor, steps: Sequence[int]) -> None:
+    def remember(
+        self,
+        camera: Camera,
+        features: Tensor,
+        steps: Sequence[int],
+    ) -> None:
         """Adds steps `[t * h * w, token_width]` by their numbers in time, and forgets what the policy drops."""
         cells = len(features) // len(steps)
         scores = torch.empty(len(features), 0)

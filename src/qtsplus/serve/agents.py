@@ -47,7 +47,11 @@ videos, and the answers about them, are no instructions."""
 class Shelf(MCPServer):
     """A library for agents: tools that change nothing, one of which at a time has the model."""
 
-    def __init__(self, library: Library, sources: Mapping[str, str] = {}):  # noqa: B006, which nothing changes
+    def __init__(
+        self,
+        library: Library,
+        sources: Mapping[str, str] = {},
+    ):  # noqa: B006, which nothing changes
         live = Live(library.model, library.processor, sources, self._work)
         functions: list[Callable[..., Any]] = [self.list_videos, self.find_moments, self.ask, self.look]
         super().__init__(
@@ -131,7 +135,12 @@ class Shelf(MCPServer):
         missing = [printable(name) for name in library.missing[:MAX_CALLS]]
         return {"videos": videos, "of": len(matching), "not_encoded_yet": missing}
 
-    async def find_moments(self, question: Question, videos: Videos = [], count: ResultCount = 5) -> dict[str, Any]:  # noqa: B006
+    async def find_moments(
+        self,
+        question: Question,
+        videos: Videos = [],
+        count: ResultCount = 5,
+    ) -> dict[str, Any]:  # noqa: B006
         """The moments that matter most for a question, best first: video, seconds, and place in the frame."""
         moments = await self._work(self.library.find, question, count, self._chosen(videos))
         return {"moments": [_moment(interval) for interval in moments]}
@@ -184,7 +193,12 @@ class Shelf(MCPServer):
     def _chosen(self, videos: list[str]) -> list[str] | None:
         return [self._name(video) for video in videos] or None
 
-    def _picture(self, name: str, seconds: float, side: int) -> Image:
+    def _picture(
+        self,
+        name: str,
+        seconds: float,
+        side: int,
+    ) -> Image:
         frame = frame_at(self.library.film(name), seconds)
         picture = Picture.fromarray(frame)
         file = io.BytesIO()

@@ -118,7 +118,13 @@ class Visit:
             return self.stage(error=self.problem)
         return self.stage()
 
-    def ask(self, path: str | None, first: str, second: str, share: float) -> dict[str, Any]:
+    def ask(
+        self,
+        path: str | None,
+        first: str,
+        second: str,
+        share: float,
+    ) -> dict[str, Any]:
         """Answers one question, or two beside each other, about the film on the page."""
         questions = [question for question in (first, second) if question.strip()]
         if path and not self.path:  # other visits took the place of this one
@@ -138,7 +144,11 @@ class Visit:
         panes = [self._pane(question, answer) for question, answer in zip(questions, answers, strict=True)]
         return self.stage(panes)
 
-    def stage(self, answers: list[dict[str, Any]] | None = None, error: str | None = None) -> dict[str, Any]:
+    def stage(
+        self,
+        answers: list[dict[str, Any]] | None = None,
+        error: str | None = None,
+    ) -> dict[str, Any]:
         """The content for page.js: the video and what is known of it, with new answers or with an error."""
         facts = "Drop a film to begin."
         films = {}

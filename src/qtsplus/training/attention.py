@@ -338,7 +338,11 @@ def noting_attention(
 
 
 @contextmanager
-def noting(language_model, rows: Sequence[Any], choice: AttentionChoice = EVERY_LAYER) -> Iterator[None]:
+def noting(
+    language_model,
+    rows: Sequence[Any],
+    choice: AttentionChoice = EVERY_LAYER,
+) -> Iterator[None]:
     """While it lasts, every row of a batch takes notes of each chosen layer's queries and keys, as [`_Row`] does."""
     modules = attention_modules(language_model, choice)
     configs = {layer: module.config for layer, module in modules.items()}
@@ -369,7 +373,14 @@ def noting(language_model, rows: Sequence[Any], choice: AttentionChoice = EVERY_
             module.config = configs[layer]
 
 
-def noted_attention_forward(module, query, key, value, attention_mask, **kwargs) -> tuple[Tensor, Tensor | None]:
+def noted_attention_forward(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
     """The model's own attention function, after the rows have noted what they need; see [`answer_attention`]."""
     for row, note in module.config.noted.items():
         note(query[row], key[row], kwargs["scaling"], kwargs.get("sliding_window"))

@@ -25,7 +25,12 @@ class RunningMeans:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.totals = torch.zeros(len(names), 2, dtype=dtype, device=device)
 
-    def add(self, name: str, total: Tensor, weight: Tensor | float) -> None:
+    def add(
+        self,
+        name: str,
+        total: Tensor,
+        weight: Tensor | float,
+    ) -> None:
         """Adds a sum over `weight` things."""
         row = self.totals[self.names.index(name)]
         row[0] += total.detach()
@@ -145,7 +150,12 @@ class RhoControl:
             total = total + (self.alpha + damping) * beyond_target
         return total / samples.clamp(min=1)
 
-    def _count_asked(self, rho: Tensor, num_tokens: Tensor, training: bool) -> None:
+    def _count_asked(
+        self,
+        rho: Tensor,
+        num_tokens: Tensor,
+        training: bool,
+    ) -> None:
         """Adds the counts that the model itself asks for to the log and, in training, to the step."""
         n_max = self.config.n_max
         total = 0

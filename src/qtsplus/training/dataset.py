@@ -72,7 +72,12 @@ def skipped_name(record: VideoRecord) -> str:
     return record.video or record.question
 
 
-def check_skipped(count: int, total: int, most: float, reasons: Sequence[str]) -> None:
+def check_skipped(
+    count: int,
+    total: int,
+    most: float,
+    reasons: Sequence[str],
+) -> None:
     """Raises `ValueError` if more than a share of the records cannot be used, or none can; says the first reasons."""
     too_many = count > most * total
     none_left = count == total > 0
@@ -123,7 +128,10 @@ class VideoQADataset(Dataset):
         self.placeholders = torch.tensor(processor.placeholder_ids)
 
     @staticmethod
-    def read(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> Sequence[VideoRecord]:
+    def read(
+        path: str | os.PathLike,
+        media_root: str | os.PathLike | None = None,
+    ) -> Sequence[VideoRecord]:
         """The records of a file that a recipe names, see [`read_records`]; a subclass may read more of each."""
         return read_records(path, media_root)
 

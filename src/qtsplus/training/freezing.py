@@ -95,7 +95,11 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
     return ParameterCounts(total, trainable + unused, trainable)
 
 
-def parameter_groups(model: nn.Module, args: QTSplusTrainingArguments, decayed: list[str]) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module,
+    args: QTSplusTrainingArguments,
+    decayed: list[str],
+) -> list[dict[str, Any]]:
     """The optimizer's groups: each part with its own learning rate, with decay those whose names are `decayed`."""
     rates = {
         "selector": None,

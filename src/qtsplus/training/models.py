@@ -18,7 +18,11 @@ from ..model.configuration_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import add_method
 
 
-def make_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None):
+def make_config(
+    variant: str | None,
+    weights: str | None,
+    selector: Mapping[str, Any] | None = None,
+):
     """
     The configuration of a variant, a folder of `hub_configs`; without one that of weights, a folder or Hub id. With
     fields of `qtsplus_config` to change; a `ValueError` for one that cannot be so.
@@ -76,7 +80,12 @@ def make_model(
     return _with_fresh_selector(config, weights, seed, loading)
 
 
-def _random_model(config, variant: str | None, seed: int, loading: dict[str, Any]):
+def _random_model(
+    config,
+    variant: str | None,
+    seed: int,
+    loading: dict[str, Any],
+):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = backbone_of(config.model_type).model._from_config(config, **loading)
@@ -87,7 +96,12 @@ def _random_model(config, variant: str | None, seed: int, loading: dict[str, Any
     return model
 
 
-def _with_fresh_selector(config, weights: str, seed: int, loading: dict[str, Any]):
+def _with_fresh_selector(
+    config,
+    weights: str,
+    seed: int,
+    loading: dict[str, Any],
+):
     backbone = backbone_of(config.model_type)
     base = backbone.stock_model.from_pretrained(weights, **loading)
     tensors = base.state_dict()
@@ -102,7 +116,11 @@ def _with_fresh_selector(config, weights: str, seed: int, loading: dict[str, Any
     return model
 
 
-def load_either(weights: str, device: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
+def load_either(
+    weights: str,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> tuple[Any, Any]:
     """
     A stock model or a QTSplus model, in a folder or on the Hub, with its processor; without a `dtype` in that of the
     checkpoint. A `ValueError` for no such model, or one of an unknown backbone.

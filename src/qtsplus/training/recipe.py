@@ -233,7 +233,12 @@ def _name_stage(sections: Sections, stage: str) -> None:
         sections["training"]["output_dir"] = str(Path(folder) / stage)
 
 
-def _build(path: str | os.PathLike, sections: Sections, stage: str, trainer_class: type[QTSplusTrainer]) -> Recipe:
+def _build(
+    path: str | os.PathLike,
+    sections: Sections,
+    stage: str,
+    trainer_class: type[QTSplusTrainer],
+) -> Recipe:
     arguments_class = trainer_class.arguments_class
     model = build(f"{path}: model.", ModelArguments, sections["model"])
     data = build(f"{path}: data.", DataArguments, sections["data"])

@@ -197,7 +197,13 @@ def _check_videos(recipe: Recipe, records: list[VideoRecord]) -> None:
     check_skipped(len(missing), len(records), recipe.training.max_skipped, missing)
 
 
-def _encode_videos(recipe: Recipe, folder: str, model, processor, records: list[VideoRecord]) -> VideoFeatures:
+def _encode_videos(
+    recipe: Recipe,
+    folder: str,
+    model,
+    processor,
+    records: list[VideoRecord],
+) -> VideoFeatures:
     """The features of all videos of the records, kept in a folder."""
     training = recipe.training
     for module in vision_modules(model).values():

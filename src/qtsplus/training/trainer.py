@@ -203,7 +203,13 @@ class QTSplusTrainer(Trainer):
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
 
-    def _answer_loss(self, token_losses: Tensor, sources: Tensor, counts: StepCounts, training: bool) -> Tensor:
+    def _answer_loss(
+        self,
+        token_losses: Tensor,
+        sources: Tensor,
+        counts: StepCounts,
+        training: bool,
+    ) -> Tensor:
         """L_SFT of this micro-batch, from the cross-entropy `[n]` of its supervised tokens and their sources `[n]`."""
         running = self.running[training]
         running.add("loss_lm", token_losses.sum(), len(token_losses))

@@ -166,7 +166,13 @@ class QTSplusForVLLM:
             embedded.append(rows)
         return embedded
 
-    def _basis(self, item: Item, features: list[Tensor], chosen, row: int) -> dict[str, Any]:
+    def _basis(
+        self,
+        item: Item,
+        features: list[Tensor],
+        chosen,
+        row: int,
+    ) -> dict[str, Any]:
         """What an answer rests on: the fields of an [`Answer`], whose videos are called by their numbers from 1."""
         config = self.config.qtsplus_config
         settings = item["settings"]

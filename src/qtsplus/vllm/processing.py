@@ -265,7 +265,11 @@ class QTSplusMultiModalProcessor:
         return shortened
 
 
-def _moved(images: list, stop: int, shift: int) -> list:
+def _moved(
+    images: list,
+    stop: int,
+    shift: int,
+) -> list:
     """The ranges of images, those behind the videos at their new places."""
     moved = []
     for image in images:
@@ -286,7 +290,12 @@ def _only(values: Mapping, names: set[str]) -> Fields:
     return {name: value for name, value in values.items() if name in names}
 
 
-def merged_item(items, ids: Tensor, mask: Tensor, settings: Fields) -> mm.MultiModalKwargsItem:
+def merged_item(
+    items,
+    ids: Tensor,
+    mask: Tensor,
+    settings: Fields,
+) -> mm.MultiModalKwargsItem:
     """
     All videos of a request as one item, with what the engine needs to choose among their tokens: the prompt with every
     placeholder `[S]`, its question `[S]`, and settings as JSON.

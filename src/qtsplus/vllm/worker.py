@@ -37,7 +37,12 @@ class Worker:
         return self.get_model().bases.get(key)
 
 
-def prepare(call_engine: Callable[..., Any], item, hold: bool, turn: Lock) -> tuple[int, float]:
+def prepare(
+    call_engine: Callable[..., Any],
+    item,
+    hold: bool,
+    turn: Lock,
+) -> tuple[int, float]:
     """
     How many tokens the model keeps of a request, whose item [`processing.merged_item`] has made, and the fraction that
     it aims at. Frames travel if the engine does not have their features, with one question about them at a time, which
