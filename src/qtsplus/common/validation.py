@@ -65,7 +65,7 @@ def _check_size(events: Iterable[Any]) -> None:
 def build(
     where: str,
     kind: type[Settings],
-    values: Mapping[str, Any],
+    values: Mapping,
 ) -> Settings:
     """
     A dataclass, with [`STRICT`] as its `__pydantic_config__`, of values that a person wrote.
@@ -89,7 +89,7 @@ def build(
 def check_types(
     where: str,
     kind: type,
-    values: Mapping[str, Any],
+    values: Mapping,
 ) -> None:
     """As [`build`], for some fields of a class that is none of ours; nothing is built."""
     try:
@@ -101,14 +101,14 @@ def check_types(
 
 @cache
 def _model(kind: type, names: tuple[str, ...]):
-    types: dict[str, Any] = {}
+    types: dict = {}
     for field in fields(kind):
         if field.name in names:
             types[field.name] = (field.type, ...)
     return create_model("Fields", __config__=STRICT, **types)
 
 
-def _as_json(values: Mapping[str, Any]) -> str:
+def _as_json(values: Mapping) -> str:
     """JSON has lists where Python also has tuples, and texts where it has enumerations, as YAML."""
     return json.dumps(values, default=str)
 

@@ -72,7 +72,7 @@ class VisionRecord(BaseModel):
     id: String | None = None
     fps: Rate | None = None  # of a folder, the rate of its frames; of a file, frames to look at per second
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict:
         """The record as a line of a file has it, without what it does not say."""
         return self.model_dump(exclude_none=True)
 
@@ -145,9 +145,9 @@ class VideoRecord:
     fps: Rate | None = None  # of a file, frames to look at per second; of a folder, the rate of its frames
     id: String | None = None
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict:
         """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""
-        row: dict[str, Any] = {"video": None, "answer": ""}
+        row: dict = {"video": None, "answer": ""}
         for name, value in asdict(self).items():
             if value not in (None, "", ()):
                 row[name] = value
@@ -159,7 +159,7 @@ Record = Caption | Choice | FreeAnswer | VideoRecord
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in get_args(Record)}
 
 
-def parse_record(row: Mapping[str, Any]) -> Record:
+def parse_record(row: Mapping) -> Record:
     """
     A row as the record that its keys name: `caption`, else `options` by letter, else `vision_id` or `video`; a
     `ValueError` of one line for keys or values that no record has.
@@ -177,7 +177,7 @@ def parse_record(row: Mapping[str, Any]) -> Record:
         raise ValueError(explain(error, row)) from None
 
 
-def _kind_of(row: Mapping[str, Any]) -> type[Record]:
+def _kind_of(row: Mapping) -> type[Record]:
     if "vision_id" not in row:
         return VideoRecord
     if "caption" in row:

@@ -90,10 +90,10 @@ class Calibration:
         layer = _layer(reading)
         return {"attention_layer": layer, "attention_heads": reading.of_layer(layer)}
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict:
         """The best choice as fields of a recipe's `training` section; none if all layers are best."""
         best = self.best
-        fields: dict[str, Any] = {}
+        fields: dict = {}
         if best.layers is not None:
             fields["relevance_layers"] = list(best.layers)
         if best.heads is not None:

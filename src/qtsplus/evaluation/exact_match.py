@@ -57,7 +57,7 @@ def exact_match(
     for record in records:
         check_question(model, processor, record.question)
     longest = max((len(processor.text_ids(record.answer)) for record in records), default=0)
-    options: dict[str, Any] = {
+    options: dict = {
         "retention": retention,
         "selection": selection,
         "do_sample": False,
@@ -100,7 +100,7 @@ def _ask(
     processor,
     video: EncodedVideo,
     records: Sequence[VideoRecord],
-    options: Mapping[str, Any],
+    options: Mapping,
 ) -> list[Outcome]:
     """Asks the questions of one batch about a video."""
     questions = [record.question for record in records]
@@ -123,7 +123,7 @@ def _ask(
     return outcomes
 
 
-def tally(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def tally(outcomes: Sequence[Outcome]) -> dict:
     """
     Questions, videos, accuracy with Wilson's 95% interval over videos (questions about one video are not independent),
     and kept fraction (`None` where no video could be read); the same per kind, and the videos that could not be read,
@@ -141,7 +141,7 @@ def tally(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     unreadable = []
     for problem, count in problems.items():
         unreadable.append({"video": problem.name, "reason": problem.reason, "questions": count})
-    result: dict[str, Any] = dict(_row(outcomes))
+    result: dict = dict(_row(outcomes))
     result["kinds"] = kinds
     result["unreadable"] = unreadable
     return result

@@ -25,7 +25,7 @@ _TEXT_SIZES = (
 _VISION_SIZES = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
 
 
-def model_card(model, repository: str, about: Mapping[str, Any] | None = None) -> str:
+def model_card(model, repository: str, about: Mapping | None = None) -> str:
     """
     The text of a repository's README.md, with its YAML front matter, for a model on any device.
 
@@ -65,7 +65,7 @@ def model_card(model, repository: str, about: Mapping[str, Any] | None = None) -
     )
 
 
-def known_front_matter(model) -> dict[str, Any]:
+def known_front_matter(model) -> dict:
     """Licence and base model of the card that a model was loaded with; its results may be of other weights."""
     if not model.config._name_or_path:
         return {}
@@ -87,7 +87,7 @@ def _count_parameters(module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def card_data(variant: str | None, *names: str) -> dict[str, Any]:
+def card_data(variant: str | None, *names: str) -> dict:
     """What is known of a variant of `hub_configs` (licence, base model, what its card tells), or only some `names`."""
     if variant is None:
         return {}

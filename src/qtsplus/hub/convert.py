@@ -83,7 +83,7 @@ def convert(
     out: str | Path,
     *,
     variant: str | None = None,
-    selector: Mapping[str, Any] | None = None,
+    selector: Mapping | None = None,
     processor: str | Path | None = None,
     revision: str | None = None,
     say: Callable[[str], object] = lambda line: None,
@@ -158,7 +158,7 @@ def _from_base(
     folder: Path,
     source: str,
     variant: str | None,
-    selector: Mapping[str, Any],
+    selector: Mapping,
     say: Callable[[str], object],
 ) -> _Conversion:
     """A stock model with a fresh selector."""
@@ -192,7 +192,7 @@ def _from_base(
 def _config_from_base(
     folder: Path,
     variant: str | None,
-    selector: Mapping[str, Any],
+    selector: Mapping,
 ):
     """The configuration of a stock model with that of a selector, by its variant and the fields that are given."""
     backbone = backbone_of(read_json(folder / "config.json")["model_type"])
@@ -201,7 +201,7 @@ def _config_from_base(
     if getattr(stock, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantized; convert the checkpoint it was made from, and quantize the result.")
     values = stock.to_dict()
-    settings: dict[str, Any] = {}
+    settings: dict = {}
     if variant is not None:
         stated = read_json(require_variant(variant) / "config.json")
         settings = stated["qtsplus_config"]
@@ -241,15 +241,15 @@ def _from_reference(folder: Path) -> _Conversion:
 
 
 def convert_reference_config(
-    config: Mapping[str, Any],
-    vision_config: Mapping[str, Any],
+    config: Mapping,
+    vision_config: Mapping,
 ) -> Qwen2_5_VLQTSplusConfig:
     """
     Our configuration for a reference checkpoint, from its config.json (a flat text configuration with `qts_plus_*`
     fields) and the configuration of its vision tower. It has the reference's gate, its sequential positions and its
     re-encoder without time.
     """
-    selector: dict[str, Any] = {
+    selector: dict = {
         "gate": "gumbel",
         "query_states": "embeddings",
         "reduction": "max",
@@ -278,7 +278,7 @@ def convert_reference_config(
     )
 
 
-def find_vision_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def find_vision_config(folder: Path, config: Mapping) -> dict:
     """
     The configuration of the vision tower of a reference checkpoint, by its folder's `vision_config.json` (such a
     configuration, or a whole Qwen2.5-VL one), or else by the width of its language model, in its config.json; a
@@ -300,7 +300,7 @@ def find_vision_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any
     return vision
 
 
-def _vision_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _vision_fields(config: Mapping) -> dict:
     return {name: value for name, value in config.items() if name not in _NOT_VISION}
 
 

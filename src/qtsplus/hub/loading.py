@@ -138,7 +138,7 @@ def load_processor(model: str | Path, revision: str | None = None):
 def _check_template(
     template: str,
     what: str,
-    special_tokens: dict[str, Any],
+    special_tokens: dict,
 ) -> None:
     """Renders a chat template of one question in Transformers' sandbox; a `ValueError` if it fails or does not end."""
     characters = 0
@@ -193,7 +193,7 @@ def processor_of(model: str | Path, config, revision: str | None = None):
     return processor
 
 
-def stored_config(model: str | Path, revision: str | None = None) -> dict[str, Any]:
+def stored_config(model: str | Path, revision: str | None = None) -> dict:
     """
     What the config.json of a folder or a Hub repository holds.
 
@@ -226,7 +226,7 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
     return _checked(config, name)
 
 
-def _checked(config: dict[str, Any], name: str) -> dict[str, Any]:
+def _checked(config: dict, name: str) -> dict:
     check_values(f"The config.json of {name!r}", config)
     _refuse_kernels(config, name)
     for section in config.values():
@@ -235,7 +235,7 @@ def _checked(config: dict[str, Any], name: str) -> dict[str, Any]:
     return config
 
 
-def _refuse_kernels(config: dict[str, Any], name: str) -> None:
+def _refuse_kernels(config: dict, name: str) -> None:
     """Raises `ValueError` for attention that is called like a repository: Transformers fetches it and runs its code."""
     for key in _KERNELS:
         kernel = json.dumps(config.get(key))

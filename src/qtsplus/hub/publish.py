@@ -59,7 +59,7 @@ def assemble_folder(
     else:
         check_repository(repository)
     card = None
-    about: dict[str, Any] = {}
+    about: dict = {}
     if (source / "README.md").exists():
         card = (source / "README.md").read_text(encoding="utf-8")
         card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', card)
@@ -97,7 +97,7 @@ def write_repository(
     model,
     processor: Any | None,
     repository: str,
-    about: dict[str, Any],
+    about: dict,
     card: str | None = None,
 ) -> None:
     """

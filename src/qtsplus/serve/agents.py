@@ -138,9 +138,9 @@ class Shelf(MCPServer):
     async def find_moments(
         self,
         question: Question,
-        videos: Videos = [],
+        videos: Videos = [],  # noqa: B006, which nothing changes
         count: ResultCount = 5,
-    ) -> dict[str, Any]:  # noqa: B006
+    ) -> dict[str, Any]:
         """The moments that matter most for a question, best first: video, seconds, and place in the frame."""
         moments = await self._work(self.library.find, question, count, self._chosen(videos))
         return {"moments": [_moment(interval) for interval in moments]}

@@ -92,7 +92,7 @@ class Visit:
         """A stopping criterion: per answer whether it shall end after this token."""
         return torch.full((len(input_ids),), self.is_stopped, device=input_ids.device)
 
-    def serve(self, *inputs, work: Callable[..., dict[str, Any]]):
+    def serve(self, *inputs, work: Callable[..., dict]):
         """Does the work of the next request in line."""
         try:
             result = work(self, *inputs)
@@ -103,7 +103,7 @@ class Visit:
         finally:
             self.served += 1
 
-    def read(self, path: str | None) -> dict[str, Any]:
+    def read(self, path: str | None) -> dict:
         """Forgets the film that was there, and encodes another if there is one."""
         for name in self.session.names:
             self.session.remove(name)
@@ -124,7 +124,7 @@ class Visit:
         first: str,
         second: str,
         share: float,
-    ) -> dict[str, Any]:
+    ) -> dict:
         """Answers one question, or two beside each other, about the film on the page."""
         questions = [question for question in (first, second) if question.strip()]
         if path and not self.path:  # other visits took the place of this one
@@ -146,9 +146,9 @@ class Visit:
 
     def stage(
         self,
-        answers: list[dict[str, Any]] | None = None,
+        answers: list[dict] | None = None,
         error: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict:
         """The content for page.js: the video and what is known of it, with new answers or with an error."""
         facts = "Drop a film to begin."
         films = {}
@@ -168,7 +168,7 @@ class Visit:
             "error": error,
         }
 
-    def _pane(self, question: str, answer: Answer) -> dict[str, Any]:
+    def _pane(self, question: str, answer: Answer) -> dict:
         """An answer; the tokens that it kept of a video are counted through all grid steps, row by row."""
         count = answer.kept_tokens
         total = answer.visual_tokens
@@ -251,7 +251,7 @@ def build_page(model, processor, hosts: Sequence[str]):
                 frame = "<div class='said' role='status'></div><div class='stage'></div>"
                 stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
         # "multiple", or else what comes while another is served would be dropped.
-        every: dict[str, Any] = {"trigger_mode": "multiple", "api_visibility": "private"}
+        every: dict = {"trigger_mode": "multiple", "api_visibility": "private"}
         at_once = every | {"queue": False, "show_progress": "hidden"}
         in_line = every | {"concurrency_limit": 1, "concurrency_id": "model"}
         reading = gr.on([film.upload, film.clear], partial(begin, reads=True), visit, visit, **at_once)

@@ -153,7 +153,8 @@ class QTSplusTrainingArguments(TrainingArguments):
             )
         if self.relevance_weight and (self.freeze_selector or self.freeze_scores):
             raise ValueError("relevance_weight teaches the scores: leave freeze_selector and freeze_scores false.")
-        layers, heads = self.relevance_layers, self.relevance_heads
+        layers = self.relevance_layers
+        heads = self.relevance_heads
         if layers is not None and heads is not None:
             raise ValueError("relevance_layers and relevance_heads exclude each other: leave one of them out.")
         if layers is not None and (not layers or len(set(layers)) < len(layers)):

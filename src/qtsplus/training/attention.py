@@ -83,7 +83,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def answer_attention(
-    model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, choice: AttentionChoice = EVERY_LAYER
+    model: nn.Module, inputs: Mapping, labels: Tensor, choice: AttentionChoice = EVERY_LAYER
 ) -> list[Tensor]:
     """
     How a model in evaluation mode, with all visual tokens, shares its attention out among them while it answers: per
@@ -318,7 +318,7 @@ def _places(
 @contextmanager
 def noting_attention(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping,
     labels: Tensor,
     choice: AttentionChoice = EVERY_LAYER,
     by_head: bool = False,

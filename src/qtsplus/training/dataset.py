@@ -34,7 +34,7 @@ def require_rates(records: Sequence[VideoRecord]) -> None:
             raise ValueError(f'{video} is a folder of frames: give their rate in its records, such as "fps": 2.')
 
 
-def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:
+def check_frame_settings(processor_kwargs: Mapping) -> None:
     """Raises `ValueError` for rates and numbers of frames that are not above 0, and for a rate beside a number."""
     for name in ("fps", "num_frames", "min_frames", "max_frames"):
         value = processor_kwargs.get(name)
@@ -49,7 +49,7 @@ def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:
         raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
 
 
-def check_processor_kwargs(processor, processor_kwargs: Mapping[str, Any]) -> None:
+def check_processor_kwargs(processor, processor_kwargs: Mapping) -> None:
     """Raises `ValueError` for what no call of the processor would read."""
     known = set(processor.video_processor.valid_kwargs.__annotations__)
     known |= {"videos_kwargs", "text_kwargs"}
@@ -111,7 +111,7 @@ class VideoQADataset(Dataset):
         records: Sequence[VideoRecord],
         processor,
         model_max_length: int | None = None,
-        processor_kwargs: Mapping[str, Any] | None = None,
+        processor_kwargs: Mapping | None = None,
         features: VideoFeatures | None = None,
     ):
         self.records = list(records)
@@ -205,7 +205,7 @@ class VideoQADataset(Dataset):
             inputs.update(stored)
         return inputs
 
-    def _video_inputs(self, record: VideoRecord, stored: Mapping[str, Any] | None) -> Inputs:
+    def _video_inputs(self, record: VideoRecord, stored: Mapping | None) -> Inputs:
         """The processor's arguments about a record's video; with stored features only where its tokens are."""
         if stored is not None:
             return {name: stored[name] for name in ("video_grid_thw", "second_per_grid_ts")}

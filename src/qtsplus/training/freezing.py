@@ -1,7 +1,6 @@
 """Which parameters are trained, at which learning rate, and how many they are."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -99,7 +98,7 @@ def parameter_groups(
     model: nn.Module,
     args: QTSplusTrainingArguments,
     decayed: list[str],
-) -> list[dict[str, Any]]:
+) -> list[dict]:
     """The optimizer's groups: each part with its own learning rate, with decay those whose names are `decayed`."""
     rates = {
         "selector": None,
@@ -107,7 +106,7 @@ def parameter_groups(
         "vision": args.vision_learning_rate,
     }
     with_decay = set(decayed)
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    groups: dict[tuple[str, bool], dict] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

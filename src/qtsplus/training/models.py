@@ -21,7 +21,7 @@ from ..model.methods_qtsplus import add_method
 def make_config(
     variant: str | None,
     weights: str | None,
-    selector: Mapping[str, Any] | None = None,
+    selector: Mapping | None = None,
 ):
     """
     The configuration of a variant, a folder of `hub_configs`; without one that of weights, a folder or Hub id. With
@@ -57,7 +57,7 @@ def make_config(
 def make_model(
     variant: str | None,
     weights: str | None,
-    selector: Mapping[str, Any] | None = None,
+    selector: Mapping | None = None,
     dtype: str = "float32",
     attn_implementation: str | None = None,
     seed: int = 0,
@@ -70,7 +70,7 @@ def make_model(
     if weights is not None:
         require_weights(weights, config.model_type)
     # The dtype is that of parameters: `model.to` would round the frequencies of the positions too.
-    loading: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    loading: dict = {"dtype": getattr(torch, dtype)}
     if attn_implementation:
         loading["attn_implementation"] = attn_implementation
     if weights is None:
@@ -84,7 +84,7 @@ def _random_model(
     config,
     variant: str | None,
     seed: int,
-    loading: dict[str, Any],
+    loading: dict,
 ):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -100,7 +100,7 @@ def _with_fresh_selector(
     config,
     weights: str,
     seed: int,
-    loading: dict[str, Any],
+    loading: dict,
 ):
     backbone = backbone_of(config.model_type)
     base = backbone.stock_model.from_pretrained(weights, **loading)

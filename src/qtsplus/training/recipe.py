@@ -186,7 +186,7 @@ def _variant_defaults(variant: object) -> Sections:
     return parse_yaml(text, str(path))
 
 
-def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping, changes: Mapping) -> dict:
     """`base` with the fields of `changes`, section by section; nothing is shared with either."""
     merged = copy.deepcopy(dict(base))
     for key, value in changes.items():

@@ -137,7 +137,7 @@ class QTSplusTrainer(Trainer):
                 "lm_attention reads the first layers by themselves, which FSDP shares out: train with "
                 "recipes/accelerate/zero2.yaml or ddp.yaml."
             )
-        self.about: dict[str, Any] = {}
+        self.about: dict = {}
         self.skipped: dict[str, str] = {}
         logged = self.loss_names + _BUDGET
         device = self.args.device
@@ -236,7 +236,8 @@ class QTSplusTrainer(Trainer):
         """`[B, S]` labels -> `[B, S']`, of the columns that selection left."""
         if qtsplus is None or qtsplus.columns is None:
             return labels
-        return base_model(self.model).compact_labels(labels, input_ids, qtsplus.columns)
+        model = base_model(self.model)
+        return model.compact_labels(labels, input_ids, qtsplus.columns)
 
     def answer(self, model, inputs, labels: Tensor, smoothing: float = 0.0):
         """The model's outputs, and the cross-entropy and the row of every supervised token, `[n]` each."""
@@ -254,10 +255,11 @@ class QTSplusTrainer(Trainer):
         totals = [0]
         if qtsplus is not None:
             totals = qtsplus.num_tokens.tolist()
-        most = most_tokens(totals, self.selector_config).to(labels.device)
+        device = labels.device
+        most = most_tokens(totals, self.selector_config).to(device)
         largest = self.accelerator.gather(most.max()).max()  # no process may wait for another's pass
         steps = min(int(largest).bit_length(), DOUBLINGS)
-        measured = torch.zeros(len(labels), steps, device=labels.device)  # the whole answer's loss with 1, 2, 4, ...
+        measured = torch.zeros(len(labels), steps, device=device)  # the whole answer's loss with 1, 2, 4, ...
         limited = dict(inputs)
         limited["retention"] = 1.0
         with evaluating(self.model), torch.no_grad():  # the tokens that are kept are those of inference
@@ -269,7 +271,7 @@ class QTSplusTrainer(Trainer):
             return measured[:0, 0]
         return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
 
-    def attention_targets(self, inputs: Mapping[str, Any], labels: Tensor) -> Sequence[Tensor]:
+    def attention_targets(self, inputs: Mapping, labels: Tensor) -> Sequence[Tensor]:
         """What teaches the scores of each row, see [`answer_attention`]."""
         choice = AttentionChoice.of(self.args)
         return answer_attention(self.model, inputs, labels, choice)
@@ -282,7 +284,7 @@ class QTSplusTrainer(Trainer):
         null_token = self.selector_config.null_token
         return relevance_divergences(qtsplus.log_relevance, targets, null_token).to(labels.device)
 
-    def _count(self, batch: Mapping[str, Any]) -> Tensor:
+    def _count(self, batch: Mapping) -> Tensor:
         """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, those with an answer too."""
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
         counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=tokens.device)
@@ -369,8 +371,9 @@ class QTSplusTrainer(Trainer):
         """As stock, with a group for every part that has a learning rate of its own."""
         args = self.args
         if args.language_model_learning_rate is None and args.vision_learning_rate is None:
-            # The oldest Transformers takes no argument here.
-            return super().create_optimizer() if model is None else super().create_optimizer(model)
+            if model is None:
+                return super().create_optimizer()  # the oldest Transformers takes no argument here
+            return super().create_optimizer(model)
         if self.optimizer is None:
             if model is None:
                 model = self.model
@@ -405,7 +408,7 @@ class QTSplusTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         skipped = self._gather_skipped()
         if self.args.should_save:
-            state: dict[str, Any] = dict(self.budget.price())
+            state: dict = dict(self.budget.price())
             state["excess"] = self.budget.excess
             state["skipped"] = skipped
             write_json(Path(output_dir, STATE_FILE), state)
@@ -444,7 +447,7 @@ def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
     return low * (high / low) ** place
 
 
-def _sources(batch: Mapping[str, Any]) -> Tensor:
+def _sources(batch: Mapping) -> Tensor:
     """`[B]` indices into [`SOURCES`]; "vqa" for batches of another collator."""
     if "source_ids" in batch:
         return batch["source_ids"]

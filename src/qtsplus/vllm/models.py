@@ -172,7 +172,7 @@ class QTSplusForVLLM:
         features: list[Tensor],
         chosen,
         row: int,
-    ) -> dict[str, Any]:
+    ) -> dict:
         """What an answer rests on: the fields of an [`Answer`], whose videos are called by their numbers from 1."""
         config = self.config.qtsplus_config
         settings = item["settings"]

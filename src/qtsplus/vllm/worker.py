@@ -22,7 +22,7 @@ class Worker:
 
     def qtsplus_prepare(self, item: bytes, hold: bool) -> tuple[int, float] | None:
         """As the model's `prepare`, for an item of [`prepare`]."""
-        data: dict[str, Any] = load(item)
+        data: dict = load(item)
         pixels = [data.pop(name) for name in sorted(data) if name.isdigit()]
         if pixels:
             data[PIXELS] = pixels
@@ -32,7 +32,7 @@ class Worker:
         """As the model's `release`."""
         self.get_model().release(key)
 
-    def qtsplus_basis(self, key: str) -> dict[str, Any] | None:
+    def qtsplus_basis(self, key: str) -> dict | None:
         """What the answers to a request rest on, by the hash of its video item; `None` from a worker without it."""
         return self.get_model().bases.get(key)
 
