@@ -65,9 +65,9 @@ class Calibration:
     @property
     def best_reading(self) -> AttentionChoice:
         """The one with the highest recall of tokens; among equals the shallowest, then the one with the most mass."""
-        most = max(recall.tokens for recall in self.readings.values())
-        least = most - EQUAL
-        equals = [choice for choice, recall in self.readings.items() if recall.tokens >= least]
+        readings = self.readings
+        least = max(recall.tokens for recall in readings.values()) - EQUAL
+        equals = [choice for choice in readings if readings[choice].tokens >= least]
 
         def depth_and_mass(choice: AttentionChoice) -> tuple[int, float]:
             return _layer(choice), -self.readings[choice].mass
@@ -152,12 +152,14 @@ def calibrate(
 
 def _readable(videos: Sequence[tuple[str, float | None]], features: VideoFeatures) -> list[str]:
     """The videos whose features could be made; says which are left out, and raises for fewer than two."""
-    names = dict.fromkeys(video for video, _ in videos)
-    unreadable = dict.fromkeys(video for video, fps in videos if not features.file(video, fps).exists())
-    readable = [video for video in names if video not in unreadable]
+    exists: dict[str, bool] = {}  # a video may be there at several rates
+    for video, fps in videos:
+        exists[video] = exists.get(video, True) and features.file(video, fps).exists()
+    readable = [video for video in exists if exists[video]]
+    unreadable = [video for video in exists if not exists[video]]
     left_out = ""
     if unreadable:
-        left_out = f"Left out, for they cannot be read: {listed(list(unreadable))}."
+        left_out = f"Left out, for they cannot be read: {listed(unreadable)}."
     if len(readable) < 2:
         message = f"{len(readable)} of the videos can be read; expected two or more, to check with. {left_out}"
         raise ValueError(message.rstrip())
@@ -169,11 +171,11 @@ def _readable(videos: Sequence[tuple[str, float | None]], features: VideoFeature
 def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
     """The default layer and the best ones, each with all its heads and with its best ones."""
     layers = full_attention_layers(text_config)
-    full = {choice: recall for choice, recall in recalls.items() if _layer(choice) in layers}
+    full = {choice: recalls[choice] for choice in recalls if _layer(choice) in layers}
     best = best_sum(full, "layers").layers or ()
     choices = []
     for layer in dict.fromkeys((attention_layer(text_config),) + best):
-        of_layer = {choice: recall for choice, recall in full.items() if _layer(choice) == layer}
+        of_layer = {choice: full[choice] for choice in full if _layer(choice) == layer}
         choices.append(AttentionChoice(layers=(layer,), positions="prompt"))
         choices.append(best_sum(of_layer, "heads"))
     return choices

@@ -6,6 +6,7 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -263,9 +264,7 @@ class QTSplusForVLLM:
             reencode=first.get("reencode", True),
         )
         # Questions about one video share its tensor, and so its keys.
-        videos: list[Tensor] = []
-        for of_item in features:
-            videos += of_item
+        videos = list(chain.from_iterable(features))
         selected, qtsplus = choose(self.hooks, layout, {VIDEO: videos}, selection)
         for row, item in enumerate(items):
             key = all_settings[row]["key"]
