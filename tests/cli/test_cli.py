@@ -92,11 +92,12 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     answer = json.loads(result.stdout)
     assert set(answer) == {
         *("answer", "video", "frames", "seconds_of_video", "visual_tokens", "kept_tokens", "rho", "evidence"),
-        *("timings", "warnings", "seen", "seen_threshold", "unheard"),
+        *("timings", "warnings", "seen", "seen_threshold", "unheard", "largest_gap"),
     }
     assert answer["video"] == str(tiny_mp4)
     assert answer["frames"] == 8  # 4 s at the processor's 2 frames per second
     assert answer["seconds_of_video"] == pytest.approx(4)
+    assert answer["largest_gap"] == pytest.approx(0.5)
     assert 1 <= answer["kept_tokens"] < answer["visual_tokens"]
     assert 0 < sum(interval["weight"] for interval in answer["evidence"]) < 1 + 1e-6
     for interval in answer["evidence"]:

@@ -25,6 +25,7 @@ from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.live import watching
 from qtsplus.live.watching import ROOM, Source, watch
+from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.model.video_qtsplus import open_video
 
 WORLD = make_world(3)
@@ -297,6 +298,22 @@ def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
     late = 64 - max(held, 1)  # frames; that first one was taken nobody knows when
     assert seconds[-late:] == pytest.approx(now[-late:]), "on the wall clock, whatever the opening took"
     assert seconds[:-late] == pytest.approx(np.arange(len(seconds) - late) / 8) and seconds[-late - 1] <= opening
+
+
+def test_a_named_pipe_is_read_and_ask_says_what_it_is(tmp_path, tiny_published):
+    film = tmp_path / "film.ts"
+    write(film, render_world(WORLD), 2)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    sending = threading.Thread(target=lambda: pipe.write_bytes(film.read_bytes()), daemon=True)
+    sending.start()
+    assert len(list(Source(str(pipe), 2.0, 20.0, 0.0))) == len(list(Source(str(film), 2.0, 20.0, 0.0))) > 0
+    for place, reason in ((str(pipe), "is a pipe or a device"), ("-", "`qtsplus watch -`")):
+        with pytest.raises(ValueError, match=reason):
+            Film(place)
+        result = CliRunner().invoke(app, ["ask", place, "Who?", "--model", str(tiny_published)])
+        assert result.exit_code == 2
+        assert reason.strip("`") in " ".join(result.stderr.split()).replace("`", "")
 
 
 @pytest.mark.parametrize("error", [KeyError("a key"), MemoryError("all is full"), SystemExit("an end")])

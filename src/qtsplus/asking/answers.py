@@ -64,6 +64,7 @@ class Answer:
     seen: float | None = None
     seen_threshold: float | None = None
     warnings: list[str] = field(default_factory=list)  # as in [`EncodedVideo`]
+    largest_gap: float = 0.0  # the longest time between two frames of a video that were looked at, in seconds
     unheard: bool = False  # whether a video has sound, and the question had no subtitles in its place
 
     @property
@@ -402,6 +403,7 @@ def shown_by(
     return {
         "frames": sum(video.frames for video in encoded),
         "seconds_of_video": length,
+        "largest_gap": max(video.largest_gap for video in encoded),
         "visual_tokens": visual_tokens,
         "kept_tokens": len(kept),
         "evidence": evidence,

@@ -214,6 +214,8 @@ def check_videos(videos: list[str], sampling: Sampling, **others: object) -> Non
             fail(f"{libraries[0]} is a library, which is asked alone")
         refuse(vars(sampling) | others, "is about a video, and those of a library are encoded already; leave it out")
     for video in videos:
+        if video == "-":
+            fail("a video is read from a file; `qtsplus watch -` reads one from standard input")
         # os.path answers no where a Path raises, such as for a name that is too long.
         if "://" not in video and not os.path.exists(video):
             fail(f"there is no video at {video!r}")
@@ -246,6 +248,9 @@ def place(box: tuple[float, float, float, float]) -> str:
 
 def looked_at(read: "Answer | Summary") -> str:
     text = f"{read.seconds_of_video:.1f} s, {counted(read.frames, 'frame')} looked at"
+    gap = getattr(read, "largest_gap", 0.0)
+    if gap > 0:
+        text += f", at most {round(gap, 2):,g} s apart"
     if read.unheard:
         text += ", without sound"
     return text

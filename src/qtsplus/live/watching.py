@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import re
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -51,7 +52,8 @@ class Source:
     that waits is dropped for the newest, and counted in `dropped`.
 
     Args:
-        address: a file, `-` for standard input, an address, or a device such as `/dev/video0` or `avfoundation:0`.
+        address: a file or a named pipe, `-` for standard input, an address, or a device such as `/dev/video0` or
+            `avfoundation:0`.
         timeout: seconds without a frame after which a source has failed that is no file.
         start: the second from which on there are frames.
         began: when the clock of the stream stood at 0, by `time.monotonic`. A camera's seconds are of that clock, as
@@ -69,7 +71,8 @@ class Source:
         self.address, self.fps, self.timeout, self.began, self.start = address, fps, timeout, began, start
         self.name, self.scheme = name or shown_name(address), address.partition("://")[0]
         self.is_camera = address.startswith(CAMERAS)
-        self.is_file = not (self.is_camera or self.scheme in _PROTOCOLS or address == "-")
+        self.is_pipe = address == "-" or (os.path.exists(address) and stat.S_ISFIFO(os.stat(address).st_mode))
+        self.is_file = not (self.is_camera or self.scheme in _PROTOCOLS or self.is_pipe)
         if self.is_file and not os.path.isfile(address):
             expected = f"a file, an address ({', '.join(_PROTOCOLS)}), a device such as /dev/video0, or -"
             raise ValueError(f"There is no stream {self.name!r}; expected {expected}.")
@@ -134,9 +137,13 @@ class Source:
                     self.dropped += 1
 
     def _open(self) -> Any:
-        if self.address == "-":  # what is sent may name other places
+        if self.is_pipe:  # what is sent may name other places
             options = {**_OPENED, "protocol_whitelist": "none"}
-            return av.open(open(0, "rb", buffering=0, closefd=False), options=options, **TAGS)
+            is_standard_input = self.address == "-"
+            place = 0 if is_standard_input else self.address
+            # It is read for as long as the container is.
+            pipe = open(place, "rb", buffering=0, closefd=not is_standard_input)  # noqa: SIM115
+            return av.open(pipe, options=options, **TAGS)
         if self.is_file:
             return open_container(self.address)
         if self.address.startswith(("/dev/", *DEVICES)):
@@ -154,7 +161,7 @@ class Source:
             arbitrary = container.format.flags & ARBITRARY_CLOCK
             begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
             untimed = not self.is_file and bool(_UNTIMED.fullmatch(container.format.name))
-            self.is_camera |= untimed and container.format.name == "mpjpeg" and self.address != "-"
+            self.is_camera |= untimed and container.format.name == "mpjpeg" and not self.is_pipe
             step, synced, came, before = -1, -1, math.inf, 0.0
             for frame, after in with_next(self._frames(container, stream), self.is_camera):
                 if frame.time is None or (untimed and not self.is_camera):

@@ -329,6 +329,10 @@ def _find(path: str) -> str | io.BytesIO:
     path = path.removeprefix("file://")
     if os.path.isfile(path):
         return path
+    if path == "-":
+        raise ValueError("A video is read from a file; `qtsplus watch -` reads one from standard input.")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"{path!r} is a pipe or a device; expected a plain file. `qtsplus watch` reads a pipe.")
     raise ValueError(
         f"There is no video at {shown_name(path)!r}; expected a video file, a folder of frames or an http(s) address."
     )

@@ -42,6 +42,7 @@ from .video_qtsplus import (
     shrink,
 )
 
+_LEAST_TOKENS = 128  # of a frame, the fewest to which qwen-vl-utils holds the frames of a video by `total_pixels`
 _BLANK = "\ue000"  # the place of a text in a rendered chat template; a character for private use
 
 
@@ -399,10 +400,12 @@ class QTSplusProcessorMixin(ProcessorMixin):
         if not (self.native_resolution and options.get("do_resize", True)):
             raise ValueError("max_pixels and total_pixels of a video have no effect on frames of one size.")
         processor = self.video_processor
-        num_frames = video.shape[0]
-        share_of_total = part.get("total_pixels", math.inf) * processor.temporal_patch_size / num_frames
-        most = min(share_of_total, part.get("max_pixels", math.inf))
-        return shrink(size, most, processor.patch_size * processor.merge_size)
+        side = processor.patch_size * processor.merge_size
+        most = part.get("max_pixels", math.inf)
+        if "total_pixels" in part:
+            share_of_total = part["total_pixels"] * processor.temporal_patch_size / video.shape[0]
+            most = min(most, max(share_of_total, int(1.05 * _LEAST_TOKENS * side**2)))
+        return shrink(size, most, side)
 
     def preprocess_frames(self, frames: np.ndarray, grid: Tensor) -> tuple[Tensor, Tensor]:
         """

@@ -22,7 +22,7 @@ from ..common.validation import check_count
 from ..hub.loading import find_device
 from ..model.decoding_qtsplus import shown_name
 from ..model.video_qtsplus import flatten_videos
-from .forecast import forecast
+from .forecast import forecast, largest_gap
 from .sampling import Sampling, SamplingOptions
 from .subtitles import Subtitle, read_subtitles
 
@@ -57,6 +57,11 @@ class EncodedVideo:
     def frames(self) -> int:
         """How many were looked at."""
         return len(self.metadata.frames_indices)
+
+    @property
+    def largest_gap(self) -> float:
+        """The longest time between two frames that were looked at, in seconds; 0 where there is one."""
+        return largest_gap(self.metadata)
 
     def span(self, first: int, last: int) -> tuple[float, float]:
         """When a player shows the steps of the grid from one on, up to another that is not part of it, in seconds."""

@@ -1,6 +1,7 @@
 """How many frames, tokens and bytes a video will take, before it is read."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -22,6 +23,7 @@ class Forecast:
 
     frames: int
     seconds_of_video: float
+    largest_gap: float  # seconds between two frames that are looked at
     visual_tokens: int  # M
     kept_tokens: int  # n, at most
     features: int  # bytes that stay for the next question
@@ -31,7 +33,8 @@ class Forecast:
     def __str__(self) -> str:
         tokens = f"{self.visual_tokens:,} visual tokens, of which at most {self.kept_tokens:,} are kept"
         memory = f"about {size(self.memory)} of memory beside {size(self.weights)} of weights"
-        return f"{counted(self.frames, 'frame')} of {self.seconds_of_video:,.1f} s; {tokens}; {memory}"
+        frames = f"{counted(self.frames, 'frame')} of {self.seconds_of_video:,.1f} s"
+        return f"{frames}, at most {round(self.largest_gap, 2):,g} s apart; {tokens}; {memory}"
 
     def require_memory(self, device: str | torch.device) -> None:
         """Raises `ValueError` where a device has no room for the features alone."""
@@ -44,6 +47,12 @@ class Forecast:
                 f"The features of {self.frames:,} frames are {self.visual_tokens:,} tokens, {size(self.features)}, and "
                 f"{device} has {size(free)} free: look at fewer frames (fps, max_frames) or fewer pixels (max_pixels)."
             )
+
+
+def largest_gap(metadata: Any) -> float:
+    """The longest time between two frames that are looked at, by the metadata of their video, in seconds."""
+    gaps = (later - earlier for earlier, later in pairwise(metadata.frames_indices or ()))
+    return max(gaps, default=0) / metadata.fps
 
 
 def forecast(
@@ -87,6 +96,7 @@ def forecast(
     return Forecast(
         frames=len(metadata.frames_indices),
         seconds_of_video=metadata.total_num_frames / metadata.fps,
+        largest_gap=largest_gap(metadata),
         visual_tokens=tokens,
         kept_tokens=kept_tokens,
         features=features,
