@@ -9,7 +9,7 @@ from packaging.version import Version
 from safetensors import safe_open
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
-from qtsplus.model.prompt_qtsplus import find_query_mask
+from qtsplus.model.question_qtsplus import find_query_mask
 from tiny import batch, prompt, tiny_model
 
 FULL, BACKBONE = Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from qtsplus.asking.evidence import evidence_intervals
-from qtsplus.model.prompt_qtsplus import tokenize_query
+from qtsplus.model.question_qtsplus import tokenize_query
 from qtsplus.training.dataset import IGNORED
 from qtsplus.training.features import encode_files
 from qtsplus.training.models import make_config, make_model, make_processor

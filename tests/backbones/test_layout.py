@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qtsplus.model.layout_qtsplus import QTSplusBackboneMixin, VisualSpan, find_separators, find_spans
-from qtsplus.model.prompt_qtsplus import IMAGE, TEXT, VIDEO, PromptRow, find_query_mask
+from qtsplus.model.prompt_qtsplus import IMAGE, TEXT, VIDEO, PromptRow
+from qtsplus.model.question_qtsplus import find_query_mask
 
 GRIDS = st.tuples(*[st.integers(1, 4)] * 3)
 

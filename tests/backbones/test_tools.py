@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from qtsplus.asking import answers
 from qtsplus.asking.session import VideoSession
 from qtsplus.model.lm_attention_qtsplus import _looking
-from qtsplus.model.prompt_qtsplus import find_query_mask, question_token_ids
+from qtsplus.model.question_qtsplus import find_query_mask, question_token_ids
 from tiny_backbones import each_unlike
 
 # Shortened templates of the shapes that are published. Qwen2.5, Qwen3, Qwen3-VL and Qwen3.5: the responses of tools

@@ -18,7 +18,7 @@ from qtsplus.model import video_qtsplus
 from qtsplus.model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
-from qtsplus.model.prompt_qtsplus import find_query_mask
+from qtsplus.model.question_qtsplus import find_query_mask
 from qtsplus.model.video_qtsplus import choose_frames, load_frames
 
 TINY = hub_configs() / "qtsplus-tiny"

@@ -20,7 +20,7 @@ from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
-from .prompt_qtsplus import find_places, find_query_mask, tokenize_query
+from .question_qtsplus import find_places, find_query_mask, tokenize_query
 from .video_qtsplus import (
     FrameChoice,
     VideoChunks,

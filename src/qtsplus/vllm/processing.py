@@ -21,7 +21,7 @@ from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.parse import VideoProcessorItems
 
 from ..model.methods_qtsplus import METHODS, add_method, check_budget
-from ..model.prompt_qtsplus import find_query_mask, question_token_ids
+from ..model.question_qtsplus import find_query_mask, question_token_ids
 from ..model.selector_qtsplus import kept_count
 from .worker import PIXELS, prepare
 

@@ -1,0 +1,213 @@
+"""The question of a prompt: which of its tokens a user asked with, and the ids of a question that is given apart."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def find_query_mask(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    user_turn_token_ids: Sequence[int],
+    turn_end_token_id: int,
+    special_token_ids: Sequence[int],
+    video_token_id: int | None = None,
+    frame_text_token_ids: Sequence[int] = (),
+    tool_response_token_ids: Sequence[Sequence[int]] = (),
+    question_turns: Sequence[int | None] | None = None,
+) -> Tensor:
+    """
+    Marks the question in a chat prompt: the text of the last turn that a user wrote, without its header, special and
+    vision tokens. `[B, S]` int64, 1 on the question's tokens; a row without such a turn is all 0.
+
+    Many chat templates write a tool's response as a turn of the user. Where the roles of the messages are known,
+    `question_turns` tells them apart. Token ids alone cannot always do so, see [`_written_by_users`].
+
+    Args:
+        input_ids, attention_mask: `[B, S]`, of prompts made with the chat template.
+        user_turn_token_ids: the ids that open a user's turn; the one token after them (the line break) is skipped.
+        turn_end_token_id: the id that closes a turn.
+        special_token_ids: ids that are never part of a question.
+        video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text in front of
+            every frame ("Frame1: ", "<0.5 seconds>"), which is no part of a question either.
+        tool_response_token_ids: the ids that begin and that end a tool's response; none if templates do not mark it.
+        question_turns: per row the index of the question among all turns that are written as a user's, from the end if
+            it is negative; `None` for a row in which no user wrote.
+    """
+    special = torch.tensor(special_token_ids, device=input_ids.device)
+    eligible = ~torch.isin(input_ids, special)
+    if attention_mask is not None:
+        eligible &= attention_mask.bool()
+
+    mask = torch.zeros_like(input_ids)
+    for row, ids in enumerate(input_ids):
+        turns = _find_user_turns(ids, user_turn_token_ids, turn_end_token_id)
+        question: int | None = -1
+        if question_turns is not None:
+            question = question_turns[row]
+        elif len(turns) > 1 and tool_response_token_ids:
+            turns = _written_by_users(ids, turns, user_turn_token_ids, turn_end_token_id, tool_response_token_ids)
+        if not turns or question is None or not -len(turns) <= question < len(turns):
+            continue
+        start, stop = turns[question]
+        mask[row, start:stop] = eligible[row, start:stop]
+        if frame_text_token_ids:
+            text = ids[start:stop].tolist()
+            for first, last in _frame_texts(text, video_token_id, frame_text_token_ids):
+                mask[row, start + first : start + last] = 0
+    return mask
+
+
+def question_token_ids(config) -> dict[str, Any]:
+    """The ids by which [`find_query_mask`] finds the question, as a model's configuration has them."""
+    return {
+        "user_turn_token_ids": config.user_turn_token_ids,
+        "turn_end_token_id": config.turn_end_token_id,
+        "special_token_ids": config.special_token_ids,
+        "video_token_id": config.video_token_id,
+        "frame_text_token_ids": getattr(config, "frame_text_token_ids", ()),
+        "tool_response_token_ids": config.tool_response_token_ids,
+    }
+
+
+def find_places(ids: Tensor, pattern: Sequence[int]) -> list[int]:
+    """The indices in `ids` `[S]` at which the pattern begins."""
+    if len(ids) < len(pattern):
+        return []
+    wanted = torch.tensor(list(pattern), device=ids.device)
+    begins = (ids.unfold(0, len(pattern), 1) == wanted).all(-1)
+    return begins.nonzero()[:, 0].tolist()
+
+
+def _find_user_turns(ids: Tensor, header: Sequence[int], turn_end: int) -> list[tuple[int, int]]:
+    """`(start, stop)` of the text of every turn that is written as a user's."""
+    ends = find_places(ids, [turn_end])
+    ends.append(len(ids))
+    turns = []
+    for place in find_places(ids, header):
+        start = min(place + len(header) + 1, len(ids))
+        stop = ends[bisect_left(ends, start)]
+        turns.append((start, stop))
+    return turns
+
+
+def _written_by_users(
+    ids: Tensor,
+    turns: list[tuple[int, int]],
+    header: Sequence[int],
+    turn_end: int,
+    tool_response_token_ids: Sequence[Sequence[int]],
+) -> list[tuple[int, int]]:
+    """
+    The turns that a user wrote, as far as ids tell.
+
+    A tool's turn begins with the ids that begin a response and ends with those that end one, or with a line break
+    after them. A turn of a user inside of
+    it is part of the response, if no other role's turn begins before its end. The first turn is always the user's,
+    since a tool answers a request. So a later message of a user that is nothing but a response in its tags is taken for
+    a tool's, and a turn of a user is taken for a user's if the response itself has ended before it.
+    """
+    opening, closing = tool_response_token_ids
+    opened = set(find_places(ids, opening))
+    response_ends = _find_response_ends(ids, closing, turn_end)
+    user_headers = set(find_places(ids, header))
+    headers = find_places(ids, header[:1])
+    others = [place for place in headers if place not in user_headers]
+
+    users = turns[:1]
+    response_end = 0
+    for start, stop in turns[1:]:
+        if start < response_end:
+            continue
+        next_end = bisect_left(response_ends, start)
+        if start in opened and next_end < len(response_ends):
+            end = response_ends[next_end]
+            next_other = bisect_left(others, start)
+            crossed = next_other < len(others) and others[next_other] < end
+            if not crossed:
+                response_end = end
+                continue
+        users.append((start, stop))
+    return users
+
+
+def _find_response_ends(ids: Tensor, closing: Sequence[int], turn_end: int) -> list[int]:
+    """
+    The ends of turns that end with a tool's response, ascending. A line break may follow the response, as in
+    Qwen3-Coder's template; some vocabularies have one token for the last character of the tag and that line break.
+    """
+    turn_ends = set(find_places(ids, [turn_end]))
+    stem = closing[:-1] if len(closing) > 1 else closing
+    response_ends = []
+    for place in find_places(ids, stem):
+        expected = place + len(closing)
+        if expected in turn_ends:
+            response_ends.append(expected)
+        elif expected + 1 in turn_ends:
+            response_ends.append(expected + 1)
+    return response_ends
+
+
+def _frame_texts(
+    ids: list[int],
+    video_token_id: int | None,
+    openers: Sequence[int],
+) -> Iterator[tuple[int, int]]:
+    """`(start, stop)` of the text before each frame, which begins with the nearest opener and has at most 16 tokens."""
+    for frame in range(1, len(ids)):
+        if ids[frame] != video_token_id or ids[frame - 1] == video_token_id:
+            continue
+        earliest = max(frame - 16, 0)
+        start = frame - 1
+        while start >= earliest and ids[start] not in openers:
+            start -= 1
+        if start < earliest:
+            continue
+        if video_token_id in ids[max(start - 3, 0) : start]:
+            start -= 1  # the line break behind the frame before, or the token that closes that frame
+        yield start, frame
+
+
+def tokenize_query(tokenizer, query: str | list[str], rows: int | None, like) -> dict[str, Any]:
+    """
+    The `query_input_ids` and `query_attention_mask` `[B, L]` of a question for all rows, or of one for each.
+
+    Args:
+        rows: how many there are; as many as there are questions if `None`.
+        like: the `input_ids` of the call; the result has tensors if that is one, or else lists.
+    """
+    queries = query
+    if isinstance(query, str):
+        queries = [query] * (rows or 1)
+    if not isinstance(queries, (list, tuple)) or not queries:
+        raise ValueError(f"query={query!r}: expected a question as a str, or a list with one for each row.")
+    for row, question in enumerate(queries):
+        _check_query(question, row)
+    if rows is not None and len(queries) != rows:
+        raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
+    tokens = tokenizer(queries, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    length = max(map(len, tokens))
+    padded_ids = []
+    masks = []
+    for row, ids in enumerate(tokens):
+        if not ids or not queries[row].strip():
+            raise ValueError(f"The query {queries[row]!r} of row {row} has no token; expected a question.")
+        missing = length - len(ids)
+        padded_ids.append(ids + [tokenizer.pad_token_id] * missing)
+        masks.append([1] * len(ids) + [0] * missing)
+    if not torch.is_tensor(like):
+        return {"query_input_ids": padded_ids, "query_attention_mask": masks}
+    return {"query_input_ids": torch.tensor(padded_ids), "query_attention_mask": torch.tensor(masks)}
+
+
+def _check_query(question, row: int) -> None:
+    if not isinstance(question, str):
+        raise ValueError(f"The query of row {row} is {question!r}; expected a question as a str.")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        problem = "holds half a character (a lone surrogate)"
+        raise ValueError(f"The query of row {row}, {question!r}, {problem}; expected a question in Unicode.") from error
