@@ -185,6 +185,21 @@ class TestBackbone:
         with torch.no_grad():
             model(**inputs, second_per_grid_ts=seconds)
 
+    @pytest.mark.parametrize("seconds", [1.0, [0.0, 1.0], [1.0, -1.0], [float("nan"), 1.0], [1.0]])
+    def test_seconds_that_no_video_has_are_refused(self, model, prepare, seconds):
+        inputs = prepare("video", "two videos")
+        count = len(inputs["video_grid_thw"])
+        if isinstance(seconds, list) and len(seconds) > 1:
+            seconds = [1.0] * (count - 2) + seconds
+        with pytest.raises(ValueError, match="second_per_grid_ts"):
+            model(**{**inputs, "second_per_grid_ts": seconds})
+
+    @pytest.mark.parametrize("change", [lambda grid: grid.tolist(), lambda grid: grid.float()])
+    def test_a_grid_that_is_no_tensor_of_numbers_is_refused(self, model, prepare, change):
+        inputs = prepare("video")
+        with pytest.raises(ValueError, match="expected a tensor of whole numbers"):
+            model(**{**inputs, "video_grid_thw": change(inputs["video_grid_thw"])})
+
     def test_padding_without_its_mask_is_named(self, model, prepare):
         inputs = prepare("video", "text")
         del inputs["attention_mask"]

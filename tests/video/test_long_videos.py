@@ -1,6 +1,7 @@
 """A video that is read chunk by chunk is the video that is read at once, and takes no more memory than a chunk."""
 
 import copy
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,3 +202,21 @@ def test_what_stands_still_is_encoded_once_in_a_chunk(loaded, tmp_path, monkeypa
     torch.testing.assert_close(once.features, every.features, atol=5e-5, rtol=1e-4)
     answers = [session.ask(model, processor, video, QUESTION, max_new_tokens=8) for video in (once, every)]
     assert answers[0].answer == answers[1].answer and torch.equal(answers[0].keep_map, answers[1].keep_map)
+
+
+def test_a_file_that_is_written_while_it_is_read_is_refused(loaded, tiny_mp4, tmp_path, monkeypatch):
+    """Also with its old size and time of modification: what was read may be of two videos."""
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(tiny_mp4.read_bytes())
+    before = path.stat()
+    model, processor = loaded
+    encode_videos = model.encode_videos
+
+    def written_meanwhile(*arguments, **options):
+        path.write_bytes(path.read_bytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return encode_videos(*arguments, **options)
+
+    monkeypatch.setattr(model, "encode_videos", written_meanwhile)
+    with pytest.raises(ValueError, match=r"clip\.mp4 was changed while it was read"):
+        videos.encode(model, processor, path)

@@ -176,7 +176,24 @@ def test_a_film_with_sound_is_said_to_be_watched_without_it(loaded, film, tmp_pa
     ):
         answer = talk.ask("What?", names, subtitles=subtitles, max_new_tokens=2)
         print_answer(answer)
-        assert ("looked at, without sound" in capsys.readouterr().out) == unheard == answer.as_dict()["unheard"]
+        assert ("without sound" in capsys.readouterr().out) == unheard == answer.as_dict()["unheard"]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("if x < 3 and y > 5 then run", "if x < 3 and y > 5 then run"),
+        ("the set {a, b} of two", "the set {a, b} of two"),
+        ("<- he left, she right ->", "<- he left, she right ->"),
+        ("<i>Said</i> <font color=#ff0000>in red</font>", "Said in red"),
+    ],
+)
+def test_brackets_and_braces_that_are_no_markup_are_text(written, expected, tmp_path, tiny_mp4):
+    film = tmp_path / "talk.mp4"
+    film.write_bytes(tiny_mp4.read_bytes())
+    (tmp_path / "talk.srt").write_text(f"1\n00:00:00,500 --> 00:00:01,500\n{written}\n\n", encoding="utf-8")
+    (subtitle,) = read_subtitles(film)
+    assert subtitle.text == expected
 
 
 def write_srt(path, *texts):

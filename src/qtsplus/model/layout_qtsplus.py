@@ -333,8 +333,7 @@ def lay_out(
                 "tokens' positions depend on: pass all that the processor returned, through your collator too."
             )
         seconds = [1] * len(grids[VIDEO])  # which changes nothing
-    if len(seconds) != len(grids[VIDEO]):
-        raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids[VIDEO])}).")
+    check_seconds(seconds, len(grids[VIDEO]))
     rows = _rows(model, input_ids, mask, grids, seconds, position_ids)
     return Layout(input_ids, mask, rows, grids, seconds)
 
@@ -401,6 +400,17 @@ def _rows(model, input_ids, mask, grids, seconds, position_ids=None) -> list[Pro
     return rows
 
 
+def check_seconds(seconds: Any, videos: int) -> None:
+    """Raises `ValueError` for what is not a number of seconds above 0 for each video."""
+    if not isinstance(seconds, (Sequence, torch.Tensor)) or isinstance(seconds, str):
+        raise ValueError(f"second_per_grid_ts={seconds!r}: expected a list with the seconds of each video.")
+    if len(seconds) != videos:
+        raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({videos}).")
+    values = torch.as_tensor(seconds, dtype=torch.float64)
+    if not bool(((values > 0) & values.isfinite()).all()):
+        raise ValueError(f"second_per_grid_ts={values.tolist()}: expected finite seconds above 0.")
+
+
 def check_grids(
     model: QTSplusBackboneMixin,
     modality: int,
@@ -418,6 +428,8 @@ def check_grids(
         raise ValueError(f"The {name}s came with {present} but without {missing}: pass all the processor returned.")
     if grid_thw is None:
         return []
+    if not isinstance(grid_thw, torch.Tensor) or grid_thw.is_floating_point():
+        raise ValueError(f"{name}_grid_thw={grid_thw!r}: expected a tensor of whole numbers, [{name}s, 3].")
     if bool((grid_thw < 1).any()):
         raise ValueError(f"{name}_grid_thw {grid_thw.tolist()}: an empty {name}; expected at least 1 x 1 x 1 patches.")
     patches = sum(model.pixel_rows(grid_thw))

@@ -1,5 +1,6 @@
 """Encodes videos of any length, chunk by chunk, for any number of questions."""
 
+import os
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from rich.progress import track
 from transformers.image_utils import get_image_size
 from typing_extensions import Unpack
 
+from ..common.journals import State, file_state
 from ..common.validation import check_count
 from ..hub.loading import find_device
 from ..model.decoding_qtsplus import shown_name
@@ -120,7 +122,7 @@ def encode(
         options: the fields of [`Sampling`], such as `fps`.
 
     Raises:
-        ValueError: a video that cannot be read, frames without `fps`.
+        ValueError: a video that cannot be read, or that was changed meanwhile; frames without `fps`.
     """
     said = read_subtitles(video) if subtitles else ()
     device = None if device is None else find_device(device)
@@ -133,6 +135,7 @@ def encode(
     if metadata is not None:
         raise ValueError("metadata is about frames that are given; the video says its own.")
     started = time.perf_counter()
+    state_before = _state_of(video)
     chunks = open_chunks(processor, video, sampling, frames_per_chunk)
     forecast(model, chunks).require_memory(device or model.device)
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
@@ -147,6 +150,8 @@ def encode(
                 features = encoded.new_empty(tokens, encoded.shape[-1])
             features[filled : filled + len(encoded)] = encoded
             filled += len(encoded)
+    if _state_of(video) != state_before:
+        raise ValueError(f"{shown_name(str(video))} was changed while it was read: encode it again.")
     return EncodedVideo(
         video=shown_name(str(video)),
         features=features,
@@ -159,6 +164,13 @@ def encode(
         sound=chunks.sound,
         subtitles=said,
     )
+
+
+def _state_of(video: str | Path) -> State | None:
+    """The state of a file; `None` for an address, a folder or what is not there."""
+    if not os.path.isfile(video):
+        return None
+    return file_state(video)
 
 
 def open_chunks(

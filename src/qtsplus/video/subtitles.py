@@ -33,10 +33,11 @@ MAX_SUBTITLE_BYTES = 2**20  # of one of them: signs that are drawn in ASS have s
 _BITMAPS = ("pgssub", "dvdsub", "dvbsub", "xsub")  # codecs of pictures, which have no text
 # FFmpeg brings all formats to ASS: eight fields, then a text with blocks of `{\\tags}`. Tags of HTML may be left.
 _ASS_FIELDS = 8
-_BLOCK = re.compile(r"(\{[^{}]*\})")
+_BLOCK = re.compile(r"(\{\\[^{}]*\})")  # an override of ASS; other braces are text
 _DRAWING = re.compile(r"\\p(\d+)")
 _BREAK = re.compile(r"\\[Nnh]")
-_TAG = re.compile(r"<[^<>]*>")
+# The tags of SubRip and WebVTT, and WebVTT's timestamps; anything else between angle brackets is text.
+_TAG = re.compile(r"</?(?:b|i|u|s|c|v|font|ruby|rt|lang)(?:[.\s][^<>]*)?>|<\d[\d:]*\.\d+>", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
