@@ -476,7 +476,7 @@ def test_a_saved_processor_brings_its_code_and_loads_the_same(processor, ramp, t
     processor.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "processor_config.json").read_text())
     assert saved["auto_map"]["AutoProcessor"] == "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"
-    assert {"processing_qtsplus.py", "video_qtsplus.py", "selector_qtsplus.py", "chat_template.jinja"} <= {
+    assert {"processing_qtsplus.py", "video_qtsplus.py", "question_qtsplus.py", "chat_template.jinja"} <= {
         path.name for path in tmp_path.iterdir()
     }
     loaded = Qwen2_5_VLQTSplusProcessor.from_pretrained(tmp_path, trust_remote_code=False)
