@@ -118,13 +118,14 @@ class Load:
         for video, question, retention in self.requests:
             if video not in known:
                 known[video] = self._encode(video)
-            features, metadata, grid = known[video]
+            features, metadata, grid, seconds = known[video]
             asked = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}]
             inputs = self.processor.conversation_inputs([asked], video_grid_thw=grid, video_metadata=[metadata])
             settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "retention": retention}
+            settings["second_per_grid_ts"] = seconds
             self.model.generate(**inputs.to(DEVICE), video_features=features, **settings)
 
-    def _encode(self, video: int) -> tuple[list[torch.Tensor], VideoMetadata, torch.Tensor]:
+    def _encode(self, video: int) -> tuple[list[torch.Tensor], VideoMetadata, torch.Tensor, list[float]]:
         metadata = VideoMetadata(**self.described)
         inputs = self.processor(
             text=[prompt_text(self.processor, "")],
@@ -134,7 +135,8 @@ class Load:
             return_tensors="pt",
         )
         grid = inputs["video_grid_thw"]
-        return self.model.encode_videos(inputs["pixel_values_videos"], grid), metadata, grid
+        seconds = [float(second) for second in inputs["second_per_grid_ts"]]
+        return self.model.encode_videos(inputs["pixel_values_videos"], grid), metadata, grid, seconds
 
     def forget(self) -> None:
         """What vLLM and the plugin know of videos."""

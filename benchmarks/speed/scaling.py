@@ -190,6 +190,7 @@ def measure_lm_attention(
             grid = torch.tensor([[size // frame, merge, frame * merge]])
             inputs = processor(text=[prompt_text(processor, QUESTION)], video_grid_thw=grid, return_tensors="pt")
             inputs.pop("mm_token_type_ids", None)
+            inputs["second_per_grid_ts"] = [1.0]
             features = torch.randn(size, base.token_width, device=device, dtype=getattr(torch, dtype))
             for _ in range(times):
                 chosen = compress(base, **inputs.to(device), video_features=[features], **call)
