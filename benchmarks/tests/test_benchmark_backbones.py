@@ -120,7 +120,7 @@ def test_the_page_says_what_fewer_tokens_save_with_and_without_linear_attention(
         rest = sum(ours[stage].flops for stage in ("relevance", "re-encode", "prefill"))
         said += [f"{prefill / rest:.1f}", f"{(prefill + vision) / (rest + vision):.1f}"]
     assert (
-        "Qwen3.5-9B {} times the work of ours from features and {} times from pixels, Qwen3-VL-8B {} and {}".format(
+        "Qwen3.5-9B does {} times our work from features and {} times from pixels, Qwen3-VL-8B {} and {}".format(
             *said
         )
         in page
