@@ -120,8 +120,6 @@ def test_the_page_says_what_fewer_tokens_save_with_and_without_linear_attention(
         rest = sum(ours[stage].flops for stage in ("relevance", "re-encode", "prefill"))
         said += [f"{prefill / rest:.1f}", f"{(prefill + vision) / (rest + vision):.1f}"]
     assert (
-        "Qwen3.5-9B does {} times our work from features and {} times from pixels, Qwen3-VL-8B {} and {}".format(
-            *said
-        )
+        "Qwen3.5-9B does {} times our work from features and {} times from pixels, Qwen3-VL-8B {} and {}".format(*said)
         in page
     )
