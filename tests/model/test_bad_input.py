@@ -7,7 +7,12 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
+from qtsplus import (
+    QTSplusConfig,
+    Qwen2_5_VLQTSplusConfig,
+    Qwen2_5_VLQTSplusForConditionalGeneration,
+    Qwen2_5_VLQTSplusModel,
+)
 from qtsplus.model.methods_qtsplus import METHODS
 from tiny import (
     IM_END,
@@ -186,22 +191,37 @@ def test_a_refused_training_step_leaves_the_running_mean_of_rho():
 # The configuration
 
 BAD_CONFIGS = {
-    "n_max 0": ({"n_max": 0}, "n_max=0; expected n_max >= 1"),
-    "rho_min above rho_max": ({"rho_min": 0.6, "rho_max": 0.5}, "rho_min=0.6, rho_max=0.5; expected 0 < rho_min <="),
-    "rho_min 0": ({"rho_min": 0.0}, "rho_min=0.0, rho_max=0.5; expected 0 < rho_min"),
-    "rho_max above 1": ({"rho_max": 1.5}, "rho_max=1.5; expected .* <= 1"),
+    "n_max 0": ({"n_max": 0}, "n_max=0; expected a whole number from 1"),
+    "an n_max that is no whole number": ({"n_max": 2.5}, "n_max=2.5; expected a whole number from 1"),
+    "an n_max that is a switch": ({"n_max": True}, "n_max=True; expected a whole number from 1"),
+    "no n_max": ({"n_max": None}, "n_max=None; expected a whole number from 1"),
+    "rho_min above rho_max": ({"rho_min": 0.6, "rho_max": 0.5}, "rho_min=0.6, rho_max=0.5; expected rho_min <= rho"),
+    "rho_min 0": ({"rho_min": 0.0}, "rho_min=0.0; expected a number from 1e-12 to 1"),
+    "a rho_min that is a text": ({"rho_min": "0.1"}, "rho_min='0.1'; expected a number from 1e-12 to 1"),
+    "rho_max above 1": ({"rho_max": 1.5}, "rho_max=1.5; expected a number from 1e-12 to 1"),
+    "a negative rho_prior": ({"rho_prior": -0.1}, "rho_prior=-0.1; expected a number from 0 to 1"),
     "an unknown gate": ({"gate": "softmax"}, "gate='softmax'; expected one of .*detached"),
+    "a gate that is a list": ({"gate": ["soft"]}, "gate=.* expected one of .*detached"),
     "an unknown reduction": ({"reduction": "median"}, "reduction='median'; expected one of .*sum"),
     "unknown position_ids": ({"position_ids": "absolute"}, "position_ids='absolute'; expected one of .*sequential"),
-    "tau_s 0": ({"tau_s": 0.0}, "tau_s=0.0; expected tau_s > 0"),
-    "a negative tau_s": ({"tau_s": -1.0}, "tau_s=-1.0; expected tau_s > 0"),
-    "dropout 1": ({"dropout": 1.0}, "dropout=1.0; expected 0 <= dropout < 1"),
-    "no scoring layer": ({"scoring_layers": 0}, "scoring_layers=0; expected scoring_layers >= 1"),
+    "an unknown selection": ({"selection": "unifrom"}, "selection='unifrom'; expected one of .*uniform"),
+    "tau_s 0": ({"tau_s": 0.0}, "tau_s=0.0; expected a number from 1e-12"),
+    "a negative tau_s": ({"tau_s": -1.0}, "tau_s=-1.0; expected a number from 1e-12"),
+    "dropout 1": ({"dropout": 1.0}, "dropout=1.0; expected a number from 0 to 0.999"),
+    "no scoring layer": ({"scoring_layers": 0}, "scoring_layers=0; expected a whole number from 1"),
     "a null token that is a number": ({"null_token": 10**12}, "null_token=1000000000000; expected true or false"),
-    "a weight without end": ({"lambda_m": float("inf")}, "lambda_m=inf, .*; expected numbers from 0"),
-    "a misspelt field": ({"rho_mim": 0.1}, "no field 'rho_mim'. Did you mean rho_min"),
-    "a field that is nearly two": ({"lambda_tm": 0.1}, "no field 'lambda_tm'. Did you mean .*lambda_t"),
+    "positions that are a text": ({"reencode_rope": "no"}, "reencode_rope='no'; expected true or false"),
+    "a weight without end": ({"lambda_m": float("inf")}, "lambda_m=inf; expected a number from 0"),
+    "a weight that is no number": ({"lambda_m": float("nan")}, "lambda_m=nan; expected a number from 0"),
+    "a misspelt field": ({"rho_mim": 0.1}, "no field 'rho_mim'; the nearest are rho_min"),
+    "a field that is nearly two": ({"lambda_tm": 0.1}, "no field 'lambda_tm'; the nearest are .*lambda_t"),
+    "an option of a call": ({"retention": 0.1}, "no field 'retention'; the nearest are"),
     "a negative number of re-encoding layers": ({"reencode_layers": -1}, "reencode_layers=-1; expected"),
+    "half a re-encoding layer": ({"reencode_layers": 1.5}, "reencode_layers=1.5; expected a whole number from 0"),
+    "a negative layer": ({"attention_layer": -1}, "attention_layer=-1; expected a whole number from 0"),
+    "heads in a list": ({"attention_heads": [[0, 99]]}, r"attention_heads=\[\[0, 99\]\]; expected different whole"),
+    "the same head twice": ({"attention_heads": [1, 1]}, "attention_heads=.*expected different whole numbers"),
+    "no heads": ({"attention_heads": []}, "attention_heads=.*expected different whole numbers"),
 }
 
 
@@ -214,11 +234,18 @@ def test_the_configuration_refuses(name):
         tiny_config(**values)
 
 
-def test_fields_that_other_versions_of_transformers_save_are_no_misspelt_ones():
-    """Every saved configuration has some, and those of Transformers 4 had many more than today's."""
+@pytest.mark.parametrize("name", ["user_turn_token_ids", "special_token_ids"])
+@pytest.mark.parametrize("ids", [["user"], 5, [-1]])
+def test_a_configuration_refuses_token_ids_that_are_none(name, ids):
+    settings = {**tiny_config().to_dict(), name: ids}
+    with pytest.raises(ValueError, match=f"{name}=.*expected a list of token ids"):
+        Qwen2_5_VLQTSplusConfig(**settings)
+
+
+def test_the_fields_of_transformers_own_are_accepted():
     saved = QTSplusConfig(rho_min=0.06).to_dict()
-    others = {"torch_dtype": "float32", "torchscript": False, "pruned_heads": {}, "tie_encoder_decoder": False}
-    config = QTSplusConfig.from_dict({**saved, **others, "_attn_implementation_autoset": True, "top_k": 50})
+    others = {"torch_dtype": "float32", "num_labels": 2, "_attn_implementation_autoset": True}
+    config = QTSplusConfig.from_dict({**saved, **others}, attn_implementation="eager")
     assert config.rho_min == 0.06
     assert tiny_config(**saved, **others).qtsplus_config.rho_min == 0.06
 

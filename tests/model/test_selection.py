@@ -11,6 +11,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import Trainer, TrainingArguments
 
 from qtsplus import QTSplusConfig
+from qtsplus.model.configuration_qtsplus import SELECTIONS
 from qtsplus.model.methods_qtsplus import (
     METHODS,
     TIE,
@@ -239,6 +240,10 @@ def test_what_costs_something_is_computed_when_it_is_read(model, inputs):
     assert keep("log_attention") and "QTSplusLayer" not in keep("log_attention")
 
 
+def test_the_configuration_takes_the_names_of_all_methods():
+    assert set(SELECTIONS) == set(METHODS)
+
+
 def test_a_new_method_is_a_function_and_its_name(model, inputs, monkeypatch):
     def corners(candidates, n):
         assert candidates.visual[0].shape[1] == 64 and candidates.query.shape[0] == 5
@@ -246,9 +251,9 @@ def test_a_new_method_is_a_function_and_its_name(model, inputs, monkeypatch):
         assert candidates.log_relevance.shape == (candidates.num_tokens,)
         return torch.arange(n)
 
-    monkeypatch.setitem(METHODS, "corners", corners)
-    assert QTSplusConfig(selection="corners").selection == "corners"
-    kept = model(**inputs, selection="corners", max_visual_tokens=4, retention=1.0).qtsplus.kept_indices
+    monkeypatch.setitem(METHODS, "mine:corners", corners)
+    assert QTSplusConfig(selection="mine:corners").selection == "mine:corners"
+    kept = model(**inputs, selection="mine:corners", max_visual_tokens=4, retention=1.0).qtsplus.kept_indices
     assert [row.tolist() for row in kept] == [[0, 1, 2, 3], [0, 1, 2, 3], []]
 
 

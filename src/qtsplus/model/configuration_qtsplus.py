@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any, get_args
 
 from packaging.version import parse
 from transformers import PreTrainedConfig
@@ -19,13 +20,49 @@ QUERY_STATES = ("embeddings", "layer")
 REDUCTIONS = ("max", "mean", "sum")
 POSITION_IDS = ("original", "sequential")
 SEEN_AREA = 0.8  # A calibration with less does not tell what a video shows from what it does not show.
-# `selection` is missing here because the selector checks it against the methods.
 CHOICES: dict[str, tuple[str, ...]] = {
     "budget": ("rho", "mass", "loss"),
     "query_states": QUERY_STATES,
     "reduction": REDUCTIONS,
     "gate": ("gumbel", "detached", "soft"),
     "position_ids": POSITION_IDS,
+}
+# The names of methods_qtsplus.METHODS. `selection` also takes `module:function` and `file.py:function`.
+SELECTIONS = (
+    "qtsplus",
+    "uniform",
+    "random",
+    "all",
+    "diversity",
+    "coverage",
+    "temporal_redundancy",
+    "lm_attention",
+)
+_ABOVE_0 = 1e-12
+_LARGEST = 2**31 - 1
+# The least and the most of every number; its annotation says whether it is a whole one and whether it may be absent.
+_RANGES: dict[str, tuple[float, float]] = {
+    "rho_min": (_ABOVE_0, 1),
+    "rho_max": (_ABOVE_0, 1),
+    "n_max": (1, _LARGEST),
+    "token_price": (_ABOVE_0, 10**9),
+    "relevance_mass": (_ABOVE_0, 1),
+    "budget_hidden_size": (1, _LARGEST),
+    "tau_s": (_ABOVE_0, 10**9),
+    "attention_layer": (0, _LARGEST),
+    "attention_group": (1, _LARGEST),
+    "attention_mass": (_ABOVE_0, 1),
+    "scoring_layers": (1, _LARGEST),
+    "reencode_layers": (0, _LARGEST),
+    "dropout": (0, 0.999),
+    "evidence_share": (_ABOVE_0, 1),
+    "seen_threshold": (_ABOVE_0, 1),
+    "seen_area": (_ABOVE_0, 1),
+    "lambda_t": (0, 10**9),
+    "lambda_m": (0, 10**9),
+    "lambda_s": (0, 10**9),
+    "rho_prior": (0, 1),
+    "target_n": (_ABOVE_0, _LARGEST),
 }
 # A saved configuration without these fields is older than they are and means the paper's values.
 _BEFORE = {"query_states": "embeddings", "reduction": "max", "budget": "rho", "null_token": False}
@@ -155,31 +192,39 @@ class QTSplusConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         _check_names(kwargs)
         super().__post_init__(**kwargs)
-        self._require(0 < self.rho_min <= self.rho_max <= 1, "rho_min, rho_max", "0 < rho_min <= rho_max <= 1")
-        self._require(self.n_max >= 1, "n_max", "n_max >= 1")
-        self._require(self.null_token in (False, True), "null_token", "true or false")
-        weights = (self.lambda_t, self.lambda_m, self.lambda_s, self.rho_prior or 0)
-        in_range = all(0 <= weight < 1e9 for weight in weights)
-        self._require(in_range, "lambda_t, lambda_m, lambda_s, rho_prior", "numbers from 0 to 1e9")
-        self._require(self.token_price > 0, "token_price", "token_price > 0")
+        for name, kind in QTSplusConfig.__annotations__.items():
+            self._check_field(name, kind)
+        self._require(self.rho_min <= self.rho_max, "rho_min, rho_max", "rho_min <= rho_max")
         can_reach_target = self.target_n is None or self.budget != "mass"
         self._require(can_reach_target, "target_n, budget", "a target_n with another budget, which training moves")
-        self._require(self.tau_s > 0, "tau_s", "tau_s > 0")
-        self._require(0 <= self.dropout < 1, "dropout", "0 <= dropout < 1")
-        heads = self.attention_heads
-        are_distinct = heads is None or 0 < len(set(heads)) == len(heads)
-        self._require(are_distinct, "attention_heads", "different heads, at least one")
-        self._require(self.attention_group >= 1, "attention_group", "attention_group >= 1")
-        self._require(self.scoring_layers >= 1, "scoring_layers", "scoring_layers >= 1")
-        self._require(self.reencode_layers >= 0, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
-        for name in ("evidence_share", "relevance_mass", "attention_mass"):
-            self._require(0 < getattr(self, name) <= 1, name, f"0 < {name} <= 1")
-        calibration = (self.seen_threshold, self.seen_area)
-        if calibration != (None, None):
-            is_complete = all(value is not None and 0 < value <= 1 for value in calibration)
-            self._require(is_complete, "seen_threshold, seen_area", "both above 0 and at most 1, or neither")
-        for name, choices in CHOICES.items():
-            self._require(getattr(self, name) in choices, name, f"one of {choices}")
+        is_whole_calibration = (self.seen_threshold is None) == (self.seen_area is None)
+        self._require(is_whole_calibration, "seen_threshold, seen_area", "both or neither")
+
+    def _check_field(self, name: str, kind: Any) -> None:
+        """Raises `ValueError` for a value that is not of the field's kind, or out of its range."""
+        value = getattr(self, name)
+        if name in CHOICES:
+            self._require(value in CHOICES[name], name, f"one of {CHOICES[name]}")
+        elif name in _RANGES:
+            self._check_number(name, kind)
+        elif name == "selection":
+            is_method = isinstance(value, str) and (value in SELECTIONS or ":" in value)
+            self._require(is_method, name, f"one of {SELECTIONS}, or the 'module:function' of another method")
+        elif name == "attention_heads":
+            are_heads = value is None or (_are_ids(value) and 0 < len(set(value)) == len(value))
+            self._require(are_heads, name, "different whole numbers from 0 on, at least one")
+        else:
+            self._require(isinstance(value, bool), name, "true or false")
+
+    def _check_number(self, name: str, kind: Any) -> None:
+        value = getattr(self, name)
+        if value is None and type(None) in get_args(kind):
+            return
+        is_whole = kind in (int, int | None)
+        is_number = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
+        least, most = _RANGES[name]
+        noun = "a whole number" if is_whole else "a number"
+        self._require(is_number and least <= value <= most, name, f"{noun} from {least:,} to {most:,}")
 
     def _require(self, holds: bool, names: str, expected: str) -> None:
         if not holds:
@@ -254,6 +299,10 @@ class QTSplusConfigMixin:
             raise ValueError(
                 f"tool_response_token_ids={tags!r}: expected the ids that begin a response and that end it."
             )
+        for name in ("user_turn_token_ids", "special_token_ids", "frame_text_token_ids"):
+            ids = getattr(self, name, ())
+            if not _are_ids(ids):
+                raise ValueError(f"{name}={ids!r}: expected a list of token ids, whole numbers from 0 on.")
         self.qtsplus_config = selector
         kwargs.pop("model_type", None)  # a base checkpoint's config.json has the stock model's
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -302,8 +351,7 @@ class Qwen3_5QTSplusConfig(QTSplusConfigMixin, Qwen3_5Config):
 def _check_version(written: str | None, selector: dict) -> None:
     if written is None or parse(str(written)) <= parse(VERSION):
         return
-    known = QTSplusConfig().to_dict()
-    unknown = [name for name in sorted(selector) if name not in known]
+    unknown = [name for name in sorted(selector) if not _is_known(name)]
     versions = f"The model was written by qtsplus {written}, and this is {VERSION}"
     if unknown:
         raise ValueError(
@@ -313,16 +361,25 @@ def _check_version(written: str | None, selector: dict) -> None:
     logging.get_logger(__name__).warning_once(f"{versions}: it loads, but install {written} if something is odd.")
 
 
-def _check_names(unknown: Iterable[str]) -> None:
-    """
-    Raises `ValueError` for unknown fields whose names are like those of [`QTSplusConfig`]. Others are left to
-    Transformers, whose versions write different fields of their own into every saved configuration.
-    """
-    fields = list(vars(QTSplusConfig)["__annotations__"])
-    for name in unknown:
-        similar = get_close_matches(name, fields, cutoff=0.8)
-        if similar:
-            raise ValueError(f"QTSplusConfig has no field {name!r}. Did you mean {' or '.join(similar)}?")
+def _is_known(name: str) -> bool:
+    """Whether a field is one of [`QTSplusConfig`] or one that Transformers gives to every configuration."""
+    inherited = hasattr(PreTrainedConfig, name) or hasattr(PreTrainedConfig, f"_{name}")
+    return inherited or name in QTSplusConfig.__annotations__ or name.startswith("_") or name == "auto_map"
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raises `ValueError` for a field that no [`QTSplusConfig`] has."""
+    for name in names:
+        if not _is_known(name):
+            nearest = get_close_matches(name, QTSplusConfig.__annotations__, n=2, cutoff=0)
+            raise ValueError(f"QTSplusConfig has no field {name!r}; the nearest are {' and '.join(nearest)}.")
+
+
+def _are_ids(value: Any) -> bool:
+    """Whether a value is a list of whole numbers from 0 on, as token ids and numbers of heads are."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    return all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in value)
 
 
 __all__ = [
