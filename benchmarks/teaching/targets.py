@@ -9,12 +9,14 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import send_to_device
 
+from qtsplus.common.tensors import TensorKind, digest_of
 from qtsplus.data.records import VideoRecord
 from qtsplus.training.arguments import QTSplusTrainingArguments
 from qtsplus.training.attention import AttentionChoice, answer_attention
 from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
 from qtsplus.training.features import VideoFeatures, read_tensors, write_tensors
-from qtsplus.video.storage import digest_of
+
+_KINDS = {"attention": TensorKind(("M",))}
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class AttentionTargets:
 
     def load(self, record: VideoRecord, example: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The target of a record's example, if there is one."""
-        return read_tensors(self.file(record, example["input_ids"], example["labels"]), {"attention": 1}) or {}
+        return read_tensors(self.file(record, example["input_ids"], example["labels"]), _KINDS) or {}
 
 
 def note_targets(model: Any, dataset: VideoQADataset, args: QTSplusTrainingArguments) -> AttentionTargets:

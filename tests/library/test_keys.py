@@ -13,10 +13,11 @@ from transformers.video_utils import VideoMetadata
 from clips import make_world, render_world, write_mp4
 from qtsplus.asking import ranking
 from qtsplus.asking.ranking import Piece, Scorer, token_keys
+from qtsplus.common.tensors import digest_of
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
 from qtsplus.video.encoded import EncodedVideo
-from qtsplus.video.storage import digest_of, load_keys, save_keys
+from qtsplus.video.storage import load_keys, save_keys
 
 QUESTIONS = ("What is in the red circle?", "What crosses the middle?", "Is there a blue ring?")
 MADE_FROM = {"made_by": "a selector", "features": "some features"}

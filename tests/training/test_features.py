@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from clips import render_clip
+from qtsplus.common.tensors import TensorKind
 from qtsplus.training import features
 from qtsplus.training.models import make_config, make_processor
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer, run
 from training_examples import steps
+
+ATTENTION = {"attention": TensorKind(("M",))}
 
 
 @pytest.fixture
@@ -150,32 +153,37 @@ def test_features_of_a_vision_tower_that_trains_are_refused(recipe_file, tmp_pat
 
 
 def test_damaged_features_are_one_line_and_train_nothing(tmp_path):
-    path, whole = tmp_path / "features.safetensors", {"attention": torch.ones(3)}
-    ranks = {"attention": 1}
-    assert features.read_tensors(path, ranks) is None
+    path = tmp_path / "features.safetensors"
+    whole = {"attention": torch.ones(3)}
+    refusal = f"stored features '{path}' cannot be used: .*; remove the file, and it is made again"
+    assert features.read_tensors(path, ATTENTION) is None
     features.write_tensors(path, whole)
-    assert torch.equal(features.read_tensors(path, ranks)["attention"], whole["attention"])
-    shape, nan = torch.ones(3, 1), torch.tensor([torch.nan])
-    for damaged in ({"attention": shape}, {"attention": nan}, {"other": torch.ones(3)}):
+    assert torch.equal(features.read_tensors(path, ATTENTION)["attention"], whole["attention"])
+    other_shape = torch.ones(3, 1)
+    no_number = torch.tensor([torch.nan])
+    for damaged in ({"attention": other_shape}, {"attention": no_number}, {"other": torch.ones(3)}):
         features.write_tensors(path, damaged)
-        with pytest.raises(ValueError, match=f"{path} is damaged: remove it"):
-            features.read_tensors(path, ranks)
+        with pytest.raises(ValueError, match=refusal):
+            features.read_tensors(path, ATTENTION)
     path.write_bytes(b"no features")
-    with pytest.raises(ValueError, match=f"{path} is damaged: remove it"):
-        features.read_tensors(path, ranks)
+    with pytest.raises(ValueError, match=refusal):
+        features.read_tensors(path, ATTENTION)
 
 
 def test_changed_features_and_those_of_another_video_are_found(tmp_path):
-    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
-    for path in (one, other):
-        features.write_tensors(path, {"attention": torch.ones(3)})
-    whole = one.read_bytes()
-    damages = [other.read_bytes(), *(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(-12, -1))]
+    path = tmp_path / "one.safetensors"
+    other = tmp_path / "other.safetensors"
+    for place in (path, other):
+        features.write_tensors(place, {"attention": torch.ones(3)})
+    whole = path.read_bytes()
+    damages = [other.read_bytes()]
+    for place in range(-12, -1):
+        damages.append(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     for damage in damages:
-        one.write_bytes(damage)
-        with pytest.raises(ValueError, match=f"{one} is damaged: remove it, .*it was changed since it was written"):
-            features.read_tensors(one, {"attention": 1})
-    one.unlink()
-    one.symlink_to(other)
+        path.write_bytes(damage)
+        with pytest.raises(ValueError, match=f"{path}' cannot be used: it was changed since it was written"):
+            features.read_tensors(path, ATTENTION)
+    path.unlink()
+    path.symlink_to(other)
     with pytest.raises(ValueError, match="it is no file"):
-        features.read_tensors(one, {"attention": 1})
+        features.read_tensors(path, ATTENTION)

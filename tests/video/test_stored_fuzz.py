@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from clips import make_world, render_world, write_mp4
 from qtsplus.asking import batch
 from qtsplus.common.journals import Journal, seal
+from qtsplus.common.tensors import TensorKind
 from qtsplus.library import indexing, library
 from qtsplus.library.library import Library
 from qtsplus.training.features import read_tensors, write_tensors
@@ -31,7 +32,11 @@ VALUES = [
     *("", "0", "a", "\0", "\n", "\ud800", "../x", "../../victim", "/etc/passwd", "C:\\x", "file:///etc/passwd"),
     *("http://127.0.0.1/x", "~/x", "%2e%2e/x", "a" * 5000, [], {}, [[]], {"a": None}, ["../x"], {"../x": "../x"}),
 ]
-RANKS = {"video_features": 2, "video_grid_thw": 2, "second_per_grid_ts": 1}
+KINDS = {
+    "video_features": TensorKind(("k", "d")),
+    "video_grid_thw": TensorKind((1, 3)),
+    "second_per_grid_ts": TensorKind((1,)),
+}
 
 
 def as_json(value):
@@ -83,7 +88,7 @@ READERS = {
     "library": read_library,
     "batch.jsonl": read_journal("batch.jsonl", batch._ENTRIES),
     "features": lambda folder, model: {
-        name: value.tolist() for name, value in read_tensors(folder / "features/0.safetensors", RANKS).items()
+        name: value.tolist() for name, value in read_tensors(folder / "features/0.safetensors", KINDS).items()
     },
 }
 

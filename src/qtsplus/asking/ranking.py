@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.tensors import digest_of
 from ..model.relevance_qtsplus import QTSplusLayer
 from ..video.encoded import EncodedVideo
-from ..video.storage import KeyedVideo, digest_of
+from ..video.storage import KeyedVideo
 from .answers import check_question
 
 CHUNK = 512  # tokens that are scored at a time, few enough for a processor's cache

@@ -13,19 +13,23 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 from rich.progress import track
-from safetensors import SafetensorError
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from ..common.files import first_line, require_space, size
+from ..common.files import require_space, size
+from ..common.tensors import TensorFormat, TensorKind, digest_of
 from ..data.media import media_state
-from ..video.storage import digest_of, load_tensors, save_tensors
 from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)
 
 _CLASSES = ("auto_map", "processor_class")  # which a stage adds to the processor that it saves
 _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+_OF_VIDEO = {
+    "video_features": TensorKind(("k", "d")),
+    "video_grid_thw": TensorKind((1, 3), (torch.int64,)),
+    "second_per_grid_ts": TensorKind((1,), (torch.float32, torch.float64)),
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class VideoFeatures:
 
     def load(self, video: str, fps: float | None = None) -> dict[str, torch.Tensor] | None:
         """A video's features; `None` where it could not be read."""
-        return read_tensors(self.file(video, fps), {"video_features": 2, "video_grid_thw": 2, "second_per_grid_ts": 1})
+        return read_tensors(self.file(video, fps), _OF_VIDEO)
 
 
 def encode_files(
@@ -117,24 +121,24 @@ def _decode(
     return place, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
 
 
-def read_tensors(path: Path, ranks: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
-    """What [`write_tensors`] wrote, of these ranks by name; `None` without a file, a `ValueError` for damage."""
+def read_tensors(path: Path, kinds: Mapping[str, TensorKind]) -> dict[str, torch.Tensor] | None:
+    """What [`write_tensors`] wrote, of these kinds by name; `None` without a file, a `ValueError` for damage."""
     if not os.path.lexists(path):
         return None
-    try:
-        tensors, header = load_tensors(path, ranks)
-        if header != _header(path):
+    with _format(kinds).reading(path) as file:
+        if file.texts != _header(path):
             raise ValueError("it was changed since it was written: it is another video's")
-        if not all(tensor.isfinite().all() for tensor in tensors.values()):
-            raise ValueError("it holds NaN or infinity")
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: remove it, and it is made again ({first_line(error)}).") from error
-    return tensors
+        return file.tensors
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Writes a file of tensors that is never seen half written."""
-    save_tensors(path, tensors, _header(path))
+    _format({}).write(path, tensors, _header(path))
+
+
+def _format(kinds: Mapping[str, TensorKind]) -> TensorFormat:
+    remedy = "remove the file, and it is made again"
+    return TensorFormat("stored features", remedy, kinds, texts=frozenset(["place"]))
 
 
 def _header(path: Path) -> dict[str, str]:

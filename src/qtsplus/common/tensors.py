@@ -1,0 +1,148 @@
+"""
+Files of tensors: a format declares what such a file holds, and one reader and one writer serve all formats.
+
+Features of videos and keys of a library (`qtsplus.video.storage`) are two formats; features for training can be a
+third. A new kind of stored tensor needs a [`TensorFormat`], and no code of its own for reading and checking.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .files import first_line, naming_full_disk, whole_file
+from .journals import is_plain_file
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+LARGE = 1e15  # no model computes such a number: its square would be infinite in a sum
+_ROWS = 4096  # that are checked at a time, so that a large file is never in memory twice
+
+
+def digest_of(tensors: Mapping[str, Tensor], settings=None) -> str:
+    """A hash of tensors by name, in their order, and of settings that JSON can hold."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        values = tensor.detach().cpu().contiguous().flatten()
+        digest.update(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def check_numbers(name: str, tensor: Tensor) -> None:
+    """A `ValueError` for NaN, infinity, and numbers that no model computes."""
+    if not tensor.is_floating_point():
+        return
+    for rows in tensor.split(_ROWS):
+        if not (rows.abs() < LARGE).all():
+            raise ValueError(f"{name} holds NaN, infinity or numbers that are too large; expected others")
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """
+    What one tensor of a file has to be.
+
+    Args:
+        shape: a number, or a symbol that stands for the same number wherever it is used: `("M", "d")`, or `(1, 3)`.
+        dtypes: one of these.
+    """
+
+    shape: tuple[str | int, ...]
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+
+    def check(self, name: str, tensor: Tensor, sizes: dict[str | int, int]) -> None:
+        """A `ValueError` for another tensor. `sizes` has the number of each symbol, and gets those that are new."""
+        for symbol, size in zip(self.shape, tensor.shape, strict=False):
+            if isinstance(symbol, str):
+                sizes.setdefault(symbol, size)
+        expected = [sizes.get(symbol, symbol) for symbol in self.shape]
+        if list(tensor.shape) != expected or tensor.dtype not in self.dtypes:
+            dtypes = " or ".join(map(str, self.dtypes))
+            raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype}; expected {expected} of {dtypes}")
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """What was read: tensors by name, and the texts beside them."""
+
+    tensors: dict[str, Tensor]
+    texts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """
+    What a kind of file holds.
+
+    Args:
+        what: what messages call such a file, such as "stored video".
+        remedy: what to do about a damaged file, such as "encode the video again".
+        tensors: by name.
+        texts: the names of the texts beside them.
+        has_digest: whether the file has a digest of all of it. If not, its tensors stay on disk until they are looked
+            at, and who stores the file notes a digest elsewhere.
+    """
+
+    what: str
+    remedy: str
+    tensors: Mapping[str, TensorKind]
+    texts: frozenset[str] = field(default_factory=frozenset)
+    has_digest: bool = True
+
+    @contextmanager
+    def writing(self, path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Iterator[Path]:
+        """Writes a file that is at `path` once the context ends; yields its place until then."""
+        ordered = {}
+        for name in sorted(tensors):
+            ordered[name] = tensors[name].detach().cpu().contiguous()
+        header = dict(texts)
+        if self.has_digest:
+            header["digest"] = digest_of(ordered, header)
+        with whole_file(path, "wb") as part:
+            try:
+                with naming_full_disk(path):
+                    save_file(ordered, part.name, header)
+            except SafetensorError as error:
+                raise OSError(f"{path} cannot be written: {first_line(error)}") from error
+            yield Path(part.name)
+
+    def write(self, path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+        """Writes a file that is never seen half written."""
+        with self.writing(path, tensors, texts):
+            pass
+
+    @contextmanager
+    def reading(self, path: Path) -> Iterator[TensorFile]:
+        """
+        Reads a file and checks it. A `ValueError` for one that is missing, damaged or of another format says what to
+        do; so does any that is raised within the context, where the caller checks what the format does not declare.
+        """
+        try:
+            yield self._read(path)
+        except (OSError, SafetensorError, ValueError, RecursionError) as error:
+            reason = first_line(error).removesuffix(".")
+            raise ValueError(f"The {self.what} {str(path)!r} cannot be used: {reason}; {self.remedy}.") from error
+
+    def _read(self, path: Path) -> TensorFile:
+        if not is_plain_file(path):
+            raise ValueError("it is no file")
+        with safe_open(path, "pt") as file:
+            texts = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        if self.has_digest and texts.pop("digest", None) != digest_of(tensors, texts):
+            raise ValueError("it was changed since it was written")
+        if tensors.keys() != self.tensors.keys() or texts.keys() != self.texts:
+            raise ValueError(f"it is no {self.what}")
+        sizes: dict[str | int, int] = {}
+        for name, kind in self.tensors.items():
+            kind.check(name, tensors[name], sizes)
+            if self.has_digest:
+                check_numbers(name, tensors[name])
+        return TensorFile(tensors, texts)
