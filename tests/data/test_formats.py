@@ -5,13 +5,14 @@ import re
 import sys
 import tracemalloc
 from decimal import Decimal
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtsplus.data.formats import Unreadable, iter_records, iter_rows, read_records
-from qtsplus.data.records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Caption, Choice, FreeAnswer, VideoRecord
+from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, FreeAnswer, VideoRecord
 from set_files import write_records
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30).filter(str.strip)
@@ -22,7 +23,10 @@ SHARED = {
     "id": st.none() | TEXT,
     "fps": st.none() | st.floats(min_value=0.01, max_value=1000, allow_nan=False),
 }
-LABELS = {"type": st.none() | st.sampled_from(QUESTION_TYPES), "difficulty": st.none() | st.sampled_from(DIFFICULTIES)}
+LABELS = {
+    "type": st.none() | st.sampled_from(QUESTION_TYPES),
+    "difficulty": st.none() | st.sampled_from(get_args(Difficulty)),
+}
 OPTIONS = st.lists(TEXT, min_size=4, max_size=4, unique_by=lambda text: " ".join(text.casefold().split()))
 CAPTIONS = st.builds(Caption, **SHARED, caption=TEXT)
 ANSWERS = st.builds(FreeAnswer, **SHARED, **LABELS, question=TEXT, answer=TEXT)

@@ -74,7 +74,7 @@ def test_what_a_choice_refuses_is_named_with_what_is_expected(change, message):
     ("row", "message"),
     [
         ([1], "expected a JSON object, got a list"),
-        ({"question": "What?"}, "it lacks video, answer"),
+        ({"question": "What?"}, "video is missing; answer is missing"),
         ({"vision_id": "v", "question": "What?"}, "answer is missing"),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_value_of_another_type_is_named_with_its_line(tmp_path, change, messag
 
 def test_a_record_that_lacks_a_field_is_refused(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "What?"}')
-    with pytest.raises(ValueError, match="it lacks video, answer"):
+    with pytest.raises(ValueError, match="video is missing; answer is missing"):
         read_records(tmp_path / "train.jsonl")
 
 

@@ -1,19 +1,14 @@
 """`qtsplus data check`: what is wrong with a set, row by row."""
 
-import hashlib
-import os
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..common.files import printable
 from .formats import Row, iter_records, iter_rows, locate, media_folder
-from .media import media_key, media_problem
-from .records import SPECIAL_TOKEN, Caption, VideoRecord, all_texts, media_name
-
-_AT_ONCE = 256  # rows, whose videos are looked at together
+from .media import AnyPath, media_key, media_problem
+from .records import SPECIAL_TOKEN, Caption, Record, VideoRecord, media_name
 
 
 @dataclass(frozen=True)
@@ -26,19 +21,19 @@ class BadRow:
     reason: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class Checked:
     """The findings of a set's check."""
 
-    rows: int = 0  # the number of rows
-    bad: list[BadRow] = field(default_factory=list)  # in order; a row may be there for several reasons
-    videos: int = 0  # the number of videos that were looked at
+    rows: int  # the number of rows
+    bad: list[BadRow]  # in order; a row may be there for several reasons
+    videos: int  # the number of videos that were looked at
 
 
 def check_set(
-    path: str | os.PathLike,
-    media_root: str | os.PathLike | None = None,
-    against: str | os.PathLike | None = None,
+    path: AnyPath,
+    media_root: AnyPath | None = None,
+    against: AnyPath | None = None,
     media: bool = True,
 ) -> Checked:
     """
@@ -50,107 +45,84 @@ def check_set(
         media: look for every video, and decode a frame of it.
     """
     root = media_folder(path, media_root)
-    others = {} if against is None else _videos(against)
-    other_set = Path(str(against)).name
-    result = Checked()
-    seen: dict[bytes, int] = {}  # the first row with a text, by its digest
-    videos: dict[str, str | None] = {}  # what is wrong with each video
-    for batch in _batches(iter_rows(path)):
-        places: list[str | None] = [None] * len(batch)
-        if media:
-            places = [locate(row, root) for row in batch]
-            videos.update(_media_problems([place for place in places if place is not None and place not in videos]))
-        for row, place in zip(batch, places, strict=True):
-            result.rows += 1
-            reasons = list(_reasons(row, seen))
-            if place is not None:
-                reasons.append(("media", videos[place]))
-            other = _other_row(row, others)
-            if other is not None:
-                reasons.append(("overlap", f"row {other} of {other_set} is about the same video."))
-            for check, reason in reasons:
-                if reason:
-                    result.bad.append(BadRow(row.number, row.id, check, printable(reason)))
-    if not result.rows:
+    others = {} if against is None else _rows_by_video(against)
+    first_rows: dict[str, int] = {}
+    rows_of_video: dict[str, list[BadRow]] = {}  # which are bad if the video at this place is
+    bad: list[BadRow] = []
+    count = 0
+    for row in iter_rows(path):
+        count += 1
+        for check, reason in _problems(row, first_rows, others):
+            bad.append(BadRow(row.number, row.id, check, reason))
+        place = locate(row, root) if media else None
+        if place is not None:
+            about = BadRow(row.number, row.id, "media", "")
+            rows_of_video.setdefault(place, []).append(about)
+    if not count:
         raise ValueError(f"{path} holds no row; expected one or more to check.")
-    result.videos = len(videos)
-    return result
+    with ThreadPoolExecutor() as pool:
+        problems = pool.map(media_problem, rows_of_video)
+        for problem, rows in zip(problems, rows_of_video.values(), strict=True):
+            if problem is not None:
+                bad += [replace(row, reason=problem) for row in rows]
+    bad.sort(key=lambda found: found.row)
+    return Checked(count, bad, len(rows_of_video))
 
 
-def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    batch = list(islice(rows, _AT_ONCE))
-    while batch:
-        yield batch
-        batch = list(islice(rows, _AT_ONCE))
+def _problems(row: Row, first_rows: dict[str, int], others: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """
+    The checks that a row fails, with the reasons.
 
-
-def _media_problems(places: list[str]) -> dict[str, str | None]:
-    """What is wrong with each video, from one frame of it; several are decoded at a time."""
-    from ..model import video_qtsplus  # noqa: F401, an import in a thread could not be interrupted
-
-    places = list(dict.fromkeys(places))
-    pool = ThreadPoolExecutor(os.cpu_count())
-    try:
-        return dict(zip(places, pool.map(media_problem, places), strict=True))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _other_row(row: Row, others: dict[bytes, int]) -> int | None:
-    """The row of the other set that is about the same video."""
-    if row.record is None:
-        return None
-    name = media_name(row.record)
-    if name is None:
-        return None
-    return others.get(_digest(media_key(name)))
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=12).digest()
-
-
-def _reasons(row: Row, seen: dict[bytes, int]) -> Iterator[tuple[str, str | None]]:
-    """What is wrong with a row itself, or beside the earlier ones. Digests of these are held, not their texts."""
+    Args:
+        first_rows: the first row with an id or a question, which is noted here.
+        others: the row of another set that is about a video.
+    """
     record = row.record
     if record is None:
-        yield "schema", row.problem
+        yield "schema", str(row.problem)
         return
-
-    def first_with(texts: list[str]) -> int:
-        """The first row with these texts, which may be this one."""
-        normal = "\x00".join(" ".join(text.casefold().split()) for text in texts)
-        return seen.setdefault(_digest(normal), row.number)
-
     if record.id is not None:
-        first = first_with(["id", record.id])
+        first = first_rows.setdefault(f"id {record.id}", row.number)
         if first != row.number:
             yield "duplicate", f"row {first} has the same id."
-    kind = "question"
-    texts = ["text", media_key(media_name(record) or "")]
+    kind = "caption" if isinstance(record, Caption) else "question"
+    first = first_rows.setdefault(f"{kind} {_normal_text(record)}", row.number)
+    if first != row.number:
+        yield "duplicate", f"row {first} has the same {kind} about the same video."
+    token = SPECIAL_TOKEN.search(json.dumps(record.row(), ensure_ascii=False))
+    if token is not None:
+        yield "special token", f"{token[0]!r} in its text is a special token; it is read as text."
+    video = _video_key(record)
+    if video and video in others:
+        yield "overlap", f"{others[video]} is about the same video."
+
+
+def _normal_text(record: Record) -> str:
+    """The video and the text by which a record is recognised; a question has one answer, which is not part of it."""
+    texts = [_video_key(record)]
     if isinstance(record, Caption):
-        kind = "caption"
         texts.append(record.caption)
     else:
         texts.append(record.question)
-    if isinstance(record, VideoRecord):  # an answer does not make it another record: one question has one answer
+    if isinstance(record, VideoRecord):
         texts += [question for question, _ in record.earlier]
-    first = first_with(texts)
-    if first != row.number:
-        yield "duplicate", f"row {first} has the same {kind} about the same video."
-    token = SPECIAL_TOKEN.search("\n".join(all_texts(record)))
-    if token is not None:
-        yield "special token", f"{token[0]!r} in its text is a special token; it is read as text."
+    return "\x00".join(" ".join(text.casefold().split()) for text in texts)
 
 
-def _videos(path: str | os.PathLike) -> dict[bytes, int]:
-    """By a video's digest the first record of a set that is about it."""
-    videos: dict[bytes, int] = {}
+def _video_key(record: Record) -> str:
+    """What the video of a record is called in every set; empty for a record without one."""
+    name = media_name(record)
+    if name is None:
+        return ""
+    return media_key(name)
+
+
+def _rows_by_video(path: AnyPath) -> dict[str, str]:
+    """By video the first row of a set that is about it."""
+    rows: dict[str, str] = {}
     number = 0
     for number, record in enumerate(iter_records(path), start=1):
-        name = media_name(record)
-        if name is not None:
-            videos.setdefault(_digest(media_key(name)), number)
+        rows.setdefault(_video_key(record), f"row {number} of {Path(path).name}")
     if not number:
         raise ValueError(f"{path} holds no record; expected another set, which should share no video with this one.")
-    return videos
+    return rows

@@ -4,7 +4,6 @@ Readers stream: what they hold does not grow with the file, except for a JSON ar
 """
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +13,13 @@ from typing import Any
 
 from ..common.files import printable
 from ..common.validation import show
-from .media import find_media
+from .media import AnyPath, find_media
 from .records import Record, VideoRecord, media_name, parse_record, to_video_record
 
 ROWS_AT_ONCE = 1000  # of a table
 
 _PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:image|video)>")
+_SPEAKERS = ("human", "gpt")  # of a LLaVA-Video conversation, in turn
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,15 @@ class Row:
     @property
     def id(self) -> str | None:
         """The record's own id, or its video, as far as they can be read."""
-        content = self.content if isinstance(self.content, Mapping) else {}
-        named = (content.get(name) for name in ("id", "vision_id", "video"))
-        name = next((str(name) for name in named if name is not None), None)
-        return None if name is None else printable(name)
+        if isinstance(self.content, Mapping):
+            for key in ("id", "vision_id", "video"):
+                name = self.content.get(key)
+                if name is not None:
+                    return printable(str(name))
+        return None
 
 
-def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
+def iter_rows(path: AnyPath) -> Iterator[Row]:
     """
     Every row of a set in order, good or bad; blank lines are none. It has lines (.jsonl) or an array (.json) of
     records, of the reference's rows or of LLaVA-Video conversations; or is a table (.parquet).
@@ -49,28 +51,31 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
         ValueError: no such file, a table that cannot be read, or a JSON array that is broken.
     """
     path = Path(path)
-    if not os.path.isfile(path):
+    if not path.is_file():
         raise ValueError(f"There is no file {str(path)!r}; expected a set of records, such as JSONL or Parquet.")
-    items: Iterable[Any] | None = None
-    if path.suffix.lower() == ".parquet":
+    suffix = path.suffix.lower()
+    items: Iterable | None = None
+    if suffix == ".parquet":
         items = _read_table(path)
-    elif path.suffix.lower() == ".json":
+    elif suffix == ".json":
         items = _read_array(path)
     if items is None:
         yield from _iter_lines(path)
-    else:
-        yield from (_parse(number, item) for number, item in enumerate(items, start=1))
+        return
+    for number, content in enumerate(items, start=1):
+        yield _parse(number, content)
 
 
-def _parse(number: int, content: Any) -> Row:
+def _parse(number: int, content: object) -> Row:
     try:
-        is_conversation = isinstance(content, Mapping) and "conversations" in content
-        return Row(number, content, record=_from_llava(content) if is_conversation else parse_record(content))
+        if isinstance(content, Mapping) and "conversations" in content:
+            return Row(number, content, record=_from_llava(content))
+        return Row(number, content, record=parse_record(content))
     except ValueError as error:
         return Row(number, content, str(error))
 
 
-def iter_records(path: str | os.PathLike) -> Iterator[Record]:
+def iter_records(path: AnyPath) -> Iterator[Record]:
     """Every record of a set in order, see [`iter_rows`]; the first row that is none raises a `ValueError`."""
     for row in iter_rows(path):
         if row.record is None:
@@ -78,7 +83,10 @@ def iter_records(path: str | os.PathLike) -> Iterator[Record]:
         yield row.record
 
 
-def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> list[VideoRecord]:
+def read_records(
+    path: AnyPath,
+    media_root: AnyPath | None = None,
+) -> list[VideoRecord]:
     """
     What `qtsplus train` and `qtsplus eval` read of a file, with the places of its videos; the first row that is no
     question with an answer raises a `ValueError`.
@@ -95,18 +103,24 @@ def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None =
     return records
 
 
-def media_folder(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> Path:
+def media_folder(path: AnyPath, media_root: AnyPath | None = None) -> Path:
     """Where the videos of a set are looked for: the media root, or else beside the file. `ValueError` for no folder."""
-    if media_root is not None and not Path(media_root).is_dir():
+    if media_root is None:
+        return Path(path).parent
+    if not Path(media_root).is_dir():
         raise ValueError(f"There is no folder {str(media_root)!r}; expected the media root, where the videos lie.")
-    return Path(path).parent if media_root is None else Path(media_root)
+    return Path(media_root)
 
 
 def locate(row: Row, root: Path) -> str | None:
     """Where the video of a row should lie, see [`find_media`]; `None` for text only."""
-    name = None if row.record is None else media_name(row.record)
-    source = row.content.get("data_source") if isinstance(row.content, Mapping) else None
-    return None if name is None else find_media(name, root, source if isinstance(source, str) else None)
+    if row.record is None:
+        return None
+    name = media_name(row.record)
+    if name is None:
+        return None
+    source = row.content.get("data_source")
+    return find_media(name, root, source if isinstance(source, str) else None)
 
 
 def _iter_lines(path: Path) -> Iterator[Row]:
@@ -115,14 +129,14 @@ def _iter_lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                content = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                content = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 yield Row(number, problem=f"it is no JSON: {error}.")
             else:
                 yield _parse(number, content)
 
 
-def _read_array(path: Path) -> list[Any] | None:
+def _read_array(path: Path) -> list | None:
     """The items of a JSON array, which is read whole; `None` where the file begins otherwise."""
     with open(path, encoding="utf-8-sig") as file:
         try:
@@ -134,7 +148,7 @@ def _read_array(path: Path) -> list[Any] | None:
             raise ValueError(f"{path} is no JSON array of records: {error}.") from None
 
 
-def _read_table(path: Path) -> Iterator[dict[str, Any]]:
+def _read_table(path: Path) -> Iterator[dict]:
     """The rows of a Parquet file, batch by batch."""
     try:
         from pyarrow import ArrowInvalid
@@ -144,8 +158,8 @@ def _read_table(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with ParquetFile(path) as table:
             for batch in table.iter_batches(ROWS_AT_ONCE):
-                columns = [_cells(column) for column in batch.columns]
-                for cells in zip(*columns, strict=True):
+                for row in range(len(batch)):
+                    cells = [_cell(column[row]) for column in batch.columns]
                     yield _as_jsonl(dict(zip(batch.schema.names, cells, strict=True)))
     except ArrowInvalid as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
@@ -161,23 +175,16 @@ class Unreadable:
         return f"an unreadable {self.kind}"
 
 
-def _cells(column: Any) -> list[Any]:
-    """The values of a column of a table; [`Unreadable`] for those that Python cannot hold."""
-    try:
-        return column.to_pylist()
-    except (ValueError, OverflowError):  # such as an unknown time zone, which the other columns do not need
-        return [_cell(scalar) for scalar in column]
-
-
-def _cell(scalar: Any) -> Any:
+def _cell(scalar):
+    """The value of a cell of a table."""
     try:
         return scalar.as_py()
-    except (ValueError, OverflowError):
-        kind = re.match(r"\w*", str(scalar.type))
-        return Unreadable(kind[0] if kind else "value")
+    except (ValueError, OverflowError):  # such as an unknown time zone, which the other columns do not need
+        kind, *_ = re.split(r"\W", str(scalar.type))
+        return Unreadable(kind)
 
 
-def _as_jsonl(value: Any) -> Any:
+def _as_jsonl(value):
     """
     A row as JSONL has it: with integers and floats for decimals, and without nulls, except for `video`, where a null
     says that there is none.
@@ -189,22 +196,26 @@ def _as_jsonl(value: Any) -> Any:
     return {name: _as_jsonl(inner) for name, inner in value.items() if inner is not None or name == "video"}
 
 
-def _from_llava(row: Mapping[str, Any]) -> VideoRecord:
+def _from_llava(row: Mapping) -> VideoRecord:
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns or len(turns) % 2:
         raise ValueError(f"conversations is {show(turns)}; expected turns of human and gpt, one after the other.")
-    said = []
+    texts = []
     for index, turn in enumerate(turns):
-        speaker = ("human", "gpt")[index % 2]
-        text = turn.get("value") if isinstance(turn, Mapping) and turn.get("from") == speaker else None
+        speaker = _SPEAKERS[index % 2]
+        text = None
+        if isinstance(turn, Mapping) and turn.get("from") == speaker:
+            text = turn.get("value")
         if not isinstance(text, str):
             raise ValueError(f"conversations.{index} is {show(turn)}; expected a value from {speaker}.")
-        said.append(text if index % 2 else _PLACEHOLDER.sub("", text))
-    pairs = list(zip(said[::2], said[1::2], strict=True))
-    if "video" not in row:
-        raise ValueError("it lacks video.")
-    name = None if row.get("id") is None else str(row["id"])
-    last = {"video": row["video"], "question": pairs[-1][0], "answer": pairs[-1][1], "earlier": pairs[:-1], "id": name}
-    record = parse_record(last)
+        texts.append(text)
+    questions = [_PLACEHOLDER.sub("", text) for text in texts[::2]]
+    *earlier, last = zip(questions, texts[1::2], strict=True)
+    fields = {"question": last[0], "answer": last[1], "earlier": earlier}
+    if "video" in row:
+        fields["video"] = row["video"]
+    if row.get("id") is not None:
+        fields["id"] = str(row["id"])
+    record = parse_record(fields)
     assert isinstance(record, VideoRecord)
     return record

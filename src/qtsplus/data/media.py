@@ -7,6 +7,7 @@ import numpy as np
 
 from ..common.journals import State, file_state
 
+AnyPath = str | os.PathLike
 UNREADABLE = (ValueError, OSError)  # what reading a bad video raises
 _SUFFIXES = (
     "mp4 mkv webm mov avi m4v ts m2ts mpg mpeg wmv flv mts ogv gif 3gp 3g2 vob m2v asf f4v mxf dv mjpeg y4m nut ivf rm"
@@ -14,24 +15,34 @@ _SUFFIXES = (
 VIDEO_SUFFIXES = tuple(f".{suffix}" for suffix in _SUFFIXES.split())  # of what the reader can open
 
 
-def find_media(name: str, root: str | os.PathLike, source: str | None = None) -> str:
+def find_media(
+    name: str,
+    root: AnyPath,
+    source: str | None = None,
+) -> str:
     """
     Where a video lies, which a record names as a file, with its suffix or without, a folder of frames, or an address:
     under the root, or under the folder of it that LLaVA-Video's rows name as their source. Else `root/name`.
     """
     if "://" in name or name.startswith("data:"):
         return name
-    plain = str(Path(root, name))
-    if os.path.exists(plain):
-        return plain
-    bases = [plain, *([os.path.join(root, source, name)] if source else [])]
-    return next((base + end for base in bases for end in ("", *VIDEO_SUFFIXES) if os.path.exists(base + end)), plain)
+    bases = [Path(root, name)]
+    if source:
+        bases.append(Path(root, source, name))
+    for base in bases:
+        for suffix in ("", *VIDEO_SUFFIXES):
+            place = f"{base}{suffix}"
+            if os.path.exists(place):
+                return place
+    return str(bases[0])
 
 
 def media_key(name: str) -> str:
     """What one video is called whether its suffix is named or not."""
-    name = os.path.normpath(name)
-    return name[: -len(Path(name).suffix)] if name.lower().endswith(VIDEO_SUFFIXES) else name
+    stem, suffix = os.path.splitext(os.path.normpath(name))
+    if suffix.lower() in VIDEO_SUFFIXES:
+        return stem
+    return stem + suffix
 
 
 def media_state(place: str) -> dict[str, State]:
@@ -39,9 +50,9 @@ def media_state(place: str) -> dict[str, State]:
     if not place:
         return {}
     try:
-        if not os.path.isdir(place):
-            return {os.path.basename(place): file_state(place)}
-        files = [path for path in sorted(Path(place).iterdir()) if path.exists()]
+        files = [Path(place)]
+        if os.path.isdir(place):
+            files = [path for path in sorted(files[0].iterdir()) if path.exists()]
         return {path.name: file_state(path) for path in files}
     except (OSError, ValueError):
         return {}
@@ -60,8 +71,10 @@ def media_problem(path: str) -> str | None:
         if os.path.isdir(path):
             frames = image_paths(path)
             load_frames([frames[0], frames[-1]])
-            return next(iter(find_gaps(frames)), None)
-        video = open_video(path, lambda total, fps: np.zeros(1, dtype=np.int64))
+            problems = find_gaps(frames)
+        else:
+            video = open_video(path, lambda total, fps: np.zeros(1, dtype=np.int64))
+            problems = video.warnings
     except UNREADABLE as error:
         return " ".join(str(error).split())
-    return video.warnings[0] if video.warnings else None
+    return problems[0] if problems else None

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -29,7 +29,6 @@ QuestionType = Literal["object", "attribute", "count", "action", "spatial", "tem
 Difficulty = Literal["easy", "medium", "hard"]
 
 QUESTION_TYPES: tuple[str, ...] = get_args(QuestionType)
-DIFFICULTIES: tuple[str, ...] = get_args(Difficulty)
 
 INSTRUCTION = "Answer with the letter."
 # What tokenizers of the backbones read as one token of the prompt's own.
@@ -156,23 +155,18 @@ class VideoRecord:
 
 Record = Caption | Choice | FreeAnswer | VideoRecord
 
-_ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in get_args(Record)}
+_ADAPTERS = {kind: TypeAdapter(kind) for kind in get_args(Record)}
 
 
-def parse_record(row: Mapping) -> Record:
+def parse_record(row: object) -> Record:
     """
     A row as the record that its keys name: `caption`, else `options` by letter, else `vision_id` or `video`; a
     `ValueError` of one line for keys or values that no record has.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")
-    kind = _kind_of(row)
-    if kind is VideoRecord:
-        missing = [name for name in ("video", "question", "answer") if name not in row]
-        if missing:
-            raise ValueError(f"it lacks {', '.join(missing)}.")
     try:
-        return _ADAPTERS[kind].validate_python(row)
+        return _ADAPTERS[_kind_of(row)].validate_python(row)
     except ValidationError as error:
         raise ValueError(explain(error, row)) from None
 
@@ -210,18 +204,6 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
             options=tuple(record.texts()),
         )
     return made
-
-
-def all_texts(record: Record) -> list[str]:
-    """Every text of a record that a model may read."""
-    if isinstance(record, Caption):
-        return [record.caption]
-    item = to_video_record(record)
-    texts = [item.question, item.answer, item.query or ""]
-    texts += item.options or ()
-    for question, answer in item.earlier:
-        texts += [question, answer]
-    return texts
 
 
 def media_name(record: Record) -> str | None:
