@@ -1,149 +1,247 @@
-"""When a player shows the frames of a film, whose own clock may be set anew, damaged or missing."""
+"""When a player shows the frames of a video, whose own clock may be set anew, damaged or missing.
+
+A packet holds one frame. It says when the frame is decoded (`dts`) and when it is shown (`pts`), in ticks of `step`
+seconds. Frames that are predicted from later ones are decoded in another order than shown.
+"""
 
 import heapq
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
+try:  # optional: who gives frames needs no decoder
+    import av
+except ImportError:
+    av = None  # type: ignore[assignment]
+
 ARBITRARY_CLOCK = 0x200  # AVFMT_TS_DISCONT: a format such as MPEG-TS, whose clock is not 0 where the video begins
 # Seconds by which a clock goes back or ahead where it was set anew; far ahead where a file gives its frames a clock.
-_BACK, _AHEAD, _FAR_AHEAD = 0.1, 60.0, 86400.0
+_BACK = 0.1
+_AHEAD = 60.0
+_FAR_AHEAD = 86400.0
 LEAP = 1.0  # seconds; so far from where it belongs a time alone is damaged, and so long a gap beside damage is said
 PAUSE = 600.0  # seconds without a frame, which is said
 NEAR = 0.05  # seconds by which a frame of a constant rate may be early or late
 SLOWEST = 10.0  # frames per second of the clock of a variable rate
+_LATE = 1.0  # seconds from decoding to showing; in AVI a longer delay is FFmpeg's guess for a video that begins late
+_DAMAGED_SHARE = 20  # one in so many times may be damaged; if more look so, the file means them
 
 
 class Clock:
     """
-    One clock for the packets of a stream, in the order of the file: where their own goes back or jumps far ahead, as
-    where recordings were joined, what follows is put behind what came before. A time alone that neither follows nor is
-    followed is damaged, and becomes what its neighbours say.
+    One clock for the packets of a stream, in the order of the file.
+
+    Where the file's clock goes back or jumps far ahead, as where recordings were joined, what follows is put behind
+    what came before. A time alone that neither follows nor is followed is damaged, and becomes what its neighbours say.
+
+    In two formats few times can be relied on. AVI knows only when a packet is decoded. MPEG-PS (`.mpg`) states few
+    times, and FFmpeg guesses some of the others too early.
 
     Attributes:
         joins: after how many seconds it was set anew. strays: how many times were damaged.
+        end: when the last frame so far is over, in ticks.
+        waiting: times of the packets in AVI and MPEG-PS so far, whose frames have them in order.
+        due: in MPEG-PS, when the next frame is shown.
     """
 
-    def __init__(self, container: Any, stream: Any):
-        ahead = _AHEAD if container.format.flags & ARBITRARY_CLOCK else _FAR_AHEAD
-        self.step = float(stream.time_base or 1)  # seconds
+    def __init__(self, container: "av.container.InputContainer", stream: "av.VideoStream"):
+        self.step = float(stream.time_base or 1)
+        self.reorders = stream.codec_context.has_b_frames
+        self.is_avi = container.format.name == "avi"
+        self.is_ps = container.format.name == "mpeg"
+        ahead = _FAR_AHEAD
+        if container.format.flags & ARBITRARY_CLOCK:
+            ahead = _AHEAD
+        # Ticks from one packet to the next, outside of which the clock was set anew.
+        self._fewest_ticks = -_BACK / self.step
+        self._most_ticks = ahead / self.step
+        self._leap = LEAP / self.step
+
         self.joins: list[float] = []
         self.strays = 0
-        # AVI knows no times, but when a packet is decoded; FFmpeg guesses those of one that reorders late.
-        self.is_avi, self.reorders = container.format.name == "avi", stream.codec_context.has_b_frames
-        self.smallest, self.largest = -_BACK / self.step, ahead / self.step
-        self.last: int | None = None  # when the packet before was to be decoded, by the file
-        self.begin: int | None = None  # the first time
-        self.newest: int | None = None  # of the times so far, on the one clock
-        self.end = self.offset = self.apart = self.shift = 0  # `end` is when that is over
-        self.guessed = False
-        self.is_ps = container.format.name == "mpeg"  # which has few times, and FFmpeg guesses some of the others early
-        self.waiting: list[int] = []  # times of packets in AVI and MPEG-PS, whose frames have them in order
-        self.due: int | None = None  # in MPEG-PS, when the next frame is shown; `shift` later than it is decoded
+        self.end = 0
+        self.waiting: list[int] = []
+        self.due: int | None = None
+        self._last_dts: int | None = None  # of the packet before, by the file
+        self._begin: int | None = None  # the first time on the one clock
+        self._newest = 0  # the latest time so far on the one clock
+        self._offset = 0  # from the file's clock to the one clock
+        self._apart = 0  # from packet to packet
+        self._delay = 0  # in MPEG-PS, from decoding to showing
+        self._is_guessed = False  # whether FFmpeg guesses the times of an AVI, which then are right
 
     @property
     def states(self) -> list[str]:
         """What is to be said of it, as in "The video ... has a clock that ..."."""
-        first = ", ".join(f"{seconds:.1f}" for seconds in self.joins[:3])
-        more = f" and {len(self.joins) - 3} times more" if len(self.joins) > 3 else ""
-        joins = f"has a clock that is set anew after {first} s{more}; what follows is put behind that"
-        strays = f"has {self.strays} damaged times among its frames, which are shown where their neighbours say"
-        return [joins] * bool(self.joins) + [strays] * bool(self.strays)
+        states = []
+        if self.joins:
+            first = [f"{seconds:.1f}" for seconds in self.joins[:3]]
+            times = ", ".join(first) + " s"
+            others = len(self.joins) - len(first)
+            if others:
+                times += f" and {others} times more"
+            states.append(f"has a clock that is set anew after {times}; what follows is put behind that")
+        if self.strays:
+            shown = "which are shown where their neighbours say"
+            states.append(f"has {self.strays} damaged times among its frames, {shown}")
+        return states
 
-    def over(self, packets: Iterable[Any], live: bool = False) -> Iterator[Any]:
+    def over(self, packets: Iterable["av.Packet"], live: bool = False) -> Iterator["av.Packet"]:
         """The packets, with their times on the one clock; of what is `live` without waiting for the next one."""
-        for packet, after in with_next(packets, live):
-            before, dts, behind = self.last, packet.dts, getattr(after, "dts", None)
-            leaps = not (self.is_ps or packet.is_discard or None in (before, dts, behind) or self._follows(before, dts))
-            if leaps and self._follows(before, behind) and not self._follows(dts, behind):
-                packet.dts = (before or 0) + self.apart
-                packet.pts = packet.dts if packet.pts == dts else packet.pts
-                self.strays += 1
-            self._set(packet)
+        for packet, following in with_next(packets, live):
+            if following is not None and self._is_damaged(packet, following.dts):
+                self._repair(packet)
+            if self.is_ps and packet.size:
+                self._schedule(packet)
+            if self.is_avi:
+                self._take_decoding_time(packet)
+            self._place(packet)
             yield packet
 
-    def _follows(self, dts: Any, after: Any) -> bool:
-        return self.smallest <= after - dts <= LEAP / self.step
+    def _is_damaged(self, packet: "av.Packet", after: int | None) -> bool:
+        """Whether the packet's time is far from those before and after, which follow each other."""
+        before = self._last_dts
+        dts = packet.dts
+        if before is None or dts is None or after is None:
+            return False
+        if packet.is_discard or self.is_ps:
+            return False
+        follows = self._follows(before, dts)
+        is_followed = self._follows(dts, after)
+        return self._follows(before, after) and not follows and not is_followed
 
-    def mend(self, pts: list[int], dts: list[int]) -> None:
-        """
-        Gives frames that are decoded in another order than shown, and of whose times that one alone is damaged, the
-        time that is theirs: at each at which a packet is decoded, but the first, one is shown, and there none is.
-        """
-        late, known = np.subtract(pts, dts), set(dts)
-        far = np.abs(late - np.median(late)) * self.step > LEAP
-        strays = [place for place in np.flatnonzero(far) if pts[place] not in known]
-        free, first, mended = sorted(known.difference(pts)), min(pts) + 1, False
-        for place in strays if 20 * len(strays) < len(pts) else ():
-            due = bisect_left(free, max(dts[place], first))
-            if due < len(free) and free[due] <= dts[place] + LEAP / self.step:
-                pts[place], self.strays, mended = free.pop(due), self.strays + 1, True
-        if mended:
-            self.end = max(pts) + self.apart
+    def _follows(self, dts: int, after: int) -> bool:
+        return self._fewest_ticks <= after - dts <= self._leap
 
-    def _set(self, packet: Any) -> None:
-        """Brings the times of the next packet to the one clock."""
-        if self.is_ps and packet.size:
-            self._follow(packet)
-        if self.newest is None and packet.pts is not None and packet.dts is not None:
-            self.guessed = self.reorders and (packet.pts - packet.dts) * self.step > 1  # of a film that begins late
-        if self.is_avi and not self.guessed:
+    def _repair(self, packet: "av.Packet") -> None:
+        is_shown_at_once = packet.pts == packet.dts
+        packet.dts = (self._last_dts or 0) + self._apart
+        if is_shown_at_once:
             packet.pts = packet.dts
+        self.strays += 1
+
+    def _place(self, packet: "av.Packet") -> None:
+        """Brings the times of a packet to the one clock."""
         if packet.pts is None:
             return
-        if packet.is_discard and packet.dts is not None:  # cut off by an edit list: it goes back to a key frame
-            packet.pts, packet.dts = packet.pts + self.offset, packet.dts + self.offset
-            return
         if packet.dts is not None:
-            since = 0 if self.last is None else packet.dts - self.last
-            if self.newest is not None and not self.smallest <= since <= self.largest:
-                self.offset = self.end - packet.pts
-                if self.due is None:  # by which MPEG-PS goes
-                    self.joins.append((self.end - (self.begin or 0)) * self.step)
-            else:
-                self.apart = since
-            self.last = packet.dts
-            packet.dts += self.offset
-        packet.pts += self.offset
-        self.begin = packet.pts if self.begin is None else self.begin
-        if self.newest is None or packet.pts > self.newest:
-            self.newest, self.end = packet.pts, packet.pts + (packet.duration or self.apart)
+            if not packet.is_discard:
+                self._compare(packet.pts, packet.dts)
+            packet.dts += self._offset
+        pts = packet.pts + self._offset
+        packet.pts = pts
+        if packet.is_discard:  # cut off by an edit list, which goes back to a key frame
+            return
+        if self._begin is None or pts > self._newest:
+            self._newest = pts
+            self.end = pts + (packet.duration or self._apart)
+        if self._begin is None:
+            self._begin = pts
         if self.is_avi and packet.size:
-            heapq.heappush(self.waiting, packet.pts)
+            heapq.heappush(self.waiting, pts)
 
-    def _follow(self, packet: Any) -> None:
+    def _compare(self, pts: int, dts: int) -> None:
+        """Where the file's clock was set anew since the packet before, the one clock gets a new offset to it."""
+        ticks = 0 if self._last_dts is None else dts - self._last_dts
+        self._last_dts = dts
+        if self._begin is None or self._continues(ticks):
+            self._apart = ticks
+            return
+        self._offset = self.end - pts
+        if not self.is_ps:  # there `_schedule` finds the joins
+            self._join(self.end)
+
+    def _continues(self, ticks: int) -> bool:
+        """Whether a clock that moves by so many ticks was not set anew."""
+        return self._fewest_ticks <= ticks <= self._most_ticks
+
+    def _join(self, ticks: int) -> None:
+        self.joins.append((ticks - (self._begin or 0)) * self.step)
+
+    def _take_decoding_time(self, packet: "av.Packet") -> None:
+        """In AVI a frame has its time of decoding, unless FFmpeg guesses a long delay of a video that begins late."""
+        if self._begin is None and packet.pts is not None and packet.dts is not None:
+            delay = (packet.pts - packet.dts) * self.step
+            self._is_guessed = self.reorders and delay > _LATE
+        if not self._is_guessed:
+            packet.pts = packet.dts
+
+    def _schedule(self, packet: "av.Packet") -> None:
         """In MPEG-PS a frame is shown when the one before is over, or later where a packet that has a time says so."""
+        duration = packet.duration or 0
         if self.due is None:
-            self.due, self.shift = packet.pts or 0, (packet.pts or 0) - (packet.dts or 0)
+            self.due = packet.pts or 0
+            self._delay = self.due - (packet.dts or 0)
         elif packet.pos is not None and packet.dts is not None:
-            gap = packet.dts + self.shift - self.due
-            if 1.5 * packet.duration < gap <= self.largest:
+            gap = packet.dts + self._delay - self.due
+            if not self._continues(gap):
+                self._delay -= gap
+                self._join(self.due)
+            elif gap > 1.5 * duration:
                 self.due += gap
-            elif not self.smallest <= gap <= self.largest:
-                self.shift -= gap
-                self.joins.append((self.due - (self.begin or 0)) * self.step)
         self.waiting.append(self.due)
-        self.due += packet.duration or self.apart
+        self.due += duration or self._apart
+
+    def mend(self, pts: list, dts: list) -> None:
+        """
+        Repairs, in `pts`, the times of showing that alone are damaged, where frames are decoded in another order.
+
+        At each time at which a packet is decoded, except the first, a frame is shown. The time at which none is belongs
+        to the damaged frame.
+        """
+        late = np.subtract(pts, dts)
+        off = np.abs(late - np.median(late))
+        is_far = off * self.step > LEAP
+        decoding_times = set(dts)
+        strays = [place for place in np.flatnonzero(is_far) if pts[place] not in decoding_times]
+        if not strays or _DAMAGED_SHARE * len(strays) >= len(pts):
+            return
+        free = sorted(decoding_times.difference(pts))
+        first = min(pts) + 1
+        mended = 0
+        for place in strays:
+            earliest = max(dts[place], first)
+            index = bisect_left(free, earliest)
+            if index < len(free) and free[index] <= dts[place] + self._leap:
+                pts[place] = free.pop(index)
+                mended += 1
+        if mended:
+            self.strays += mended
+            self.end = max(pts) + self._apart
 
 
-def with_next(items: Iterable[Any], live: bool = False) -> Iterator[tuple[Any, Any]]:
+def with_next(items: Iterable, live: bool = False) -> Iterator[tuple]:
     """Each with the one behind it, or with `None`; with that alone where nobody waits for it, since it is `live`."""
-    return ((item, None) for item in items) if live else itertools.pairwise(itertools.chain(items, [None]))
+    if live:
+        return ((item, None) for item in items)
+    return itertools.pairwise(itertools.chain(items, [None]))
 
 
 def regular_clock(times: np.ndarray, length: float) -> tuple[int, float] | None:
     """
-    The frames and the rate of a clock by which a film's own, over after `length` seconds, are shown at their times;
-    `None` where they have one time.
+    The frames and the rate of a clock by which a video's own frames are shown at their times.
+
+    Args:
+        times: `[N]`, seconds from the first frame.
+        length: the seconds after which the last frame is over.
+
+    Returns:
+        `None` where all frames have one time.
     """
-    if times[-1] <= 0:
+    last = times[-1]
+    if last <= 0:
         return None
-    fps = float((len(times) - 1) / times[-1])  # the last lasts as long as the mean
-    if np.abs(times - np.arange(len(times)) / fps).max() <= NEAR:
+    fps = float((len(times) - 1) / last)  # the last lasts as long as the mean
+    constant = np.arange(len(times)) / fps
+    early_or_late = np.abs(times - constant)
+    if early_or_late.max() <= NEAR:
         return len(times), fps
-    apart = np.diff(times)
-    fps = max(round(float(1 / np.median(apart[apart > 0])), 3), SLOWEST)
-    return max(round(length * fps), int(times[-1] * fps) + 1), fps
+    gaps = np.diff(times)
+    typical_gap = np.median(gaps[gaps > 0])
+    typical_fps = round(float(1 / typical_gap), 3)
+    fps = max(typical_fps, SLOWEST)
+    through_last = int(last * fps) + 1
+    total = max(round(length * fps), through_last)
+    return total, fps
