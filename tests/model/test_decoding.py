@@ -420,9 +420,9 @@ def test_between_two_times_a_frame_is_shown(tmp_path, within, shown):
 
 def test_neither_a_cover_nor_sound_is_a_film(tmp_path):
     path = mux(tmp_path / "song.mp3", ("libmp3lame", range(50), DEFAULT), ("mjpeg", [7], COVER))
-    with pytest.raises(ValueError, match=r"song\.mp3' as a video: it has a cover and no film"):
+    with pytest.raises(ValueError, match=r"song\.mp3' as a video: it has a cover and no video"):
         open_video(str(path), choose_frames)
-    with pytest.raises(ValueError, match="it has a cover and no film"):
+    with pytest.raises(ValueError, match="it has a cover and no video"):
         list(Source(str(path), 2.0, 0.01, 0.0))
     with pytest.raises(ValueError, match=r"Cannot decode '.*sound\.mp4' as a video"):
         open_video(str(mux(tmp_path / "sound.mp4", ("aac", range(50), DEFAULT))), choose_frames)

@@ -4,10 +4,12 @@ import io
 import os
 import re
 import stat
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import IO, Any
+from fractions import Fraction
+from typing import IO
 
 try:  # optional: who gives frames needs no decoder
     import av
@@ -19,31 +21,37 @@ from .clock_qtsplus import ARBITRARY_CLOCK
 Source = str | io.BytesIO  # the path of a file, or one in memory
 
 _NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS: a bare stream, whose length FFmpeg guesses from its rate of bits
-# In ASF the object with the length, which FFmpeg ignores where the file is not as long as its header says.
+# In ASF (`.wmv`) the object with the length, which FFmpeg ignores where the file is not as long as its header says.
 _ASF_FILE_PROPERTIES = bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365")
+_ASF_TIMES = struct.Struct("<48x QQQI")  # the length, that of sending, the preroll, and flags
 _ASF_HEADER_BYTES = 2**16
 _ASF_IS_LIVE = 1  # the flag of a header that was written before the length was known
 
 # The tags of older files are no UTF-8; PyAV from 19 on keeps their bytes.
-TAGS: dict[str, Any] = {"metadata_errors": "replace"} if av and int(av.__version__.split(".")[0]) < 19 else {}
+TAGS: dict = {}
+if av and int(av.__version__.split(".")[0]) < 19:
+    TAGS = {"metadata_errors": "replace"}
 
 # What FFmpeg would follow to other files and servers.
 _LIST = re.compile(rb"\W{0,3}\s*(#EXTM3U|ffconcat|file\s|v=0\s|\[\w+\]|(<\?xml[^>]*>\s*)?<(MPD|smil))", re.IGNORECASE)
 
 
 @contextmanager
-def open_container(source: Source) -> Iterator[Any]:
+def open_container(source: Source) -> "Iterator[av.container.InputContainer]":
     """A file, or one in memory. FFmpeg gets its bytes and no protocol: a file may name others, which it would go to."""
     with open_source(source) as file:
         file.seek(0)
-        refuse_list(file.read(400))
+        if _LIST.match(file.read(400)):
+            raise ValueError("it is a list of other places, which is not followed; give the videos themselves")
         file.seek(0)
         with av.open(file, options={"protocol_whitelist": "none"}, **TAGS) as container:
             yield container
 
 
-def open_source(source: Source) -> Any:
-    return open_file(source) if isinstance(source, str) else nullcontext(source)
+def open_source(source: Source) -> AbstractContextManager[IO[bytes]]:
+    if isinstance(source, str):
+        return open_file(source)
+    return nullcontext(source)
 
 
 def open_file(path: str) -> IO[bytes]:
@@ -56,66 +64,74 @@ def open_file(path: str) -> IO[bytes]:
     raise ValueError("it is a pipe or a device; expected a plain file")
 
 
-def refuse_list(head: bytes) -> None:
-    """Raises a `ValueError` for a file of which FFmpeg would read others, from its first 400 bytes."""
-    if _LIST.match(head):
-        raise ValueError("it is a list of other places, which is not followed; give the films themselves")
-
-
-def film_stream(container: Any) -> Any:
+def film_stream(container: "av.container.InputContainer") -> "av.VideoStream":
     """The stream that a player shows; raises `ValueError` if there is none, only a cover, or no decoder for it."""
-    films = _films(container)
-    if not films:
-        raise ValueError("it has a cover and no film" if container.streams.video else "it has no video stream")
-    best = container.streams.best("video")
-    stream = best if best in films else films[0]
+    videos = _videos(container)
+    if not container.streams.video:
+        raise ValueError("it has no video stream")
+    if not videos:
+        raise ValueError("it has a cover and no video")
+    stream = container.streams.best("video")
+    if stream not in videos:
+        stream = videos[0]
     if stream.codec_context is None:
         raise ValueError("there is no decoder for its codec; convert it, such as to H.264")
     return stream
 
 
-def _films(container: Any) -> list[Any]:
-    return [one for one in container.streams.video if not one.disposition & av.stream.Disposition.attached_pic]
+def _videos(container: "av.container.InputContainer") -> "list[av.VideoStream]":
+    """The video streams without the pictures of a cover."""
+    cover = av.stream.Disposition.attached_pic
+    return [stream for stream in container.streams.video if not stream.disposition & cover]
 
 
-def choice_of(container: Any, stream: Any) -> list[str]:
+def choice_of(container: "av.container.InputContainer", stream: "av.VideoStream") -> list[str]:
     """Which of several video streams is read, where the file does not name one."""
-    films = _films(container)
-    if len(films) == 1 or sum(bool(one.disposition & av.stream.Disposition.default) for one in films) == 1:
+    videos = _videos(container)
+    defaults = [video for video in videos if video.disposition & av.stream.Disposition.default]
+    if len(videos) == 1 or len(defaults) == 1:
         return []
-    number, size = films.index(stream) + 1, f"{stream.width} x {stream.height}"
-    return [f"has {len(films)} video streams, and names none; number {number}, of {size} pixels, is read"]
+    number = videos.index(stream) + 1
+    size = f"{stream.width} x {stream.height}"
+    return [f"has {len(videos)} video streams, and names none; number {number}, of {size} pixels, is read"]
 
 
 @dataclass(frozen=True)
 class Stated:
     """What the header of a file states of its video."""
 
-    frames: int  # 0 where it states none
-    fps: Any  # of a constant rate, or the mean; a fraction or `None`
-    begin: float  # seconds on the file's clock at which a player's begins
-    end: float | None  # seconds on the file's clock
-    is_of_video: bool  # whether the end is that of the video, which sound may outlast
+    fps: Fraction | None  # of a constant rate, or the mean
+    frames: int = 0  # 0 where it states none
+    begin: float = 0.0  # seconds on the file's clock at which a player's begins
+    end: float | None = None  # seconds on the file's clock
+    is_of_video: bool = False  # whether the end is that of the video, which sound may outlast
 
 
-def read_stated(source: Source, container: Any, stream: Any) -> Stated:
+def read_stated(source: Source, container: "av.container.InputContainer", stream: "av.VideoStream") -> Stated:
     """What the header states; an end only where FFmpeg does not make it from what is there of the file."""
     fps = stream.guessed_rate or stream.average_rate
+    tick = stream.time_base or Fraction(1)
     name = container.format.name
     if container.format.flags & ARBITRARY_CLOCK:
-        return Stated(stream.frames, fps, (container.start_time or 0) / av.time_base, None, False)
+        begin = (container.start_time or 0) / av.time_base
+        return Stated(fps, stream.frames, begin)
     if container.format.flags & _NO_TIMESTAMPS:
-        return Stated(stream.frames, fps, 0.0, None, False)
+        return Stated(fps, stream.frames)
     if name == "avi":  # counts the frames that were left out too
-        end = float(stream.frames * stream.time_base) if stream.frames else None
-        return Stated(0, fps, 0.0, end, True)
+        end = None
+        if stream.frames:
+            end = float(stream.frames * tick)
+        return Stated(fps, end=end, is_of_video=True)
     if name != "asf" and stream.duration is not None:
-        end = float(((stream.start_time or 0) + stream.duration) * stream.time_base)
-        return Stated(stream.frames, fps, 0.0, end, True)
-    end = None if container.duration is None else container.duration / av.time_base
-    if name == "asf" and end is None:
+        over = (stream.start_time or 0) + stream.duration
+        end = float(over * tick)
+        return Stated(fps, stream.frames, end=end, is_of_video=True)
+    end = None
+    if container.duration is not None:
+        end = container.duration / av.time_base
+    elif name == "asf":
         end = _asf_end(source)
-    return Stated(stream.frames, fps, 0.0, end, False)
+    return Stated(fps, stream.frames, end=end)
 
 
 def _asf_end(source: Source) -> float | None:
@@ -123,11 +139,12 @@ def _asf_end(source: Source) -> float | None:
     with open_source(source) as file:
         file.seek(0)
         head = file.read(_ASF_HEADER_BYTES)
-    properties = head.partition(_ASF_FILE_PROPERTIES)[2]
-    length = int.from_bytes(properties[48:56], "little") / 1e7
-    preroll = int.from_bytes(properties[64:72], "little") / 1e3
-    flags = int.from_bytes(properties[72:76], "little")
-    return None if flags & _ASF_IS_LIVE or length <= preroll else length - preroll
+    _, _, properties = head.partition(_ASF_FILE_PROPERTIES)
+    if len(properties) < _ASF_TIMES.size:
+        return None
+    length, _, preroll, flags = _ASF_TIMES.unpack_from(properties)
+    seconds = length / 1e7 - preroll / 1e3
+    return None if flags & _ASF_IS_LIVE or seconds <= 0 else seconds
 
 
 def ends_early(source: Source, stated: Stated, end: float, tolerance: float) -> bool:
@@ -136,9 +153,10 @@ def ends_early(source: Source, stated: Stated, end: float, tolerance: float) -> 
         return False
     if stated.is_of_video:
         return True
+    last = end
     with open_container(source) as container:
-        last = end
         for packet in container.demux():
             if packet.pts is not None and packet.time_base is not None:
-                last = max(last, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+                over = packet.pts + (packet.duration or 0)
+                last = max(last, float(over * packet.time_base))
     return stated.end > last + tolerance
