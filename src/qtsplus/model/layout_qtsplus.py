@@ -1,49 +1,74 @@
 """What a backbone hooks in, and how a prompt is laid out by it ([`lay_out`])."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from .prompt_qtsplus import IMAGE, MODALITIES, TEXT, VIDEO, Grid, Layout, PromptRow, VisualInputs, pad_rows
 
-# --- Where images and videos stand ---
+Seconds = Sequence[float] | Tensor  # per video, from one step in time to the next
+
+# --- Where images and videos are in a prompt ---
 
 
-@dataclass
+@dataclass(frozen=True)
 class VisualSpan:
     """
-    The placeholders of one image or video, or of one frame of it: `length` of a row's real tokens from `start` on. With
-    `line`, a separator (a newline) follows after every `line` tokens of the encoder.
+    The placeholders of one image or video, or of one frame of a video whose frames have text between them.
+
+    With `line`, a newline follows after every `line` tokens of the encoder. A 1 x 2 x 3 grid from column 4 on, with
+    `line=3`, has 6 `tokens` (v) and 2 newlines (n):
+
+        column   4  5  6  7  8  9 10 11
+                 v  v  v  n  v  v  v  n
     """
 
     modality: int
     index: int  # among the batch's images, or its videos
-    start: int
-    grid: tuple[int, int, int]  # tokens along (time, height, width)
-    frame: int = 0  # how much of the video stands before this span
+    start: int  # the column of the first placeholder, among the real tokens of the row
+    grid: Grid  # tokens along (time, height, width)
+    frame: int = 0  # how many frames of the video are in front of this span
     line: int = 0
 
     @property
+    def source(self) -> tuple[int, int]:
+        """Which image or video of the batch it is of."""
+        return self.modality, self.index
+
+    @property
     def tokens(self) -> int:
-        return self.grid[0] * self.grid[1] * self.grid[2]
+        return math.prod(self.grid)
+
+    @property
+    def lines(self) -> int:
+        return self.tokens // self.line if self.line else 0
 
     @property
     def length(self) -> int:
-        return self.tokens + (self.tokens // self.line if self.line else 0)
+        return self.tokens + self.lines
 
-    def token_columns(self) -> torch.Tensor:
-        """`[tokens]`, where the encoder's tokens stand in the row."""
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    def token_columns(self) -> Tensor:
+        """`[tokens]`, the columns of the encoder's tokens."""
         tokens = torch.arange(self.tokens)
-        return self.start + tokens + (tokens // self.line if self.line else 0)
+        if self.line:
+            tokens += tokens // self.line
+        return self.start + tokens
 
-    def line_ends(self) -> torch.Tensor:
-        """`[tokens / line]`, where the separators stand in the row."""
-        return self.start + self.line + torch.arange(self.tokens // self.line if self.line else 0) * (self.line + 1)
+    def line_ends(self) -> Tensor:
+        """`[lines]`, the columns of the newlines."""
+        lines = torch.arange(self.lines)
+        return self.start + self.line + lines * (self.line + 1)
 
 
-def find_spans(token_types: list[torch.Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]) -> list[list[VisualSpan]]:
+def find_spans(token_types: list[Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]) -> list[list[VisualSpan]]:
     """
     Pairs the placeholders of every row with the images and videos of the batch, in order.
 
@@ -54,72 +79,100 @@ def find_spans(token_types: list[torch.Tensor], unplaced: Mapping[int, Sequence[
     Raises:
         ValueError: the placeholders do not add up to the spans.
     """
-    counts = {modality: len({span.index for span in spans}) for modality, spans in unplaced.items()}
     queues = {modality: iter(spans) for modality, spans in unplaced.items()}
     rows = []
     for row, types in enumerate(token_types):
-        spans, stop = list[VisualSpan](), 0
-        runs, lengths = types.unique_consecutive(return_counts=True)
-        for modality, length in zip(runs.tolist(), lengths.tolist(), strict=True):
-            start, stop = stop, stop + length
-            while modality != TEXT and start < stop:
-                span = next(queues[modality], VisualSpan(modality, -1, 0, (0, 0, 0)))
-                begun = not span.frame or [(one.modality, one.index) for one in spans[-1:]] == [(modality, span.index)]
-                end = start + span.length
-                if span.index < 0 or end > stop or not begun:
-                    raise ValueError(_mismatch(row, modality, stop - start, span, counts[modality]))
-                spans.append(replace(span, start=start))
-                start = end
-        rows.append(spans)
+        placed: list[VisualSpan] = []
+        for modality, start, stop in _runs_of_placeholders(types):
+            while start < stop:
+                span = next(queues[modality], None)
+                if span is None or not _fits(span, stop - start, placed):
+                    count = _count(unplaced[modality])
+                    raise _mismatch(row, modality, stop - start, span, count)
+                placed.append(replace(span, start=start))
+                start += span.length
+        rows.append(placed)
     for modality, queue in queues.items():
-        left = len({span.index for span in queue})
+        left = _count(queue)
         if left:
             name = MODALITIES[modality]
+            count = _count(unplaced[modality])
             raise ValueError(
-                f"{counts[modality]} {name}s were given, but the prompts have placeholders for only "
-                f"{counts[modality] - left}: give one block of placeholders per {name}, as the processor does."
+                f"{count} {name}s were given, but the prompts have placeholders for only {count - left}: give one "
+                f"block of placeholders per {name}, as the processor does."
             )
     return rows
 
 
-def find_separators(spans: Sequence[VisualSpan], length: int) -> torch.Tensor:
+def _runs_of_placeholders(types: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(modality, start, stop) of each run of equal placeholders in a row."""
+    runs, lengths = types.unique_consecutive(return_counts=True)
+    stop = 0
+    for modality, length in zip(runs.tolist(), lengths.tolist(), strict=True):
+        start = stop
+        stop += length
+        if modality != TEXT:
+            yield modality, start, stop
+
+
+def _fits(span: VisualSpan, placeholders: int, placed: list[VisualSpan]) -> bool:
+    """Whether a span fits into so many placeholders, behind those of its row that are placed already."""
+    if span.length > placeholders:
+        return False
+    if span.frame == 0:
+        return True
+    # A later frame follows a frame of its own video.
+    return bool(placed) and placed[-1].source == span.source
+
+
+def _count(spans: Sequence[VisualSpan] | Iterator[VisualSpan]) -> int:
+    """The images or videos that spans are of."""
+    return len({span.index for span in spans})
+
+
+def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan | None, count: int) -> ValueError:
+    name = MODALITIES[modality]
+    if span is None:
+        expected = f"only {count} {name}(s) were given"
+    else:
+        grid = " x ".join(map(str, span.grid))
+        newlines = f" and {span.lines} newlines" if span.line else ""
+        expected = f"{name} {span.index} has {grid} = {span.tokens} tokens{newlines}"
+    return ValueError(
+        f"{name.capitalize()} features and {name} tokens do not match. Row {row}: {placeholders} {name} placeholder(s) "
+        f"in a row, but {expected}. Make input_ids and {name}_grid_thw with the same processor call, and give every "
+        f"{name} its pixels."
+    )
+
+
+def find_separators(spans: Sequence[VisualSpan], length: int) -> Tensor:
     """
     The tokens of a row that go unless something is kept of what they end or announce, `[3, K]` as in [`PromptRow`].
 
     A newline goes with its line. A frame that is a span by itself goes with the text in front of it and the one token
-    behind it; the first one's text stays, since nothing tells where the question ends and that begins.
+    behind it. The first frame's text stays, since nothing tells where the question ends and that text begins.
 
     Args:
         spans: those among whose tokens the selector chooses.
         length: tokens of the row.
     """
     separators = [torch.zeros(3, 0, dtype=torch.long)]
-    first, before = 0, None
-    for span in spans:
+    first = 0
+    for index, span in enumerate(spans):
+        end = first + span.tokens
         if span.line:
-            ends, lines = span.line_ends(), first + torch.arange(span.tokens // span.line) * span.line
-            separators.append(torch.stack([ends, lines, lines + span.line]))
-        if span.frame and before is not None:
-            stop = span.start + span.length
-            text = [*range(before.start + before.length + 1, span.start), *range(stop, min(stop + 1, length))]
-            separators.append(torch.tensor([text, [first] * len(text), [first + span.tokens] * len(text)]))
-        first, before = first + span.tokens, span
+            lines = torch.arange(first, end, span.line)
+            newlines = torch.stack([span.line_ends(), lines, lines + span.line])
+            separators.append(newlines)
+        if span.frame:
+            before = spans[index - 1]
+            text = list(range(before.stop + 1, span.start))
+            if span.stop < length:
+                text.append(span.stop)
+            ranges = [[column, first, end] for column in text]
+            separators.append(torch.tensor(ranges, dtype=torch.long).reshape(-1, 3).T)
+        first = end
     return torch.cat(separators, dim=1)
-
-
-def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan, count: int) -> str:
-    name = MODALITIES[modality]
-    if span.index < 0:
-        expected = f"only {count} {name}(s) were given"
-    else:
-        t, h, w = span.grid
-        newlines = f" and {span.length - span.tokens} newlines" if span.line else ""
-        expected = f"{name} {span.index} has {t} x {h} x {w} = {span.tokens} tokens{newlines}"
-    return (
-        f"{name.capitalize()} features and {name} tokens do not match. Row {row}: {placeholders} {name} placeholder(s) "
-        f"in a row, but {expected}. Make input_ids and {name}_grid_thw with the same processor call, and give every "
-        "one of them its pixels."
-    )
 
 
 # --- What a backbone hooks in ---
@@ -127,25 +180,24 @@ def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan, coun
 
 class QTSplusBackboneMixin:
     """
-    What a backbone may override: how its tower encodes, where its tokens stand, what its language model takes.
+    What a backbone may override: how its vision tower encodes, where its tokens are, what its language model takes.
     Everything has the value that fits Qwen2.5-VL.
     """
 
     rope_axes = 3  # of the language model: (time, height, width), or 1 where positions are numbers
     language_seconds = False  # whether the language model's positions measure the seconds of a video
-    frames_apart = False  # whether text stands between the frames of a video
-    patches_per_row: Any = 1  # of the pixels, that the vision tower makes
+    frames_apart = False  # whether there is text between the frames of a video
     fixed_arguments: tuple[str, ...] = ()  # of the stock `forward`: what the configuration alone decides here
 
-    # What the class brings that this stands in front of
+    # What the Transformers class brings that this mixin is put in front of
     config: Any
-    device: Any
+    device: torch.device
     training: bool
-    get_input_embeddings: Any
-    get_image_features: Any
-    get_video_features: Any
+    get_input_embeddings: Callable[[], nn.Embedding]
+    get_image_features: Callable
+    get_video_features: Callable
 
-    def check_arguments(self, call: Mapping[str, Any]) -> None:
+    def check_arguments(self, call: Mapping[str, object]) -> None:
         """Raises `ValueError` for stock arguments of a call that would have no effect."""
         for name in self.fixed_arguments:
             value = call.get(name)
@@ -154,62 +206,71 @@ class QTSplusBackboneMixin:
 
     # --- Pixels and features ---
 
-    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
+    def merged_grid(self, grid_thw: Tensor, modality: int = VIDEO) -> list[Grid]:
         """(time, height, width) in tokens of every image or video."""
         merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
         return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
 
-    def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
+    def pixel_rows(self, grid_thw: Tensor) -> list[int]:
         """Rows of the pixels of every image or video."""
         return grid_thw.prod(-1).tolist()
+
+    @property
+    def patches_per_row(self) -> int:
+        """Patches that the vision tower makes of a row of the pixels."""
+        return 1
 
     @property
     def token_width(self) -> int:
         """Width of the features of a token: the language model's, and what a backbone puts behind it."""
         return self.config.text_config.hidden_size
 
-    def no_features(self, device: torch.device) -> torch.Tensor:
+    def no_features(self, device: torch.device) -> Tensor:
         """`[0, token_width]`, of a row without anything to look at."""
         dtype = self.get_input_embeddings().weight.dtype
         return torch.empty(0, self.token_width, device=device, dtype=dtype)
 
-    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> Sequence[torch.Tensor]:
+    def encode_pixels(self, modality: int, pixels: Tensor, grid_thw: Tensor) -> Sequence[Tensor]:
         """Per image or video its tokens, `[k, token_width]`, without newlines."""
-        encoder = self.get_image_features if modality == IMAGE else self.get_video_features
-        return encoder(pixels, grid_thw, return_dict=True).pooler_output
+        encode = self.get_image_features if modality == IMAGE else self.get_video_features
+        return encode(pixels, grid_thw, return_dict=True).pooler_output
 
     # --- Placeholders ---
 
-    def token_types(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def token_types(self, input_ids: Tensor) -> Tensor:
         """TEXT, IMAGE or VIDEO for every id."""
-        images, videos = input_ids == self.config.image_token_id, input_ids == self.config.video_token_id
-        return images * IMAGE + videos * VIDEO
+        is_image = input_ids == self.config.image_token_id
+        is_video = input_ids == self.config.video_token_id
+        return is_image * IMAGE + is_video * VIDEO
 
-    def line_length(self, modality: int, grid: tuple[int, int, int]) -> int:
+    def line_length(self, modality: int, grid: Grid) -> int:
         """Tokens in front of each newline among the placeholders; 0 where there are none."""
         return 0
 
     @property
-    def line_end(self) -> torch.Tensor:
-        """`[d]`, what stands in place of a newline."""
+    def line_end(self) -> Tensor:
+        """`[d]`, the features of a newline."""
         raise NotImplementedError
 
-    def visual_spans(self, modality: int, grids: Sequence[tuple[int, int, int]]) -> list[VisualSpan]:
+    def visual_spans(self, modality: int, grids: Sequence[Grid]) -> list[VisualSpan]:
         """The images or videos of a batch as spans whose place in the prompt is still to be found."""
         spans = []
-        for index, (t, h, w) in enumerate(grids):
-            line = self.line_length(modality, (t, h, w))
-            if self.frames_apart and modality == VIDEO:
-                spans += [VisualSpan(modality, index, 0, (1, h, w), frame, line) for frame in range(t)]
-            else:
-                spans.append(VisualSpan(modality, index, 0, (t, h, w), line=line))
+        for index, grid in enumerate(grids):
+            line = self.line_length(modality, grid)
+            span = VisualSpan(modality, index, 0, grid, line=line)
+            if not self.frames_apart or modality == IMAGE:
+                spans.append(span)
+                continue
+            frames, height, width = grid
+            for frame in range(frames):
+                spans.append(replace(span, grid=(1, height, width), frame=frame))
         return spans
 
     # --- Positions ---
 
     @property
     def needs_seconds(self) -> bool:
-        """Whether the seconds of a video change what comes out: by the language model's positions or the re-encoder."""
+        """Whether the seconds of a video change the result: by the language model's positions or the re-encoder."""
         selector = self.config.qtsplus_config
         reencodes = selector.reencode_layers > 0 and selector.reencode_rope
         return reencodes or (self.language_seconds and selector.position_ids == "original")
@@ -219,47 +280,67 @@ class QTSplusBackboneMixin:
         """Positions in time per second of video."""
         return getattr(self.config.vision_config, "tokens_per_second", 2)
 
-    def span_positions(self, span: VisualSpan, start: int, seconds_per_grid: Any) -> tuple[torch.Tensor, int]:
+    def span_positions(self, span: VisualSpan, start: int, seconds: Tensor | float) -> tuple[Tensor, int]:
         """
-        `[3, k]` (time, height, width) of the placeholders of an image or video that begins at `start`, and the position
-        of the token behind them, `start + max(height, width)`, as Qwen2.5-VL has it in Transformers since 5.10.
+        The positions of an image or video that begins at `start`, as Qwen2.5-VL has them in Transformers since 5.10.
+
+        Args:
+            seconds: from one step in time to the next.
+
+        Returns:
+            `[3, k]` (time, height, width) of its placeholders, and the position of the token behind them, `start +
+            max(height, width)`.
         """
-        t, h, w = span.grid
-        interval = 1 if span.modality == IMAGE else self.tokens_per_second * seconds_per_grid
-        if isinstance(interval, torch.Tensor):
-            interval = interval.cpu()
-        time = ((span.frame + torch.arange(t)) * interval).long()
-        axes = torch.stack(torch.meshgrid(time, torch.arange(h), torch.arange(w), indexing="ij")).reshape(3, -1)
-        if span.line:  # a newline stands where the token in front of it does
+        interval = 1 if span.modality == IMAGE else self.tokens_per_second * seconds
+        steps, rows, columns = map(torch.arange, span.grid)
+        times = (span.frame + steps) * interval
+        cells = torch.meshgrid(times.long(), rows, columns, indexing="ij")
+        axes = torch.stack(cells).flatten(1)
+        if span.line:  # a newline has the position of the token in front of it
             lines = axes.unflatten(1, (-1, span.line))
-            axes = torch.cat([lines, lines[..., -1:]], dim=-1).flatten(1)
-        return axes + start, start + max(h, w)
+            lines = torch.cat([lines, lines[..., -1:]], dim=-1)
+            axes = lines.flatten(1)
+        return axes + start, start + max(len(rows), len(columns))
 
     def row_positions(
-        self, spans: Sequence[VisualSpan], length: int, second_per_grid_ts: Sequence[Any], device
-    ) -> torch.Tensor:
+        self,
+        spans: Sequence[VisualSpan],
+        length: int,
+        seconds: Seconds,
+        device: torch.device,
+    ) -> Tensor:
         """`[3, length]` of a row: text counts up; an image or video takes `span_positions`."""
-        parts, column, position, origin = [], 0, 0, 0
-        for span in [*spans, None]:
-            stop = length if span is None else span.start
-            text = torch.arange(position, position + stop - column, device=device)
+        parts = []
+        column = 0
+        position = 0
+        origin = 0
+
+        def count_text(stop: int) -> int:
+            """Adds the positions of the text up to a column, and returns the position behind it."""
+            behind = position + stop - column
+            text = torch.arange(position, behind, device=device)
             parts.append(text.expand(3, -1))
-            position += stop - column
-            if span is not None:
-                seconds = second_per_grid_ts[span.index] if span.modality == VIDEO else None
-                origin = origin if span.frame else position
-                vision, behind = self.span_positions(span, origin, seconds)
-                parts.append(vision.to(device))
-                position, column = max(position, behind), span.start + span.length
+            return behind
+
+        for span in spans:
+            position = count_text(span.start)
+            if span.frame == 0:
+                origin = position
+            interval = seconds[span.index] if span.modality == VIDEO else 0
+            vision, behind = self.span_positions(span, origin, interval)
+            parts.append(vision.to(device))
+            position = max(position, behind)
+            column = span.stop
+        count_text(length)
         return torch.cat(parts, dim=1)
 
-    def language_positions(self, spans: list[VisualSpan], positions: torch.Tensor) -> torch.Tensor:
+    def language_positions(self, spans: list[VisualSpan], positions: Tensor) -> Tensor:
         """`[rope_axes, S_b]`: where the language model puts the tokens of a row; `positions` are those of its grids."""
         if self.rope_axes == 3:
             return positions
         return torch.arange(positions.shape[1], device=positions.device)[None]
 
-    def language_axes(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def language_axes(self, position_ids: Tensor) -> Tensor:
         """`[rope_axes, B, S]` of `position_ids`."""
         if position_ids.ndim == 2:
             return position_ids.expand(self.rope_axes, -1, -1)
@@ -268,27 +349,28 @@ class QTSplusBackboneMixin:
     # --- The language model's inputs ---
 
     def language_inputs(
-        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: Mapping[str, Sequence[torch.Tensor]]
+        self, inputs_embeds: Tensor, input_ids: Tensor, features: Mapping[str, Sequence[Tensor]]
     ) -> dict[str, Any]:
-        """What the language model takes for features in place of the placeholders' embeddings."""
+        """The language model's arguments for features in place of the placeholders' embeddings."""
         return {"inputs_embeds": self.splice(inputs_embeds, input_ids, features)}
 
-    def splice(
-        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: Mapping[str, Sequence[torch.Tensor]]
-    ) -> torch.Tensor:
+    def splice(self, inputs_embeds: Tensor, input_ids: Tensor, features: Mapping[str, Sequence[Tensor]]) -> Tensor:
         """Puts features (per modality and row `[k, d]`) in place of the placeholders' embeddings `[B, S, d]`."""
         types = self.token_types(input_ids)
         for modality, name in MODALITIES.items():
             if name not in features:
                 continue
-            lengths = [len(row) for row in features[name]]
+            rows = features[name]
+            packed = torch.cat(list(rows))
             mask = types == modality
-            if len(lengths) == len(mask):
+            if len(rows) == len(mask):
                 # A placeholder behind the prompt's own is a token that was generated, or guessed by a lookup there.
-                mask &= mask.cumsum(1) <= torch.tensor(lengths, device=mask.device)[:, None]
-            if int(mask.sum()) != sum(lengths):
-                raise ValueError(f"{int(mask.sum())} {name} placeholders in the prompt for {sum(lengths)} features.")
-            packed = torch.cat(list(features[name])).to(inputs_embeds.device, inputs_embeds.dtype)
+                lengths = [[len(row)] for row in rows]
+                mask &= mask.cumsum(1) <= torch.tensor(lengths, device=mask.device)
+            placeholders = int(mask.sum())
+            if placeholders != len(packed):
+                raise ValueError(f"{placeholders} {name} placeholders in the prompt for {len(packed)} features.")
+            packed = packed.to(inputs_embeds)
             inputs_embeds = inputs_embeds.masked_scatter(mask[..., None], packed)
         return inputs_embeds
 
@@ -299,15 +381,15 @@ class QTSplusBackboneMixin:
 def lay_out(
     model: QTSplusBackboneMixin,
     visual: VisualInputs,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> Layout:
     """
     Finds the images and videos of a batch in its prompts.
 
     Args:
-        input_ids, attention_mask: `[B, S]`; padding may stand on either side.
+        input_ids, attention_mask: `[B, S]`; padding may be on either side.
         position_ids: the caller's own, `[B, S]`, or `[3, B, S]` or `[4, B, S]` where the language model takes these.
 
     Raises:
@@ -325,20 +407,12 @@ def lay_out(
         IMAGE: check_grids(model, IMAGE, visual.pixel_values, visual.image_grid_thw),
         VIDEO: check_grids(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw, visual.video_features),
     }
-    seconds: Any = visual.second_per_grid_ts
-    if seconds is None:
-        if model.needs_seconds and any(steps > 1 for steps, _, _ in grids[VIDEO]):
-            raise ValueError(
-                "The videos came without second_per_grid_ts, the seconds of a temporal patch of each, which their "
-                "tokens' positions depend on: pass all that the processor returned, through your collator too."
-            )
-        seconds = [1] * len(grids[VIDEO])  # which changes nothing
-    check_seconds(seconds, len(grids[VIDEO]))
+    seconds = _seconds(model, visual.second_per_grid_ts, grids[VIDEO])
     rows = _rows(model, input_ids, mask, grids, seconds, position_ids)
     return Layout(input_ids, mask, rows, grids, seconds)
 
 
-def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[torch.Tensor]) -> Layout:
+def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[Tensor]) -> Layout:
     """The same images and videos in other prompts, per row `[S_b]` ids."""
     mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
     input_ids = pad_rows(ids, 0, left=False)
@@ -347,15 +421,17 @@ def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[tor
     return again if layout.present is None else again.narrow(layout.present)
 
 
-def full_mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def full_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """`[B, S]`, 1 on real tokens: the caller's `attention_mask`, checked; all real if `None`."""
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}.")
-    return mask
+    if attention_mask is None:
+        return torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        expected = tuple(input_ids.shape)
+        raise ValueError(f"attention_mask {tuple(attention_mask.shape)}: expected input_ids' shape, {expected}.")
+    return attention_mask.to(input_ids.device)
 
 
-def check_no_padding(input_ids: torch.Tensor, pad_token_id: int | None) -> None:
+def check_no_padding(input_ids: Tensor, pad_token_id: int | None) -> None:
     """Raises `ValueError` where rows `[B, S]` begin or end with different numbers of padding tokens."""
     if pad_token_id is None or len(input_ids) < 2:
         return
@@ -369,66 +445,93 @@ def check_no_padding(input_ids: torch.Tensor, pad_token_id: int | None) -> None:
             )
 
 
-def restarts(position_ids: torch.Tensor, mask: torch.Tensor) -> bool:
+def restarts(position_ids: Tensor, mask: Tensor) -> bool:
     """Whether positions `[B, S]`, `[3, B, S]` or `[4, B, S]` begin again at 0 behind a row's first real token."""
     # Along several axes an image or video goes back too, but only the first token of a sequence to 0 on all of them.
     highest = position_ids if position_ids.ndim == 2 else position_ids.amax(0)
-    return bool(((highest == 0) & mask.bool() & (mask.cumsum(-1) > 1)).any())
+    is_first = mask.cumsum(-1) == 1
+    restart = (highest == 0) & mask.bool() & ~is_first
+    return bool(restart.any())
 
 
-def _rows(model, input_ids, mask, grids, seconds, position_ids=None) -> list[PromptRow]:
+def _rows(
+    model: QTSplusBackboneMixin,
+    input_ids: Tensor,
+    mask: Tensor,
+    grids: dict[int, list[Grid]],
+    seconds: Seconds,
+    position_ids: Tensor | None = None,
+) -> list[PromptRow]:
     columns = [row.nonzero()[:, 0] for row in mask]
-    types = [row[real] for row, real in zip(model.token_types(input_ids), columns, strict=True)]
-    spans = find_spans(types, {modality: model.visual_spans(modality, grids[modality]) for modality in MODALITIES})
-    own_positions = None if position_ids is None else model.language_axes(position_ids)
+    types = list(map(torch.take, model.token_types(input_ids), columns))
+    unplaced = {modality: model.visual_spans(modality, grids[modality]) for modality in MODALITIES}
     rows = []
-    for b, real in enumerate(columns):
-        positions = model.row_positions(spans[b], len(real), seconds, input_ids.device)
-        language = model.language_positions(spans[b], positions)
-        competing = [span for span in spans[b] if span.modality == VIDEO]
+    for index, spans in enumerate(find_spans(types, unplaced)):
+        real = columns[index]
+        device = real.device
+        positions = model.row_positions(spans, len(real), seconds, device)
+        if position_ids is None:
+            language_positions = model.language_positions(spans, positions)
+        else:
+            language_positions = model.language_axes(position_ids)[:, index, real]
+        videos = [span for span in spans if span.modality == VIDEO]
+        candidates = [span.token_columns().to(device) for span in videos]
+        candidates.insert(0, real[:0])  # a row without videos has none
         rows.append(
             PromptRow(
                 columns=real,
-                types=types[b],
-                spans=spans[b],
+                types=types[index],
+                spans=spans,
                 positions=positions,
-                language_positions=language if own_positions is None else own_positions[:, b, real],
-                candidates=torch.cat([real[:0], *(span.token_columns().to(real.device) for span in competing)]),
-                separators=find_separators(competing, len(real)).to(real.device),
+                language_positions=language_positions,
+                candidates=torch.cat(candidates),
+                separators=find_separators(videos, len(real)).to(device),
             )
         )
     return rows
 
 
-def check_seconds(seconds: Any, videos: int) -> None:
-    """Raises `ValueError` for what is not a number of seconds above 0 for each video."""
-    if not isinstance(seconds, (Sequence, torch.Tensor)) or isinstance(seconds, str):
+def _seconds(model: QTSplusBackboneMixin, seconds: Seconds | None, grids: Sequence[Grid]) -> Seconds:
+    """Per video the seconds of a step in time, checked; 1 if `None`, where they change nothing."""
+    if seconds is None:
+        longest = max((steps for steps, _, _ in grids), default=0)
+        if model.needs_seconds and longest > 1:
+            raise ValueError(
+                "The videos came without second_per_grid_ts, the seconds of a temporal patch of each, which their "
+                "tokens' positions depend on: pass all that the processor returned, through your collator too."
+            )
+        return [1] * len(grids)
+    if not isinstance(seconds, (Sequence, Tensor)) or isinstance(seconds, str):
         raise ValueError(f"second_per_grid_ts={seconds!r}: expected a list with the seconds of each video.")
-    if len(seconds) != videos:
-        raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({videos}).")
+    if len(seconds) != len(grids):
+        raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids)}).")
     values = torch.as_tensor(seconds, dtype=torch.float64)
-    if not bool(((values > 0) & values.isfinite()).all()):
+    is_good = (values > 0) & values.isfinite()
+    if not bool(is_good.all()):
         raise ValueError(f"second_per_grid_ts={values.tolist()}: expected finite seconds above 0.")
+    return seconds.cpu() if isinstance(seconds, Tensor) else seconds
 
 
 def check_grids(
     model: QTSplusBackboneMixin,
     modality: int,
-    pixels: torch.Tensor | None,
-    grid_thw: torch.Tensor | None,
-    features: Sequence[torch.Tensor] | None = None,
+    pixels: Tensor | None,
+    grid_thw: Tensor | None,
+    features: Sequence[Tensor] | None = None,
 ) -> list[Grid]:
     """The grids of all images or videos in tokens; `ValueError` where pixels, features and grids do not fit."""
     name = MODALITIES[modality]
+    values = "pixel values" if features is None else "features"
+    has_values = pixels is not None or features is not None
     if pixels is not None and features is not None:
         raise ValueError(f"Got {name} pixels and {name}_features: pass one of them.")
-    if (pixels is None and features is None) != (grid_thw is None):
-        values = "pixel values" if features is None else "features"
-        present, missing = (values, "grid_thw") if grid_thw is None else ("grid_thw", values)
-        raise ValueError(f"The {name}s came with {present} but without {missing}: pass all the processor returned.")
     if grid_thw is None:
+        if has_values:
+            raise ValueError(f"The {name}s came with {values} but without grid_thw: pass all the processor returned.")
         return []
-    if not isinstance(grid_thw, torch.Tensor) or grid_thw.is_floating_point():
+    if not has_values:
+        raise ValueError(f"The {name}s came with grid_thw but without {values}: pass all the processor returned.")
+    if not isinstance(grid_thw, Tensor) or grid_thw.is_floating_point():
         raise ValueError(f"{name}_grid_thw={grid_thw!r}: expected a tensor of whole numbers, [{name}s, 3].")
     if bool((grid_thw < 1).any()):
         raise ValueError(f"{name}_grid_thw {grid_thw.tolist()}: an empty {name}; expected at least 1 x 1 x 1 patches.")
