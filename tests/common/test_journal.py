@@ -53,10 +53,10 @@ def test_only_the_whole_result_is_left(tmp_path):
     assert json.loads(result.read_text()) == {"b": [1, 2.5], "a": None}
 
 
-def test_what_was_sealed_is_read_again():
-    for document in ({"a": [1.5, None, "ü\udcff"]}, {"b": {"c": "}, "}}):
-        for indent in (None, 1):
-            assert unseal(seal(document, indent).encode() + b"\n") == document
+@pytest.mark.parametrize("document", [{"a": [1.5, None, "ü\udcff"]}, {"b": {"c": "}, "}}])
+def test_what_was_sealed_is_read_again(document):
+    line = seal(document).encode() + b"\n"
+    assert unseal(line) == document
 
 
 def test_every_changed_byte_is_found(path):
@@ -92,18 +92,14 @@ def test_settings_are_those_of_the_schema(tmp_path):
 
 def test_another_format_is_refused_by_every_reader(path):
     later = Schema(Settings, Line[str, int], format=3)
-    with pytest.raises(ValueError, match=r"an earlier version of qtsplus wrote it \(format 1, not 3\)"):
-        Journal(path, schema=later)
-    path.unlink()
-    Journal(path, SETTINGS, later)
     for settings in (None, SETTINGS):
-        with pytest.raises(ValueError, match=r"a later version of qtsplus wrote it \(format 3, not 1\)"):
-            Journal(path, settings, NUMBERS)
+        with pytest.raises(ValueError, match="another version of qtsplus wrote it, in format 1, not 3"):
+            Journal(path, settings, later)
 
 
 def test_a_lost_first_line_is_named(path):
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    with pytest.raises(ValueError, match=r"Line 1 of .*: the line before it.* is lost\. So choose another folder"):
+    with pytest.raises(ValueError, match=r"Line 1 of .*: the line with the settings is lost.* So choose another folder"):
         Journal(path, SETTINGS, NUMBERS)
 
 

@@ -362,19 +362,19 @@ def test_a_library_of_the_future_is_refused_by_every_reader(folder, mine, loaded
             line["format"] = 2
 
     rewrite(folder, of_the_future)
-    reason = "a later version of qtsplus wrote it (format 2, not 1)"
+    reason = "another version of qtsplus wrote it, in format 2, not 1"
     assert reason in first_line_of(run("find", folder, QUESTION))
     assert reason in first_line_of(run("ask", folder, QUESTION))
     assert reason in first_line_of(run("chat", folder))
-    with pytest.raises(ValueError, match="a later version"):
+    with pytest.raises(ValueError, match="another version"):
         index(mine, folder, *loaded)
-    with pytest.raises(ValueError, match="a later version"):
+    with pytest.raises(ValueError, match="another version"):
         Library(folder, *loaded)
 
 
 def test_a_library_from_before_formats_had_numbers_says_what_to_do(folder):
     (folder / "library.jsonl").write_text('{"made_by": "x", "dtype": "auto"}\n{"key": 0, "value": [null, null]}\n')
-    assert "an earlier version of qtsplus wrote it" in first_line_of(run("find", folder, QUESTION))
+    assert "another version of qtsplus wrote it" in first_line_of(run("find", folder, QUESTION))
 
 
 def stored(folder):

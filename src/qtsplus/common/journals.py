@@ -7,11 +7,11 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from .files import printable, whole_file
@@ -20,6 +20,7 @@ from .validation import explain
 K = TypeVar("K")
 V = TypeVar("V")
 Key = str | int
+Document = dict[str, Any]  # a JSON object
 
 _LONGEST = 2**24  # bytes of a line, or of a file that is read whole: nothing here writes as much
 
@@ -64,24 +65,24 @@ class Line(BaseModel, Generic[K, V]):
 @dataclass(frozen=True)
 class Schema:
     """
-    What may stand in a journal.
+    What may be in a journal.
 
     Args:
         settings, line: types for pydantic: of the settings a dictionary, such as a `TypedDict`; of an entry a [`Line`].
-        format: counts up where they change; a journal of another one is refused.
+        format: counts up where they change; a journal of another format is refused.
         remedy: what to do about an entry that is damaged.
     """
 
-    settings: Any = dict[str, Any]
-    line: Any = Line[Key, Any]
+    settings: object = Document
+    line: object = Line[Key, object]
     format: int = 1
     remedy: str = "remove it, and run the same command again"
 
 
 class Journal:
     """
-    What a run has finished, so that an interrupted one goes on where it stopped: a JSON line of settings, then one for
-    each entry. All of them are checked when they are read.
+    What a run has finished, so that an interrupted one goes on where it stopped: a JSON line of settings, then a line
+    for each entry. All of them are checked when they are read.
 
     A line is on disk when [`add`] returns, and outlives the process. A last line that was cut off counts as missing.
     `done` has the entries by key, which are read when they are asked for; a later one replaces an earlier one.
@@ -95,77 +96,94 @@ class Journal:
         ValueError: another file, or one that is damaged or of another format; a run that began with other settings.
     """
 
-    def __init__(
-        self, path: Path, settings: Mapping[str, Any] | None = None, schema: Schema = Schema(), mend: bool = False
-    ):
-        self.path, self.schema, self.mend, self.damaged = path, schema, mend, 0
-        self.done = _Entries(self)
-        wanted = None if settings is None else json.loads(json.dumps(settings))
-        earlier = self._read(wanted is not None) if os.path.lexists(path) else None
-        if wanted is None and earlier is None:
-            raise ValueError(f"{path} holds a run that never began: begin it first.")
-        self.settings: Any = wanted or earlier
-        if wanted is None or wanted == earlier:
-            return
-        if earlier is not None:
-            raise ValueError(f"The run in {path.parent} {_difference(earlier, wanted)}.")
-        with whole_file(path) as file:
-            file.write(seal({"format": schema.format, "settings": wanted}) + "\n")
+    settings: Document
 
-    def _read(self, goes_on: bool) -> dict[str, Any] | None:
-        """The settings, with the places of the entries noted; `None` where the file ends before them."""
-        settings, end, damaged = None, 0, set[int]()
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, object] | None = None,
+        schema: Schema = Schema(),
+        mend: bool = False,
+    ):
+        self.path = path
+        self.schema = schema
+        self.damaged = 0
+        self.done = _Entries(self)
+        earlier = None
+        if os.path.lexists(path):
+            earlier = self._read(mend, cuts=settings is not None)
+        if settings is None:
+            if earlier is None:
+                raise ValueError(f"{path} holds a run that never began: begin it first.")
+            self.settings = earlier
+            return
+        self.settings = json.loads(json.dumps(settings))
+        if earlier is None:
+            head = {"format": schema.format, "settings": self.settings}
+            with whole_file(path) as file:
+                file.write(seal(head) + "\n")
+        elif earlier != self.settings:
+            raise ValueError(f"The run in {path.parent} {_difference(earlier, self.settings)}.")
+
+    def _read(self, mend: bool, cuts: bool) -> Document | None:
+        """
+        The settings, with the places of the entries noted; `None` for an empty file.
+
+        Args:
+            cuts: whether a last line that was cut off is removed; another process may still be adding to it.
+        """
         if not is_plain_file(self.path):
             raise ValueError(f"{self.path} is no file: choose another folder.")
+        settings = None
+        good_lines = []
+        end = 0  # of the good lines
         with self.path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_LONGEST), b""), start=1):
+            read_line = partial(file.readline, _LONGEST)
+            for number, line in enumerate(iter(read_line, b""), start=1):
+                if not line.endswith(b"\n") and len(line) < _LONGEST:
+                    break
                 try:
-                    if len(line) == _LONGEST:
-                        raise ValueError(f"it is longer than {_LONGEST} bytes.")
-                    if not line.endswith(b"\n"):
-                        break
                     if settings is None:
                         settings = self._begin(line)
                     else:
                         self.done.places[self.parse(line).key] = end
                 except ValueError as error:
-                    if settings is None or not self.mend:
-                        what = "choose another folder" if settings is None else self.schema.remedy
-                        raise ValueError(f"Line {number} of {self.path} cannot be used: {error} So {what}.") from error
-                    damaged.add(number)
+                    if mend and settings is not None:
+                        self.damaged += 1
+                        continue
+                    remedy = "choose another folder" if settings is None else self.schema.remedy
+                    raise ValueError(f"Line {number} of {self.path} cannot be used: {error} So {remedy}.") from error
                 end += len(line)
-        if damaged:
-            with self.path.open("rb") as file, whole_file(self.path, "wb") as rest:
-                lines = enumerate(iter(lambda: file.readline(_LONGEST), b""), start=1)
-                rest.writelines(line for number, line in lines if number not in damaged)
-            self.damaged = len(damaged)
-            self.done.places.clear()
-            return self._read(goes_on)
-        if end < self.path.stat().st_size:  # else another process may be adding to it
+                if mend:
+                    good_lines.append(line)
+        if self.damaged:
+            with whole_file(self.path, "wb") as rest:
+                rest.writelines(good_lines)
+        elif end < self.path.stat().st_size:
             if settings is None:
                 raise ValueError(f"{self.path} is no journal of a run: choose another folder.")
-            if goes_on:
+            if cuts:
                 os.truncate(self.path, end)
         return settings
 
-    def _begin(self, line: bytes) -> dict[str, Any]:
+    def _begin(self, line: bytes) -> Document:
         """The settings of a first line."""
         content = unseal(line)
-        if content.keys() == {"key", "value"}:
-            raise ValueError("the line before it, which says what the run depends on, is lost.")
-        head = check_stored(_Head, content if "format" in content else {"format": 0, "settings": content})
+        if "format" not in content:
+            raise ValueError("the line with the settings is lost, or another version of qtsplus wrote it.")
+        head = check_stored(_Head, content)
         if head.format != self.schema.format:
-            version = "a later" if head.format > self.schema.format else "an earlier"
-            raise ValueError(f"{version} version of qtsplus wrote it (format {head.format}, not {self.schema.format}).")
+            raise ValueError(f"another version of qtsplus wrote it, in format {head.format}, not {self.schema.format}.")
         return check_stored(self.schema.settings, head.settings)
 
-    def parse(self, line: bytes) -> Any:
+    def parse(self, line: bytes) -> Line:
         """The entry of a line; a `ValueError` for one that is damaged."""
         return check_stored(self.schema.line, unseal(line))
 
-    def add(self, key: Key, value: Any) -> None:
+    def add(self, key: Key, value: object) -> None:
         """Keeps an entry, on disk before this returns; where it cannot be written, what was kept before stays."""
-        line = seal({"key": key, "value": value}).encode() + b"\n"
+        entry = {"key": key, "value": value}
+        line = seal(entry).encode() + b"\n"
         with self.path.open("ab", buffering=0) as file:
             written = file.write(line)
             place = file.tell() - written
@@ -180,64 +198,79 @@ class _Head(BaseModel):
 
     model_config = STORED
 
-    format: Annotated[int, Field(ge=0)]
-    settings: dict[str, Any]
+    format: int
+    settings: Document
 
 
-class _Entries(Mapping[Any, Any]):
+class _Entries(Mapping[Key, Any]):
     """The values of a journal, read when they are asked for."""
 
     def __init__(self, journal: Journal):
         self.journal = journal
-        self.places: dict[Any, int] = {}
+        self.places: dict[Key, int] = {}
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Key):
         place = self.places[key]
         with self.journal.path.open("rb") as file:
             file.seek(place)
-            return self.journal.parse(file.readline()).value
+            line = file.readline()
+        return self.journal.parse(line).value
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Key]:
         return iter(self.places)
 
     def __len__(self) -> int:
         return len(self.places)
 
 
-def _difference(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    names = [name for name in {**earlier, **wanted} if earlier.get(name) != wanted.get(name)]
-    differing = [f"{name}={earlier.get(name)}, not {wanted.get(name)}" for name in names]
+def _difference(earlier: Document, wanted: Document) -> str:
+    differing = []
+    for name in earlier | wanted:
+        before = earlier.get(name)
+        now = wanted.get(name)
+        if before != now:
+            differing.append(f"{name}={before}, not {now}")
     return f"was begun with {' and with '.join(differing)}: go on with the same settings, or choose another folder"
 
 
-def seal(document: Mapping[str, Any], indent: int | None = None) -> str:
+def seal(document: Mapping[str, object]) -> str:
     """JSON of an object, which begins with a digest of the rest: [`unseal`] finds any damage by it."""
-    return _sealed(json.dumps(document, indent=indent).encode()[1:]).decode()
+    rest = json.dumps(document)[1:]
+    return _sealed(rest.encode()).decode()
 
 
 def _sealed(rest: bytes) -> bytes:
-    return b'{"check": "' + hashlib.sha256(rest).hexdigest()[:16].encode() + b'", ' + rest
+    digest = hashlib.sha256(rest).hexdigest()[:16]
+    return b'{"check": "' + digest.encode() + b'", ' + rest
 
 
-def unseal(text: bytes) -> dict[str, Any]:
-    """The JSON object of a text; a `ValueError` where it is none, or was sealed and is not what it was."""
+def unseal(text: bytes) -> Document:
+    """The JSON object of a text; a `ValueError` for another text, and for a sealed one that was changed."""
+    if len(text) >= _LONGEST:
+        raise ValueError(f"it is longer than {_LONGEST} bytes.")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({type(error).__name__}).") from error
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object.")
-    if content.pop("check", None) is not None and text.rstrip() != _sealed(text.rstrip().partition(b", ")[2]):
+    is_sealed = content.pop("check", None) is not None
+    text = text.rstrip()
+    rest = text.partition(b", ")[2]
+    if is_sealed and text != _sealed(rest):
         raise ValueError("it was changed since it was written.")
     return content
 
 
-def check_stored(kind: Any, content: Any) -> Any:
-    """What was read back, as a type for pydantic; a `ValueError` that names the fields that are none of it."""
+def check_stored(kind, content: object):
+    """What was read back, as a type for pydantic; a `ValueError` that names the fields that do not fit the type."""
     try:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
         raise ValueError(printable(explain(error, content))) from None
+
+
+_adapter = cache(TypeAdapter)
 
 
 def is_plain_file(path: Path) -> bool:
@@ -245,8 +278,8 @@ def is_plain_file(path: Path) -> bool:
     return stat.S_ISREG(path.lstat().st_mode)
 
 
-def read_stored(path: Path, kind: Any) -> Any:
-    """A JSON file, sealed or not, as a type for pydantic; a `ValueError` of one line where it is none."""
+def read_stored(path: Path, kind):
+    """A JSON file, sealed or not, as a type for pydantic; a `ValueError` of one line for any other file."""
     try:
         if not is_plain_file(path) or path.stat().st_size > _LONGEST:
             raise ValueError(f"it is no file of at most {_LONGEST} bytes.")
@@ -259,10 +292,7 @@ def read_stored(path: Path, kind: Any) -> Any:
         raise ValueError(f"{path} cannot be used: {error}") from error
 
 
-_adapter = cache(TypeAdapter)
-
-
-def write_json(path: Path, document: dict[str, Any] | list[Any]) -> None:
+def write_json(path: Path, document: object) -> None:
     """Writes a file that is never seen half written."""
     with whole_file(path) as file:
         file.write(json.dumps(document, indent=1) + "\n")
