@@ -99,7 +99,8 @@ def test_another_format_is_refused_by_every_reader(path):
 
 def test_a_lost_first_line_is_named(path):
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    with pytest.raises(ValueError, match=r"Line 1 of .*: the line with the settings is lost.* So choose another folder"):
+    reason = r"Line 1 of .*: the line with the settings is lost.* So choose another folder"
+    with pytest.raises(ValueError, match=reason):
         Journal(path, SETTINGS, NUMBERS)
 
 
