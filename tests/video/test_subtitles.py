@@ -143,7 +143,7 @@ def test_a_video_without_its_subtitles_is_refused(loaded, film):
     video = session.encode(*loaded, str(film))
     with pytest.raises(ValueError, match="encoded with its subtitles"):
         session.ask(*loaded, video, "What?", subtitles=50)
-    with pytest.raises(ValueError, match="expected the film's path"):
+    with pytest.raises(ValueError, match="expected its path"):
         session.encode(*loaded, np.zeros((4, 112, 112, 3), np.uint8), fps=1, subtitles=True)
 
 
@@ -186,14 +186,33 @@ def test_a_film_with_sound_is_said_to_be_watched_without_it(loaded, film, tmp_pa
         ("the set {a, b} of two", "the set {a, b} of two"),
         ("<- he left, she right ->", "<- he left, she right ->"),
         ("<i>Said</i> <font color=#ff0000>in red</font>", "Said in red"),
+        ("I <3 you, 5 > 4", "I <3 you, 5 > 4"),
+        ("a < b and {c} <d>", "a < b and {c} <d>"),
+        ("one<br>two<br/>three", "one two three"),
+        (r"{\an8}at the top", "at the top"),
     ],
 )
-def test_brackets_and_braces_that_are_no_markup_are_text(written, expected, tmp_path, tiny_mp4):
-    film = tmp_path / "talk.mp4"
-    film.write_bytes(tiny_mp4.read_bytes())
-    (tmp_path / "talk.srt").write_text(f"1\n00:00:00,500 --> 00:00:01,500\n{written}\n\n", encoding="utf-8")
-    (subtitle,) = read_subtitles(film)
+@pytest.mark.parametrize("place", ["talk.srt", "talk.vtt", "talk.mkv"])
+def test_brackets_and_braces_that_are_no_markup_are_text(written, expected, place, tmp_path, tiny_mp4):
+    video = tmp_path / "talk.mp4"
+    video.write_bytes(tiny_mp4.read_bytes())
+    cue = f"00:00:00.500 --> 00:00:01.500\n{written}\n\n"
+    if place == "talk.vtt":
+        (tmp_path / place).write_text(f"WEBVTT\n\n{cue}")
+    else:
+        (tmp_path / "talk.srt").write_text(f"1\n{cue.replace('.', ',', 2)}")
+    if place == "talk.mkv":
+        video = write_film(tmp_path / place, seconds=4, subtitles=tmp_path / "talk.srt")
+        (tmp_path / "talk.srt").unlink()
+    (subtitle,) = read_subtitles(video)
     assert subtitle.text == expected
+
+
+def test_a_text_track_of_mp4_is_read_as_it_was_written():
+    """A packet of `mov_text` begins with the length of its text and ends with boxes about its style."""
+    written = b"I <3 {you}, 5 > 4"
+    packet = av.Packet(len(written).to_bytes(2, "big") + written + b"\0\0\0\x16styl" + bytes(14))
+    assert list(reader._texts(packet, "mov_text")) == [written.decode()]
 
 
 def write_srt(path, *texts):
@@ -210,9 +229,50 @@ def test_subtitles_of_another_video_are_not_taken(film, tmp_path):
     with pytest.raises(ValueError, match="No subtitles are in"):
         read_subtitles(talk)
     assert [line.text for line in read_subtitles(tmp_path / "talk.2.MP4")] == ["of the second talk"]
-    write_srt(tmp_path / "talk.forced.srt", "forced")
-    write_srt(tmp_path / "talk.english.srt", "full")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["talk.en.sdh", "talk.en.forced", "talk.ger.cc", "talk.pt-BR", "talk.zh-Hans", "talk.English", "talk.forced"],
+)
+def test_the_name_of_subtitles_has_languages_and_kinds(name, film, tmp_path):
+    talk = tmp_path / "talk.mp4"
+    talk.write_bytes(film.read_bytes())
+    write_srt(tmp_path / f"{name}.srt", "said")
+    assert [line.text for line in read_subtitles(talk)] == ["said"]
+    write_srt(tmp_path / "talk.srt", "full")
     assert [line.text for line in read_subtitles(talk)] == ["full"]
+
+
+@pytest.mark.parametrize("name", ["show.E02", "show.2", "show.part.en", "showdown"])
+def test_subtitles_of_a_video_that_is_not_there_are_not_taken(name, film, tmp_path):
+    show = tmp_path / "show.mp4"
+    show.write_bytes(film.read_bytes())
+    write_srt(tmp_path / f"{name}.srt", "of another video")
+    with pytest.raises(ValueError, match="No subtitles are in"):
+        read_subtitles(show)
+
+
+FORCED_SRT = "1\n00:00:01,000 --> 00:00:02,000\nforced\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("talk.en.forced.srt", FORCED_SRT),
+        ("talk.foreign.srt", FORCED_SRT),
+        ("talk.srt", ""),
+        ("talk.srt", "\ufeff\r\n"),
+        ("talk.vtt", "WEBVTT\n\n"),
+    ],
+)
+def test_forced_and_empty_files_do_not_hide_a_track(name, content, tmp_path):
+    talk = write_tracks(tmp_path / "talk.mkv", ("full", FLAGS(0)))
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert [line.text for line in read_subtitles(talk)] == ["full"]
+
+
+FLAGS = av.stream.Disposition
 
 
 def write_tracks(path, *tracks):
@@ -236,9 +296,6 @@ def write_tracks(path, *tracks):
                     packet.stream = track
                     film.mux(packet)
     return path
-
-
-FLAGS = av.stream.Disposition
 
 
 @pytest.mark.parametrize(

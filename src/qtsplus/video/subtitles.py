@@ -1,6 +1,7 @@
-"""Subtitles of a film, from a file beside it or a track within it, and those of them that a prompt has room for."""
+"""Subtitles of a video, from a file beside it or a track within it, and which of them a prompt has room for."""
 
 import codecs
+import html
 import io
 import os
 import re
@@ -30,14 +31,29 @@ MAX_FILE_BYTES = 16 * 2**20
 MAX_SUBTITLES = 100_000  # a day of one per second has 86,400
 MAX_SUBTITLE_BYTES = 2**20  # of one of them: signs that are drawn in ASS have some 100,000
 
+_BLANK = codecs.BOM_UTF8 + b" \t\r\n"  # what an empty file may have
 _BITMAPS = ("pgssub", "dvdsub", "dvbsub", "xsub")  # codecs of pictures, which have no text
-# FFmpeg brings all formats to ASS: eight fields, then a text with blocks of `{\\tags}`. Tags of HTML may be left.
+# FFmpeg brings other formats to ASS: eight fields, then a text with blocks of `{\\tags}`.
 _ASS_FIELDS = 8
 _BLOCK = re.compile(r"(\{\\[^{}]*\})")  # an override of ASS; other braces are text
 _DRAWING = re.compile(r"\\p(\d+)")
-_BREAK = re.compile(r"\\[Nnh]")
+_BREAK = re.compile(r"\\[Nnh]|<br ?/?>")
 # The tags of SubRip and WebVTT, and WebVTT's timestamps; anything else between angle brackets is text.
-_TAG = re.compile(r"</?(?:b|i|u|s|c|v|font|ruby|rt|lang)(?:[.\s][^<>]*)?>|<\d[\d:]*\.\d+>", re.IGNORECASE)
+_TAG = re.compile(
+    r"</?(?:b|i|u|s|c|v|font|ruby|rt|lang|span|em|strong)(?:[.\s][^<>]*)?>|<\d[\d:]*\.\d+>", re.IGNORECASE
+)
+# Codecs whose packets have the text as it was written. FFmpeg's decoders drop `<3 you, 5 >`, which is like a tag.
+_WRITTEN = ("subrip", "srt", "webvtt", "text", "mov_text")
+
+# The parts of a name that tell of the subtitles, not of another video: film.en.srt, film.pt-BR.sdh.srt, film.ger.cc.vtt
+_KINDS = ("sdh", "cc", "hi", "forced", "foreign", "default", "full")
+_CODES_OF_3_LETTERS = (
+    "afr alb ara arm baq bel ben bos bul bur cat ces chi cmn cze dan deu dut ell eng est eus fas fil fin fra fre gai "
+    "geo ger gle glg gre guj heb hin hrv hun hye ice ind isl ita jav jpn kan kat kaz khm kor lao lav lit mac mal mar "
+    "may mkd mon msa mya nep nld nob nor pan per pol por ron rum rus sin slk slo slv som spa sqi srp swa swe tam tel "
+    "tgl tha tur ukr und urd uzb vie wel yue zho zul"
+)
+_REGION = re.compile(r"[-_](?:[a-z]{2,8}|\d{3})")
 
 
 @dataclass(frozen=True)
@@ -52,47 +68,68 @@ class Subtitle:
         return f"[{self.start:.1f} s] {self.text}"
 
 
-def read_subtitles(film: Any) -> list[Subtitle]:
+def read_subtitles(video: Any) -> list[Subtitle]:
     """
-    The subtitles of a film, in order of time: of `film.srt` or `film.en.vtt` beside it, or else those within it, the
-    default track or the first.
+    The subtitles of a video, in order of time: of `talk.srt` or `talk.en.sdh.vtt` beside it, or else those within it,
+    the default track or the first. A file of forced subtitles, which has foreign speech alone, comes last.
 
     Raises:
-        ValueError: no subtitles, or some that cannot be read; what is no file.
+        ValueError: no subtitles, or subtitles that cannot be read; what is not a file.
     """
-    if not isinstance(film, (str, Path)) or not os.path.isfile(film):
-        raise ValueError("Subtitles are read from a file beside the film, or from within it; expected the film's path.")
-    film = Path(film)
-    path = _file_beside(film) or film
+    if not isinstance(video, (str, Path)) or not os.path.isfile(video):
+        raise ValueError("Subtitles are read from a file beside the video, or from within it; expected its path.")
+    video = Path(video)
+    files = _files_beside(video)
+    full = [path for path in files if not _is_forced(path)]
+    forced = [path for path in files if _is_forced(path)]
+    for path in [*full, video, *forced]:
+        subtitles = _read_file(path, is_video=path == video)
+        if subtitles:
+            return sorted(subtitles, key=lambda subtitle: subtitle.start)
+    raise ValueError(f"No subtitles are in {str(video)!r}; expected {video.stem}.srt beside the video, or a track.")
+
+
+def _read_file(path: Path, is_video: bool) -> list[Subtitle]:
     try:
-        with open_container(str(film) if path == film else _as_utf8(path)) as container:
+        source = str(path) if is_video else _as_utf8(path)
+        if isinstance(source, io.BytesIO) and not source.getvalue().strip(_BLANK):
+            return []
+        with open_container(source) as container:
             track = _full_track(container.streams.subtitles)
-            lines = [] if track is None else list(_lines(container, track))
+            return [] if track is None else list(_lines(container, track))
     except av.error.FFmpegError as error:
         raise ValueError(f"The subtitles of {str(path)!r} cannot be read: {error.strerror}.") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"The subtitles of {str(path)!r} cannot be read: {first_line(error)}.") from error
-    if not lines:
-        raise ValueError(f"No subtitles are in {str(path)!r}; expected {film.stem}.srt beside the film, or a track.")
-    return sorted(lines, key=lambda line: line.start)
 
 
-def _file_beside(film: Path) -> Path | None:
-    """`film.srt`, or `film.en.srt` if it is not of another video with the name `film.en`; forced ones come last."""
-    own_name = re.compile(re.escape(film.stem) + r"(\.[\w-]+)?")
-    neighbours = list(film.parent.iterdir())
-    other_videos = {path.stem for path in neighbours if path.suffix.lower() in VIDEO_SUFFIXES} - {film.stem}
-    files = [
-        path
-        for path in neighbours
-        if path.suffix.lower() in SUFFIXES and own_name.fullmatch(path.stem) and path.stem not in other_videos
-    ]
-    return min(files, key=lambda path: (_is_forced(path), len(path.name), path.name), default=None)
+def _files_beside(video: Path) -> list[Path]:
+    """The files of a video's subtitles, those with the shortest names first."""
+    neighbours = list(video.parent.iterdir())
+    other_videos = {path.stem for path in neighbours if path.suffix.lower() in VIDEO_SUFFIXES} - {video.stem}
+    files = []
+    for path in neighbours:
+        begins_like_it = f"{path.stem}.".startswith(f"{video.stem}.")
+        if path.suffix.lower() not in SUFFIXES or not begins_like_it or path.stem in other_videos:
+            continue
+        parts = path.stem[len(video.stem) :].lower().split(".")[1:]
+        if all(map(_tells_of_subtitles, parts)):
+            files.append(path)
+    return sorted(files, key=lambda path: (len(path.name), path.name))
+
+
+def _tells_of_subtitles(part: str) -> bool:
+    """Whether a part of a file's name is a language or a kind of subtitles."""
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE  # names such as "english"
+
+    language = _REGION.sub("", part)
+    is_code = re.fullmatch("[a-z]{2}", language) or language in _CODES_OF_3_LETTERS.split()
+    return bool(is_code) or part in _KINDS or part in TO_LANGUAGE_CODE
 
 
 def _is_forced(path: Path) -> bool:
     """Whether a file says that it has foreign speech and signs alone."""
-    return path.stem.lower().endswith(".forced")
+    return not {"forced", "foreign"}.isdisjoint(path.stem.lower().split("."))
 
 
 def _full_track(tracks: Iterable[Any]) -> Any:
@@ -137,18 +174,33 @@ def _lines(container: Any, track: Any) -> Iterator[Subtitle]:
         end = start + float((packet.duration or 0) * packet.time_base)
         if packet.size > MAX_SUBTITLE_BYTES:
             raise ValueError(f"the subtitle at {start:.1f} s has {packet.size:,} bytes; at most 1 MiB is read")
-        for line in packet.decode():
-            text = _plain_text(line.ass.decode("utf-8", "replace"))
+        codec = track.codec_context.name
+        for written in _texts(packet, codec):
+            text = _plain_text(written)
+            if codec == "webvtt":
+                text = html.unescape(text)
             if text:
                 yield Subtitle(start, end, text)
 
 
-def _plain_text(event: str) -> str:
-    """The words of an event of ASS, in one line, without what it draws."""
-    fields = event.split(",", _ASS_FIELDS)
+def _texts(packet: Any, codec: str) -> Iterator[str]:
+    """The texts of a packet, with their markup."""
+    content = bytes(packet)
+    if codec == "mov_text":  # how long the text is, the text, and boxes about its style
+        length = int.from_bytes(content[:2], "big")
+        content = content[2 : 2 + length]
+    if codec not in _WRITTEN:
+        for event in packet.decode():
+            yield event.ass.decode("utf-8", "replace").split(",", _ASS_FIELDS)[-1]
+    else:
+        yield content.decode("utf-8", "replace")
+
+
+def _plain_text(written: str) -> str:
+    """The words of a subtitle, in one line, without tags and without what ASS draws."""
     words: list[str] = []
     draws = False
-    for part in _BLOCK.split(fields[-1]):
+    for part in _BLOCK.split(written):
         if not _BLOCK.fullmatch(part):
             words += [] if draws else [part]
             continue
