@@ -11,37 +11,42 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import av
 import numpy as np
-from transformers.utils import logging
 
 from ..asking.session import Answer
 from ..common.files import first_line
 from ..common.validation import check_count
 from ..model.clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
-from ..model.containers_qtsplus import TAGS, ends_early, film_stream, open_container, read_stated
+from ..model.containers_qtsplus import TAGS, Stated, ends_early, film_stream, open_container, read_stated
 from ..model.decoding_qtsplus import Upright, shown_name
 from ..model.video_qtsplus import require_positive, resize_frame, shrink
 from .stream import Stream
 
-logger = logging.get_logger(__name__)
-
 ROOM = 16  # frames of a source that wait to be encoded
 DEVICES = ("v4l2:", "avfoundation:", "dshow:", "x11grab:", "lavfi:")  # of libavdevice, as FORMAT:NAME
-CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://", "/dev/", *DEVICES)  # what waits for nobody
-# By what an address begins with, the protocols of FFmpeg to which what is sent may lead.
-_PROTOCOLS = {
-    **dict.fromkeys(("http", "https"), "http,https,httpproxy,tcp,tls,crypto,data"),
-    **dict.fromkeys(("rtsp", "rtsps"), "rtsp,rtsps,rtp,srtp,udp,tcp,tls"),
-    **dict.fromkeys(("rtmp", "rtmps"), "rtmp,rtmps,tcp,tls"),
-    **{"udp": "udp", "rtp": "rtp,srtp,udp", "srt": "srt", "tcp": "tcp"},
+# What an address of a camera, which does not wait for a reader, begins with.
+CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://", "/dev/") + DEVICES
+_HTTP = "http,https,httpproxy,tcp,tls,crypto,data"
+_RTSP = "rtsp,rtsps,rtp,srtp,udp,tcp,tls"
+_RTMP = "rtmp,rtmps,tcp,tls"
+_PROTOCOLS = {  # by the scheme of an address, the protocols of FFmpeg to which what is sent may lead
+    "http": _HTTP,
+    "https": _HTTP,
+    "rtsp": _RTSP,
+    "rtsps": _RTSP,
+    "rtmp": _RTMP,
+    "rtmps": _RTMP,
+    "udp": "udp",
+    "rtp": "rtp,srtp,udp",
+    "srt": "srt",
+    "tcp": "tcp",
 }
 _UNREADABLE = (av.error.FFmpegError, OSError, ValueError)  # what reading a bad stream raises
 _UNTIMED = re.compile("mp?jpeg|obu|.*_pipe")  # formats without times, to whose frames FFmpeg gives 25 a second
-_OPENED = {"fpsprobesize": "0", "rtsp_transport": "tcp"}  # else FFmpeg waits for 20 frames, to tell their rate
 
 
 class Source:
@@ -54,29 +59,41 @@ class Source:
     Args:
         address: a file or a named pipe, `-` for standard input, an address, or a device such as `/dev/video0` or
             `avfoundation:0`.
-        timeout: seconds without a frame after which a source has failed that is no file.
+        timeout: seconds without a frame after which a source that is not a file has failed.
         start: the second from which on there are frames.
-        began: when the clock of the stream stood at 0, by `time.monotonic`. A camera's seconds are of that clock, as
-            far apart as the camera says and never ahead: the first frame that was waited for was taken when it came,
-            those held while the camera was opened between that and now. Multipart JPEG at an address has no times;
-            each frame has that of its arrival. Other sources have a player's seconds.
+        began: when the clock of the stream was at 0, by `time.monotonic`. A camera's seconds are of that clock, see
+            [`_CameraClock`]; other sources have a player's seconds.
         name: what messages call it, instead of by its address.
 
     Iterating gives (seconds, `[H, W, 3]` uint8) until the source ends, or raises `TimeoutError` where nothing came for
     too long, and `ValueError` for what cannot be opened or decoded, or breaks off.
     """
 
-    def __init__(self, address: str, fps: float, timeout: float, began: float, start: float = 0.0, name: str = ""):
+    def __init__(
+        self,
+        address: str,
+        fps: float,
+        timeout: float,
+        began: float,
+        start: float = 0.0,
+        name: str = "",
+    ):
         address = re.sub("^[A-Za-z]+://", lambda scheme: scheme[0].lower(), address).removeprefix("file://")
-        self.address, self.fps, self.timeout, self.began, self.start = address, fps, timeout, began, start
-        self.name, self.scheme = name or shown_name(address), address.partition("://")[0]
+        self.address = address
+        self.fps = fps
+        self.timeout = timeout
+        self.began = began
+        self.start = start
+        self.name = name or shown_name(address)
+        self.scheme = address.partition("://")[0]
         self.is_camera = address.startswith(CAMERAS)
         self.is_pipe = address == "-" or (os.path.exists(address) and stat.S_ISFIFO(os.stat(address).st_mode))
-        self.is_file = not (self.is_camera or self.scheme in _PROTOCOLS or self.is_pipe)
+        self.is_file = not (self.is_camera or self.is_pipe or self.scheme in _PROTOCOLS)
         if self.is_file and not os.path.isfile(address):
             expected = f"a file, an address ({', '.join(_PROTOCOLS)}), a device such as /dev/video0, or -"
             raise ValueError(f"There is no stream {self.name!r}; expected {expected}.")
-        self.dropped, self.newest = 0, 0.0  # seconds that were read so far
+        self.dropped = 0
+        self.newest = 0.0  # seconds that were read so far
         self.clock: Clock | None = None
         self.sound = False  # whether it has some, which is not read
         self._states: list[str] = []
@@ -85,33 +102,46 @@ class Source:
         threading.Thread(target=self._read, daemon=True, name=f"qtsplus-watch {self.name}").start()
 
     def __iter__(self) -> Iterator[tuple[float, np.ndarray]]:
+        patience = None if self.is_file else self.timeout
         while True:
             try:
-                item = self._waiting.get(timeout=None if self.is_file else self.timeout)
+                item = self._waiting.get(timeout=patience)
             except queue.Empty as error:
-                item = error
+                raise self._silence() from error
             if item is None:
                 return
-            if isinstance(item, (queue.Empty, av.error.ExitError)):  # our patience ended, or FFmpeg's
-                state = "sent no frame for" if self.clock else "sends nothing, or too little to be opened within"
-                raise TimeoutError(f"The stream {self.name!r} {state} {self.timeout:g} s.") from item
-            if isinstance(item, BaseException) and not isinstance(item, (av.error.FFmpegError, OSError, ValueError)):
-                raise RuntimeError(
-                    f"Reading the stream {self.name!r} ended with {type(item).__name__}: {item}"
-                ) from item
-            if isinstance(item, Exception):
-                expected = " Expected MPEG-TS, Matroska or fragmented mp4: another mp4 has to be a file."
-                expected *= not (self.is_camera or self.is_file)
-                why = getattr(item, "strerror", None) or item  # without the address
-                raise ValueError(f"Cannot read the stream {self.name!r}: {first_line(why)}.{expected}") from item
+            if isinstance(item, BaseException):
+                raise self._failure(item) from item
             yield item
+
+    def _silence(self) -> TimeoutError:
+        state = "sends nothing, or too little to be opened within"
+        if self.clock is not None:
+            state = "sent no frame for"
+        return TimeoutError(f"The stream {self.name!r} {state} {self.timeout:g} s.")
+
+    def _failure(self, error: BaseException) -> Exception:
+        """What is raised for an error of the thread that reads."""
+        if isinstance(error, av.error.ExitError):  # FFmpeg's patience, which is the same as ours, ended
+            return self._silence()
+        if not isinstance(error, _UNREADABLE):
+            return RuntimeError(f"Reading the stream {self.name!r} ended with {type(error).__name__}: {error}")
+        reason = getattr(error, "strerror", None) or error  # without the address
+        message = f"Cannot read the stream {self.name!r}: {first_line(reason)}."
+        if not (self.is_camera or self.is_file):
+            message += " Expected MPEG-TS, Matroska or fragmented mp4: another mp4 has to be a file."
+        return ValueError(message)
 
     @property
     def warnings(self) -> list[str]:
         """What is wrong with it so far, one sentence each."""
-        states = ([] if self.clock is None else self.clock.states) + self._states
-        dropped = [f"{self.dropped} frames of {self.name!r} came too fast to be encoded."] * bool(self.dropped)
-        return [f"The stream {self.name!r} {state}." for state in states] + dropped
+        states = self._states
+        if self.clock is not None:
+            states = self.clock.states + states
+        warnings = [f"The stream {self.name!r} {state}." for state in states]
+        if self.dropped:
+            warnings.append(f"{self.dropped} frames of {self.name!r} came too fast to be encoded.")
+        return warnings
 
     def close(self) -> None:
         """Has the thread end with the frame that it is reading."""
@@ -127,7 +157,7 @@ class Source:
         except BaseException as error:  # raised again where the frames are read, which would wait for ever
             self._put(error)
 
-    def _put(self, item: Any) -> None:
+    def _put(self, item: object) -> None:
         while not self._closed:
             try:
                 return self._waiting.put(item, timeout=0.1)
@@ -136,59 +166,73 @@ class Source:
                     self._waiting.get_nowait()
                     self.dropped += 1
 
-    def _open(self) -> Any:
-        if self.is_pipe:  # what is sent may name other places
-            options = {**_OPENED, "protocol_whitelist": "none"}
-            is_standard_input = self.address == "-"
-            place = 0 if is_standard_input else self.address
-            # It is read for as long as the container is.
-            pipe = open(place, "rb", buffering=0, closefd=not is_standard_input)  # noqa: SIM115
-            return av.open(pipe, options=options, **TAGS)
+    def _open(self):
         if self.is_file:
             return open_container(self.address)
-        if self.address.startswith(("/dev/", *DEVICES)):
-            kind, _, name = re.sub("^/dev/", "v4l2:/dev/", self.address).partition(":")
+        if self.address.startswith("/dev/"):
+            return av.open(self.address, format="v4l2", timeout=self.timeout)
+        if self.address.startswith(DEVICES):
+            kind, _, name = self.address.partition(":")
             return av.open(name, format=kind, timeout=self.timeout)
-        options = {**_OPENED, "protocol_whitelist": _PROTOCOLS[self.scheme]}
-        return av.open(self.address, options=options, timeout=self.timeout, **TAGS)
+        # Without these options FFmpeg waits for 20 frames, to tell their rate.
+        options = {"fpsprobesize": "0", "rtsp_transport": "tcp"}
+        if not self.is_pipe:
+            options["protocol_whitelist"] = _PROTOCOLS[self.scheme]
+            return av.open(self.address, options=options, timeout=self.timeout, **TAGS)
+        options["protocol_whitelist"] = "none"  # what is sent may name other places
+        is_standard_input = self.address == "-"
+        place = 0 if is_standard_input else self.address
+        # It is read for as long as the container is.
+        pipe = open(place, "rb", buffering=0, closefd=not is_standard_input)  # noqa: SIM115
+        return av.open(pipe, options=options, **TAGS)
 
     def _decode(self) -> Iterator[tuple[float, np.ndarray]]:
         opened = time.monotonic() - self.began
         with self._open() as container:
-            stream, upright = film_stream(container), Upright()
+            stream = film_stream(container)
             self.sound = bool(container.streams.audio)
             stated = read_stated(self.address, container, stream) if self.is_file else None
-            arbitrary = container.format.flags & ARBITRARY_CLOCK
-            begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
-            untimed = not self.is_file and bool(_UNTIMED.fullmatch(container.format.name))
-            self.is_camera |= untimed and container.format.name == "mpjpeg" and not self.is_pipe
-            step, synced, came, before = -1, -1, math.inf, 0.0
-            for frame, after in with_next(self._frames(container, stream), self.is_camera):
-                if frame.time is None or (untimed and not self.is_camera):
-                    raise ValueError("its frames have no times")
-                if after is not None and frame.time > (after.time or 0) + LEAP:
-                    self.clock.strays += 1  # type: ignore[union-attr]  # of a frame that is shown before the next
-                    continue
-                now = math.inf
-                if self.is_camera:
-                    now, joins = time.monotonic() - self.began, len(self.clock.joins)  # type: ignore[union-attr]
-                    if untimed or (synced < joins and now - came > (frame.time - before) / 2):  # it was waited for
-                        begin, synced = frame.time - now, joins
-                    elif came == math.inf:
-                        begin = frame.time - opened
-                    came, before = now, frame.time
-                seconds = min(max(frame.time - begin, 0.0), now)
+            upright = Upright()
+            last = -1
+            for seconds, frame in self._timed(container, stream, opened):
                 self.newest = max(self.newest, seconds)
-                if seconds >= self.start and int(seconds * self.fps + 1e-3) > step:
-                    step = int(seconds * self.fps + 1e-3)
+                number = int(seconds * self.fps + 1e-3)
+                if seconds >= self.start and number > last:
+                    last = number
                     yield seconds, upright(frame, stream)
-            # The last frame may last a while.
-            if stated is not None and ends_early(self.address, stated, self.newest, 0.05 * self.newest + 1):
-                read = f"and {self.newest:.1f} s can be read"
-                self._states.append(f"is incomplete: its header states {stated.end:.1f} s, {read}")
+            if stated is not None:
+                self._check_end(stated)
 
-    def _frames(self, container: Any, stream: Any) -> Iterator[Any]:
-        self.clock = clock = Clock(container, stream)
+    def _check_end(self, stated: Stated) -> None:
+        tolerance = 0.05 * self.newest + 1  # the last frame may last a while
+        if ends_early(self.address, stated, self.newest, tolerance):
+            read = f"and {self.newest:.1f} s can be read"
+            self._states.append(f"is incomplete: its header states {stated.end:.1f} s, {read}")
+
+    def _timed(self, container, stream, opened: float) -> Iterator[tuple[float, av.VideoFrame]]:
+        """The frames with their seconds; of a camera that was being opened from the second `opened` on."""
+        clock = Clock(container, stream)
+        self.clock = clock
+        kind = container.format.name
+        has_times = self.is_file or not _UNTIMED.fullmatch(kind)
+        if kind == "mpjpeg" and not (self.is_file or self.is_pipe):
+            self.is_camera = True
+        begin = 0.0
+        if container.format.flags & ARBITRARY_CLOCK:
+            begin = (container.start_time or 0) / av.time_base
+        camera_clock = _CameraClock(self.began, opened, has_times)
+        frames = self._frames(container, stream, clock)
+        for frame, after in with_next(frames, self.is_camera):
+            if frame.time is None or not (has_times or self.is_camera):
+                raise ValueError("its frames have no times")
+            if after is not None and frame.time > (after.time or 0) + LEAP:
+                clock.strays += 1  # the next frame is shown before it
+            elif self.is_camera:
+                yield camera_clock.seconds(frame.time, len(clock.joins)), frame
+            else:
+                yield max(frame.time - begin, 0.0), frame
+
+    def _frames(self, container, stream, clock: Clock) -> Iterator[av.VideoFrame]:
         for packet in clock.over(self._packets(container, stream), self.is_camera):
             try:
                 frames = packet.decode()
@@ -198,25 +242,93 @@ class Source:
             for frame in frames:
                 if frame.is_corrupt:
                     self._states = ["is damaged, and some of its frames are shown as far as they go"]
-                frame.pts = heapq.heappop(clock.waiting) if clock.waiting else frame.pts
+                if clock.waiting:
+                    frame.pts = heapq.heappop(clock.waiting)
                 yield frame
 
-    def _packets(self, container: Any, stream: Any) -> Iterator[Any]:
+    def _packets(self, container, stream) -> Iterator[av.Packet]:
         try:
             yield from container.demux(stream)
         except OSError as error:
             # Where a server states no length, FFmpeg takes the end of what it sends for a fault.
-            unstated = self.address.lower().startswith("http") and (container.size or 0) <= 0
-            if error.errno != errno.EIO or not unstated:
+            has_length = container.size is not None and container.size > 0
+            if error.errno != errno.EIO or has_length or not self.scheme.startswith("http"):
                 raise
             last = av.Packet()  # of no bytes, with which a decoder gives what it still holds
-            last.stream, last.time_base = stream, stream.time_base
+            last.stream = stream
+            last.time_base = stream.time_base
             yield last
 
 
+class _CameraClock:
+    """
+    When the frames of a camera were taken, in seconds of the stream's clock: as far apart as the camera says, and never
+    ahead of now.
+
+    The first frame that was waited for was taken when it came. Frames that FFmpeg held while it opened the camera were
+    taken between the opening and now. A camera without times, such as multipart JPEG at an address, has the time at
+    which each frame arrives.
+
+    Args:
+        began: when the clock of the stream was at 0, by `time.monotonic`.
+        opened: the second at which opening the camera began.
+    """
+
+    def __init__(self, began: float, opened: float, has_times: bool):
+        self.began = began
+        self.opened = opened
+        self.has_times = has_times
+        self.begin: float | None = None  # what the camera's clock shows when the stream's is at 0
+        self.joins = -1  # how often the camera's clock had been set again when a frame was waited for
+        self.last_arrival = 0.0
+        self.last_time = 0.0
+
+    def seconds(self, time_of_frame: float, joins: int) -> float:
+        """
+        The seconds of the next frame.
+
+        Args:
+            time_of_frame: the camera's.
+            joins: how often the camera's clock was set again so far.
+        """
+        now = time.monotonic() - self.began
+        if not self.has_times:
+            return now
+        if self.begin is None:
+            self.begin = time_of_frame - self.opened
+        elif self.joins < joins:
+            waited = now - self.last_arrival
+            if waited > (time_of_frame - self.last_time) / 2:
+                self.begin = time_of_frame - now
+                self.joins = joins
+        self.last_arrival = now
+        self.last_time = time_of_frame
+        return min(max(time_of_frame - self.begin, 0.0), now)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A frame of one of the sources."""
+
+    seconds: float
+    name: str
+    frame: np.ndarray  # [H, W, 3] uint8
+
+
+def _looks(sources: Mapping[str, Source]) -> Iterator[_Look]:
+    """The frames of all sources in the order of their seconds."""
+
+    def of_source(name: str, source: Source) -> Iterator[_Look]:
+        for seconds, frame in source:
+            yield _Look(seconds, name, frame)
+
+    looks = [of_source(name, source) for name, source in sources.items()]
+    return heapq.merge(*looks, key=lambda look: look.seconds)
+
+
 def watch(
-    model: Any,
-    processor: Any,
+    model,
+    processor,
     sources: Mapping[str, str],
     question: str,
     *,
@@ -229,7 +341,7 @@ def watch(
     memory_tokens: int = 4096,
     timeout: float = 10.0,
     stream: Stream | None = None,
-    **choice: Any,
+    **choice,
 ) -> Iterator[Answer]:
     """
     Answers one question again and again while videos come: every so many seconds of video, and once more at their end.
@@ -242,8 +354,8 @@ def watch(
         max_frames: the most to look at, of all sources together.
         max_pixels: the most of one frame; a larger one is looked at smaller.
         fps, memory_tokens: as for [`Stream`].
-        timeout: seconds without a frame after which a source has failed that is no file.
-        stream: the memory, which can be asked meanwhile; made anew of the last options when absent.
+        timeout: seconds without a frame after which a source that is not a file has failed.
+        stream: the memory, which can be asked meanwhile; without it one is made with `fps` and `memory_tokens`.
         choice: as for [`Stream.ask`].
 
     Yields:
@@ -258,41 +370,48 @@ def watch(
         raise ValueError("There is nothing to watch; name a file, an address or a device.")
     if not 0 < timeout <= 1e6:
         raise ValueError(f"timeout={timeout!r}: expected seconds above 0, at most a million.")
-    for name, most in (("max_frames", max_frames), ("max_pixels", max_pixels)):
-        if most is not None:
-            check_count(name, most, name.removeprefix("max_"))
+    if max_frames is not None:
+        check_count("max_frames", max_frames, "frames")
+    if max_pixels is not None:
+        check_count("max_pixels", max_pixels, "pixels")
     last = math.inf if end is None else end
     if not 0 <= start < last:
         raise ValueError(f"start={start!r} and end={end!r}: expected seconds, the end behind the start.")
-    stream = stream or Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
-    began, looked = time.monotonic(), 0
+    if stream is None:
+        stream = Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
+    began = time.monotonic()
     opened = {name: Source(address, fps, timeout, began, start, name) for name, address in sources.items()}
+    count = 0
 
     def answer() -> Answer:
-        warnings = [warning for source in opened.values() for warning in source.warnings]
-        if looked == max_frames:
-            warnings.append(f"Looked at {looked} frames, the most that were asked for; nothing behind them.")
+        warnings = []
+        for source in opened.values():
+            warnings += source.warnings
+        if count == max_frames:
+            warnings.append(f"Looked at {count} frames, the most that were asked for; nothing behind them.")
         unheard = any(source.sound for source in opened.values())
         return replace(stream.ask(question, **choice), warnings=warnings, unheard=unheard)
 
     try:
         due = every
-        named = [zip(itertools.repeat(name), source) for name, source in opened.items()]
-        coming = itertools.takewhile(lambda one: one[1][0] <= last, heapq.merge(*named, key=lambda one: one[1][0]))
-        for name, (seconds, frame) in itertools.islice(coming, max_frames):
-            looked += 1
-            if seconds >= due:
-                due = (seconds // every + 1) * every
+        for look in itertools.islice(_looks(opened), max_frames):
+            if look.seconds > last:
+                break
+            count += 1
+            if look.seconds >= due:
+                due = (look.seconds // every + 1) * every
                 if stream.num_tokens:
                     yield answer()
+            frame = look.frame
             if max_pixels is not None:
-                frame = resize_frame(processor.video_processor, shrink(frame.shape[:2], max_pixels, 1), frame)
-            stream.append([frame], [seconds], name)
+                smaller = shrink(frame.shape[:2], max_pixels, 1)
+                frame = resize_frame(processor.video_processor, smaller, frame)
+            stream.append([frame], [look.seconds], look.name)
         stream.finish()
         if not stream.num_tokens:
             newest = max(source.newest for source in opened.values())
-            end_of_it = "" if newest >= last else f"; what is watched ended at {newest:.1f} s"
-            raise ValueError(f"There is no frame to look at from {start:g} s to {last:g} s{end_of_it}.")
+            reason = "" if newest >= last else f"; what is watched ended at {newest:.1f} s"
+            raise ValueError(f"There is no frame to look at from {start:g} s to {last:g} s{reason}.")
         yield answer()
     finally:
         for source in opened.values():
