@@ -116,8 +116,8 @@ def test_every_frame_says_when_it_is_shown(tmp_path, codec, kind, clock):
         return
     for count in (2, 3, 7, 25):
         instants = (np.arange(count) + 0.3) / count * film.times[-1]
-        through, whole = zip(*film._show(instants), strict=True)
-        skipping, _ = zip(*film._show(instants, only=True), strict=True)
+        through, whole = zip(*film.read(instants), strict=True)
+        skipping, _ = zip(*film.read(instants, skipping=True), strict=True)
         assert len(through) == count and np.array_equal(through, skipping) and all(whole)
 
 

@@ -21,7 +21,7 @@ from films import write_film
 from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.live.watching import Source
-from qtsplus.model import decoding_qtsplus
+from qtsplus.model import addresses_qtsplus
 from qtsplus.model.containers_qtsplus import TAGS
 from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.model.video_qtsplus import choose_frames, load_frames, open_video
@@ -368,7 +368,7 @@ def test_a_server_that_is_silent_or_drips_is_not_waited_for(loaded, monkeypatch,
 
     over = threading.Event()
     for name, value in limit.items():
-        monkeypatch.setattr(decoding_qtsplus, name, value)
+        monkeypatch.setattr(addresses_qtsplus, name, value)
     with serving(answer) as address:
         try:
             with pytest.raises(ValueError, match=rf"Cannot load the video at 'http://127.*clip\.mp4'.*{said}"):
@@ -379,7 +379,7 @@ def test_a_server_that_is_silent_or_drips_is_not_waited_for(loaded, monkeypatch,
 
 @pytest.mark.parametrize("states_its_length", [True, False])
 def test_a_video_at_an_address_has_a_largest_size(loaded, monkeypatch, states_its_length):
-    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", 2**20)
+    monkeypatch.setattr(addresses_qtsplus, "ADDRESS_BYTES", 2**20)
     data = bytes(2**20 + 1)
     with (
         serving(lambda handler: send(handler, data, len(data) if states_its_length else None)) as address,
@@ -390,9 +390,9 @@ def test_a_video_at_an_address_has_a_largest_size(loaded, monkeypatch, states_it
 
 def test_a_file_of_the_largest_size_is_read(monkeypatch):
     data = bytes(2**20)
-    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", len(data))
+    monkeypatch.setattr(addresses_qtsplus, "ADDRESS_BYTES", len(data))
     with serving(functools.partial(send, data=data, stated=len(data))) as address:
-        assert decoding_qtsplus.download(address).getvalue() == data
+        assert addresses_qtsplus.download(address).getvalue() == data
 
 
 def test_a_connection_that_ends_early_is_named(loaded, tiny_mp4):
@@ -441,7 +441,7 @@ def test_a_data_address_is_the_file(loaded, tiny_mp4, monkeypatch):
         with pytest.raises(ValueError, match=said) as refused:
             session.encode(*loaded, f"data:video/mp4{wrong}")
         assert len(str(refused.value)) < 300
-    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", tiny_mp4.stat().st_size // 2)
+    monkeypatch.setattr(addresses_qtsplus, "ADDRESS_BYTES", tiny_mp4.stat().st_size // 2)
     with pytest.raises(ValueError, match="is larger than"):
         session.encode(*loaded, address)
 

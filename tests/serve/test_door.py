@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtsplus.model import decoding_qtsplus
-from qtsplus.model.decoding_qtsplus import Film, download, shown_name
+from qtsplus.model import addresses_qtsplus
+from qtsplus.model.addresses_qtsplus import download, shown_name
+from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.serve import door
 from qtsplus.serve.door import Door, _is_public
 from server_process import hosting
@@ -197,7 +198,7 @@ def dripping(begin, drop):
 @pytest.mark.parametrize("phase", sorted(DRIPS))
 @pytest.mark.parametrize("by_server", [False, True])
 def test_a_host_that_drips_has_no_longer_than_all_may_take(phase, by_server, monkeypatch):
-    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_SECONDS", 0.2)
+    monkeypatch.setattr(addresses_qtsplus, "ADDRESS_SECONDS", 0.2)
     with dripping(*DRIPS[phase]) as port:
         address = f"http://localhost:{port}/a"
         expected = "HTTPError: .*302" if by_server and phase == "a redirect's body" else "bytes in 0.2 s; download it"
@@ -209,7 +210,7 @@ def test_a_host_that_drips_has_no_longer_than_all_may_take(phase, by_server, mon
 
 
 def test_a_host_that_sends_without_end_is_not_read_on(monkeypatch):
-    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", 1000)
+    monkeypatch.setattr(addresses_qtsplus, "ADDRESS_BYTES", 1000)
     chunk_of_nothing = b"1;" + b"x" * 1000 + b"\r\nx\r\n"
     refused = pytest.raises(ValueError, match="sends more than a file of 0 MiB needs")
     with dripping(DRIPS["trailers"][0][:-3], chunk_of_nothing) as port, refused:

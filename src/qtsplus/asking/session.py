@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from ..common.files import printable
 from ..common.validation import check_count
 from ..hub.loading import load as load
-from ..model.decoding_qtsplus import is_address
+from ..model.addresses_qtsplus import is_address
 from ..video.encoded import EncodedVideo, encode
 from .answers import Answer, answer_questions, check_name, check_question
 from .answers import prompt_inputs as prompt_inputs

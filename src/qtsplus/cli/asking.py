@@ -74,7 +74,7 @@ def ask(
     with one_line_errors():
         from ..asking.answers import check_text
         from ..common.folders import check_own
-        from ..model.decoding_qtsplus import shown_name
+        from ..model.addresses_qtsplus import shown_name
         from ..model.methods_qtsplus import add_method
 
         check_text("question", question)

@@ -43,7 +43,7 @@ def summarise(
     with one_line_errors():
         from ..asking.answers import check_text
         from ..asking.summaries import summarise as summarise_videos
-        from ..model.decoding_qtsplus import shown_name
+        from ..model.addresses_qtsplus import shown_name
         from ..model.methods_qtsplus import add_method
 
         if prompt is not None:

@@ -20,9 +20,10 @@ import numpy as np
 from ..asking.session import Answer
 from ..common.files import first_line
 from ..common.validation import check_count
+from ..model.addresses_qtsplus import shown_name
 from ..model.clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
 from ..model.containers_qtsplus import TAGS, Stated, ends_early, film_stream, open_container, read_stated
-from ..model.decoding_qtsplus import Upright, shown_name
+from ..model.decoding_qtsplus import Upright
 from ..model.video_qtsplus import require_positive, resize_frame, shrink
 from .stream import Stream
 

@@ -19,7 +19,8 @@ from transformers.utils import logging
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from .decoding_qtsplus import Film, download, is_address, shown_name
+from .addresses_qtsplus import download, is_address, shown_name
+from .decoding_qtsplus import Film
 from .methods_qtsplus import is_number
 
 logger = logging.get_logger(__name__)

@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 from starlette.requests import ClientDisconnect
 
 from ..common.files import size
-from ..model.decoding_qtsplus import ADDRESS_TIMEOUT, fetch, is_address, is_inline, parse_address, shown_name
+from ..model.addresses_qtsplus import ADDRESS_TIMEOUT, fetch, is_address, is_inline, parse_address, shown_name
 
 ARRIVAL_SECONDS = 120.0  # in which a request over HTTP has to arrive whole
 HEALTH = "/health"  # a path that everyone may ask

@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from ..common.journals import State, file_state
 from ..common.validation import check_count
 from ..hub.loading import find_device
-from ..model.decoding_qtsplus import shown_name
+from ..model.addresses_qtsplus import shown_name
 from ..model.video_qtsplus import flatten_videos
 from .forecast import forecast, largest_gap
 from .sampling import Sampling, SamplingOptions

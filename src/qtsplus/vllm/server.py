@@ -27,7 +27,7 @@ from ..common.journals import file_state
 from ..common.validation import check_count
 from ..data.media import UNREADABLE
 from ..hub.loading import load_processor
-from ..model.decoding_qtsplus import is_inline, shown_name
+from ..model.addresses_qtsplus import is_inline, shown_name
 from ..model.video_qtsplus import require_positive
 from ..serve.door import HEALTH, Door, Guard
 

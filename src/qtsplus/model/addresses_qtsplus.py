@@ -1,0 +1,217 @@
+"""Where a video is read from: a file, an `http(s)` address, or a `data:` address that holds the file itself."""
+
+import base64
+import functools
+import http.client
+import io
+import os
+import re
+import socket
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from typing import IO
+
+ADDRESS_TIMEOUT = 30.0  # seconds in which a server may send nothing
+ADDRESS_SECONDS = 1800.0  # in which a whole file has to arrive
+ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
+
+
+def find_video(path: str) -> str | io.BytesIO:
+    """The path of a file, or the file itself in memory."""
+    if is_address(path):
+        return download(path)
+    if is_inline(path):
+        return _decode_inline(path)
+    path = path.removeprefix("file://")
+    if os.path.isfile(path):
+        return path
+    if path == "-":
+        raise ValueError("A video is read from a file; `qtsplus watch -` reads one from standard input.")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"{path!r} is a pipe or a device; expected a plain file. `qtsplus watch` reads a pipe.")
+    raise ValueError(
+        f"There is no video at {shown_name(path)!r}; expected a video file, a folder of frames or an http(s) address."
+    )
+
+
+def is_address(video: str) -> bool:
+    """Whether a video is fetched from a server."""
+    return video.lower().startswith(("http://", "https://"))
+
+
+def is_inline(video: str) -> bool:
+    """Whether a video is a `data:` address, which holds the file itself."""
+    return video[:5].lower() == "data:"
+
+
+def _decode_inline(address: str) -> io.BytesIO:
+    """The file that `data:video/mp4;base64,...` holds."""
+    name = shown_name(address)
+    if len(address) > ADDRESS_BYTES * 4 / 3:
+        raise ValueError(f"The video in {name!r} is larger than {_most()}.")
+    start = address.find(",", 0, 200) + 1
+    try:
+        if not address[:start].lower().endswith(";base64,"):
+            raise ValueError("it does not begin with data:video/...;base64,")
+        data = base64.b64decode(address[start:], validate=True)
+    except ValueError as error:
+        raise ValueError(f"Cannot read the video in {name!r}: {error}.") from error
+    return io.BytesIO(data)
+
+
+def _most() -> str:
+    return f"{ADDRESS_BYTES / 2**20:.0f} MiB"
+
+
+def shown_name(video: str) -> str:
+    """How messages and results call a video: its path, or its address without user and password, or without a file."""
+    if is_inline(video):
+        return f"{video[:30]}..."
+    scheme = re.search(r"[A-Za-z][\w+.-]*://", video)  # also behind white space, and of a stream
+    if scheme is None:
+        return video
+    start = scheme.end()
+    host = re.split(r"[/?#]", video[start:])[0]
+    is_plain = "@" not in host and re.fullmatch(r"[^:]*(:\d*)?|\[.*", host)
+    if is_plain:
+        return video
+    return video[:start] + re.sub(r"^.*@", "***@", video[start:], flags=re.DOTALL)
+
+
+def parse_address(address: str) -> urllib.request.Request:
+    """Raises `ValueError`, without a text that may hold a part of the password, for a wrong host or port."""
+    try:
+        parts = urllib.parse.urlsplit(address)
+        host = (parts.hostname or "").encode("idna").decode()
+        if ":" in host:
+            host = f"[{host}]"
+        if not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", host, re.ASCII):  # such as %40, which urllib would take for an @
+            raise ValueError(host)
+        if parts.port is not None:
+            host = f"{host}:{parts.port}"
+        safe = "%/:=&?~+!$,;'@()*[]"
+        path = urllib.parse.quote(parts.path, safe)
+        query = urllib.parse.quote(parts.query, safe)
+        url = urllib.parse.urlunsplit((parts.scheme, host, path, query, ""))
+        request = urllib.request.Request(url)
+    except ValueError as error:
+        raise ValueError(f"Cannot load the video at {shown_name(address)!r}: expected http(s)://HOST/PATH.") from error
+    if parts.username is not None:
+        user = urllib.parse.unquote_to_bytes(f"{parts.username}:{parts.password or ''}")
+        # Not sent on to wherever the server redirects to.
+        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(user).decode()}")
+    return request
+
+
+Connect = Callable[[http.client.HTTPConnection], socket.socket]
+
+
+class _OnTime(io.RawIOBase):
+    """The bytes of a host until a deadline: headers, chunks and trailers as well, which it may drip without end."""
+
+    def __init__(self, source: io.RawIOBase, deadline: float):
+        self.source = source
+        self.deadline = deadline
+        self.count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int | None:
+        """As that of a socket; `TimeoutError` once it is too late, and `OSError` for much more than a file may have."""
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"{self.count} bytes in {ADDRESS_SECONDS:g} s; download it, and give the file")
+        received = self.source.readinto(buffer)
+        self.count += received or 0
+        if self.count > ADDRESS_BYTES * 9 / 8:
+            raise OSError(f"it sends more than a file of {_most()} needs")
+        return received
+
+    def close(self) -> None:
+        self.source.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer of which every byte has to come before a deadline."""
+
+    def __init__(self, deadline: float, sock: socket.socket, *arguments, **options):
+        super().__init__(sock, *arguments, **options)
+        on_time = _OnTime(self.fp.detach(), deadline)
+        self.fp = io.BufferedReader(on_time)
+
+
+class _Fetching(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens the connections of one fetch, which has one deadline for every answer, also one that redirects."""
+
+    def __init__(self, connect: Connect | None):
+        super().__init__()
+        self.connect = connect
+        self.deadline = time.monotonic() + ADDRESS_SECONDS
+
+    def do_open(self, http_class: Callable, req: urllib.request.Request, **options):
+        def open_connection(*arguments, **more) -> http.client.HTTPConnection:
+            connection = http_class(*arguments, **more)
+            connection.response_class = functools.partial(_Response, self.deadline)
+            if self.connect is not None:
+                connection.sock = self.connect(connection)
+            return connection
+
+        return super().do_open(open_connection, req, **options)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_) -> None:
+        return None
+
+
+def download(address: str) -> io.BytesIO:
+    """The file at an `http(s)` address."""
+    data = io.BytesIO()
+    fetch(address, data)
+    return data
+
+
+def fetch(address: str, data: IO[bytes], connect: Connect | None = None) -> None:
+    """
+    Writes the file at an `http(s)` address to `data`.
+
+    Args:
+        connect: opens the socket of a connection, to the very host that is named: redirects and proxies, which could
+            lead elsewhere, are then not followed.
+
+    Raises:
+        ValueError: an address that is wrong, does not answer, or does not send the whole file, or sends more than 1
+            GiB or longer than half an hour.
+    """
+    request = parse_address(address)
+    name = shown_name(address)
+    handlers: list[urllib.request.BaseHandler] = [_Fetching(connect)]
+    if connect is not None:
+        handlers += [urllib.request.ProxyHandler({}), _NoRedirects()]
+    try:
+        opener = urllib.request.build_opener(*handlers)
+        with opener.open(request, timeout=ADDRESS_TIMEOUT) as response:
+            stated = response.length
+            size = stated or 0
+            while size <= ADDRESS_BYTES:
+                block = response.read1(2**20)
+                if not block:
+                    break
+                data.write(block)
+                size = max(size, data.tell())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = type(error).__name__
+        if str(error):
+            reason += f": {error}"
+        raise ValueError(f"Cannot load the video at {name!r} ({reason}).") from error
+    if size > ADDRESS_BYTES:
+        raise ValueError(
+            f"The video at {name!r} is larger than {_most()}, the most that is read from an address; download it, and "
+            "give the file."
+        )
+    if stated is not None and data.tell() < stated:
+        raise ValueError(f"The connection to {name!r} ended after {data.tell()} of {stated} bytes; try again.")
+    data.seek(0)
