@@ -131,3 +131,22 @@ def test_a_placeholder_as_text_is_named(processor, model):
             with pytest.raises(ValueError, match="in the text|as text") as refused:
                 processor(text=text, **media)
             assert placeholder in str(refused.value)
+
+
+def test_a_processor_knows_the_placeholder_of_a_video_as_its_model_does(processor, model):
+    assert processor.video_token_id == model.config.video_token_id
+
+
+def test_a_prompt_for_an_encoded_video_needs_the_times_that_it_states(processor):
+    """Qwen3-VL's and Qwen3.5's prompts state the seconds of frames, which no processor may guess."""
+    grid = processor.grid_of(4, 32, 32)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Why?"}]}], tokenize=False
+    )
+    known = {"text": text, "video_grid_thw": grid, "return_tensors": "pt"}
+    if processor.states_times:
+        with pytest.raises(ValueError, match="without second_per_grid_ts: the prompt states the seconds"):
+            processor(**known)
+    slow = processor(**known, second_per_grid_ts=[8.0])["input_ids"]
+    fast = processor(**known, second_per_grid_ts=[0.5])["input_ids"]
+    assert torch.equal(slow, fast) != processor.states_times

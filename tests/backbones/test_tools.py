@@ -329,5 +329,6 @@ def test_a_template_with_tags_of_its_own_in_a_processor_that_knows_them(backbone
     processor.tool_response = ("<function_results>", "</function_results>")
     messages, expected = CONVERSATIONS["a question in the result"]
     text = processor.apply_chat_template(messages, chat_template=template(processor, "own tags"), tokenize=False)
-    inputs = processor(text=text, video_grid_thw=processor.grid_of(2, 32, 32), return_tensors="pt")
+    grid = processor.grid_of(2, 32, 32)
+    inputs = processor(text=text, video_grid_thw=grid, second_per_grid_ts=[1.0], return_tensors="pt")
     assert questions(processor, inputs) == [expected]

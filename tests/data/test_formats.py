@@ -172,6 +172,28 @@ def test_a_broken_table_is_named(tmp_path):
         list(iter_rows(tmp_path / "set.parquet"))
 
 
+def test_a_repeated_column_is_named(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = [arrow.array(["a.mp4"]), arrow.array(["One?"]), arrow.array(["Two?"]), arrow.array(["Yes."])]
+    names = ["video", "question", "question", "answer"]
+    parquet.write_table(arrow.Table.from_arrays(columns, names), tmp_path / "set.parquet")
+    with pytest.raises(ValueError, match=r"set\.parquet has the column 'question' more than once"):
+        list(iter_rows(tmp_path / "set.parquet"))
+
+
+REPEATED_KEY = '{"vision_id": "v", "question": "One?", "question": "Two?", "answer": "Yes."}'
+
+
+def test_a_repeated_key_is_named(tmp_path):
+    (tmp_path / "set.jsonl").write_text(REPEATED_KEY)
+    (row,) = iter_rows(tmp_path / "set.jsonl")
+    assert row.record is None and "it has the key 'question' more than once" in row.problem
+    (tmp_path / "set.json").write_text(f"[{REPEATED_KEY}]")
+    with pytest.raises(ValueError, match=r"set\.json is no JSON .*the key 'question' more than once"):
+        list(iter_rows(tmp_path / "set.json"))
+
+
 def test_without_pyarrow_a_table_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "set.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -87,7 +87,11 @@ def test_frames_with_what_says_nothing(loaded, options, message):
     [
         ({"start": 13}, "shows no frame from 13 to its end"),
         ({"start": 5, "end": 4}, "shows no frame from 5 to 4 s"),
-        ({"start": float("nan")}, "video_start=nan"),
+        ({"start": float("nan")}, "Got start=nan"),
+        ({"start": -3}, "Got start=-3"),
+        ({"end": 0}, "Got end=0"),
+        ({"fps": "two"}, "Got fps='two'"),
+        ({"max_frames": 2.5}, "max_frames=2.5: expected a whole number of frames"),
         ({"max_pixels": 0}, "max_pixels=0"),
         ({"metadata": {"fps": 30}}, "metadata is about frames"),
     ],

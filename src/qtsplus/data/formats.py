@@ -5,6 +5,7 @@ Readers stream: what they hold does not grow with the file, except for a JSON ar
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -129,7 +130,7 @@ def _iter_lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                content = json.loads(line.decode("utf-8-sig"))
+                content = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
             except (ValueError, RecursionError) as error:
                 yield Row(number, problem=f"it is no JSON: {error}.")
             else:
@@ -143,9 +144,21 @@ def _read_array(path: Path) -> list | None:
             if not file.read(2**16).lstrip().startswith("["):
                 return None
             file.seek(0)
-            return json.load(file)
+            return json.load(file, object_pairs_hook=_unique_keys)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no JSON array of records: {error}.") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of a repeated key the last value would count without a word."""
+    _check_unique("it has the key", [key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _check_unique(where: str, names: list[str]) -> None:
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{where} {printable(repeated[0])!r} more than once; expected it once.")
 
 
 def _read_table(path: Path) -> Iterator[dict]:
@@ -157,6 +170,7 @@ def _read_table(path: Path) -> Iterator[dict]:
         raise ImportError("Parquet needs the package pyarrow: pip install -e '.[parquet]' in a clone.") from error
     try:
         with ParquetFile(path) as table:
+            _check_unique(f"{path} has the column", table.schema_arrow.names)
             for batch in table.iter_batches(ROWS_AT_ONCE):
                 for row in range(len(batch)):
                     cells = [_cell(column[row]) for column in batch.columns]

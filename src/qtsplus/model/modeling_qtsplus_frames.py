@@ -178,6 +178,10 @@ class _ApartProcessor(InternVLProcessor):
                     "with conversation_inputs, where all text is text."
                 )
 
+    def _check_special_mm_tokens(self, text, text_inputs, modalities):
+        # The tokens of videos are marked later; the model counts them.
+        super()._check_special_mm_tokens(text, text_inputs, [name for name in modalities if name != "video"])
+
     def validate_inputs(self, *inputs, text=None, **kwargs):
         # The stock method asks for a text, which frames that are only encoded do not have.
         if text is not None:
@@ -231,8 +235,8 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
         return math.isqrt(self.image_seq_length)
 
     @property
-    def placeholder_ids(self) -> list[int]:
-        return [self.image_token_id, self.video_placeholder_id]
+    def video_token_id(self) -> int:  # type: ignore[override]
+        return self.video_placeholder_id
 
     def follow(self, config) -> None:
         self.video_placeholder_id = config.video_token_id

@@ -71,6 +71,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
     turn_end = "<|im_end|>"
     tool_response = ("<tool_response>", "</tool_response>")  # around a tool's response in a turn of the user
     native_resolution = True  # larger frames become more tokens
+    states_times = False  # whether a prompt has the seconds of a video's frames as text
 
     # Every backbone's processor has these.
     image_token: str
@@ -139,8 +140,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
             query (`str` or `list[str]`, *optional*): the question to select by, one per row or one for all rows, where
                 it is not the text of the last turn that a user wrote.
             video_grid_thw (`Tensor`, *optional*): `[videos, 3]`, the grids of videos that were encoded before, in
-                place of `videos`; for `model.generate(..., video_features=...)`. Where the prompt tells the times of
-                frames, they come from `video_metadata` or from `second_per_grid_ts`.
+                place of `videos`; for `model.generate(..., video_features=...)`. Where the prompt states the times of
+                frames, it needs `video_metadata` or `second_per_grid_ts`.
             second_per_grid_ts (`list[float]`, *optional*): `[videos]`, seconds per temporal patch of those videos.
             fps (`float` or `list[float]`, *optional*): for a video file, frames to sample per second, bounded by
                 `min_frames` and `max_frames`; by default the video processor's `fps`, or else 2. For frames without
@@ -431,6 +432,11 @@ class QTSplusProcessorMixin(ProcessorMixin):
         videos_kwargs = dict(kwargs.get("videos_kwargs") or {})
         metadata = kwargs.pop("video_metadata", videos_kwargs.get("video_metadata"))
         if not metadata:
+            if second_per_grid_ts is None and self.states_times:
+                raise ValueError(
+                    "Got video_grid_thw without second_per_grid_ts: the prompt states the seconds of the frames, so "
+                    "give second_per_grid_ts or video_metadata of those videos."
+                )
             metadata = self._stand_in_metadata(videos, second_per_grid_ts)
         videos_kwargs |= {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
         kwargs["videos_kwargs"] = videos_kwargs
@@ -441,7 +447,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         videos: list[Tensor],
         second_per_grid_ts: Sequence[float] | Tensor | None,
     ) -> list[VideoMetadata]:
-        """The times of stand-ins: by the seconds of their temporal patches, or else one frame a second."""
+        """The times of stand-ins: by the seconds of their temporal patches, or else any, for prompts without times."""
         rates = [1.0] * len(videos)
         if second_per_grid_ts is not None:
             rates = [self.video_processor.temporal_patch_size / float(seconds) for seconds in second_per_grid_ts]
@@ -636,6 +642,7 @@ class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
     r"""[`Qwen3VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
 
     stock_class = Qwen3VLProcessor
+    states_times = True
 
     @property
     def query_token_ids(self) -> dict:

@@ -20,7 +20,6 @@ from transformers.image_utils import get_image_size
 from typing_extensions import Unpack
 
 from ..common.journals import State, file_state
-from ..common.validation import check_count
 from ..hub.loading import find_device
 from ..model.addresses_qtsplus import shown_name
 from ..model.video_qtsplus import flatten_videos
@@ -180,8 +179,6 @@ def open_chunks(
     frames_per_chunk: int | None = None,
 ) -> Any:
     """The pieces of a video in which [`encode`] reads it, not decoded yet."""
-    if sampling.max_frames is not None:
-        check_count("max_frames", sampling.max_frames, "frames")
     return processor.video_chunks(video, frames_per_chunk=frames_per_chunk, **sampling.video_keys())
 
 

@@ -5,6 +5,9 @@ from typing import cast
 
 from typing_extensions import TypedDict
 
+from ..common.validation import check_count
+from ..model.video_qtsplus import require_positive
+
 
 class SamplingOptions(TypedDict, total=False):
     """The fields of [`Sampling`], as keyword arguments of functions that encode a video."""
@@ -27,6 +30,9 @@ class Sampling:
         start, end: of a file, the seconds on a player's clock between which it is looked at.
         max_frames: of a file, the most that are looked at.
         max_pixels: the most pixels of a frame; a larger one is looked at smaller.
+
+    Raises:
+        ValueError: a rate, a time or a count that no video has, by the name that it has here.
     """
 
     fps: float | None = None
@@ -34,6 +40,15 @@ class Sampling:
     end: float | None = None
     max_frames: int | None = None
     max_pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("fps", "start", "end", "max_pixels"):
+            value = getattr(self, name)
+            begins_at_once = name == "start" and value == 0
+            if value is not None and not begins_at_once:
+                require_positive(name, value)
+        if self.max_frames is not None:
+            check_count("max_frames", self.max_frames, "frames")
 
     def options(self) -> SamplingOptions:
         """The same as keyword arguments."""
