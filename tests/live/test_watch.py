@@ -432,7 +432,7 @@ def test_the_evidence_has_the_times_of_the_frames(loaded, film, tmp_path, fps):
                 packet.dts += round(2.9 / packet.time_base)
                 packet.stream = stream
                 late.mux(packet)
-    begin = open_video(str(tmp_path / "late.mp4"), lambda total, rate: np.arange(total)).start
+    begin = open_video(str(tmp_path / "late.mp4"), lambda total, rate: np.arange(total)).about.start
     every = {"selection": "uniform", "retention": 1.0, "every": 100, "timeout": 0.2, "fps": fps}
     (answer,) = watch(*loaded, {"door": str(tmp_path / "late.mp4")}, QUESTION, **every)
     assert begin > 2.5 and min(one.start for one in answer.evidence) == pytest.approx(begin, abs=0.05)

@@ -32,7 +32,7 @@ def noise(tmp_path_factory):
 def test_a_stretch_has_the_features_of_its_frames_and_the_times_of_the_film(loaded, noise):
     model, processor = loaded
     part = session.encode(*loaded, noise, fps=2, start=4, end=7.9)
-    assert (part.start, part.length) == (pytest.approx(4), pytest.approx(4))
+    assert (part.about.start, part.length) == (pytest.approx(4), pytest.approx(4))
     whole = session.encode(*loaded, noise, fps=2)
     steps = whole.features.unflatten(0, (int(whole.video_grid_thw[0, 0]), -1))
     assert torch.allclose(part.features, steps[4:8].flatten(0, 1), atol=1e-4)
@@ -42,11 +42,11 @@ def test_a_stretch_has_the_features_of_its_frames_and_the_times_of_the_film(load
 
 def test_frames_and_pixels_are_bounded(loaded, noise):
     few = session.encode(*loaded, noise, max_frames=4)
-    assert len(few.metadata.frames_indices) == 4
+    assert len(few.about.metadata.frames_indices) == 4
     whole, small = session.encode(*loaded, noise, fps=1), session.encode(*loaded, noise, fps=1, max_pixels=56 * 84)
     area = processor_area(loaded[1], small)
     assert area <= 56 * 84 < processor_area(loaded[1], whole)
-    assert (small.metadata.height, small.metadata.width) == (112, 168)  # in which boxes are told
+    assert (small.about.metadata.height, small.about.metadata.width) == (112, 168)  # in which boxes are told
 
 
 def processor_area(processor, video):
@@ -163,7 +163,7 @@ def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, 
     index(noise.parent, tmp_path / "library", *loaded, **reading)
     library = Library(tmp_path / "library", *loaded)
     stored, again = library.film(noise.name), session.encode(*loaded, noise, **reading)
-    assert torch.equal(stored.features, again.features) and stored.start == again.start == pytest.approx(4)
+    assert torch.equal(stored.features, again.features) and stored.about.start == again.about.start == pytest.approx(4)
     with pytest.raises(ValueError, match=r"start=4.*and with.*|was begun with"):
         index(noise.parent, tmp_path / "library", *loaded, **{**reading, "start": 5})
 

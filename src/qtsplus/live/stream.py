@@ -21,7 +21,7 @@ from ..asking.recall import Remembered, rows_of
 from ..common.files import printable
 from ..common.validation import check_count
 from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, is_number, most_relevant
-from ..model.video_qtsplus import naming, resize_frame, stack_frames
+from ..model.video_qtsplus import AboutVideo, naming, resize_frame, stack_frames
 
 logger = logging.get_logger(__name__)
 
@@ -396,8 +396,8 @@ class Stream:
             video=name,
             features=camera.tokens.features,
             video_grid_thw=torch.tensor([[len(rows), height, width]]),
-            second_per_grid_ts=[self.seconds_per_step],
-            metadata=metadata,
+            seconds_per_step=self.seconds_per_step,
+            about=AboutVideo(metadata),
             seconds=0.0,
             clock=self,
             cells=cells,
