@@ -301,8 +301,8 @@ def test_calibration_and_evaluation(bundled, tmp_path):
     records = [question.record for question in questions]
     results = []
     for model in (pair.host, pair.device):
-        outcomes = exact_match(model, processor, records, progress=False)
-        calibration = calibrate(model, processor, questions, progress=False)
+        outcomes = exact_match(model, processor, records)
+        calibration = calibrate(model, processor, questions)
         results.append(([outcome.said for outcome in outcomes], calibration))
     assert results[0][0] == results[1][0]
     assert results[0][1].readings.keys() == results[1][1].readings.keys()

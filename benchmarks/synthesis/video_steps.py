@@ -15,7 +15,6 @@ from PIL import Image
 from qtsplus.common.files import first_line
 from qtsplus.data.media import UNREADABLE
 from qtsplus.data.records import Caption, Choice, FreeAnswer, VideoRecord
-from qtsplus.evaluation.events import EVENTS
 from qtsplus.model.video_qtsplus import choose_frames, image_paths, load_frames
 
 from ..world.clip import read_video
@@ -138,7 +137,7 @@ async def write_summaries(teacher: VideoTeacher, item: Item, ledger: Ledger) -> 
         reason = "repeats itself"
     text = "\n".join(lines)
     if reason is None:
-        record = VideoRecord(caption.vision_id, SUMMARY, text, kind=EVENTS, fps=caption.fps, id=caption.id)
+        record = VideoRecord(caption.vision_id, SUMMARY, text, kind="events", fps=caption.fps, id=caption.id)
         ledger.kept.append(record.row())
     else:
         ledger.dropped.append({"vision_id": caption.vision_id, "answer": text, "reason": reason})

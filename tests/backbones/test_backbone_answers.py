@@ -51,7 +51,7 @@ def test_answers_say_what_was_kept(model, processor, clips):
     inputs = processor(text=[processor.video_token], videos=[video], return_tensors="pt")
     (features,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
     for retention in (0.25, 1.0):
-        for one in exact_match(model, processor, records, retention=retention, progress=False):
+        for one in exact_match(model, processor, records, retention=retention):
             assert one.visual_tokens == len(features) and one.kept_tokens == math.ceil(retention * len(features))
 
 

@@ -13,7 +13,7 @@ from attention_twin import twin_targets
 from clips import write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
-from qtsplus.evaluation.calibration import Half, Recall, calibrate, measure_recalls, read_labelled
+from qtsplus.evaluation.calibration import Recall, calibrate, measure_recalls, read_labelled
 from qtsplus.evaluation.labelled import Sighting
 from qtsplus.training.attention import AttentionChoice
 from qtsplus.training.dataset import VideoQACollator, VideoQADataset
@@ -42,9 +42,9 @@ def tiny(tiny_published):
 def planted(finders):
     """Attention in which the heads of `finders` look at the needles and all others at nothing in particular."""
 
-    def by_head(model, half, positions, progress):
+    def by_head(model, dataset, questions, positions):
         generator = torch.Generator().manual_seed(0)
-        for _ in half.questions:
+        for _ in questions:
             attention = {layer: torch.rand(HEADS, TOKENS, generator=generator) / 100 for layer in range(LAYERS)}
             for layer, head in finders:
                 attention[layer][head, [3, 7, 12]] = 1.0
@@ -56,7 +56,7 @@ def planted(finders):
 def test_evidence_outside_of_the_frame_is_refused(tiny, tiny_processor, questions):
     outside = [[Sighting(0, 1, (500, 500, 600, 600), frame=(168, 168))]]
     with pytest.raises(ValueError, match=r"The evidence of '.+' lies outside of .+\.mp4"):
-        calibrate(tiny, tiny_processor, [replace(question, needles=outside) for question in questions], progress=False)
+        calibrate(tiny, tiny_processor, [replace(question, needles=outside) for question in questions])
 
 
 def test_recall_counts_tokens():
@@ -90,7 +90,7 @@ def few(monkeypatch):
 
 def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, few, tiny, tiny_processor, questions):
     monkeypatch.setattr(calibration, "_attention_by_head", planted([(2, 1), (0, 3)]))
-    found = calibrate(tiny, tiny_processor, questions, progress=False)
+    found = calibrate(tiny, tiny_processor, questions)
     assert found.best.heads == ((0, 3), (2, 1))
     recall = found.choices[found.best]
     assert recall.tokens == pytest.approx(2 / 3) and recall.mass == pytest.approx(2 / 3, abs=0.05)
@@ -113,17 +113,17 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
 
     monkeypatch.setattr(calibration, "_attention_by_head", with_a_sink)
     monkeypatch.setitem(calibration.MOST, "heads", 1)
-    found = calibrate(tiny, tiny_processor, questions, progress=False)
+    found = calibrate(tiny, tiny_processor, questions)
     assert found.fields() == {"relevance_heads": [[2, 1]]}
 
 
 def test_the_question_s_words_teach_where_they_find_more(monkeypatch, few, tiny, tiny_processor, questions):
-    def by_head(model, half, positions, progress):
-        return planted([(1, 2)] if positions == "question" else [])(model, half, positions, progress)
+    def by_head(model, dataset, questions, positions):
+        return planted([(1, 2)] if positions == "question" else [])(model, dataset, questions, positions)
 
     monkeypatch.setattr(calibration, "_attention_by_head", by_head)
     monkeypatch.setitem(calibration.MOST, "heads", 1)
-    fields = calibrate(tiny, tiny_processor, questions, progress=False).fields()
+    fields = calibrate(tiny, tiny_processor, questions).fields()
     assert fields == {"relevance_heads": [[1, 2]], "relevance_positions": "question"}
 
 
@@ -131,13 +131,13 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
     """From where the answer begins, which knows no answer; the heads that look elsewhere are left out."""
     asked = []
 
-    def by_head(model, half, positions, progress):
+    def by_head(model, dataset, questions, positions):
         asked.append(positions)
         finders = [(1, 2), (3, 0), (3, 1)] if positions == "prompt" else [(0, 0)]
-        return planted(finders)(model, half, positions, progress)
+        return planted(finders)(model, dataset, questions, positions)
 
     monkeypatch.setattr(calibration, "_attention_by_head", by_head)
-    found = calibrate(tiny, tiny_processor, questions, progress=False)
+    found = calibrate(tiny, tiny_processor, questions)
     assert asked[::2] == asked[1::2] == ["answer", "question", "both", "prompt"]
     fields = found.attention_fields()
     assert (fields["attention_layer"], fields["attention_heads"]) == (1, [2])
@@ -150,7 +150,7 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
 def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questions):
     question = questions[0]
     dataset = VideoQADataset([question.record], tiny_processor)
-    measured = measure_recalls(tiny, Half(dataset, [question]), "answer", progress=False)
+    measured = measure_recalls(tiny, dataset, [question], "answer")
     batch = VideoQACollator(tiny_processor)([dataset[0]])
     labels = batch.pop("labels")
     inputs = {name: value for name, value in batch.items() if name not in ("skipped", "source_ids")}
@@ -188,7 +188,7 @@ def test_the_command_prints_a_recipes_lines_and_writes_attention(records, tiny_p
 def test_questions_about_unreadable_videos_are_left_out(monkeypatch, tiny, tiny_processor, questions, tmp_path, capsys):
     monkeypatch.setattr(calibration, "_attention_by_head", planted([(2, 1)]))
     missing = replace(questions[0], record=replace(questions[0].record, video=str(tmp_path / "gone.mp4")))
-    found = calibrate(tiny, tiny_processor, [missing, *questions], progress=False)
+    found = calibrate(tiny, tiny_processor, [missing, *questions])
     assert sum(found.questions) == len(questions)
     assert "gone.mp4" in capsys.readouterr().err.replace("\n", "")
 

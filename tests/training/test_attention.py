@@ -14,7 +14,7 @@ from qtsplus.training.attention import (
     AttentionChoice,
     answer_attention,
     attention_to_tokens,
-    noting_attention,
+    note_attention,
     relevance_divergences,
 )
 from qtsplus.training.lora import add_lora, base_model, lora_config
@@ -94,8 +94,7 @@ def test_the_rows_of_chosen_heads_alone_are_computed(rows, monkeypatch):
 def test_heads_kept_apart_are_those_of_the_twin(rows):
     model = tiny_model()
     inputs, labels = labelled(*rows)
-    with torch.no_grad(), noting_attention(model, inputs, labels, by_head=True) as noted:
-        model(**inputs, selection="all", reencode=False, use_cache=False)
+    noted = note_attention(model, inputs, labels, by_head=True)
     for layer, head in ((0, 1), (1, 3)):
         for row, expected in zip(noted, twin_targets(model, inputs, labels, heads=[(layer, head)]), strict=True):
             if len(expected):
@@ -362,10 +361,14 @@ def test_what_cannot_be_taught_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             QTSplusTrainingArguments(output_dir=str(tmp_path), **arguments)
-    with pytest.raises(ValueError, match=r"relevance_layers has \[2\]: expected layers with attention, of \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"name layer 2; expected layers with attention, of \[0, 1\]"):
         make_trainer(tmp_path, relevance_weight=1.0, relevance_layers=[0, 2])
-    for pair in ((2, 0), (0, 4), (0, -1)):
-        with pytest.raises(ValueError, match=r"relevance_heads has .*of \[0, 1\], and of a head from 0 to 3"):
+    for pair, message in (
+        ((2, 0), "name layer 2"),
+        ((0, 4), "name head 4; expected heads from 0 to 3"),
+        ((0, -1), "head -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
             make_trainer(tmp_path, relevance_weight=1.0, relevance_heads=[pair])
     with pytest.raises(ValueError, match="selection='all'"):
         make_trainer(tmp_path, relevance_weight=1.0, selector={"selection": "all"})

@@ -27,8 +27,7 @@ def evaluate(
     """
     Ask a model the questions of a file, and count the answers that match to the letter.
 
-    Of summaries, whose records are of the kind "events", it says how many events they tell, in which order, and how
-    many sentences tell none. The questions of a video that cannot be read count as wrong, and the video is listed.
+    The questions of a video that cannot be read count as wrong, and the video is listed.
     """
     model, revision = split_revision(model)
     if selection == "all" and retention is not None:
@@ -45,7 +44,7 @@ def evaluate(
             fail(f"{records} holds no question about a video")
         require_rates(questions)
         loaded = Source(model, revision, device).load()
-        asked = exact_match(*loaded, questions, retention=retention, selection=selection, progress=not as_json)
+        asked = exact_match(*loaded, questions, retention=retention, selection=selection)
     summary = tally(asked)
     unreadable = []
     for video in summary["unreadable"]:
@@ -80,14 +79,6 @@ def _print_summary(summary: dict[str, Any]) -> None:
             str(row["videos"]),
             f"{row['accuracy']:.1%}",
             f"{row['low']:.1%} to {row['high']:.1%}",
-            _percent(row["kept"], ""),
+            "" if row["kept"] is None else f"{row['kept']:.1%}",
         )
     console.print(table)
-    scores = summary["kinds"].get("events")
-    if scores:
-        texts = [f"{name} {_percent(scores[name], 'none')}" for name in ("recall", "order", "invented")]
-        console.print(", ".join(texts), highlight=False)
-
-
-def _percent(value: float | None, unknown: str) -> str:
-    return unknown if value is None else f"{value:.1%}"

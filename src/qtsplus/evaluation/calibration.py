@@ -9,21 +9,20 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from ..common.files import listed
 from ..common.folders import read_json, update_json
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
-from ..training.attention import EVERYTHING, AttentionChoice, evaluating, noting_attention
+from ..training.attention import AttentionChoice, note_attention
 from ..training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
-from ..training.features import VideoFeatures, encode_files
+from ..training.features import VideoFeatures, encode_files, with_bar
 from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
 
 EQUAL = 0.01  # the largest difference of recalls that are taken for the same
@@ -40,16 +39,9 @@ class Recall(NamedTuple):
     mass: float
 
 
+Questions = Sequence[LabelledQuestion]
 Recalls = dict[AttentionChoice, Recall]
 Attention = dict[int, Tensor]  # [heads, M] of each layer
-
-
-@dataclass(frozen=True)
-class Half:
-    """Questions about one half of the videos, and the dataset of their records in the same order."""
-
-    dataset: VideoQADataset
-    questions: Sequence[LabelledQuestion]
 
 
 @dataclass(frozen=True)
@@ -65,26 +57,26 @@ class Calibration:
     @property
     def best_reading(self) -> AttentionChoice:
         """The one with the highest recall of tokens; among equals the shallowest, then the one with the most mass."""
-        readings = self.readings
-        least = max(recall.tokens for recall in readings.values()) - EQUAL
-        equals = [choice for choice in readings if readings[choice].tokens >= least]
+        most, _ = max(self.readings.values())
 
-        def depth_and_mass(choice: AttentionChoice) -> tuple[int, float]:
-            return _layer(choice), -self.readings[choice].mass
+        def rank(choice: AttentionChoice) -> tuple[bool, int, float]:
+            tokens, mass = self.readings[choice]
+            finds_less = tokens < most - EQUAL
+            return finds_less, _layer(choice), -mass
 
-        return min(equals, key=depth_and_mass)
+        return min(self.readings, key=rank)
 
     @property
     def best(self) -> AttentionChoice:
         """The choice with the highest recall of tokens; among equals (to 1%) the one with the most mass on needles."""
 
-        def tokens_and_mass(choice: AttentionChoice) -> tuple[float, float]:
-            recall = self.choices[choice]
-            return round(recall.tokens, 2), recall.mass
+        def rank(choice: AttentionChoice) -> tuple[float, float]:
+            tokens, mass = self.choices[choice]
+            return round(tokens, 2), mass
 
-        return max(self.choices, key=tokens_and_mass)
+        return max(self.choices, key=rank)
 
-    def attention_fields(self) -> dict[str, int | list[int] | None]:
+    def attention_fields(self) -> dict:
         """The best reading as fields of `qtsplus_config`."""
         reading = self.best_reading
         layer = _layer(reading)
@@ -97,7 +89,7 @@ class Calibration:
         if best.layers is not None:
             fields["relevance_layers"] = list(best.layers)
         if best.heads is not None:
-            fields["relevance_heads"] = [list(pair) for pair in best.heads]
+            fields["relevance_heads"] = list(map(list, best.heads))
         if best.positions != "answer":
             fields["relevance_positions"] = best.positions
         return fields
@@ -117,8 +109,7 @@ def read_labelled(path: Path) -> list[LabelledQuestion]:
 def calibrate(
     model,
     processor,
-    questions: Sequence[LabelledQuestion],
-    progress: bool = True,
+    questions: Questions,
 ) -> Calibration:
     """
     Measures every layer and head on one half of the videos, and the sums over the best of them on the other half;
@@ -126,37 +117,38 @@ def calibrate(
     tokens of a question and its true answer.
     """
     with tempfile.TemporaryDirectory() as folder:
-        records = [question.record for question in questions]
-        videos = list(dict.fromkeys((str(record.video), record.fps) for record in records))
+        videos = [question.video for question in questions]
         features = encode_files(model, processor, videos, folder)
-        readable = _readable(videos, features)
-        halves = []
-        for part in (0, 1):
-            names = readable[part::2]
-            of_half = [question for question in questions if str(question.record.video) in names]
-            records = [question.record for question in of_half]
-            dataset = VideoQADataset(records, processor, features=features)
-            halves.append(Half(dataset, of_half))
-        measured, checked = halves
+        dataset = VideoQADataset([], processor, features=features)
+        measured, checked = _halves(questions, features)
         choices: Recalls = {}
         for positions in ("answer", "question", "both"):
-            recalls = measure_recalls(model, measured, positions, progress)
-            sums = [AttentionChoice(positions=positions), best_sum(recalls, "layers"), best_sum(recalls, "heads")]
-            choices.update(measure_recalls(model, checked, positions, progress, sums))
-        recalls = measure_recalls(model, measured, "prompt", progress)
+            recalls = measure_recalls(model, dataset, measured, positions)
+            sums = [
+                AttentionChoice(positions=positions),
+                best_sum(recalls, "layers"),
+                best_sum(recalls, "heads"),
+            ]
+            choices |= measure_recalls(model, dataset, checked, positions, sums)
+        recalls = measure_recalls(model, dataset, measured, "prompt")
         single = _readings(recalls, model.config.text_config)
-        readings = measure_recalls(model, checked, "prompt", progress, single)
-    counts = (len(measured.questions), len(checked.questions))
+        readings = measure_recalls(model, dataset, checked, "prompt", single)
+    counts = (len(measured), len(checked))
     return Calibration(choices, readings, counts)
 
 
-def _readable(videos: Sequence[tuple[str, float | None]], features: VideoFeatures) -> list[str]:
-    """The videos whose features could be made; says which are left out, and raises for fewer than two."""
-    exists: dict[str, bool] = {}  # a video may be there at several rates
-    for video, fps in videos:
-        exists[video] = exists.get(video, True) and features.file(video, fps).exists()
-    readable = [video for video in exists if exists[video]]
-    unreadable = [video for video in exists if not exists[video]]
+def _halves(questions: Questions, features: VideoFeatures) -> list[Questions]:
+    """The questions about every second video with features, and those about the others; says which are left out."""
+    halves: list[list[LabelledQuestion]] = [[], []]
+    readable: dict[str, int] = {}  # the half of each video
+    unreadable: list[str] = []
+    for question in questions:
+        name, rate = question.video
+        if features.file(name, rate).exists():
+            half = readable.setdefault(name, len(readable) % 2)
+            halves[half].append(question)
+        elif name not in unreadable:
+            unreadable.append(name)
     left_out = ""
     if unreadable:
         left_out = f"Left out, for they cannot be read: {listed(unreadable)}."
@@ -165,19 +157,19 @@ def _readable(videos: Sequence[tuple[str, float | None]], features: VideoFeature
         raise ValueError(message.rstrip())
     if left_out:
         Console(stderr=True).print(left_out, markup=False)
-    return readable
+    return list(halves)
 
 
 def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
     """The default layer and the best ones, each with all its heads and with its best ones."""
-    layers = full_attention_layers(text_config)
-    full = {choice: recalls[choice] for choice in recalls if _layer(choice) in layers}
-    best = best_sum(full, "layers").layers or ()
+    layers = [attention_layer(text_config)]
+    full = full_attention_layers(text_config)
+    best = best_sum(recalls, "layers", full)
+    layers += best.layers or ()
     choices = []
-    for layer in dict.fromkeys((attention_layer(text_config),) + best):
-        of_layer = {choice: full[choice] for choice in full if _layer(choice) == layer}
+    for layer in dict.fromkeys(layers):
         choices.append(AttentionChoice(layers=(layer,), positions="prompt"))
-        choices.append(best_sum(of_layer, "heads"))
+        choices.append(best_sum(recalls, "heads", [layer]))
     return choices
 
 
@@ -195,17 +187,18 @@ def write_attention(folder: Path, calibration: Calibration) -> Path | None:
 
 def measure_recalls(
     model,
-    half: Half,
+    dataset: VideoQADataset,
+    questions: Questions,
     positions: str,
-    progress: bool,
     choices: Sequence[AttentionChoice] = (),
 ) -> Recalls:
     """The mean needle recall of the attention summed over each choice; without any, of every single layer and head."""
     recalls: dict[AttentionChoice, list[Recall]] = {}
-    for attention, shown in _attention_by_head(model, half, positions, progress):
+    for attention, shown in _attention_by_head(model, dataset, questions, positions):
         for choice in choices or _single_choices(attention, positions):
             scores = _summed(attention, choice)
-            recalls.setdefault(choice, []).append(_recall(scores, shown))
+            recall = _recall(scores, shown)
+            recalls.setdefault(choice, []).append(recall)
     means = {}
     for choice, of_questions in recalls.items():
         tokens, mass = np.mean(of_questions, axis=0).tolist()
@@ -215,61 +208,74 @@ def measure_recalls(
 
 def _single_choices(attention: Attention, positions: str) -> list[AttentionChoice]:
     """Every layer, then every head."""
-    choices = []
-    for layer in attention:
-        choices.append(AttentionChoice(layers=(layer,), positions=positions))
+    layers = []
+    heads = []
     for layer, weights in attention.items():
+        layers.append(AttentionChoice(layers=(layer,), positions=positions))
         for head in range(len(weights)):
-            choices.append(AttentionChoice(heads=((layer, head),), positions=positions))
-    return choices
+            heads.append(AttentionChoice(heads=((layer, head),), positions=positions))
+    return layers + heads
 
 
 def _summed(attention: Attention, choice: AttentionChoice) -> Tensor:
     """`[M]`: the attention summed over the layers and heads of a choice."""
     layers = choice.chosen_layers
+    if layers is None:
+        layers = tuple(attention)
     weights = []
-    for layer in attention if layers is None else layers:
+    for layer in layers:
         of_layer = attention[layer]
         heads = choice.of_layer(layer)
-        weights.append(of_layer if heads is None else of_layer[heads])
+        if heads is not None:
+            of_layer = of_layer[heads]
+        weights.append(of_layer)
     return torch.cat(weights).sum(0)
 
 
-@torch.no_grad()
 def _attention_by_head(
     model,
-    half: Half,
+    dataset: VideoQADataset,
+    questions: Questions,
     positions: str,
-    progress: bool,
 ) -> Iterator[tuple[Attention, np.ndarray]]:
     """The attention `[heads, M]` of each layer, and the needles' tokens `[k]`, for every question."""
-    collate = VideoQACollator(half.dataset.processor)
+    collate = VideoQACollator(dataset.processor)
     choice = AttentionChoice(positions=positions)
-    bar = track(half.questions, "Reading with all tokens", console=Console(stderr=True), disable=not progress)
-    for index, question in enumerate(bar):
-        example = half.dataset[index]
+    for question in with_bar(questions, "Reading with all tokens"):
+        example = dataset.example(question.record)
         assert not isinstance(example, SkippedRecord), example.reason
         (grid,) = model.model.merged_grid(example["video_grid_thw"])
         seconds = float(example["second_per_grid_ts"][0])
-        record = question.record
-        needles = [sighting_tokens(needle, grid, seconds) for needle in question.needles]
-        if not all(map(len, needles)):
-            raise ValueError(f"The evidence of {record.question!r} lies outside of {record.video}.")
+        shown = _needle_tokens(question, grid, seconds)
         inputs = collate([example])
         del inputs["skipped"], inputs["source_ids"]
         inputs = send_to_device(inputs, model.device)
         labels = inputs.pop("labels")
-        everything = inputs | EVERYTHING
-        with evaluating(model), noting_attention(model, inputs, labels, choice, by_head=True) as (row,):
-            model(**everything, use_cache=False, logits_to_keep=1)
-        yield row.by_head or {}, np.unique(np.concatenate(needles))
+        (row,) = note_attention(model, inputs, labels, choice, by_head=True)
+        yield row.by_head or {}, shown
+
+
+def _needle_tokens(
+    question: LabelledQuestion,
+    grid: tuple[int, int, int],
+    seconds: float,
+) -> np.ndarray:
+    """`[k]`: the visual tokens that show any needle of a question; a `ValueError` for one that no token shows."""
+    tokens = []
+    for needle in question.needles:
+        tokens.append(sighting_tokens(needle, grid, seconds))
+        if not len(tokens[-1]):
+            record = question.record
+            raise ValueError(f"The evidence of {record.question!r} lies outside of {record.video}.")
+    return np.unique(np.concatenate(tokens))
 
 
 def _recall(scores: Tensor, shown: np.ndarray) -> Recall:
     """How much the tokens with the highest `scores` `[M]` have of those `[k]` that show the answer."""
     kept = scores.topk(len(shown)).indices.cpu().numpy()
     needles = torch.from_numpy(shown).to(scores.device)
-    mass = scores[needles].sum() / scores.sum().clamp(min=1e-30)
+    total = scores.sum().clamp(min=1e-30)
+    mass = scores[needles].sum() / total
     tokens = np.isin(shown, kept).mean()
     return Recall(float(tokens), float(mass))
 
@@ -280,18 +286,30 @@ def _layer(choice: AttentionChoice) -> int:
     return layer
 
 
-def best_sum(recalls: Recalls, kind: str) -> AttentionChoice:
+def best_sum(
+    recalls: Recalls,
+    kind: str,
+    layers: Sequence[int] | None = None,
+) -> AttentionChoice:
     """
-    The sum of the best of the single "layers" or "heads": those with the highest recall of tokens, at least half of the
-    best one's; at most half of all.
+    The sum of the best of the single "layers" or "heads", of all layers or of some: those with the highest recall of
+    tokens, at least half of the best one's; at most half of all.
     """
-    single = [choice for choice in recalls if getattr(choice, kind)]
+    single = []
+    for choice in recalls:
+        belongs = layers is None or _layer(choice) in layers
+        if belongs and getattr(choice, kind):
+            single.append(choice)
     single.sort(key=lambda choice: -recalls[choice].tokens)
-    least = recalls[single[0]].tokens / 2
+    first = single[0]
     half = max(1, len(single) // 2)
-    places: list[Any] = []
-    for choice in single[: min(MOST[kind], half)]:
+    most = min(MOST[kind], half)
+    least = recalls[first].tokens / 2
+    places: list = []
+    for choice in single[:most]:
         if recalls[choice].tokens >= least:
             places += getattr(choice, kind)
-    chosen: Any = {kind: tuple(sorted(places))}
-    return replace(single[0], **chosen)
+    places.sort()
+    if kind == "layers":
+        return replace(first, layers=tuple(places))
+    return replace(first, heads=tuple(places))

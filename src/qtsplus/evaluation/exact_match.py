@@ -2,23 +2,20 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
-from ..asking.answers import answer_questions, check_question
+from ..asking.answers import Answer, answer_questions, check_question
 from ..common.files import first_line
 from ..data.records import VideoRecord
 from ..model.methods_qtsplus import Method
 from ..training.dataset import SkippedRecord, require_rates
+from ..training.features import with_bar
 from ..video.encoded import FAILURES, EncodedVideo, encode
-from .events import EVENTS, mean_scores, score_events
 
-Video = tuple[str, float | None]  # its path and its rate
+Video = tuple[str, float | None]  # its place, and the rate at which it is read
 
 
 @dataclass(frozen=True)
@@ -26,16 +23,20 @@ class Outcome:
     """One question."""
 
     record: VideoRecord
-    correct: bool  # what was `said` is the record's answer to the letter
+    said: str = ""
     visual_tokens: int = 0
     rho: float = 0.0  # the fraction that the selection aimed at
     kept_indices: tuple[int, ...] = ()  # of the visual tokens, those that the language model read
     unreadable: SkippedRecord | None = None
-    said: str = ""
 
     @property
     def kept_tokens(self) -> int:
         return len(self.kept_indices)
+
+    @property
+    def correct(self) -> bool:
+        """Whether what was said is the record's answer to the letter."""
+        return self.unreadable is None and self.said == self.record.answer
 
 
 def exact_match(
@@ -46,7 +47,6 @@ def exact_match(
     retention: float | None = None,
     selection: str | Method | None = None,
     batch_size: int = 16,
-    progress: bool = True,
 ) -> list[Outcome]:
     """
     Greedy answers to records with a video, compared with the records' own, letter for letter: an outcome for each. Each
@@ -54,112 +54,114 @@ def exact_match(
     folder of frames whose record does not give its rate, and for a question longer than the model's positions.
     """
     require_rates(records)
+    longest = 0
     for record in records:
         check_question(model, processor, record.question)
-    longest = max((len(processor.text_ids(record.answer)) for record in records), default=0)
-    options: dict = {
-        "retention": retention,
-        "selection": selection,
-        "do_sample": False,
-        "max_new_tokens": longest + 2,
-    }
-    by_video: dict[Video, list[int]] = {}
-    for index, record in enumerate(records):
-        by_video.setdefault((str(record.video), record.fps), []).append(index)
-    outcomes: dict[int, Outcome] = {}
-    for (name, fps), indices in track(by_video.items(), "Asking", console=Console(stderr=True), disable=not progress):
+        longest = max(longest, len(processor.text_ids(record.answer)))
+    ask = partial(
+        answer_questions,
+        model,
+        processor,
+        retention=retention,
+        selection=selection,
+        do_sample=False,
+        max_new_tokens=longest + 2,
+    )
+    by_video: dict[Video, list[VideoRecord]] = {}
+    for record in dict.fromkeys(records):
+        video = (str(record.video), record.fps)
+        by_video.setdefault(video, []).append(record)
+    outcomes: dict[VideoRecord, Outcome] = {}
+    for (name, fps), asked in with_bar(by_video.items(), "Asking"):
         try:
-            video = encode(model, processor, name, fps=fps)
-            for batch in _batches(records, indices, batch_size):
-                asked = [records[index] for index in batch]
-                for index, outcome in zip(batch, _ask(model, processor, video, asked, options), strict=True):
-                    outcomes[index] = outcome
+            encoded = encode(model, processor, name, fps=fps)
+            for batch in _batches(asked, batch_size):
+                outcomes.update(_outcomes(ask, encoded, batch))
         except FAILURES as error:
             problem = SkippedRecord(name, first_line(error))
-            for index in indices:
-                outcomes.setdefault(index, Outcome(records[index], False, unreadable=problem))
-    return [outcomes[index] for index in range(len(records))]
+            for record in asked:
+                outcomes.setdefault(record, Outcome(record, unreadable=problem))
+    return [outcomes[record] for record in records]
 
 
 def _batches(
     records: Sequence[VideoRecord],
-    indices: Sequence[int],
     batch_size: int,
-) -> Iterator[list[int]]:
-    """The indices in batches of questions after the same earlier turns."""
-    by_earlier: dict[Any, list[int]] = {}
-    for index in indices:
-        by_earlier.setdefault(records[index].earlier, []).append(index)
+) -> Iterator[list[VideoRecord]]:
+    """The records in batches of questions after the same earlier turns."""
+    by_earlier: dict[tuple, list[VideoRecord]] = {}
+    for record in records:
+        by_earlier.setdefault(record.earlier, []).append(record)
     for group in by_earlier.values():
         for start in range(0, len(group), batch_size):
             yield group[start : start + batch_size]
 
 
-def _ask(
-    model,
-    processor,
+def _outcomes(
+    ask: Callable[..., list[Answer]],
     video: EncodedVideo,
     records: Sequence[VideoRecord],
-    options: Mapping,
-) -> list[Outcome]:
+) -> Iterator[tuple[VideoRecord, Outcome]]:
     """Asks the questions of one batch about a video."""
     questions = [record.question for record in records]
     queries = [record.query or record.question for record in records]
     turns = list(chain.from_iterable(records[0].earlier))
-    videos = {video.video: video}
-    answers = answer_questions(model, processor, videos, questions, queries=queries, turns=turns, **options)
-    outcomes = []
+    answers = ask({video.video: video}, questions, queries=queries, turns=turns)
     for record, answer in zip(records, answers, strict=True):
         kept = answer.keep_map.flatten().nonzero()[:, 0].tolist()
         outcome = Outcome(
             record,
-            correct=answer.answer == record.answer,
+            said=answer.answer,
             visual_tokens=answer.visual_tokens,
             rho=answer.rho,
             kept_indices=tuple(kept),
-            said=answer.answer,
         )
-        outcomes.append(outcome)
-    return outcomes
+        yield record, outcome
 
 
 def tally(outcomes: Sequence[Outcome]) -> dict:
     """
     Questions, videos, accuracy with Wilson's 95% interval over videos (questions about one video are not independent),
     and kept fraction (`None` where no video could be read); the same per kind, and the videos that could not be read,
-    with the number of their questions. Of the kind "events" also the means of [`score_events`].
+    with the number of their questions.
     """
-
     by_kind: dict[str, list[Outcome]] = {}
-    for outcome in sorted(outcomes, key=lambda outcome: outcome.record.kind):
+    problems = Counter[SkippedRecord]()
+    for outcome in outcomes:
         by_kind.setdefault(outcome.record.kind, []).append(outcome)
-    kinds = {kind: _row(of_kind) for kind, of_kind in by_kind.items()}
-    if EVENTS in kinds:
-        scores = [score_events(outcome.record.answer, outcome.said) for outcome in by_kind[EVENTS]]
-        kinds[EVENTS].update(mean_scores(scores))
-    problems = Counter(outcome.unreadable for outcome in outcomes if outcome.unreadable is not None)
+        if outcome.unreadable is not None:
+            problems[outcome.unreadable] += 1
     unreadable = []
     for problem, count in problems.items():
-        unreadable.append({"video": problem.name, "reason": problem.reason, "questions": count})
+        row = {"video": problem.name, "reason": problem.reason, "questions": count}
+        unreadable.append(row)
     result: dict = dict(_row(outcomes))
-    result["kinds"] = kinds
+    result["kinds"] = {}
+    for kind in sorted(by_kind):
+        result["kinds"][kind] = _row(by_kind[kind])
     result["unreadable"] = unreadable
     return result
 
 
-def _row(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
-    videos = len({outcome.record.video for outcome in outcomes})
-    accuracy = sum(outcome.correct for outcome in outcomes) / len(outcomes)
-    low, high = _wilson_interval(accuracy, videos)
-    visual_tokens = sum(outcome.visual_tokens for outcome in outcomes)
-    kept = sum(outcome.kept_tokens for outcome in outcomes)
+def _row(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
+    videos = set()
+    correct = 0
+    visual_tokens = 0
+    kept_tokens = 0
+    for outcome in outcomes:
+        videos.add(outcome.record.video)
+        correct += outcome.correct
+        visual_tokens += outcome.visual_tokens
+        kept_tokens += len(outcome.kept_indices)
+    accuracy = correct / len(outcomes)
+    low, high = _wilson_interval(accuracy, len(videos))
     return {
         "questions": len(outcomes),
-        "videos": videos,
+        "videos": len(videos),
         "accuracy": accuracy,
         "low": low,
         "high": high,
-        "kept": kept / visual_tokens if visual_tokens else None,
+        "kept": kept_tokens / visual_tokens if visual_tokens else None,
     }
 
 

@@ -1,11 +1,13 @@
 """Questions about videos, with where their answers can be seen."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
+from ..common.validation import explain
 from ..data.formats import iter_rows, read_records
 from ..data.records import VideoRecord
 
@@ -45,49 +47,46 @@ def sighting_tokens(
     the most; none for a box outside the frame. The grid is (time, height, width) of the video's visual tokens.
     """
     steps, rows, columns = grid
-    tokens = set()
+    shown = np.zeros((steps, rows, columns), dtype=bool)
     for sighting in seen:
         first = int(sighting.start / seconds_per_grid + 1e-6)
-        first = min(first, steps - 1)
         last = int(np.ceil(sighting.end / seconds_per_grid - 1e-6))
-        last = min(last, steps)
-        for row, column in _cells(sighting, rows, columns):
-            for step in range(first, max(last, first + 1)):
-                line = step * rows + row
-                tokens.add(line * columns + column)
-    return np.array(sorted(tokens), dtype=np.int64)
+        first = min(first, steps - 1)
+        last = max(last, first + 1)
+        shown[first:last] |= _cells(sighting, rows, columns)
+    return np.flatnonzero(shown)
 
 
 def _cells(
     sighting: Sighting,
     rows: int,
     columns: int,
-) -> list[list[int]]:
-    """The row and column of each cell of the grid that shares enough with the box of a sighting."""
+) -> np.ndarray:
+    """`[rows, columns]` bool: the cells of the grid that share enough with the box of a sighting."""
     width, height = sighting.frame or (1, 1)
     left, top, right, bottom = sighting.box
-    box_height = bottom - top
-    box_width = right - left
-    row_edges = np.arange(rows + 1) * height / rows
-    column_edges = np.arange(columns + 1) * width / columns
-    row_shares = _overlap(row_edges, top, bottom) / box_height
-    column_shares = _overlap(column_edges, left, right) / box_width
-    cell_in_boxes = height / rows * width / columns / (box_height * box_width)
-    shares = np.outer(row_shares, column_shares) / min(1.0, cell_in_boxes)
-    least = min(LEAST_SHARE, float(np.max(shares)))
-    enough = (shares >= least) & (shares > 0)
-    return np.argwhere(enough).tolist()
+    row_shares = _shares(rows, height, top, bottom)
+    column_shares = _shares(columns, width, left, right)
+    box_area = (bottom - top) * (right - left)
+    cell_in_boxes = height / rows * width / columns / box_area
+    shares = np.outer(row_shares, column_shares)
+    shares /= min(1.0, cell_in_boxes)
+    least = min(LEAST_SHARE, float(shares.max()))
+    return (shares >= least) & (shares > 0)
 
 
-def _overlap(
-    edges: np.ndarray,
+def _shares(
+    count: int,
+    length: int,
     low: float,
     high: float,
 ) -> np.ndarray:
-    """Length of the part of [low, high) in each of the intervals between `edges`."""
+    """`[count]`: the shares of [low, high) in equal parts of [0, length)."""
+    edges = np.arange(count + 1) * length / count
     begins = np.maximum(edges[:-1], low)
     ends = np.minimum(edges[1:], high)
-    return np.clip(ends - begins, 0, None)
+    overlaps = np.clip(ends - begins, 0, None)
+    return overlaps / (high - low)
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,14 @@ class LabelledQuestion:
     record: VideoRecord
     needles: list[list[Sighting]]  # each must be found, in any of its sightings; none where that is not known
 
+    @property
+    def video(self) -> tuple[str, float | None]:
+        """The place of its video, and the rate at which it is read."""
+        return str(self.record.video), self.record.fps
+
+
+_NEEDLES = TypeAdapter(list[list[Sighting]])
+
 
 def labelled_questions(path: Path) -> list[LabelledQuestion]:
     """
@@ -105,15 +112,12 @@ def labelled_questions(path: Path) -> list[LabelledQuestion]:
     """
     questions = []
     for record, row in zip(read_records(path), iter_rows(path), strict=True):
-        needles = []
+        evidence = row.content.get("evidence") or []
         try:
-            for sightings in row.content.get("evidence") or ():
-                needles.append([Sighting(**sighting) for sighting in sightings])
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path}: the evidence of {record.question!r} is not a list of needles, each a list of sightings with "
-                f"start, end and box: {error}"
-            ) from error
+            needles = _NEEDLES.validate_python(evidence)
+        except ValidationError as error:
+            where = f"{path}: the evidence of {record.question!r} is not a list of needles, each a list of sightings: "
+            raise ValueError(explain(error, evidence, where)) from None
         if record.video is not None:
             questions.append(LabelledQuestion(record, needles))
     if not questions:

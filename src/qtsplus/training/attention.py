@@ -44,13 +44,13 @@ class AttentionChoice:
     @classmethod
     def of(cls, args: QTSplusTrainingArguments) -> "AttentionChoice":
         """As a recipe has it."""
-        layers = None
-        heads = None
-        if args.relevance_layers is not None:
-            layers = tuple(args.relevance_layers)
-        if args.relevance_heads is not None:
-            heads = tuple((layer, head) for layer, head in args.relevance_heads)
-        return cls(layers, heads, args.relevance_positions)
+        layers = args.relevance_layers
+        heads = args.relevance_heads
+        return cls(
+            layers=None if layers is None else tuple(layers),
+            heads=None if heads is None else tuple((layer, head) for layer, head in heads),
+            positions=args.relevance_positions,
+        )
 
     @property
     def chosen_layers(self) -> tuple[int, ...] | None:
@@ -81,9 +81,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-@torch.no_grad()
 def answer_attention(
-    model: nn.Module, inputs: Mapping, labels: Tensor, choice: AttentionChoice = EVERY_LAYER
+    model: nn.Module,
+    inputs: Mapping,
+    labels: Tensor,
+    choice: AttentionChoice = EVERY_LAYER,
 ) -> list[Tensor]:
     """
     How a model in evaluation mode, with all visual tokens, shares its attention out among them while it answers: per
@@ -93,11 +95,35 @@ def answer_attention(
     part, so that it sums to what the text leaves. A row with earlier turns counts only its last answer, by `labels`
     `[B, S]` of the full prompt.
     """
-    everything = dict(inputs)
-    everything.update(EVERYTHING)
-    with evaluating(model), noting_attention(model, inputs, labels, choice) as rows:
-        model(**everything, use_cache=False, logits_to_keep=1)
+    rows = note_attention(model, inputs, labels, choice)
     return [row.target() for row in rows]
+
+
+@torch.no_grad()
+def note_attention(
+    model: nn.Module,
+    inputs: Mapping,
+    labels: Tensor,
+    choice: AttentionChoice = EVERY_LAYER,
+    by_head: bool = False,
+) -> "list[NotedRow]":
+    """The rows of a batch, with the attention of [`answer_attention`]; as one sum, or kept apart `by_head`."""
+    base = base_model(model).model
+    groups = [choice.positions]
+    if choice.positions == "both":
+        groups = ["answer", "question"]
+    with evaluating(model):
+        visual, selection = take_inputs(dict(inputs))
+        layout = lay_out(base, visual, inputs["input_ids"], inputs.get("attention_mask"))
+        places = [_places(base, layout, selection.query_mask, labels, group) for group in groups]
+        rows = []
+        for row, seen_from in zip(layout.rows, zip(*places, strict=True), strict=True):
+            rows.append(NotedRow(seen_from, row.candidates, by_head={} if by_head else None))
+        everything = dict(inputs)
+        everything.update(EVERYTHING)
+        with noting(base.language_model, rows, choice):
+            model(**everything, use_cache=False, logits_to_keep=1)
+    return rows
 
 
 def relevance_divergences(
@@ -164,10 +190,10 @@ def check_relevance(model, args: QTSplusTrainingArguments) -> None:
 
 
 @dataclass
-class _Row:
+class NotedRow:
     """One row of the batch, in places among its real tokens."""
 
-    places: list[Tensor]  # each [n], the tokens that are looked from; the mean of each counts alike
+    places: Sequence[Tensor]  # each [n], the tokens that are looked from; the mean of each counts alike
     visual: Tensor  # [M]
     columns: Tensor | None = None  # [S_b], where the language model has the row's real tokens
     attention: Tensor | None = None  # [M], summed over heads and layers so far
@@ -201,12 +227,9 @@ class _Row:
             places = places.to(keys.device)
             looking = queries[:, columns[places]]
             by_places.append(attention_to_tokens(looking, keys, places, visual, scaling, window))
-        shares = torch.stack(by_places).mean(0)
-        shares = shares.to(self.visual.device)
+        shares = torch.stack(by_places).mean(0).to(self.visual.device)
         total = shares.sum(0)
-        if self.attention is not None:
-            total = self.attention + total
-        self.attention = total
+        self.attention = total if self.attention is None else self.attention + total
         self.heads += len(shares)
         if self.by_head is not None:
             self.by_head[layer] = shares
@@ -273,19 +296,20 @@ def attention_modules(language_model, choice: AttentionChoice = EVERY_LAYER) -> 
     for index, layer in enumerate(language_model.layers):
         if hasattr(layer, "self_attn"):
             modules[index] = layer.self_attn
-    unknown = [layer for layer in choice.layers or () if layer not in modules]
-    if unknown:
-        raise ValueError(f"relevance_layers has {unknown}: expected layers with attention, of {list(modules)}.")
-    num_heads = language_model.config.num_attention_heads
-    for layer, head in choice.heads or ():
-        if layer not in modules or not 0 <= head < num_heads:
-            raise ValueError(
-                f"relevance_heads has [{layer}, {head}]: expected pairs of a layer with attention, of {list(modules)}, "
-                f"and of a head from 0 to {num_heads - 1}."
-            )
-    if choice.chosen_layers is None:
+    chosen = choice.chosen_layers
+    if chosen is None:
         return modules
-    return {layer: modules[layer] for layer in choice.chosen_layers}
+    for layer in chosen:
+        if layer not in modules:
+            raise ValueError(
+                f"relevance_layers or relevance_heads name layer {layer}; expected layers with attention, of "
+                f"{list(modules)}."
+            )
+    most = language_model.config.num_attention_heads - 1
+    for _, head in choice.heads or ():
+        if not 0 <= head <= most:
+            raise ValueError(f"relevance_heads name head {head}; expected heads from 0 to {most}.")
+    return {layer: modules[layer] for layer in chosen}
 
 
 def _places(
@@ -304,37 +328,13 @@ def _places(
     if positions == "answer":
         return answers
     if positions == "question":
-        questions = find_questions(model, layout, query_mask)
-        looking = [words.nonzero()[:, 0] for words in questions]
+        looking = [words.nonzero()[:, 0] for words in find_questions(model, layout, query_mask)]
     else:
         looking = reading_of(model, layout, SelectionInputs(query_mask)).looking
-    places = []
-    for seen_from, answer in zip(looking, answers, strict=True):
-        unanswered = len(answer) == 0
-        places.append(seen_from[:0] if unanswered else seen_from)
-    return places
-
-
-@contextmanager
-def noting_attention(
-    model: nn.Module,
-    inputs: Mapping,
-    labels: Tensor,
-    choice: AttentionChoice = EVERY_LAYER,
-    by_head: bool = False,
-) -> Iterator[list[_Row]]:
-    """While it lasts, a pass over these inputs with all tokens notes what [`answer_attention`] needs."""
-    base = base_model(model).model
-    visual, selection = take_inputs(dict(inputs))
-    layout = lay_out(base, visual, inputs["input_ids"], inputs.get("attention_mask"))
-    groups = ["answer", "question"] if choice.positions == "both" else [choice.positions]
-    places = [_places(base, layout, selection.query_mask, labels, group) for group in groups]
-    rows = []
-    for index, row in enumerate(layout.rows):
-        seen_from = [places_of_group[index] for places_of_group in places]
-        rows.append(_Row(seen_from, row.candidates, by_head={} if by_head else None))
-    with noting(base.language_model, rows, choice):
-        yield rows
+    for index, answer in enumerate(answers):
+        if len(answer):
+            answers[index] = looking[index]
+    return answers
 
 
 @contextmanager
@@ -343,9 +343,10 @@ def noting(
     rows: Sequence[Any],
     choice: AttentionChoice = EVERY_LAYER,
 ) -> Iterator[None]:
-    """While it lasts, every row of a batch takes notes of each chosen layer's queries and keys, as [`_Row`] does."""
+    """While it lasts, every row of a batch notes each chosen layer's queries and keys, as [`NotedRow`] does."""
     modules = attention_modules(language_model, choice)
     configs = {layer: module.config for layer, module in modules.items()}
+    taught = {index: row for index, row in enumerate(rows) if row.taught}
 
     def find_columns(module, args, kwargs):
         mask = kwargs["attention_mask"]
@@ -355,7 +356,6 @@ def noting(
         for row, columns in zip(rows, mask, strict=True):
             row.columns = columns.nonzero()[:, 0]
 
-    taught = {index: row for index, row in enumerate(rows) if row.taught}
     hook = language_model.register_forward_pre_hook(find_columns, with_kwargs=True)
     try:
         for layer, module in modules.items():

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -23,6 +23,7 @@ from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)
 
+Item = TypeVar("Item")
 _CLASSES = ("auto_map", "processor_class")  # which a stage adds to the processor that it saves
 _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 _OF_VIDEO = {
@@ -78,15 +79,14 @@ def encode_files(
     digest = digest_of(weights, [reading, kwargs, str(autocast_dtype)])
     features = VideoFeatures(Path(folder) / digest[:16])
     features.folder.mkdir(parents=True, exist_ok=True)
-    state, console = PartialState(), Console(stderr=True)
+    state = PartialState()
     missing = sorted({video for video in videos if not features.file(*video).exists()}, key=str)
     state.wait_for_everyone()  # all have to share out the same list, before anybody shortens it
     mine: Any = missing[state.process_index :: state.num_processes]
     decoded = DataLoader(
         mine, batch_size=None, num_workers=workers, collate_fn=partial(_decode, features, processor, kwargs)
     )
-    quiet = not (mine and state.is_main_process and console.is_terminal)
-    bar = track(decoded, "Encoding videos", total=len(mine), disable=quiet, console=console)
+    bar = with_bar(decoded, "Encoding videos", len(mine)) if mine and state.is_main_process else decoded
     device = next(weight.device for module in tower.values() for weight in module.parameters())
     space_checked = False
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
@@ -102,6 +102,16 @@ def encode_files(
                 require_space(features.folder, expected, f"the features of {len(missing)} videos")
     state.wait_for_everyone()
     return features
+
+
+def with_bar(
+    items: Iterable[Item],
+    what: str,
+    total: int | None = None,
+) -> Iterable[Item]:
+    """The items, with a bar on standard error if that is a terminal."""
+    console = Console(stderr=True)
+    return track(items, what, total, console=console, disable=not console.is_terminal)
 
 
 def _decode(
