@@ -1,6 +1,7 @@
 """A caller's own decoding loop: a cache of the shortened prompt beside masks and positions of the full width."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -110,6 +111,47 @@ def test_rows_that_are_repeated_as_beams_are():
         output = model(input_ids=beams, attention_mask=mask, past_key_values=cache)
     expected = expected[:, 1].repeat_interleave(2, dim=0)
     torch.testing.assert_close(output.logits[:, 0], expected, atol=1e-4, rtol=1e-4)
+
+
+ORDERS = {
+    "reordered": ([2, 0, 1], lambda cache, rows: cache.reorder_cache(rows)),
+    "selected": ([2, 1], lambda cache, rows: cache.batch_select_indices(rows)),
+    "repeated and reordered": (
+        [2, 2, 0, 1, 1, 0],
+        lambda cache, rows: (cache.batch_repeat_interleave(2), cache.reorder_cache(rows * 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_that_are_reordered_between_prompts(order, copies):
+    model, inputs = tiny_model(), batch(*ROWS)
+    expected, ids = by_generate(model, inputs)
+    numbers, reorder = ORDERS[order]
+    rows = torch.tensor(numbers)
+    first = new_cache(model)
+    with torch.no_grad():
+        model(**inputs, past_key_values=first)
+        cache = copies(first)
+        reorder(cache, rows)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)[rows]
+        output = model(input_ids=ids[rows, :1], attention_mask=mask, past_key_values=cache)
+        torch.testing.assert_close(output.logits[:, 0], expected[rows, 1], atol=1e-4, rtol=1e-4)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+        output = model(input_ids=ids[:, :1], attention_mask=mask, past_key_values=first)
+    torch.testing.assert_close(output.logits[:, 0], expected[:, 1], atol=1e-4, rtol=1e-4)
+    assert isinstance(cache, DynamicCache)
+
+
+def test_beams_behind_generate_are_reordered():
+    model, inputs = tiny_model(), batch(*ROWS[:2])
+    cache = new_cache(model)
+    options = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 2, "min_new_tokens": 2}
+    model.generate(**inputs, **options, past_key_values=cache)
+    cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
+    assert torch.equal(cache.qtsplus_prompt.columns[0], cache.qtsplus_prompt.columns[1])
+    assert not torch.equal(cache.qtsplus_prompt.columns[0], cache.qtsplus_prompt.columns[2])
 
 
 def test_two_conversations_in_turn():

@@ -4,6 +4,7 @@ import copy
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import cache as cached
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,27 @@ class CachedPrompt:
         return getattr(cache, "qtsplus_prompt", None)
 
     def keep_with(self, cache: Any) -> None:
-        if cache is not None:
-            cache.qtsplus_prompt = self
+        """Keeps it with a cache, whose rows are selected and repeated together with it from then on."""
+        if cache is None:
+            return
+        cache.qtsplus_prompt = self
+        if not isinstance(cache, _CacheWithPrompt):
+            cache.__class__ = _with_prompt(cache.__class__)
+
+    def of_rows(self, rows: int) -> "CachedPrompt":
+        """The same for a batch of so many rows, several for each of the prompt's where they are repeated as beams."""
+        if rows % len(self.columns):
+            raise ValueError(
+                f"{rows} rows behind a cache of {len(self.columns)} prompts: expected as many, or each repeated."
+            )
+        repeats = rows // len(self.columns)
+        columns = self.columns.repeat_interleave(repeats, dim=0)
+        return CachedPrompt(columns, self.length, self.rope_deltas.repeat_interleave(repeats, dim=0))
+
+    def select(self, indices: torch.Tensor) -> "CachedPrompt":
+        """The same for these rows, `[R]`."""
+        indices = torch.as_tensor(indices, device=self.columns.device)
+        return CachedPrompt(self.columns[indices], self.length, self.rope_deltas[indices])
 
     def shorten_mask(self, mask: Any, past_length: int, rows: int, new: int) -> Any:
         """
@@ -149,11 +169,7 @@ class CachedPrompt:
         """
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
             return mask
-        if rows % len(self.columns):
-            raise ValueError(
-                f"{rows} rows behind a cache of {len(self.columns)} prompts: expected as many, or each repeated."
-            )
-        columns = self.columns.repeat_interleave(rows // len(self.columns), dim=0)[:, :past_length]
+        columns = self.of_rows(rows).columns[:, :past_length]
         is_real = columns >= 0
         if mask is None:
             if bool(is_real.all()):
@@ -185,6 +201,54 @@ class CachedPrompt:
                 f"or {widths[2]} with the prompt's. output.qtsplus.columns says which of its columns are cached."
             )
         return position_ids[..., width - new :]
+
+
+class _CacheWithPrompt:
+    """Added to the class of a cache with a [`CachedPrompt`]: selects and repeats its rows as those of the cache."""
+
+    qtsplus_prompt: CachedPrompt | None = None
+
+    def reorder_cache(self, beam_idx):
+        self._select_prompt(beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices):
+        self._select_prompt(indices)
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats):
+        prompt = self._prompt_of_rows()
+        if prompt is not None:
+            self.qtsplus_prompt = prompt.of_rows(len(prompt.columns) * repeats)
+        super().batch_repeat_interleave(repeats)
+
+    def _select_prompt(self, indices):
+        prompt = self._prompt_of_rows()
+        if prompt is not None:
+            self.qtsplus_prompt = prompt.select(indices)
+
+    def _prompt_of_rows(self) -> CachedPrompt | None:
+        """The prompt with a row for each of the cache, which has several of each where `generate` searched beams."""
+        for layer in self.layers:  # type: ignore[attr-defined]
+            keys = getattr(layer, "keys", None)
+            if self.qtsplus_prompt is not None and keys is not None and keys.ndim == 4:
+                return self.qtsplus_prompt.of_rows(len(keys))
+        return self.qtsplus_prompt
+
+    def __reduce__(self):
+        stock = type(self).__mro__[2]
+        return _empty_cache, (stock,), vars(self)
+
+
+@cached
+def _with_prompt(kind: Any) -> Any:
+    """The class of a cache that keeps a prompt; it has the name of the one that it is made of."""
+    return type(kind.__name__, (_CacheWithPrompt, kind), {})
+
+
+def _empty_cache(stock: type) -> Any:
+    kind = _with_prompt(stock)
+    return kind.__new__(kind)
 
 
 def check_cache(cache: Any) -> None:

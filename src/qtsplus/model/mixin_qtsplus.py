@@ -314,7 +314,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             self.check_no_placeholders(input_ids)
             self.rope_deltas = inputs_embeds.new_zeros((len(inputs_embeds), 1), dtype=torch.long)
         if cached_prompt is not None and past_length == 0:  # the cache has been reset
-            del cache.qtsplus_prompt
+            cache.qtsplus_prompt = None
             cached_prompt = None
         if cached_prompt is not None:
             new = inputs_embeds.shape[:2]
