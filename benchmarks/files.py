@@ -1,10 +1,12 @@
 """What a benchmark leaves on disk: one JSON file at its end, and figures."""
 
+import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -30,6 +32,14 @@ def read_result(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def write_result(target: Path, document: dict[str, Any], page: str) -> Path:
+    """Writes a result of a run that cannot be interrupted, and its page beside it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_json(target, document)
+    target.with_suffix(".md").write_text(page, encoding="utf-8")
+    return target
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Writes `path.png`, the same bytes for the same figures."""
     FigureCanvasAgg(figure)
@@ -40,3 +50,14 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 __all__ = ["finish", "read_result", "save_figure"]
+
+
+def run_from_command_line(run: Callable[..., Path], description: str | None, *places: str) -> None:
+    """`python -m MODULE PLACE ... [--out FOLDER]` in one thread, for a benchmark that is a module of its own."""
+    parser = argparse.ArgumentParser(description=description)
+    for place in places:
+        parser.add_argument(place, type=Path)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(run(**vars(arguments)))

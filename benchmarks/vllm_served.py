@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from tests.clips import write_mp4
 from vllm import __version__ as vllm_version
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -37,7 +38,6 @@ from .machine import environment
 from .speed.results import spread
 from .speed.shapes import build, find_shape, make_processor, write_stock
 from .vllm_load import DTYPE, FRAMES, NEW_TOKENS, QUESTIONS, REQUESTS, RETENTIONS, VIDEOS
-from .world.clip import write_mp4
 
 CLIENTS, REPEATS, SOURCE_FPS = 32, 7, 24
 SLOW = {"all tokens": 2}  # runs at most

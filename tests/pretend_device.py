@@ -198,8 +198,10 @@ class _FromHost(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in (torch.tensor, torch.as_tensor) and _is_pretend(kwargs.get("device")):
-            made = function(*args, **{**kwargs, "device": None})
-            return made if isinstance(made, PretendTensor) else PretendTensor(made)
+            if isinstance(args[0], PretendTensor):
+                return args[0].to(kwargs.get("dtype") or args[0].dtype)
+            values = tree_map(lambda value: value.tolist() if isinstance(value, PretendTensor) else value, args[0])
+            return PretendTensor(function(values, **{**kwargs, "device": None}))
         if function is torch.as_tensor and isinstance(args[0], PretendTensor) and kwargs.get("device") is None:
             return args[0].to(kwargs["dtype"]) if kwargs.get("dtype") else args[0]
         if function is torch.Tensor.__getitem__ and isinstance(args[0], PretendTensor):

@@ -6,7 +6,7 @@ from qtsplus.cli.console import FilledArguments
 
 from .evaluating import analysis, evaluate, report
 from .making import real, train
-from .measuring import efficiency, memory, rehearsal, scaling, speed, training_step
+from .measuring import efficiency, memory, rehearsal, scaling, speed, training_step, waits
 from .sets import make
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ for command in (
     memory,
     scaling,
     training_step,
+    waits,
     efficiency,
     rehearsal,
 ):

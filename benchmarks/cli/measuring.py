@@ -1,4 +1,4 @@
-"""`speed`, `memory`, `scaling`, `training-step`, `efficiency`: seconds and bytes."""
+"""`speed`, `memory`, `scaling`, `training-step`, `waits`, `efficiency`: seconds, bytes and waits."""
 
 import json
 from pathlib import Path
@@ -112,6 +112,15 @@ def training_step(
         file = run_train(
             shape, out, device=device, dtype=dtype.value, frames=frames, repeats=repeats, retention=retention
         )
+    _print_figures(file)
+
+
+def waits(out: Results = RESULTS) -> None:
+    """Count how often a GPU would wait for the host, on a device that is made of CPU memory."""
+    with one_line_errors():
+        from ..speed.waits import run_waits
+
+        file = run_waits(out)
     _print_figures(file)
 
 

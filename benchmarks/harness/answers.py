@@ -46,7 +46,7 @@ class AnswerLog:
         self.journal = Journal(Path(folder) / f"answers-{rank}.jsonl", {}, _SCHEMA)
         for path in sorted(Path(folder).glob("answers-*.jsonl")):
             answers = Journal(path, {}, _SCHEMA).done.items()
-            self.found |= {key: answer for key, answer in answers if answer.failed is None}
+            self.found |= {str(key): answer for key, answer in answers if answer.failed is None}
 
     def key(self, task: str, doc_id: Any, asked: Mapping[str, Any], generation: Mapping[str, Any]) -> str:
         """What an answer is found by: another video or another wording is another question."""

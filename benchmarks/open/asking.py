@@ -166,13 +166,13 @@ def _ask_otherwise(record: Any, text: str) -> Any:
     return type(record)(**{**vars(record), "question": text})
 
 
-def open_test(folder: str, path: Path, limit: int | None = None) -> OpenTest:
+def open_test(folder: str | Path, path: Path, limit: int | None = None) -> OpenTest:
     """A test set, its videos encoded by the model in a folder."""
-    return OpenTest(load(folder), make_processor(None, folder, make_config(None, folder, {})), path, limit)
+    return OpenTest(load(folder), make_processor(None, str(folder), make_config(None, str(folder), {})), path, limit)
 
 
-def load(folder: str, **selector: Any) -> Any:
-    return make_model(None, folder, selector).eval()
+def load(folder: str | Path, **selector: Any) -> Any:
+    return make_model(None, str(folder), selector).eval()
 
 
 # --- Questions that ask for something else, or the same otherwise ---

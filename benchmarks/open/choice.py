@@ -5,18 +5,14 @@ How well each way of choosing does on fresh videos, and what the parts of a mode
 them in every way, and writes `choice.json`, `choice.md` and `choice.png` to `benchmarks/results`.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from qtsplus.common.journals import write_json
-
-from ..files import save_figure
+from ..files import run_from_command_line, save_figure, write_result
 from ..machine import environment
 from ..tables import markdown_table
 from ..world.open_sets import build_open
@@ -55,7 +51,7 @@ def make_test_set(work: Path, videos: int = VIDEOS) -> Path:
     return build_open(work / f"choice-{videos}", "test", videos, SECONDS, variant="plain", first=FIRST)
 
 
-def run_choice(folder: str, work: Path, out: Path, videos: int = VIDEOS, questions: int = QUESTIONS) -> Path:
+def run_choice(folder: Path, work: Path, out: Path, videos: int = VIDEOS, questions: int = QUESTIONS) -> Path:
     """
     Asks all questions in all ways, and writes the results.
 
@@ -72,7 +68,7 @@ def run_choice(folder: str, work: Path, out: Path, videos: int = VIDEOS, questio
     test = open_test(folder, make_test_set(work, videos), questions)
     document = {
         "environment": environment("cpu"),
-        "model": Path(folder).name,
+        "model": folder.name,
         "videos": len(np.unique(test.videos)),
         "questions": len(test),
         "points": int(np.isin(test.kinds, POINTS).sum()),
@@ -81,10 +77,7 @@ def run_choice(folder: str, work: Path, out: Path, videos: int = VIDEOS, questio
         "ways": compare_ways(folder, test),
         "parts": compare_parts(folder, test),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    target = out / "choice.json"
-    write_json(target, document)
-    target.with_suffix(".md").write_text(page(document), encoding="utf-8")
+    target = write_result(out / "choice.json", document, page(document))
     draw(document, target.with_suffix(""))
     return target
 
@@ -92,7 +85,7 @@ def run_choice(folder: str, work: Path, out: Path, videos: int = VIDEOS, questio
 # --- Asking ---
 
 
-def compare_ways(folder: str, test: OpenTest) -> dict[str, dict[str, Any]]:
+def compare_ways(folder: Path, test: OpenTest) -> dict[str, dict[str, Any]]:
     """By the way of choosing and the share of the tokens that it keeps, the figures of its answers."""
     model = load(folder)
     attending = load(folder, attention_layer=LOOKING_LAYER)
@@ -112,7 +105,7 @@ def compare_ways(folder: str, test: OpenTest) -> dict[str, dict[str, Any]]:
     return ways
 
 
-def compare_parts(folder: str, test: OpenTest) -> dict[str, dict[str, Any]]:
+def compare_parts(folder: Path, test: OpenTest) -> dict[str, dict[str, Any]]:
     """What is lost without each part of the model, at a tenth of the tokens, with intervals over videos."""
     parts: dict[str, dict[str, Any]] = {}
     right_of_full = np.zeros(len(test))
@@ -208,15 +201,5 @@ def draw(document: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    print(run_choice(given.model, given.work, given.out))
-
-
 if __name__ == "__main__":
-    main()
+    run_from_command_line(run_choice, __doc__, "folder", "work")

@@ -5,20 +5,18 @@ Which video of a library answers a question about a thing that only one of its v
 2, 20 and 50 of them, and writes `library.json` and `library.md` to `benchmarks/results`.
 """
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from qtsplus.common.journals import write_json
 from qtsplus.hub.loading import load
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
 
+from ..files import run_from_command_line, write_result
 from ..machine import environment
 from ..tables import markdown_table
 from ..world.open_sets import VARIANTS
@@ -104,7 +102,7 @@ def _share(hits: list[bool], videos: np.ndarray) -> list[float]:
     return [round(100 * float(value), 1) for value in (values.mean(), *interval(values, videos))]
 
 
-def run_library(folder: str, work: Path, out: Path, videos: int = VIDEOS, sizes: tuple[int, ...] = SIZES) -> Path:
+def run_library(folder: Path, work: Path, out: Path, videos: int = VIDEOS, sizes: tuple[int, ...] = SIZES) -> Path:
     """
     Indexes the videos, asks everything and writes the results.
 
@@ -118,7 +116,7 @@ def run_library(folder: str, work: Path, out: Path, videos: int = VIDEOS, sizes:
     path = make_test_set(work, videos)
     model, processor = load(folder)
     place = work / f"library-{videos}"
-    index(path.with_suffix(""), place, model, processor, name=str(Path(folder).resolve()))
+    index(path.with_suffix(""), place, model, processor, name=str(folder.resolve()))
     library = Library(place, model, processor)
     sought = seek_things(path, QUESTIONS, max(sizes) - 1)
     rows = [ask_library(library, sought, size) for size in sizes]
@@ -126,14 +124,11 @@ def run_library(folder: str, work: Path, out: Path, videos: int = VIDEOS, sizes:
         rows.append(ask_library(library, sought, READ_TOGETHER, PIECES))
     document = {
         "environment": environment("cpu"),
-        "model": Path(folder).name,
+        "model": folder.name,
         "questions": len(sought),
         "rows": rows,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    target = out / "library.json"
-    write_json(target, document)
-    target.with_suffix(".md").write_text(page(document), encoding="utf-8")
+    target = write_result(out / "library.json", document, page(document))
     return target
 
 
@@ -156,15 +151,5 @@ def page(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    print(run_library(given.model, given.work, given.out))
-
-
 if __name__ == "__main__":
-    main()
+    run_from_command_line(run_library, __doc__, "folder", "work")

@@ -6,7 +6,6 @@ of 512 tokens, and writes `stream.json` and `stream.md` to `benchmarks/results`.
 world without a grid. The four things have names that nothing else in the stream ever has.
 """
 
-import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from qtsplus.common.journals import write_json
 from qtsplus.hub.loading import load
 from qtsplus.live.stream import Stream
 from qtsplus.model.methods_qtsplus import Candidates
 
+from ..files import run_from_command_line, write_result
 from ..machine import environment
 from ..tables import markdown_table
 from ..world.open_questions import LEAST_SEEN
@@ -188,7 +187,7 @@ def append_cost(model: Any, processor: Any, features: torch.Tensor, policy: str)
     return [round(float(np.median(spent[first : first + 600])), 2) for first in range(0, len(spent), 600)]
 
 
-def run_stream(folder: str, out: Path, streams: int = STREAMS, seconds: int = HOUR) -> Path:
+def run_stream(folder: Path, out: Path, streams: int = STREAMS, seconds: int = HOUR) -> Path:
     """
     Asks every question with every policy, and times what remembering costs.
 
@@ -210,16 +209,13 @@ def run_stream(folder: str, out: Path, streams: int = STREAMS, seconds: int = HO
         print(f"stream {number + 1} of {streams}", flush=True)
     document = {
         "environment": environment("cpu"),
-        "model": Path(folder).name,
+        "model": folder.name,
         "streams": streams,
         "seconds": seconds,
         "rows": [_summed(answers, policy, lag) for policy in POLICIES for lag in LAGS],
         "milliseconds": {policy: append_cost(model, processor, background, policy) for policy in (DIVERSITY, STANDING)},
     }
-    out.mkdir(parents=True, exist_ok=True)
-    target = out / "stream.json"
-    write_json(target, document)
-    target.with_suffix(".md").write_text(page(document), encoding="utf-8")
+    target = write_result(out / "stream.json", document, page(document))
     return target
 
 
@@ -262,14 +258,5 @@ def page(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    print(run_stream(given.model, given.out))
-
-
 if __name__ == "__main__":
-    main()
+    run_from_command_line(run_stream, __doc__, "folder")

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.clips import write_mp4
 
 from qtsplus.common.files import whole_file
 
-from ..world.clip import write_mp4
 from ..world.scene import FPS
 from .clips import CROWD_SECONDS, clip_scene, film_scene
 from .questions import ask_scene

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.clips import write_mp4
 
 from qtsplus import VideoSession, encode, load
 from qtsplus.asking.summaries import Summary, chapter_steps, summarise
@@ -23,7 +24,6 @@ from qtsplus.common.journals import write_json
 from qtsplus.video.encoded import EncodedVideo
 
 from ..intervals import share_interval
-from ..world.clip import write_mp4
 from ..world.scene import FPS
 from .clips import CROWD_SECONDS, film_scene
 from .keeping import BUDGETS, WAYS

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.naive import naive_log_relevance
 
-from benchmarks.speed.naive import naive_log_relevance
 from qtsplus.model.relevance_qtsplus import log_relevance
 
 from ..files import begin, finish

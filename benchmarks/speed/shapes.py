@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.clips import write_mp4
 from transformers import Qwen2Tokenizer
 from transformers.initialization import no_init_weights
 from transformers.utils import is_flash_attn_2_available
@@ -17,8 +18,6 @@ from transformers.video_utils import VideoMetadata
 from qtsplus.hub.backbones import Backbone, backbone_of
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.loading import load_config, load_processor
-
-from ..world.clip import write_mp4
 
 SIDES = ("stock", "ours")
 FRAMES_PER_SECOND = 2  # looked at, as Qwen2.5-VL does

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tests.clips import write_mp4
 from torch.utils.data import DataLoader, Dataset
 
 from qtsplus.model.modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 
-from ..world.clip import read_video, write_mp4
+from ..world.clip import read_video
 from ..world.open_tokens import OPEN_ASPECTS, OPEN_WORDS, count_pixels, name_tokens
 from ..world.openworld import OPEN_SIZES, OpenWorld, make_open, render_open
 from ..world.scene import FPS

@@ -1,13 +1,14 @@
 """The comparison of ways to choose, and of the parts of a model, on a few rendered videos."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks.open.asking import of_the_same_video, open_test
 from benchmarks.open.choice import FULL, OWN, PARTS, SHARES, make_test_set, run_choice
 
-MODEL = "hub_configs/qtsplus-tiny"
+MODEL = Path("hub_configs/qtsplus-tiny")
 
 
 @pytest.fixture(scope="module")

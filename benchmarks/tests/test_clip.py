@@ -6,35 +6,26 @@ import av
 import numpy as np
 import pytest
 
-from benchmarks.world.clip import COLOURS, render_clip, write_mp4
+from benchmarks.world.clip import COLOURS, render_clip
 
 
 def decode(path):
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
-        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
-        return frames, stream.codec_context.name, stream.codec_context.pix_fmt, float(stream.average_rate)
-
-
-def test_a_clip_is_an_h264_file_of_the_asked_size_and_length(tmp_path):
-    clip = render_clip(tmp_path / "clip.mp4", seconds=3, fps=8, size=(128, 96), seed=1)
-    frames, codec, pixel_format, fps = decode(clip.path)
-    assert frames.shape == (24, 96, 128, 3)
-    assert (codec, pixel_format, fps) == ("h264", "yuv420p", 8.0)
-    assert [item.boxes.shape for item in clip.objects] == [(24, 4)] * 3
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
 
 
 def test_a_seed_gives_the_same_clip_and_another_seed_another(tmp_path):
     first, again, other = (render_clip(tmp_path / f"{i}.mp4", seconds=1, seed=seed) for i, seed in enumerate((3, 3, 4)))
     assert Path(first.path).read_bytes() == Path(again.path).read_bytes()
     assert [item.colour for item in first.objects] == [item.colour for item in again.objects]
-    assert (decode(first.path)[0] != decode(other.path)[0]).any()
+    assert (decode(first.path) != decode(other.path)).any()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_object_shows_its_colour_only_while_it_is_visible(tmp_path, seed):
     clip = render_clip(tmp_path / "clip.mp4", seconds=4, fps=8, seed=seed)
-    frames = decode(clip.path)[0].astype(int)
+    frames = decode(clip.path).astype(int)
     times = np.arange(len(frames)) / clip.fps
     last_drawn = clip.objects[-1]  # nothing covers it
     near = np.abs(frames - COLOURS[last_drawn.colour]).max(-1) < 40
@@ -46,12 +37,3 @@ def test_an_object_shows_its_colour_only_while_it_is_visible(tmp_path, seed):
         left, top, right, bottom = last_drawn.boxes[index]
         rows, columns = np.nonzero(near[index])
         assert left - 3 <= columns.mean() <= right + 3 and top - 3 <= rows.mean() <= bottom + 3
-
-
-def test_write_mp4_keeps_every_frame_and_a_fractional_rate(tmp_path):
-    frames = np.stack([np.full((32, 48, 3), shade, np.uint8) for shade in range(0, 250, 25)])
-    write_mp4(tmp_path / "shades.mp4", frames, 30000 / 1001)
-    decoded, *_, fps = decode(tmp_path / "shades.mp4")
-    assert decoded.shape == frames.shape
-    assert np.abs(decoded.astype(int) - frames).max() <= 4
-    assert fps == pytest.approx(29.97, abs=0.01)

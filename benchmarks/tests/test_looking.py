@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.teaching.dataset import TinyWorldCollator, TinyWorldDataset, TinyWorldRecord, read_tinyworld
+from benchmarks.teaching.dataset import TinyWorldRecord, read_tinyworld
 from benchmarks.teaching.looking import LOOKS, looking_losses, watching
 from benchmarks.teaching.naming import TokenWords
-from benchmarks.world.open_sets import build_open
-from qtsplus.training.models import make_config, make_model, make_processor
 from teaching_examples import make_trainer
-from training_examples import assert_same_training, collate, examples, steps
+from training_examples import collate, examples, steps
 
 LAYER = 1
 ENOUGH = LOOKS["looking"]
@@ -139,12 +137,6 @@ def test_the_loss_gains_its_weighted_mean(tmp_path):
     assert looked["loss_lm"] == pytest.approx(plain["loss_lm"], rel=1e-6)
 
 
-def test_micro_batches_add_up_to_one_big_batch(tmp_path):
-    split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    whole, parts = (train(tmp_path, looking_weight=2.0, max_steps=1, **more) for more in ({}, split))
-    assert_same_training(whole, parts)
-
-
 def test_answers_come_to_look_where_they_are_told(tmp_path):
     losses = [line["loss_looking"] for line in steps(train(tmp_path, looking_weight=1.0, max_steps=40))]
     assert np.mean(losses[-3:]) < 0.5 * np.mean(losses[:3])
@@ -191,23 +183,3 @@ def test_rows_are_read_with_their_supervision(dense, message, tmp_path):
         return
     with pytest.raises(ValueError, match=message):
         read_tinyworld(path)
-
-
-def test_a_batch_of_an_open_world_trains(tmp_path):
-    path = build_open(tmp_path, "test", 2, 8, variant="plain", conversations=True)
-    processor = make_processor("qtsplus-tiny", None, make_config("qtsplus-tiny", None))
-    dataset = TinyWorldDataset(read_tinyworld(path), processor)
-    assert "needles" not in dataset[0]
-    dataset.dense = True
-    batch = TinyWorldCollator(processor)([dataset[0], dataset[1]])
-    labels = batch.pop("labels")
-    needles = batch.pop("needles")
-    for name in ("source_ids", "skipped", "token_words"):
-        batch.pop(name)
-    model = make_model("qtsplus-tiny", None, {"selection": "all"}).train()
-    with watching(model, batch, labels, needles, LAYER) as looks:
-        model(**batch, use_cache=False)
-    words_with_needles = [sum(len(word) > 0 for answer in own for word in answer) for own in needles]
-    assert [len(look.by_kind["looking"].places) for look in looks] == words_with_needles
-    looking_losses(looks, "looking").sum().backward()
-    assert model.model.language_model.layers[LAYER].self_attn.q_proj.weight.grad.abs().max() > 0

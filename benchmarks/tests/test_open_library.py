@@ -1,11 +1,12 @@
 """The questions to a library in the world without a grid."""
 
 import json
+from pathlib import Path
 
 from benchmarks.open.choice import make_test_set
 from benchmarks.open.library import names_of, run_library, seek_things
 
-MODEL = "hub_configs/qtsplus-tiny"
+MODEL = Path("hub_configs/qtsplus-tiny")
 
 
 def test_only_one_video_shows_what_is_asked_for(tmp_path):

@@ -1,6 +1,7 @@
 """What a stream of the world without a grid still knows, by what stays in its memory."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from benchmarks.open.stream import CELLS, NAMES, POLICIES, SECONDS, Camera, record, run_stream
 from qtsplus.hub.loading import load
 
-MODEL = "hub_configs/qtsplus-tiny"
+MODEL = Path("hub_configs/qtsplus-tiny")
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """Small synthetic videos of coloured shapes that move over a quiet background, as real H.264 files."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
-import av
 import numpy as np
 from PIL import Image, ImageDraw
+from tests.clips import write_mp4
 
 from qtsplus.model.video_qtsplus import open_video
 
@@ -107,30 +106,6 @@ def _render_frame(objects: Sequence[ClipObject], index: int, size: tuple[int, in
         else:
             canvas.polygon([(left, bottom), ((left + right) / 2, top), (right, bottom)], fill=fill)
     return np.asarray(image)
-
-
-def write_mp4(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float) -> None:
-    """
-    Encodes frames as H.264 (yuv420p); the same frames give the same bytes, on any number of cores.
-
-    Args:
-        path: the file to write.
-        frames: `[T, H, W, 3]` uint8 RGB, or one `[H, W, 3]` after the other; H and W even.
-        fps: frames per second.
-    """
-    with av.open(os.fspath(path), "w") as container:
-        rate = Fraction(fps).limit_denominator(1001)
-        # x264's AVX-512 code (of its macroblock tree) gives other bytes every time; this leaves it out.
-        stream = container.add_stream(
-            "libx264", rate=rate, options={"preset": "veryfast", "x264-params": "cpu-independent=1"}
-        )
-        stream.pix_fmt = "yuv420p"
-        stream.codec_context.thread_count = 1  # or the bytes depend on the number of cores
-        for number, frame in enumerate(frames):
-            if number == 0:
-                stream.height, stream.width = frame.shape[:2]
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
 
 
 def read_video(path: str, choose: Any) -> tuple[np.ndarray, Any]:

@@ -1,0 +1,120 @@
+"""How often a GPU would wait for the host, and how many kernels it would run, for both models: the command `waits`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests import pretend_device
+
+from qtsplus.model.methods_qtsplus import METHODS
+
+from ..files import write_result
+from ..machine import environment
+from ..tables import markdown_table
+from .peak import in_own_process
+from .shapes import SIDES, build_pair, fill_pixels, find_shape, video_inputs
+
+FRAMES = (8, 32, 128, 256)
+RETENTIONS = (0.05, 0.1, 0.2, 0.5)
+RETENTION = 0.1  # at each number of frames
+Counts = dict[str, dict[str, tuple[int, int]]]  # (waits, kernels) by step and side
+
+
+def run_waits(out: Path, *, frames: Sequence[int] = FRAMES, retentions: Sequence[float] = RETENTIONS) -> Path:
+    """
+    Counts with several numbers of frames, and with several fractions kept of the shortest video; writes `waits.json`
+    and `waits.md`. A tiny model of two layers runs on a device that is made of CPU memory (tests/pretend_device.py).
+    """
+    by_frames = {count: in_own_process(count_waits, frames=count, retention=RETENTION) for count in frames}
+    by_share = {share: in_own_process(count_waits, frames=frames[0], retention=share) for share in retentions}
+    document = {
+        "command": "python -m benchmarks waits",
+        "environment": environment("cpu"),
+        "settings": {"shape": "tiny", "retention": RETENTION, "frames_of_shares": frames[0]},
+        "frames": by_frames,
+        "retentions": by_share,
+        "figures": {
+            f"{step}_waits_{side}": by_frames[frames[-1]][step][side][0]
+            for step in ("prefill", "decoding step")
+            for side in SIDES
+        },
+    }
+    lines = [
+        "# Waits for the host",
+        "",
+        "Each cell: waits, and kernels in brackets. Made by `python -m benchmarks waits`.",
+        "",
+        *_table([f"{count} frames" for count in frames], list(by_frames.values())),
+        "",
+        *_table([f"{share:.0%} kept" for share in retentions], list(by_share.values())),
+    ]
+    return write_result(out / "waits.json", document, "\n".join(lines) + "\n")
+
+
+def _table(heads: list[str], columns: list[Counts]) -> list[str]:
+    rows = []
+    for step, sides in columns[0].items():
+        for side in sides:
+            cells = ["{} ({:,})".format(*column[step][side]) for column in columns]
+            rows.append([step, side, *cells])
+    return markdown_table(["step", "model", *heads], rows, texts=2)
+
+
+@contextmanager
+def counting(counted: Counts, step: str, side: str) -> Iterator[None]:
+    """Notes what happens inside as a step of one side."""
+    pretend_device.counts.reset()
+    yield
+    counted.setdefault(step, {})[side] = (pretend_device.counts.total_waits, pretend_device.counts.kernels)
+
+
+def count_waits(frames: int, retention: float) -> Counts:
+    """Both models do each step once on the pretend device; run it in a process of its own."""
+    torch.manual_seed(0)
+    shape = replace(find_shape("tiny"), frames=frames)
+    pair = build_pair(shape, "cpu", torch.float32)
+    pretend_device.start()
+    counted: Counts = {}
+    for side in SIDES:
+        model = pretend_device.to_device(pair[side])
+        inputs = pretend_device.inputs_to_device(fill_pixels(video_inputs(shape, side)))
+        choice = {"retention": retention} if side == "ours" else {}
+        _count_side(counted, side, model, inputs, choice)
+    return counted
+
+
+def _count_side(counted: Counts, side: str, model: Any, inputs: dict[str, Any], choice: dict[str, float]) -> None:
+    pixels = inputs["pixel_values_videos"]
+    grid = inputs["video_grid_thw"]
+    step = _second_step(model, inputs, choice)
+    with torch.no_grad():
+        with counting(counted, "prefill", side):
+            model(**inputs, **choice, logits_to_keep=1)
+        with counting(counted, "decoding step", side):
+            model(**step)
+        with counting(counted, "vision", side):
+            if side == "ours":
+                features = model.encode_videos(pixels, grid)
+            else:
+                model.get_video_features(pixels, grid)
+        if side == "ours":
+            later = {name: value for name, value in inputs.items() if name != "pixel_values_videos"}
+            for method in ("qtsplus", *METHODS):
+                if method != "all":
+                    with counting(counted, f"another question, {method}", side):
+                        model(**later, video_features=features, **choice, selection=method, logits_to_keep=1)
+    model.train()
+    with counting(counted, "training step", side):
+        model(**inputs, labels=inputs["input_ids"], **choice).loss.backward()
+
+
+def _second_step(model: Any, inputs: dict[str, Any], choice: dict[str, float]) -> dict[str, Any]:
+    """What `generate` gives the model for the second new token."""
+    calls: list[dict[str, Any]] = []
+    hook = model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    model.generate(**inputs, **choice, max_new_tokens=2, min_new_tokens=2)
+    hook.remove()
+    return calls[-1]
