@@ -1,4 +1,4 @@
-"""The readable twin of the relevance that the Hub files compute in blocks, and how a kernel is compared with it."""
+"""The readable twins of what the Hub files compute in blocks, and how a kernel is compared with its twin."""
 
 import math
 from functools import partial
@@ -29,6 +29,26 @@ def naive_log_relevance(query_states: torch.Tensor, key_states: torch.Tensor, re
     if reduction == "mean":
         return scores.flatten(0, 1).softmax(-1).mean(0).log()
     return scores.sum(1).logsumexp(0).log_softmax(-1)
+
+
+def naive_farthest(distance: torch.Tensor, similarity: torch.Tensor, n: int, tie: float) -> list[int]:
+    """
+    Indices of n tokens, ascending: again and again the one with the largest distance to the kept ones.
+
+    Args:
+        distance: `[M]`, before any token is kept.
+        similarity: `[M, M]`; -inf for tokens that are out of reach of each other.
+        tie: of distances that differ by at most this, the earliest token counts as the largest.
+    """
+    distance = distance.clone()
+    kept: list[int] = []
+    while len(kept) < n:
+        is_largest = distance >= distance.max() - tie
+        token = int(is_largest.int().argmax())
+        kept.append(token)
+        distance = torch.minimum(distance, 1 - similarity[token])
+        distance[kept] = -torch.inf
+    return sorted(kept)
 
 
 def states(heads, kv_heads, num_queries, num_tokens, head_dim=16, dtype=torch.float32, seed=0, scale=1.0):

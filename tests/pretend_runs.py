@@ -157,6 +157,17 @@ def test_method(pair, inputs, method, budget):
         pair.forward(inputs, selection=method, **budget)
 
 
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_a_method_waits_no_more_often_for_more_kept_tokens(pair, inputs, method):
+    waits = []
+    for retention in (0.1, 0.9):
+        pretend_device.counts.reset()
+        with torch.no_grad():
+            pair.device(**pretend_device.inputs_to_device(inputs), selection=method, retention=retention)
+        waits.append(pretend_device.counts.waits)
+    assert waits[0] == waits[1]
+
+
 WAYS = {
     "sampling": {"do_sample": True, "temperature": 0.9, "max_new_tokens": 4},
     "beams": {"num_beams": 3, "max_new_tokens": 4},

@@ -6,7 +6,6 @@ Of tokens that are as good as each other the earliest stay: [`top_n`] says what 
 
 import math
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -27,6 +26,12 @@ from torch import Tensor
 # differ by 1e-6, and log-relevance hardly more; there, a tie is a ten-thousandth of a token's relevance.
 TIE = 1e-4
 WINDOW = 8  # tokens that [`coverage`] keeps from a neighbourhood in time, in which it avoids similar ones
+BLOCK = 8192  # tokens that [`changes`] compares at a time
+# A round of [`add_farthest`] adds one token for so many that are kept, but at most [`ROUND`]. They come from a pool of
+# four times as many tokens and [`POOL`] more.
+KEPT_PER_NEW = 16
+ROUND = 512
+POOL = 512
 
 
 @dataclass
@@ -136,17 +141,18 @@ def temporal_redundancy(candidates: Candidates, n: int) -> Tensor:
 
 def changes(candidates: Candidates) -> Tensor:
     """`[M]` float32, 0 to 2: how much each token differs from the same place one step earlier."""
-    change = []
-    for features, (time, height, width) in zip(_by_grid(candidates), candidates.grids, strict=True):
+    similarities = []
+    for features, (_, height, width) in zip(_by_grid(candidates), candidates.grids, strict=True):
         places = height * width
-        frames = features.unflatten(0, (time, places))
-        before = frames[0].float().mean(0).expand(places, -1)
-        for frame in frames:
-            now = frame.float()
-            similarity = F.cosine_similarity(before, now, dim=-1)
-            change.append(1 - similarity)
-            before = now
-    return torch.cat(change)
+        first_frame = features[:places].float()
+        mean = first_frame.mean(0).expand(places, -1)
+        similarities.append(F.cosine_similarity(mean, first_frame, dim=-1))
+        # In blocks, so that the copies in float32 stay small.
+        blocks_before = features[:-places].split(BLOCK)
+        blocks_now = features[places:].split(BLOCK)
+        for before, now in zip(blocks_before, blocks_now, strict=True):
+            similarities.append(F.cosine_similarity(before.float(), now.float(), dim=-1))
+    return 1 - torch.cat(similarities)
 
 
 def _by_grid(candidates: Candidates) -> Sequence[Tensor]:
@@ -160,64 +166,110 @@ def _by_grid(candidates: Candidates) -> Sequence[Tensor]:
 
 def diversity(candidates: Candidates, n: int) -> Tensor:
     """
-    n tokens that are far from each other: greedily, the one whose nearest kept token is farthest by the cosine of their
-    features, as DivPrune does (arXiv 2503.02175).
+    n tokens that are far from each other: again and again the token whose nearest kept token is farthest, by the cosine
+    of their features, as DivPrune does (arXiv 2503.02175).
 
-    The first is the one farthest from the mean, where DivPrune needs all pairs of tokens. Time is O(n M d), memory
-    O(M d).
+    The first is the one farthest from the mean, where DivPrune needs all pairs of tokens. [`add_farthest`] says how the
+    others are found.
     """
     visual = torch.cat(list(candidates.visual))
     features = F.normalize(visual.float(), dim=-1)
     mean = F.normalize(features.mean(0), dim=0)
-    distance = 1 - features @ mean
-    nearest = torch.full_like(distance, torch.inf)
-    kept = torch.empty(n, dtype=torch.long, device=candidates.device)
-    for step in range(n):
-        chosen = first_largest(distance)
-        kept[step] = chosen
-        from_chosen = 1 - features @ features[chosen]
-        nearest = torch.minimum(nearest, from_chosen)
-        nearest[chosen] = -torch.inf
-        distance = nearest
-    return kept.sort().values
+    first = top_n(1 - features @ mean, 1)
+    distance = 1 - (features @ features[first].T).flatten()
+    return add_farthest(first, distance, n, Neighbours(features))
 
 
 def coverage(candidates: Candidates, n: int) -> Tensor:
     """
-    n tokens that cover a video for a summary: greedily the one that differs most, by the cosine of the features, from
-    the mean of its time and from the kept tokens of its time.
+    n tokens that cover a video for a summary: again and again the token that differs most, by the cosine of the
+    features, from the mean of its time and from the kept tokens of its time.
 
     The time of a token is the steps around it that hold about [`WINDOW`] of n evenly spread tokens. So a thing that
-    comes back later counts again, and a quiet hour takes nothing from a busy minute. Time is O(M d + n M), memory
-    O(M d).
+    comes back later counts again, and a quiet hour takes nothing from a busy minute. [`add_farthest`] says how the
+    tokens are found.
     """
     parts = []
     means = []
-    tokens_of_steps: list[int] = []
+    steps = []
+    num_steps = 0
     for part, (time, height, width) in zip(_by_grid(candidates), candidates.grids, strict=True):
         part = part.float()
         parts.append(part)
         means.append(part.unflatten(0, (time, -1)).mean(1))
-        tokens_of_steps += [height * width] * time
-    steps = len(tokens_of_steps)
-    reach = max(1, min(steps, round(WINDOW * steps / (2 * n))))
-    means_around = F.avg_pool1d(torch.cat(means).T, 2 * reach + 1, 1, reach, count_include_pad=False).T
+        steps_of_part = torch.arange(num_steps, num_steps + time, device=part.device)
+        steps.append(steps_of_part.repeat_interleave(height * width))
+        num_steps += time
+    step_of_token = torch.cat(steps)
     features = F.normalize(torch.cat(parts), dim=-1)
-    counts = torch.tensor(tokens_of_steps, device=features.device)
-    own_time = F.normalize(means_around, dim=-1).repeat_interleave(counts, 0)
+
+    reach = max(1, min(num_steps, round(WINDOW * num_steps / (2 * n))))
+    means_around = F.avg_pool1d(torch.cat(means).T, 2 * reach + 1, 1, reach, count_include_pad=False).T
+    own_time = F.normalize(means_around, dim=-1)[step_of_token]
     distance = 1 - (features * own_time).sum(1)
-    edges = list(accumulate(tokens_of_steps, initial=0))
-    kept = torch.empty(n, dtype=torch.long, device=candidates.device)
-    for number in range(n):
-        chosen = int(first_largest(distance))
-        step = bisect_right(edges, chosen) - 1
-        first = edges[max(0, step - reach)]
-        last = edges[min(steps, step + reach + 1)]
-        from_chosen = 1 - features[first:last] @ features[chosen]
-        distance[first:last] = torch.minimum(distance[first:last], from_chosen)
-        distance[chosen] = -torch.inf
-        kept[number] = chosen
+    return add_farthest(step_of_token[:0], distance, n, Neighbours(features, step_of_token, reach))
+
+
+@dataclass
+class Neighbours:
+    """The tokens of a sample as [`add_farthest`] compares them."""
+
+    features: Tensor  # [M, d], of length 1
+    step_of_token: Tensor | None = None  # [M], the step in time of each
+    reach: int = 0  # how many steps away tokens still count; `step_of_token=None` compares all
+
+    def similarities(self, others: Tensor, tokens: Tensor | slice = slice(None)) -> Tensor:
+        """`[k, m]`: the cosines of `tokens`, or of all, with m others; -inf out of reach."""
+        cosines = self.features[tokens] @ self.features[others].T
+        if self.step_of_token is None:
+            return cosines
+        steps = self.step_of_token[tokens][:, None]
+        steps_of_others = self.step_of_token[others]
+        is_before = steps < steps_of_others - self.reach
+        is_behind = steps > steps_of_others + self.reach
+        return cosines.masked_fill_(is_before | is_behind, -torch.inf)
+
+
+def add_farthest(kept: Tensor, distance: Tensor, n: int, neighbours: Neighbours) -> Tensor:
+    """
+    `[n]` int64, ascending: the kept tokens and those that are far from them and from each other.
+
+    The readable twin, `naive_farthest` in tests/naive.py, adds the token with the largest distance, updates all
+    distances, and so on: it reads all features for each token. Here a round adds several, one for every
+    [`KEPT_PER_NEW`] that are kept. They are those of a pool of the farthest tokens that remain the farthest as if all
+    better tokens of the pool were kept already. So the first 32 tokens are the twin's, and the largest distance that
+    any token has in the end is the twin's within 5% and [`TIE`]. Only where a video repeats equal tokens hundreds of
+    times may a round keep copies while it misses another token. Nothing waits for the host. Time is O(n M d), in matrix
+    products, and memory O(M d).
+
+    Args:
+        kept: `[k]` indices of the tokens that are kept already.
+        distance: `[M]` of each token to the kept ones.
+    """
+    distance = distance.index_fill(0, kept, -torch.inf)
+    while len(kept) < n:
+        missing = n - len(kept)
+        count = min(missing, ROUND, max(1, len(kept) // KEPT_PER_NEW))
+        chosen = _farthest(distance, count, len(distance) - len(kept), neighbours)
+        from_chosen = 1 - neighbours.similarities(chosen).amax(1)
+        distance = torch.minimum(distance, from_chosen).index_fill_(0, chosen, -torch.inf)
+        kept = torch.cat([kept, chosen])
     return kept.sort().values
+
+
+def _farthest(distance: Tensor, count: int, left: int, neighbours: Neighbours) -> Tensor:
+    """`[count]` of the tokens that are left: a round of [`add_farthest`]."""
+    if count == 1:
+        is_farthest = distance >= distance.amax() - TIE
+        return is_farthest.int().argmax()[None]
+    pool = top_n(distance, min(left, POOL + 4 * count))
+    scores = distance[pool]
+    lead = scores[:, None] - scores
+    is_first = pool[:, None] < pool
+    is_better = (lead > TIE) | (lead >= -TIE) & is_first
+    similarity = neighbours.similarities(pool, pool).masked_fill(~is_better, -torch.inf)
+    from_better = 1 - similarity.amax(0)
+    return pool[top_n(torch.minimum(scores, from_better), count)]
 
 
 def top_n(scores: Tensor, n: int) -> Tensor:
@@ -230,13 +282,19 @@ def top_n(scores: Tensor, n: int) -> Tensor:
     is_tied = (scores >= cut - TIE) & ~is_above
     room = n - is_above.sum()
     is_earliest = is_tied & (is_tied.cumsum(0) <= room)
-    return (is_above | is_earliest).nonzero()[:, 0]
+    return _places(is_above | is_earliest, n)
 
 
-def first_largest(scores: Tensor) -> Tensor:
-    """Index of the first score within [`TIE`] of the largest."""
-    is_largest = scores >= scores.amax() - TIE
-    return is_largest.int().argmax()
+def _places(mask: Tensor, n: int) -> Tensor:
+    """
+    `[n]` int64, ascending: where a mask is true, as `mask.nonzero()[:, 0]`, but without a wait of the host for their
+    number. -1 stands for each that is missing.
+    """
+    rank = mask.cumsum(0) - 1
+    behind_the_end = torch.where(mask, rank, n)
+    places = torch.full((n + 1,), -1, device=mask.device)
+    everything = torch.arange(len(mask), device=mask.device)
+    return places.scatter_(0, behind_the_end, everything)[:n]
 
 
 def take_rows(parts: Sequence[Tensor], indices: Tensor) -> Tensor:
