@@ -338,9 +338,12 @@ class QTSplusGenerationMixin:
             kwargs[CACHE] = cache
         if input_ids is None or embeds is not None or "mm_encoder_outputs" in kwargs:
             # Nothing to shorten: embeddings, an empty prompt, or a prompt that this method has shortened already.
-            if visual.given:
+            if visual.videos_given or (visual.given and (embeds is None or "mm_encoder_outputs" in kwargs)):
                 raise alone_with_ids()
             self.model.check_selected(kwargs.get("mm_encoder_outputs"))
+            if visual.given:
+                kwargs["image_grid_thw"] = visual.image_grid_thw
+                kwargs["mm_encoder_outputs"] = self.model.encode_images(self.model.image_ids(embeds), visual)
             return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
         kwargs.pop("mm_token_type_ids", None)  # found in input_ids
         prompt = (input_ids, kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None))

@@ -14,11 +14,12 @@ from transformers.utils import can_return_tuple, logging
 
 from .encoding_qtsplus import encode_modality, encode_visual
 from .generation_qtsplus import CachedPrompt, QTSplusGenerationMixin, check_cache, places, states_of
-from .layout_qtsplus import QTSplusBackboneMixin, check_grids, lay_out
+from .layout_qtsplus import QTSplusBackboneMixin, are_packed, check_grids, lay_out
 from .lm_attention_qtsplus import check_attention, log_attention, reading_of
 from .methods_qtsplus import take_rows
 from .prompt_qtsplus import (
     CACHE,
+    IMAGE,
     MODALITIES,
     NAMES,
     VIDEO,
@@ -202,7 +203,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
@@ -223,16 +224,25 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         prompt: CompactPrompt | None = None
         anchors = self._anchors(input_ids) if self.training and torch.is_grad_enabled() else []
         if visual.given:
-            if input_ids is None or inputs_embeds is not None or mm_encoder_outputs:
+            if inputs_embeds is not None and input_ids is None and not visual.videos_given:
+                input_ids = self.image_ids(inputs_embeds)
+            elif inputs_embeds is not None:
+                raise alone_with_ids()
+            if input_ids is None or mm_encoder_outputs:
                 raise alone_with_ids()
             if cache is not None and cache.get_seq_length() > 0:
                 raise ValueError("New images or videos after a cache: expected an empty one.")
-            prompt = self.shorten(input_ids, attention_mask, position_ids, visual, selection)
+            is_packed = attention_mask is None and use_cache is False and are_packed(position_ids)
+            if inputs_embeds is not None or (is_packed and not visual.videos_given):
+                selected = self.encode_images(input_ids, visual)  # with nothing to select, nothing is laid out again
+            else:
+                prompt = self.shorten(input_ids, attention_mask, position_ids, visual, selection)
+        if prompt is None:
+            plain = (input_ids, attention_mask, position_ids, inputs_embeds)
+            inputs, qtsplus = self._plain_inputs(*plain, cache, selected)
+        else:
             inputs, qtsplus = self._shortened_inputs(prompt, attention_mask is not None), prompt.qtsplus
             selected = prompt.selected
-        else:
-            plain = (input_ids, attention_mask, position_ids, inputs_embeds)
-            inputs, qtsplus = self._plain_inputs(*plain, cache, mm_encoder_outputs)
         if anchors:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.stack(anchors).sum() * 0.0
         outputs = self.language_model(**{CACHE: cache}, use_cache=use_cache, **inputs, **kwargs)
@@ -296,13 +306,15 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if mm_encoder_outputs:
             self.check_selected(mm_encoder_outputs)
             features = {name: output["pooler_output"] for name, output in mm_encoder_outputs.items()}
+            if input_ids is None:
+                input_ids = self.image_ids(inputs_embeds)
             inputs = self.language_inputs(inputs_embeds, input_ids, features)
-        elif self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled():
             # The selector takes part in every training step, so that no rank of a distributed run waits for another.
             nothing = self.no_features(inputs_embeds.device)[:, : inputs_embeds.shape[-1]]
             rows, no_position = len(inputs_embeds), torch.zeros(3, 0, dtype=torch.long, device=inputs_embeds.device)
-            features, qtsplus = self.qtsplus([nothing] * rows, [nothing] * rows, [no_position] * rows)
-            inputs = {"inputs_embeds": inputs_embeds + torch.cat(features).sum()}
+            kept, qtsplus = self.qtsplus([nothing] * rows, [nothing] * rows, [no_position] * rows)
+            inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.cat(kept).sum()
         past_length = 0
         cached_prompt = CachedPrompt.kept_with(cache)
         if cache is not None:
@@ -326,6 +338,21 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             rope_deltas = None if cached_prompt is None else cached_prompt.rope_deltas
             position_ids = self._positions_after(past_length, inputs_embeds, attention_mask, rope_deltas)
         return {**inputs, "attention_mask": attention_mask, "position_ids": position_ids}, qtsplus
+
+    def image_ids(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        """`[B, S]`, the id of an image's placeholder wherever its embedding is, as stock finds them; 0 elsewhere."""
+        image_token_id = torch.tensor([[self.config.image_token_id]], device=inputs_embeds.device)
+        is_image = (inputs_embeds == self.get_input_embeddings()(image_token_id)).all(-1)
+        return is_image * image_token_id
+
+    def encode_images(self, input_ids: torch.Tensor, visual: VisualInputs) -> dict[str, SelectedFeatures]:
+        """All features of the images of the prompts `[B, S]`, per row, as `mm_encoder_outputs`."""
+        grids = {IMAGE: check_grids(self, IMAGE, visual.pixel_values, visual.image_grid_thw), VIDEO: []}
+        features = torch.cat(encode_visual(self, visual, grids)[IMAGE])
+        counts = (input_ids == self.config.image_token_id).sum(1).tolist()
+        if sum(counts) != len(features):
+            raise ValueError(f"{sum(counts)} image placeholders in the prompt for {len(features)} features.")
+        return {MODALITIES[IMAGE]: SelectedFeatures(pooler_output=features.split(counts))}
 
     def check_selected(self, mm_encoder_outputs: dict[str, Any] | None):
         """

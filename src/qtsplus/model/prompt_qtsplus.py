@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
+from transformers.utils.deprecation import deprecate_kwarg
 
 from .methods_qtsplus import Method
 from .question_qtsplus import find_query_mask, question_token_ids
@@ -50,8 +51,11 @@ class VisualInputs:
     @property
     def given(self) -> bool:
         """Whether the call brings any image or video."""
-        has_pixels = self.pixel_values is not None or self.pixel_values_videos is not None
-        return has_pixels or self.video_features is not None
+        return self.pixel_values is not None or self.videos_given
+
+    @property
+    def videos_given(self) -> bool:
+        return self.pixel_values_videos is not None or self.video_features is not None
 
 
 @dataclass
@@ -92,9 +96,12 @@ def take_cache(kwargs: dict) -> Cache | None:
 def names_inputs(forward: T) -> T:
     """
     Puts the arguments that are named here into the signature of a `forward` that takes them as `**kwargs`. What the
-    signature does not name, the Trainer drops from a batch, and `generate` refuses.
+    signature does not name, the Trainer drops from a batch, and `generate` refuses. The old name of the cache gets the
+    warning that the installed Transformers gives.
     """
     signature = inspect.signature(forward)
+    if CACHE == "cache":
+        forward = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
     parameters = list(signature.parameters.values())
     rest = parameters.pop()
     for name in NAMES:
@@ -108,7 +115,10 @@ def names_inputs(forward: T) -> T:
 
 def alone_with_ids() -> ValueError:
     """The error for images or videos beside something that replaces a prompt's ids."""
-    return ValueError("Images and videos come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs.")
+    return ValueError(
+        "Videos come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs. Images may come with "
+        "inputs_embeds instead of input_ids."
+    )
 
 
 # --- Its rows ---
