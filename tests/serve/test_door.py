@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qtsplus.common import files
 from qtsplus.model import addresses_qtsplus
 from qtsplus.model.addresses_qtsplus import download, shown_name
 from qtsplus.model.decoding_qtsplus import Film
-from qtsplus.serve import door
 from qtsplus.serve.door import Door, _is_public
 from server_process import hosting
 
@@ -349,7 +349,7 @@ def test_a_folder_that_is_swapped_again_and_again_is_never_left(swapped):
 
 def test_without_the_list_of_open_files_a_copy_is_read(tmp_path, monkeypatch):
     (tmp_path / "a.mp4").write_bytes(b"film")
-    monkeypatch.setattr(door, "OPEN_FILES", tmp_path / "missing")
+    monkeypatch.setattr(files, "OPEN_FILES", tmp_path / "missing")
     with Door(tmp_path).place(f"file://{tmp_path}/a.mp4") as place:
         assert Path(place).read_bytes() == b"film"
     assert not Path(place).exists()

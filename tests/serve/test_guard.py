@@ -150,6 +150,8 @@ def test_names_keys_pages_and_paths():
             (200, post(right, host=f"[::1]:{port}")),
             (200, post(right, host="a.films.example")),
             (200, post(path="/health", host="10.0.0.7", method="GET")),
+            (400, post(path="/health", host="10.0.0.7")),
+            (401, post(path="/health")),
             (400, post(right, host="evil.example")),
             (400, post(right, host="evil.example@localhost")),
             (400, post(right, "Host: evil.example")),
@@ -169,6 +171,25 @@ def test_names_keys_pages_and_paths():
         ):
             assert send(port, text)[0] == expected, text
         assert len(served.whole) == 8
+
+
+def test_health_tells_everyone_a_status_and_nothing_else():
+    sent = []
+
+    async def server(scope, receive, send):
+        await send({"type": "http.response.start", "status": 503, "headers": [(b"server", b"version 1.2")]})
+        await send({"type": "http.response.body", "body": b"the model ", "more_body": True})
+        await send({"type": "http.response.body", "body": b"in /home/me"})
+
+    async def keep(message):
+        sent.append(message)
+
+    guard = Guard(server, hosts=[], key=KEY, most=_most, total=TOTAL)
+    headers = [(b"host", b"10.0.0.7")]
+    asyncio.run(guard({"type": "http", "method": "GET", "path": "/health", "headers": headers}, None, keep))
+    start, body = sent
+    assert start["status"] == 503 and start["headers"] == [(b"content-length", b"0")]
+    assert body == {"type": "http.response.body"}
 
 
 def test_websockets_are_refused():

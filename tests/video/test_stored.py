@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from clips import make_world, render_world, write_mp4
+from qtsplus.asking.picture import frame_at
 from qtsplus.cli import app
 from qtsplus.common.journals import file_state, seal
 from qtsplus.library.indexing import index
@@ -235,8 +237,23 @@ def test_a_film_that_a_stranger_has_not_seen_is_not_shown(folder, mine, loaded):
     state = file_state(mine / "a.mp4")
     rewrite(folder, made_of(videos=str(mine)))
     rewrite(folder, lambda line: line["value"].update(state) if line.get("key") == "a.mp4" else None)
+    with Library(folder, *loaded).opened("a.mp4") as video:
+        assert video.video == IN_MEMORY
+
+
+def test_the_frames_of_a_library_are_those_of_the_file_that_was_checked(folder, mine, loaded):
+    path = mine / "a.mp4"
+    rewrite(folder, made_of(videos=str(mine)))
+    state = file_state(path)
+    rewrite(folder, lambda line: line["value"].update(state) if line.get("key") == "a.mp4" else None)
     library = Library(folder, *loaded)
-    assert library.film("a.mp4").video == IN_MEMORY
+    with library.opened("a.mp4") as video:
+        expected = frame_at(video, 1.0)
+        path.unlink()
+        write_mp4(path, render_world(make_world(170)), 2)
+        assert np.array_equal(frame_at(video, 1.0), expected)
+    with library.opened("a.mp4") as video:
+        assert video.video == IN_MEMORY
 
 
 def test_a_pipe_in_place_of_a_lock_is_not_waited_for(folder, mine, loaded):

@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
@@ -165,18 +166,25 @@ class Talk:
         from ..asking.picture import draw_evidence
 
         assert self.last is not None
-        draw_evidence(self.last, {name: self._video(name) for name in self.last.keep_maps}, folder)
+        with ExitStack() as open_files:
+            videos = {}
+            for name in self.last.keep_maps:
+                videos[name] = open_files.enter_context(self._opened(name))
+            draw_evidence(self.last, videos, folder)
         note(f"Wrote {folder}")
 
-    def _video(self, name: str) -> "EncodedVideo":
+    @contextmanager
+    def _opened(self, name: str) -> "Iterator[EncodedVideo]":
+        """A video with a path, or an address, at which its frames are read."""
         from ..video.encoded import IN_MEMORY
 
-        video = self.about.film(name)
         if not self.is_library:  # by the address that was asked for: what it is called may leave out a password
-            return replace(video, video=self.places[name])
-        if video.video == IN_MEMORY:
-            note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
-        return video
+            yield replace(self.about.film(name), video=self.places[name])
+            return
+        with self.about.opened(name) as video:
+            if video.video == IN_MEMORY:
+                note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
+            yield video
 
 
 def chosen_names(library: Any, name: str | None, labels: list[str] | None) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import IO
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+OPEN_FILES = Path("/proc/self/fd")  # on Linux, where a process finds the files that it has opened
 _HOST = re.sub(r"\W", "-", socket.gethostname())  # whose processes can be asked whether they are there
 NAMED = 8  # the most names that a message lists
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, or the largest file that is allowed
@@ -104,6 +106,21 @@ def working_in(folder: Path) -> Iterator[None]:
             f"{folder} cannot be written ({error.strerror}). Nothing that was finished is lost: make room, and run the "
             "same command again."
         ) from error
+
+
+@contextmanager
+def path_of(file: IO[bytes]) -> Iterator[str]:
+    """
+    A path of an open file, for what takes no other, until the context ends. It leads to the file that was opened,
+    whatever is put in its place meanwhile.
+    """
+    if OPEN_FILES.is_dir():
+        yield str(OPEN_FILES / str(file.fileno()))
+        return
+    with tempfile.NamedTemporaryFile(prefix="qtsplus-") as copy:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        yield copy.name
 
 
 def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:

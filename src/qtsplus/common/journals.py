@@ -38,11 +38,11 @@ class State(TypedDict):
     changed: int
 
 
-def file_state(path: str | os.PathLike, follow_symlinks: bool = True) -> State:
+def file_state(path: str | os.PathLike | int, follow_symlinks: bool = True) -> State:
     """
-    The state of a file now. A program can set the size and the time of modification of another file as it likes
-    (`cp -p`), but not the time of change. That one also moves when the file is renamed, or gets other permissions or
-    another hard link.
+    The state of a file now, by its path or, where it is open, by its descriptor. A program can set the size and the
+    time of modification of another file as it likes (`cp -p`), but not the time of change. That one also moves when the
+    file is renamed, or gets other permissions or another hard link.
     """
     status = os.stat(path, follow_symlinks=follow_symlinks)
     return {

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
@@ -20,11 +21,12 @@ from ..asking.answers import placed
 from ..asking.evidence import Interval, evidence_intervals
 from ..asking.ranking import Piece, Ranking, Scorer, keys_fingerprint
 from ..asking.session import Answer, answer_questions
-from ..common.files import clock, counted, printable
+from ..common.files import clock, counted, path_of, printable
 from ..common.journals import STORED, Journal, Key, Line, Schema, State, file_state
 from ..common.validation import check_count, check_path, show
 from ..data.media import VIDEO_SUFFIXES
 from ..hub.loading import load
+from ..model.containers_qtsplus import open_file
 from ..video.encoded import IN_MEMORY, EncodedVideo
 from ..video.sampling import SamplingOptions
 from ..video.storage import Digest, KeyedVideo, Stored, fingerprint, load_keys, load_video, measure
@@ -228,7 +230,7 @@ class Library:
         self._whole: set[str] = set()  # those whose every byte was checked, as they are read for the first time
         self._read_once = lru_cache(maxsize=KEPT)(self._read)
         self._read_keys_once = lru_cache(maxsize=KEPT)(self._read_keys)
-        self._content = lru_cache(maxsize=None)(lambda path, state: measure(path)["digest"])
+        self._contents: dict[tuple, Digest] = {}  # of files of videos, by their names and states
 
     @classmethod
     def open(cls, folder: str | Path, device: str | None = None) -> "Library":
@@ -314,20 +316,36 @@ class Library:
         )
 
     def film(self, name: str) -> EncodedVideo:
-        """A video with the path of its file, to be drawn; with [`IN_MEMORY`] if the file is gone or was changed."""
-        path = self.index.videos / name
-        entry = self.index.entries[name]
+        """A video, as a session has it."""
+        return self.stored(name)
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[EncodedVideo]:
+        """
+        A video with a path of its open file, to be drawn until the context ends; with [`IN_MEMORY`] if the file is gone
+        or was changed.
+        """
         video = replace(self.stored(name), video=IN_MEMORY)
-        if not path.is_file():
-            return video
-        state = file_state(path)
+        try:
+            file = open_file(str(self.index.videos / name))
+        except (OSError, ValueError):
+            yield video
+            return
+        with file, path_of(file) as path:
+            if self._is_indexed(name, file.fileno(), path):
+                video = replace(video, video=path)
+            yield video
+
+    def _is_indexed(self, name: str, descriptor: int, path: str) -> bool:
+        """Whether an open file, which a stranger may have put there, has the content that was indexed."""
+        entry = self.index.entries[name]
+        state = file_state(descriptor)
         if not state.items() <= entry.items():
-            return video
-        # A stranger may have written the path: it is shown only if it has the content that was indexed.
-        content = self._content(path, tuple(state.values()))
-        if content != entry["content"]:
-            return video
-        return replace(video, video=str(path))
+            return False
+        key = (name, *state.values())
+        if key not in self._contents:
+            self._contents[key] = measure(Path(path))["digest"]
+        return self._contents[key] == entry["content"]
 
     def stored(self, name: str) -> EncodedVideo:
         """A video without its file."""

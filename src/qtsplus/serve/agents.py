@@ -199,7 +199,8 @@ class Shelf(MCPServer):
         seconds: float,
         side: int,
     ) -> Image:
-        frame = frame_at(self.library.film(name), seconds)
+        with self.library.opened(name) as video:
+            frame = frame_at(video, seconds)
         picture = Picture.fromarray(frame)
         file = io.BytesIO()
         picture.thumbnail((side, side))

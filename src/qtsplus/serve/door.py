@@ -7,7 +7,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import socket
 import ssl
 import stat
@@ -22,12 +21,11 @@ from urllib.parse import unquote, urlsplit
 
 from starlette.requests import ClientDisconnect
 
-from ..common.files import size
+from ..common.files import path_of, size
 from ..model.addresses_qtsplus import ADDRESS_TIMEOUT, fetch, is_address, is_inline, parse_address, shown_name
 
 ARRIVAL_SECONDS = 120.0  # in which a request over HTTP has to arrive whole
-HEALTH = "/health"  # a path that everyone may ask
-OPEN_FILES = Path("/proc/self/fd")  # on Linux, where a process finds the files that it has opened
+HEALTH = "/health"  # everyone may ask for its status: a cluster's probes name the address of a pod as the host
 MAX_ADDRESS = 8192  # characters of one that is fetched or of a file; a signed one has about 2,000
 # What `is_global` of some versions of Python takes for public: IETF's protocols, the relays of 6to4.
 _SPECIAL = [ipaddress.ip_network(network) for network in ("192.0.0.0/24", "192.88.99.0/24")]
@@ -90,8 +88,10 @@ class Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        if scope["type"] != "http" or scope["path"] == HEALTH:
+        if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        if scope["path"] == HEALTH and scope["method"] in ("GET", "HEAD"):
+            return await self.app(scope, receive, _status_alone(send))
         most = self.most(scope["method"], scope["path"])
         refusal = self._refusal(scope, most)
         if refusal is not None:
@@ -162,6 +162,17 @@ class Guard:
                 raise
         if arrival.refusal is not None and not is_begun:
             await arrival.refusal.say(arrival.receive, send)
+
+
+def _status_alone(send: Any) -> Any:
+    """Sends the status of an answer, and nothing else of it."""
+
+    async def send_status(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            await send({"type": message["type"], "status": message["status"], "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+
+    return send_status
 
 
 class _Arrival:
@@ -287,14 +298,8 @@ class Door:
             raise _refused(url) from error
         if descriptor is None:
             raise _refused(url)
-        with open(descriptor, "rb") as file:
-            if OPEN_FILES.is_dir():
-                yield str(OPEN_FILES / str(descriptor))
-                return
-            with tempfile.NamedTemporaryFile(prefix="qtsplus-") as copy:
-                shutil.copyfileobj(file, copy)
-                copy.flush()
-                yield copy.name
+        with open(descriptor, "rb") as file, path_of(file) as path_of_file:
+            yield path_of_file
 
     def _allows(self, connection: http.client.HTTPConnection) -> bool:
         host = f"[{connection.host}]" if ":" in connection.host else connection.host
