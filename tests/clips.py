@@ -194,4 +194,4 @@ LIBRARY = {name: make_world(160 + seed, 6) for seed, name in enumerate(("a.mp4",
 def read_video(path: str, choose: Any) -> tuple[np.ndarray, Any]:
     """The chosen frames of a video `[T, H, W, 3]`, and its metadata, as [`open_video`] gives them."""
     video = open_video(path, choose)
-    return np.stack(list(video.decode())), video.metadata
+    return np.stack(list(video.decode())), video.about.metadata

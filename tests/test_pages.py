@@ -24,6 +24,7 @@ from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusFor
 from qtsplus.cli import app
 from qtsplus.cli.demonstration import run_demo
 from qtsplus.hub.files import hub_configs
+from qtsplus.model.video_qtsplus import AboutVideo
 from qtsplus.video.forecast import forecast
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,7 +160,7 @@ def test_the_first_page_says_what_a_forecast_of_a_7b_says():
         shape = (600, 1080, 1920)
 
     pieces = Pieces([None] * 53)
-    pieces.metadata = metadata
+    pieces.about = AboutVideo(metadata)
     assert str(forecast(model, pieces)) in (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
 
 

@@ -213,9 +213,9 @@ def answer(
         given["images"] = images
     if videos:
         given["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
-        given["video_metadata"] = [video.metadata for video in videos]
+        given["video_metadata"] = [video.about.metadata for video in videos]
         options["video_features"] = [video.features for video in videos]
-        options["second_per_grid_ts"] = [seconds for video in videos for seconds in video.second_per_grid_ts]
+        options["second_per_grid_ts"] = [video.seconds_per_step for video in videos]
     inputs = processor.conversation_inputs(conversations, **given)
     output = model.generate(**inputs.to(model.device), **options, return_dict_in_generate=True)
     return output.sequences[:, inputs["input_ids"].shape[1] :], output.qtsplus

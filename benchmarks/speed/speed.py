@@ -227,7 +227,7 @@ class _Bench:
         """The inputs of a question about a video that has been encoded."""
         text = [prompt_text(self.processor, question)]
         inputs = self.processor(text=text, video_grid_thw=known.video_grid_thw, return_tensors="pt").to(self.device)
-        inputs["second_per_grid_ts"] = known.second_per_grid_ts
+        inputs["second_per_grid_ts"] = [known.seconds_per_step]
         inputs["video_features"] = [known.features]
         inputs["retention"] = self.retention
         return inputs

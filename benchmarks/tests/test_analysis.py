@@ -34,7 +34,7 @@ def test_a_question_is_measured_from_what_the_budget_head_sees(model, tiny_proce
     video = {
         "video_features": encoded.features,
         "video_grid_thw": encoded.video_grid_thw,
-        "second_per_grid_ts": torch.tensor(encoded.second_per_grid_ts),
+        "second_per_grid_ts": torch.tensor([encoded.seconds_per_step]),
     }
     found = measure(model, tiny_processor, record, video)
     inputs = model_inputs(tiny_processor, [record], {str(record.video): video})

@@ -89,7 +89,7 @@ def test_options_say_which_frames_are_looked_at(tiny_published, docs, reading, f
     (logged,) = counts(ask(model, docs[:1]))
     assert (logged["frames"], logged["visual_tokens"]) == (frames, frames * 18)
     video = model._encode(docs[0]["video"])
-    assert video.second_per_grid_ts == [pytest.approx(2 * 8 / frames)], "the times are the video's own"
+    assert video.seconds_per_step == pytest.approx(2 * 8 / frames), "the times are the video's own"
 
 
 @pytest.fixture(scope="module")

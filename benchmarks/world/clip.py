@@ -111,4 +111,4 @@ def _render_frame(objects: Sequence[ClipObject], index: int, size: tuple[int, in
 def read_video(path: str, choose: Any) -> tuple[np.ndarray, Any]:
     """The chosen frames of a video `[T, H, W, 3]`, and its metadata, as [`open_video`] gives them."""
     video = open_video(path, choose)
-    return np.stack(list(video.decode())), video.metadata
+    return np.stack(list(video.decode())), video.about.metadata

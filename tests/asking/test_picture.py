@@ -16,7 +16,7 @@ from qtsplus.asking import picture
 from qtsplus.asking.evidence import Interval
 from qtsplus.asking.picture import draw_evidence
 from qtsplus.asking.session import Answer
-from qtsplus.model.video_qtsplus import open_video
+from qtsplus.model.video_qtsplus import AboutVideo, open_video
 from qtsplus.video.encoded import IN_MEMORY, EncodedVideo
 
 
@@ -38,7 +38,7 @@ def answer_about(*videos):
         maps[video.video] = torch.zeros(2, 2, 2, dtype=torch.bool)
         maps[video.video][0, :, 0] = True
     spans = [
-        Interval(one.start, one.start + 1, 0.5, number, (0.0, 0.0, 0.5, 1.0), one.video)
+        Interval(one.about.start, one.about.start + 1, 0.5, number, (0.0, 0.0, 0.5, 1.0), one.video)
         for number, one in enumerate(videos)
     ]
     return Answer("yes", "film", 4, 2.0, 8, 2, 0.25, spans, {}, maps)
@@ -46,7 +46,9 @@ def answer_about(*videos):
 
 def video_of(path, fps, total, start=0.0, seconds=1.0):
     metadata = VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(range(total)))
-    return EncodedVideo(str(path), torch.empty(8, 4), torch.tensor([[2, 4, 4]]), [seconds], metadata, 0.0, start)
+    return EncodedVideo(
+        str(path), torch.empty(8, 4), torch.tensor([[2, 4, 4]]), seconds, AboutVideo(metadata, start), 0.0
+    )
 
 
 def decoded(path):
@@ -55,8 +57,8 @@ def decoded(path):
     with av.open(str(path)) as container:
         assert container.streams.video[0].codec_context.name == "h264"
         times = [float(frame.pts * frame.time_base) for frame in container.decode(video=0)]
-    assert times[0] == pytest.approx(opened.start)
-    return times, np.stack(list(opened.decode())).astype(int), opened.metadata
+    assert times[0] == pytest.approx(opened.about.start)
+    return times, np.stack(list(opened.decode())).astype(int), opened.about.metadata
 
 
 @pytest.mark.parametrize(("late", "size"), [(0, (64, 64)), (5, (50, 66))])

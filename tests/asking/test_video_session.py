@@ -422,7 +422,7 @@ def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
             storage.load_video(tmp_path / name, made_by, loaded[0])
     back = storage.load_video(tmp_path / "video", made_by, loaded[0], stored)
     assert torch.equal(back.features, both.videos["front.mp4"].features)
-    assert back.metadata == both.videos["front.mp4"].metadata
+    assert back.about.metadata == both.videos["front.mp4"].about.metadata
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "foreign", "text", "video"]
 
 

@@ -75,7 +75,7 @@ def test_special_tokens_in_a_question_are_text(model, processor, encoded, asked,
 @each_unlike
 def test_an_ordinary_question_is_tokenized_as_the_chat_template_does(processor, encoded, asked):
     question = "What moves to the left?\nAnd why?"
-    known = {"video_grid_thw": encoded.video_grid_thw, "video_metadata": [encoded.metadata]}
+    known = {"video_grid_thw": encoded.video_grid_thw, "video_metadata": [encoded.about.metadata]}
     inputs = chat_inputs(processor, {"type": "video"}, question, **known)
     _, given = asked(question)
     assert torch.equal(given["input_ids"], inputs["input_ids"])

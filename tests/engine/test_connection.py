@@ -186,7 +186,8 @@ def test_videos_are_those_that_ask_looks_at(tiny_processor, tiny_mp4, tmp_path, 
     for url in (f"file://{tiny_mp4}", inline):
         frames, told = asyncio.run(media.fetch_video_async(url))
         assert np.array_equal(frames, expected)
-        assert told["frames_indices"] == list(chunks.metadata.frames_indices) and told["start"] == chunks.start
+        assert told["frames_indices"] == list(chunks.about.metadata.frames_indices)
+        assert told["about"]["start"] == chunks.about.start
     cut = tmp_path / "cut.mp4"
     cut.write_bytes(tiny_mp4.read_bytes()[:300])
     with pytest.raises(ValueError, match="Cannot decode"):
@@ -240,12 +241,12 @@ def test_a_warning_names_the_video_as_the_request_does(tiny_processor, tiny_mp4,
 
         def video_chunks(self, video, **reading):
             chunks = tiny_processor.video_chunks(video, **reading)
-            chunks.warnings.append(f"The video {video!r} is damaged.")
+            chunks.about.warnings.append(f"The video {video!r} is damaged.")
             return chunks
 
     monkeypatch.setattr(Media, "processor", Warning())
     _, told = Media(allowed_local_media_path=str(tiny_mp4.parent)).fetch_video(f"file://{tiny_mp4}")
-    assert told["warnings"] == [f"The video 'file://{tiny_mp4}' is damaged."]
+    assert told["about"]["warnings"] == [f"The video 'file://{tiny_mp4}' is damaged."]
 
 
 def test_nothing_is_read_that_was_not_allowed(tiny_processor, tiny_mp4, tmp_path, monkeypatch):

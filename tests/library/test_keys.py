@@ -1,7 +1,6 @@
 """The keys of a library's videos in 8 bits: they find what a scan of the features finds, in the same order."""
 
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from qtsplus.asking.ranking import Piece, Scorer, token_keys
 from qtsplus.common.tensors import digest_of
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
+from qtsplus.model.video_qtsplus import AboutVideo
 from qtsplus.video.encoded import EncodedVideo
 from qtsplus.video.storage import load_keys, save_keys
 
@@ -82,11 +82,11 @@ def noise(seed: int, tokens: int) -> torch.Tensor:
 def invented(number: int, steps: int, spread: float) -> EncodedVideo:
     """A video of random features, 4 tokens a step; with a small spread, all such videos are nearly the same."""
     frames = 2 * steps
-    about = VideoMetadata(total_num_frames=frames, fps=2.0, frames_indices=list(range(frames)))
+    metadata = VideoMetadata(total_num_frames=frames, fps=2.0, frames_indices=list(range(frames)))
     common = noise(0, 4 * steps)
     own = noise(number, 4 * steps)
     grid = torch.tensor([[steps, 4, 4]])
-    return EncodedVideo("frames", common + spread * own, grid, [1.0], about, 0.0)
+    return EncodedVideo("frames", common + spread * own, grid, 1.0, AboutVideo(metadata), 0.0)
 
 
 def stored_keys(video, model, path):
@@ -229,6 +229,7 @@ def test_keys_of_a_stranger_are_checked(loaded, tmp_path):
 
 def test_keys_hold_no_words_of_a_video(loaded, tmp_path):
     """Subtitles are stored once, beside the features."""
-    video = replace(invented(1, 6, 1.0), warnings=["a secret"])
-    assert stored_keys(video, loaded[0], tmp_path / "keys").video.warnings == []
+    video = invented(1, 6, 1.0)
+    video.about.warnings.append("a secret")
+    assert stored_keys(video, loaded[0], tmp_path / "keys").video.about.warnings == []
     assert b"a secret" not in (tmp_path / "keys").read_bytes()

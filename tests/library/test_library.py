@@ -164,13 +164,13 @@ def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
     pieces.sort(key=lambda piece: piece.first)
     parts = [piece.cut(whole) for piece in pieces]
     assert [(piece.first, piece.last) for piece in pieces] == [(0, 2), (2, 4), (4, 6)]
-    assert [(part.start, part.start + part.length) for part in parts] == [(0, 2), (2, 4), (4, 6)]
+    assert [(part.about.start, part.about.start + part.length) for part in parts] == [(0, 2), (2, 4), (4, 6)]
     features = torch.cat([part.features for part in parts])
     assert torch.equal(features, whole.features)
     frames = []
     for part in parts:
-        frames += part.metadata.frames_indices
-    assert frames == whole.metadata.frames_indices
+        frames += part.about.metadata.frames_indices
+    assert frames == whole.about.metadata.frames_indices
     item = only_there("a.mp4")
     best = library.find(f"What is in the {item.name}?")[0]
     assert best.name == "a.mp4" and item.appears_at <= best.start < best.end <= item.vanishes_at

@@ -223,7 +223,7 @@ def kept_of(loaded, n):
     model, processor = loaded
     whole = session.encode(*loaded, FRAMES, fps=2)
     asked = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
-    times = {"video_grid_thw": whole.video_grid_thw, "video_metadata": [whole.metadata]}
+    times = {"video_grid_thw": whole.video_grid_thw, "video_metadata": [whole.about.metadata]}
     inputs = processor.conversation_inputs([asked], **times)
     call = {"video_features": [whole.features], "second_per_grid_ts": [1.0]}
     with torch.no_grad():

@@ -98,7 +98,7 @@ def shown_too_early_or_late(claimed, frames, shown, begin=0):
 def look(path, **sampling):
     """The seconds on a player's clock that are said of the frames of a film, and the frames."""
     video = open_video(str(path), lambda total, fps: choose_frames(total, fps, **sampling))
-    return [video.start + one for one in video.metadata.timestamps], list(video.decode())
+    return [video.about.start + one for one in video.about.metadata.timestamps], list(video.decode())
 
 
 @pytest.mark.parametrize(("codec", "kind", "clock"), CORPUS, ids=lambda one: one.replace(" ", "-"))
@@ -147,12 +147,14 @@ def test_what_is_encoded_and_stored_has_the_times_of_its_frames(tmp_path, tiny_p
     assert sorted(library.names) == sorted(films)
     for name, (path, shown, kind) in films.items():
         encoded, stored = session.encode(model, processor, path, fps=2), library.film(name)
-        assert (stored.start, stored.metadata.timestamps) == (encoded.start, encoded.metadata.timestamps)
-        claimed = [encoded.start + one for one in encoded.metadata.timestamps]
+        assert stored.about.start == encoded.about.start
+        assert stored.about.metadata.timestamps == encoded.about.metadata.timestamps
+        claimed = [encoded.about.start + one for one in encoded.about.metadata.timestamps]
         frames = list(processor.video_chunks(path, fps=2).decode())
         assert shown_too_early_or_late(claimed, frames, shown, shown[0] if kind in BROADCASTS else 0) == []
         answer = session.ask(model, processor, encoded, "What?", selection="all", max_new_tokens=1)
-        assert [(one.start, one.end) for one in answer.evidence] == [(encoded.start, encoded.start + encoded.length)]
+        start = encoded.about.start
+        assert [(one.start, one.end) for one in answer.evidence] == [(start, start + encoded.length)]
 
 
 def test_a_damaged_film_is_read_where_few_of_its_frames_are_looked_at(tmp_path):
@@ -194,8 +196,8 @@ def test_recordings_joined_end_to_end_are_read_to_their_end(tmp_path, codec, kin
         claimed, frames = look(path, **sampling)
         assert shown_too_early_or_late(claimed, frames, range(0, 4000 * parts, 40)) == []
     video = open_video(str(path), choose_frames)
-    assert video.metadata.duration == pytest.approx(4 * parts, abs=0.05)
-    assert all("is set anew after 4." in warning for warning in video.warnings)
+    assert video.about.metadata.duration == pytest.approx(4 * parts, abs=0.05)
+    assert all("is set anew after 4." in warning for warning in video.about.warnings)
     watched = list(zip(*Source(str(path), 2.0, 0.01, time.monotonic()), strict=True))
     assert shown_too_early_or_late(*watched, range(0, 4000 * parts, 40)) == [] and len(watched[0]) == 8 * parts
 
@@ -250,7 +252,7 @@ def test_a_time_that_is_damaged_moves_no_other(tmp_path, codec, seconds):
     set_time(path, 61, seconds)
     claimed, frames = look(path)
     assert shown_too_early_or_late(claimed, frames, range(0, 4000, 40)) == [] and len(frames) == 100
-    (warning,) = open_video(str(path), choose_frames).warnings
+    (warning,) = open_video(str(path), choose_frames).about.warnings
     assert " has 1 damaged times " in warning
     source = Source(str(path), 5.0, 0.01, 0.0)
     claimed, frames = zip(*source, strict=True)
@@ -280,7 +282,7 @@ def test_what_follows_from_a_damaged_frame_is_counted(tmp_path):
         hurt = bytes([packet for packet in container.demux(video=0) if packet.size][61])
     data = path.read_bytes()
     path.write_bytes(data.replace(hurt, hurt[:20] + bytes(len(hurt) - 20)))
-    (warning,) = open_video(str(path), lambda total, fps: np.array([10, 40, 70, 99])).warnings or [""]
+    (warning,) = open_video(str(path), lambda total, fps: np.array([10, 40, 70, 99])).about.warnings or [""]
     film = Film(str(path))
     list(film.show(np.array([10, 40, 70, 99]) / 25 + 0.01))
     assert " is damaged: 2 of the 4 " in film.warnings[0] and warning in ("", film.warnings[0])
@@ -295,7 +297,7 @@ def test_a_film_without_times_has_the_rate_of_its_codec(tmp_path, name, codec):
 
 def test_a_long_pause_is_said(tmp_path):
     path = write_film(tmp_path / "pause.mkv", "libx264", [0, 40, 80, 3_600_000, 3_600_040])
-    assert "has no frame for 3600 s from 0.1 s on" in open_video(str(path), lambda *_: np.array([0])).warnings[0]
+    assert "has no frame for 3600 s from 0.1 s on" in open_video(str(path), lambda *_: np.array([0])).about.warnings[0]
 
 
 def test_a_frame_after_years_costs_no_memory(tmp_path, loaded):
@@ -309,7 +311,7 @@ def test_a_frame_after_years_costs_no_memory(tmp_path, loaded):
         tracemalloc.stop()
     assert peak < 2**26
     assert video.frames == 4
-    assert "has no frame for 199999992 s" in video.warnings[0]
+    assert "has no frame for 199999992 s" in video.about.warnings[0]
     with pytest.raises(ValueError, match=r"All 2,000,000,001 frames of a video were asked for; expected 1,048,576"):
         loaded[1](videos=path, do_sample_frames=False)
     with pytest.raises(ValueError, match=r"The evidence is more than 1,048,576 frames"):
@@ -321,14 +323,14 @@ def test_what_was_cut_out_of_a_recording_is_said(tmp_path):
     data = write(tmp_path, "libx264", "ts").read_bytes()
     keys = [packet.pos for packet in av.open(str(tmp_path / "part-0.ts")).demux(video=0) if packet.is_keyframe]
     path.write_bytes(data[: keys[2] - 188 * 3 - 50] + data[keys[8] + 90 :])
-    assert "s are missing" in " ".join(open_video(str(path), choose_frames).warnings)
+    assert "s are missing" in " ".join(open_video(str(path), choose_frames).about.warnings)
 
 
 def test_a_recording_in_pieces_on_one_clock_has_no_damage(tmp_path):
     """As a stream's segments: where they meet MPEG-TS counts its packets anew, which FFmpeg takes for damage."""
     path = tmp_path / "stream.ts"
     join(path, [write(tmp_path, "libx264", "ts", 4000 * part, 10 + 4 * part) for part in range(3)])
-    assert open_video(str(path), choose_frames).warnings == []
+    assert open_video(str(path), choose_frames).about.warnings == []
     assert len(look(path)[1]) == 300
 
 
@@ -399,10 +401,10 @@ def test_the_default_stream_is_read(tmp_path):
     path = mux(tmp_path / "two.mkv", ("libx264", other, NONE), ("libx264", main, DEFAULT))
     claimed, frames = look(path)
     assert [read_paint(frame) for frame in frames] == [*main]
-    assert open_video(str(path), choose_frames).warnings == []
+    assert open_video(str(path), choose_frames).about.warnings == []
     assert {read_paint(frame) for _, frame in Source(str(path), 2.0, 0.01, 0.0)} <= {*main}
     path = mux(tmp_path / "both.mkv", ("libx264", other, DEFAULT), ("libx264", main, DEFAULT))
-    (warning,) = open_video(str(path), choose_frames).warnings
+    (warning,) = open_video(str(path), choose_frames).about.warnings
     number = 1 + (read_paint(look(path)[1][0]) < 10_000)
     assert f"has 2 video streams, and names none; number {number}, of 96 x 96 pixels, is read" in warning
 
@@ -413,7 +415,9 @@ def test_the_default_stream_is_read(tmp_path):
 def test_between_two_times_a_frame_is_shown(tmp_path, within, shown):
     path = write(tmp_path, "libx264", "mp4")
     video = open_video(str(path), choose_frames, within)
-    assert [read_paint(frame) for frame in video.decode()] == [shown] and video.start == pytest.approx(shown / 1000)
+    assert [read_paint(frame) for frame in video.decode()] == [shown] and video.about.start == pytest.approx(
+        shown / 1000
+    )
     with pytest.raises(ValueError, match="shows no frame"):
         open_video(str(path), choose_frames, (4.001, None))
 
@@ -432,7 +436,7 @@ def test_neither_a_cover_nor_sound_is_a_film(tmp_path):
 def test_sound_may_be_longer_than_the_picture(tmp_path, kind, sound):
     video = "libx264" if kind == "mkv" else "libvpx"
     path = mux(tmp_path / f"long.{kind}", (video, range(0, 3000, 40), DEFAULT), (sound, range(300), DEFAULT))
-    assert open_video(str(path), choose_frames).warnings == []
+    assert open_video(str(path), choose_frames).about.warnings == []
 
 
 def test_pixels_that_are_not_square(tmp_path, tiny_published):
@@ -468,9 +472,10 @@ def test_the_film_of_the_evidence_shows_what_it_says_and_when(tmp_path, kind, cl
         path.write_bytes(data)
     opened = open_video(str(path), lambda total, fps: choose_frames(total, fps, num_frames=8))
     begin = shown[0] if kind in BROADCASTS else 0
-    metadata, step = opened.metadata, [2 / opened.metadata.sampled_fps]
-    video = EncodedVideo(str(path), torch.empty(16, 4), torch.tensor([[4, 4, 4]]), step, metadata, 0.0, opened.start)
-    spans = [placed(Interval(at * step[0], (at + 1) * step[0], 0.5), "film", video) for at in (2, 0)]
+    metadata = opened.about.metadata
+    step = 2 / metadata.sampled_fps
+    video = EncodedVideo(str(path), torch.empty(16, 4), torch.tensor([[4, 4, 4]]), step, opened.about, 0.0)
+    spans = [placed(Interval(at * step, (at + 1) * step, 0.5), "film", video) for at in (2, 0)]
     maps = {"film": torch.ones(4, 2, 2, dtype=torch.bool)}
     answer = Answer("yes", "film", 8, video.length, 16, 16, 1.0, spans, {}, maps)
     draw_evidence(answer, {"film": video}, tmp_path / "drawn")
@@ -478,8 +483,8 @@ def test_the_film_of_the_evidence_shows_what_it_says_and_when(tmp_path, kind, cl
         decoded = [(float(one.pts * one.time_base), one.to_ndarray(format="rgb24")) for one in kept.decode(video=0)]
     times, frames = zip(*decoded, strict=True)
     assert times == pytest.approx([index / metadata.fps for index in range(len(times))], abs=1e-3)
-    bounds = [[round((at - video.start) * metadata.fps) for at in (one.start, one.end)] for one in spans[::-1]]
-    times = [video.start + index / metadata.fps for first, last in bounds for index in range(first, last)]
+    bounds = [[round((at - video.about.start) * metadata.fps) for at in (one.start, one.end)] for one in spans[::-1]]
+    times = [video.about.start + index / metadata.fps for first, last in bounds for index in range(first, last)]
     assert shown_too_early_or_late(times, frames, shown, begin) == []
 
 

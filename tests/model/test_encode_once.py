@@ -1,5 +1,7 @@
 """A video is encoded once, in chunks of any size, and asked about as often as one likes."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 import qtsplus.model.encoding_qtsplus as encoding
 from model_checks import mixed_inputs, shared_model, with_labels
-from qtsplus.model.encoding_qtsplus import chunk_grids
+from qtsplus.model.encoding_qtsplus import chunk_steps
 from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_model
 
 
@@ -18,17 +20,23 @@ def encoded(model, inputs, **options):
     return {**inputs, "video_features": features}
 
 
-@given(grids=st.lists(st.tuples(*[st.integers(1, 9)] * 3), max_size=4), capacity=st.integers(1, 200))
-def test_chunks_hold_everything_in_order_and_no_more_than_they_may(grids, capacity):
-    chunks = list(chunk_grids(grids, capacity, [h * w for _, h, w in grids]))
-    steps = [(index, h, w) for chunk in chunks for index, (t, h, w) in chunk for _ in range(t)]
-    assert steps == [(index, h, w) for index, (t, h, w) in enumerate(grids) for _ in range(t)]
+@given(sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 81)), max_size=4), capacity=st.integers(1, 200))
+def test_chunks_hold_everything_in_order_and_no_more_than_they_may(sizes, capacity):
+    counts = [count for count, _ in sizes]
+    costs = [cost for _, cost in sizes]
+
+    def cost_of(chunk):
+        return sum(piece.steps * costs[piece.index] for piece in chunk)
+
+    chunks = list(chunk_steps(counts, capacity, costs))
+    steps = [(piece.index, step) for chunk in chunks for piece in chunk for step in range(piece.first, piece.stop)]
+    assert steps == [(index, step) for index, count in enumerate(counts) for step in range(count)]
     for chunk in chunks:
-        assert sum(t * h * w for _, (t, h, w) in chunk) <= capacity or [t for _, (t, _, _) in chunk] == [1]
-    # As few as fit: no step of a chunk would have had room in the one before.
-    for before, after in zip(chunks, chunks[1:], strict=False):
-        _, (_, h, w) = after[0]
-        assert sum(t * h * w for _, (t, h, w) in before) + h * w > capacity
+        is_single_step = [piece.steps for piece in chunk] == [1]
+        assert is_single_step or cost_of(chunk) <= capacity
+    for before, after in pairwise(chunks):
+        next_step = costs[after[0].index]
+        assert cost_of(before) + next_step > capacity, "the next step would have had room in the chunk before"
 
 
 def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():

@@ -208,6 +208,6 @@ def test_a_long_video_is_read_by_the_same_keys(processor, clip):
     (pixels, _), *more = chunks
     assert torch.equal(pixels, whole["pixel_values_videos"]) and not more
     assert torch.equal(chunks.video_grid_thw, whole["video_grid_thw"])
-    assert (chunks.start, chunks.second_per_grid_ts) == (1, pytest.approx(whole["second_per_grid_ts"]))
+    assert (chunks.about.start, chunks.second_per_grid_ts) == (1, pytest.approx(whole["second_per_grid_ts"]))
     with pytest.raises(ValueError, match="expected any of fps, num_frames"):
         processor.video_chunks(clip, start=1)

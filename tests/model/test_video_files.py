@@ -86,7 +86,7 @@ def test_every_kind_of_image_is_a_frame_and_hidden_files_are_none(tmp_path):
 @pytest.mark.parametrize(("numbers", "said"), [((1, 2, 5, 6), "1 gap, such as after '2.png'"), ((0, 30, 60), None)])
 def test_gaps_in_the_numbering_are_said_once(loaded, tmp_path, caplog, numbers, said):
     write_frames(tmp_path, [f"{number}.png" for number in numbers])
-    warnings = session.encode(*loaded, tmp_path, fps=2).warnings
+    warnings = session.encode(*loaded, tmp_path, fps=2).about.warnings
     assert [said in warning for warning in warnings] == [True] * (said is not None)
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == len(warnings)
 
@@ -152,10 +152,10 @@ def test_the_command_line_says_it_once(header_first, tiny_published, tmp_path, c
 
 def test_a_file_that_states_only_its_length(tmp_path):
     whole = write(tmp_path / "whole.mkv")
-    assert open_video(str(whole), every_frame).warnings == []
+    assert open_video(str(whole), every_frame).about.warnings == []
     data = whole.read_bytes()
     (tmp_path / "cut.mkv").write_bytes(data[: len(data) // 2])
-    (warning,) = open_video(str(tmp_path / "cut.mkv"), every_frame).warnings
+    (warning,) = open_video(str(tmp_path / "cut.mkv"), every_frame).about.warnings
     assert "its header states 6.0 s, and 2." in warning
 
 
@@ -205,7 +205,7 @@ def test_a_damaged_end_is_left_out_and_said(tmp_path):
     """A fragmented file states nothing about its whole."""
     data = write(tmp_path / "whole.mp4", movflags="frag_keyframe+empty_moov").read_bytes()
     (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])
-    (warning,) = open_video(str(tmp_path / "cut.mp4"), every_frame).warnings
+    (warning,) = open_video(str(tmp_path / "cut.mp4"), every_frame).about.warnings
     assert "1 of its 24 frames are damaged and left out" in warning
     assert len(read_video(str(tmp_path / "cut.mp4"), every_frame)[0]) == 23
 
@@ -225,10 +225,12 @@ def test_frames_that_cannot_be_decoded_whole_are_said(loaded, tmp_path, kind, co
     assert data.count(packets[5]) == 1
     path.write_bytes(data.replace(packets[5], hurt))
     video = session.encode(*loaded, path, fps=8)
-    (warning,) = video.warnings
+    (warning,) = video.about.warnings
     assert " is damaged: " in warning and " of the 24 frames that are looked at are, or follow from such" in warning
     assert len(list(Source(str(path), 8.0, 0.01, 0.0))) >= 23
-    assert len(video.metadata.frames_indices) == 24 and session.ask(*loaded, video, "What moves?").warnings == [warning]
+    assert len(video.about.metadata.frames_indices) == 24 and session.ask(*loaded, video, "What moves?").warnings == [
+        warning
+    ]
 
 
 @pytest.mark.parametrize("shown", [(3, 0), (2, 2), (3, 3)], ids=str)
@@ -240,7 +242,7 @@ def test_a_trimmed_file_is_whole(header_first, tmp_path, shown):
     before = int.from_bytes(data[at + 4 : at + 8], "big")
     data[at : at + 8] = (1000 * seconds).to_bytes(4, "big") + (before + start * scale).to_bytes(4, "big")
     (tmp_path / "trimmed.mp4").write_bytes(data)
-    assert open_video(str(tmp_path / "trimmed.mp4"), every_frame).warnings == []
+    assert open_video(str(tmp_path / "trimmed.mp4"), every_frame).about.warnings == []
 
 
 EDITS = {  # seconds that are shown, from which second of the film on
@@ -425,7 +427,7 @@ def test_an_address_is_read_however_it_is_written(tiny_mp4, change):
 
     with serving(answer) as address:
         address = address.replace("http", change("http")).replace("clip.mp4", "ü b%20c.mp4?d=é#e")
-        assert open_video(address, every_frame).metadata.total_num_frames == 32
+        assert open_video(address, every_frame).about.metadata.total_num_frames == 32
     assert asked == ["/%C3%BC%20b%20c.mp4?d=%C3%A9"]
 
 

@@ -43,8 +43,11 @@ def assert_same(processor, video, frames_per_chunk, **options):
     assert sum(int(grid[0, 0]) for grid in grids) == whole["video_grid_thw"][0, 0]
     assert chunks.second_per_grid_ts == pytest.approx([float(whole["second_per_grid_ts"][0])])
     (metadata,) = whole["video_metadata"]
-    metadata.height, metadata.width = chunks.metadata.height, chunks.metadata.width  # frames in memory state no size
-    assert chunks.metadata == metadata
+    metadata.height, metadata.width = (
+        chunks.about.metadata.height,
+        chunks.about.metadata.width,
+    )  # frames in memory state no size
+    assert chunks.about.metadata == metadata
     return len(chunks)
 
 

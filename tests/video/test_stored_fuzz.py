@@ -39,13 +39,13 @@ KINDS = {
 }
 
 
-def as_json(value):
+def as_json(video):
     """What a video holds, with every feature."""
-    fields = {
-        name: at for name, at in vars(value).items() if name not in ("features", "large", "video_grid_thw", "seconds")
-    }
-    fields["metadata"] = vars(fields["metadata"])
-    return json.dumps(fields), value.video_grid_thw.tolist(), value.features.tolist()
+    fields = dict(vars(video.about))
+    fields["metadata"] = vars(video.about.metadata)
+    fields["subtitles"] = [vars(line) for line in video.subtitles]
+    fields["seconds_per_step"] = video.seconds_per_step
+    return json.dumps(fields), video.video_grid_thw.tolist(), video.features.tolist()
 
 
 @pytest.fixture(scope="module")

@@ -367,11 +367,17 @@ def _answer(
         video=next(iter(videos.values())).video if len(videos) == 1 else ", ".join(videos),
         rho=float(chosen.rho[row]),
         timings=timings,
-        unheard=any(video.sound and not (conversation.subtitles and video.subtitles) for video in videos.values()),
+        unheard=any(_is_unheard(video, conversation.subtitles) for video in videos.values()),
         seen=seen,
         seen_threshold=seen_threshold,
         **shown,
     )
+
+
+def _is_unheard(video: EncodedVideo, subtitles: int | None) -> bool:
+    """Whether a video has sound, and the question had no subtitles in its place."""
+    has_subtitles = subtitles and video.subtitles
+    return video.about.sound and not has_subtitles
 
 
 def _grids(videos: Videos) -> torch.Tensor:
@@ -386,7 +392,7 @@ def shown_by(
     names = list(videos)
     encoded = list(videos.values())
     grids = _grids(videos)
-    seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
+    seconds = [video.seconds_per_step for video in encoded]
     evidence = []
     for interval in evidence_intervals(kept, relevance, grids, seconds, merge_size, config.evidence_share):
         evidence.append(placed(interval, names[interval.video], encoded[interval.video]))
@@ -399,11 +405,11 @@ def shown_by(
         length = max(video.length for video in remembered)
     warnings = []
     for video in encoded:
-        warnings += video.warnings
+        warnings += video.about.warnings
     return {
         "frames": sum(video.frames for video in encoded),
         "seconds_of_video": length,
-        "largest_gap": max(video.largest_gap for video in encoded),
+        "largest_gap": max(video.about.largest_gap for video in encoded),
         "visual_tokens": visual_tokens,
         "kept_tokens": len(kept),
         "evidence": evidence,
@@ -421,13 +427,13 @@ def calibrated_seen(chosen: QTSplusOutput, row: int, config: QTSplusConfig) -> t
 
 def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
     """The same stretch on a player's clock, with its video's name and the box in pixels."""
-    width = video.metadata.width
-    height = video.metadata.height
+    width = video.about.metadata.width
+    height = video.about.metadata.height
     pixels = None
     if width and height:
         left, top, right, bottom = interval.box
         pixels = floor(left * width), floor(top * height), ceil(right * width), ceil(bottom * height)
-    step = float(video.second_per_grid_ts[0])
+    step = video.seconds_per_step
     start, end = video.span(round(interval.start / step), round(interval.end / step))
     return replace(interval, start=start, end=end, name=name, pixels=pixels)
 
@@ -466,13 +472,13 @@ def prompt_inputs(
     inputs = processor.conversation_inputs(
         messages,
         video_grid_thw=torch.cat([video.video_grid_thw for video in encoded]),
-        video_metadata=[video.metadata for video in encoded],
+        video_metadata=[video.about.metadata for video in encoded],
         **options,
     )
     return dict(
         inputs.to(device),
         video_features=[video.features for video in encoded],
-        second_per_grid_ts=[float(video.second_per_grid_ts[0]) for video in encoded],
+        second_per_grid_ts=[video.seconds_per_step for video in encoded],
     )
 
 

@@ -86,8 +86,8 @@ def _draw_video(
     evidence = [interval for interval in answer.evidence if interval.name == name]
     about: dict[str, Any] = {
         "name": name,
-        "start": video.start,
-        "seconds_per_step": float(video.second_per_grid_ts[0]),
+        "start": video.about.start,
+        "seconds_per_step": video.seconds_per_step,
         "grid": list(kept.shape),
         "kept": kept.flatten().nonzero()[:, 0].tolist(),
     }
@@ -116,8 +116,8 @@ def draw_spans(
     middles = []
     for interval in spans:
         middle = (interval.start + interval.end) / 2
-        middles.append(middle - video.start)
-    indices = [int(middle * video.metadata.fps) for middle in middles]
+        middles.append(middle - video.about.start)
+    indices = [int(middle * video.about.metadata.fps) for middle in middles]
     frames = list(_open(video, indices).decode())
     count = len(spans)
     figure = Figure(figsize=(2.4 * count, 2.6), layout="constrained")
@@ -160,7 +160,7 @@ def draw_kept_video(
         kept: bool `[T, H, W]`, tokens.
         path: where the mp4 goes.
     """
-    fps = video.metadata.fps
+    fps = video.about.metadata.fps
     indices = _frames_within(video, evidence)
     opened = _open(video, indices)
     console = Console(stderr=True)
@@ -193,12 +193,12 @@ def draw_kept_video(
 
 def _frames_within(video: EncodedVideo, evidence: Sequence[Interval]) -> list[int]:
     """The indices of the frames that some stretches of a video show, ascending; at least one for each stretch."""
-    fps = video.metadata.fps
-    every_index = range(video.metadata.total_num_frames or 0)
+    fps = video.about.metadata.fps
+    every_index = range(video.about.metadata.total_num_frames or 0)
     indices: set[int] = set()
     for interval in evidence:
-        first = round((interval.start - video.start) * fps)
-        last = round((interval.end - video.start) * fps)
+        first = round((interval.start - video.about.start) * fps)
+        last = round((interval.end - video.about.start) * fps)
         shown = every_index[first : max(last, first + 1)]
         if len(indices) + len(shown) > MOST_FRAMES:
             raise ValueError(f"The evidence is more than {MOST_FRAMES:,} frames of the video, too many to draw.")
@@ -210,18 +210,18 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     """`[H, W, 3]` uint8: what a player shows of a video at a time; `ValueError` before and behind it."""
     if video.video == IN_MEMORY:
         raise ValueError("The video's file is gone or was changed since it was encoded.")
-    end = video.start + video.length
-    if not video.start <= seconds <= end:
-        raise ValueError(f"seconds={seconds:g}; expected {video.start:g} to {end:g}, when the video is shown.")
-    elapsed = seconds - video.start
-    index = int(elapsed * video.metadata.fps + 1e-3)
+    end = video.about.start + video.length
+    if not video.about.start <= seconds <= end:
+        raise ValueError(f"seconds={seconds:g}; expected {video.about.start:g} to {end:g}, when the video is shown.")
+    elapsed = seconds - video.about.start
+    index = int(elapsed * video.about.metadata.fps + 1e-3)
     frames = _open(video, [index]).decode()
     return next(iter(frames))
 
 
 def _open(video: EncodedVideo, indices: Sequence[int]) -> VideoFile:
     """The video's frames of these indices at its own rate, in order."""
-    fps = video.metadata.fps
+    fps = video.about.metadata.fps
     if Path(video.video).is_dir():
         folder = open_folder(video.video, fps)
         return replace(folder, decode=lambda: _pick(folder, indices))
@@ -230,8 +230,8 @@ def _open(video: EncodedVideo, indices: Sequence[int]) -> VideoFile:
         return np.clip(indices, 0, total - 1)
 
     half_a_frame = 0.5 / fps
-    end = video.start + video.length - half_a_frame
-    return open_video(video.video, pick, (video.start, end))
+    end = video.about.start + video.length - half_a_frame
+    return open_video(video.video, pick, (video.about.start, end))
 
 
 def _pick(folder: VideoFile, indices: Sequence[int]) -> Iterator[np.ndarray]:

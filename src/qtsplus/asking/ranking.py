@@ -48,7 +48,7 @@ class Piece:
         frames_per_step = math.ceil(video.frames / steps)
         first_frame = self.first * frames_per_step
         last_frame = self.last * frames_per_step
-        metadata = copy(video.metadata)
+        metadata = copy(video.about.metadata)
         metadata.frames_indices = metadata.frames_indices[first_frame:last_frame]
         metadata.total_num_frames = round((end - begin) * metadata.fps)
         grid = video.video_grid_thw.clone()
@@ -58,8 +58,7 @@ class Piece:
             video,
             features=features_of_steps[self.first : self.last].flatten(0, 1),
             video_grid_thw=grid,
-            metadata=metadata,
-            start=video.start + begin,
+            about=replace(video.about, metadata=metadata, start=video.about.start + begin),
         )
 
     def tokens(self, video: EncodedVideo | KeyedVideo) -> Tokens:

@@ -141,8 +141,8 @@ def summarise(
             video = about.film(name)
             frames += video.frames
             seconds += video.length
-            unheard = unheard or video.sound
-            warnings += [warning for warning in video.warnings if warning not in warnings]
+            unheard = unheard or video.about.sound
+            warnings += [warning for warning in video.about.warnings if warning not in warnings]
             edges = list(chapter_steps(video, longest))
             told = 0
             for group in teller.tell(name, video, edges):

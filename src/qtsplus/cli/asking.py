@@ -148,7 +148,7 @@ class Talk:
         name = self.about.add(video, name, progress=True, subtitles=self.subtitles, **options)
         self.places[name] = video
         encoded = self.about.film(name)
-        self.warnings.update(encoded.warnings)
+        self.warnings.update(encoded.about.warnings)
         return encoded
 
     def ask(self, question: str, options: dict[str, Any]) -> "Answer":

@@ -12,7 +12,7 @@ from ..common.files import printable
 from .asking import place
 from .console import console, fail, note, one_line_errors
 from .models import Source, split_revision
-from .options import AsJson, Asked, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Selection, Start
+from .options import AsJson, Asked, Device, MaxNewTokens, MaxPixels, Model, Selection
 
 if TYPE_CHECKING:
     from ..asking.session import Answer
@@ -31,9 +31,6 @@ def watch(
     every: Annotated[float, typer.Option(help="Seconds of video from answer to answer.")] = 10.0,
     memory_tokens: Annotated[int, typer.Option(min=1, help="How many visual tokens are remembered.")] = 4096,
     fps: Annotated[float, typer.Option(help="How many frames to look at per second.")] = 2.0,
-    start: Start = None,
-    end: End = None,
-    max_frames: MaxFrames = None,
     max_pixels: MaxPixels = None,
     timeout: Annotated[
         float, typer.Option(help="Give up on a camera or address after this many seconds without a frame.")
@@ -80,9 +77,6 @@ def watch(
                 every=every,
                 max_new_tokens=max_new_tokens,
                 selection=selection,
-                start=start or 0.0,
-                end=end,
-                max_frames=max_frames,
                 max_pixels=max_pixels,
             )
             said: list[str] = []

@@ -74,7 +74,7 @@ def media_problem(path: str) -> str | None:
             problems = find_gaps(frames)
         else:
             video = open_video(path, lambda total, fps: np.zeros(1, dtype=np.int64))
-            problems = video.warnings
+            problems = video.about.warnings
     except UNREADABLE as error:
         return " ".join(str(error).split())
     return problems[0] if problems else None

@@ -290,8 +290,8 @@ class Library:
         parts: dict[str, EncodedVideo] = {}
         for piece in pieces:
             part = piece.cut(videos[piece.name])
-            begin = clock(part.start)
-            end = clock(part.start + part.length)
+            begin = clock(part.about.start)
+            end = clock(part.about.start + part.length)
             label = f"{printable(piece.name)}, {begin} to {end}"
             if label in parts:
                 label = f"{label} ({len(parts) + 1})"
@@ -416,7 +416,7 @@ class Library:
         """The stretches of a piece that hold strong tokens."""
         part = piece.cut(self.stored(piece.name))
         share = self.model.config.qtsplus_config.evidence_share
-        seconds = part.second_per_grid_ts
+        seconds = part.seconds_per_step
         relevance = scorer.relevance(part.features)
         relevance = relevance.unflatten(0, (part.count, -1))
         threshold = relevance.max() + math.log(share)
@@ -427,9 +427,9 @@ class Library:
         every_token = torch.arange(len(shares))
         merge_size = self.processor.video_processor.merge_size
         moments = []
-        for interval in evidence_intervals(every_token, shares, part.video_grid_thw, seconds, merge_size, share):
-            first = round(interval.start / seconds[0])
-            last = round(interval.end / seconds[0])
+        for interval in evidence_intervals(every_token, shares, part.video_grid_thw, [seconds], merge_size, share):
+            first = round(interval.start / seconds)
+            last = round(interval.end / seconds)
             log_weight = relevance[first:last].max() - total
             weight = min(1.0, float(log_weight.exp()))
             weighted = replace(interval, weight=weight)

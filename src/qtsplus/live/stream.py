@@ -20,9 +20,8 @@ from ..asking.ranking import StandingQuestion
 from ..asking.recall import Remembered, rows_of
 from ..common.files import printable
 from ..common.validation import check_count
-from ..hub.loading import find_device
 from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, is_number, most_relevant
-from ..model.video_qtsplus import naming, resize_frame, stack_frames
+from ..model.video_qtsplus import AboutVideo, naming, resize_frame, stack_frames
 
 logger = logging.get_logger(__name__)
 
@@ -44,17 +43,13 @@ class Tokens:
         return len(self.features)
 
     def take(self, kept: Tensor) -> "Tokens":
-        return Tokens(self.features[kept], self.steps[kept], self.cells[kept], self.scores[kept])
+        return Tokens(*[tensor[kept] for tensor in vars(self).values()])
 
     def join(self, newer: "Tokens") -> "Tokens":
         if len(self) == 0:
             return newer
-        return Tokens(
-            torch.cat([self.features, newer.features]),
-            torch.cat([self.steps, newer.steps]),
-            torch.cat([self.cells, newer.cells]),
-            torch.cat([self.scores, newer.scores]),
-        )
+        pairs = zip(vars(self).values(), vars(newer).values(), strict=True)
+        return Tokens(*[torch.cat(pair) for pair in pairs])
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,6 @@ class Stream:
         policy: another choice of what stays, a function like those of `methods_qtsplus.py`, which is given what was
             kept and what is new.
         fps: frames per second, also where more come. A step in time lasts as long as its frames.
-        device: where the memory lives, such as `"cpu"`; the model's when absent.
     """
 
     def __init__(
@@ -114,7 +108,6 @@ class Stream:
         question: str | None = None,
         policy: Method | None = None,
         fps: float = 2.0,
-        device: str | None = None,
     ):
         if policy is not None and not callable(policy):
             raise ValueError(f"policy={policy!r}; expected a function from candidates and a count to indices.")
@@ -124,21 +117,17 @@ class Stream:
         self.model = model
         self.processor = processor
         self.memory_tokens = memory_tokens
-        self.policy: Method = diversity
         self.question = None
+        default: Method = diversity
         if question is not None:
-            self.policy = most_relevant
             self.question = StandingQuestion(model, processor, question)
-        if policy is not None:
-            self.policy = policy
+            default = most_relevant
+        self.policy = policy or default
         self.frames_per_step = processor.video_processor.temporal_patch_size
         self.fps = fps
         self.seconds_per_step = self.frames_per_step / fps
         # As large as in a video of so many: backbones such as Qwen3-VL share a number of pixels among its frames.
         self.sized_as = int(getattr(processor.video_processor, "max_frames", None) or 768)
-        self.device = model.device
-        if device is not None:
-            self.device = torch.device(find_device(device))
         self.cameras: dict[str, Camera] = {}
         self._changing = threading.Lock()  # the memory, of which another thread may ask
         self._width = model.config.text_config.hidden_size  # a backbone may put more behind a token
@@ -225,26 +214,31 @@ class Stream:
         name: str,
     ) -> list[float]:
         """The frames' times; a `ValueError` for what cannot follow what came before."""
-        known = self.cameras.get(check_name(name))
         for frame in frames:
-            shape = np.shape(frame)
-            kind = np.asarray(frame).dtype
-            if len(shape) != 3 or shape[2] != 3 or 0 in shape or kind != np.uint8:
-                raise ValueError(f"Got {kind} of shape {shape} of {name!r}; expected (height, width, 3) of uint8.")
+            pixels = np.asarray(frame)
+            is_frame = pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size > 0
+            if not is_frame or pixels.dtype != np.uint8:
+                raise ValueError(
+                    f"Got {pixels.dtype} of shape {pixels.shape} of {name!r}; expected (height, width, 3) of uint8."
+                )
         newest = -1
         last_time = -math.inf
+        known = self.cameras.get(check_name(name))
         if known is not None:
             newest = known.frame
             last_time = known.last_time
         if times is None:
-            times = [(newest + number) / self.fps for number in range(1, len(frames) + 1)]
+            first = newest + 1
+            times = [number / self.fps for number in range(first, first + len(frames))]
         try:
             seconds = np.asarray(times, dtype=np.float64)
         except (TypeError, ValueError):
             seconds = np.empty(0)
-        one_each = seconds.shape == (len(frames),)
-        ascending = one_each and bool((np.diff(seconds, prepend=last_time) > 0).all())
-        if not ascending or seconds[0] < 0 or seconds[-1] == math.inf:
+        is_good = False
+        if seconds.shape == (len(frames),):
+            ascends = bool((np.diff(seconds, prepend=last_time) > 0).all())
+            is_good = ascends and seconds[0] >= 0 and seconds[-1] < math.inf
+        if not is_good:
             raise ValueError(
                 f"Got times that do not ascend, or not one for each of {len(frames)} frames of {name!r}; expected "
                 "seconds from the beginning of the stream."
@@ -270,7 +264,7 @@ class Stream:
             with naming(name):
                 grid = self.processor.grid_of(self.sized_as, *shape[:2])
             ((_, height, width),) = self.model.model.merged_grid(grid)
-            features = self.model.model.no_features(self.device)
+            features = self.model.model.no_features(self.model.device)
             no_places = torch.empty(0, dtype=torch.long)
             tokens = Tokens(features, no_places, no_places, torch.empty(0, 0))
             self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), tokens)
@@ -286,7 +280,7 @@ class Stream:
         one_step = torch.ones(1, 1, dtype=torch.long)
         grid = torch.cat([one_step, camera.patches], dim=1)
         pixels, grid = self.processor.preprocess_frames(stack_frames(frames), grid)
-        (features,) = self.model.encode_videos(pixels, grid, device=self.device)
+        (features,) = self.model.encode_videos(pixels, grid)
         numbers = [step[0].step for step in steps]
         camera.waiting = []
         camera.missing = 0
@@ -402,8 +396,8 @@ class Stream:
             video=name,
             features=camera.tokens.features,
             video_grid_thw=torch.tensor([[len(rows), height, width]]),
-            second_per_grid_ts=[self.seconds_per_step],
-            metadata=metadata,
+            seconds_per_step=self.seconds_per_step,
+            about=AboutVideo(metadata),
             seconds=0.0,
             clock=self,
             cells=cells,

@@ -2,8 +2,6 @@
 
 import errno
 import heapq
-import itertools
-import math
 import os
 import queue
 import re
@@ -61,7 +59,6 @@ class Source:
         address: a file or a named pipe, `-` for standard input, an address, or a device such as `/dev/video0` or
             `avfoundation:0`.
         timeout: seconds without a frame after which a source that is not a file has failed.
-        start: the second from which on there are frames.
         began: when the clock of the stream was at 0, by `time.monotonic`. A camera's seconds are of that clock, see
             [`_CameraClock`]; other sources have a player's seconds.
         name: what messages call it, instead of by its address.
@@ -76,7 +73,6 @@ class Source:
         fps: float,
         timeout: float,
         began: float,
-        start: float = 0.0,
         name: str = "",
     ):
         address = re.sub("^[A-Za-z]+://", lambda scheme: scheme[0].lower(), address).removeprefix("file://")
@@ -84,7 +80,6 @@ class Source:
         self.fps = fps
         self.timeout = timeout
         self.began = began
-        self.start = start
         self.name = name or shown_name(address)
         self.scheme = address.partition("://")[0]
         self.is_camera = address.startswith(CAMERAS)
@@ -198,7 +193,7 @@ class Source:
             for seconds, frame in self._timed(container, stream, opened):
                 self.newest = max(self.newest, seconds)
                 number = int(seconds * self.fps + 1e-3)
-                if seconds >= self.start and number > last:
+                if number > last:
                     last = number
                     yield seconds, upright(frame, stream)
             if stated is not None:
@@ -335,9 +330,6 @@ def watch(
     *,
     every: float = 10.0,
     fps: float = 2.0,
-    start: float = 0.0,
-    end: float | None = None,
-    max_frames: int | None = None,
     max_pixels: int | None = None,
     memory_tokens: int = 4096,
     timeout: float = 10.0,
@@ -351,8 +343,6 @@ def watch(
         sources: by name a file, `-` for standard input, an address (http, rtsp, ...) or a device such as
             `/dev/video0`. All share one clock and one memory.
         every: seconds of video from answer to answer.
-        start, end: seconds of the clock between which is looked at.
-        max_frames: the most to look at, of all sources together.
         max_pixels: the most of one frame; a larger one is looked at smaller.
         fps, memory_tokens: as for [`Stream`].
         timeout: seconds without a frame after which a source that is not a file has failed.
@@ -371,34 +361,23 @@ def watch(
         raise ValueError("There is nothing to watch; name a file, an address or a device.")
     if not 0 < timeout <= 1e6:
         raise ValueError(f"timeout={timeout!r}: expected seconds above 0, at most a million.")
-    if max_frames is not None:
-        check_count("max_frames", max_frames, "frames")
     if max_pixels is not None:
         check_count("max_pixels", max_pixels, "pixels")
-    last = math.inf if end is None else end
-    if not 0 <= start < last:
-        raise ValueError(f"start={start!r} and end={end!r}: expected seconds, the end behind the start.")
     if stream is None:
         stream = Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
     began = time.monotonic()
-    opened = {name: Source(address, fps, timeout, began, start, name) for name, address in sources.items()}
-    count = 0
+    opened = {name: Source(address, fps, timeout, began, name) for name, address in sources.items()}
 
     def answer() -> Answer:
         warnings = []
         for source in opened.values():
             warnings += source.warnings
-        if count == max_frames:
-            warnings.append(f"Looked at {count} frames, the most that were asked for; nothing behind them.")
         unheard = any(source.sound for source in opened.values())
         return replace(stream.ask(question, **choice), warnings=warnings, unheard=unheard)
 
     try:
         due = every
-        for look in itertools.islice(_looks(opened), max_frames):
-            if look.seconds > last:
-                break
-            count += 1
+        for look in _looks(opened):
             if look.seconds >= due:
                 due = (look.seconds // every + 1) * every
                 if stream.num_tokens:
@@ -410,9 +389,7 @@ def watch(
             stream.append([frame], [look.seconds], look.name)
         stream.finish()
         if not stream.num_tokens:
-            newest = max(source.newest for source in opened.values())
-            reason = "" if newest >= last else f"; what is watched ended at {newest:.1f} s"
-            raise ValueError(f"There is no frame to look at from {start:g} s to {last:g} s{reason}.")
+            raise ValueError("There was no frame to look at.")
         yield answer()
     finally:
         for source in opened.values():

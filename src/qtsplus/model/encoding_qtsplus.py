@@ -6,7 +6,10 @@ Qwen2.5-VL attends in all windows of a layer in a few calls. Without the flash-a
 attention once per window: about 340,000 calls for 600 frames.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -15,13 +18,27 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionA
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
-from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs
+from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs, join
 
 # Few rows fill a CPU, and their memory is reused. The C library maps blocks above 32 MB anew each time: page faults and
 # cold caches then cost a third of the vision tower's time.
 PATCHES_PER_CHUNK_ON_CPU = 2048
 
-Chunk = list[tuple[int, list[int]]]  # the index of each image or video in it, and the grid of its piece
+
+@dataclass(frozen=True)
+class Piece:
+    """Steps in time of an image or video, which are encoded together with other pieces, as one chunk."""
+
+    index: int  # of the image or video
+    first: int
+    stop: int
+
+    @property
+    def steps(self) -> int:
+        return self.stop - self.first
+
+
+Chunk = list[Piece]
 
 
 def encode_visual(model: QTSplusBackboneMixin, visual: VisualInputs, grids: dict[int, list[Grid]]) -> Features:
@@ -45,24 +62,26 @@ def encode_modality(
     """`[k, token_width]` features of each image or video; none without pixels."""
     if pixels is None or grid_thw is None:
         return []
-    patches = model.pixel_rows(grid_thw)
+    pixels_of_each = pixels.split(model.pixel_rows(grid_thw))
     distinct_steps = []
     is_new = []
-    for rows, count in zip(pixels.split(patches), grid_thw[:, 0].tolist(), strict=True):
+    for rows, count in zip(pixels_of_each, grid_thw[:, 0].tolist(), strict=True):
         steps = rows.unflatten(0, (count, -1))
         new = new_steps(steps)
         is_new.append(new)
         distinct_steps.append(steps if new.all() else steps[new])
     features = _encode_steps(model, modality, grid_thw, distinct_steps, frames_per_chunk, device)
-    return [_repeat_steps(piece, new) for piece, new in zip(features, is_new, strict=True)]
+    return list(map(_repeat_steps, features, is_new))
 
 
 def _repeat_steps(features: Tensor, is_new: Tensor) -> Tensor:
     """The features of all steps of a video, from those of the steps that are new."""
     if is_new.all():
         return features
-    by_step = features.unflatten(0, (int(is_new.sum()), -1))
-    return by_step[is_new.cumsum(0) - 1].flatten(0, 1)
+    num_new = int(is_new.sum())
+    by_step = features.unflatten(0, (num_new, -1))
+    last_new = is_new.cumsum(0) - 1
+    return by_step[last_new].flatten(0, 1)
 
 
 def new_steps(steps: Tensor) -> Tensor:
@@ -87,34 +106,28 @@ def _encode_steps(
     device: torch.device | str | None,
 ) -> list[Tensor]:
     """As [`encode_modality`], of the steps of each image and video."""
-    grids = []
-    for own_steps, (_, height, width) in zip(steps, grid_thw.tolist(), strict=True):
-        grids.append([len(own_steps), height, width])
     features = [torch.empty(0) for _ in steps]
-    num_encoded = [0] * len(steps)  # steps of each image and video
-    for chunk in _chunks(model, grids, steps, frames_per_chunk):
-        pieces = []
-        for index, (count, _, _) in chunk:
-            first = num_encoded[index]
-            piece = steps[index][first : first + count]
-            pieces.append(piece.flatten(0, 1))
-        grid = grid_thw.new_tensor([piece_grid for _, piece_grid in chunk])
-        pixels = pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # a single piece is not copied
-        encoded = model.encode_pixels(modality, pixels.to(grid.device), grid)
-        for (index, (count, _, _)), tokens, piece in zip(chunk, encoded, pieces, strict=True):
-            _check_encoded(tokens, piece, modality, index)
+    for chunk in _chunks(model, steps, frames_per_chunk):
+        pixels = [steps[piece.index][piece.first : piece.stop].flatten(0, 1) for piece in chunk]
+        grid = grid_thw[[piece.index for piece in chunk]]
+        grid[:, 0] = grid.new_tensor([piece.steps for piece in chunk])
+        together = join(pixels, pixels[0]).to(grid.device)
+        encoded = model.encode_pixels(modality, together, grid)
+        for piece, piece_pixels, tokens in zip(chunk, pixels, encoded, strict=True):
+            index = piece.index
+            _check_encoded(tokens, piece_pixels, modality, index)
             total = len(steps[index])
             target = device or tokens.device
-            if count == total:
+            if piece.steps == total:
                 features[index] = tokens.to(target)
                 continue
-            per_step = len(tokens) // count
-            first = num_encoded[index]
-            if first == 0:
+            per_step = len(tokens) // piece.steps
+            if piece.first == 0:
                 # Joining all pieces at the end would hold them twice.
-                features[index] = tokens.new_empty(per_step * total, tokens.shape[-1], device=target)
-            features[index][per_step * first : per_step * (first + count)] = tokens
-            num_encoded[index] += count
+                width = tokens.shape[-1]
+                features[index] = tokens.new_empty(per_step * total, width, device=target)
+            begin = per_step * piece.first
+            features[index][begin : begin + len(tokens)] = tokens
     return features
 
 
@@ -122,31 +135,34 @@ def _check_encoded(features: Tensor, pixels: Tensor, modality: int, index: int) 
     """Raises `ValueError` for features that are not finite."""
     if _is_finite(features):
         return
+    name = MODALITIES[modality]
     blame = "its pixel values"
     if _is_finite(pixels):
         blame = "its features (the weights or the dtype overflow)"
-    raise ValueError(f"NaN or infinity in {blame} of {MODALITIES[modality]} {index}: expected finite ones.")
+    raise ValueError(f"NaN or infinity in {blame} of {name} {index}: expected finite ones.")
 
 
 def _chunks(
     model: QTSplusBackboneMixin,
-    grids: Sequence[list[int]],
     steps: Sequence[Tensor],
     frames_per_chunk: int | None,
-) -> Iterable[Chunk]:
+) -> Iterator[Chunk]:
     """The chunks in which the steps are encoded: of so many frames, or as large as the device handles well."""
+    counts = [len(steps_of_one) for steps_of_one in steps]
     if frames_per_chunk is not None:
         is_whole = not isinstance(frames_per_chunk, bool) and frames_per_chunk == int(frames_per_chunk)
         if not is_whole or frames_per_chunk < 1:
             raise ValueError(f"frames_per_chunk={frames_per_chunk!r}: expected a whole number, at least 1.")
         frames_per_step = getattr(model.config.vision_config, "temporal_patch_size", 1)
-        return chunk_grids(grids, frames_per_chunk, [frames_per_step] * len(grids))
+        return chunk_steps(counts, frames_per_chunk, [frames_per_step] * len(counts))
+    patches_per_step = [rows.shape[1] * model.patches_per_row for rows in steps]
+    capacity = PATCHES_PER_CHUNK
     if model.training and torch.is_grad_enabled():
         # Gradients keep every chunk's activations anyway, and ranks that share weights must call them equally often.
-        return [list(enumerate(grids))]
-    capacity = PATCHES_PER_CHUNK_ON_CPU if model.device.type == "cpu" else PATCHES_PER_CHUNK
-    patches_per_step = [rows.shape[1] * model.patches_per_row for rows in steps]
-    return chunk_grids(grids, capacity, patches_per_step)
+        capacity = sys.maxsize
+    elif model.device.type == "cpu":
+        capacity = PATCHES_PER_CHUNK_ON_CPU
+    return chunk_steps(counts, capacity, patches_per_step)
 
 
 def _checked(
@@ -157,42 +173,46 @@ def _checked(
     """`[k, token_width]` features of videos that the caller has encoded before."""
     if len(video_features) != len(grids):
         raise ValueError(f"{len(video_features)} video_features: expected one per video ({len(grids)}).")
-    checked: set[int] = set()  # questions about one video share its features
-    for index, (tokens, (t, h, w)) in enumerate(zip(video_features, grids, strict=True)):
-        expected = (t * h * w, model.token_width)
-        if tokens.shape != expected:
+    finite: set[int] = set()  # questions about one video share its features
+    for index, tokens in enumerate(video_features):
+        shape = tuple(tokens.shape)
+        expected = (math.prod(grids[index]), model.token_width)
+        if shape != expected:
+            grid = " x ".join(map(str, grids[index]))
             raise ValueError(
-                f"video_features {index} has shape {tuple(tokens.shape)}: expected {expected}, the merged "
-                f"tokens of its grid, {t} x {h} x {w}, by the model's width."
+                f"video_features {index} has shape {shape}: expected {expected}, the merged tokens of its grid, "
+                f"{grid}, by the model's width."
             )
-        if id(tokens) not in checked and not _is_finite(tokens):
+        if id(tokens) not in finite and not _is_finite(tokens):
             raise ValueError(f"NaN or infinity in video_features {index}: expected finite numbers.")
-        checked.add(id(tokens))
+        finite.add(id(tokens))
     dtype = model.get_input_embeddings().weight.dtype
     return [tokens.to(dtype) for tokens in video_features]
 
 
-def chunk_grids(grids: Sequence[list[int]], capacity: int, costs: list[int]) -> Iterator[Chunk]:
+def chunk_steps(counts: Sequence[int], capacity: int, costs: Sequence[int]) -> Iterator[Chunk]:
     """
-    Cuts images and videos of (time, height, width) along time, in order, into chunks of `capacity`, or of one step.
+    Cuts images and videos along time, in order, into chunks of `capacity`, or of a single step that is larger.
 
     Args:
+        counts: steps in time of each image or video.
         costs: of each image or video, how much of the capacity one of its steps takes.
     """
     chunk: Chunk = []
     room = capacity
-    for index, ((left, height, width), cost) in enumerate(zip(grids, costs, strict=True)):
-        while left:
-            fits = min(left, room // cost)
+    for index, (count, cost) in enumerate(zip(counts, costs, strict=True)):
+        first = 0
+        while first < count:
+            fits = min(count - first, room // cost)
             if fits < 1 and chunk:
                 yield chunk
                 chunk = []
                 room = capacity
                 continue
-            fits = max(fits, 1)  # a step that is larger than a chunk gets a chunk of its own
-            chunk.append((index, [fits, height, width]))
-            left -= fits
-            room -= fits * cost
+            stop = first + max(fits, 1)
+            chunk.append(Piece(index, first, stop))
+            room -= (stop - first) * cost
+            first = stop
     if chunk:
         yield chunk
 
@@ -203,7 +223,7 @@ def _is_finite(values: Tensor) -> bool:
     return bool(extremes.isfinite().all())
 
 
-# --- The towers ---
+# --- Vision towers ---
 
 
 class PatchProjection(nn.Conv3d):
@@ -286,4 +306,5 @@ def _attend_in_batch(query: Tensor, key: Tensor, value: Tensor, length: int) -> 
         by_sequence = states.unflatten(0, (-1, length))
         batches.append(by_sequence.transpose(1, 2))
     attended = nn.functional.scaled_dot_product_attention(*batches)
-    return attended.transpose(1, 2).flatten(0, 1)
+    by_sequence = attended.transpose(1, 2)
+    return by_sequence.flatten(0, 1)

@@ -371,7 +371,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         return VideoChunks(
             **vars(opened),
             video_grid_thw=grid,
-            second_per_grid_ts=[temporal / opened.metadata.sampled_fps],
+            second_per_grid_ts=[temporal / opened.about.metadata.sampled_fps],
             frames_per_chunk=max(int(frames_per_chunk) // temporal, 1) * temporal,
             resize=functools.partial(resize_frame, self.video_processor, size),
             preprocess=functools.partial(self.preprocess_frames, grid=grid),
@@ -544,7 +544,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         frames = []
         for frame in opened.decode():
             frames.append(resize_frame(self.video_processor, size, frame, resizing.get("resample")))
-        return np.stack(frames), opened.metadata
+        return np.stack(frames), opened.about.metadata
 
     def _take_frames(self, part: dict, rate: float | None, metadata, options: _VideoOptions):
         """The frames that a caller gives, sampled if the call asks for that, and their metadata."""

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -148,17 +148,48 @@ def shrink(size: tuple[int, int], most: float, side: int) -> tuple[int, int]:
     return height, width
 
 
+@dataclass(frozen=True)
+class AboutVideo:
+    """
+    What is known about a video besides its pixels. It is made where a video is opened, and passed whole from there on.
+
+    Args:
+        metadata: a `VideoMetadata` of the whole video, with its size and the `frames_indices` that were chosen.
+        start: when a player shows the first frame, in seconds.
+        warnings: what is wrong with the file, one sentence each; decoding adds to them.
+        sound: whether the file has some, which is not read.
+    """
+
+    metadata: Any
+    start: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+    sound: bool = False
+
+    @property
+    def frames(self) -> int:
+        """How many frames are looked at."""
+        return len(self.metadata.frames_indices)
+
+    @property
+    def length(self) -> float:
+        """Seconds from the first frame to the end of the last."""
+        return self.metadata.total_num_frames / self.metadata.fps
+
+    @property
+    def largest_gap(self) -> float:
+        """The longest time between two frames that are looked at, in seconds; 0 where there is one."""
+        gaps = np.diff(self.metadata.frames_indices)
+        return max(gaps.tolist(), default=0) / self.metadata.fps
+
+
 @dataclass
 class VideoFile:
     """A video file that was opened: what it is, and how to read it."""
 
     name: str  # what messages call it
-    metadata: VideoMetadata  # of the whole video, with the `frames_indices` that were chosen
+    about: AboutVideo
     shape: tuple[int, int, int]  # number of chosen frames, height and width
     decode: Frames  # begins to read the chosen frames, [H, W, 3] uint8 RGB each, upright
-    start: float  # when a player shows the first frame, in seconds
-    warnings: list[str]  # what is wrong with the file, one sentence each
-    sound: bool = False  # whether it has some, which is not read
 
 
 def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float | None] = (None, None)) -> VideoFile:
@@ -182,7 +213,8 @@ def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float
         frames_indices=[int(index) for index in indices],
     )
     start = film.start + origin / film.fps
-    return VideoFile(film.name, metadata, (len(indices), height, width), decode, start, film.warnings, film.sound)
+    about = AboutVideo(metadata, start, film.warnings, film.sound)
+    return VideoFile(film.name, about, (len(indices), height, width), decode)
 
 
 @contextmanager
@@ -306,7 +338,8 @@ def open_folder(folder: str, fps: float | None) -> VideoFile:
     _, height, width, _ = load_frames(paths[:1]).shape
     metadata.height, metadata.width = height, width
     decode = functools.partial(_decode_images, paths, (height, width))
-    return VideoFile(folder, metadata, (len(paths), height, width), decode, 0.0, warnings)
+    about = AboutVideo(metadata, warnings=warnings)
+    return VideoFile(folder, about, (len(paths), height, width), decode)
 
 
 def _decode_images(paths: Sequence[str], size: tuple[int, int]) -> Iterator[np.ndarray]:
@@ -481,7 +514,7 @@ class VideoChunks(VideoFile):
     preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]  # from frames to their pixel values and grid
 
     def __len__(self) -> int:
-        return -(-len(self.metadata.frames_indices or ()) // self.frames_per_chunk)
+        return -(-len(self.about.metadata.frames_indices or ()) // self.frames_per_chunk)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         frames = map(self.resize, self.decode())

@@ -128,7 +128,7 @@ class Shelf(MCPServer):
             videos = []
             for name in shown:
                 video = library.stored(all_names[name])
-                videos.append({"video": name, "start": video.start, "seconds": video.length})
+                videos.append({"video": name, "start": video.about.start, "seconds": video.length})
             return videos
 
         videos = await self._work(read)

@@ -154,9 +154,9 @@ class Visit:
         films = {}
         warnings: list[str] = []
         for name, video in self.session.videos.items():  # there is one at most
-            frames = counted(len(video.metadata.frames_indices), "frame")
+            frames = counted(len(video.about.metadata.frames_indices), "frame")
             facts = f"{name}: {frames} read in {video.seconds:.1f} s, {len(video.features):,} visual tokens."
-            warnings = video.warnings
+            warnings = video.about.warnings
             # Gradio adds the address of a file in what goes to page.js.
             films[name] = {"path": self.path, "meta": {"_type": "gradio.FileData"}}
         return {
@@ -181,9 +181,9 @@ class Visit:
             maps[name] = {
                 "grid": list(keep_map.shape),
                 "kept": keep_map.flatten().nonzero().flatten().tolist(),
-                "start": video.start,
-                "step": video.second_per_grid_ts[0],
-                "end": video.start + video.length,
+                "start": video.about.start,
+                "step": video.seconds_per_step,
+                "end": video.about.start + video.length,
             }
         pane = answer.as_dict()
         pane["question"] = question

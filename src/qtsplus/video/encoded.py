@@ -5,9 +5,8 @@ import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,89 +15,100 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor
 from transformers.image_utils import get_image_size
 from typing_extensions import Unpack
 
 from ..common.journals import State, file_state
 from ..hub.loading import find_device
 from ..model.addresses_qtsplus import shown_name
-from ..model.video_qtsplus import flatten_videos
-from .forecast import forecast, largest_gap
+from ..model.video_qtsplus import AboutVideo, VideoChunks, flatten_videos
+from .forecast import forecast
 from .sampling import Sampling, SamplingOptions
 from .subtitles import Subtitle, read_subtitles
 
 T = TypeVar("T")
 
-# Of one video or question, while the others go on.
+# What can go wrong with one video or question, while the others go on.
 FAILURES = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)
-IN_MEMORY = "(frames)"  # what a video is called that was given as frames
+IN_MEMORY = "(frames)"  # the name of a video that was given as frames
 
 
 @dataclass(frozen=True)
 class EncodedVideo:
-    """A video that [`encode`] has read, for any number of questions."""
+    """
+    A video that [`encode`] has read, for any number of questions.
 
-    video: str  # the path, [`IN_MEMORY`] for one that was given as frames
-    features: torch.Tensor  # [M, d], all its visual tokens
-    video_grid_thw: torch.Tensor  # [1, 3], its grid in patches
-    second_per_grid_ts: list[float]  # [1], seconds per temporal patch
-    metadata: Any  # `VideoMetadata`, with the indices of the frames that were looked at
-    seconds: float  # what reading and encoding took
-    start: float = 0.0  # when a player shows the first frame, in seconds
-    warnings: list[str] = field(default_factory=list)  # what is wrong with the file, one sentence each
-    sound: bool = False  # whether the file has some, which is not read
-    subtitles: Sequence[Subtitle] = ()  # as [`read_subtitles`] gives them
+    Args:
+        video: its path; [`IN_MEMORY`] for one that was given as frames.
+        features: `[M, d]`, all its visual tokens.
+        video_grid_thw: `[1, 3]`, its grid in patches.
+        seconds_per_step: how long one step of the grid lasts.
+        about: its times and its size, and what is wrong with the file.
+        seconds: that reading and encoding took.
+        subtitles: as [`read_subtitles`] gives them.
+    """
+
+    video: str
+    features: Tensor
+    video_grid_thw: Tensor
+    seconds_per_step: float
+    about: AboutVideo
+    seconds: float
+    subtitles: Sequence[Subtitle] = ()
 
     @property
     def length(self) -> float:
         """Seconds from the first frame to the end of the last."""
-        return self.metadata.total_num_frames / self.metadata.fps
+        return self.about.length
 
     @property
     def frames(self) -> int:
-        """How many were looked at."""
-        return len(self.metadata.frames_indices)
-
-    @property
-    def largest_gap(self) -> float:
-        """The longest time between two frames that were looked at, in seconds; 0 where there is one."""
-        return largest_gap(self.metadata)
-
-    def span(self, first: int, last: int) -> tuple[float, float]:
-        """When a player shows the steps of the grid from one on, up to another that is not part of it, in seconds."""
-        edges = self.steps  # the last step is padded where the frames are odd in number
-        return self.start + edges[first], self.start + edges[min(last, len(edges) - 1)]
+        """How many frames were looked at."""
+        return self.about.frames
 
     @property
     def count(self) -> int:
-        """The steps of the grid."""
+        """The number of steps of the grid."""
         return int(self.video_grid_thw[0, 0])
+
+    def span(self, first: int, last: int) -> tuple[float, float]:
+        """When a player shows the steps from `first` on, without `last`, in seconds."""
+        final_edge = len(self.steps) - 1
+        last = min(last, final_edge)  # the last step is padded where the frames are odd in number
+        return self.about.start + self.steps[first], self.about.start + self.steps[last]
 
     def within(self, start: float, end: float) -> tuple[int, int]:
         """The first step of the grid that a player shows between two seconds, and the one behind the last."""
-        edges = [self.start + edge for edge in self.steps]
-        steps = [step for step, (own, last) in enumerate(pairwise(edges)) if own < end and last > start]
-        return (steps[0], steps[-1] + 1) if steps else (0, 0)
+        edges = self.about.start + np.array(self.steps)
+        is_shown = (edges[:-1] < end) & (edges[1:] > start)
+        (shown,) = is_shown.nonzero()
+        if len(shown) == 0:
+            return 0, 0
+        return int(shown[0]), int(shown[-1]) + 1
 
     @cached_property
     def steps(self) -> list[float]:
         """When each step of the grid begins, and the last one ends, in seconds from the first frame."""
-        count, step = self.count, float(self.second_per_grid_ts[0])
-        edges = [number * step for number in range(count)]
-        indices, fps = self.metadata.frames_indices or [], self.metadata.fps
-        if len(indices) >= count:
-            own = [(index - indices[0]) / fps for index in indices[:: ceil(len(indices) / count)]]
-            if np.abs(np.subtract(own, edges[: len(own)])).max() * fps > 1:  # not evenly apart
-                edges = own
-        return [*edges, min(max(count * step, edges[-1]), self.length)]
+        edges = [number * self.seconds_per_step for number in range(self.count)]
+        indices = np.array(self.about.metadata.frames_indices or [])
+        if len(indices) >= self.count:
+            frames_per_step = ceil(len(indices) / self.count)
+            first_frames = indices[::frames_per_step] - indices[0]
+            begins = first_frames / self.about.metadata.fps
+            is_uneven = np.abs(begins - edges[: len(begins)]).max() * self.about.metadata.fps > 1
+            if is_uneven:
+                edges = begins.tolist()
+        regular_end = max(self.count * self.seconds_per_step, edges[-1])
+        return edges + [min(regular_end, self.length)]
 
 
 def encode(
-    model: Any,
-    processor: Any,
-    video: Any,
+    model,
+    processor,
+    video,
     *,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping | None = None,
     frames_per_chunk: int | None = None,
     device: str | None = None,
     subtitles: bool = False,
@@ -106,8 +116,8 @@ def encode(
     **options: Unpack[SamplingOptions],
 ) -> EncodedVideo:
     """
-    Reads a video of any length and encodes it, chunk by chunk. Beside a GPU one is decoded while the one before it is
-    encoded. Memory holds three chunks at most, and the features.
+    Reads a video of any length and encodes it, chunk by chunk. Beside a GPU one chunk is decoded while the one before
+    it is encoded. Memory holds three chunks at most, and the features.
 
     Args:
         video: a video file, an `http(s)` address (as a `str`), or a folder of frames. Or frames as the processor takes
@@ -123,45 +133,29 @@ def encode(
     Raises:
         ValueError: a video that cannot be read, or that was changed meanwhile; frames without `fps`.
     """
-    said = read_subtitles(video) if subtitles else ()
-    device = None if device is None else find_device(device)
+    lines = read_subtitles(video) if subtitles else ()
+    if device is not None:
+        device = find_device(device)
     sampling = Sampling(**options)
     if not isinstance(video, (str, Path)):
-        of_files = [name for name in sampling.stated() if name != "fps"]
-        if of_files:
-            raise ValueError(f"Got {', '.join(of_files)} for frames; expected those to look at, in their size.")
-        return _encode_frames(model, processor, video, sampling.fps, metadata, device)
+        return _encode_frames(model, processor, video, sampling, metadata, device)
     if metadata is not None:
         raise ValueError("metadata is about frames that are given; the video says its own.")
     started = time.perf_counter()
-    state_before = _state_of(video)
+    state = _state_of(video)
     chunks = open_chunks(processor, video, sampling, frames_per_chunk)
     forecast(model, chunks).require_memory(device or model.device)
-    tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
-    features, filled = torch.empty(0), 0
-    console = Console(stderr=True)
-    bar: dict[str, Any] = {"console": console, "transient": True, "disable": not (progress and console.is_terminal)}
-    # A reading thread has OpenMP threads of its own: on a CPU they cost the encoder more than reading ahead saves.
-    with nullcontext(chunks) if model.device.type == "cpu" else closing(read_ahead(chunks)) as pieces:
-        for pixels, grid in track(pieces, "Encoding the video", len(chunks), **bar):
-            (encoded,) = model.encode_videos(pixels, grid, device=device)
-            if not filled:
-                features = encoded.new_empty(tokens, encoded.shape[-1])
-            features[filled : filled + len(encoded)] = encoded
-            filled += len(encoded)
-    if _state_of(video) != state_before:
+    features = _encode_chunks(model, processor, chunks, device, progress)
+    if _state_of(video) != state:
         raise ValueError(f"{shown_name(str(video))} was changed while it was read: encode it again.")
     return EncodedVideo(
         video=shown_name(str(video)),
         features=features,
         video_grid_thw=chunks.video_grid_thw,
-        second_per_grid_ts=chunks.second_per_grid_ts,
-        metadata=chunks.metadata,
+        seconds_per_step=chunks.second_per_grid_ts[0],
+        about=chunks.about,
         seconds=time.perf_counter() - started,
-        start=chunks.start,
-        warnings=chunks.warnings,
-        sound=chunks.sound,
-        subtitles=said,
+        subtitles=lines,
     )
 
 
@@ -172,38 +166,70 @@ def _state_of(video: str | Path) -> State | None:
     return file_state(video)
 
 
-def open_chunks(
-    processor: Any,
-    video: str | Path,
-    sampling: Sampling,
-    frames_per_chunk: int | None = None,
-) -> Any:
+def open_chunks(processor, video: str | Path, sampling: Sampling, frames_per_chunk: int | None = None) -> VideoChunks:
     """The pieces of a video in which [`encode`] reads it, not decoded yet."""
     return processor.video_chunks(video, frames_per_chunk=frames_per_chunk, **sampling.video_keys())
 
 
-def _encode_frames(model: Any, processor: Any, frames: Any, fps: float | None, about: Any, device: Any) -> EncodedVideo:
+def _encode_chunks(model, processor, chunks: VideoChunks, device: str | None, progress: bool) -> Tensor:
+    """`[M, d]`, the features of all chunks."""
+    # A reading thread has OpenMP threads of its own: on a CPU they cost the encoder more than reading ahead saves.
+    reading: Any = nullcontext(chunks) if model.device.type == "cpu" else closing(read_ahead(chunks))
+    console = Console(stderr=True)
+    is_shown = progress and console.is_terminal
+    tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
+    features = torch.empty(0)
+    end = 0
+    with reading as pieces:
+        bar = track(pieces, "Encoding the video", len(chunks), console=console, transient=True, disable=not is_shown)
+        for pixels, grid in bar:
+            (encoded,) = model.encode_videos(pixels, grid, device=device)
+            if end == 0:
+                features = encoded.new_empty(tokens, encoded.shape[-1])
+            start = end
+            end += len(encoded)
+            features[start:end] = encoded
+    return features
+
+
+def _encode_frames(
+    model, processor, frames, sampling: Sampling, metadata: Mapping | None, device: str | None
+) -> EncodedVideo:
     """[`encode`] of frames that are in memory, which are one chunk."""
     started = time.perf_counter()
-    if about is not None and fps is not None:
-        raise ValueError(f"Got {fps=} and metadata, which says its own; expected one of them.")
-    stated = {"fps": fps} if about is None else {"video_metadata": [dict(about)]}
-    inputs = processor(videos=frames, return_metadata=True, return_tensors="pt", **stated)
-    pixels, grid, (metadata, *others) = map(inputs.get, ("pixel_values_videos", "video_grid_thw", "video_metadata"))
-    if others:
-        raise ValueError(f"Got {1 + len(others)} videos; expected the frames of one.")
-    metadata.height, metadata.width = get_image_size(np.asarray(flatten_videos(frames)[0]["video"][0]))
-    (features,) = model.encode_videos(pixels, grid, device=device)
-    seconds = [float(second) for second in inputs["second_per_grid_ts"]]
-    begin = metadata.frames_indices[0] / metadata.fps
-    return EncodedVideo(IN_MEMORY, features, grid, seconds, metadata, time.perf_counter() - started, begin)
+    options_of_files = [name for name in sampling.stated() if name != "fps"]
+    if options_of_files:
+        raise ValueError(f"Got {', '.join(options_of_files)} for frames; expected those to look at, in their size.")
+    times: dict = {"fps": sampling.fps}
+    if metadata is not None:
+        if sampling.fps is not None:
+            raise ValueError(f"Got fps={sampling.fps!r} and metadata, which says its own; expected one of them.")
+        times = {"video_metadata": [dict(metadata)]}
+    inputs = processor(videos=frames, return_metadata=True, return_tensors="pt", **times)
+    videos = inputs["video_metadata"]
+    if len(videos) > 1:
+        raise ValueError(f"Got {len(videos)} videos; expected the frames of one.")
+    (of_video,) = videos
+    first_frame = flatten_videos(frames)[0]["video"][0]
+    of_video.height, of_video.width = get_image_size(np.asarray(first_frame))
+    grid = inputs["video_grid_thw"]
+    (features,) = model.encode_videos(inputs["pixel_values_videos"], grid, device=device)
+    return EncodedVideo(
+        video=IN_MEMORY,
+        features=features,
+        video_grid_thw=grid,
+        seconds_per_step=float(inputs["second_per_grid_ts"][0]),
+        about=AboutVideo(of_video, start=of_video.frames_indices[0] / of_video.fps),
+        seconds=time.perf_counter() - started,
+    )
 
 
 def read_ahead(items: Iterable[T]) -> Generator[T, None, None]:
     """The same items; a thread gets the next one, and no more, while the caller works on one. Its errors are raised."""
     source = iter(items)
     with ThreadPoolExecutor(1, thread_name_prefix="qtsplus-read-ahead") as reader:
-        coming = reader.submit(next, source, None)
-        while (item := coming.result()) is not None:
+        item = reader.submit(next, source, None).result()
+        while item is not None:
             coming = reader.submit(next, source, None)
             yield item
+            item = coming.result()

@@ -1,9 +1,7 @@
 """How many frames, tokens and bytes a video will take, before it is read."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
-from typing import Any
 
 import psutil
 import torch
@@ -15,6 +13,7 @@ from ..model.video_qtsplus import VideoChunks
 
 _TEXT = 512  # tokens of a prompt and an answer
 _VALUES = 3 * 2 * 28**2  # the most pixel values that become one token
+_BYTES_OF_PIXELS = 3 * (1 + 4)  # while a chunk is encoded, its pixels exist three times as bytes and in float32
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,8 @@ class Forecast:
             )
 
 
-def largest_gap(metadata: Any) -> float:
-    """The longest time between two frames that are looked at, by the metadata of their video, in seconds."""
-    gaps = (later - earlier for earlier, later in pairwise(metadata.frames_indices or ()))
-    return max(gaps, default=0) / metadata.fps
-
-
 def forecast(
-    model: Any,
+    model,
     chunks: VideoChunks,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
@@ -71,7 +64,7 @@ def forecast(
     config = model.config.qtsplus_config
     if selection is None:
         selection = config.selection
-    tokens = sum(prod(grid) for grid in model.model.merged_grid(chunks.video_grid_thw))
+    tokens = sum(map(prod, model.model.merged_grid(chunks.video_grid_thw)))
     rho = retention or config.rho_max
     if selection == "all":
         rho = 1.0
@@ -88,18 +81,16 @@ def forecast(
         tokens_at_once = max(group, kept_tokens)
     values = cache_per_token * (kept_tokens + _TEXT) + layer_per_token * (tokens_at_once + _TEXT)
 
-    # While a chunk is encoded, its pixels exist three times as bytes and three times in float32.
-    chunk = 3 * (1 + 4) * _VALUES * tokens // len(chunks)
+    pixels_of_chunk = _BYTES_OF_PIXELS * _VALUES * tokens // len(chunks)
     raw_frame = 3 * prod(chunks.shape[1:])
     features = tokens * model.model.token_width * model.dtype.itemsize
-    metadata: Any = chunks.metadata
     return Forecast(
-        frames=len(metadata.frames_indices),
-        seconds_of_video=metadata.total_num_frames / metadata.fps,
-        largest_gap=largest_gap(metadata),
+        frames=chunks.about.frames,
+        seconds_of_video=chunks.about.length,
+        largest_gap=chunks.about.largest_gap,
         visual_tokens=tokens,
         kept_tokens=kept_tokens,
         features=features,
-        memory=features + values * model.dtype.itemsize + chunk + raw_frame,
+        memory=features + values * model.dtype.itemsize + pixels_of_chunk + raw_frame,
         weights=sum(weight.numel() * weight.element_size() for weight in model.parameters()),
     )

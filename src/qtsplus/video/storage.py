@@ -17,17 +17,20 @@ from typing_extensions import TypedDict
 from ..common.journals import STORED, check_stored
 from ..common.tensors import TensorFormat, TensorKind, check_numbers, digest_of
 from ..data.records import String
+from ..model.video_qtsplus import AboutVideo
 from .encoded import IN_MEMORY, EncodedVideo
 from .subtitles import Subtitle
 
 Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
-_ONE = Field(min_length=1, max_length=1)
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
-_When = Annotated[float, Field(ge=-1e9, le=1e9)]  # seconds on a player's clock
+Rate = Annotated[float, Field(ge=1e-6, le=1e6)]
+Index = Annotated[int, Field(ge=0, le=2**40)]
+Moment = Annotated[float, Field(ge=-1e9, le=1e9)]  # seconds on a player's clock
+SecondsPerStep = Annotated[float, Field(ge=1e-6, le=1e9)]
+Grid = Annotated[list[Count], Field(min_length=3, max_length=3)]
 
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video says its own
-
 
 # Who stores a video notes the digest of its file elsewhere: the features are read when they are looked at.
 FEATURES = TensorFormat(
@@ -54,7 +57,7 @@ def fingerprint(model, processor) -> str:
     vision = model.config.vision_config.to_dict()
     vision["transformers_version"] = None
     pixels = processor.video_processor.to_dict()
-    for name in (*SAMPLING, "do_sample_frames"):
+    for name in SAMPLING + ("do_sample_frames",):
         pixels.pop(name, None)
     weights = {}
     for name, weight in model.model.state_dict().items():
@@ -74,35 +77,39 @@ class Stored(TypedDict):
 @with_config(STORED)
 class _Metadata(TypedDict):
     total_num_frames: Count
-    fps: Annotated[float, Field(ge=1e-6, le=1e6)]
+    fps: Rate
     width: Count | None
     height: Count | None
     duration: Seconds | None
     video_backend: str | None
-    frames_indices: Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(min_length=1)]
+    frames_indices: Annotated[list[Index], Field(min_length=1)]
 
 
 @with_config(STORED)
-class _Said(TypedDict):
-    """A subtitle."""
-
-    start: _When
-    end: _When
+class _Subtitle(TypedDict):
+    start: Moment
+    end: Moment
     text: String
 
 
 @with_config(STORED)
 class _About(TypedDict):
-    """The header of a stored video, without the [`fingerprint`] of the model and processor that encoded it."""
+    """The fields of an [`AboutVideo`]."""
 
-    seconds: Seconds
-    start: _When
+    start: Moment
     warnings: list[str]
     sound: bool
-    subtitles: list[_Said]
-    video_grid_thw: Annotated[list[Annotated[list[Count], Field(min_length=3, max_length=3)]], _ONE]
-    second_per_grid_ts: Annotated[list[Annotated[float, Field(ge=1e-6, le=1e9)]], _ONE]
     metadata: _Metadata
+
+
+@with_config(STORED)
+class _Header(_About):
+    """What is stored of a video except its tensor."""
+
+    seconds: Seconds
+    subtitles: list[_Subtitle]
+    video_grid_thw: Annotated[list[Grid], Field(min_length=1, max_length=1)]
+    second_per_grid_ts: Annotated[list[SecondsPerStep], Field(min_length=1, max_length=1)]
 
 
 @contextmanager
@@ -111,24 +118,84 @@ def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Sto
     Writes an encoded video to one file, with the [`fingerprint`] of its model and processor. The file is at `path` once
     the context ends; within the context, its size and digest can be noted.
     """
-    texts = {"made_by": made_by, "about": _about(encoded)}
+    texts = {"made_by": made_by, "about": _header(encoded)}
     with FEATURES.writing(path, {"features": encoded.features}, texts) as part:
         yield measure(part)
 
 
-def _about(encoded: EncodedVideo) -> str:
+def measure(path: Path) -> Stored:
+    """The size and the digest of a file, which is read to its end."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+        size = file.tell()
+    return {"size": size, "digest": digest.hexdigest()}
+
+
+def _header(encoded: EncodedVideo) -> str:
     """Everything that is stored of a video except its tensor, as JSON."""
-    about = {
+    about = dict(vars(encoded.about))
+    about["metadata"] = vars(encoded.about.metadata)
+    header = {
         "seconds": encoded.seconds,
-        "start": encoded.start,
-        "warnings": encoded.warnings,
-        "sound": encoded.sound,
         "video_grid_thw": encoded.video_grid_thw.tolist(),
-        "second_per_grid_ts": [float(seconds) for seconds in encoded.second_per_grid_ts],
-        "metadata": vars(encoded.metadata),
+        "second_per_grid_ts": [float(encoded.seconds_per_step)],
         "subtitles": [vars(line) for line in encoded.subtitles],
     }
-    return json.dumps(about)
+    return json.dumps(about | header)
+
+
+def load_video(path: Path, made_by: str, model, stored: Stored | None = None) -> EncodedVideo:
+    """
+    Reads a video that [`saved_video`] wrote with a model's vision tower; a `ValueError` for a damaged file or another
+    vision tower. The features stay on disk until they are looked at. The result does not name the video's file.
+
+    Args:
+        stored: size and digest that were noted for the file; with them every byte and every feature is checked.
+    """
+    with FEATURES.reading(path) as file:
+        if stored is not None and measure(path) != stored:
+            raise ValueError("it was changed since it was written")
+        if file.texts["made_by"] != made_by:
+            raise ValueError("it was made with another vision tower or processor")
+        features = file.tensors["features"]
+        if stored is not None:
+            check_numbers("features", features)
+        return _video(file.texts["about"], features, model, model.model.token_width)
+
+
+def _video(header: str, features: Tensor, model, width: int) -> EncodedVideo:
+    """The video that the header of a file describes; a `ValueError` for tensors that do not fit it."""
+    content = check_stored(_Header, json.loads(header))
+    about = {name: content[name] for name in _About.__annotations__}
+    about["metadata"] = VideoMetadata(**content["metadata"])
+    grid = torch.tensor(content["video_grid_thw"])
+    _check_grid(grid, features, model, width)
+    steps = int(grid[0, 0])
+    frames = len(content["metadata"]["frames_indices"])
+    if frames < steps:
+        raise ValueError(f"metadata.frames_indices are {frames}; expected some for each of {steps} steps")
+    (seconds_per_step,) = content["second_per_grid_ts"]
+    return EncodedVideo(
+        video=IN_MEMORY,
+        features=features,
+        video_grid_thw=grid,
+        seconds_per_step=seconds_per_step,
+        about=AboutVideo(**about),
+        seconds=content["seconds"],
+        subtitles=[Subtitle(**line) for line in content["subtitles"]],
+    )
+
+
+def _check_grid(grid: Tensor, features: Tensor, model, width: int) -> None:
+    steps, rows, columns = model.model.merged_grid(grid)[0]
+    merge = getattr(model.config.vision_config, "spatial_merge_size", 1)
+    if grid.tolist() != [[steps, rows * merge, columns * merge]]:
+        raise ValueError(f"video_grid_thw is {grid.tolist()}; expected multiples of {merge}")
+    tokens = steps * rows * columns
+    if tokens == 0 or features.shape != (tokens, width):
+        raise ValueError(f"features are {list(features.shape)}; expected {[tokens, width]}, by video_grid_thw")
 
 
 @dataclass(frozen=True)
@@ -158,78 +225,20 @@ def save_keys(path: Path, encoded: EncodedVideo, keys: Tensor, made_from: Mappin
     step = (high - low).clamp(min=1e-6) / 255
     steps = (keys - low) / step
     codes = steps.round().clamp(0, 255).byte()
-    tensors = {"codes": codes, "low": low, "step": step}
-    about = _about(replace(encoded, subtitles=[], warnings=[]))
-    KEYS.write(path, tensors, {**made_from, "about": about})
+    # The words of a video are stored once, beside its features.
+    without_words = replace(encoded, subtitles=(), about=replace(encoded.about, warnings=[]))
+    texts = dict(made_from, about=_header(without_words))
+    KEYS.write(path, {"codes": codes, "low": low, "step": step}, texts)
 
 
 def load_keys(path: Path, model, key_width: int, made_from: Mapping[str, str]) -> KeyedVideo | None:
     """
     Reads the keys that [`save_keys`] wrote; `None` for keys that were made from something else, a `ValueError` for
-    damaged keys. The codes stay on disk until they are looked at.
+    damaged keys.
     """
     with KEYS.reading(path) as file:
-        about = file.texts.pop("about")
+        header = file.texts.pop("about")
         if file.texts != made_from:
             return None
-        video = _build(json.loads(about), file.tensors["codes"], model, key_width)
+        video = _video(header, file.tensors["codes"], model, key_width)
         return KeyedVideo(video, file.tensors["low"], file.tensors["step"])
-
-
-def measure(path: Path) -> Stored:
-    """The size and the digest of a file, which is read to its end."""
-    digest = hashlib.sha256()
-    size = 0
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(2**20), b""):
-            digest.update(block)
-            size += len(block)
-    return {"size": size, "digest": digest.hexdigest()}
-
-
-def load_video(path: Path, made_by: str, model, stored: Stored | None = None) -> EncodedVideo:
-    """
-    Reads a video that [`saved_video`] wrote with a model's vision tower; a `ValueError` for a damaged file or another
-    vision tower. The features stay on disk until they are looked at. The result does not name the video's file.
-
-    Args:
-        stored: size and digest that were noted for the file; with them every byte and every feature is checked.
-    """
-    with FEATURES.reading(path) as file:
-        if stored is not None and measure(path) != stored:
-            raise ValueError("it was changed since it was written")
-        if file.texts["made_by"] != made_by:
-            raise ValueError("it was made with another vision tower or processor")
-        features = file.tensors["features"]
-        if stored is not None:
-            check_numbers("features", features)
-        return _build(json.loads(file.texts["about"]), features, model, model.model.token_width)
-
-
-def _build(content, features: Tensor, model, width: int) -> EncodedVideo:
-    """The video that the header of a file describes; a `ValueError` for tensors that do not fit it."""
-    about = check_stored(_About, content)
-    grid = torch.tensor(about["video_grid_thw"])
-    metadata = VideoMetadata(**about["metadata"])
-    steps, rows, columns = model.model.merged_grid(grid)[0]
-    expected = steps * rows * columns
-    merge = getattr(model.config.vision_config, "spatial_merge_size", 1)
-    if grid.tolist() != [[steps, rows * merge, columns * merge]]:
-        raise ValueError(f"video_grid_thw is {grid.tolist()}; expected multiples of {merge}")
-    if not expected or features.shape != (expected, width):
-        raise ValueError(f"features are {list(features.shape)}; expected {[expected, width]}, by video_grid_thw")
-    frames = len(metadata.frames_indices or ())
-    if frames < steps:
-        raise ValueError(f"metadata.frames_indices are {frames}; expected some for each of {steps} steps")
-    return EncodedVideo(
-        video=IN_MEMORY,
-        features=features,
-        video_grid_thw=grid,
-        second_per_grid_ts=about["second_per_grid_ts"],
-        metadata=metadata,
-        seconds=about["seconds"],
-        start=about["start"],
-        warnings=about["warnings"],
-        sound=about["sound"],
-        subtitles=[Subtitle(**line) for line in about["subtitles"]],
-    )

@@ -6,10 +6,10 @@ import io
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import av
 import torch
@@ -29,7 +29,6 @@ logger = logging.get_logger(__name__)
 SUFFIXES = (".srt", ".vtt", ".ass", ".ssa")
 MAX_FILE_BYTES = 16 * 2**20
 MAX_SUBTITLES = 100_000  # a day of one per second has 86,400
-MAX_SUBTITLE_BYTES = 2**20  # of one of them: signs that are drawn in ASS have some 100,000
 
 _BLANK = codecs.BOM_UTF8 + b" \t\r\n"  # what an empty file may have
 _BITMAPS = ("pgssub", "dvdsub", "dvbsub", "xsub")  # codecs of pictures, which have no text
@@ -68,7 +67,7 @@ class Subtitle:
         return f"[{self.start:.1f} s] {self.text}"
 
 
-def read_subtitles(video: Any) -> list[Subtitle]:
+def read_subtitles(video) -> list[Subtitle]:
     """
     The subtitles of a video, in order of time: of `talk.srt` or `talk.en.sdh.vtt` beside it, or else those within it,
     the default track or the first. A file of forced subtitles, which has foreign speech alone, comes last.
@@ -82,7 +81,7 @@ def read_subtitles(video: Any) -> list[Subtitle]:
     files = _files_beside(video)
     full = [path for path in files if not _is_forced(path)]
     forced = [path for path in files if _is_forced(path)]
-    for path in [*full, video, *forced]:
+    for path in full + [video] + forced:
         subtitles = _read_file(path, is_video=path == video)
         if subtitles:
             return sorted(subtitles, key=lambda subtitle: subtitle.start)
@@ -91,9 +90,11 @@ def read_subtitles(video: Any) -> list[Subtitle]:
 
 def _read_file(path: Path, is_video: bool) -> list[Subtitle]:
     try:
-        source = str(path) if is_video else _as_utf8(path)
-        if isinstance(source, io.BytesIO) and not source.getvalue().strip(_BLANK):
-            return []
+        source: str | io.BytesIO = str(path)
+        if not is_video:
+            source = _as_utf8(path)
+            if not source.getvalue().strip(_BLANK):
+                return []
         with open_container(source) as container:
             track = _full_track(container.streams.subtitles)
             return [] if track is None else list(_lines(container, track))
@@ -105,17 +106,18 @@ def _read_file(path: Path, is_video: bool) -> list[Subtitle]:
 
 def _files_beside(video: Path) -> list[Path]:
     """The files of a video's subtitles, those with the shortest names first."""
-    neighbours = list(video.parent.iterdir())
-    other_videos = {path.stem for path in neighbours if path.suffix.lower() in VIDEO_SUFFIXES} - {video.stem}
     files = []
-    for path in neighbours:
-        begins_like_it = f"{path.stem}.".startswith(f"{video.stem}.")
-        if path.suffix.lower() not in SUFFIXES or not begins_like_it or path.stem in other_videos:
-            continue
-        parts = path.stem[len(video.stem) :].lower().split(".")[1:]
-        if all(map(_tells_of_subtitles, parts)):
-            files.append(path)
-    return sorted(files, key=lambda path: (len(path.name), path.name))
+    other_videos = set()
+    for path in video.parent.iterdir():
+        suffix = path.suffix.lower()
+        if suffix in VIDEO_SUFFIXES and path.stem != video.stem:
+            other_videos.add(path.stem)
+        if suffix in SUFFIXES and f"{path.stem}.".startswith(f"{video.stem}."):
+            parts = path.stem.removeprefix(video.stem).lower().split(".")
+            if all(map(_tells_of_subtitles, parts[1:])):
+                files.append(path)
+    own_files = [path for path in files if path.stem not in other_videos]
+    return sorted(own_files, key=lambda path: (len(path.name), path.name))
 
 
 def _tells_of_subtitles(part: str) -> bool:
@@ -129,18 +131,24 @@ def _tells_of_subtitles(part: str) -> bool:
 
 def _is_forced(path: Path) -> bool:
     """Whether a file says that it has foreign speech and signs alone."""
-    return not {"forced", "foreign"}.isdisjoint(path.stem.lower().split("."))
+    parts = path.stem.lower().split(".")
+    return "forced" in parts or "foreign" in parts
 
 
-def _full_track(tracks: Iterable[Any]) -> Any:
+def _full_track(tracks: Iterable):
     """The default track of text or the first, of those that have all speech if there are any; `None` if none is."""
     flags = av.stream.Disposition
-    decodable = [track for track in tracks if track.codec_context is not None]
-    texts = [track for track in decodable if track.codec_context.name not in _BITMAPS]
-    by_preference = sorted(
-        texts, key=lambda track: (bool(track.disposition & flags.forced), not track.disposition & flags.default)
-    )
-    return by_preference[0] if by_preference else None
+    texts = []
+    for track in tracks:
+        if track.codec_context is not None and track.codec_context.name not in _BITMAPS:
+            texts.append(track)
+
+    def preference(track) -> tuple[bool, bool]:
+        is_forced = bool(track.disposition & flags.forced)
+        is_default = bool(track.disposition & flags.default)
+        return is_forced, not is_default
+
+    return min(texts, key=preference, default=None)
 
 
 def _as_utf8(path: Path) -> io.BytesIO:
@@ -158,7 +166,8 @@ def _as_utf8(path: Path) -> io.BytesIO:
     return io.BytesIO(content)
 
 
-def _lines(container: Any, track: Any) -> Iterator[Subtitle]:
+def _lines(container, track) -> Iterator[Subtitle]:
+    codec = track.codec_context.name
     count = 0
     total_bytes = 0
     for packet in container.demux(track):
@@ -172,9 +181,6 @@ def _lines(container: Any, track: Any) -> Iterator[Subtitle]:
             raise ValueError(f"its subtitles have more than {MAX_FILE_BYTES // 2**20} MiB")
         start = float(packet.pts * packet.time_base)
         end = start + float((packet.duration or 0) * packet.time_base)
-        if packet.size > MAX_SUBTITLE_BYTES:
-            raise ValueError(f"the subtitle at {start:.1f} s has {packet.size:,} bytes; at most 1 MiB is read")
-        codec = track.codec_context.name
         for written in _texts(packet, codec):
             text = _plain_text(written)
             if codec == "webvtt":
@@ -183,32 +189,33 @@ def _lines(container: Any, track: Any) -> Iterator[Subtitle]:
                 yield Subtitle(start, end, text)
 
 
-def _texts(packet: Any, codec: str) -> Iterator[str]:
+def _texts(packet, codec: str) -> Iterator[str]:
     """The texts of a packet, with their markup."""
     content = bytes(packet)
     if codec == "mov_text":  # how long the text is, the text, and boxes about its style
         length = int.from_bytes(content[:2], "big")
         content = content[2 : 2 + length]
-    if codec not in _WRITTEN:
-        for event in packet.decode():
-            yield event.ass.decode("utf-8", "replace").split(",", _ASS_FIELDS)[-1]
-    else:
+    if codec in _WRITTEN:
         yield content.decode("utf-8", "replace")
+        return
+    for event in packet.decode():
+        fields = event.ass.decode("utf-8", "replace").split(",", _ASS_FIELDS)
+        yield fields[-1]
 
 
 def _plain_text(written: str) -> str:
     """The words of a subtitle, in one line, without tags and without what ASS draws."""
-    words: list[str] = []
+    text = ""
     draws = False
     for part in _BLOCK.split(written):
-        if not _BLOCK.fullmatch(part):
-            words += [] if draws else [part]
-            continue
         scales = _DRAWING.findall(part)
-        if scales:
+        if not _BLOCK.fullmatch(part):
+            if not draws:
+                text += part
+        elif scales:
             draws = int(scales[-1]) > 0
-    text = _BREAK.sub(" ", "".join(words))
-    return " ".join(_TAG.sub("", text).split())
+    words = _TAG.sub("", _BREAK.sub(" ", text))
+    return " ".join(words.split())
 
 
 def check_subtitles(most: int | None, videos: Iterable["EncodedVideo"]) -> None:
@@ -220,28 +227,47 @@ def check_subtitles(most: int | None, videos: Iterable["EncodedVideo"]) -> None:
         raise ValueError("No video was encoded with its subtitles; give `subtitles=True` to `encode` or `add`.")
 
 
-def near(kept_indices: torch.Tensor, videos: Mapping[str, "EncodedVideo"], processor: Any, most: int) -> str:
+@dataclass(frozen=True, order=True)
+class _Candidate:
+    """A subtitle that a prompt may have; the nearest to what was kept comes first."""
+
+    distance: float  # seconds to the nearest kept tokens
+    video: int  # its number in the prompt
+    start: float
+    text: str = field(compare=False)
+
+
+def near(kept_indices: torch.Tensor, videos: Mapping[str, "EncodedVideo"], processor, most: int) -> str:
     """
     The subtitles that fit into `most` tokens, those nearest in time to kept tokens first, in their order.
 
     Args:
         kept_indices: `[n]`, among the tokens of all videos.
     """
-    grids, found = torch.cat([video.video_grid_thw for video in videos.values()]), []
+    grids = torch.cat([video.video_grid_thw for video in videos.values()])
     maps = keep_maps(kept_indices, grids, processor.video_processor.merge_size)
+    candidates = []
     for number, (video, kept) in enumerate(zip(videos.values(), maps, strict=True)):
-        step = float(video.second_per_grid_ts[0])
-        seconds = [video.start + (row + 0.5) * step for row in kept.any(2).any(1).nonzero()[:, 0].tolist()]
+        (kept_steps,) = kept.flatten(1).any(1).nonzero(as_tuple=True)
+        middles = [video.about.start + (step + 0.5) * video.seconds_per_step for step in kept_steps.tolist()]
         for line in video.subtitles:
-            place = bisect_left(seconds, line.start)
-            beside = seconds[max(place - 1, 0) : place + 1]
-            apart = min((max(line.start - one, one - line.end, 0.0) for one in beside), default=line.start)
-            found.append((apart, number, line))
-    chosen: list[tuple[int, Subtitle]] = []
-    for _, number, line in sorted(found, key=lambda one: (one[0], one[1], one[2].start)):
-        most -= len(processor.text_ids(f"{line}\n"))
+            candidates.append(_Candidate(_distance(line, middles), number, line.start, str(line)))
+    chosen = []
+    for candidate in sorted(candidates):
+        most -= len(processor.text_ids(f"{candidate.text}\n"))
         if most < 0:
             break
-        chosen.append((number, line))
-    texts = ["Subtitles:"] + [str(line) for _, line in sorted(chosen, key=lambda one: (one[0], one[1].start))]
-    return "\n".join(texts) + "\n" if chosen else ""
+        chosen.append(candidate)
+    if not chosen:
+        return ""
+    chosen.sort(key=lambda candidate: (candidate.video, candidate.start))
+    texts = [candidate.text for candidate in chosen]
+    return "\n".join(["Subtitles:"] + texts) + "\n"
+
+
+def _distance(line: Subtitle, seconds: Sequence[float]) -> float:
+    """How far a subtitle is from the nearest of some ascending times."""
+    place = bisect_left(seconds, line.start)
+    neighbours = seconds[max(place - 1, 0) : place + 1]
+    distances = [max(line.start - second, second - line.end, 0.0) for second in neighbours]
+    return min(distances, default=line.start)

@@ -26,6 +26,7 @@ from ..model.methods_qtsplus import add_method
 from ..model.mixin_qtsplus import choose
 from ..model.prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs, pad_rows, splice
 from ..model.selector_qtsplus import QTSplusOutput
+from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo
 from .processing import QTSplusMultiModalProcessor, read
 from .worker import PIXELS
@@ -181,16 +182,14 @@ class QTSplusForVLLM:
         for index, told in enumerate(settings["told"]):
             name = str(index + 1)
             height, width = told["size"]
+            metadata: Any = SimpleNamespace(**told, height=height, width=width)
             videos[name] = EncodedVideo(
                 video=name,
                 features=features[index],
                 video_grid_thw=item["video_grid_thw"][index : index + 1].cpu(),
-                second_per_grid_ts=[told["step"]],
-                metadata=SimpleNamespace(**told, height=height, width=width),
+                seconds_per_step=told["step"],
+                about=AboutVideo(metadata, **told["about"]),
                 seconds=0.0,
-                start=told["start"],
-                warnings=told["warnings"],
-                sound=told["sound"],
             )
         relevance = None
         if chosen.relevance is not None:
@@ -200,7 +199,7 @@ class QTSplusForVLLM:
         seen, seen_threshold = calibrated_seen(chosen, row, config)
         shown["seen"] = seen
         shown["seen_threshold"] = seen_threshold
-        shown["unheard"] = any(video.sound for video in videos.values())
+        shown["unheard"] = any(video.about.sound for video in videos.values())
         rho = settings.get("rho", float(chosen.rho[row]))
         fields = Answer(answer="", video="", rho=rho, timings={}, **shown).as_dict()
         for name in ("answer", "video", "timings"):

@@ -148,9 +148,7 @@ class QTSplusMultiModalProcessor:
             "frames_indices": metadata.frames_indices,
             "step": step / metadata.sampled_fps,
             "size": [metadata.height or height, metadata.width or width],
-            "start": about.get("start", indices[0] / (metadata.fps or 1)),
-            "sound": about.get("sound", False),
-            "warnings": about.get("warnings", []),
+            "about": about.get("about") or {"start": indices[0] / (metadata.fps or 1)},
         }
 
     def _get_mm_fields_config(self, hf_inputs, hf_processor_mm_kwargs):

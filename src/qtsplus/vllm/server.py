@@ -58,9 +58,10 @@ def read_frames(processor: Any, place: str, name: str, **reading: Any) -> tuple[
         raise ValueError(str(error).replace(place, name)) from error
     frames = np.repeat(frames, 1 + (len(frames) == 1), 0)  # as Transformers shows one to the tower
     told = {"video_backend": "opencv", "do_sample_frames": False}
-    warnings = [warning.replace(place, name) for warning in chunks.warnings]
-    more = {"start": chunks.start, "sound": chunks.sound, "warnings": warnings}
-    about = {**vars(chunks.metadata), **told, **more}
+    known = dict(vars(chunks.about))
+    metadata = vars(known.pop("metadata"))
+    known["warnings"] = [warning.replace(place, name) for warning in chunks.about.warnings]
+    about = {**metadata, **told, "about": known}
     return frames, {**about, "mark": mark_of(frames, about)}
 
 
