@@ -165,7 +165,7 @@ def test_no_content_of_a_library_is_a_path(folder, mine, loaded, content):
     assert "\n" not in str(error.value)
     lines: list[str] = []
     index(mine, folder, *loaded, say=lines.append)
-    assert "Left out of library.jsonl 4 lines that cannot be used. Labels of theirs are to be given again." in lines
+    assert "Left out of library.jsonl 4 lines that cannot be used." in lines
     assert len(Library(folder, *loaded).names) == 2
     assert victim.read_bytes() == b"mine"
 

@@ -17,8 +17,8 @@ from ..asking.choice import Choice
 from ..common.files import counted, printable
 from ..video.sampling import Sampling
 from . import options
-from .console import console, fail, note, notes, one_line_errors, read_pairs, wrote
-from .library import Label, Like
+from .console import console, fail, note, notes, one_line_errors, wrote
+from .library import Like
 from .models import Source, name_model, open_library, split_revision
 
 SHOWN = 10  # stretches of evidence in a terminal
@@ -49,7 +49,6 @@ def ask(
         typer.Option(min=1, help="How many videos of a library, or pieces of long ones, to read; 1 by default."),
     ] = None,
     name: Like = None,
-    label: Label = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what reading the video will take.")] = False,
     device: options.Device = None,
     dtype: options.WeightType = options.Dtype.auto,
@@ -58,7 +57,7 @@ def ask(
     """Answer a question about a video or a library, and say which seconds the answer rests on."""
     model, revision = split_revision(model)
     if not is_library(video):
-        of_library = {"pieces": pieces, "name": name, "label": label}
+        of_library = {"pieces": pieces, "name": name}
         refuse(of_library, "is about a library, which `qtsplus index` makes; leave it out")
     of_videos = sampling
     if is_library(video):  # of which --start and --end say what is searched
@@ -95,7 +94,7 @@ def ask(
         asking = dict(vars(choice), subtitles=subtitles, max_new_tokens=max_new_tokens or 128)
         if talk.is_library:
             asking["pieces"] = pieces or 1
-            asking["names"] = chosen_names(talk.about, name, label)
+            asking["names"] = chosen_names(talk.about, name)
             asking["window"] = window(sampling.start, sampling.end)
         timings = {"load": time.perf_counter() - started}
         if not talk.is_library:
@@ -187,14 +186,11 @@ class Talk:
             yield video
 
 
-def chosen_names(library: Any, name: str | None, labels: list[str] | None) -> list[str]:
-    """The videos of a library whose path is like `name` and that have the labels; `ValueError` if there are none."""
-    names = library.select(name or "*", read_pairs("--label", labels))
+def chosen_names(library: Any, name: str | None) -> list[str]:
+    """The videos of a library whose path is like `name`; a `ValueError` if there are none."""
+    names = library.select(name or "*")
     if not names:
-        given = [f"--label {label}" for label in labels or ()]
-        if name is not None:
-            given.insert(0, f"--name {name!r}")
-        raise ValueError(f"No video of the library is like {' '.join(given)}, but for example {library.names[0]!r}.")
+        raise ValueError(f"No video of the library is like --name {name!r}, but for example {library.names[0]!r}.")
     return names
 
 

@@ -100,13 +100,13 @@ def require_fraction(retention: float | None) -> float | None:
 
 
 def read_pairs(option: str, given: list[str] | None) -> dict[str, str]:
-    """`["camera=front"]` as `{"camera": "front"}`; ends the command for what is no such thing."""
+    """`["n_max=512"]` as `{"n_max": "512"}`; ends the command for what is no such thing."""
     pairs: dict[str, str] = {}
     has_twice = False
     for text in given or ():
         name, _, value = text.partition("=")
         if not name or not value:
-            fail(f"{option} is {text!r}; expected a name and a value, such as camera=front or n_max=512")
+            fail(f"{option} is {text!r}; expected a name and a value, such as n_max=512")
         has_twice = has_twice or name in pairs
         pairs[name] = value
     if has_twice:

@@ -12,7 +12,7 @@ from ..common.files import printable
 from . import options
 from .asking import chosen_names, is_library, place, window
 from .console import console, fail, one_line_errors
-from .library import Label, Like
+from .library import Like
 from .models import Source, open_library, split_revision
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ def find(
     model: options.Model = None,
     moments: Annotated[int, typer.Option(min=1, help="How many moments to name at most.")] = 10,
     name: Like = None,
-    label: Label = None,
     start: options.Start = None,
     end: options.End = None,
     device: options.Device = None,
@@ -41,7 +40,7 @@ def find(
 
         check_text("question", question)
         opened = open_library(Path(library), Source(model, revision, device, dtype.value))
-        names = chosen_names(opened, name, label)
+        names = chosen_names(opened, name)
         found = opened.find(question, moments, names=names, window=window(start, end))
         print_moments(question, found, as_json)
 

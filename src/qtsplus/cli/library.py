@@ -7,15 +7,10 @@ import typer
 
 from ..common.files import NAMED, counted, printable
 from ..video.sampling import Sampling
-from .console import fail, note, one_line_errors, read_pairs, resumable, wrote
+from .console import note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import Source, split_revision
 from .options import Device, Model, grouped
-
-Label = Annotated[
-    list[str] | None,
-    typer.Option(help="A label of the videos and its value, such as camera=front. May be repeated."),
-]
 
 Like = Annotated[
     str | None, typer.Option(help="Only videos whose path in the library matches this pattern, such as 'door/*'.")
@@ -32,11 +27,6 @@ def index(
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove videos whose files are gone, even if these are most.")
     ] = False,
-    label: Label = None,
-    name: Annotated[
-        str | None,
-        typer.Option(help="Give --label to the videos whose path matches this pattern, not to the new ones."),
-    ] = None,
     device: Device = None,
 ) -> None:
     """
@@ -46,8 +36,6 @@ def index(
     is known again by its content, one that was removed leaves the library.
     """
     model, revision = split_revision(model)
-    if name is not None and not label:
-        fail("--name is about --label: give one, such as camera=front")
     with one_line_errors(), resumable():
         from ..library import indexing
 
@@ -60,8 +48,6 @@ def index(
             name=model,
             revision=revision,
             prune=prune,
-            labels=read_pairs("--label", label),
-            pattern=name,
             say=note,
             **sampling.options(),
         )

@@ -134,7 +134,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     def run(**values: object) -> None:
         for group, kind in groups.items():
             fields = {name: values.pop(name) for name in _GROUPS[kind]}
-            values[group] = kind(**fields)
+            try:
+                values[group] = kind(**fields)
+            except ValueError as error:
+                fail(str(error))
         command(**values)
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

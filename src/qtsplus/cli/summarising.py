@@ -13,7 +13,7 @@ from ..video.sampling import Sampling
 from . import options
 from .asking import Talk, check_videos, chosen_names, is_library, looked_at, refuse
 from .console import console, note, notes, one_line_errors
-from .library import Label, Like
+from .library import Like
 from .models import Source, split_revision
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ def summarise(
     sampling: Sampling,
     max_new_tokens: options.MaxNewTokens = None,
     name: Like = None,
-    label: Label = None,
     device: options.Device = None,
     dtype: options.WeightType = options.Dtype.auto,
     as_json: options.AsJson = False,
@@ -38,7 +37,7 @@ def summarise(
     """Summarise a video, or each video of a library, by chapters."""
     model, revision = split_revision(model)
     if not is_library(video):
-        refuse({"name": name, "label": label}, "is about a library, which `qtsplus index` makes; leave it out")
+        refuse({"name": name}, "is about a library, which `qtsplus index` makes; leave it out")
     check_videos([video], sampling)
     with one_line_errors():
         from ..asking.answers import check_text
@@ -52,7 +51,7 @@ def summarise(
         talk = Talk(video, Source(model, revision, device, dtype.value), sampling)
         telling: dict[str, Any] = dict(vars(choice), prompt=prompt, max_new_tokens=max_new_tokens)
         if talk.is_library:
-            telling["names"] = chosen_names(talk.about, name, label)
+            telling["names"] = chosen_names(talk.about, name)
         else:
             talk.add(video, printable(shown_name(video)))
         stated = {option: value for option, value in telling.items() if value is not None}

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import AfterValidator, Discriminator, Tag, with_config
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from ..asking.answers import placed
 from ..asking.evidence import Interval, evidence_intervals
@@ -74,7 +74,6 @@ class Entry(State):
     content: Digest | None
     error: str | None
     features: Stored | None
-    labels: NotRequired[dict[str, str]]  # the user's, such as of a camera
 
 
 @with_config(STORED)
@@ -129,7 +128,8 @@ class Index(Journal):
         revision = self.made["revision"]
         if name is None:
             return None, None
-        if not known_model(self.settings["made_by"], name, revision).is_file():
+        known = known_model(self.settings["made_by"], name, revision)
+        if not known.is_file():
             raise ValueError(
                 f"{self.folder} was made with the model {name!r}, with which nothing was indexed on this machine: name "
                 "it with --model if you trust it."
@@ -143,7 +143,7 @@ class Index(Journal):
         """The folder that was indexed last."""
         return Path(self.made["videos"])
 
-    def add(self, key: Key, value) -> None:
+    def add(self, key: Key, value: object) -> None:
         super().add(key, value)
         self.__dict__.pop("entries", None)
 
@@ -151,11 +151,10 @@ class Index(Journal):
     def entries(self) -> dict[str, Entry]:
         """In the order of their names."""
         entries = {}
-        for name in sorted(key for key in self.done if isinstance(key, str)):
-            entry = self.done[name]
-            if entry is not None:
-                entries[name] = entry
-        return entries
+        for name, entry in self.done.items():
+            if name != MADE and entry is not None:
+                entries[str(name)] = entry
+        return dict(sorted(entries.items()))
 
     @property
     def files(self) -> dict[str, Path]:
@@ -185,12 +184,10 @@ class Index(Journal):
         `ValueError` for damaged ones.
         """
         path = self.keys_file(entry)
-        if selector is None or entry["features"] is None or not path.exists():
+        features = entry["features"]
+        if selector is None or features is None or not path.exists():
             return None
-        made_from = {
-            "made_by": selector,
-            "features": entry["features"]["digest"],
-        }
+        made_from = {"made_by": selector, "features": features["digest"]}
         layer = model.model.qtsplus.scoring_layers[-1]
         return load_keys(path, model, layer.k_proj.out_features, made_from)
 
@@ -218,16 +215,14 @@ class Library:
         self.names = list(self.files)  # the videos' paths in the folder that was indexed
         if not self.files:
             raise ValueError(f"The library {folder} holds no video: run `qtsplus index` to its end; see what it says.")
-        # Those that are neither encoded nor known to be bad, as after an index that was interrupted.
-        self.missing = []
-        for name, entry in self.index.entries.items():
-            if name not in self.files and entry["error"] is None:
-                self.missing.append(name)
+        # Neither encoded nor known to be bad, as after an index that was interrupted.
+        entries = self.index.entries
+        self.missing = [name for name in entries if name not in self.files and entries[name]["error"] is None]
         self.warnings: list[str] = []  # of every answer
         if self.missing:
             waiting = counted(len(self.missing), "video")
             self.warnings.append(f"Not encoded yet: {waiting} of the library. Run `qtsplus index` again.")
-        self._whole: set[str] = set()  # those whose every byte was checked, as they are read for the first time
+        self._whole: set[str] = set()  # videos whose every byte was checked
         self._read_once = lru_cache(maxsize=KEPT)(self._read)
         self._read_keys_once = lru_cache(maxsize=KEPT)(self._read_keys)
         self._contents: dict[tuple, Digest] = {}  # of files of videos, by their names and states
@@ -241,16 +236,9 @@ class Library:
         model, processor = load(name or bundled_model(), device, revision=revision)
         return cls(folder, model, processor)
 
-    def select(self, pattern: str = "*", labels: Mapping[str, str] | None = None) -> list[str]:
-        """The names of the videos that are like `"door/*"`, and have these labels of [`index`]."""
-        wanted = (labels or {}).items()
-        entries = self.index.entries
-        selected = []
-        for name in fnmatch.filter(self.names, pattern):
-            labels_of_video = entries[name].get("labels", {})
-            if wanted <= labels_of_video.items():
-                selected.append(name)
-        return selected
+    def select(self, pattern: str) -> list[str]:
+        """The names of the videos that are like a pattern, such as `"door/*"`."""
+        return fnmatch.filter(self.names, pattern)
 
     def find(self, question: str, top: int = 10, names: Names = None, window: Window = EVER) -> list[Interval]:
         """
@@ -266,7 +254,8 @@ class Library:
             if len(moments) == top and moments[-1].weight >= best_weight:
                 break  # nothing in it, or in those behind it, is better
             moments += self._moments(scorer, piece, ranking.total)
-            moments = sorted(moments, key=lambda moment: -moment.weight)[:top]
+            moments.sort(key=lambda moment: -moment.weight)
+            moments = moments[:top]
         return moments
 
     def ask(self, question: str, pieces: int = 1, names: Names = None, window: Window = EVER, **options) -> Answer:
@@ -286,27 +275,23 @@ class Library:
     def ask_pieces(self, question: str, pieces: list[Piece], **generation) -> Answer:
         """Answers a question from these pieces alone; the prompt has their names and times."""
         pieces = sorted(pieces, key=lambda piece: (piece.name, piece.first))
-        videos = {piece.name: self.stored(piece.name) for piece in pieces}
         parts: dict[str, EncodedVideo] = {}
         for piece in pieces:
-            part = piece.cut(videos[piece.name])
+            part = piece.cut(self.stored(piece.name))
             begin = clock(part.about.start)
             end = clock(part.about.start + part.length)
             label = f"{printable(piece.name)}, {begin} to {end}"
             if label in parts:
-                label = f"{label} ({len(parts) + 1})"
+                label += f" ({len(parts) + 1})"
             parts[label] = part
         (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
-        maps: dict[str, Tensor] = {}
+        maps: dict[str, Tensor] = {}  # of whole videos
         for piece, kept in zip(pieces, answer.keep_maps.values(), strict=True):
             if piece.name not in maps:
-                steps = videos[piece.name].count
+                steps = self.stored(piece.name).count
                 maps[piece.name] = kept.new_zeros(steps, *kept.shape[1:])
             maps[piece.name][piece.first : piece.last] = kept
-        evidence = []
-        for interval in answer.evidence:
-            name = pieces[interval.video].name
-            evidence.append(replace(interval, name=name))
+        evidence = [replace(interval, name=pieces[interval.video].name) for interval in answer.evidence]
         return replace(
             answer,
             video=", ".join(maps),
@@ -419,21 +404,19 @@ class Library:
         seconds = part.seconds_per_step
         relevance = scorer.relevance(part.features)
         relevance = relevance.unflatten(0, (part.count, -1))
-        threshold = relevance.max() + math.log(share)
-        is_weak = relevance.amax(1) < threshold
+        strongest = relevance.max()
+        is_weak = relevance.amax(1) < strongest + math.log(share)
         relevance[is_weak] = -torch.inf
-        relative = relevance - relevance.max()
-        shares = relative.exp().flatten()
+        shares = (relevance - strongest).exp().flatten()
         every_token = torch.arange(len(shares))
         merge_size = self.processor.video_processor.merge_size
         moments = []
         for interval in evidence_intervals(every_token, shares, part.video_grid_thw, [seconds], merge_size, share):
             first = round(interval.start / seconds)
             last = round(interval.end / seconds)
-            log_weight = relevance[first:last].max() - total
-            weight = min(1.0, float(log_weight.exp()))
-            weighted = replace(interval, weight=weight)
-            moments.append(placed(weighted, piece.name, part))
+            weight = (relevance[first:last].max() - total).exp()
+            interval = replace(interval, weight=min(1.0, float(weight)))
+            moments.append(placed(interval, piece.name, part))
         return moments
 
 
