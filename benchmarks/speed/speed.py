@@ -14,7 +14,7 @@ from transformers import BatchFeature
 
 from qtsplus.asking.session import EncodedVideo, encode
 from qtsplus.common.journals import Journal, write_json
-from qtsplus.model.video_qtsplus import choose_frames
+from qtsplus.model.sampling_qtsplus import choose_frames
 
 from ..files import begin, finish
 from ..machine import environment, steps

@@ -15,7 +15,8 @@ from PIL import Image
 from qtsplus.common.files import first_line
 from qtsplus.data.media import UNREADABLE
 from qtsplus.data.records import Caption, Choice, FreeAnswer, VideoRecord
-from qtsplus.model.video_qtsplus import choose_frames, image_paths, load_frames
+from qtsplus.model.frames_qtsplus import image_paths, load_frames
+from qtsplus.model.sampling_qtsplus import choose_frames
 
 from ..world.clip import read_video
 from .endpoint import Endpoint, Reply

@@ -14,12 +14,13 @@ from PIL import Image
 
 from clips import read_video, write_mp4
 from qtsplus.hub.files import hub_configs
-from qtsplus.model import video_qtsplus
+from qtsplus.model import sampling_qtsplus
 from qtsplus.model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.model.decoding_qtsplus import Film
+from qtsplus.model.frames_qtsplus import load_frames
 from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.model.question_qtsplus import find_query_mask
-from qtsplus.model.video_qtsplus import choose_frames, load_frames
+from qtsplus.model.sampling_qtsplus import choose_frames
 
 TINY = hub_configs() / "qtsplus-tiny"
 PROMPT = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Where is it?<|im_end|>\n<|im_start|>assistant\n"
@@ -288,7 +289,7 @@ def test_a_normal_decode_logs_nothing_above_info(processor, ramp, caplog):
     ],
 )
 def test_a_rate_that_is_not_kept_is_said_once(processor, ramp, caplog, sampling, said):
-    video_qtsplus.logger.warning_once.cache_clear()
+    sampling_qtsplus.logger.warning_once.cache_clear()
     for _ in range(2):
         processor(text=PROMPT, videos=ramp, return_tensors="pt", **sampling)
     lines = [record.message for record in caplog.records if record.levelno > logging.INFO]

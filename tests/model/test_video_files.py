@@ -24,7 +24,9 @@ from qtsplus.live.watching import Source
 from qtsplus.model import addresses_qtsplus
 from qtsplus.model.containers_qtsplus import TAGS
 from qtsplus.model.decoding_qtsplus import Film
-from qtsplus.model.video_qtsplus import choose_frames, load_frames, open_video
+from qtsplus.model.frames_qtsplus import load_frames
+from qtsplus.model.sampling_qtsplus import choose_frames
+from qtsplus.model.video_qtsplus import open_video
 from qtsplus.video.subtitles import read_subtitles
 
 

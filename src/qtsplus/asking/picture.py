@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import track
 
 from ..common.folders import whole_folder
-from ..model.video_qtsplus import MOST_FRAMES, VideoFile, open_folder, open_video
+from ..model.sampling_qtsplus import MOST_FRAMES
+from ..model.video_qtsplus import VideoFile, open_folder, open_video
 from ..video.encoded import IN_MEMORY, EncodedVideo
 from .evidence import ANSWER, Interval
 from .recall import Remembered

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from ..common.files import clock, printable
 from ..common.validation import show
 from ..model.methods_qtsplus import Method, check_budget
-from ..model.video_qtsplus import require_positive
+from ..model.sampling_qtsplus import require_positive
 from ..video.encoded import EncodedVideo
 from .answers import answer_questions, check_question, generation_options
 from .choice import Choice

@@ -65,7 +65,8 @@ def media_problem(path: str) -> str | None:
     Of a file a frame is decoded and every packet is read, which tells whether the end is there; of a folder the first
     and the last frame are decoded.
     """
-    from ..model.video_qtsplus import find_gaps, image_paths, load_frames, open_video
+    from ..model.frames_qtsplus import find_gaps, image_paths, load_frames
+    from ..model.video_qtsplus import open_video
 
     try:
         if os.path.isdir(path):

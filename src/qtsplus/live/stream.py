@@ -20,8 +20,9 @@ from ..asking.ranking import StandingQuestion
 from ..asking.recall import Remembered, rows_of
 from ..common.files import printable
 from ..common.validation import check_count
+from ..model.frames_qtsplus import stack_frames
 from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, is_number, most_relevant
-from ..model.video_qtsplus import AboutVideo, naming, resize_frame, stack_frames
+from ..model.video_qtsplus import AboutVideo, naming, resize_frame
 
 logger = logging.get_logger(__name__)
 

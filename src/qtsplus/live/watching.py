@@ -22,7 +22,8 @@ from ..model.addresses_qtsplus import shown_name
 from ..model.clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
 from ..model.containers_qtsplus import TAGS, Stated, ends_early, film_stream, open_container, read_stated
 from ..model.decoding_qtsplus import Upright
-from ..model.video_qtsplus import require_positive, resize_frame, shrink
+from ..model.sampling_qtsplus import require_positive
+from ..model.video_qtsplus import resize_frame, shrink
 from .stream import Stream
 
 ROOM = 16  # frames of a source that wait to be encoded

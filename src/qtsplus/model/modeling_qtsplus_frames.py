@@ -97,7 +97,7 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
         clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})
         return clip, self.grid_of(len(clip))
 
-    def _blank(self, t: int, h: int, w: int) -> torch.Tensor:
+    def blank_video(self, t: int, h: int, w: int) -> torch.Tensor:
         return torch.empty(t, 3, 1, 1, device="meta")
 
 

@@ -22,7 +22,8 @@ from typing_extensions import Unpack
 from ..common.journals import State, file_state
 from ..hub.loading import find_device
 from ..model.addresses_qtsplus import shown_name
-from ..model.video_qtsplus import AboutVideo, VideoChunks, flatten_videos
+from ..model.messages_qtsplus import flatten_videos
+from ..model.video_qtsplus import AboutVideo, VideoChunks
 from .forecast import forecast
 from .sampling import Sampling, SamplingOptions
 from .subtitles import Subtitle, read_subtitles
@@ -210,7 +211,7 @@ def _encode_frames(
     if len(videos) > 1:
         raise ValueError(f"Got {len(videos)} videos; expected the frames of one.")
     (of_video,) = videos
-    first_frame = flatten_videos(frames)[0]["video"][0]
+    first_frame = flatten_videos(frames)[0].video[0]
     of_video.height, of_video.width = get_image_size(np.asarray(first_frame))
     grid = inputs["video_grid_thw"]
     (features,) = model.encode_videos(inputs["pixel_values_videos"], grid, device=device)

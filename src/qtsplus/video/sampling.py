@@ -6,7 +6,7 @@ from typing import cast
 from typing_extensions import TypedDict
 
 from ..common.validation import check_count
-from ..model.video_qtsplus import require_positive
+from ..model.sampling_qtsplus import require_positive
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -28,7 +28,7 @@ from ..common.validation import check_count
 from ..data.media import UNREADABLE
 from ..hub.loading import load_processor
 from ..model.addresses_qtsplus import is_inline, shown_name
-from ..model.video_qtsplus import require_positive
+from ..model.sampling_qtsplus import require_positive
 from ..serve.door import HEALTH, Door, Guard
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it

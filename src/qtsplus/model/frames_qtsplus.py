@@ -1,0 +1,182 @@
+"""Videos that are given as frames: images in a folder or a list, arrays and tensors; and the times of such frames."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers.image_utils import load_image
+from transformers.utils import logging
+from transformers.video_utils import VideoMetadata
+
+from .addresses_qtsplus import download, is_address
+from .sampling_qtsplus import require_positive
+
+logger = logging.get_logger(__name__)
+
+ARRAYS = (np.ndarray, torch.Tensor)
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+FRAME_SUFFIXES = IMAGE_SUFFIXES + (".gif",)  # in a folder; elsewhere a GIF is a video
+
+# --- Images ---
+
+
+def load_frames(images: str | Sequence[str]) -> np.ndarray:
+    """
+    A video that is stored as images, `[T, H, W, 3]` uint8 RGB: in a folder, in natural order (`frame2.jpg` before
+    `frame10.jpg`), or in a list. `ValueError` for images that are missing, cannot be read or differ in size.
+    """
+    paths = images
+    if isinstance(images, str):
+        paths = image_paths(images)
+        find_gaps(paths)
+    return stack_frames([_load_frame(path) for path in paths])
+
+
+def _load_frame(path: str) -> Image.Image:
+    path = path.removeprefix("file://")
+    try:
+        source = download(path) if is_address(path) else path
+        with Image.open(source) as image:
+            frame = load_image(image)
+            pictures = getattr(image, "n_frames", 1)
+            if image.format in ("JPEG", "MPO"):  # a camera's JPEG may bring a preview of itself
+                pictures = 1
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ValueError(f"Cannot read the frame {path!r} as an image: {error}.") from error
+    if pictures > 1:
+        raise ValueError(f"The frame {path!r} is {pictures} pictures; expected one, each in a file of its own.")
+    return frame
+
+
+def decode_images(paths: Sequence[str], size: tuple[int, int]) -> Iterator[np.ndarray]:
+    """
+    The images one after another, `[H, W, 3]` uint8 RGB. `ValueError` for one that has another size (height, width), or
+    cannot be read.
+    """
+    for path in paths:
+        (frame,) = load_frames([path])
+        height, width, _ = frame.shape
+        if (height, width) != size:
+            raise ValueError(
+                f"The frame {path!r} has {height} x {width} pixels, the first one {size[0]} x {size[1]}; expected one "
+                "size for the frames of a video."
+            )
+        yield frame
+
+
+def image_paths(folder: str) -> list[str]:
+    """The images of a folder in natural order; raises `ValueError` if there is none."""
+    names = [name for name in os.listdir(folder) if name.lower().endswith(FRAME_SUFFIXES) and name[0] != "."]
+    if not names:
+        expected = f"expected images ({', '.join(FRAME_SUFFIXES)}); `qtsplus index` makes a library of one with videos"
+        raise ValueError(f"The folder {folder!r} holds no frames; {expected}.")
+    names.sort(key=_natural_order)
+    return [os.path.join(folder, name) for name in names]
+
+
+def _natural_order(name: str) -> tuple[list[int | str], str]:
+    """Numbers by value; `²` and the like are letters. Names that differ in leading zeros only keep one order."""
+    parts: list[int | str] = list(re.split(r"(\d+)", name))
+    parts[1::2] = map(int, parts[1::2])  # every second part is a number
+    return parts, name
+
+
+def find_gaps(paths: Sequence[str]) -> list[str]:
+    """A warning, where most images of a folder are numbered by one step and some are not there."""
+    numbers = []
+    for path in paths:
+        digits = re.findall(r"[0-9]+", os.path.basename(path))
+        if not digits:
+            return []
+        numbers.append(float(digits[-1]))
+    if len(numbers) < 3:
+        return []
+    steps = np.diff(numbers)
+    smallest = steps.min()
+    gaps = int((steps > smallest).sum())
+    if not gaps or smallest < 1 or smallest != np.median(steps):
+        return []
+    last_before = os.path.basename(paths[int(np.argmax(steps))])
+    warning = (
+        f"The numbers of the frames in {os.path.dirname(paths[0])!r} have {gaps} gap{'s' * (gaps > 1)}, such as after "
+        f"{last_before!r}; their times are those of frames without gaps."
+    )
+    logger.warning(warning)
+    return [warning]
+
+
+# --- Frames in memory ---
+
+
+def stack_frames(frames: Sequence):
+    """One video from a list of its frames: PIL images, arrays or tensors."""
+    arrays = [np.asarray(frame.convert("RGB")) if hasattr(frame, "convert") else frame for frame in frames]
+    shapes = {tuple(array.shape) for array in arrays}
+    if len(shapes) > 1:
+        raise ValueError(f"The frames of one video differ in shape: {sorted(shapes)}; expected one shape.")
+    stack: Callable = torch.stack if torch.is_tensor(arrays[0]) else np.stack
+    return stack(arrays)
+
+
+def check_frames(frames, rescaled: bool):
+    """The same frames, laid out as torch can read them: an array may be a view that runs backwards (BGR to RGB)."""
+    if 0 in frames.shape:
+        raise ValueError(f"Got frames of shape {tuple(frames.shape)}; expected some pixels.")
+    if isinstance(frames, np.ndarray):
+        frames = np.ascontiguousarray(frames)
+    values = torch.as_tensor(frames)
+    if values.is_floating_point():
+        if not torch.isfinite(values).all():
+            raise ValueError("The frames of a video hold NaN or infinite pixels; expected finite values.")
+        if rescaled and 0 < values.max() <= 1:
+            raise ValueError("The frames of a video are numbers from 0 to 1; expected 0 to 255, or `do_rescale=False`.")
+    return frames
+
+
+def describe_frames(frames, metadata: Mapping | None, fps: float | None) -> VideoMetadata:
+    """The metadata of frames that were sampled already, from what the caller says about them."""
+    count = len(frames)
+    if not count:
+        raise ValueError("Got an empty video (0 frames); expected at least one frame.")
+    if metadata is None and fps is None:
+        raise ValueError(
+            f"Got {count} frames without their times. Pass the rate at which they were sampled as `fps=...`, or"
+            ' `video_metadata=[{"fps": ..., "total_num_frames": ..., "frames_indices": [...]}]`, one per video.'
+        )
+    given: dict = {"fps": fps} if metadata is None else dict(metadata)
+    if given.get("fps") is None:
+        raise ValueError(f"The `video_metadata` of {count} frames has no `fps`; expected frames per second.")
+    require_positive("the `fps` of `video_metadata`", given["fps"])
+    total = given.get("total_num_frames")
+    indices = given.get("frames_indices")
+    if indices is None:
+        if total not in (None, count):
+            raise ValueError(
+                f"Got {count} frames of a video of {total} without `frames_indices` in their `video_metadata`;"
+                " expected the index of each frame."
+            )
+        indices = range(count)
+    indices = [int(index) for index in indices]
+    given["frames_indices"] = indices
+    given["total_num_frames"] = _total_by_indices(indices, count, total)
+    return VideoMetadata(**given)
+
+
+def _total_by_indices(indices: list[int], count: int, total: int | None) -> int:
+    """The number of frames of a video of which some, by their indices, are given; checks that these fit."""
+    if len(indices) != count:
+        raise ValueError(f"{count} frames and {len(indices)} `frames_indices`: expected as many.")
+    first = indices[0]
+    last = indices[-1]
+    gaps = np.diff(indices)
+    if first < 0 or (gaps < 0).any():
+        raise ValueError(f"Got frames_indices={indices[:8]}...; expected ascending ones from 0 on.")
+    if total is None:
+        lasts = int(np.median(gaps)) if count > 1 else 1  # the last frame, as long as most
+        return last - first + max(lasts, 1)
+    if total <= last - first:
+        raise ValueError(f"total_num_frames={total}: more are from {first} to {last}.")
+    return total

@@ -1,0 +1,137 @@
+"""Videos as calls and messages name them, in the ways of Transformers, Qwen, vLLM and OpenAI."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from .frames_qtsplus import ARRAYS, IMAGE_SUFFIXES, load_frames, stack_frames
+from .sampling_qtsplus import VideoRequest, read_keys
+
+_SOURCES = ("video", "url", "path")
+_KINDS = {"text": "text", "image": "image", "video": "video", "image_url": "image", "video_url": "video"}
+_IMAGE_KEYS = {"type", "image", "url", "path", "base64"}
+
+
+def flatten_videos(videos) -> list[VideoRequest]:
+    """
+    Flattens every nesting that a processor is called with: per video a dictionary with a video and `VIDEO_KEYS`, a
+    path, or its frames, `[T, H, W, C]` or `[T, C, H, W]`, as an array or tensor. A list of frames, or of paths of
+    images, is one video.
+
+    Raises:
+        ValueError: an item is not a video, or there is none.
+    """
+    requests = _flatten(videos)
+    if not requests:
+        raise ValueError("Got an empty video (0 frames); expected at least one frame.")
+    for request in requests:
+        frames = request.video
+        if isinstance(frames, np.ndarray) and (frames.dtype.kind not in "uif" or frames.dtype == np.uint16):
+            raise ValueError(f"Got frames of the type {frames.dtype}; expected numbers, such as uint8.")
+    return requests
+
+
+def _flatten(videos) -> list[VideoRequest]:
+    if isinstance(videos, (str, os.PathLike)):
+        path = os.fspath(videos)
+        return [VideoRequest(load_frames(path) if os.path.isdir(path) else path)]
+    if isinstance(videos, Mapping):
+        return [_read_video(videos)]
+    if hasattr(videos, "convert"):  # an image
+        return [VideoRequest(stack_frames([videos]))]
+    if isinstance(videos, ARRAYS):
+        if videos.ndim == 3:
+            videos = videos[None]
+        if videos.ndim == 4:
+            return [VideoRequest(videos)]
+        if videos.ndim != 5:
+            raise _not_a_video(f"shape {tuple(videos.shape)}")
+    elif not isinstance(videos, (list, tuple)):
+        raise _not_a_video(f"type {type(videos).__name__}")
+    elif videos and all(_is_frame(item) for item in videos):
+        return [VideoRequest(stack_frames(videos))]
+    elif videos and all(_is_image_path(item) for item in videos):
+        return [VideoRequest(load_frames([os.fspath(item) for item in videos]))]
+    return [request for video in videos for request in _flatten(video)]
+
+
+def _not_a_video(given: str) -> ValueError:
+    return ValueError(f"Got a video of {given}; expected a path, or frames: an array, tensor [T, H, W, C], images.")
+
+
+def _is_frame(item) -> bool:
+    return hasattr(item, "convert") or (isinstance(item, ARRAYS) and item.ndim == 3)
+
+
+def _is_image_path(item) -> bool:
+    return isinstance(item, (str, os.PathLike)) and os.fspath(item).lower().endswith(IMAGE_SUFFIXES)
+
+
+def _read_video(part: Mapping) -> VideoRequest:
+    """The video of a message, with what that says of it; `ValueError` for what would have no effect."""
+    requests = []
+    keys = {}
+    for key, value in part.items():
+        if key not in _SOURCES:
+            keys[key] = value
+        elif value is not None:
+            requests += _flatten(value)
+    if len(requests) != 1:
+        raise ValueError(f"A video of a message is {len(requests)} videos; expected one.")
+    keys.pop("type", None)
+    return replace(requests[0], **read_keys(keys))
+
+
+def read_messages(messages, loads: bool):
+    """
+    Messages as Transformers takes them, from those that name images and videos as Qwen, vLLM and OpenAI do; `loads` if
+    they are not only written out. `ValueError` for what would be ignored.
+    """
+    if isinstance(messages, (list, tuple)):
+        return [read_messages(message, loads) for message in messages]
+    if not isinstance(messages, Mapping):
+        return messages
+    content = messages.get("content")
+    if not isinstance(content, (list, tuple)):
+        return messages
+    parts = [_read_content(dict(part), loads) for part in content]
+    return dict(messages, content=parts)
+
+
+def _read_content(part: dict, loads: bool) -> dict:
+    name = part.pop("type", None) or next((kind for kind in _KINDS if kind in part), None)
+    if name not in _KINDS:
+        raise ValueError(f"A message has content of type {name!r}; expected one of {', '.join(_KINDS)}.")
+    kind = _KINDS[name]
+    address_key = f"{kind}_url"
+    if address_key in part:
+        address = part.pop(address_key)
+        if not isinstance(address, Mapping):  # the address itself; by others, {"url": ...}
+            address = {"url": address}
+        part.update(address)
+    given = [key for key, value in part.items() if value is not None]
+    ignored = [repr(key) for key in given if key not in _IMAGE_KEYS]
+    if loads and kind == "image" and ignored:
+        raise ValueError(f"A message has {', '.join(ignored)} of an image, which no processor takes from there.")
+    if loads and kind == "video" and not set(_SOURCES).isdisjoint(given):
+        return {"type": kind, "video": part}
+    return {"type": kind} | part
+
+
+def per_video(name: str, value, count: int) -> list:
+    """One entry per video: a single number holds for all, nested lists are read in order."""
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    entries: list = []
+    for entry in value:
+        if isinstance(entry, (list, tuple)):
+            entries.extend(entry)
+        else:
+            entries.append(entry)
+    if len(entries) != count:
+        raise ValueError(f"Got {len(entries)} entries of `{name}` for {count} videos; expected one per video.")
+    return entries
