@@ -344,7 +344,7 @@ def test_a_video_that_was_changed_under_its_name_is_asked_again(batch, videos, r
 @pytest.mark.parametrize(
     "journal, words",
     [
-        ('{"input": "ab", "model": "m"}\n{"key": 1, "value": {"answer": "red"}}\n', "an earlier version"),
+        ('{"input": "ab", "model": "m"}\n{"key": 1, "value": {"answer": "red"}}\n', "another version"),
         ("no journal\n", "not JSON"),
         (None, "was changed since it was written"),
     ],

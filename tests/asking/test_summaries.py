@@ -63,23 +63,23 @@ def test_where_nothing_changes_chapters_are_equal():
 def test_each_chapter_is_read_from_its_own_tokens_and_joined_with_its_times(loaded, films, monkeypatch):
     asked, joined = [], []
 
-    def answer(model, processor, rows, questions, **choice):
-        asked.extend((videos, [question], choice) for videos, question in zip(rows, questions, strict=True))
-        return [SimpleNamespace(answer=f"part {n + 1}", kept_tokens=2, visual_tokens=9) for n in range(len(rows))]
+    def answer(model, processor, questions, **writing):
+        asked.extend(questions)
+        return [SimpleNamespace(answer=f"part {n + 1}", kept_tokens=2, visual_tokens=9) for n in range(len(questions))]
 
-    monkeypatch.setattr(summaries, "answer_questions", answer)
+    monkeypatch.setattr(summaries, "answer_batch", answer)
     monkeypatch.setattr(summaries, "_join", lambda model, processor, groups, writing: joined.extend(groups) or ["all"])
     session = session_of(loaded, films / "cut.mp4")
     summary = summarise(session, "What happens?", longest=6)
     assert [(one.start, one.end) for one in summary.chapters] == [(0, 5), (5, 10)], "the scenes change there"
     assert [one.text for one in summary.chapters] == ["part 1", "part 2"] and summary.text == "all"
     whole = session.videos["cut.mp4"].features
-    assert torch.equal(torch.cat([next(iter(videos.values())).features for videos, *_ in asked]), whole)
+    assert torch.equal(torch.cat([next(iter(question.videos.values())).features for question in asked]), whole)
     model = loaded[0]
-    assert all(choice["selection"] == "coverage" for *_, choice in asked)
-    assert asked[0][2]["retention"] == model.config.qtsplus_config.rho_max, "as many as may be"
+    assert all(question.choice.selection == "coverage" for question in asked)
+    assert asked[0].choice.retention == model.config.qtsplus_config.rho_max, "as many as may be"
     summarise(session, max_visual_tokens=5)
-    assert asked[-1][2]["retention"] is None and asked[-1][2]["max_visual_tokens"] == 5
+    assert asked[-1].choice.retention is None and asked[-1].choice.max_visual_tokens == 5
     assert [text for *_, text in joined[0]] == ["part 1", "part 2"] and len(joined) == 1, "one chapter is the summary"
 
 
@@ -108,7 +108,7 @@ def test_many_chapters_are_joined_in_groups(loaded, films, monkeypatch):
         return ["joined"] * len(several)
 
     answer = SimpleNamespace(answer="x", kept_tokens=1, visual_tokens=9)
-    monkeypatch.setattr(summaries, "answer_questions", lambda *given, **_: [answer] * len(given[3]))
+    monkeypatch.setattr(summaries, "answer_batch", lambda *given, **_: [answer] * len(given[2]))
     monkeypatch.setattr(summaries, "_join", join)
     monkeypatch.setattr(summaries, "TOGETHER", 4)
     summary = summarise(session_of(loaded, films / "cut.mp4"), longest=1)
@@ -118,9 +118,9 @@ def test_many_chapters_are_joined_in_groups(loaded, films, monkeypatch):
 def counting(monkeypatch):
     """How many chapters, and how many groups of texts, are read at a time."""
     read, joined = [], []
-    answer, join = summaries.answer_questions, summaries._join
+    answer, join = summaries.answer_batch, summaries._join
     monkeypatch.setattr(
-        summaries, "answer_questions", lambda *all, **more: read.append(len(all[3])) or answer(*all, **more)
+        summaries, "answer_batch", lambda *all, **more: read.append(len(all[2])) or answer(*all, **more)
     )
     monkeypatch.setattr(summaries, "_join", lambda *all: joined.append(len(all[2])) or join(*all))
     return read, joined

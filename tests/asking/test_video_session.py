@@ -14,7 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from clips import make_world, render_world, write_mp4
 from qtsplus.asking import answers, session
-from qtsplus.asking.session import VideoSession, encode, prompt_inputs
+from qtsplus.asking.choice import Choice
+from qtsplus.asking.question import Question, prompt_inputs
+from qtsplus.asking.session import VideoSession, encode
 from qtsplus.live.stream import Stream
 from qtsplus.video import storage
 
@@ -69,7 +71,7 @@ def kept_of(answer):
 
 
 def logits_of(made, question):
-    inputs = prompt_inputs(made.processor, made.videos, [question])
+    inputs = prompt_inputs(made.processor, [Question(made.videos, question)])
     with torch.no_grad():
         return made.model(**inputs, logits_to_keep=1).logits
 
@@ -463,15 +465,23 @@ def test_evidence_of_a_variable_rate_is_on_the_players_clock(loaded, tmp_path, l
 def test_questions_about_videos_of_their_own_are_answered_as_alone(loaded, both):
     """One row about one video, one about two, one about another."""
     front, back = both.videos.values()
-    rows = [{"front": front}, {"front": front, "back": back}, {"back": back}]
-    together = answers.answer_questions(*loaded, rows, QUESTIONS[:3], max_visual_tokens=7, **SHORT)
-    for own, question, answer in zip(rows, QUESTIONS, together, strict=False):
-        (alone,) = answers.answer_questions(*loaded, own, [question], max_visual_tokens=7, **SHORT)
-        assert same(answer, alone) and list(answer.keep_maps) == [*own] and answer.video == alone.video
-    with pytest.raises(ValueError, match="videos for 3 of 2 questions; expected some for each"):
-        answers.answer_questions(*loaded, rows, QUESTIONS[:2])
+    choice = Choice(max_visual_tokens=7)
+    questions = []
+    for videos, text in zip(
+        [{"front": front}, {"front": front, "back": back}, {"back": back}], QUESTIONS, strict=False
+    ):
+        questions.append(Question(videos, text, choice=choice))
+    together = answers.answer_batch(*loaded, questions, **SHORT)
+    for question, answer in zip(questions, together, strict=True):
+        (alone,) = answers.answer_batch(*loaded, [question], **SHORT)
+        assert same(answer, alone)
+        assert list(answer.keep_maps) == list(question.videos)
+        assert answer.video == alone.video
     with pytest.raises(ValueError, match="no video to ask about"):
-        answers.answer_questions(*loaded, [rows[0], {}], QUESTIONS[:2])
-    for queries in ("ab", [1, 2], iter(["a", "b"])):
-        with pytest.raises(ValueError, match="quer.*expected a "):
-            answers.answer_questions(*loaded, rows[0], QUESTIONS[:2], queries=queries)
+        answers.answer_batch(*loaded, [questions[0], Question({}, QUESTIONS[1])])
+
+
+@pytest.mark.parametrize("queries", ["ab", [1, 2], ["a"], iter(["a", "b"])], ids=str)
+def test_queries_are_a_text_for_each_question(loaded, both, queries):
+    with pytest.raises(ValueError, match="quer.*expected a "):
+        answers.answer_questions(*loaded, both.videos, QUESTIONS[:2], queries=queries)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qtsplus.asking import session
+from qtsplus.asking.question import Question, prompt_inputs
 from qtsplus.live.stream import Stream
 from tiny import compress
 
@@ -39,7 +40,7 @@ def test_all_is_remembered(model, processor, frames, count, monkeypatch):
     assert torch.equal(answer.keep_map, expected.keep_map) and answer.answer == expected.answer
     assert (answer.frames, expected.frames) == (count, count)
     assert answer.evidence == [replace(one, name="video") for one in expected.evidence]
-    inputs = session.prompt_inputs(processor, {"video": whole}, [QUESTION], device="cpu")
+    inputs = prompt_inputs(processor, [Question({"video": whole}, QUESTION)])
     shown = compress(model.model, **inputs, selection="uniform", retention=0.5)
     assert torch.equal(prompts[0].input_ids, shown.input_ids)
     assert torch.equal(prompts[0].position_ids, shown.position_ids)
@@ -78,7 +79,7 @@ def test_positions_are_those_of_the_whole_video(model, processor, clips, monkeyp
     stream.append(frames)
     stream.ask(QUESTION, selection="all", max_new_tokens=1)
     whole = session.encode(model, processor, clips / "long.mp4", fps=4)
-    inputs = session.prompt_inputs(processor, {"video": whole}, [QUESTION], device="cpu")
+    inputs = prompt_inputs(processor, [Question({"video": whole}, QUESTION)])
     kept = torch.cat([torch.arange(3), torch.arange(len(whole.features) - 3, len(whole.features))])
     call = {"retention": 1.0, "max_visual_tokens": 6, "selection": lambda candidates, n: kept}
     expected = compress(model.model, **inputs, **call)

@@ -63,7 +63,7 @@ def test_special_tokens_in_a_question_are_text(model, processor, encoded, asked,
         attention_mask=torch.ones(1, len(expected), dtype=torch.long),
         video_features=[encoded.features],
         video_grid_thw=encoded.video_grid_thw,
-        second_per_grid_ts=encoded.second_per_grid_ts,
+        second_per_grid_ts=[encoded.seconds_per_step],
         max_new_tokens=4,
         return_dict_in_generate=True,
     )
@@ -95,7 +95,7 @@ def test_special_tokens_in_any_turn_of_a_batch_and_in_a_query_are_text(processor
     text = "".join(token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special)
     videos = {
         "video_grid_thw": encoded.video_grid_thw.repeat(2, 1),
-        "second_per_grid_ts": encoded.second_per_grid_ts * 2,
+        "second_per_grid_ts": [encoded.seconds_per_step] * 2,
     }
     inputs = processor.conversation_inputs(conversations(text), query=[text, "Why?"], **videos)
     harmless = processor.conversation_inputs(conversations("Why?"), query=["Why?", "Why?"], **videos)

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from clips import write_records
-from qtsplus.asking.answers import answer_questions
+from qtsplus.asking.answers import answer_batch
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import Outcome, exact_match, tally
@@ -75,22 +75,24 @@ def test_a_method_that_fails_for_one_video_is_one_wrong_answer(model, tiny_proce
 
 
 def test_a_question_is_asked_in_its_conversation_and_not_by_its_batch(model, tiny_processor, tiny_mp4, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "qtsplus.evaluation.exact_match.answer_questions",
-        lambda *call, **options: (
-            asked.append((call[3], options["turns"], options["max_new_tokens"])) or answer_questions(*call, **options)
-        ),
-    )
+    batches = []
+
+    def noting(model, processor, questions, **options):
+        texts = [question.text for question in questions]
+        batches.append((texts, questions[0].turns, options["max_new_tokens"]))
+        return answer_batch(model, processor, questions, **options)
+
+    monkeypatch.setattr("qtsplus.asking.session.answer_batch", noting)
     earlier = (("What is there?", "A red circle."),)
     records = [
         VideoRecord(str(tiny_mp4), "What?", "red"),
         VideoRecord(str(tiny_mp4), "And now?", "x " * 9, earlier=earlier),
     ]
-    outcomes = exact_match(model, tiny_processor, [*records, records[0]], retention=0.1)
+    outcomes = exact_match(model, tiny_processor, records + records[:1], retention=0.1)
     longest = len(tiny_processor.text_ids("x " * 9)) + 2
-    assert asked == [(["What?"], [], longest), (["And now?"], ["What is there?", "A red circle."], longest)]
-    assert outcomes[0] == outcomes[2] and outcomes[1].record is records[1]
+    assert batches == [(["What?"], (), longest), (["And now?"], earlier[0], longest)]
+    assert outcomes[0] == outcomes[2]
+    assert outcomes[1].record is records[1]
 
 
 def test_an_image_that_is_too_large_makes_its_video_unreadable(model, tiny_processor, tiny_mp4, tmp_path, monkeypatch):

@@ -21,10 +21,12 @@ from ..data.formats import Row, iter_rows, media_folder
 from ..data.media import find_media, media_state
 from ..data.records import Rate, String, Text
 from ..hub import loading
-from ..video.encoded import FAILURES
+from ..video.encoded import EncodedVideo
 from ..video.sampling import Sampling
-from . import session
+from .answers import Answer
 from .choice import Choice
+from .question import Question
+from .session import answer_file
 
 
 class QuestionRow(BaseModel):
@@ -47,7 +49,7 @@ class QuestionRow(BaseModel):
 
 
 class Answered(BaseModel):
-    """What a model answered: fields of [`session.Answer`]."""
+    """What a model answered: fields of [`Answer`]."""
 
     model_config = STORED
 
@@ -157,7 +159,7 @@ def _question(content: Any, problem: str | None) -> QuestionRow:
 @dataclass(frozen=True)
 class Asker:
     """
-    A model and how it is asked where a row does not say, as for [`loading.load`] and [`session.ask`].
+    A model and how it is asked where a row does not say, as for [`loading.load`] and `session.ask`.
 
     Called with the tasks of one video, it encodes the video once, and gives by the numbers of the rows the fields of an
     answer, or `error`: what is wrong with the video or with a question.
@@ -194,34 +196,25 @@ class Asker:
         sampling = tasks[0].question.sampling
         if sampling.fps is None:
             sampling = replace(sampling, fps=self.fps)
-        try:
-            video = session.encode(model, processor, tasks[0].place, **sampling.options())
-        except FAILURES as error:
-            for task in tasks:
-                yield task.number, _failure(error)
-            return
-        for task in tasks:
-            question = task.question
-            try:
-                answer = session.ask(
-                    model,
-                    processor,
-                    replace(video, video=question.video),
-                    question.question,
-                    retention=question.retention or self.choice.retention,
-                    max_visual_tokens=question.max_visual_tokens or self.choice.max_visual_tokens,
-                    selection=self.choice.selection,
-                    max_new_tokens=self.max_new_tokens,
-                )
-            except FAILURES as error:
-                yield task.number, _failure(error)
-            else:
-                fields = answer.as_dict()
+        place = tasks[0].place
+        results = answer_file(
+            model, processor, place, sampling, tasks, self._question, max_new_tokens=self.max_new_tokens
+        )
+        for task, result in results:
+            if isinstance(result, Answer):
+                fields = result.as_dict()
                 yield task.number, {name: fields[name] for name in Answered.model_fields}
+            else:
+                yield task.number, {"error": " ".join(str(result).split()) or type(result).__name__}
 
-
-def _failure(error: BaseException) -> dict[str, object]:
-    return {"error": " ".join(str(error).split()) or type(error).__name__}
+    def _question(self, video: EncodedVideo, task: Task) -> Question:
+        row = task.question
+        choice = replace(
+            self.choice,
+            retention=row.retention or self.choice.retention,
+            max_visual_tokens=row.max_visual_tokens or self.choice.max_visual_tokens,
+        )
+        return Question({row.video: replace(video, video=row.video)}, row.question, choice=choice)
 
 
 def _digest(content: object, length: int) -> str:

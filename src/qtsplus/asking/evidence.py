@@ -27,6 +27,17 @@ class Interval:
     name: str = ""  # in an answer, the video's name
     pixels: tuple[int, int, int, int] | None = None  # in an answer, the box in pixels of the upright frames
 
+    def as_dict(self) -> dict[str, object]:
+        """As it stands in the JSON of an answer."""
+        return {
+            "video": self.name,
+            "start": self.start,
+            "end": self.end,
+            "weight": self.weight,
+            "box": list(self.box),
+            "pixels": None if self.pixels is None else list(self.pixels),
+        }
+
 
 def evidence_intervals(
     kept_indices: torch.Tensor,

@@ -15,7 +15,7 @@ from ..common.tensors import digest_of
 from ..model.relevance_qtsplus import QTSplusLayer
 from ..video.encoded import EncodedVideo
 from ..video.storage import KeyedVideo
-from .answers import check_question
+from .question import check_question
 
 CHUNK = 512  # tokens that are scored at a time, few enough for a processor's cache
 PIECE = 16384  # tokens; a longer video competes in pieces of this size

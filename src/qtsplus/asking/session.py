@@ -1,32 +1,35 @@
 """Asks a model about videos that are encoded once, any number of times, and says what each answer rests on."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ..common.files import printable
 from ..common.validation import check_count
 from ..hub.loading import load as load
 from ..model.addresses_qtsplus import is_address
-from ..video.encoded import EncodedVideo, encode
-from .answers import Answer, answer_questions, check_name, check_question
-from .answers import prompt_inputs as prompt_inputs
+from ..video.encoded import FAILURES, EncodedVideo, encode
+from ..video.sampling import Sampling
+from .answers import Answer, answer_batch, answer_questions
+from .question import Question, check_name, check_question
+
+T = TypeVar("T")
 
 EARLIER = 100  # questions of a conversation that the next one knows, with their answers
 
 
 def ask(
-    model: Any,
-    processor: Any,
-    video: Any,
+    model,
+    processor,
+    video,
     question: str,
     *,
     fps: float | None = None,
     subtitles: int | None = None,
-    **options: Any,
+    **options,
 ) -> Answer:
     """
     Asks one question about one video.
@@ -53,10 +56,63 @@ def ask(
     return replace(answer, timings=timings | answer.timings)
 
 
+def batches_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """The items in their order, at most so many at a time."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def answer_file(
+    model,
+    processor,
+    place: str,
+    sampling: Sampling,
+    items: Sequence[T],
+    question_about: Callable[[EncodedVideo, T], Question],
+    *,
+    batch_size: int = 1,
+    **options,
+) -> Iterator[tuple[T, Answer | BaseException]]:
+    """
+    Encodes a video once and answers questions about it in batches of those with the same turns and the same choice.
+    What cannot be read or answered ends no other question.
+
+    Args:
+        place: the video, as for [`encode`].
+        items: what each question is made of.
+        question_about: makes the question of an item about the encoded video.
+        options: as for [`answer_batch`].
+
+    Yields:
+        each item with its answer, or with the error in place of an answer.
+    """
+    try:
+        video = encode(model, processor, place, **sampling.options())
+    except FAILURES as error:
+        for item in items:
+            yield item, error
+        return
+    groups: dict[tuple, list[tuple[T, Question]]] = {}
+    for item in items:
+        question = question_about(video, item)
+        same_prompt = (tuple(question.turns), question.choice)
+        groups.setdefault(same_prompt, []).append((item, question))
+    for group in groups.values():
+        for batch in batches_of(group, batch_size):
+            questions = [question for _, question in batch]
+            results: Sequence[Answer | BaseException]
+            try:
+                results = answer_batch(model, processor, questions, **options)
+            except FAILURES as error:
+                results = [error] * len(batch)
+            for (item, _), result in zip(batch, results, strict=True):
+                yield item, result
+
+
 class VideoSession:
     """Videos that are encoded once and asked about again and again; those of a question compete for one budget."""
 
-    def __init__(self, model: Any, processor: Any) -> None:
+    def __init__(self, model, processor) -> None:
         self.model = model
         self.processor = processor
         self.videos: dict[str, EncodedVideo] = {}
@@ -74,7 +130,7 @@ class VideoSession:
         """A video by its name."""
         return self.videos[name]
 
-    def add(self, video: Any, name: str | None = None, **options: Any) -> str:
+    def add(self, video, name: str | None = None, **options) -> str:
         """
         Adds a video and returns its name.
 
@@ -90,10 +146,11 @@ class VideoSession:
             raise ValueError(f"The name {name!r} is taken; name the video otherwise.")
         if options and isinstance(video, EncodedVideo):
             raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
-        encoded = video if isinstance(video, EncodedVideo) else encode(self.model, self.processor, video, **options)
+        if not isinstance(video, EncodedVideo):
+            video = encode(self.model, self.processor, video, **options)
         if name is None:
-            name = self._free_name(encoded.video)
-        self.videos[name] = encoded
+            name = self._free_name(video.video)
+        self.videos[name] = video
         return name
 
     def _free_name(self, video: str) -> str:
@@ -112,28 +169,27 @@ class VideoSession:
         self._check_names([name])
         del self.videos[name]
 
-    def ask(self, question: str, videos: Sequence[str] | None = None, **generation: Any) -> Answer:
+    def ask(self, question: str, videos: Sequence[str] | None = None, **generation) -> Answer:
         """Answers a question about all or some `videos`, by name, as [`answer_questions`] does."""
         return self.ask_many([question], videos, **generation)[0]
 
     def ask_many(
-        self, questions: Sequence[str], videos: Sequence[str] | None = None, *, batch_size: int = 16, **generation: Any
+        self, questions: Sequence[str], videos: Sequence[str] | None = None, *, batch_size: int = 16, **generation
     ) -> list[Answer]:
         """As [`VideoSession.ask`] for each question, `batch_size` of them in one batch."""
         if isinstance(questions, str) or not isinstance(questions, Iterable):
             raise ValueError(f"Got {questions!r}; expected a list of questions.")
         check_count("batch_size", batch_size, "questions")
-        names = self.names if videos is None else videos
-        self._check_names(names)
-        chosen = {name: self.videos[name] for name in names}
-        questions = list(questions)
+        if videos is None:
+            videos = self.names
+        self._check_names(videos)
+        chosen = {name: self.videos[name] for name in videos}
         answers = []
-        for first in range(0, len(questions), batch_size):
-            batch = questions[first : first + batch_size]
+        for batch in batches_of(list(questions), batch_size):
             answers += answer_questions(self.model, self.processor, chosen, batch, **generation)
         return answers
 
-    def chat(self, question: str, **generation: Any) -> Answer:
+    def chat(self, question: str, **generation) -> Answer:
         """
         Answers a question that knows those before and their answers.
 

@@ -14,8 +14,10 @@ from ..common.validation import show
 from ..model.methods_qtsplus import Method, check_budget
 from ..model.sampling_qtsplus import require_positive
 from ..video.encoded import EncodedVideo
-from .answers import answer_questions, check_question, generation_options
+from .answers import answer_batch
 from .choice import Choice
+from .generation import generation_options
+from .question import Question, check_question
 from .ranking import Piece
 from .recall import Remembered
 from .session import VideoSession
@@ -182,10 +184,11 @@ class _Teller:
         words = len(self.processor.text_ids(self.prompt))
         sizes = [min((last - first) * tokens_per_step, most_visual) + words for first, last in edges]
         for group in _side_by_side(edges, sizes, self.alone):
-            pieces = [{name: Piece(name, first, last, 0.0).cut(video)} for first, last in group]
-            prompts = [self.prompt] * len(group)
-            options = vars(self.choice) | self.writing
-            answers = answer_questions(self.model, self.processor, pieces, prompts, **options)
+            questions = []
+            for first, last in group:
+                chapter = Piece(name, first, last, 0.0).cut(video)
+                questions.append(Question({name: chapter}, self.prompt, choice=self.choice))
+            answers = answer_batch(self.model, self.processor, questions, **self.writing)
             chapters = []
             for (first, last), answer in zip(group, answers, strict=True):
                 start, end = video.span(first, last)

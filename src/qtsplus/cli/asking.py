@@ -72,7 +72,7 @@ def ask(
         }
         refuse(of_answers, "has no effect with --dry-run: no answer is written")
     with one_line_errors():
-        from ..asking.answers import check_text
+        from ..asking.question import check_text
         from ..common.folders import check_own
         from ..model.addresses_qtsplus import shown_name
         from ..model.methods_qtsplus import add_method

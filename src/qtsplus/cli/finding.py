@@ -36,7 +36,7 @@ def find(
     if not is_library(library):
         fail(f"{library!r} is not a library; make one of a folder of videos with `qtsplus index`")
     with one_line_errors():
-        from ..asking.answers import check_text
+        from ..asking.question import check_text
 
         check_text("question", question)
         opened = open_library(Path(library), Source(model, revision, device, dtype.value))

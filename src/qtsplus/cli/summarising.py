@@ -40,7 +40,7 @@ def summarise(
         refuse({"name": name}, "is about a library, which `qtsplus index` makes; leave it out")
     check_videos([video], sampling)
     with one_line_errors():
-        from ..asking.answers import check_text
+        from ..asking.question import check_text
         from ..asking.summaries import summarise as summarise_videos
         from ..model.addresses_qtsplus import shown_name
         from ..model.methods_qtsplus import add_method

@@ -53,7 +53,7 @@ def watch(
     model, revision = split_revision(model)
     named = named_sources(sources)
     with one_line_errors():
-        from ..asking.answers import check_text
+        from ..asking.question import check_text
         from ..live import watching
         from ..model.methods_qtsplus import add_method
 

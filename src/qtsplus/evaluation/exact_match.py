@@ -2,18 +2,22 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from ..asking.answers import Answer, answer_questions, check_question
+from ..asking.answers import Answer
+from ..asking.choice import Choice
+from ..asking.question import Question, check_question
+from ..asking.session import answer_file
 from ..common.files import first_line
 from ..data.records import VideoRecord
 from ..model.methods_qtsplus import Method
 from ..training.dataset import SkippedRecord, require_rates
 from ..training.features import with_bar
-from ..video.encoded import FAILURES, EncodedVideo, encode
+from ..video.encoded import EncodedVideo
+from ..video.sampling import Sampling
 
 Video = tuple[str, float | None]  # its place, and the rate at which it is read
 
@@ -58,65 +62,47 @@ def exact_match(
     for record in records:
         check_question(model, processor, record.question)
         longest = max(longest, len(processor.text_ids(record.answer)))
-    ask = partial(
-        answer_questions,
-        model,
-        processor,
-        retention=retention,
-        selection=selection,
-        do_sample=False,
-        max_new_tokens=longest + 2,
-    )
+    choice = Choice(retention=retention, selection=selection)
     by_video: dict[Video, list[VideoRecord]] = {}
     for record in dict.fromkeys(records):
         video = (str(record.video), record.fps)
         by_video.setdefault(video, []).append(record)
     outcomes: dict[VideoRecord, Outcome] = {}
     for (name, fps), asked in with_bar(by_video.items(), "Asking"):
-        try:
-            encoded = encode(model, processor, name, fps=fps)
-            for batch in _batches(asked, batch_size):
-                outcomes.update(_outcomes(ask, encoded, batch))
-        except FAILURES as error:
-            problem = SkippedRecord(name, first_line(error))
-            for record in asked:
-                outcomes.setdefault(record, Outcome(record, unreadable=problem))
+        questions = partial(_question, choice)
+        results = answer_file(
+            model,
+            processor,
+            name,
+            Sampling(fps=fps),
+            asked,
+            questions,
+            batch_size=batch_size,
+            do_sample=False,
+            max_new_tokens=longest + 2,
+        )
+        for record, result in results:
+            outcomes[record] = _outcome(record, name, result)
     return [outcomes[record] for record in records]
 
 
-def _batches(
-    records: Sequence[VideoRecord],
-    batch_size: int,
-) -> Iterator[list[VideoRecord]]:
-    """The records in batches of questions after the same earlier turns."""
-    by_earlier: dict[tuple, list[VideoRecord]] = {}
-    for record in records:
-        by_earlier.setdefault(record.earlier, []).append(record)
-    for group in by_earlier.values():
-        for start in range(0, len(group), batch_size):
-            yield group[start : start + batch_size]
+def _question(choice: Choice, video: EncodedVideo, record: VideoRecord) -> Question:
+    query = record.query or record.question
+    turns = tuple(chain.from_iterable(record.earlier))
+    return Question({video.video: video}, record.question, query, turns, choice)
 
 
-def _outcomes(
-    ask: Callable[..., list[Answer]],
-    video: EncodedVideo,
-    records: Sequence[VideoRecord],
-) -> Iterator[tuple[VideoRecord, Outcome]]:
-    """Asks the questions of one batch about a video."""
-    questions = [record.question for record in records]
-    queries = [record.query or record.question for record in records]
-    turns = list(chain.from_iterable(records[0].earlier))
-    answers = ask({video.video: video}, questions, queries=queries, turns=turns)
-    for record, answer in zip(records, answers, strict=True):
-        kept = answer.keep_map.flatten().nonzero()[:, 0].tolist()
-        outcome = Outcome(
-            record,
-            said=answer.answer,
-            visual_tokens=answer.visual_tokens,
-            rho=answer.rho,
-            kept_indices=tuple(kept),
-        )
-        yield record, outcome
+def _outcome(record: VideoRecord, name: str, result: Answer | BaseException) -> Outcome:
+    if not isinstance(result, Answer):
+        return Outcome(record, unreadable=SkippedRecord(name, first_line(result)))
+    kept = result.keep_map.flatten().nonzero()[:, 0].tolist()
+    return Outcome(
+        record,
+        said=result.answer,
+        visual_tokens=result.visual_tokens,
+        rho=result.rho,
+        kept_indices=tuple(kept),
+    )
 
 
 def tally(outcomes: Sequence[Outcome]) -> dict:

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.utils import logging
 from transformers.video_utils import VideoMetadata
 
-from ..asking.answers import Answer, answer_questions, check_name
+from ..asking.answers import Answer, answer_questions
+from ..asking.question import check_name
 from ..asking.ranking import StandingQuestion
 from ..asking.recall import Remembered, rows_of
 from ..common.files import printable

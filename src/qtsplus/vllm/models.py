@@ -18,7 +18,7 @@ from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from ..asking.answers import Answer, calibrated_seen, shown_by
+from ..asking.answers import Kept, shown_by
 from ..hub.backbones import backbone_of
 from ..model.encoding_qtsplus import attend_within
 from ..model.layout_qtsplus import lay_out
@@ -175,7 +175,7 @@ class QTSplusForVLLM:
         chosen,
         row: int,
     ) -> dict:
-        """What an answer rests on: the fields of an [`Answer`], whose videos are called by their numbers from 1."""
+        """What an answer rests on: the fields of an `Answer`, whose videos are called by their numbers from 1."""
         config = self.config.qtsplus_config
         settings = item["settings"]
         videos = {}
@@ -191,17 +191,9 @@ class QTSplusForVLLM:
                 about=AboutVideo(metadata, **told["about"]),
                 seconds=0.0,
             )
-        relevance = None
-        if chosen.relevance is not None:
-            relevance = chosen.relevance[row]
-        merge_size = self.config.vision_config.spatial_merge_size
-        shown = shown_by(videos, chosen.kept_indices[row], relevance, merge_size, config)
-        seen, seen_threshold = calibrated_seen(chosen, row, config)
-        shown["seen"] = seen
-        shown["seen_threshold"] = seen_threshold
-        shown["unheard"] = any(video.about.sound for video in videos.values())
-        rho = settings.get("rho", float(chosen.rho[row]))
-        fields = Answer(answer="", video="", rho=rho, timings={}, **shown).as_dict()
+        kept = Kept.of(chosen, row)
+        kept = replace(kept, rho=settings.get("rho", kept.rho))
+        fields = shown_by(videos, kept, self.config.vision_config.spatial_merge_size, config).as_dict()
         for name in ("answer", "video", "timings"):
             del fields[name]
         return fields

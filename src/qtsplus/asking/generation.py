@@ -1,0 +1,70 @@
+"""Options of `generate` for one answer to each question, and the time that answers take."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from ..common.validation import check_count
+from ..model.prompt_qtsplus import NAMES
+
+MAX_NEW_TOKENS = 128  # of an answer, where nobody says
+_PREPARED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "mm_encoder_outputs") + NAMES
+
+
+class TokenClock(BaseStreamer):
+    """Notes when the first new token comes, and hands every token on; `generate` puts the prompt before it."""
+
+    def __init__(self, streamer: BaseStreamer | None = None) -> None:
+        self.streamer = streamer
+        self.puts = 0
+        self.started = float("nan")
+        self.first_token = float("nan")
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts += 1
+        if self.puts == 2:
+            self.first_token = time.perf_counter()
+        if self.streamer is not None:
+            self.streamer.put(value)
+
+    def end(self) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def timings(self) -> dict[str, float]:
+        """Seconds to the first token, and until now."""
+        return {"first_token": self.first_token - self.started, "generate": time.perf_counter() - self.started}
+
+
+def generation_options(model, options: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
+    """The options of `generate` for one answer to each question; a `ValueError` for several, and for beams."""
+    prepared = [name for name in _PREPARED if name in options]
+    if prepared:
+        raise ValueError(
+            f"Got {', '.join(prepared)}, which are made from the question and its videos: leave them out, or call "
+            "model.generate with the processor's inputs."
+        )
+    config = options.get("generation_config")
+    if not isinstance(config, GenerationConfig | None):
+        raise ValueError(f"generation_config={config!r}; expected a GenerationConfig.")
+    for name in ("num_return_sequences", "num_beams"):
+        value = options.get(name) or getattr(config or model.generation_config, name, None) or 1
+        if value != 1:
+            raise ValueError(f"{name}={value}: a question has one answer, written in one go; call `generate`.")
+    if max_new_tokens is None:
+        max_new_tokens = getattr(config, "max_new_tokens", None) or MAX_NEW_TOKENS
+    else:
+        check_count("max_new_tokens", max_new_tokens, "tokens")
+    return dict(
+        options,
+        max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True,
+        streamer=TokenClock(options.get("streamer")),
+    )
