@@ -94,7 +94,7 @@ def test_the_rows_of_chosen_heads_alone_are_computed(rows, monkeypatch):
 def test_heads_kept_apart_are_those_of_the_twin(rows):
     model = tiny_model()
     inputs, labels = labelled(*rows)
-    noted = note_attention(model, inputs, labels, by_head=True)
+    noted = note_attention(model, inputs, labels)
     for layer, head in ((0, 1), (1, 3)):
         for row, expected in zip(noted, twin_targets(model, inputs, labels, heads=[(layer, head)]), strict=True):
             if len(expected):

@@ -111,7 +111,7 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         selector = make_config(name, None, stage.model.selector).qtsplus_config
         assert (selector.gate, selector.reduction, selector.query_states) == ("detached", "mean", "layer")
     plan = make_plan(replace(relevance, model=replace(relevance.model, weights=None))).lines
-    assert "trainable parameters" in plan[0] and "of memory" in plan[1] and "of disk" in plan[3]
+    assert "trainable parameters" in plan[0] and "of memory" in plan[1] and "of disk" in plan[2]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         ("training.max_steps=1.5", "training.max_steps is 1.5; expected a valid integer"),
         ("training.seed=-1", "seed=-1: expected a whole number from 0"),
         ("data.train_files=data.jsonl", "data.train_files is 'data.jsonl'; expected a valid array"),
-        ("data.processor_kwargs={fps: fast}", "processor_kwargs.fps is 'fast'; expected a finite number above 0"),
+        ("data.processor_kwargs={fps: fast}", "processor_kwargs.fps is 'fast'; expected a valid number"),
         ("model.dtype=int8", "model.dtype is 'int8'; expected 'float32'"),
         ("model.selector=[", "is not YAML that can be read"),
         ("model.selector=!!python/name:os.system", "is not YAML that can be read"),
@@ -154,10 +154,10 @@ def test_mistakes_in_a_recipe_are_named(override, message):
         ("model: {", "line 1"),
         ("model: !!python/object/apply:os.system [true]", "python/object"),
         ("model: {variant: a}\nmodel: {variant: b}", 'found duplicate key "model"'),
-        ("model: 5", "the section 'model' is 5"),
+        ("model: 5", "model is 5; expected a mapping"),
         ("stages: 5", "stages is 5"),
         ("stages: {}", "expected sections by the name of each stage"),
-        ("stages: {one: {models: {}}}", "one: expected the sections"),
+        ("stages: {one: {models: {}}}", "stages.one.models is no field"),
         ("model: {variant: qtsplus-tiny}", "data.train_files is missing"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_run_ends_in_a_hub_folder_and_lists_what_it_skipped(recipe_file):
         run(load_stages(recipe_file)[0])
     before = torch.load(folder / "checkpoint-2/optimizer.pt", weights_only=True)["state"]
     (folder / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match="holds checkpoint-2: resume the run"):
+    with pytest.raises(ValueError, match="which is not replaced: .*go on with --resume"):
         run(load_stages(recipe_file)[0])
     run(load_stages(recipe_file, ["training.max_steps=3"])[0], resume=True)
     assert before and (folder / "checkpoint-3").is_dir()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..training.trainer import QTSplusTrainer
 
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it trains and takes: memory, steps, disk.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it trains and takes: memory and disk.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the last complete checkpoint; a finished stage is not run again.")
 ]

@@ -251,8 +251,8 @@ def _attention_by_head(
         del inputs["skipped"], inputs["source_ids"]
         inputs = send_to_device(inputs, model.device)
         labels = inputs.pop("labels")
-        (row,) = note_attention(model, inputs, labels, choice, by_head=True)
-        yield row.by_head or {}, shown
+        (row,) = note_attention(model, inputs, labels, choice)
+        yield row.by_head, shown
 
 
 def _needle_tokens(

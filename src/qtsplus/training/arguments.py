@@ -1,6 +1,5 @@
 """Arguments of [`QTSplusTrainer`]."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..common.validation import STRICT
 
 SFT_LOSSES = ("token_mean", "sum_of_sources")
 # Fields of Transformers that change nothing here, or not what they say: what they may be, and why.
-_WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+_WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "average_tokens_across_devices": ((True,), "losses are means over the tokens of all processes"),
     "label_names": ((None, ["labels"]), "the collator gives labels"),
     "length_column_name": (("length",), "a record tells no length before its video is read"),
@@ -33,12 +32,11 @@ _AT_LEAST_ZERO = (
     "relevance_weight",
     "dual_learning_rate",
     "dual_damping",
-    "warmup_steps",
     "lora_rank",
     "dataloader_num_workers",
     "neftune_noise_alpha",
 )
-_RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+_RANGES = (
     (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
     (_AT_LEAST_ZERO, lambda value: value >= 0, "at least 0"),
     (("num_train_epochs", "lora_alpha"), lambda value: value > 0, "more than 0"),

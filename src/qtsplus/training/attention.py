@@ -8,7 +8,7 @@ predict the answer. No layer's full attention matrix is ever held.
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -105,9 +105,8 @@ def note_attention(
     inputs: Mapping,
     labels: Tensor,
     choice: AttentionChoice = EVERY_LAYER,
-    by_head: bool = False,
 ) -> "list[NotedRow]":
-    """The rows of a batch, with the attention of [`answer_attention`]; as one sum, or kept apart `by_head`."""
+    """The rows of a batch, with the attention of [`answer_attention`] by head."""
     base = base_model(model).model
     groups = [choice.positions]
     if choice.positions == "both":
@@ -118,7 +117,7 @@ def note_attention(
         places = [_places(base, layout, selection.query_mask, labels, group) for group in groups]
         rows = []
         for row, seen_from in zip(layout.rows, zip(*places, strict=True), strict=True):
-            rows.append(NotedRow(seen_from, row.candidates, by_head={} if by_head else None))
+            rows.append(NotedRow(seen_from, row.candidates))
         everything = dict(inputs)
         everything.update(EVERYTHING)
         with noting(base.language_model, rows, choice):
@@ -196,9 +195,7 @@ class NotedRow:
     places: Sequence[Tensor]  # each [n], the tokens that are looked from; the mean of each counts alike
     visual: Tensor  # [M]
     columns: Tensor | None = None  # [S_b], where the language model has the row's real tokens
-    attention: Tensor | None = None  # [M], summed over heads and layers so far
-    heads: int = 0  # the number of heads in that sum
-    by_head: dict[int, Tensor] | None = None  # per layer [heads, M], where that is asked for
+    by_head: dict[int, Tensor] = field(default_factory=dict)  # per layer [heads, M], the attention so far
 
     @property
     def taught(self) -> bool:
@@ -227,17 +224,17 @@ class NotedRow:
             places = places.to(keys.device)
             looking = queries[:, columns[places]]
             by_places.append(attention_to_tokens(looking, keys, places, visual, scaling, window))
-        shares = torch.stack(by_places).mean(0).to(self.visual.device)
-        total = shares.sum(0)
-        self.attention = total if self.attention is None else self.attention + total
-        self.heads += len(shares)
-        if self.by_head is not None:
-            self.by_head[layer] = shares
+        shares = torch.stack(by_places).mean(0)
+        self.by_head[layer] = shares.to(self.visual.device)
 
     def target(self) -> Tensor:
-        if self.attention is None:
-            return torch.zeros(0, device=self.visual.device)
-        return (self.attention / self.heads).float()
+        """`[M]`, the mean over heads and layers; empty where nothing was noted."""
+        total = torch.zeros(len(self.visual) if self.by_head else 0, device=self.visual.device)
+        heads = 0
+        for shares in self.by_head.values():
+            total = total + shares.sum(0)
+            heads += len(shares)
+        return (total / max(1, heads)).float()
 
 
 def attention_to_tokens(
@@ -351,8 +348,7 @@ def noting(
     def find_columns(module, args, kwargs):
         mask = kwargs["attention_mask"]
         if mask is None:
-            embeds = kwargs["inputs_embeds"]
-            mask = torch.ones(embeds.shape[:2], device=embeds.device)
+            mask = torch.ones_like(kwargs["inputs_embeds"][..., 0])
         for row, columns in zip(rows, mask, strict=True):
             row.columns = columns.nonzero()[:, 0]
 

@@ -28,23 +28,19 @@ class RunningMeans:
     def add(
         self,
         name: str,
-        total: Tensor,
-        weight: Tensor | float,
+        values: Tensor,
+        weight: Tensor | float | None = None,
     ) -> None:
-        """Adds a sum over `weight` things."""
+        """Adds values of one thing each, or their sum over `weight` things."""
         row = self.totals[self.names.index(name)]
-        row[0] += total.detach()
-        row[1] += weight
+        row[0] += values.detach().sum()
+        row[1] += values.numel() if weight is None else weight
 
     def pop(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The means of all names that anything was added to, over all processes; the sums start again from 0."""
         rows = reduce(self.totals).tolist()
         self.totals.zero_()
-        means = {}
-        for name, (total, weight) in zip(self.names, rows, strict=True):
-            if weight > 0:
-                means[name] = total / weight
-        return means
+        return {name: total / weight for name, (total, weight) in zip(self.names, rows, strict=True) if weight > 0}
 
 
 class RhoControl:
@@ -109,24 +105,19 @@ class RhoControl:
         config = self.config
         running = self.running[training]
         with_vision = qtsplus.num_tokens > 0
-        count = with_vision.sum()
         rho = qtsplus.rho[with_vision]
         num_tokens = qtsplus.num_tokens[with_vision]
+        kept = qtsplus.n[with_vision]
         soft_n = rho * num_tokens
         # The value is the gate's count, at most n_max; the gradient is that of rho M.
         beyond = (soft_n - config.n_max).clamp(min=0)
         soft_n = soft_n - beyond.detach()
-        kept = qtsplus.n[with_vision]
-        logged = {
-            "rho": rho,
-            "n": kept,
-            "n_soft": soft_n,
-            "visual_tokens": num_tokens,
-            "kept_fraction": kept / num_tokens,
-            "hard_over_soft": kept / soft_n,
-        }
-        for name, values in logged.items():
-            running.add(name, values.sum(), count)
+        running.add("rho", rho)
+        running.add("n", kept)
+        running.add("n_soft", soft_n)
+        running.add("visual_tokens", num_tokens)
+        running.add("kept_fraction", kept / num_tokens)
+        running.add("hard_over_soft", kept / soft_n)
         if not rho.requires_grad:
             asked = asked and config.budget != "rho" and config.selection == "qtsplus"
         if asked or not training:
@@ -134,6 +125,7 @@ class RhoControl:
         if not training or not rho.requires_grad:
             return 0.0  # there is no rho to learn where everything is kept
 
+        count = with_vision.sum()
         distance = rho - self._prior(rho)
         loss_s = (config.lambda_s * distance.pow(2)).sum()
         loss_t = qtsplus.loss_t * count
@@ -141,13 +133,12 @@ class RhoControl:
         running.add("loss_t", loss_t, count)
         running.add("loss_m", loss_m, count)
         running.add("loss_s", loss_s, count)
-        running.add("threshold", qtsplus.threshold[with_vision].sum(), count)
+        running.add("threshold", qtsplus.threshold[with_vision])
         total = loss_t + loss_m + loss_s
         target = config.target_n
         if target is not None:
             damping = self.args.dual_damping * self.excess / target
-            beyond_target = (soft_n - target).sum()
-            total = total + (self.alpha + damping) * beyond_target
+            total = total + (self.alpha + damping) * (soft_n - target).sum()
         return total / samples.clamp(min=1)
 
     def _count_asked(
@@ -157,19 +148,14 @@ class RhoControl:
         training: bool,
     ) -> None:
         """Adds the counts that the model itself asks for to the log and, in training, to the step."""
-        n_max = self.config.n_max
-        total = 0
-        for share, tokens in zip(rho.tolist(), num_tokens.tolist(), strict=True):
-            total += kept_count(share, tokens, n_max)
-        samples = len(rho)
-        n = torch.tensor(total, device=rho.device)
-        self.running[training].add("n_asked", n, samples)
+        n = torch.zeros_like(num_tokens)
+        for row, share in enumerate(rho.tolist()):
+            n[row] = kept_count(share, int(num_tokens[row]), self.config.n_max)
+        self.running[training].add("n_asked", n)
         if training:
             units = rho.detach().double() * 2.0**32
-            rho_sum = units.round().long().sum()
-            self._step[0] += rho_sum
-            self._step[1] += samples
-            self._step[2] += n
+            sums = [units.round().long().sum(), len(rho), n.sum()]
+            self._step += torch.tensor(sums, device=self._step.device)
 
     def _prior(self, rho: Tensor) -> Tensor | float:
         """The fixed prior of rho, or the mean over all earlier steps; the first step is its own prior."""
@@ -183,15 +169,12 @@ class RhoControl:
 
     def finish_step(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
         """Moves the running mean of rho and the dual variable by what all processes saw in this optimizer step."""
-        config = self.config
         step = sum_over_processes(self._step)
         _, samples, n = step
-        if config.rho_prior is None:
-            history = self._rho_history + step[:2]
-            self.selector.rho_history.copy_(history)
-        if config.target_n is not None and samples > 0:
-            mean_count = float(n / samples)
-            self._move_price(mean_count, config.target_n)
+        if self.config.rho_prior is None:
+            self.selector.rho_history.copy_(self._rho_history + step[:2])
+        if self.config.target_n is not None and samples > 0:
+            self._move_price(float(n / samples), self.config.target_n)
         self._step.zero_()
 
     def _move_price(self, mean_count: float, target: float) -> None:
@@ -211,9 +194,7 @@ class RhoControl:
 
 def most_tokens(totals: Sequence[int], config: QTSplusConfig) -> Tensor:
     """`[B]` int64, the most of each row's visual tokens that `rho_max` and `n_max` allow; 1 where there are none."""
-    rho_max = config.rho_max
-    n_max = config.n_max
-    return torch.tensor([kept_count(rho_max, total, n_max) for total in totals])
+    return torch.tensor([kept_count(config.rho_max, total, config.n_max) for total in totals])
 
 
 def loss_differences(

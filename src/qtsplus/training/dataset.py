@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from ..common.validation import show
 from ..data.formats import read_records
-from ..data.media import media_problem
+from ..data.media import AnyPath, media_problem
 from ..data.records import SOURCES, VideoRecord
 from .features import VideoFeatures
 
@@ -24,39 +24,20 @@ _VISUAL_INPUTS = ("pixel_values_videos", "video_features", "video_grid_thw", "se
 
 def require_rates(records: Sequence[VideoRecord]) -> None:
     """Raises `ValueError` for a folder of frames without its rate."""
-    checked: set[str] = set()
-    for record in records:
-        video = record.video
-        if video is None or video in checked or record.fps is not None:
-            continue
-        checked.add(video)
-        if os.path.isdir(video):
+    videos = {record.video for record in records if record.fps is None}
+    for video in videos:
+        if video is not None and os.path.isdir(video):
             raise ValueError(f'{video} is a folder of frames: give their rate in its records, such as "fps": 2.')
-
-
-def check_frame_settings(processor_kwargs: Mapping) -> None:
-    """Raises `ValueError` for rates and numbers of frames that are not above 0, and for a rate beside a number."""
-    for name in ("fps", "num_frames", "min_frames", "max_frames"):
-        value = processor_kwargs.get(name)
-        if value is None:
-            continue
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value < float("inf"):
-            raise ValueError(f"processor_kwargs.{name} is {show(value)}; expected a finite number above 0.")
-        if name != "fps" and value != int(value):
-            raise ValueError(f"processor_kwargs.{name} is {show(value)}; expected a whole number above 0.")
-    if processor_kwargs.get("fps") is not None and processor_kwargs.get("num_frames") is not None:
-        raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
 
 
 def check_processor_kwargs(processor, processor_kwargs: Mapping) -> None:
     """Raises `ValueError` for what no call of the processor would read."""
-    known = set(processor.video_processor.valid_kwargs.__annotations__)
-    known |= {"videos_kwargs", "text_kwargs"}
-    for name in sorted(processor_kwargs):
-        if name not in known:
-            settings = ", ".join(sorted(known))
-            raise ValueError(f"processor_kwargs.{name} is no setting of the processor: {settings}.")
+    known = {"videos_kwargs", "text_kwargs"}
+    known.update(processor.video_processor.valid_kwargs.__annotations__)
+    unknown = sorted(set(processor_kwargs) - known)
+    if unknown:
+        settings = ", ".join(sorted(known))
+        raise ValueError(f"processor_kwargs.{unknown[0]} is no setting of the processor: {settings}.")
 
 
 @dataclass(frozen=True)
@@ -79,9 +60,7 @@ def check_skipped(
     reasons: Sequence[str],
 ) -> None:
     """Raises `ValueError` if more than a share of the records cannot be used, or none can; says the first reasons."""
-    too_many = count > most * total
-    none_left = count == total > 0
-    if too_many or none_left:
+    if count > most * total or count == total > 0:
         first = "; ".join(reason.rstrip(".") for reason in reasons[:SAID])
         raise ValueError(
             f"{count} of {total} records cannot be used, and max_skipped is {most:g}: {first}. Mend the records or "
@@ -128,10 +107,7 @@ class VideoQADataset(Dataset):
         self.placeholders = torch.tensor(processor.placeholder_ids)
 
     @staticmethod
-    def read(
-        path: str | os.PathLike,
-        media_root: str | os.PathLike | None = None,
-    ) -> Sequence[VideoRecord]:
+    def read(path: AnyPath, media_root: AnyPath | None = None) -> Sequence[VideoRecord]:
         """The records of a file that a recipe names, see [`read_records`]; a subclass may read more of each."""
         return read_records(path, media_root)
 
@@ -161,22 +137,21 @@ class VideoQADataset(Dataset):
             return SkippedRecord(skipped_name(record), str(error))
 
         prompt = inputs["input_ids"][0]
-        query_mask = inputs["query_mask"][0]
-        answer = self.processor.text_ids(record.answer)
-        target = torch.tensor(list(answer) + [self.end_of_turn])
+        answer = list(self.processor.text_ids(record.answer))
+        target = torch.tensor(answer + [self.end_of_turn])
         example: Inputs = {
             "input_ids": torch.cat([prompt, target]),
             "labels": torch.cat([self._earlier_answers(prompt), target]),
-            "query_mask": torch.cat([query_mask, torch.zeros_like(target)]),
+            "query_mask": F.pad(inputs["query_mask"][0], (0, len(target))),
         }
         if self.model_max_length is not None:
             is_text = ~torch.isin(example["input_ids"], self.placeholders)
-            within = is_text.cumsum(0) <= self.model_max_length
-            length = int(within.sum())
+            length = int((is_text.cumsum(0) <= self.model_max_length).sum())
             if length <= len(prompt):
                 reason = f"its prompt leaves no room for an answer within {self.model_max_length} text tokens"
                 return SkippedRecord(skipped_name(record), reason)
-            example = {name: values[:length] for name, values in example.items()}
+            for name in example:
+                example[name] = example[name][:length]
         if "query_input_ids" in inputs:
             example["query_input_ids"] = inputs["query_input_ids"][0]
         for name in _VISUAL_INPUTS:
@@ -192,27 +167,27 @@ class VideoQADataset(Dataset):
             messages.append(_message("user", question))
             messages.append(_message("assistant", answer))
         messages.append(_message("user", record.question))
-        stored = None
+        stored: Inputs = {}
         videos: Inputs = {}
         if record.video is not None:
             messages[0]["content"].insert(0, {"type": "video"})
             if self.features is not None:
-                stored = self.features.load(record.video, record.fps)
-            videos = self._video_inputs(record, stored)
+                stored = self.features.load(record.video, record.fps) or {}
+            videos = dict(stored)
+            videos.pop("video_features", None)  # the grid alone says where its tokens are
+            if not stored:
+                videos = self._video_inputs(record.video, record.fps)
         query = None if record.query is None else [record.query]
         inputs = dict(self.processor.conversation_inputs([messages], query=query, **videos))
-        if stored is not None:
-            inputs.update(stored)
+        inputs.update(stored)
         return inputs
 
-    def _video_inputs(self, record: VideoRecord, stored: Mapping | None) -> Inputs:
-        """The processor's arguments about a record's video; with stored features only where its tokens are."""
-        if stored is not None:
-            return {name: stored[name] for name in ("video_grid_thw", "second_per_grid_ts")}
+    def _video_inputs(self, video: str, fps: float | None) -> Inputs:
+        """The processor's arguments about a record's video."""
         videos = dict(self.processor_kwargs)
-        videos["videos"] = [record.video]
-        if record.fps is not None:
-            videos["fps"] = record.fps
+        videos["videos"] = [video]
+        if fps is not None:
+            videos["fps"] = fps
         return videos
 
     def _earlier_answers(self, prompt: Tensor) -> Tensor:
@@ -266,37 +241,44 @@ class VideoQACollator:
             if isinstance(example, SkippedRecord):
                 skipped.append(example)
             else:
-                rows.append(example)
+                rows.append(dict(example))
         if not rows:
             rows = [self._blank]
-        sources = [SOURCES.index(row["source"]) for row in rows]
         batch: Inputs = {
             "skipped": skipped,
-            "source_ids": torch.tensor(sources),
-            "labels": self._pad([row["labels"] for row in rows], IGNORED),
-            "query_mask": self._pad([row["query_mask"] for row in rows], 0),
+            "source_ids": torch.tensor([SOURCES.index(row["source"]) for row in rows]),
+            "labels": _pad(rows, "labels", IGNORED),
+            "query_mask": _pad(rows, "query_mask", 0),
         }
-        batch.update(self._pad_ids("", [row["input_ids"] for row in rows]))
+        self._add_ids(batch, rows, "input_ids", "attention_mask")
         if any("query_input_ids" in row for row in rows):
-            batch.update(self._pad_ids("query_", [self._query(row) for row in rows]))
+            for row in rows:
+                question = row["input_ids"][row["query_mask"].bool()]
+                row.setdefault("query_input_ids", question)
+            self._add_ids(batch, rows, "query_input_ids", "query_attention_mask")
         for name in _VISUAL_INPUTS:
             videos = [row[name] for row in rows if name in row]
             if videos:
                 batch[name] = videos if name == "video_features" else torch.cat(videos)
         return batch
 
-    @staticmethod
-    def _query(row: Mapping[str, Tensor]) -> Tensor:
-        """`[L]` ids of a row's query, its own or the question in its prompt."""
-        if "query_input_ids" in row:
-            return row["query_input_ids"]
-        return row["input_ids"][row["query_mask"].bool()]
+    def _add_ids(
+        self,
+        batch: Inputs,
+        rows: Sequence[Inputs],
+        name: str,
+        mask: str,
+    ) -> None:
+        batch[name] = _pad(rows, name, self.pad_token_id)
+        lengths = torch.tensor([len(row[name]) for row in rows])
+        places = torch.arange(batch[name].shape[1])
+        batch[mask] = (places < lengths[:, None]).long()
 
-    def _pad_ids(self, prefix: str, rows: list[Tensor]) -> dict[str, Tensor]:
-        masks = [torch.ones_like(row) for row in rows]
-        ids = self._pad(rows, self.pad_token_id)
-        return {f"{prefix}input_ids": ids, f"{prefix}attention_mask": self._pad(masks, 0)}
 
-    @staticmethod
-    def _pad(rows: list[Tensor], value: int) -> Tensor:
-        return pad_sequence(rows, batch_first=True, padding_value=value)
+def _pad(
+    rows: Sequence[Inputs],
+    name: str,
+    value: int,
+) -> Tensor:
+    """`[B, S]`, what the rows hold by a name."""
+    return pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)

@@ -13,17 +13,19 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
 from ..common.files import require_space, size
 from ..common.tensors import TensorFormat, TensorKind, digest_of
-from ..data.media import media_state
+from ..data.media import AnyPath, media_state
 from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)
 
 Item = TypeVar("Item")
+Video = tuple[str, float | None]  # a file, an address or a folder of frames, and the `fps` of its record
 _CLASSES = ("auto_map", "processor_class")  # which a stage adds to the processor that it saves
 _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 _OF_VIDEO = {
@@ -46,19 +48,20 @@ class VideoFeatures:
         """Where a video's features are kept; a file that was changed since, or read at another rate, is another."""
         name = os.path.abspath(video) if os.path.exists(video) else video
         identity = json.dumps([name, media_state(video), fps and float(fps)])
-        return self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.safetensors"
+        digest = hashlib.sha256(identity.encode()).hexdigest()
+        return self.folder / f"{digest[:32]}.safetensors"
 
-    def load(self, video: str, fps: float | None = None) -> dict[str, torch.Tensor] | None:
+    def load(self, video: str, fps: float | None = None) -> dict[str, Tensor] | None:
         """A video's features; `None` where it could not be read."""
         return read_tensors(self.file(video, fps), _OF_VIDEO)
 
 
 def encode_files(
-    model: Any,
-    processor: Any,
-    videos: Sequence[tuple[str, float | None]],
-    folder: str | os.PathLike,
-    processor_kwargs: Mapping[str, Any] | None = None,
+    model,
+    processor,
+    videos: Sequence[Video],
+    folder: AnyPath,
+    processor_kwargs: Mapping | None = None,
     autocast_dtype: torch.dtype | None = None,
     workers: int = 0,
 ) -> VideoFeatures:
@@ -66,42 +69,70 @@ def encode_files(
     Encodes what `folder` does not hold yet; every process of a distributed run takes its share.
 
     Args:
-        videos: files, addresses or folders of frames, each with the `fps` of its record. What cannot be read is left
-            out.
+        videos: what cannot be read is left out.
         folder: one that may be shared by runs; features of another vision tower are never mistaken for this one's.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         autocast_dtype: encode as mixed-precision training would.
         workers: processes that decode.
     """
-    kwargs, tower = dict(processor_kwargs or {}), vision_modules(model)
-    reading = {name: value for name, value in processor.video_processor.to_dict().items() if name not in _CLASSES}
-    weights = {f"{part} {name}": one for part, module in tower.items() for name, one in module.state_dict().items()}
+    kwargs = dict(processor_kwargs or {})
+    reading = processor.video_processor.to_dict()
+    for name in _CLASSES:
+        reading.pop(name, None)
+    weights = {}
+    for part, module in vision_modules(model).items():
+        for name, weight in module.state_dict().items():
+            weights[f"{part} {name}"] = weight
     digest = digest_of(weights, [reading, kwargs, str(autocast_dtype)])
     features = VideoFeatures(Path(folder) / digest[:16])
     features.folder.mkdir(parents=True, exist_ok=True)
     state = PartialState()
-    missing = sorted({video for video in videos if not features.file(*video).exists()}, key=str)
+    missing = [video for video in set(videos) if not features.file(*video).exists()]
+    missing.sort(key=str)
     state.wait_for_everyone()  # all have to share out the same list, before anybody shortens it
     mine: Any = missing[state.process_index :: state.num_processes]
-    decoded = DataLoader(
-        mine, batch_size=None, num_workers=workers, collate_fn=partial(_decode, features, processor, kwargs)
-    )
-    bar = with_bar(decoded, "Encoding videos", len(mine)) if mine and state.is_main_process else decoded
-    device = next(weight.device for module in tower.values() for weight in module.parameters())
-    space_checked = False
+    decode = partial(_decode, features, processor, kwargs)
+    decoded: Iterable = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=decode)
+    if mine and state.is_main_process:
+        decoded = with_bar(decoded, "Encoding videos", len(mine))
+    device = next(iter(weights.values())).device
+    expected = 0
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        for place, inputs in bar:
+        for place, inputs in decoded:
             if inputs is None:
                 continue
-            encoded = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"], device="cpu")
-            write_tensors(place, {"video_features": encoded[0].contiguous(), **inputs})
-            if not space_checked:  # what the first one takes, all do
-                space_checked = True
+            pixels = inputs.pop("pixel_values_videos")
+            (encoded,) = model.encode_videos(pixels, inputs["video_grid_thw"], device="cpu")
+            inputs["video_features"] = encoded
+            write_tensors(place, inputs)
+            if not expected:  # what the first one takes, all do
                 expected = place.stat().st_size * len(missing)
                 logger.warning(f"Encoding {len(missing)} videos takes about {size(expected)} in {features.folder}.")
                 require_space(features.folder, expected, f"the features of {len(missing)} videos")
     state.wait_for_everyone()
     return features
+
+
+def _decode(
+    features: VideoFeatures,
+    processor,
+    processor_kwargs: Mapping,
+    video: Video,
+) -> tuple[Path, dict[str, Tensor] | None]:
+    """Where a video's features are to be kept, and its pixels; `None` where they cannot be read."""
+    name, fps = video
+    settings = dict(processor_kwargs)
+    if fps is not None:
+        settings["fps"] = fps
+    place = features.file(name, fps)
+    try:
+        inputs = processor(text=[processor.video_token], videos=[name], return_tensors="pt", **settings)
+    except (ValueError, OSError):
+        return place, None  # the dataset finds out why, and says so
+    if features.file(name, fps) != place:
+        logger.warning(f"{name} was changed while it was read, and its features are not kept.")
+        return place, None
+    return place, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
 
 
 def with_bar(
@@ -114,24 +145,7 @@ def with_bar(
     return track(items, what, total, console=console, disable=not console.is_terminal)
 
 
-def _decode(
-    features: VideoFeatures, processor: Any, processor_kwargs: dict[str, Any], video: tuple[str, float | None]
-) -> tuple[Path, dict[str, torch.Tensor] | None]:
-    """Where a video's features are to be kept, and its pixels; `None` where they cannot be read."""
-    name, fps = video
-    settings = processor_kwargs if fps is None else {**processor_kwargs, "fps": fps}
-    place = features.file(name, fps)
-    try:
-        inputs = processor(text=[processor.video_token], videos=[name], return_tensors="pt", **settings)
-    except (ValueError, OSError):
-        return place, None  # the dataset finds out why, and says so
-    if features.file(name, fps) != place:
-        logger.warning(f"{name} was changed while it was read, and its features are not kept.")
-        return place, None
-    return place, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
-
-
-def read_tensors(path: Path, kinds: Mapping[str, TensorKind]) -> dict[str, torch.Tensor] | None:
+def read_tensors(path: Path, kinds: Mapping[str, TensorKind]) -> dict[str, Tensor] | None:
     """What [`write_tensors`] wrote, of these kinds by name; `None` without a file, a `ValueError` for damage."""
     if not os.path.lexists(path):
         return None
@@ -141,7 +155,7 @@ def read_tensors(path: Path, kinds: Mapping[str, TensorKind]) -> dict[str, torch
         return file.tensors
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a file of tensors that is never seen half written."""
     _format({}).write(path, tensors, _header(path))
 

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from peft import PeftModel
 from torch import nn
 
 from .arguments import QTSplusTrainingArguments
-from .lora import active_selector
+from .lora import active_selector, add_lora, lora_config
 
 # The vision tower and all between it and the selector, by its names in Transformers' models.
 _VISION = (".visual.", ".vision_tower.", ".multi_modal_projector.", ".image_newline")
@@ -30,6 +31,15 @@ def vision_modules(model) -> dict[str, nn.Module]:
     return modules
 
 
+def prepare_parts(model, args: QTSplusTrainingArguments):
+    """The model with adapters, or with what the arguments freeze; a `PeftModel` is left as it is."""
+    if args.lora_rank:
+        return add_lora(model, lora_config(args.lora_rank, args.lora_alpha, args.lora_dropout))
+    if not isinstance(model, PeftModel):
+        freeze(model, args)
+    return model
+
+
 def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
     """
     Leaves trainable what the arguments name. Parameters of the selector that cannot receive a gradient stay frozen: the
@@ -40,22 +50,20 @@ def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
         "language_model": args.freeze_language_model,
         "vision": args.freeze_vision_model,
     }
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen[part_of(name)])
     selector = active_selector(model)
     untrained = list(selector.unused_parameters())
     if args.freeze_scores:
         untrained += score_parameters(selector)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not frozen[part_of(name)])
     for parameter in untrained:
         parameter.requires_grad_(False)
 
 
 def score_parameters(selector) -> list[nn.Parameter]:
     """What decides the relevance of a token."""
-    parameters = list(selector.scoring_layers.parameters())
-    parameters += selector.question_layers.parameters()
-    parameters += selector.null_tokens.parameters()
-    return parameters
+    parts = nn.ModuleList([selector.scoring_layers, selector.question_layers, selector.null_tokens])
+    return list(parts.parameters())
 
 
 @dataclass(frozen=True)
@@ -79,18 +87,14 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
     """Counts a model whose freezing is set; works on the meta device."""
     total = 0
     trainable = 0
-    trains_scores = False
     for name, weight in model.named_parameters():
-        if ".original_module." in name:
-            continue  # the untrained copy that PEFT keeps of the selector is not a part of the model
-        total += weight.numel()
-        if weight.requires_grad:
-            trainable += weight.numel()
-            if ".qtsplus.scoring_layers." in name or ".qtsplus.modules_to_save." in name:
-                trains_scores = True
+        if ".original_module." not in name:  # the untrained copy that PEFT keeps of the selector
+            total += weight.numel()
+            trainable += weight.numel() * weight.requires_grad
+    selector = active_selector(model)
     unused = 0
-    if trains_scores:
-        unused = sum(weight.numel() for weight in active_selector(model).unused_parameters())
+    if any(weight.requires_grad for weight in selector.scoring_layers.parameters()):
+        unused = sum(weight.numel() for weight in selector.unused_parameters())
     return ParameterCounts(total, trainable + unused, trainable)
 
 
@@ -111,13 +115,9 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         part = part_of(name)
-        decays = name in with_decay
-        if (part, decays) not in groups:
-            rate = rates[part]
-            groups[part, decays] = {
-                "params": [],
-                "lr": args.learning_rate if rate is None else rate,
-                "weight_decay": args.weight_decay if decays else 0.0,
-            }
-        groups[part, decays]["params"].append(parameter)
+        decay = args.weight_decay if name in with_decay else 0.0
+        group = groups.setdefault((part, name in with_decay), {"params": [], "weight_decay": decay})
+        rate = rates[part]
+        group["lr"] = args.learning_rate if rate is None else rate
+        group["params"].append(parameter)
     return list(groups.values())

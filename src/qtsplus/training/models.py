@@ -35,14 +35,11 @@ def make_config(
         stock = AutoConfig.from_pretrained(source)
         config = backbone_of(kind).config(**stock.to_dict())
     changes = dict(selector or {})
+    check_types("selector.", QTSplusConfig, changes)
     settings = {}
     for name, value in config.qtsplus_config.to_dict().items():
         if hasattr(QTSplusConfig, name):
             settings[name] = value
-    unknown = [str(name) for name in changes if name not in settings]
-    if unknown:
-        raise ValueError(f"The selector has no field {', '.join(sorted(unknown))}.")
-    check_types("selector.", QTSplusConfig, changes)
     add_method(changes.get("selection"))
     most = max(config.text_config.num_hidden_layers, settings["reencode_layers"])
     settings.update(changes)
@@ -89,10 +86,9 @@ def _random_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = backbone_of(config.model_type).model._from_config(config, **loading)
-    if variant is not None:
-        folder = hub_configs() / variant
-        if (folder / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+    folder = hub_configs() / str(variant)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
@@ -126,15 +122,11 @@ def load_either(
     checkpoint. A `ValueError` for no such model, or one of an unknown backbone.
     """
     where = find_device(device)
-    selector = {}
-    if not model_type(weights).endswith(OURS):
-        selector["reencode_layers"] = 0
-    if dtype is None:
-        dtype = stored_dtype(weights)
+    selector = {} if model_type(weights).endswith(OURS) else {"reencode_layers": 0}
+    dtype = dtype or stored_dtype(weights)
     if dtype == "auto":
         dtype = "float32"
-    model = make_model(None, weights, selector, dtype)
-    model = model.to(where).eval()
+    model = make_model(None, weights, selector, dtype).to(where).eval()
     return model, make_processor(None, weights, model.config)
 
 

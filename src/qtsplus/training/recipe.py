@@ -1,18 +1,22 @@
 """Recipes: a YAML file with a model, data and training section, and perhaps several stages that change them."""
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ConfigDict, PositiveInt, with_config
+from typing_extensions import TypedDict
+
 from ..common.validation import STRICT, build, parse_yaml, show
-from ..data.records import Text
-from ..hub.files import hub_configs, require_variant
+from ..data.media import AnyPath
+from ..data.records import Rate, Text
+from ..hub.files import hub_configs, variants
 from .arguments import QTSplusTrainingArguments
-from .dataset import check_frame_settings
 from .trainer import QTSplusTrainer
+
+Fields = dict[str, Any]
 
 
 @dataclass
@@ -35,13 +39,23 @@ class ModelArguments:
 
     variant: Text | None = None
     weights: Text | None = None
-    selector: dict[str, Any] = field(default_factory=dict)
+    selector: Fields = field(default_factory=dict)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     attn_implementation: Text | None = None
 
     def __post_init__(self) -> None:
         if self.variant is None and self.weights is None:
             raise ValueError("variant and weights are both missing; expected at least one of them.")
+
+
+@with_config(ConfigDict(extra="allow"))
+class ProcessorKwargs(TypedDict, total=False):
+    """What a recipe says to the processor; the processor knows more settings than these, which are checked here."""
+
+    fps: Rate | None
+    num_frames: PositiveInt | None
+    min_frames: PositiveInt | None
+    max_frames: PositiveInt | None
 
 
 @dataclass
@@ -65,17 +79,17 @@ class DataArguments:
     train_files: list[str]
     eval_files: list[str] = field(default_factory=list)
     media_root: Text | None = None
-    model_max_length: int | None = None
-    processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_max_length: PositiveInt | None = None
+    processor_kwargs: ProcessorKwargs = field(default_factory=ProcessorKwargs)
     features: Text | None = None
 
     def __post_init__(self) -> None:
         if not self.train_files:
             raise ValueError("train_files is empty; expected the files to train on.")
-        if self.model_max_length is not None and self.model_max_length < 1:
-            raise ValueError(f"model_max_length is {self.model_max_length}; expected at least 1.")
-        self.processor_kwargs = {name: value for name, value in self.processor_kwargs.items() if value is not None}
-        check_frame_settings(self.processor_kwargs)
+        settings = {name: value for name, value in self.processor_kwargs.items() if value is not None}
+        self.processor_kwargs = settings  # type: ignore[assignment]
+        if {"fps", "num_frames"} <= self.processor_kwargs.keys():
+            raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
 
 
 @dataclass
@@ -101,12 +115,26 @@ class Recipe:
         return Path(str(self.training.output_dir))
 
 
-_SECTIONS = ("model", "data", "training")
-Sections = dict[str, dict[str, Any]]
+@with_config(STRICT)
+class Sections(TypedDict, total=False):
+    """What a file says, or one of its stages changes."""
+
+    model: Fields
+    data: Fields
+    training: Fields
+
+
+@with_config(STRICT)
+class File(Sections, total=False):
+    """A recipe as YAML has it."""
+
+    stages: dict[Text, Sections]
 
 
 def load_stages(
-    path: str | os.PathLike, overrides: Sequence[str] = (), trainer_class: type[QTSplusTrainer] = QTSplusTrainer
+    path: AnyPath,
+    overrides: Sequence[str] = (),
+    trainer_class: type[QTSplusTrainer] = QTSplusTrainer,
 ) -> list[Recipe]:
     """
     Reads a recipe.
@@ -123,126 +151,94 @@ def load_stages(
         ValueError: what is not YAML; an unknown section or field; a value of another type, or one that a section
             refuses.
     """
-    sections, stages = _read(path)
-    last = list(stages)[-1]
-    recipes: list[Recipe] = []
-    for stage, changes in stages.items():
-        merged = _merge(sections, changes)
-        for override in overrides:
-            _apply(override, merged)
-        defaults = _variant_defaults(merged["model"].get("variant"))
-        merged = _merge(defaults, merged)
-        if recipes:
-            merged["model"]["weights"] = str(recipes[-1].output_dir)
-        _name_variant(merged)
-        if stage != last:
-            _name_stage(merged, stage)
-        recipes.append(_build(path, merged, stage, trainer_class))
-    return recipes
-
-
-def _read(path: str | os.PathLike) -> tuple[Sections, dict[str, Sections]]:
-    """The sections of a file, and the changes of each stage by its name; without stages there is one, named ""."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ValueError(f"There is no file {str(path)!r}; expected a recipe in YAML.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file; expected a recipe in YAML.") from error
-    content = parse_yaml(text, str(path))
-    stages = None
-    if isinstance(content, dict):
-        stages = content.pop("stages", None)
-    sections = _sections(path, content)
-    if stages is None:
-        return sections, {"": {}}
-    named = isinstance(stages, dict) and all(isinstance(name, str) and name for name in stages)
-    if not named or not stages:
-        raise ValueError(f"{path}: stages is {show(stages)}; expected sections by the name of each stage.")
-    changes = {}
-    for name, section in stages.items():
-        changes[name] = _sections(f"{path}: {name}", section)
-    return sections, changes
+    content: dict = dict(build(f"{path}: ", File, parse_yaml(text, str(path))))
+    stages = content.pop("stages", {"": {}})
+    if not stages:
+        raise ValueError(f"{path}: stages is empty; expected sections by the name of each stage.")
+    last = list(stages)[-1]
+    recipes: list[Recipe] = []
+    for stage, changes in stages.items():
+        sections = _merge({"model": {}, "data": {}, "training": {}}, content)
+        sections = _merge(sections, changes)
+        for override in overrides:
+            _apply(override, sections)
+        sections = _merge(_variant_defaults(sections["model"]), sections)
+        if recipes:
+            sections["model"]["weights"] = str(recipes[-1].output_dir)
+        _name_folders(sections, "" if stage == last else stage)
+        recipes.append(_build(path, sections, stage, trainer_class))
+    return recipes
 
 
-def _sections(where: str | os.PathLike, content) -> Sections:
-    if not isinstance(content, dict) or not set(content) <= set(_SECTIONS):
-        raise ValueError(f"{where}: expected the sections {', '.join(_SECTIONS)}.")
-    for name, section in content.items():
-        if section is not None and not isinstance(section, dict):
-            raise ValueError(f"{where}: the section {name!r} is {show(section)}; expected fields with values.")
-    return {name: dict(content.get(name) or {}) for name in _SECTIONS}
-
-
-def _variant_defaults(variant: object) -> Sections:
+def _variant_defaults(model: Fields) -> Fields:
     """What a recipe leaves to its variant."""
-    if not isinstance(variant, str) or not variant.strip():
-        return {}
+    variant = model.get("variant")
+    if variant not in variants():
+        return {}  # the section says what is wrong with it
     path = hub_configs() / variant / "recipe.yaml"
     if not path.exists():
         return {}
-    require_variant(variant)
     text = path.read_text(encoding="utf-8")
     return parse_yaml(text, str(path))
 
 
-def _merge(base: Mapping, changes: Mapping) -> dict:
+def _merge(base: Fields, changes: Mapping) -> Fields:
     """`base` with the fields of `changes`, section by section; nothing is shared with either."""
-    merged = copy.deepcopy(dict(base))
-    for key, value in changes.items():
-        before = merged.get(key)
+    merged = copy.deepcopy(base)
+    for name, value in changes.items():
+        before = merged.get(name)
         if isinstance(value, dict) and isinstance(before, dict):
-            merged[key] = _merge(before, value)
+            merged[name] = _merge(before, value)
         else:
-            merged[key] = copy.deepcopy(value)
+            merged[name] = copy.deepcopy(value)
     return merged
 
 
-def _apply(override: str, sections: Sections) -> None:
+def _apply(override: str, sections: Fields) -> None:
     """Sets the one field that an override names."""
     key, separator, value = override.partition("=")
-    section, *parents = key.split(".")
-    if not separator or not parents or section not in sections or not all(parents):
-        known = ", ".join(_SECTIONS)
-        raise ValueError(f"{override!r}: expected SECTION.FIELD=VALUE with one of the sections {known}.")
-    last = parents.pop()
-    target = sections[section]
+    *parents, field_name = key.split(".")
+    if not separator or not parents or parents[0] not in sections or "" in (*parents, field_name):
+        raise ValueError(f"{override!r}: expected SECTION.FIELD=VALUE in the section model, data or training.")
+    target = sections
     for parent in parents:
         target = target.setdefault(parent, {})
         if not isinstance(target, dict):
             raise ValueError(f"{override!r}: {parent} is {show(target)}, which has no fields.")
-    target[last] = parse_yaml(value, repr(override))
+    target[field_name] = parse_yaml(value, repr(override))
 
 
-def _name_variant(sections: Sections) -> None:
-    """Puts the variant's name, or else that of the weights, into the folders that a recipe writes to."""
+def _name_folders(sections: Fields, stage: str) -> None:
+    """
+    Puts the variant's name, or else that of the weights, into the folders that a recipe writes to, and gives a stage
+    before the last a folder of its own.
+    """
     model = sections["model"]
-    variant = model.get("variant")
-    if not variant:
-        variant = Path(str(model.get("weights"))).name
+    variant = model.get("variant") or Path(str(model.get("weights"))).name
     for section, name in (("training", "output_dir"), ("data", "features")):
         folder = sections[section].get(name)
         if isinstance(folder, str):
             sections[section][name] = folder.replace("{variant}", str(variant))
-
-
-def _name_stage(sections: Sections, stage: str) -> None:
-    """Gives a stage before the last a folder of its own."""
     folder = sections["training"].get("output_dir")
-    if isinstance(folder, str) and folder.strip():
+    if stage and isinstance(folder, str) and folder.strip():
         sections["training"]["output_dir"] = str(Path(folder) / stage)
 
 
 def _build(
-    path: str | os.PathLike,
-    sections: Sections,
+    path: AnyPath,
+    sections: Fields,
     stage: str,
     trainer_class: type[QTSplusTrainer],
 ) -> Recipe:
-    arguments_class = trainer_class.arguments_class
     model = build(f"{path}: model.", ModelArguments, sections["model"])
     data = build(f"{path}: data.", DataArguments, sections["data"])
-    training = build(f"{path}: training.", arguments_class, sections["training"])
+    training = build(f"{path}: training.", trainer_class.arguments_class, sections["training"])
     output_dir = sections["training"].get("output_dir", training.output_dir)
     if not str(output_dir or "").strip():
         raise ValueError(f"{path}: training.output_dir is empty; expected the folder to write to.")

@@ -3,10 +3,10 @@
 import gc
 import json
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..common.files import check_folder, require_space
 from ..data.records import VideoRecord
 from ..hub.card import card_data
-from .dataset import VideoQADataset, check_processor_kwargs, check_skipped, require_rates
+from .dataset import check_processor_kwargs, check_skipped, require_rates
 from .features import VideoFeatures, encode_files
 from .freezing import vision_modules
 from .models import make_config, make_model, make_processor
@@ -28,7 +28,6 @@ from .sharding import check_checkpoint
 from .trainer import SKIPPED_FILE, QTSplusTrainer
 
 logger = logging.get_logger(__name__)
-_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
@@ -67,12 +66,9 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     if not resume:
         require_free(output_dir)
     elif checkpoint is None:
-        kept = ""
-        if recipe.training.save_strategy == "no":
-            kept = "; its save_strategy is 'no'"
         raise ValueError(
-            f"There is nothing to resume: {output_dir} holds no complete checkpoint{kept}. Leave out --resume to start "
-            "from the first step."
+            f"There is nothing to resume: {output_dir} holds no complete checkpoint. Leave out --resume to start from "
+            "the first step; a save_strategy other than 'no' makes checkpoints."
         )
     require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
     trainer = build_trainer(recipe)
@@ -87,19 +83,14 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
 
 def require_free(output_dir: Path) -> None:
     """Raises `ValueError` for a folder that holds more than folders of other stages, for nothing is replaced."""
-    if not output_dir.is_dir():
-        return
-    checkpoint = last_checkpoint(output_dir)
-    if checkpoint is not None and not is_finished(output_dir):
-        raise ValueError(f"{output_dir} holds {checkpoint.name}: resume the run, or choose another output_dir.")
-    what = "a finished model" if is_finished(output_dir) else None
-    for path in sorted(output_dir.iterdir()):
-        if path.name == SKIPPED_FILE:  # a run that ended for too many skipped records leaves it
-            continue
-        if path.is_file() or _CHECKPOINT.fullmatch(path.name):
-            what = what or path.name
-    if what is not None:
-        raise ValueError(f"{output_dir} holds {what}, which is not replaced: choose another output_dir.")
+    for path in sorted(output_dir.glob("*")):
+        is_run = path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR)
+        if path.name == SKIPPED_FILE or not is_run:
+            continue  # a run that ended for too many skipped records leaves the list of them
+        what = "a finished model" if is_finished(output_dir) else path.name
+        raise ValueError(
+            f"{output_dir} holds {what}, which is not replaced: choose another output_dir, or go on with --resume."
+        )
 
 
 def is_finished(output_dir: Path) -> bool:
@@ -109,13 +100,12 @@ def is_finished(output_dir: Path) -> bool:
 
 def last_checkpoint(output_dir: Path) -> Path | None:
     """The newest checkpoint that was written to its end: the Trainer's state is the last file."""
-    folders = {}
-    for path in output_dir.glob("*"):
-        name = _CHECKPOINT.fullmatch(path.name)
-        if name is not None:
-            folders[int(name[1])] = path
-    for step in sorted(folders, reverse=True):
-        folder = folders[step]
+
+    def step(folder: Path) -> int:
+        number = folder.name.rpartition("-")[2]
+        return int(number) if number.isdecimal() else -1
+
+    for folder in sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=step, reverse=True):
         with suppress(FileNotFoundError, ValueError):
             json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
             return folder
@@ -126,7 +116,6 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     """The Trainer of a recipe; a `ValueError` for weights or records that are not there or cannot be read."""
     args = recipe.model
     data = recipe.data
-    training = recipe.training
     trainer_class = recipe.trainer_class
     train = _read_records(recipe, data.train_files)
     evaluation = _read_records(recipe, data.eval_files)
@@ -139,19 +128,23 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     processor = make_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
     _check_videos(recipe, train)
-    model = make_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, training.seed)
+    seed = recipe.training.seed
+    model = make_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, seed)
     features = None
     if data.features is not None:
         features = _encode_videos(recipe, data.features, model, processor, train + evaluation)
-
-    def dataset(records: list[VideoRecord]) -> VideoQADataset:
-        return trainer_class.dataset_class(records, processor, data.model_max_length, data.processor_kwargs, features)
-
+    make_dataset = partial(
+        trainer_class.dataset_class,
+        processor=processor,
+        model_max_length=data.model_max_length,
+        processor_kwargs=data.processor_kwargs,
+        features=features,
+    )
     trainer = trainer_class(
         model,
-        training,
-        train_dataset=dataset(train),
-        eval_dataset=dataset(evaluation) if evaluation else None,
+        recipe.training,
+        train_dataset=make_dataset(train),
+        eval_dataset=make_dataset(evaluation) if evaluation else None,
         data_collator=trainer_class.collator_class(processor),
         processing_class=processor,
     )
@@ -166,10 +159,9 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
 
 
 def _read_records(recipe: Recipe, files: list[str]) -> list[VideoRecord]:
-    dataset_class = recipe.trainer_class.dataset_class
     records: list[VideoRecord] = []
     for path in files:
-        records += dataset_class.read(path, recipe.data.media_root)
+        records += recipe.trainer_class.dataset_class.read(path, recipe.data.media_root)
     return records
 
 
@@ -180,8 +172,7 @@ def _check_frozen(recipe: Recipe) -> None:
     if recipe.data.features is not None and not training.freeze_vision_model:
         raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
     frozen = training.freeze_language_model or training.freeze_vision_model
-    mixed = training.bf16 or training.fp16
-    if dtype != "float32" and frozen and not mixed:
+    if dtype != "float32" and frozen and not (training.bf16 or training.fp16):
         raise ValueError(f"model.dtype={dtype} is of what is frozen; expected training.bf16 or training.fp16 too.")
 
 

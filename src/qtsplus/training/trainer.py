@@ -23,8 +23,8 @@ from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
 from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
 from .dataset import IGNORED, SAID, SkippedRecord, VideoQACollator, VideoQADataset, check_skipped
-from .freezing import freeze, parameter_groups, score_parameters
-from .lora import active_selector, add_lora, base_model, lora_config
+from .freezing import parameter_groups, prepare_parts, score_parameters
+from .lora import active_selector, base_model
 from .sharding import choose_layers, keep_gathered, layer_class
 
 STATE_FILE = "qtsplus_state.json"
@@ -55,6 +55,11 @@ class StepCounts:
     tokens: Tensor  # [len(SOURCES)] int64, the supervised tokens of each source
     with_vision: Tensor  # [], the samples with visual tokens
     answered: Tensor  # [], the samples among them that have an answer
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> "StepCounts":
+        """Names what [`QTSplusTrainer._count`] gives."""
+        return cls(tokens=numbers[:-2], with_vision=numbers[-2], answered=numbers[-1])
 
 
 class _StepCallback(TrainerCallback):
@@ -111,11 +116,7 @@ class QTSplusTrainer(Trainer):
     def __init__(self, model: nn.Module, args: QTSplusTrainingArguments, **kwargs):
         if not isinstance(args, QTSplusTrainingArguments):
             raise ValueError(f"Got args of the type {type(args).__name__}; expected QTSplusTrainingArguments.")
-        if args.lora_rank:
-            adapters = lora_config(args.lora_rank, args.lora_alpha, args.lora_dropout)
-            model = add_lora(model, adapters)
-        elif not isinstance(model, PeftModel):
-            freeze(model, args)
+        model = prepare_parts(model, args)
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("compute_loss_func has no effect here: add losses in a subclass's compute_loss.")
         super().__init__(model=model, args=args, **kwargs)
@@ -139,11 +140,10 @@ class QTSplusTrainer(Trainer):
             )
         self.about: dict = {}
         self.skipped: dict[str, str] = {}
-        logged = self.loss_names + _BUDGET
-        device = self.args.device
+        names = self.loss_names + _BUDGET
         self.running = {
-            True: RunningMeans(logged, device),
-            False: RunningMeans(logged, device),
+            True: RunningMeans(names, self.args.device),  # in training
+            False: RunningMeans(names, self.args.device),  # in evaluation
         }
         self._counts: StepCounts | None = None
         self._retention: float | None = None
@@ -155,11 +155,11 @@ class QTSplusTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """As stock; counts what the terms of this optimizer step are means over."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64)
+        counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=self.args.device)
         for batch in batches:
-            counts += self._count(batch)
-        counts = self.sum_over_processes(counts.to(self.args.device))
-        self._counts = self._by_name(counts)
+            counts += self._count(batch).to(counts.device)
+        counts = self.sum_over_processes(counts)
+        self._counts = StepCounts.of(counts)
         self.budget.start_step()
         self._retention = _draw_retention(self.args, self.state.global_step)
         return batches, self._counts.tokens.sum()
@@ -173,35 +173,41 @@ class QTSplusTrainer(Trainer):
         self._note_skipped(inputs.pop("skipped", ()))
         counts = self._counts
         if not model.training:
-            counts = self._by_name(self._count(inputs).to(self.args.device))
+            counts = StepCounts.of(self._count(inputs))
         assert counts is not None
         labels = inputs.pop("labels")
         sources = _sources(inputs)
         inputs.pop("source_ids", None)
-        if model.training and self._retention is not None:
+        unlimited = self._retention is None
+        if model.training and not unlimited:
             inputs["retention"] = self._retention
         args = self.args
         outputs, token_losses, rows = self.answer(model, inputs, labels, args.label_smoothing_factor)
         qtsplus = outputs.qtsplus
-        unlimited = self._retention is None
         loss = self._answer_loss(token_losses, sources[rows], counts, model.training)
         budget = self.budget.loss(qtsplus, counts.with_vision, model.training, asked=unlimited)
         if model.training:
-            running = self.running[True]
             if args.relevance_weight > 0:
                 divergences = self._relevance_divergences(qtsplus, inputs, labels)
-                total = divergences.sum()
-                running.add("loss_relevance", total, len(divergences))
-                loss = loss + args.relevance_weight * total / counts.answered.clamp(min=1)
+                loss = loss + self._mean("loss_relevance", divergences, args.relevance_weight, counts.answered)
             if unlimited and self.selector_config.budget == "loss" and not args.freeze_selector:
                 errors = self._predicted_losses(inputs, labels, qtsplus)
-                total = errors.sum()
-                running.add("loss_budget", total, len(errors))
-                loss = loss + total / counts.with_vision.clamp(min=1)
+                loss = loss + self._mean("loss_budget", errors, 1.0, counts.with_vision)
             # Distributed training averages gradients over the processes, which here are parts of one sum.
             loss = (loss + budget) * self.accelerator.num_processes
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
+
+    def _mean(
+        self,
+        name: str,
+        losses: Tensor,
+        weight: float,
+        samples: Tensor,
+    ) -> Tensor:
+        """This micro-batch's part of a weighted mean over the samples of the step."""
+        self.running[True].add(name, losses)
+        return weight * losses.sum() / samples.clamp(min=1)
 
     def _answer_loss(
         self,
@@ -212,10 +218,9 @@ class QTSplusTrainer(Trainer):
     ) -> Tensor:
         """L_SFT of this micro-batch, from the cross-entropy `[n]` of its supervised tokens and their sources `[n]`."""
         running = self.running[training]
-        running.add("loss_lm", token_losses.sum(), len(token_losses))
+        running.add("loss_lm", token_losses)
         for index, source in enumerate(SOURCES):
-            of_source = token_losses[sources == index]
-            running.add(f"loss_{source}", of_source.sum(), len(of_source))
+            running.add(f"loss_{source}", token_losses[sources == index])
         tokens = counts.tokens
         if self.args.sft_loss == "token_mean":
             tokens = tokens.sum().expand(len(tokens))
@@ -287,39 +292,31 @@ class QTSplusTrainer(Trainer):
     def _count(self, batch: Mapping) -> Tensor:
         """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, those with an answer too."""
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
-        counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=tokens.device)
-        counts.index_add_(0, _sources(batch), tokens)
+        by_source = torch.zeros(len(SOURCES), dtype=torch.int64, device=tokens.device)
+        by_source.index_add_(0, _sources(batch), tokens)
         placeholder = base_model(self.model).config.video_token_id
         with_vision = (batch["input_ids"] == placeholder).any(1)
         answered = with_vision & (tokens > 0)
-        counts[-2] = with_vision.sum()
-        counts[-1] = answered.sum()
-        return counts.cpu()
-
-    @staticmethod
-    def _by_name(counts: Tensor) -> StepCounts:
-        return StepCounts(tokens=counts[:-2], with_vision=counts[-2], answered=counts[-1])
+        samples = torch.stack([with_vision.sum(), answered.sum()])
+        return torch.cat([by_source, samples])
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
         return self.accelerator.reduce(values.clone(), reduction="sum")
 
     # --- The log ---
 
-    def _note_skipped(self, skipped: list[SkippedRecord] | tuple[()]) -> None:
+    def _note_skipped(self, skipped: Sequence[SkippedRecord]) -> None:
         """Says the first reasons; a `ValueError` for more than `max_skipped` of the records."""
-        before = len(self.skipped)
         for record in skipped:
-            if record.name not in self.skipped:
-                if len(self.skipped) < SAID:
-                    logger.warning(f"Skipped {record.name}: {record.reason}")
-                self.skipped[record.name] = record.reason
+            if record.name not in self.skipped and len(self.skipped) < SAID:
+                logger.warning(f"Skipped {record.name}: {record.reason}")
+            self.skipped.setdefault(record.name, record.reason)
         dataset = self.train_dataset
-        if len(self.skipped) == before or not isinstance(dataset, VideoQADataset):
+        if not skipped or not isinstance(dataset, VideoQADataset):
             return
         count = sum(dataset.names[name] for name in self.skipped)
-        reasons = list(self.skipped.values())
         try:
-            check_skipped(count, len(dataset), self.args.max_skipped, reasons)
+            check_skipped(count, len(dataset), self.args.max_skipped, list(self.skipped.values()))
         except ValueError:
             self._write_skipped()
             raise
@@ -344,10 +341,9 @@ class QTSplusTrainer(Trainer):
                 logs["skipped_files"] = len(self.skipped)
         for name in list(logs):
             if name.startswith("eval") and name.endswith("_loss"):
-                prefix = name.removesuffix("loss")
                 means = self.running[False].pop(self.sum_over_processes)
                 for mean, value in means.items():
-                    logs[prefix + mean] = value
+                    logs[name.removesuffix("loss") + mean] = value
         super().log(logs, start_time)
 
     def _gather_skipped(self) -> dict[str, str]:
@@ -371,12 +367,10 @@ class QTSplusTrainer(Trainer):
         """As stock, with a group for every part that has a learning rate of its own."""
         args = self.args
         if args.language_model_learning_rate is None and args.vision_learning_rate is None:
-            if model is None:
-                return super().create_optimizer()  # the oldest Transformers takes no argument here
-            return super().create_optimizer(model)
+            arguments = () if model is None else (model,)  # the oldest Transformers takes no argument here
+            return super().create_optimizer(*arguments)
         if self.optimizer is None:
-            if model is None:
-                model = self.model
+            model = model or self.model
             kind, settings = self.get_optimizer_cls_and_kwargs(args, model)
             groups = parameter_groups(model, args, self.get_decay_parameter_names(model))
             self.optimizer = kind(groups, **settings)
@@ -393,8 +387,7 @@ class QTSplusTrainer(Trainer):
         repository = self.hub_model_id or self.args.hub_model_id or f"org/{folder.resolve().name}"
         about = known_front_matter(self.model)
         about["weights"] = f"The weights were trained with `qtsplus train` for {self.state.global_step} steps."
-        about.update(self.about)
-        card = model_card(self.model, repository, about)
+        card = model_card(self.model, repository, about | self.about)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _save(self, output_dir=None, state_dict=None) -> None:
@@ -408,11 +401,8 @@ class QTSplusTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         skipped = self._gather_skipped()
         if self.args.should_save:
-            state: dict = dict(self.budget.price())
-            state["excess"] = self.budget.excess
-            state["skipped"] = skipped
-            write_json(Path(output_dir, STATE_FILE), state)
-            self._write_skipped()
+            state: dict = {"excess": self.budget.excess, "skipped": skipped}
+            write_json(Path(output_dir, STATE_FILE), state | self.budget.price())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -424,11 +414,8 @@ class QTSplusTrainer(Trainer):
         self._load_budget(self.state.best_model_checkpoint)
 
     def _load_budget(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        path = Path(checkpoint, STATE_FILE)
-        if path.exists():
-            state = read_stored(path, _State)
+        if checkpoint is not None and (Path(checkpoint) / STATE_FILE).exists():
+            state = read_stored(Path(checkpoint) / STATE_FILE, _State)
             self.budget.set_price(state)
             self.budget.excess = state["excess"]
             self.skipped = state["skipped"] | self.skipped
@@ -438,13 +425,10 @@ def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
     """The fraction to keep in this optimizer step, on every process; `None` leaves it to the prediction."""
     if args.retention_range is None:
         return None
-    seed = args.seed * 1_000_003 + step
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     share, place = torch.rand(2, generator=generator).tolist()
-    if share >= args.retention_share:
-        return None
     low, high = args.retention_range
-    return low * (high / low) ** place
+    return low * (high / low) ** place if share < args.retention_share else None
 
 
 def _sources(batch: Mapping) -> Tensor:
