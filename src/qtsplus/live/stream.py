@@ -314,7 +314,7 @@ class Stream:
         """Keeps so many tokens of all cameras together, those that the policy chooses."""
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
         kept = self.policy(self._competing(cameras), count).cpu()
-        check_kept(kept, count, self.num_tokens, self.policy)
+        check_kept([(kept, count, self.num_tokens)], self.policy)
         first = 0
         for camera in cameras:
             end = first + len(camera.tokens)

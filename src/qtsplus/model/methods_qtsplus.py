@@ -383,20 +383,33 @@ def no_question(row: int, num_tokens: int) -> ValueError:
     )
 
 
-def check_kept(kept, n: int, num_tokens: int, selection: str | Method) -> None:
-    """Raises `ValueError` for a result of a method that is not `[n]` ascending indices of the tokens."""
-    if not isinstance(kept, Tensor):
-        result = type(kept).__name__
-    elif kept.shape != (n,) or kept.dtype != torch.int64:
-        result = f"{kept.dtype} of shape {tuple(kept.shape)}"
-    else:
+def check_kept(choices: Sequence[tuple[Tensor, int, int]], selection: str | Method) -> None:
+    """
+    Raises `ValueError` for a result of a method that is not `[n]` ascending indices of the tokens. All are read in one
+    transfer to the host.
+
+    Args:
+        choices: the result of each row, with n and M.
+    """
+    is_wrong = []
+    for kept, n, num_tokens in choices:
+        if not isinstance(kept, Tensor):
+            raise _wrong_choice(type(kept).__name__, n, num_tokens, selection)
+        if kept.shape != (n,) or kept.dtype != torch.int64:
+            raise _wrong_choice(f"{kept.dtype} of shape {tuple(kept.shape)}", n, num_tokens, selection)
         descends = (kept.diff() < 1).any()
         is_outside = (kept[0] < 0) | (kept[-1] >= num_tokens)
-        if not bool(descends | is_outside):
-            return
-        result = "some that do not ascend, or are not there"
+        is_wrong.append(descends | is_outside)
+    if not is_wrong:
+        return
+    for (_, n, num_tokens), wrong in zip(choices, torch.stack(is_wrong).tolist(), strict=True):
+        if wrong:
+            raise _wrong_choice("some that do not ascend, or are not there", n, num_tokens, selection)
+
+
+def _wrong_choice(result: str, n: int, num_tokens: int, selection: str | Method) -> ValueError:
     name = selection if isinstance(selection, str) else getattr(selection, "__name__", selection)
-    raise ValueError(f"selection={name!r} gave {result}; expected {n} ascending int64 indices below {num_tokens}.")
+    return ValueError(f"selection={name!r} gave {result}; expected {n} ascending int64 indices below {num_tokens}.")
 
 
 def check_budget(

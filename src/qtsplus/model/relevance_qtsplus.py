@@ -186,6 +186,8 @@ def attention_within_samples(
     attended = []
     start = 0
     for length in lengths:
+        if length == 0:
+            continue
         sample = slice(start, start + length)
         attention = grouped_attention(queries[:, sample], keys[:, sample], values[:, sample])
         attended.append(attention)

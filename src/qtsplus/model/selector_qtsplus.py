@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
@@ -61,13 +62,12 @@ def score(
         keys: keeps the keys of the context for the next row, unless `None`.
         words: `[L, d]`, the states of the question's words.
     """
-    num_tokens = sum(len(part) for part in context) - len(selector.null_tokens)
+    num_tokens = sum(map(len, context)) - len(selector.null_tokens)
     if not len(words):
         raise no_question(row, num_tokens)
-    layers: Any = list(selector.scoring_layers)
-    last = layers.pop()
-    for layer in layers:
+    for layer in selector.scoring_layers[:-1]:
         words = layer(words, context)
+    last = cast(QTSplusLayer, selector.scoring_layers[-1])
     known_keys = None
     if keys is not None:
         if context not in keys:
@@ -79,6 +79,59 @@ def score(
 
 
 # --- Lines 3 and 4: the budget ---
+
+
+class Budget(NamedTuple):
+    """The budget of one sample."""
+
+    rho: Tensor  # scalar
+    n: int
+    losses: Tensor  # [K], the prediction of [`QTSplusLossHead`]; [0] without such a head
+
+
+def predict_budget(
+    selector: "QTSplusSelector",
+    candidates: Candidates,
+    call: "Call",
+    retention: float | None,
+) -> Budget:
+    """How many tokens stay, by the call, or by the head or the rule that the configuration names."""
+    config = selector.config
+    num_tokens = candidates.num_tokens
+    no_losses = torch.zeros(DOUBLINGS if config.budget == "loss" else 0, device=candidates.device)
+
+    def stated(rho: float, n: int) -> Budget:
+        return Budget(no_losses.new_full((), rho), n, no_losses)
+
+    if num_tokens == 0:
+        return stated(0, 0)
+    if call.selection == "all":
+        return stated(1, num_tokens)
+    if retention is not None:
+        return stated(retention, kept_count(retention, num_tokens, call.cap))
+    if call.selection == "lm_attention":
+        log_shares = candidates.log_attention.log_softmax(0)
+        share = share_of_mass(log_shares, config.attention_mass)
+    elif config.budget == "mass":
+        share = share_of_mass(candidates.log_relevance.detach(), config.relevance_mass)
+    elif config.budget == "loss":
+        return predict_by_losses(selector, candidates, call.cap)
+    else:
+        rho = predict_rho(selector, candidates)
+        return Budget(rho, kept_count(float(rho.detach()), num_tokens, call.cap), no_losses)
+    rounded = torch.tensor(share)  # a share of the tokens is rounded as a predicted rho is
+    rho_within_bounds = float(rounded.clamp(config.rho_min, config.rho_max))
+    return stated(rho_within_bounds, kept_count(rho_within_bounds, num_tokens, call.cap))
+
+
+def predict_rho(selector: "QTSplusSelector", candidates: Candidates) -> Tensor:
+    """Lines 3 and 4 as in the paper: a head predicts rho."""
+    config = selector.config
+    relevance = candidates.log_relevance.exp()
+    if config.gate == "detached":  # then only attention teaches the scores
+        relevance = relevance.detach()
+    features = budget_features(candidates.query_states, relevance)
+    return selector.budget(features, config.rho_min, config.rho_max)
 
 
 def budget_features(query: Tensor, relevance: Tensor) -> Tensor:
@@ -104,30 +157,34 @@ def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
     return max(1, min(wanted, n_max))
 
 
+def predict_by_losses(selector: "QTSplusSelector", candidates: Candidates, cap: int) -> Budget:
+    """The count at which the predicted loss of the answer and the price of the tokens are least together."""
+    config = selector.config
+    num_tokens = candidates.num_tokens
+    losses = selector.budget(candidates.query_states.detach(), candidates.log_relevance.detach())
+    least = kept_count(config.rho_min, num_tokens, cap)
+    most = kept_count(config.rho_max, num_tokens, cap)
+    n = cheapest_count(losses.detach(), config, least, most)
+    return Budget(losses.new_full((), n / num_tokens), n, losses)
+
+
 def cheapest_count(losses: Tensor, config: QTSplusConfig, least: int, most: int) -> int:
     """
     The count, `least` to `most`, at which the loss that [`QTSplusLossHead`] predicts and the price of the tokens are
     least together: Equation 5 of one question. Predictions are interpolated linearly over the logarithm of the count.
     """
     predicted = losses.tolist()
-    last = len(predicted) - 1
     highest = math.log2(most)
-    counts = []
-    costs = []
+    costs = {}
     for step in range(math.ceil(4 * highest) + 1):
         count = max(least, round(2 ** min(step / 4, highest)))
-        doubling = math.log2(count)
-        below = min(int(doubling), last)
-        above = min(below + 1, last)
-        slope = predicted[above] - predicted[below]
-        cost = predicted[below] + slope * (doubling - below)
         share = count / config.n_max
+        cost = np.interp(math.log2(count), range(len(predicted)), predicted)
         cost += config.token_price * count
         cost += config.lambda_m * share
         cost += config.lambda_t * share**2
-        counts.append(count)
-        costs.append(cost)
-    return counts[costs.index(min(costs))]
+        costs[count] = cost
+    return min(costs, key=costs.__getitem__)
 
 
 def share_of_mass(log_shares: Tensor, mass: float) -> float:
@@ -145,68 +202,7 @@ def share_of_mass(log_shares: Tensor, mass: float) -> float:
     return min(needed, len(shares)) / len(shares)
 
 
-class Budget(NamedTuple):
-    """The budget of one sample."""
-
-    rho: Tensor  # scalar
-    n: int
-    losses: Tensor  # [K], the prediction of [`QTSplusLossHead`]; [0] without such a head
-
-
-def predict_budget(
-    selector: "QTSplusSelector",
-    candidates: Candidates,
-    selection: str | Method,
-    retention: float | None,
-    cap: int,
-) -> Budget:
-    """How many tokens stay, by the call, or by the head or the rule that the configuration names."""
-    config = selector.config
-    num_tokens = candidates.num_tokens
-    zero = torch.zeros((), device=candidates.device)
-    no_losses = zero.new_zeros(DOUBLINGS if config.budget == "loss" else 0)
-    if num_tokens == 0:
-        return Budget(zero, 0, no_losses)
-    if selection == "all":
-        return Budget(zero + 1, num_tokens, no_losses)
-    if retention is not None:
-        return Budget(zero + retention, kept_count(retention, num_tokens, cap), no_losses)
-    if selection == "lm_attention":
-        share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
-        rho = (zero + share).clamp(config.rho_min, config.rho_max)
-    elif config.budget == "loss":
-        return predict_by_losses(selector, candidates, cap)
-    elif config.budget == "rho":
-        rho = predict_rho(selector, candidates)
-    else:
-        share = share_of_mass(candidates.log_relevance.detach(), config.relevance_mass)
-        rho = (zero + share).clamp(config.rho_min, config.rho_max)
-    return Budget(rho, kept_count(float(rho.detach()), num_tokens, cap), no_losses)
-
-
-def predict_rho(selector: "QTSplusSelector", candidates: Candidates) -> Tensor:
-    """Lines 3 and 4 as in the paper: a head predicts rho."""
-    config = selector.config
-    relevance = candidates.log_relevance.exp()
-    if config.gate == "detached":  # then only attention teaches the scores
-        relevance = relevance.detach()
-    features = budget_features(candidates.query_states, relevance)
-    return selector.budget(features, config.rho_min, config.rho_max)
-
-
-def predict_by_losses(selector: "QTSplusSelector", candidates: Candidates, cap: int) -> Budget:
-    """The count at which the predicted loss of the answer and the price of the tokens are least together."""
-    config = selector.config
-    num_tokens = candidates.num_tokens
-    losses = selector.budget(candidates.query_states.detach(), candidates.log_relevance.detach())
-    least = kept_count(config.rho_min, num_tokens, cap)
-    most = kept_count(config.rho_max, num_tokens, cap)
-    n = cheapest_count(losses.detach(), config, least, most)
-    rho = torch.zeros((), device=candidates.device) + n / num_tokens
-    return Budget(rho, n, losses)
-
-
-# --- Lines 5 to 11: the gates, which replace line 13 in training ---
+# --- Lines 5 to 10: the gates, which replace lines 12 and 13 in training ---
 
 
 class Gated(NamedTuple):
@@ -286,38 +282,64 @@ GATES: dict[str, Callable[[Tensor, Tensor, float, int, int], Gated]] = {
 }
 
 
-def gate(
-    config: QTSplusConfig,
-    candidates: Candidates,
-    rho: Tensor,
-    n: int,
-    cap: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, kept indices, threshold), as training sees them."""
-    visual = candidates.visual
-    target = (rho * candidates.num_tokens).clamp(max=cap)
-    kept, gates, threshold = GATES[config.gate](candidates.log_relevance, target, config.tau_s, n, cap)
-    tokens = take_rows(visual, kept)
-    gates = gates[:, None].to(tokens.dtype)
+# --- Lines 12 to 14: the choice, and its tokens ---
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the rows of a call are chosen; the configuration's values stand where the call gives none."""
+
+    selection: str | Method
+    retentions: Sequence[float | None]  # of each row
+    cap: int  # the most tokens that a row keeps
+    sample_gate: bool  # choose by the training gate
+
+
+@dataclass
+class ChosenRow:
+    """What was chosen of one row."""
+
+    candidates: Candidates
+    budget: Budget
+    kept_indices: Tensor  # [n]
+    gated: Gated | None  # in training
+
+    @property
+    def log_relevance(self) -> Tensor:
+        """`[M]` float32, or `[0]` where the method computed none."""
+        scores = self.candidates.scores
+        return self.budget.losses.new_empty(0) if scores is None else scores
+
+
+def choose(config: QTSplusConfig, candidates: Candidates, budget: Budget, call: Call) -> ChosenRow:
+    """Chooses the tokens of a row, by the training gate or by a method."""
+    gated = None
+    if budget.n == 0:
+        kept = torch.empty(0, dtype=torch.long, device=candidates.device)
+    elif call.sample_gate and call.selection == "qtsplus":
+        target = (budget.rho * candidates.num_tokens).clamp(max=call.cap)
+        gated = GATES[config.gate](candidates.log_relevance, target, config.tau_s, budget.n, call.cap)
+        kept = gated.kept_indices
+    else:
+        kept = find_method(call.selection)(candidates, budget.n)
+    return ChosenRow(candidates, budget, kept, gated)
+
+
+def take_tokens(config: QTSplusConfig, row: ChosenRow) -> Tensor:
+    """`[n, d]`, the chosen tokens; in training each is weighed by its gate (line 11)."""
+    visual = row.candidates.visual
+    if len(row.kept_indices) == row.candidates.num_tokens == len(visual[0]):
+        tokens = visual[0]
+    else:
+        tokens = take_rows(visual, row.kept_indices)
+    if row.gated is None:
+        return tokens
+    gates = row.gated.gates[:, None].to(tokens.dtype)
     if config.gate != "soft":
-        return tokens * gates, kept, threshold  # line 11
+        return tokens * gates
     totals = [part.detach().sum(0, dtype=torch.float32) for part in visual]
-    mean = torch.stack(totals).sum(0) / candidates.num_tokens
-    mixed = torch.lerp(mean.to(tokens.dtype), tokens, gates)
-    return mixed, kept, threshold
-
-
-# --- Lines 12 to 14: the choice ---
-
-
-def select_tokens(candidates: Candidates, selection: str | Method, n: int) -> tuple[Tensor, Tensor]:
-    """(tokens, kept indices), by a method."""
-    kept = find_method(selection)(candidates, n)  # line 13
-    check_kept(kept, n, candidates.num_tokens, selection)
-    first = candidates.visual[0]
-    if n == candidates.num_tokens == len(first):
-        return first, kept
-    return take_rows(candidates.visual, kept), kept
+    mean = torch.stack(totals).sum(0) / row.candidates.num_tokens
+    return torch.lerp(mean.to(tokens.dtype), tokens, gates)
 
 
 # --- Lines 15 and 16: the re-encoder ---
@@ -335,18 +357,17 @@ def encode_rows(
     Args:
         positions: per row `[3, n]`, (time, height, width); `None` attends without positions.
     """
-    lengths = [len(row) for row in rows if len(row)]
-    if not len(layers) or not lengths:
+    lengths = [len(row) for row in rows]
+    if not len(layers) or not any(lengths):
         return list(rows)
-    tokens = torch.cat(list(rows))
     rotary = None
     if positions is not None:
         joined = torch.cat(list(positions), 1)
         rotary = rotary_tables(joined, selector.head_dim, selector.rope_theta, selector.mrope_section)
+    tokens = torch.cat(list(rows))
     for layer in layers:
         tokens = layer(tokens, tokens, rotary, lengths=lengths)
-    encoded = iter(tokens.split(lengths))
-    return [next(encoded) if len(row) else row for row in rows]
+    return list(tokens.split(lengths))
 
 
 # --- The whole ---
@@ -378,18 +399,6 @@ class QTSplusOutput(ModelOutput):
     columns: Tensor | None = None
 
 
-@dataclass
-class _ChosenRow:
-    """What was chosen of one row."""
-
-    tokens: Tensor  # [n, d]
-    kept_indices: Tensor  # [n]
-    log_relevance: Tensor  # [M] float32, or [0] where the method computed none
-    scored_by_selector: bool
-    budget: Budget
-    threshold: Tensor
-
-
 class QTSplusSelector(nn.Module):
     """
     Selects and re-encodes the visual tokens that matter for a question (Algorithm 1).
@@ -414,8 +423,6 @@ class QTSplusSelector(nn.Module):
         mrope_section: list[int] | tuple[int, ...] = (16, 24, 24),
     ):
         super().__init__()
-        if ":" not in config.selection:  # A stored configuration imports nothing: the call must name such a method.
-            find_method(config.selection)  # raises `ValueError` for an unknown name
         self.config = config
         self.hidden_size = hidden_size
         self.head_dim = hidden_size // num_attention_heads
@@ -437,14 +444,11 @@ class QTSplusSelector(nn.Module):
 
     def unused_parameters(self) -> list[nn.Parameter]:
         """The parameters that never get a gradient: the last scoring layer's beyond attention, and an unused head's."""
-        last: Any = self.scoring_layers[-1]
-        unused = [last.v_proj, last.o_proj, last.ffn_norm, last.ffn]
+        last = cast(QTSplusLayer, self.scoring_layers[-1])
+        unused = nn.ModuleList([last.v_proj, last.o_proj, last.ffn_norm, last.ffn])
         if self.config.budget == "mass":
             unused.append(self.budget)
-        parameters: list[nn.Parameter] = []
-        for module in unused:
-            parameters.extend(module.parameters())
-        return parameters
+        return list(unused.parameters())
 
     def freeze_unused(self):
         """Freezes [`unused_parameters`]. Loading creates new, trainable ones, so it is repeated after that."""
@@ -483,22 +487,10 @@ class QTSplusSelector(nn.Module):
         Raises:
             ValueError: an unknown selection, a budget out of range, a row with visual tokens but no question.
         """
-        videos = [(row,) if isinstance(row, Tensor) else tuple(row) for row in visual]
         if grids is None:
-            grids = [[(1, 1, len(part)) for part in row] for row in videos]
-        retentions: Any = retention
-        if not isinstance(retention, (list, tuple)):
-            retentions = [retention] * len(videos)
-        if selection is None:
-            selection = self.config.selection
-        elif isinstance(selection, str):
-            add_method(selection)
-        find_method(selection)  # raises `ValueError`, also for a row without visual tokens
-        check_budget(selection, retentions, len(videos), max_visual_tokens)
-        cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
-        if sample_gate is None:
-            sample_gate = self.training
-
+            grids = [[(1, 1, len(row))] for row in visual]
+        videos = [(row,) if isinstance(row, Tensor) else tuple(row) for row in visual]
+        call = self._call(len(videos), retention, max_visual_tokens, selection, sample_gate)
         anchor = None
         if self.training and torch.is_grad_enabled():
             anchor = self._anchor()
@@ -506,92 +498,86 @@ class QTSplusSelector(nn.Module):
         # Rows about the same tensors, such as questions on one video, share the keys; otherwise no keys are held.
         keys: Keys | None = {} if len(set(videos)) < len(videos) else None
         rows = []
-        for row, (parts, words, places, grid) in enumerate(zip(videos, query, positions, grids, strict=True)):
+        for row, parts in enumerate(videos):
             candidates = Candidates(
                 visual=parts,
-                query=words,
-                positions=places,
-                grids=grid,
-                score=partial(score, self, row, (*parts, *nulls), keys),
-                contextualise=partial(self.contextualise, words),
+                query=query[row],
+                positions=positions[row],
+                grids=grids[row],
+                score=partial(score, self, row, parts + nulls, keys),
+                contextualise=partial(self.contextualise, query[row]),
                 attend=None if attention is None else attention[row],
             )
-            budget = predict_budget(self, candidates, selection, retentions[row], cap)
+            budget = predict_budget(self, candidates, call, call.retentions[row])
             candidates.scores = None  # scores that only the budget has read are not reported
-            rows.append(self._choose_row(candidates, budget, selection, cap, sample_gate))
+            rows.append(choose(self.config, candidates, budget, call))
+        by_method = [row for row in rows if row.gated is None and row.budget.n]
+        check_kept([(row.kept_indices, row.budget.n, row.candidates.num_tokens) for row in by_method], call.selection)
 
-        features = [chosen.tokens for chosen in rows]
+        features = [take_tokens(self.config, row) for row in rows]
         if reencode:
             kept_positions = None
             if self.config.reencode_rope:
-                kept_positions = [
-                    places[:, chosen.kept_indices] for places, chosen in zip(positions, rows, strict=True)
-                ]
+                kept_positions = [row.candidates.positions[:, row.kept_indices] for row in rows]
             features = encode_rows(self, self.reencode_layers, features, kept_positions)
         if anchor is not None:
             features = [tokens + anchor.to(tokens.dtype) for tokens in features]
-        num_tokens = [sum(len(part) for part in parts) for parts in videos]
-        return features, self._output(rows, num_tokens, cap, sample_gate)
+        return features, self._output(rows, call)
 
-    def _choose_row(
+    def _call(
         self,
-        candidates: Candidates,
-        budget: Budget,
-        selection: str | Method,
-        cap: int,
-        sample_gate: bool,
-    ) -> _ChosenRow:
-        """Chooses the tokens of one row, by the training gate or as at inference."""
-        threshold = budget.rho.new_zeros(())
-        if budget.n == 0:
-            tokens = candidates.visual[0]
-            kept = threshold.new_empty(0).long()
-        elif sample_gate and selection == "qtsplus":
-            tokens, kept, threshold = gate(self.config, candidates, budget.rho, budget.n, cap)
-        else:
-            tokens, kept = select_tokens(candidates, selection, budget.n)
-        scores = candidates.scores
-        if scores is None:
-            scores = threshold.new_empty(0)
-        return _ChosenRow(tokens, kept, scores, candidates.scored_by_selector, budget, threshold.detach())
+        num_rows: int,
+        retention: float | Sequence[float] | None,
+        max_visual_tokens: int | None,
+        selection: str | Method | None,
+        sample_gate: bool | None,
+    ) -> Call:
+        """What a call asks for, checked, and the configuration's values for the rest."""
+        if selection is None:
+            selection = self.config.selection
+        elif isinstance(selection, str):
+            add_method(selection)
+        find_method(selection)  # raises `ValueError`, also for a row without visual tokens
+        retentions: Any = retention
+        if not isinstance(retention, (list, tuple)):
+            retentions = [retention] * num_rows
+        check_budget(selection, retentions, num_rows, max_visual_tokens)
+        cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
+        return Call(selection, retentions, cap, self.training if sample_gate is None else sample_gate)
 
-    def _output(
-        self,
-        rows: Sequence[_ChosenRow],
-        counts: list[int],
-        cap: int,
-        sample_gate: bool,
-    ) -> QTSplusOutput:
-        """The decisions and their penalties in training; `counts` are the visual tokens of each row."""
-        rho = torch.stack([chosen.budget.rho for chosen in rows])
-        num_tokens = torch.tensor(counts, device=rho.device)
-        loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
+    def _output(self, rows: Sequence[ChosenRow], call: Call) -> QTSplusOutput:
+        """The decisions, and the penalties of training."""
+        rho = torch.stack([row.budget.rho for row in rows])
+        loss_t, loss_m, loss_s = self._penalties(rows, call)
         output = QTSplusOutput(
             rho=rho,
-            num_tokens=num_tokens,
-            n=torch.tensor([len(chosen.kept_indices) for chosen in rows], device=rho.device),
-            kept_indices=tuple(chosen.kept_indices for chosen in rows),
+            num_tokens=torch.tensor([row.candidates.num_tokens for row in rows], device=rho.device),
+            n=torch.tensor([len(row.kept_indices) for row in rows], device=rho.device),
+            kept_indices=tuple(row.kept_indices for row in rows),
             loss_t=loss_t,
             loss_m=loss_m,
             loss_s=loss_s,
         )
-        if any(len(chosen.log_relevance) for chosen in rows):
-            output.log_relevance = tuple(chosen.log_relevance for chosen in rows)
-            output.relevance = tuple(scores.exp() for scores in output.log_relevance)
-        if sample_gate:
-            output.threshold = torch.stack([chosen.threshold for chosen in rows])
+        log_relevance = tuple(row.log_relevance for row in rows)
+        if any(map(len, log_relevance)):
+            output.log_relevance = log_relevance
+            output.relevance = tuple(scores.exp() for scores in log_relevance)
+        if call.sample_gate:
+            no_threshold = torch.zeros_like(rho[0])
+            thresholds = [no_threshold if row.gated is None else row.gated.threshold.detach() for row in rows]
+            output.threshold = torch.stack(thresholds)
         if self.config.budget == "loss":
-            output.predicted_losses = torch.stack([chosen.budget.losses for chosen in rows])
+            output.predicted_losses = torch.stack([row.budget.losses for row in rows])
         # The language model's attention has no null token, and maxima do not sum to a part of 1.
         has_null_token = len(self.null_tokens) > 0 and self.config.reduction != "max"
-        if has_null_token and any(chosen.scored_by_selector for chosen in rows):
-            output.seen = torch.stack([chosen.log_relevance.exp().sum() for chosen in rows])
+        if has_null_token and any(row.candidates.scored_by_selector for row in rows):
+            output.seen = torch.stack([scores.exp().sum() for scores in log_relevance])
         return output
 
-    def null_states(self) -> list[Tensor]:
+    def null_states(self) -> tuple[Tensor, ...]:
         """The null token, `[1, d]`, if there is one."""
         index = self.rho_history.new_zeros(1)  # int64, on the weights' device
-        return [token(index) for token in self.null_tokens]
+        return tuple(token(index) for token in self.null_tokens)
 
     def contextualise(self, question: Tensor) -> Tensor:
         """
@@ -607,29 +593,27 @@ class QTSplusSelector(nn.Module):
         distributed training hangs. It is computed before they are used, so that in the backward pass their gradients
         become complete last, in one order for every batch: DeepSpeed adds up gradients of processes in that order.
         """
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        sums = [parameter.sum().float() for parameter in trained]
+        sums = [parameter.sum().float() for parameter in self.parameters() if parameter.requires_grad]
         if not sums:
             return None
         return torch.stack(sums).sum() * 0.0
 
-    def _penalties(self, rho: Tensor, num_tokens: Tensor, cap: int, training: bool):
+    def _penalties(self, rows: Sequence[ChosenRow], call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Equation 5 without the supervised term: means over the rows that have visual tokens, times their lambdas."""
         config = self.config
-        has_tokens = num_tokens > 0
-        rho = rho[has_tokens]
-        num_tokens = num_tokens[has_tokens]
-        if len(rho) == 0:
-            zero = torch.zeros((), device=rho.device)
+        with_tokens = [row for row in rows if row.candidates.num_tokens]
+        if not with_tokens:
+            zero = torch.zeros_like(rows[0].budget.rho)
             return zero, zero, zero
-        soft_n = rho * num_tokens
+        rho = torch.stack([row.budget.rho for row in with_tokens])
+        soft_n = rho * rho.new_tensor([row.candidates.num_tokens for row in with_tokens])
         # The penalty is on the tokens that the gate keeps, at most the cap; above it the gradient still lowers rho.
-        excess = (soft_n - cap).clamp(min=0)
+        excess = (soft_n - call.cap).clamp(min=0)
         soft_n = soft_n - excess.detach()
-        prior = self._prior_mean(rho.detach(), training)
+        deviation = rho - self._prior_mean(rho.detach(), call.sample_gate)
         loss_t = config.lambda_t * (soft_n / config.n_max).pow(2).mean()
         loss_m = config.lambda_m * (soft_n / config.n_max).mean()
-        loss_s = config.lambda_s * (rho - prior).pow(2).mean()
+        loss_s = config.lambda_s * deviation.pow(2).mean()
         return loss_t, loss_m, loss_s
 
     def _prior_mean(self, rho: Tensor, training: bool) -> float | Tensor:
@@ -637,8 +621,7 @@ class QTSplusSelector(nn.Module):
         if self.config.rho_prior is not None:
             return self.config.rho_prior
         total = (rho * 2.0**32).sum().long()
-        count = torch.tensor(len(rho)).to(rho.device)
-        history = self.rho_history + torch.stack([total, count])
+        history = self.rho_history + torch.stack([total, torch.full_like(total, len(rho))])
         if training:
             self.rho_history.copy_(history)
         return (history[0] / history[1] / 2.0**32).float()
