@@ -350,7 +350,7 @@ class QTSplusBackboneMixin:
 
     def language_inputs(
         self, inputs_embeds: Tensor, input_ids: Tensor, features: Mapping[str, Sequence[Tensor]]
-    ) -> dict[str, Any]:
+    ) -> dict:
         """The language model's arguments for features in place of the placeholders' embeddings."""
         return {"inputs_embeds": self.splice(inputs_embeds, input_ids, features)}
 

@@ -1,0 +1,240 @@
+"""Between the columns of the caller's prompt and those that the language model sees and its cache holds."""
+
+from dataclasses import dataclass, replace
+from functools import cache as cached
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .prompt_qtsplus import CompactPrompt
+
+
+@dataclass(frozen=True)
+class KeptColumns:
+    """
+    Which columns of the caller's prompts are in the shortened ones.
+
+    Of a prompt with two words, four visual tokens and two more words, selection kept two visual tokens:
+
+        the caller's column    0  1  2  3  4  5  6  7     length = 8
+        token                  a  b  v  v  v  v  c  d
+        columns                0  1     3     5  6  7     -1 on padding
+        places                 0  1 -1  2 -1  3  4  5
+
+    Args:
+        columns: `[B, S']`, the caller's column of each that is left.
+        length: S, the columns of the caller's prompts.
+    """
+
+    columns: Tensor
+    length: int
+
+    @property
+    def is_real(self) -> Tensor:
+        """`[B, S']`, False on padding."""
+        return self.columns >= 0
+
+    def places(self) -> Tensor:
+        """`[B, S]`, where each of the caller's columns is in the shortened prompt; -1 for those that are gone."""
+        rows, width = self.columns.shape
+        places = self.columns.new_full((rows, self.length + 1), -1)
+        numbers = torch.arange(width, device=self.columns.device).expand(rows, -1)
+        behind_all = self.columns.masked_fill(~self.is_real, self.length)
+        return places.scatter(1, behind_all, numbers)[:, : self.length]
+
+    def shorten(self, values: Tensor) -> Tensor:
+        """`[B, S]` -> `[B, S']`; padding has any value."""
+        return values.gather(1, self.columns.clamp(min=0))
+
+    def lengthen(self, states: Tensor) -> Tensor:
+        """`[B, S', d]` -> `[B, S, d]`; a column that is gone has the state of the nearest before it."""
+        nearest = self.places().cummax(1).values
+        return _take(states, nearest)
+
+    def take_states(self, states: Tensor, logits_to_keep: int | Tensor, attention_mask: Tensor | None) -> Tensor:
+        """`[B, S', d]` -> `[B, K, d]`, of the K columns of the caller's prompt that `logits_to_keep` means."""
+        wanted = torch.arange(self.length, device=self.columns.device)
+        if isinstance(logits_to_keep, int):
+            wanted = wanted[-logits_to_keep:]
+        else:
+            wanted = wanted[logits_to_keep.to(wanted.device)]
+        places = self.places()[:, wanted]
+        is_gone = places < 0
+        if attention_mask is not None:
+            is_gone &= attention_mask.bool()[:, wanted]
+        if bool(is_gone.any()):
+            row, index = is_gone.nonzero()[0].tolist()
+            raise ValueError(
+                f"logits_to_keep names column {int(wanted[index])}, in row {row} a visual token that was not kept: "
+                "expected columns of text. output.qtsplus.columns says which columns are left."
+            )
+        return _take(states, places)
+
+
+def _take(states: Tensor, places: Tensor) -> Tensor:
+    """`[B, S', d]`, `[B, K]` -> `[B, K, d]`; of a place of -1 the first state."""
+    index = places.clamp(min=0)[..., None]
+    return states.gather(1, index.expand(-1, -1, states.shape[-1]))
+
+
+# --- Decoding behind a shortened prompt ---
+
+
+@dataclass(frozen=True)
+class CachedPrompt(KeptColumns):
+    """
+    What a key/value cache holds of prompts with images or videos. It is kept with the cache, so that a caller who
+    decodes may go on with a mask and positions of either width. After a step that adds column 8, the next one brings
+
+        the full width      0  1  2  3  4  5  6  7 | 8  9     length, and the columns since
+        the cached width    0  1     3     5  6  7 | 8  9     the columns that are left, and those since
+
+    Args:
+        rope_deltas: `[B, 1]`, how far decoding is from the count of the tokens.
+    """
+
+    rope_deltas: Tensor
+
+    @classmethod
+    def of(cls, prompt: CompactPrompt) -> "CachedPrompt":
+        rope_deltas = prompt.next_position - prompt.attention_mask.sum(-1)
+        return cls(prompt.qtsplus.columns, prompt.source_ids.shape[1], rope_deltas[:, None])  # type: ignore[arg-type]
+
+    @staticmethod
+    def kept_with(cache: Cache | None) -> "CachedPrompt | None":
+        return getattr(cache, "qtsplus_prompt", None)
+
+    def keep_with(self, cache) -> None:
+        """Keeps it with a cache, whose rows are selected and repeated together with it from then on."""
+        if cache is None:
+            return
+        cache.qtsplus_prompt = self
+        if not isinstance(cache, _CacheWithPrompt):
+            cache.__class__ = _with_prompt(type(cache))  # type: ignore[arg-type]
+
+    def of_rows(self, rows: int) -> "CachedPrompt":
+        """The same for a batch of so many rows, several for each of the prompt's where they are repeated as beams."""
+        prompts = len(self.columns)
+        if rows == prompts:
+            return self
+        if rows % prompts:
+            raise ValueError(f"{rows} rows behind a cache of {prompts} prompts: expected as many, or each repeated.")
+        return self.select(torch.arange(prompts, device=self.columns.device).repeat_interleave(rows // prompts))
+
+    def select(self, indices: Tensor) -> "CachedPrompt":
+        """The same for these rows, `[R]`."""
+        indices = torch.as_tensor(indices, device=self.columns.device)
+        return replace(self, columns=self.columns[indices], rope_deltas=self.rope_deltas[indices])
+
+    def columns_since(self, past_length: int, new: int) -> int:
+        """How many columns there are behind the prompt, when `past_length` are cached and `new` ones come."""
+        return max(past_length - self.columns.shape[1], 0) + new
+
+    def shorten_mask(self, mask: Tensor | None, past_length: int, new: int) -> Tensor | None:
+        """
+        The mask `[B, past_length + new]` of a step.
+
+        Args:
+            mask: the caller's, of the full width or the cached one; `None` hides padding alone. A mask of another kind,
+                such as a 4-dimensional one, is left as it is.
+            past_length: the columns that are cached.
+            new: those that the step brings.
+        """
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+            return mask
+        prompt = replace(self, columns=self.columns[:, :past_length])  # of a cache that was cropped, what is left
+        rows, width = prompt.columns.shape
+        since = self.columns_since(past_length, new)
+        if mask is None:
+            if bool(prompt.is_real.all()):
+                return None
+            return nn.functional.pad(prompt.is_real.long(), (0, since), value=1)
+        mask = mask.to(self.columns.device)
+        prompt_width = mask.shape[1] - since
+        if len(mask) != rows or prompt_width not in (width, self.length):
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)} behind a cache of {past_length} columns: expected "
+                f"{(rows, past_length + new)}, or {(rows, self.length + since)} with all of the prompt's columns. "
+                "output.qtsplus.columns says which of them are cached."
+            )
+        of_prompt, of_others = mask.split([prompt_width, since], dim=1)
+        if prompt_width != width:
+            of_prompt = prompt.shorten(of_prompt)
+        return torch.cat([of_prompt * prompt.is_real.to(mask.dtype), of_others], dim=1)
+
+    def new_positions(self, position_ids: Tensor | None, past_length: int, new: int) -> Tensor | None:
+        """The caller's `position_ids` of the new columns, from those alone or from those of either width."""
+        if position_ids is None:
+            return None
+        width = position_ids.shape[-1]
+        full_width = self.length + self.columns_since(past_length, new)
+        if width not in (new, past_length + new, full_width):
+            raise ValueError(
+                f"position_ids {tuple(position_ids.shape)} for {new} columns behind a cache: expected {new} of them, "
+                f"or {full_width} with the prompt's. output.qtsplus.columns says which of its columns are cached."
+            )
+        return position_ids[..., width - new :]
+
+
+class _CacheWithPrompt:
+    """Added to the class of a cache with a [`CachedPrompt`]: selects and repeats its rows as those of the cache."""
+
+    qtsplus_prompt: CachedPrompt | None = None
+    layers: list
+
+    def reorder_cache(self, beam_idx):
+        self._select_prompt(beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices):
+        self._select_prompt(indices)
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats):
+        prompt = self._prompt_of_rows()
+        if prompt is not None:
+            self.qtsplus_prompt = prompt.of_rows(len(prompt.columns) * repeats)
+        super().batch_repeat_interleave(repeats)
+
+    def _select_prompt(self, indices):
+        prompt = self._prompt_of_rows()
+        if prompt is not None:
+            self.qtsplus_prompt = prompt.select(indices)
+
+    def _prompt_of_rows(self) -> CachedPrompt | None:
+        """The prompt with a row for each of the cache, which has several of each where `generate` searched beams."""
+        if self.qtsplus_prompt is None:
+            return None
+        for layer in self.layers:
+            keys = getattr(layer, "keys", None)
+            if keys is not None and keys.ndim == 4:
+                return self.qtsplus_prompt.of_rows(len(keys))
+        return self.qtsplus_prompt
+
+    def __reduce__(self):
+        stock = type(self).__mro__[2]
+        return _empty_cache, (stock,), vars(self)
+
+
+@cached
+def _with_prompt(kind):
+    """The class of a cache that keeps a prompt; it has the name of the one that it is made of."""
+    return type(kind.__name__, (_CacheWithPrompt, kind), {})
+
+
+def _empty_cache(stock):
+    kind = _with_prompt(stock)
+    return kind.__new__(kind)
+
+
+def check_cache(cache) -> None:
+    """Raises `ValueError` for what is no key/value cache, such as the tuples of earlier versions of Transformers."""
+    if cache is None:
+        return
+    can_update = callable(getattr(cache, "update", None))
+    if isinstance(cache, dict) or not can_update:
+        raise ValueError(
+            f"The cache (past_key_values) is a {type(cache).__name__}: expected a Cache of Transformers, such as "
+            "DynamicCache(config=model.config.get_text_config())."
+        )
