@@ -92,7 +92,7 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     answer = json.loads(result.stdout)
     assert set(answer) == {
         *("answer", "video", "frames", "seconds_of_video", "visual_tokens", "kept_tokens", "rho", "evidence"),
-        *("timings", "warnings", "seen", "seen_threshold", "unheard", "largest_gap"),
+        *("timings", "warnings", "seen", "seen_threshold", "unheard", "largest_gap", "trained_seconds"),
     }
     assert answer["video"] == str(tiny_mp4)
     assert answer["frames"] == 8  # 4 s at the processor's 2 frames per second

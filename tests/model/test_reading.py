@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from clips import write_mp4
 from qtsplus.asking import session
 from qtsplus.cli import app
+from qtsplus.cli.asking import print_answer
 from qtsplus.hub.loading import load
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
@@ -116,6 +117,19 @@ def test_a_forecast_counts_what_is_then_read(loaded, noise, monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Free", (), {"available": expected.features - 1}))
     with pytest.raises(ValueError, match="fewer frames"):
         session.encode(*loaded, noise, fps=4)
+
+
+@pytest.mark.parametrize(("trained", "said"), [(5.0, 5.0), (12.0, None), (None, None)])
+def test_a_video_that_is_longer_than_those_of_the_training_is_said(loaded, noise, trained, said, monkeypatch, capsys):
+    model, processor = loaded
+    monkeypatch.setattr(model.config.qtsplus_config, "trained_seconds", trained)
+    clause = ", at most 0.5 s apart, longer than the 5 s that the model was trained on"
+    expected = forecast(model, processor.video_chunks(noise, fps=2))
+    assert expected.trained_seconds == said and (clause in str(expected)) == (said is not None)
+    answer = session.ask(model, processor, str(noise), "What?", fps=2, max_new_tokens=1)
+    print_answer(answer)
+    assert answer.as_dict()["trained_seconds"] == said
+    assert (clause in " ".join(capsys.readouterr().out.split())) == (said is not None)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])

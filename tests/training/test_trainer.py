@@ -194,3 +194,17 @@ def test_arguments_that_exclude_each_other(tmp_path):
         QTSplusTrainingArguments(output_dir=str(tmp_path), lora_rank=4, freeze_language_model=False)
     with pytest.raises(ValueError, match="sft_loss"):
         QTSplusTrainingArguments(output_dir=str(tmp_path), sft_loss="sum")
+
+
+def test_the_longest_video_of_the_training_is_noted(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    batch = collate(examples(4))
+    expected = (batch["video_grid_thw"][:, 0] * torch.as_tensor(batch["second_per_grid_ts"])).max()
+    trainer.train()
+    trainer.save_model()
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["qtsplus_config"]["trained_seconds"] == pytest.approx(float(expected), abs=0.05)
+    again = make_trainer(tmp_path / "again", selector={"trained_seconds": 3600.0}, max_steps=1)
+    again.train()
+    again.save_model()
+    assert again.selector_config.trained_seconds == 3600

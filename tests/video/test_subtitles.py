@@ -285,7 +285,7 @@ def write_tracks(path, *tracks):
         for number, (text, flags) in enumerate(tracks):
             source = av.open(str(write_srt(path.with_name(f"{number}.srt"), text)))
             track = film.add_stream_from_template(source.streams.subtitles[0])
-            track.disposition = flags
+            track.disposition = flags.value
             sources.append((source, track))
         for _ in range(4):
             film.mux(video.encode(VideoFrame.from_ndarray(np.zeros((112, 112, 3), np.uint8))))

@@ -56,6 +56,7 @@ class Answer:
     seen_threshold: float | None = None
     warnings: list[str] = field(default_factory=list)  # as in `AboutVideo`
     largest_gap: float = 0.0  # the longest time between two frames of a video that were looked at, in seconds
+    trained_seconds: float | None = None  # the longest video of the model's training, where one of these is longer
     unheard: bool = False  # whether a video has sound, and the question had no subtitles in its place
 
     @property
@@ -379,6 +380,7 @@ def shown_by(videos: Videos, kept: Kept, merge_size: int, config: QTSplusConfig)
         keep_maps=dict(zip(names, maps, strict=True)),
         warnings=warnings,
         largest_gap=max(video.about.largest_gap for video in encoded),
+        trained_seconds=config.seconds_exceeded_by(max(video.length for video in encoded)),
         unheard=any(video.about.sound for video in encoded),
     )
     # Without a calibration nobody knows what the numbers mean; some methods do not score.

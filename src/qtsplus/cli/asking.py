@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from ..asking.choice import Choice
-from ..common.files import counted, printable
+from ..common.files import counted, printable, say_exceeded
 from ..video.sampling import Sampling
 from . import options
 from .console import console, fail, note, notes, one_line_errors, wrote
@@ -255,6 +255,7 @@ def looked_at(read: "Answer | Summary") -> str:
     gap = getattr(read, "largest_gap", 0.0)
     if gap > 0:
         text += f", at most {round(gap, 2):,g} s apart"
+    text += say_exceeded(getattr(read, "trained_seconds", None))
     if read.unheard:
         text += ", without sound"
     return text

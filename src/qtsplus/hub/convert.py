@@ -205,7 +205,7 @@ def _config_from_base(
     if variant is not None:
         stated = read_json(require_variant(variant) / "config.json")
         settings = stated["qtsplus_config"]
-        for name in ("model_type", "seen_threshold", "seen_area"):  # a new selector is not calibrated
+        for name in ("model_type", "seen_threshold", "seen_area", "trained_seconds"):  # a new selector has none
             settings.pop(name, None)
         # A stock configuration has no fields for the layout of the prompt: they are the variant's.
         stock_fields = {field.name for field in fields(backbone.stock_config)}

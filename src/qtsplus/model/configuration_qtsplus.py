@@ -58,6 +58,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "evidence_share": (_ABOVE_0, 1),
     "seen_threshold": (_ABOVE_0, 1),
     "seen_area": (_ABOVE_0, 1),
+    "trained_seconds": (_ABOVE_0, 10**9),
     "lambda_t": (0, 10**9),
     "lambda_m": (0, 10**9),
     "lambda_s": (0, 10**9),
@@ -120,6 +121,9 @@ class QTSplusConfig(PreTrainedConfig):
         seen_area (`float`, *optional*): how often that calibration found a larger `seen` for a question of the first
             kind than for one of the second: the area under the curve, 0.5 by chance.
 
+        trained_seconds (`float`, *optional*): the longest video that this model was trained on with its selector, which
+            training notes. An answer about a longer video says so.
+
     > The language model's own attention, for `selection="lm_attention"`
 
         attention_layer (`int`, *optional*): the layer whose attention is read, counted from 0. It must have full
@@ -177,6 +181,7 @@ class QTSplusConfig(PreTrainedConfig):
     evidence_share: float = 0.5
     seen_threshold: float | None = None
     seen_area: float | None = None
+    trained_seconds: float | None = None
     position_ids: str = "original"
     lambda_t: float = 0.1
     lambda_m: float = 0.17
@@ -230,6 +235,12 @@ class QTSplusConfig(PreTrainedConfig):
         if not holds:
             given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names.split(", "))
             raise ValueError(f"QTSplusConfig got {given}; expected {expected}.")
+
+    def seconds_exceeded_by(self, seconds: float) -> float | None:
+        """The longest video of the training, in seconds, where one of so many seconds is longer; `None` elsewhere."""
+        if self.trained_seconds is None or seconds <= self.trained_seconds:
+            return None
+        return self.trained_seconds
 
     @property
     def says_seen(self) -> bool:

@@ -39,6 +39,7 @@ class _State(TypedDict):
     skipped: dict[str, str]
     alpha: NotRequired[float]
     token_price: NotRequired[float]
+    trained_seconds: NotRequired[float | None]
 
 
 logger = logging.get_logger(__name__)
@@ -147,6 +148,7 @@ class QTSplusTrainer(Trainer):
         }
         self._counts: StepCounts | None = None
         self._retention: float | None = None
+        self._longest = torch.zeros(1, device=self.args.device)  # seconds of the longest video so far, in this process
         self.budget = RhoControl(self.selector, self.args, self.running)
         self.add_callback(_StepCallback(self))
 
@@ -158,6 +160,7 @@ class QTSplusTrainer(Trainer):
         counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=self.args.device)
         for batch in batches:
             counts += self._count(batch).to(counts.device)
+            self._longest = torch.maximum(self._longest, _longest_video(batch).to(self._longest))
         counts = self.sum_over_processes(counts)
         self._counts = StepCounts.of(counts)
         self.budget.start_step()
@@ -390,6 +393,16 @@ class QTSplusTrainer(Trainer):
         card = model_card(self.model, repository, about | self.about)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
+    def save_model(self, *args, **kwargs) -> None:
+        """As stock. The configuration tells the longest video of the training, so that answers about longer ones do."""
+        self._raise_trained_seconds(float(self.accelerator.gather(self._longest).max()))
+        super().save_model(*args, **kwargs)
+
+    def _raise_trained_seconds(self, seconds: float | None) -> None:
+        if seconds:
+            known = self.selector_config.trained_seconds or 0.0
+            self.selector_config.trained_seconds = max(known, round(seconds, 1))
+
     def _save(self, output_dir=None, state_dict=None) -> None:
         """As stock. A sharded model gives tied weights twice."""
         if state_dict:
@@ -402,6 +415,7 @@ class QTSplusTrainer(Trainer):
         skipped = self._gather_skipped()
         if self.args.should_save:
             state: dict = {"excess": self.budget.excess, "skipped": skipped}
+            state["trained_seconds"] = self.selector_config.trained_seconds
             write_json(Path(output_dir, STATE_FILE), state | self.budget.price())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -419,6 +433,15 @@ class QTSplusTrainer(Trainer):
             self.budget.set_price(state)
             self.budget.excess = state["excess"]
             self.skipped = state["skipped"] | self.skipped
+            self._raise_trained_seconds(state.get("trained_seconds"))
+
+
+def _longest_video(batch: Mapping) -> Tensor:
+    """The seconds of the longest video of a batch, a scalar."""
+    if "video_grid_thw" not in batch:
+        return torch.zeros(())
+    steps = batch["video_grid_thw"][:, 0]
+    return (steps * torch.as_tensor(batch["second_per_grid_ts"], device=steps.device)).max()
 
 
 def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:

@@ -6,7 +6,7 @@ from math import prod
 import psutil
 import torch
 
-from ..common.files import counted, size
+from ..common.files import counted, say_exceeded, size
 from ..model.methods_qtsplus import Method
 from ..model.selector_qtsplus import kept_count
 from ..model.video_qtsplus import VideoChunks
@@ -23,6 +23,7 @@ class Forecast:
     frames: int
     seconds_of_video: float
     largest_gap: float  # seconds between two frames that are looked at
+    trained_seconds: float | None  # the longest video of the model's training, where this one is longer
     visual_tokens: int  # M
     kept_tokens: int  # n, at most
     features: int  # bytes that stay for the next question
@@ -33,7 +34,8 @@ class Forecast:
         tokens = f"{self.visual_tokens:,} visual tokens, of which at most {self.kept_tokens:,} are kept"
         memory = f"about {size(self.memory)} of memory beside {size(self.weights)} of weights"
         frames = f"{counted(self.frames, 'frame')} of {self.seconds_of_video:,.1f} s"
-        return f"{frames}, at most {round(self.largest_gap, 2):,g} s apart; {tokens}; {memory}"
+        apart = f"at most {round(self.largest_gap, 2):,g} s apart"
+        return f"{frames}, {apart}{say_exceeded(self.trained_seconds)}; {tokens}; {memory}"
 
     def require_memory(self, device: str | torch.device) -> None:
         """Raises `ValueError` where a device has no room for the features alone."""
@@ -88,6 +90,7 @@ def forecast(
         frames=chunks.about.frames,
         seconds_of_video=chunks.about.length,
         largest_gap=chunks.about.largest_gap,
+        trained_seconds=config.seconds_exceeded_by(chunks.about.length),
         visual_tokens=tokens,
         kept_tokens=kept_tokens,
         features=features,
