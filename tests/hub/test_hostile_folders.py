@@ -6,10 +6,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
-from qtsplus.hub.loading import check_values, is_finite, load, load_processor
+from qtsplus.hub.loading import check_values, load, load_processor
+from qtsplus.model.encoding_qtsplus import is_finite
 
 ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}x{% endfor %}{% endfor %}"
 TEMPLATES = {
@@ -47,8 +49,9 @@ def test_weights_that_are_not_finite_are_refused(value, folder):
     weights = load_file(folder / "model.safetensors")
     weights["model.qtsplus.budget.mlp.0.bias"][0] = value
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="hold NaN or infinity, such as model.qtsplus.budget.mlp.0.bias"):
-        load(folder, "cpu")
+    for read in (lambda: load(folder, "cpu"), lambda: AutoModel.from_pretrained(folder)):
+        with pytest.raises(ValueError, match="hold NaN or infinity, such as model.qtsplus.budget.mlp.0.bias"):
+            read()
 
 
 def test_many_large_weights_of_few_bits_are_finite():

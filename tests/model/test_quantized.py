@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtsplus.hub import loading
+from qtsplus.model.encoding_qtsplus import is_finite, stored_parts
 from tiny import batch, prompt, tiny_model
 
 GRID = (2, 4, 6)  # 48 patches, 12 tokens
@@ -35,13 +35,13 @@ class QuantizedWeight(torch.Tensor):
 @pytest.mark.parametrize(("scale", "expected"), [(0.5, False), (float("nan"), True)])
 def test_the_parts_of_a_quantized_weight_are_checked(scale, expected):
     weight = QuantizedWeight(torch.ones(2, 2, dtype=torch.int8), torch.full((2, 1), scale))
-    assert [not loading.is_finite(part) for part in loading.stored_parts(weight)] == [False, expected]
+    assert [not is_finite(part) for part in stored_parts(weight)] == [False, expected]
 
 
 @pytest.mark.parametrize(("value", "expected"), [(1.0, False), (float("nan"), True)])
 def test_eight_bits_are_checked_too(value, expected):
     weight = torch.full((2, 2), value).to(torch.float8_e4m3fn)
-    assert [not loading.is_finite(part) for part in loading.stored_parts(weight)] == [expected]
+    assert [not is_finite(part) for part in stored_parts(weight)] == [expected]
 
 
 def plain_dicts(value):

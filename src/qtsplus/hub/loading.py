@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import find_adapter_config_file
 from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -62,38 +60,12 @@ def load(
     with reading(f"The model {str(model)!r}"):
         loaded = backbone.model.from_pretrained(model, dtype=dtype, revision=revision)
     loaded = loaded.to(device).eval()
-    for name, weight in loaded.named_parameters():
-        if not all(is_finite(part) for part in stored_parts(weight)):
-            raise ValueError(
-                f"The weights of {str(model)!r} hold NaN or infinity, such as {name}; copy or train the model again."
-            )
     check_values(str(model), loaded.generation_config.to_dict())
     # Two tokens show whether the configuration's values fit each other, before any video is decoded.
     tokens = torch.zeros(1, 2, dtype=torch.long, device=loaded.device)
     with reading(f"The model {str(model)!r}"), torch.inference_mode():
         loaded(input_ids=tokens)
     return loaded, processor
-
-
-def stored_parts(weight: Tensor) -> list[Tensor]:
-    """The tensors that hold a weight: itself, or the numbers and scales of a quantized one, which cannot be summed."""
-    if not is_traceable_wrapper_subclass(weight):
-        return [weight]
-    names, _ = weight.__tensor_flatten__()
-    parts = []
-    for name in names:
-        parts += stored_parts(getattr(weight, name))
-    return parts
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity."""
-    if not tensor.is_floating_point():
-        return True
-    if tensor.dtype.itemsize == 1:  # float8 has no sums
-        tensor = tensor.to(torch.bfloat16)
-    wide = torch.promote_types(tensor.dtype, torch.float32)  # in float16 the sum of good weights can be infinite
-    return bool(tensor.sum(dtype=wide).isfinite())
 
 
 def check_values(what: str, values, name: str = "") -> None:

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention, apply_rotary_pos_emb_vision
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
@@ -133,11 +134,11 @@ def _encode_steps(
 
 def _check_encoded(features: Tensor, pixels: Tensor, modality: int, index: int) -> None:
     """Raises `ValueError` for features that are not finite."""
-    if _is_finite(features):
+    if is_finite(features):
         return
     name = MODALITIES[modality]
     blame = "its pixel values"
-    if _is_finite(pixels):
+    if is_finite(pixels):
         blame = "its features (the weights or the dtype overflow)"
     raise ValueError(f"NaN or infinity in {blame} of {name} {index}: expected finite ones.")
 
@@ -183,7 +184,7 @@ def _checked(
                 f"video_features {index} has shape {shape}: expected {expected}, the merged tokens of its grid, "
                 f"{grid}, by the model's width."
             )
-        if id(tokens) not in finite and not _is_finite(tokens):
+        if id(tokens) not in finite and not is_finite(tokens):
             raise ValueError(f"NaN or infinity in video_features {index}: expected finite numbers.")
         finite.add(id(tokens))
     dtype = model.get_input_embeddings().weight.dtype
@@ -217,8 +218,26 @@ def chunk_steps(counts: Sequence[int], capacity: int, costs: Sequence[int]) -> I
         yield chunk
 
 
-def _is_finite(values: Tensor) -> bool:
-    """Reads the extremes, because a sum in float32 would need a copy of 16-bit values."""
+def stored_parts(weight: Tensor) -> list[Tensor]:
+    """The tensors that hold a weight: itself, or the numbers and scales of a quantized one, which cannot be summed."""
+    if not is_traceable_wrapper_subclass(weight):
+        return [weight]
+    names, _ = weight.__tensor_flatten__()
+    parts = []
+    for name in names:
+        parts += stored_parts(getattr(weight, name))
+    return parts
+
+
+def is_finite(values: Tensor) -> bool:
+    """
+    Whether a tensor holds neither NaN nor infinity. Its extremes tell: a sum in float32 is slow, or needs a copy, for
+    values of 16 bits.
+    """
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    if values.dtype.itemsize == 1:  # float8 has no extremes
+        values = values.to(torch.bfloat16)
     extremes = torch.stack(values.detach().aminmax())
     return bool(extremes.isfinite().all())
 

@@ -17,6 +17,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.generation.streamers import BaseStreamer
 
 from .columns_qtsplus import CachedPrompt, check_cache
+from .encoding_qtsplus import is_finite, stored_parts
 from .layout_qtsplus import check_no_padding
 from .prompt_qtsplus import CACHE, CompactPrompt, SelectedFeatures, alone_with_ids, take_cache, take_inputs
 from .selector_qtsplus import QTSplusSelector
@@ -50,6 +51,17 @@ def code_of(module_name: str) -> list[Path]:
     return sorted(map(Path, files))
 
 
+def check_finite(model: torch.nn.Module, name: Any) -> None:
+    """Raises `ValueError` for weights with NaN or infinity; those that are not in memory yet are not read."""
+    for weight_name, weight in model.named_parameters():
+        for part in stored_parts(weight):
+            if not part.is_meta and not is_finite(part):
+                raise ValueError(
+                    f"The weights of {str(name)!r} hold NaN or infinity, such as {weight_name}; copy or train the "
+                    "model again."
+                )
+
+
 class QTSplusPreTrainedMixin:
     """
     Initialises the selector, refuses checkpoints that would leave a part of the model random, and saves a model with a
@@ -75,7 +87,9 @@ class QTSplusPreTrainedMixin:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """As stock, but a `ValueError` where weights are missing, as in a checkpoint of the base model."""
+        """
+        As stock, but a `ValueError` where weights are missing, as in a checkpoint of the base model, or are not finite.
+        """
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(info["missing_keys"])
         if missing:
@@ -87,6 +101,7 @@ class QTSplusPreTrainedMixin:
         for module in model.modules():
             if isinstance(module, QTSplusSelector):
                 module.freeze_unused()
+        check_finite(model, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
