@@ -29,6 +29,7 @@ from .containers_qtsplus import Stated, choice_of, ends_early, film_stream, open
 logger = logging.get_logger(__name__)
 
 _ORDER = 4  # packets within which the order of decoding is another than that of showing, about
+_ROUNDING = 1e-3  # of a frame, by which times that a caller gives may be off
 _EARLY = 0.5  # seconds by which a video may end before its header says
 _JOIN = 2  # packets before a key frame, of which FFmpeg calls one damaged where two recordings in MPEG-TS meet
 _JOINABLE = ("mov,mp4", "matroska", "flv")  # formats of which a player shows the first of two files in one
@@ -81,8 +82,10 @@ class Film:
             states.append(f"is incomplete: {missing}")
         pauses = np.diff(self.times, append=self.times[-1])
         longest = pauses.argmax()
-        if pauses[longest] > PAUSE:
-            states.append(f"has no frame for {pauses[longest]:.0f} s from {self.times[longest]:.1f} s on")
+        pause = pauses[longest]
+        if pause > PAUSE:
+            begin = self.times[longest]
+            states.append(f"has no frame for {pause:.0f} s from {begin:.1f} s on")
         if self.joined:
             states.append("is followed by another in the same file, which players pass over; split them")
         for state in states:
@@ -103,35 +106,42 @@ class Film:
                 flags.append((packet.is_keyframe, packet.is_corrupt, packet.is_discard))
         if clock.reorders and None not in pts and None not in dts:
             clock.mend(pts, dts)
-        key, is_damaged, is_hidden = np.array(flags, bool).reshape(-1, 3).T
+        flags_of_packets = np.array(flags, bool).reshape(-1, 3)
+        key, is_damaged, is_hidden = flags_of_packets.T
         damaged = np.flatnonzero(is_damaged).tolist()
         self.lost = _seconds_lost(pts, damaged, clock.step)
-        for packet_index in damaged:
-            behind = packet_index + 1
-            is_damaged[packet_index] = not key[behind : behind + _JOIN].any()
+        for number in damaged:
+            behind = number + 1
+            is_join = key[behind : behind + _JOIN].any()
+            is_damaged[number] = not is_join
 
         self.has_times = None not in pts
         self.time_base = stream.time_base or Fraction(1)
         self.end = clock.end  # when the last frame is over, in ticks
-        self.pts = np.array(pts if self.has_times else range(len(pts)), np.int64)
+        if not self.has_times:
+            pts = list(range(len(pts)))
+        self.pts = np.array(pts, np.int64)
         self.key = key & ~is_damaged
         self.whole = ~is_damaged
         shown = self.pts[~is_hidden]
         has_own_times = len(np.unique(shown)) == len(shown)
-        self.timed = self.has_times and has_own_times and not (clock.is_avi and clock.reorders)
+        is_guessed = clock.is_avi and clock.reorders
+        self.timed = self.has_times and has_own_times and not is_guessed
         if clock.is_ps and pts:
-            early_or_late = np.abs(np.sort(self.pts) - clock.waiting) * clock.step
-            if early_or_late.max() > NEAR:
+            ticks_off = np.sort(self.pts) - clock.waiting
+            seconds_off = np.abs(ticks_off) * clock.step
+            if seconds_off.max() > NEAR:
                 self.timed = False
             if not self.timed:
                 self.has_times = True
                 self.pts = np.array(clock.waiting)
                 self.end = clock.due or 0
-        # Without what an edit list cuts off.
-        frames = np.flatnonzero(self.whole & ~is_hidden)
+        is_shown = self.whole & ~is_hidden  # without what an edit list cuts off
+        frames = np.flatnonzero(is_shown)
         if not len(frames):
             raise ValueError("it has 0 frames")
-        self.order = frames[np.argsort(self.pts[frames], kind="stable")]
+        in_order = np.argsort(self.pts[frames], kind="stable")
+        self.order = frames[in_order]
         return clock.states + choice_of(container, stream)
 
     def _is_joined(self, container: "av.container.InputContainer") -> bool:
@@ -151,7 +161,8 @@ class Film:
             seconds = self._seconds(self.pts[self.order])
             self.first = float(seconds[0])
             self.times = seconds - seconds[0]
-            clock = regular_clock(self.times, self._seconds(self.end) - self.first)
+            length = self._seconds(self.end) - self.first
+            clock = regular_clock(self.times, length)
         if clock is None:
             if not stated.fps:
                 states = "states neither times nor a frame rate"
@@ -166,17 +177,21 @@ class Film:
         """What of the video is not there."""
         packets = len(self.whole)
         whole = int(self.whole.sum())
+        damaged = packets - whole
         end = self.first + self.total / self.fps
         # Of a trimmed video the header counts the frames that are not shown, but not their time.
-        if stated.frames > whole and (stated.end is None or stated.end > end + 0.5 / self.fps):
+        is_trimmed = stated.end is not None and stated.end <= end + 0.5 / self.fps
+        if stated.frames > whole and not is_trimmed:
             return f"its header states {stated.frames} frames, and {whole} can be read"
         states = []
         # The last frame may last a little longer.
-        mean_gap = float(self.times[-1]) / max(len(self.times) - 1, 1)
-        if not stated.frames and ends_early(self.source, stated, end, max(_EARLY, 3 * mean_gap)):
+        gaps = max(len(self.times) - 1, 1)
+        mean_gap = float(self.times[-1]) / gaps
+        tolerance = max(_EARLY, 3 * mean_gap)
+        if not stated.frames and ends_early(self.source, stated, end, tolerance):
             states.append(f"its header states {stated.end:.1f} s, and {end:.1f} s can be read")
-        if whole < packets:
-            states.append(f"{packets - whole} of its {packets} frames are damaged and left out")
+        if damaged:
+            states.append(f"{damaged} of its {packets} frames are damaged and left out")
         if self.lost:
             states.append(f"about {self.lost:.1f} s are missing")
         return " and ".join(states)
@@ -206,26 +221,24 @@ class Film:
         that it shows all the while where none does.
         """
         first = 0
-        if start is not None:
-            frames = min((start - self.start) * self.fps, self.total)
-            first = max(math.ceil(frames - 1e-3), 0)
         stop = self.total
-        if end is not None:
-            frames = (end - self.start) * self.fps + 1e-3
-            stop = math.floor(min(frames, self.total - 1)) + 1
         length = self.total / self.fps
-        if start is not None and first >= stop:
-            is_shown = self.start <= start < self.start + length
-            if is_shown and (end is None or start <= end):
-                return first - 1, first
-        if first >= stop:
-            begin = 0 if start is None else start
-            until = "its end" if end is None else f"{end:g} s"
-            raise ValueError(
-                f"The video {self.name!r} shows no frame from {begin:g} to {until}; it has {length:.1f} s from "
-                f"{self.start:.1f} s on."
-            )
-        return first, stop
+        if start is not None:
+            frames = (start - self.start) * self.fps - _ROUNDING
+            first = max(math.ceil(min(frames, self.total)), 0)
+        if end is not None:
+            frames = (end - self.start) * self.fps + _ROUNDING
+            stop = math.floor(min(frames, self.total - 1)) + 1
+        if first < stop:
+            return first, stop
+        is_backwards = start is not None and end is not None and end < start
+        is_within = start is not None and self.start <= start < self.start + length
+        if is_within and not is_backwards:
+            return first - 1, first
+        begin = 0 if start is None else start
+        until = "its end" if end is None else f"{end:g} s"
+        has = f"it has {length:.1f} s from {self.start:.1f} s on"
+        raise ValueError(f"The video {self.name!r} shows no frame from {begin:g} to {until}; {has}.")
 
     # --- Frames ---
 
@@ -244,7 +257,8 @@ class Film:
         if not damaged:
             found_broken = readable - int(self.whole.sum())
             damaged = min(found_broken, len(instants))
-        if damaged and not any("is damaged" in warning for warning in self.warnings):
+        is_said = any("is damaged" in warning for warning in self.warnings)
+        if damaged and not is_said:
             looked = f"{damaged} of the {len(instants)} frames that are looked at"
             self._warn(f"is damaged: {looked} are, or follow from such")
 
@@ -262,7 +276,8 @@ class Film:
                 num_shown += 1
         if num_shown == len(instants):
             return
-        if len(np.unique(self._packets(instants))) < len(self.order):
+        packets = np.unique(self._packets(instants))
+        if len(packets) < len(self.order):
             logger.warning_once(f"Every frame of the video {self.name!r} is decoded, since {reason}.")
         yield from itertools.islice(self.read(instants), num_shown, None)
 
@@ -294,9 +309,10 @@ class Film:
                 if frame is not None:
                     stop = int(np.searchsorted(instants, self._time(frame, number)))
                 if shown is not None and stop > num_shown:
-                    is_right = np.full(stop - num_shown, True)
+                    packets = chosen[num_shown:stop]
+                    is_right = np.full(len(packets), True)
                     if self.timed:
-                        is_right = self.pts[chosen[num_shown:stop]] == shown.pts
+                        is_right = self.pts[packets] == shown.pts
                     if skipping and not is_right.all():
                         return
                     picture = upright(shown, stream)
@@ -307,7 +323,9 @@ class Film:
                     return
                 shown = frame
                 if frame is not None:
-                    self.is_hurt = frame.is_corrupt or (self.is_hurt and not frame.key_frame)
+                    if frame.key_frame:
+                        self.is_hurt = False
+                    self.is_hurt = self.is_hurt or frame.is_corrupt
         if num_shown == 0 and not skipping:
             raise ValueError("no frame could be decoded")
 
@@ -315,15 +333,18 @@ class Film:
         """When a decoded frame, of a number, is shown, in seconds from the first."""
         if self.timed and frame.pts is not None:
             return self._seconds(frame.pts) - self.first
-        return float(self.times[number]) if number < len(self.times) else math.inf
+        if number >= len(self.times):
+            return math.inf
+        return float(self.times[number])
 
     def needed(self, chosen: np.ndarray) -> np.ndarray:
         """`[P]` int: 2 for the packets that are `chosen` by number, 1 for others since their key frames, else 0."""
         keys = np.append(0, np.flatnonzero(self.key))
         last_key = np.searchsorted(keys[1:], chosen, side="right")
         # Some frames are behind a key frame in the file and are shown before it.
-        last_key -= self.pts[keys[last_key]] > self.pts[chosen]
-        begins = keys[np.maximum(last_key, 0)]
+        key_is_later = self.pts[keys[last_key]] > self.pts[chosen]
+        last_key = np.maximum(last_key - key_is_later, 0)
+        begins = keys[last_key]
         changes = np.zeros(len(self.key) + 1, np.int64)
         np.add.at(changes, begins, 1)
         np.subtract.at(changes, chosen, 1)
@@ -374,7 +395,8 @@ def _seconds_lost(pts: list, damaged: list[int], step: float) -> float:
     """How long there is no frame beside damaged packets, from the ticks `pts` at which frames are shown."""
     gaps: dict[int, float] = {}  # by where they begin
     for packet in damaged:
-        near = pts[max(packet - _ORDER, 0) : packet + _ORDER]
+        first = max(packet - _ORDER, 0)
+        near = pts[first : packet + _ORDER]
         beside = sorted(ticks for ticks in near if ticks is not None)
         for begin, end in itertools.pairwise(beside):
             seconds = (end - begin) * step
@@ -408,11 +430,14 @@ class Upright:
         if self.size is None:
             self.size = self._look_at(frame, stream)
         width, height = self.size
-        pixels = self.reformatter.reformat(frame, width, height, format="rgb24").to_ndarray()
+        reformatted = self.reformatter.reformat(frame, width, height, format="rgb24")
+        pixels = reformatted.to_ndarray()
         if self.is_mirrored:
             pixels = pixels[::-1]
-        quarters = round(frame.rotation / 90) if self.is_turned else 0
-        return np.rot90(pixels, k=quarters)
+        if self.is_turned:
+            quarters = round(frame.rotation / 90)
+            pixels = np.rot90(pixels, quarters)
+        return pixels
 
     def _look_at(self, frame: "av.VideoFrame", stream: "av.VideoStream") -> tuple[int, int]:
         """Width and height in square pixels of the first frame, which also says how all are stored."""
@@ -421,8 +446,10 @@ class Upright:
         if matrix is not None:
             numbers = np.frombuffer(matrix, np.int32)  # type: ignore[call-overload]
             a, b, _, c, d = numbers[:5] / 2**16
-            self.is_mirrored = a * d < b * c
-            self.is_turned = a * d != b * c  # some writers leave it empty
+            determinant = a * d - b * c
+            self.is_mirrored = determinant < 0
+            self.is_turned = determinant != 0  # some writers leave it empty
         aspect = float(stream.sample_aspect_ratio or 1)
-        width = round(frame.width * aspect) if 0.2 < aspect < 5 else frame.width
-        return width, frame.height
+        if not 0.2 < aspect < 5:
+            aspect = 1.0
+        return round(frame.width * aspect), frame.height

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .prompt_qtsplus import IMAGE, MODALITIES, TEXT, VIDEO, Grid, Layout, PromptRow, VisualInputs, pad_rows
 
 Seconds = Sequence[float] | Tensor  # per video, from one step in time to the next
+FeaturesOfRows = Mapping[str, Sequence[Tensor]]  # per modality and row [k, d]
 
 # --- Where images and videos are in a prompt ---
 
@@ -64,8 +65,9 @@ class VisualSpan:
 
     def line_ends(self) -> Tensor:
         """`[lines]`, the columns of the newlines."""
+        first = self.start + self.line
         lines = torch.arange(self.lines)
-        return self.start + self.line + lines * (self.line + 1)
+        return first + lines * (self.line + 1)
 
 
 def find_spans(token_types: list[Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]) -> list[list[VisualSpan]]:
@@ -122,7 +124,9 @@ def _fits(span: VisualSpan, placeholders: int, placed: list[VisualSpan]) -> bool
     if span.frame == 0:
         return True
     # A later frame follows a frame of its own video.
-    return bool(placed) and placed[-1].source == span.source
+    if not placed:
+        return False
+    return placed[-1].source == span.source
 
 
 def _count(spans: Sequence[VisualSpan] | Iterator[VisualSpan]) -> int:
@@ -170,7 +174,8 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> Tensor:
             if span.stop < length:
                 text.append(span.stop)
             ranges = [[column, first, end] for column in text]
-            separators.append(torch.tensor(ranges, dtype=torch.long).reshape(-1, 3).T)
+            text_of_frame = torch.tensor(ranges, dtype=torch.long)
+            separators.append(text_of_frame.reshape(-1, 3).T)
         first = end
     return torch.cat(separators, dim=1)
 
@@ -209,7 +214,10 @@ class QTSplusBackboneMixin:
     def merged_grid(self, grid_thw: Tensor, modality: int = VIDEO) -> list[Grid]:
         """(time, height, width) in tokens of every image or video."""
         merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
-        return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
+        grids = []
+        for time, height, width in grid_thw.tolist():
+            grids.append((time, height // merge, width // merge))
+        return grids
 
     def pixel_rows(self, grid_thw: Tensor) -> list[int]:
         """Rows of the pixels of every image or video."""
@@ -298,9 +306,10 @@ class QTSplusBackboneMixin:
         axes = torch.stack(cells).flatten(1)
         if span.line:  # a newline has the position of the token in front of it
             lines = axes.unflatten(1, (-1, span.line))
-            lines = torch.cat([lines, lines[..., -1:]], dim=-1)
-            axes = lines.flatten(1)
-        return axes + start, start + max(len(rows), len(columns))
+            newlines = lines[..., -1:]
+            axes = torch.cat([lines, newlines], dim=-1).flatten(1)
+        side = max(len(rows), len(columns))
+        return axes + start, start + side
 
     def row_positions(
         self,
@@ -348,14 +357,12 @@ class QTSplusBackboneMixin:
 
     # --- The language model's inputs ---
 
-    def language_inputs(
-        self, inputs_embeds: Tensor, input_ids: Tensor, features: Mapping[str, Sequence[Tensor]]
-    ) -> dict:
+    def language_inputs(self, inputs_embeds: Tensor, input_ids: Tensor, features: FeaturesOfRows) -> dict:
         """The language model's arguments for features in place of the placeholders' embeddings."""
         return {"inputs_embeds": self.splice(inputs_embeds, input_ids, features)}
 
-    def splice(self, inputs_embeds: Tensor, input_ids: Tensor, features: Mapping[str, Sequence[Tensor]]) -> Tensor:
-        """Puts features (per modality and row `[k, d]`) in place of the placeholders' embeddings `[B, S, d]`."""
+    def splice(self, inputs_embeds: Tensor, input_ids: Tensor, features: FeaturesOfRows) -> Tensor:
+        """Puts features in place of the placeholders' embeddings `[B, S, d]`."""
         types = self.token_types(input_ids)
         for modality, name in MODALITIES.items():
             if name not in features:
@@ -366,7 +373,8 @@ class QTSplusBackboneMixin:
             if len(rows) == len(mask):
                 # A placeholder behind the prompt's own is a token that was generated, or guessed by a lookup there.
                 lengths = [[len(row)] for row in rows]
-                mask &= mask.cumsum(1) <= torch.tensor(lengths, device=mask.device)
+                most = torch.tensor(lengths, device=mask.device)
+                mask &= mask.cumsum(1) <= most
             placeholders = int(mask.sum())
             if placeholders != len(packed):
                 raise ValueError(f"{placeholders} {name} placeholders in the prompt for {len(packed)} features.")

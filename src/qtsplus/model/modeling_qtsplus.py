@@ -2,12 +2,10 @@
 language model. Each has only what differs from layout_qtsplus.py.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLForConditionalGeneration, Qwen2VLModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5Model
@@ -21,7 +19,7 @@ from .configuration_qtsplus import (
 )
 from .encoding_qtsplus import PatchProjection, WindowsTogether
 from .generation_qtsplus import QTSplusPreTrainedMixin
-from .layout_qtsplus import VisualSpan
+from .layout_qtsplus import FeaturesOfRows, VisualSpan
 from .mixin_qtsplus import (
     QTSplusCausalLMOutputWithPast,
     QTSplusHeadMixin,
@@ -34,9 +32,9 @@ from .prompt_qtsplus import IMAGE, TEXT
 class QwenVLQTSplusModelMixin(QTSplusModelMixin):
     """What the Qwen-VL models have in common."""
 
-    visual: Any
+    visual: nn.Module
 
-    def __init__(self, config: Any):
+    def __init__(self, config):
         super().__init__(config)
         self.visual.patch_embed.proj.__class__ = PatchProjection
 
@@ -69,7 +67,7 @@ class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2
 
     config: Qwen2VLQTSplusConfig
 
-    def language_positions(self, spans: list[VisualSpan], positions: torch.Tensor) -> torch.Tensor:
+    def language_positions(self, spans: list[VisualSpan], positions: Tensor) -> Tensor:
         """One position per temporal patch, as along an image, where Qwen2.5-VL measures seconds."""
         images = [replace(span, modality=IMAGE) for span in spans]
         return self.row_positions(images, positions.shape[1], [], positions.device)
@@ -89,7 +87,7 @@ class Qwen3QTSplusModelMixin(QwenVLQTSplusModelMixin):
 
     frames_apart = True
 
-    def language_positions(self, spans: list[VisualSpan], positions: torch.Tensor) -> torch.Tensor:
+    def language_positions(self, spans: list[VisualSpan], positions: Tensor) -> Tensor:
         """Time is text here: every frame stands like an image."""
         images = [replace(span, modality=IMAGE, frame=0) for span in spans]
         return self.row_positions(images, positions.shape[1], [], positions.device)
@@ -107,24 +105,25 @@ class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3V
     def token_width(self) -> int:
         return super().token_width * (1 + len(self.config.vision_config.deepstack_visual_indexes))
 
-    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+    def encode_pixels(self, modality: int, pixels: Tensor, grid_thw: Tensor) -> list[Tensor]:
         encoded = self.get_image_features(pixels, grid_thw, return_dict=True)  # videos are encoded the same way
         sizes = [len(tokens) for tokens in encoded.pooler_output]
-        # Split by image from Transformers 5.18 on, whole before.
-        deeper = [layer if torch.is_tensor(layer) else torch.cat(layer) for layer in encoded.deepstack_features]
-        return list(torch.cat([torch.cat(encoded.pooler_output), *deeper], dim=1).split(sizes))
+        layers = [torch.cat(encoded.pooler_output)]
+        for layer in encoded.deepstack_features:
+            # Split by image from Transformers 5.18 on, whole before.
+            layers.append(layer if torch.is_tensor(layer) else torch.cat(layer))
+        return list(torch.cat(layers, dim=1).split(sizes))
 
-    def language_inputs(
-        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: Mapping[str, Sequence[torch.Tensor]]
-    ) -> dict[str, Any]:
+    def language_inputs(self, inputs_embeds: Tensor, input_ids: Tensor, features: FeaturesOfRows) -> dict:
         width = inputs_embeds.shape[-1]
         wide = nn.functional.pad(inputs_embeds, (0, self.token_width - width))
         wide = self.splice(wide, input_ids, features)
         visual = self.token_types(input_ids) != TEXT
+        deeper = wide[visual][:, width:]
         return {
             "inputs_embeds": wide[..., :width],
             "visual_pos_masks": visual,
-            "deepstack_visual_embeds": list(wide[visual][:, width:].split(width, dim=1)),
+            "deepstack_visual_embeds": list(deeper.split(width, dim=1)),
         }
 
 
