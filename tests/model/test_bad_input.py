@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from qtsplus import (
@@ -368,6 +368,22 @@ def test_a_base_checkpoint_is_refused_with_the_command_that_converts_it(tmp_path
     stock_twin(tiny_model(tie_word_embeddings=tied)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"lacks \d+ of the weights of {cls.__name__} .*qtsplus convert"):
         cls.from_pretrained(tmp_path)
+
+
+def test_without_any_checkpoint_a_model_begins_as_a_new_one(monkeypatch):
+    initialize = PreTrainedModel._initialize_weights
+
+    def seeded(*args, **kwargs):
+        torch.manual_seed(0)  # for each module, since the order differs
+        initialize(*args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "_initialize_weights", seeded)
+    config = tiny_config(query_states="layer", null_token=True)
+    new = Qwen2_5_VLQTSplusForConditionalGeneration(config)
+    loaded = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(None, config=config, state_dict={})
+    weights = loaded.state_dict()
+    different = [name for name, weight in new.state_dict().items() if not torch.equal(weight, weights[name])]
+    assert not different
 
 
 @pytest.mark.parametrize("lost", [r"\.qtsplus\.", r"scoring_layers\.0\.q_norm", r"budget\.mlp\.2\.bias"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import (
     ContinuousBatchingConfig,
     DynamicCache,
@@ -14,7 +15,7 @@ from transformers import (
 )
 
 from model_checks import NEW, TRANSFORMERS, greedy, mixed_inputs, shared_model
-from tiny import batch, prompt, stock_twin, tiny_model
+from tiny import IM_END, IM_START, NEWLINE, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
 
 CACHES = ("dynamic", "dynamic_full", "static", "sliding_window", "offloaded", "offloaded_static")
 OWN = ("none", "own", "own static")
@@ -94,6 +95,43 @@ def test_embeddings_of_a_text_generate_what_its_ids_generate():
     assert torch.equal(stock, expected)
     ours = greedy(model, {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]})
     assert torch.equal(ours, expected)
+
+
+CONTINUED = {
+    "texts": ({}, {}),
+    "images": ({"images": [(1, 4, 4), (1, 8, 4)]}, {}),
+    "a video, whole": ({"videos": [(2, 4, 6)]}, {"selection": "all"}),
+}
+
+
+@pytest.mark.parametrize("position_ids", ["original", "sequential"])
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_a_cache_from_which_nothing_was_dropped_is_continued(kind, position_ids):
+    visual, call = CONTINUED[kind]
+    model = tiny_model(position_ids=position_ids, reencode_layers=0)
+    inputs = batch(prompt(**visual, question=5), prompt(question=20, seed=2))
+    cache = DynamicCache(config=model.config.get_text_config())
+    begun = greedy(model, inputs, past_key_values=cache, **call)
+    greedy(model, batch(prompt(images=[(1, 8, 8)])))  # another conversation in between
+    next_turn = torch.tensor([[IM_END, NEWLINE, IM_START, USER, 40, 41, 42]]).expand(2, -1)
+    conversation = {"input_ids": torch.cat([begun, next_turn], dim=1)}
+    new = conversation["input_ids"].shape[1] - inputs["input_ids"].shape[1]
+    conversation["attention_mask"] = nn.functional.pad(inputs["attention_mask"], (0, new), value=1)
+    scores = {"return_dict_in_generate": True, "output_logits": True}
+    expected = greedy(model, {**inputs, **conversation}, **call, **scores)
+    continued = greedy(model, conversation, past_key_values=cache, **scores)
+    assert torch.equal(continued.sequences, expected.sequences)
+    torch.testing.assert_close(continued.logits, expected.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["conversation", "only what is new"])
+def test_a_continued_conversation_brings_no_new_video(whole):
+    model, inputs = shared_model(), batch(prompt(question=5))
+    cache = DynamicCache(config=model.config.get_text_config())
+    begun = greedy(model, inputs, past_key_values=cache)
+    new = torch.tensor([[VIDEO_PAD, 40]])
+    with pytest.raises(ValueError, match="1 video placeholders, but no video pixels"):
+        model.generate(input_ids=torch.cat([begun, new], dim=1) if whole else new, past_key_values=cache)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])

@@ -35,6 +35,14 @@ class KeptColumns:
         """`[B, S']`, False on padding."""
         return self.columns >= 0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the caller's columns are left, each at its own place."""
+        if self.columns.shape[1] != self.length:
+            return False
+        own_places = torch.arange(self.length, device=self.columns.device)
+        return bool(((self.columns == own_places) | ~self.is_real).all())
+
     def places(self) -> Tensor:
         """`[B, S]`, where each of the caller's columns is in the shortened prompt; -1 for those that are gone."""
         rows, width = self.columns.shape

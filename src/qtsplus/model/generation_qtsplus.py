@@ -19,7 +19,15 @@ from transformers.generation.streamers import BaseStreamer
 from .columns_qtsplus import CachedPrompt, check_cache
 from .encoding_qtsplus import is_finite, stored_parts
 from .layout_qtsplus import check_no_padding
-from .prompt_qtsplus import CACHE, CompactPrompt, SelectedFeatures, alone_with_ids, take_cache, take_inputs
+from .prompt_qtsplus import (
+    CACHE,
+    CompactPrompt,
+    SelectedFeatures,
+    VisualInputs,
+    alone_with_ids,
+    take_cache,
+    take_inputs,
+)
 from .selector_qtsplus import QTSplusSelector
 
 _SPLITS_FEATURES = Version(transformers.__version__) >= Version("5.23")  # along with the chunks of a prompt
@@ -92,7 +100,7 @@ class QTSplusPreTrainedMixin:
         """
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(info["missing_keys"])
-        if missing:
+        if missing and pretrained_model_name_or_path is not None:
             lacks = f"{len(missing)} of the weights of {cls.__name__} ({missing[0]}, ...)"
             raise ValueError(
                 f"{pretrained_model_name_or_path} lacks {lacks}, which would stay random. If it is a base checkpoint "
@@ -210,19 +218,31 @@ class QTSplusGenerationMixin:
                 kwargs["mm_encoder_outputs"] = self.model.encode_images(self.model.image_ids(embeds), visual)
             return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
         kwargs.pop("mm_token_type_ids", None)  # found in input_ids
+        if cache is not None and cache.get_seq_length() > 0:
+            self._go_on_from(cache, input_ids, visual)
+            return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
         attention_mask = kwargs.pop("attention_mask", None)
         position_ids = kwargs.pop("position_ids", None)
         if attention_mask is None:
             check_no_padding(input_ids, self.generation_config.pad_token_id)
-        if cache is not None and cache.get_seq_length() > 0:
-            raise ValueError(
-                f"The cache holds {cache.get_seq_length()} columns of an earlier prompt: expected an empty one. Each "
-                "question chooses its own visual tokens; give encoded videos as video_features=, and they wait for it."
-            )
         shortened = self.model.shorten(
             input_ids, attention_mask, position_ids, visual, selection, sample_gate=False, pad_left=True
         )
         return self.generate_from(shortened, generation_config, streamer, **kwargs)
+
+    def _go_on_from(self, cache, input_ids: Tensor, visual: VisualInputs) -> None:
+        """Prepares for a prompt whose beginning is cached, if nothing of that was dropped."""
+        length = cache.get_seq_length()
+        cached_prompt = CachedPrompt.kept_with(cache)
+        if visual.given or (cached_prompt is not None and not cached_prompt.is_whole):
+            raise ValueError(
+                f"The cache holds {length} columns of an earlier prompt: expected an empty one. Each question chooses "
+                "its own visual tokens; give encoded videos as video_features=, and they wait for it."
+            )
+        is_whole_conversation = input_ids.shape[1] > length
+        self.model.check_no_placeholders(input_ids[:, length:] if is_whole_conversation else input_ids)
+        # Stock reads it from the model, where another conversation may have left its own.
+        self.model.rope_deltas = None if cached_prompt is None else cached_prompt.rope_deltas
 
     @torch.no_grad()
     def generate_from(self, prompt: CompactPrompt, generation_config=None, streamer=None, **kwargs):
