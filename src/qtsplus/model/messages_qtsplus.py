@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from .frames_qtsplus import ARRAYS, IMAGE_SUFFIXES, load_frames, stack_frames
-from .sampling_qtsplus import VideoRequest, read_keys
+from .sampling_qtsplus import VIDEO_KEYS, VideoRequest, read_keys
 
 _SOURCES = ("video", "url", "path")
 _KINDS = {"text": "text", "image": "image", "video": "video", "image_url": "image", "video_url": "video"}
@@ -27,10 +27,19 @@ def flatten_videos(videos) -> list[VideoRequest]:
     if not requests:
         raise ValueError("Got an empty video (0 frames); expected at least one frame.")
     for request in requests:
-        frames = request.video
-        if isinstance(frames, np.ndarray) and (frames.dtype.kind not in "uif" or frames.dtype == np.uint16):
-            raise ValueError(f"Got frames of the type {frames.dtype}; expected numbers, such as uint8.")
+        if not isinstance(request.video, str):
+            _check_given(request)
     return requests
+
+
+def _check_given(request: VideoRequest) -> None:
+    """Raises a `ValueError` for frames that are no pixels, or of which a message says more than their rate."""
+    others = sorted(name for name in VIDEO_KEYS if name != "fps" and getattr(request, name) is not None)
+    if others:
+        raise ValueError(f"Got frames with {others}; expected the frames to look at, and fps alone.")
+    frames = request.video
+    if isinstance(frames, np.ndarray) and (frames.dtype.kind not in "uif" or frames.dtype == np.uint16):
+        raise ValueError(f"Got frames of the type {frames.dtype}; expected numbers, such as uint8.")
 
 
 def _flatten(videos) -> list[VideoRequest]:

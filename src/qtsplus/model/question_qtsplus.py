@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,7 @@ def find_query_mask(
     return mask
 
 
-def question_token_ids(config) -> dict[str, Any]:
+def question_token_ids(config) -> dict:
     """The ids by which [`find_query_mask`] finds the question, as a model's configuration has them."""
     return {
         "user_turn_token_ids": config.user_turn_token_ids,
@@ -171,7 +170,7 @@ def _frame_texts(
         yield start, frame
 
 
-def tokenize_query(tokenizer, query: str | list[str], rows: int | None, like) -> dict[str, Any]:
+def tokenize_query(tokenizer, query: str | list[str], rows: int | None, like) -> dict:
     """
     The `query_input_ids` and `query_attention_mask` `[B, L]` of a question for all rows, or of one for each.
 
@@ -188,24 +187,23 @@ def tokenize_query(tokenizer, query: str | list[str], rows: int | None, like) ->
         _check_query(question, row)
     if rows is not None and len(queries) != rows:
         raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
-    tokens = tokenizer(queries, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    length = max(map(len, tokens))
-    padded_ids = []
-    masks = []
-    for row, ids in enumerate(tokens):
-        if not ids or not queries[row].strip():
-            raise ValueError(f"The query {queries[row]!r} of row {row} has no token; expected a question.")
-        missing = length - len(ids)
-        padded_ids.append(ids + [tokenizer.pad_token_id] * missing)
-        masks.append([1] * len(ids) + [0] * missing)
-    if not torch.is_tensor(like):
-        return {"query_input_ids": padded_ids, "query_attention_mask": masks}
-    return {"query_input_ids": torch.tensor(padded_ids), "query_attention_mask": torch.tensor(masks)}
+    tokens = tokenizer(
+        queries,
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=True,
+        padding=True,
+        padding_side="right",
+        return_tensors="pt" if torch.is_tensor(like) else None,
+    )
+    return {"query_input_ids": tokens["input_ids"], "query_attention_mask": tokens["attention_mask"]}
 
 
 def _check_query(question, row: int) -> None:
     if not isinstance(question, str):
         raise ValueError(f"The query of row {row} is {question!r}; expected a question as a str.")
+    if not question.strip():
+        raise ValueError(f"The query {question!r} of row {row} has no token; expected a question.")
     try:
         question.encode()
     except UnicodeEncodeError as error:

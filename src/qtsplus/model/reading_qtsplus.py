@@ -4,7 +4,6 @@ import functools
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,28 +15,16 @@ from transformers.video_utils import VideoMetadata
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .frames_qtsplus import check_frames, describe_frames
 from .messages_qtsplus import flatten_videos, per_video
-from .sampling_qtsplus import VIDEO_KEYS, FrameChoice, VideoRequest, choose_frames, frame_choice, read_keys
+from .sampling_qtsplus import FrameChoice, VideoRequest, choose_frames, frame_choice, read_keys
 from .video_qtsplus import VideoChunks, VideoFile, naming, open_folder, open_video, resize_frame, shrink
 
 if TYPE_CHECKING:
     from .processing_qtsplus import QTSplusProcessorMixin
 
 _LEAST_TOKENS = 128  # of a frame, the fewest to which qwen-vl-utils holds the frames of a video by `total_pixels`
+_COUNTS = ("num_frames", "min_frames", "max_frames")
 # What a call says about sampling; the video processor gets frames that are sampled already.
 _SAMPLING = ("fps", "num_frames", "do_sample_frames", "video_metadata")
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """How one call asks for its videos to be read."""
-
-    num_frames: int | None
-    min_frames: int | None
-    max_frames: int | None
-    do_sample_frames: bool | None
-    samples_given_frames: bool  # whether frames that come with metadata are sampled
-    processor_options: dict  # arguments of the video processor
-    resizes_singly: bool  # whether the frames of a file are resized as they are decoded
 
 
 def read_videos(processor: "QTSplusProcessorMixin", videos, kwargs: dict) -> tuple[list, dict]:
@@ -50,105 +37,76 @@ def read_videos(processor: "QTSplusProcessorMixin", videos, kwargs: dict) -> tup
     nested = dict(kwargs.get("videos_kwargs") or {})
     given = nested | kwargs
     requests = flatten_videos(videos)
+    settings = processor.video_processor
     rates = per_video("fps", given.get("fps"), len(requests))
     metadata = per_video("video_metadata", given.get("video_metadata"), len(requests))
-    options = _read_options(processor, requests, given)
+    counts = {name: given.get(name) for name in _COUNTS}
+    samples = given.get("do_sample_frames")
+    samples_given_frames = samples
+    if samples is None:
+        samples_given_frames = given.get("fps") or given.get("num_frames")
 
-    fewest = processor.video_processor.temporal_patch_size
-    frames_of_videos = []
-    metadata_of_videos = []
-    for request, rate, about in zip(requests, rates, metadata, strict=True):
-        choose = _choice_of(processor, request, rate, options)
-        if isinstance(request.video, str):
-            frames, described = _read_file(processor, request, choose, options)
-        else:
-            frames, described = _take_frames(processor, request, rate, about, choose, options)
-        if len(frames) < fewest:  # a single frame, which Qwen3-VL cannot size
-            frames = frames[[0] * fewest]
-        frames_of_videos.append(frames)
-        metadata_of_videos.append(described)
-
-    rest = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
-    nested = {name: value for name, value in nested.items() if name not in _SAMPLING}
-    nested |= {"video_metadata": metadata_of_videos, "do_sample_frames": False}
-    if options.resizes_singly:
-        nested["do_resize"] = False
-    rest["videos_kwargs"] = nested
-    return frames_of_videos, rest
-
-
-def _read_options(processor: "QTSplusProcessorMixin", requests: list[VideoRequest], given: dict) -> CallOptions:
-    num_frames = given.get("num_frames")
-    do_sample_frames = given.get("do_sample_frames")
-    names = set(processor.video_processor.valid_kwargs.__annotations__) - {"input_data_format"}
-    processor_options = {name: value for name, value in given.items() if name in names and name not in _SAMPLING}
+    names = set(settings.valid_kwargs.__annotations__).difference(_SAMPLING, ["input_data_format"])
+    resizing = {name: value for name, value in given.items() if name in names}
+    do_rescale = resizing.get("do_rescale", settings.do_rescale)
     # The frames of a file are resized one by one, since all of them at their original size may not fit into memory. The
     # exceptions: beside given frames, since the video processor resizes all videos of a call or none, and where the
     # caller says whether or where to resize.
     only_files = all(isinstance(request.video, str) for request in requests)
-    asks_to_sample = given.get("fps") or num_frames
-    return CallOptions(
-        num_frames=num_frames,
-        min_frames=given.get("min_frames"),
-        max_frames=given.get("max_frames"),
-        do_sample_frames=do_sample_frames,
-        samples_given_frames=bool(asks_to_sample if do_sample_frames is None else do_sample_frames),
-        processor_options=processor_options,
-        resizes_singly=only_files and not {"do_resize", "device"} & processor_options.keys(),
-    )
+    resizes_singly = only_files and "do_resize" not in resizing and "device" not in resizing
+    if not resizes_singly:
+        resizing = {"do_resize": False}
+
+    frames_of_videos = []
+    metadata_of_videos = []
+    for request, rate, about in zip(requests, rates, metadata, strict=True):
+        by_call = read_keys(counts | {"fps": rate})
+        whole = request.over(VideoRequest(request.video, **by_call))
+        choose = frame_choice(settings, whole)
+        if samples is False and not request.samples:
+            choose = choose_frames  # without a rate or a count it takes all frames
+        if isinstance(request.video, str):
+            frames, described = _read_file(processor, whole, choose, resizing)
+        else:
+            described = describe_frames(request.video, about, whole.fps)
+            frames = check_frames(request.video, do_rescale)
+            if about is not None and samples_given_frames:
+                chosen = choose(len(frames), described.sampled_fps)
+                frames = frames[chosen]
+                described.frames_indices = np.asarray(described.frames_indices)[chosen].tolist()
+        fewest = settings.temporal_patch_size
+        if len(frames) < fewest:  # a single frame, which Qwen3-VL cannot size
+            frames = frames[[0] * fewest]
+        frames_of_videos.append(frames)
+        metadata_of_videos.append(described)
+    times = {"video_metadata": metadata_of_videos, "do_sample_frames": False}
+    if resizes_singly:
+        times["do_resize"] = False
+    return frames_of_videos, _with_videos_kwargs(kwargs, times)
 
 
-def _choice_of(
-    processor: "QTSplusProcessorMixin",
-    request: VideoRequest,
-    rate: float | None,
-    options: CallOptions,
-) -> FrameChoice:
-    """Which frames of a video are looked at; what its message says takes precedence over the call."""
-    by_call = {"fps": rate, "num_frames": options.num_frames}
-    by_call |= {"min_frames": options.min_frames, "max_frames": options.max_frames}
-    whole = request.over(VideoRequest(request.video, **read_keys(by_call)))
-    choice = frame_choice(processor.video_processor, whole)
-    if options.do_sample_frames is False and request.fps is None and request.num_frames is None:
-        return choose_frames  # without a rate or a count it takes all frames
-    return choice
+def _with_videos_kwargs(kwargs: dict, more: dict) -> dict:
+    """The keywords of a call, with `more` for the video processor in place of what they say about sampling."""
+    rest = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
+    nested = dict(kwargs.get("videos_kwargs") or {})
+    for name in _SAMPLING:
+        nested.pop(name, None)
+    rest["videos_kwargs"] = nested | more
+    return rest
 
 
 def _read_file(
     processor: "QTSplusProcessorMixin",
     request: VideoRequest,
     choose: FrameChoice,
-    options: CallOptions,
+    resizing: dict,
 ) -> tuple[np.ndarray, VideoMetadata]:
-    """The chosen frames of a file, at the size that the model needs if they are resized singly."""
+    """The chosen frames of a file, at the size that `resizing` gives them."""
     opened = open_video(request.video, choose, request.within)
-    resizing = options.processor_options if options.resizes_singly else {"do_resize": False}
     size = size_for(processor, opened, request, **resizing)
     resample = resizing.get("resample")
     frames = [resize_frame(processor.video_processor, size, frame, resample) for frame in opened.decode()]
     return np.stack(frames), opened.about.metadata
-
-
-def _take_frames(
-    processor: "QTSplusProcessorMixin",
-    request: VideoRequest,
-    rate: float | None,
-    metadata,
-    choose: FrameChoice,
-    options: CallOptions,
-) -> tuple[np.ndarray, VideoMetadata]:
-    """The frames that a caller gives, sampled if the call asks for that, and their metadata."""
-    others = sorted(name for name in VIDEO_KEYS if name != "fps" and getattr(request, name) is not None)
-    if others:
-        raise ValueError(f"Got frames with {others}; expected the frames to look at, and fps alone.")
-    do_rescale = options.processor_options.get("do_rescale", processor.video_processor.do_rescale)
-    described = describe_frames(request.video, metadata, request.fps or rate)
-    frames = check_frames(request.video, do_rescale)
-    if metadata is not None and options.samples_given_frames:
-        chosen = choose(len(frames), described.sampled_fps)
-        frames = frames[chosen]
-        described.frames_indices = np.asarray(described.frames_indices)[chosen].tolist()
-    return frames, described
 
 
 def open_chunks(
@@ -217,24 +175,22 @@ def stand_ins(
     of the call for them. Without seconds or metadata they have any times, for prompts that state none.
     """
     videos = [processor.blank_video(*grid) for grid in torch.as_tensor(video_grid_thw).tolist()]
-    nested = dict(kwargs.get("videos_kwargs") or {})
-    given = nested | kwargs
-    metadata = given.get("video_metadata")
+    nested = kwargs.get("videos_kwargs") or {}
+    metadata = kwargs.get("video_metadata") or nested.get("video_metadata")
     if not metadata:
         if second_per_grid_ts is None and processor.states_times:
             raise ValueError(
                 "Got video_grid_thw without second_per_grid_ts: the prompt states the seconds of the frames, so give "
                 "second_per_grid_ts or video_metadata of those videos."
             )
-        rates = [1.0] * len(videos)
-        if second_per_grid_ts is not None:
-            temporal = processor.video_processor.temporal_patch_size
-            rates = [temporal / float(seconds) for seconds in second_per_grid_ts]
-        metadata = [describe_frames(video, None, rate) for video, rate in zip(videos, rates, strict=True)]
-    rest = {name: value for name, value in kwargs.items() if name != "video_metadata"}
-    nested |= {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
-    rest["videos_kwargs"] = nested
-    return videos, rest
+        temporal = processor.video_processor.temporal_patch_size
+        steps = [temporal] * len(videos) if second_per_grid_ts is None else second_per_grid_ts
+        metadata = [
+            describe_frames(video, None, temporal / float(seconds))
+            for video, seconds in zip(videos, steps, strict=True)
+        ]
+    stand_in = {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
+    return videos, _with_videos_kwargs(kwargs, stand_in)
 
 
 def fetch_images(image_processor, images):

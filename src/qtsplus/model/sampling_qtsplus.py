@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -39,12 +39,17 @@ class VideoRequest:
         """The two times between which is looked at."""
         return self.video_start, self.video_end
 
+    @property
+    def samples(self) -> bool:
+        """Whether it asks for a rate or a count."""
+        return self.fps is not None or self.num_frames is not None
+
     def over(self, call: "VideoRequest") -> "VideoRequest":
         """With what the call asks for where a message asks for nothing; of rate and count a message replaces both."""
+        if self.samples:
+            call = replace(call, fps=None, num_frames=None)
         own = {name: value for name, value in vars(self).items() if value is not None}
-        if "fps" in own or "num_frames" in own:
-            own = {"fps": None, "num_frames": None} | own
-        return VideoRequest(**(vars(call) | own))
+        return replace(call, **own)
 
 
 # What a message may say of a video.
@@ -151,7 +156,7 @@ def frame_choice(video_processor, request: VideoRequest) -> FrameChoice:
     num_frames = request.num_frames
     if fps is not None and num_frames is not None:
         raise ValueError(f"Got `fps={fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
-    if fps is None and num_frames is None:
+    if not request.samples:
         num_frames = getattr(video_processor, "num_frames", None)
     rate = fps or getattr(video_processor, "fps", None) or DEFAULT_FPS
     bounds = {"temporal_patch_size": video_processor.temporal_patch_size}
