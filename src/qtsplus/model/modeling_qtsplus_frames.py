@@ -7,7 +7,6 @@ frame; newlines are never scored, and one stays where a token that it ends stays
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -52,14 +51,15 @@ class FramesQTSplusModelMixin(QTSplusModelMixin):
 class QTSplusFramesMixin(QTSplusProcessorMixin):
     """
     The processors' side: `pixel_values_videos` are the frames of all videos, `[frames, 3, height, width]`. A backbone
-    supplies `tokens_per_side`, and `replace_video_token` where its stock processor's is another one.
+    supplies `tokens_per_side` and `text_of_video`.
     """
 
     native_resolution = False
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.video_processor.merge_size = self.video_processor.temporal_patch_size = 1
+        self.video_processor.merge_size = 1
+        self.video_processor.temporal_patch_size = 1
 
     @property
     def tokens_per_side(self) -> int:
@@ -67,30 +67,44 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
 
     @property
     def model_input_names(self) -> list[str]:
-        return [*super().model_input_names, "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
+        return super().model_input_names + ["image_grid_thw", "pixel_values_videos", "video_grid_thw"]
 
-    def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
+    def _process_videos(self, videos, **kwargs):
         video_metadata = kwargs.pop("video_metadata", None)
-        options = {**kwargs, "return_tensors": "pt", "return_metadata": False}
-        clips = [self._clip(video, options) for video in videos]
-        grids = torch.cat([self.grid_of(len(clip)) for clip in clips])
-        processed = {"pixel_values_videos": clips, "video_grid_thw": grids, "video_metadata": video_metadata}
-        texts = [self.replace_video_token(processed, index) for index in range(len(clips))]
-        seconds = [1 / metadata.sampled_fps for metadata in video_metadata]
-        return {**processed, "pixel_values_videos": torch.cat(clips), "second_per_grid_ts": seconds}, texts
+        kwargs.update(return_tensors="pt", return_metadata=False)
+        clips = []
+        texts = []
+        grids = []
+        for video in videos:
+            clip = self._clip(video, kwargs)
+            clips.append(clip)
+            texts.append(self.text_of_video(len(clip)))
+            grids.append(self.grid_of(len(clip)))
+        processed = {
+            "pixel_values_videos": torch.cat(clips),
+            "video_grid_thw": torch.cat(grids),
+            "video_metadata": video_metadata,
+            "second_per_grid_ts": [1 / metadata.sampled_fps for metadata in video_metadata],
+        }
+        return processed, texts
 
-    def _clip(self, video: Any, options: dict[str, Any]) -> torch.Tensor:
+    def text_of_video(self, num_frames: int) -> str:
+        """The placeholders of a video, with what is between its frames."""
+        raise NotImplementedError
+
+    def _clip(self, video, options: dict) -> torch.Tensor:
         if torch.is_tensor(video) and video.is_meta:
             return video
         return self.video_processor(videos=[video], **options)["pixel_values_videos"][0]
 
-    def grid_of(self, num_frames: int, *size: int, **options: Any) -> torch.Tensor:
-        return torch.tensor([[num_frames, self.tokens_per_side, self.tokens_per_side]])
+    def grid_of(self, num_frames: int, *size: int, **options) -> torch.Tensor:
+        side = self.tokens_per_side
+        return torch.tensor([[num_frames, side, side]])
 
-    def frame_size(self, num_frames: int, height: int, width: int, **options: Any) -> tuple[int, int]:
+    def frame_size(self, num_frames: int, height: int, width: int, **options) -> tuple[int, int]:
         blank = torch.empty(1, 3, height, width, dtype=torch.uint8, device="meta")
-        only_resized = {"do_center_crop": False, "do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
-        resized = self.video_processor(videos=[blank], **{**options, **only_resized})["pixel_values_videos"]
+        options.update(do_center_crop=False, do_sample_frames=False, device="meta", return_tensors="pt")
+        resized = self.video_processor(videos=[blank], **options)["pixel_values_videos"]
         return resized.shape[-2], resized.shape[-1]
 
     def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,7 +168,6 @@ class _ApartProcessor(InternVLProcessor):
     """[`InternVLProcessor`] that keeps images and videos apart."""
 
     video_placeholder_id: int
-    grid_of: Any
 
     def __call__(self, images=None, text=None, videos=None, **kwargs):
         if text is not None and not kwargs.get("sanitize_control_tokens"):
@@ -197,13 +210,10 @@ class _ApartProcessor(InternVLProcessor):
 
     def _process_images(self, images, **kwargs):
         processed, texts = super()._process_images(images, **kwargs)
-        processed["image_grid_thw"] = torch.cat([self.grid_of(int(tiles)) for tiles in processed.pop("num_patches")])
+        tiles = torch.as_tensor(processed.pop("num_patches"))
+        sides = torch.full_like(tiles, math.isqrt(self.image_seq_length))
+        processed["image_grid_thw"] = torch.stack([tiles, sides, sides], dim=1)
         return processed, texts
-
-    def replace_video_token(self, video_inputs, video_idx, **kwargs):
-        frame = f"{self.start_image_token}{self.video_token * self.image_seq_length}{self.end_image_token}"
-        count = len(video_inputs["pixel_values_videos"][video_idx])
-        return "\n".join(f"Frame{index + 1}: {frame}" for index in range(count))
 
 
 class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
@@ -238,19 +248,20 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
     def video_token_id(self) -> int:  # type: ignore[override]
         return self.video_placeholder_id
 
+    def text_of_video(self, num_frames: int) -> str:
+        frame = f"{self.start_image_token}{self.video_token * self.image_seq_length}{self.end_image_token}"
+        return "\n".join(f"Frame{number}: {frame}" for number in range(1, num_frames + 1))
+
     def follow(self, config) -> None:
         self.video_placeholder_id = config.video_token_id
 
     @property
-    def query_token_ids(self) -> dict[str, int | list[int]]:
+    def query_token_ids(self) -> dict:
         ids = super().query_token_ids
-        special = {*ids["special_token_ids"], self.video_placeholder_id}
-        return {
-            **ids,
-            "special_token_ids": sorted(special),
-            "video_token_id": self.video_placeholder_id,
-            "frame_text_token_ids": self.tokenizer("Frame1: ", add_special_tokens=False)["input_ids"][:1],
-        }
+        ids["special_token_ids"] = sorted({self.video_placeholder_id}.union(ids["special_token_ids"]))
+        ids["video_token_id"] = self.video_placeholder_id
+        ids["frame_text_token_ids"] = self.prompt_ids("Frame1: ")[:1]
+        return ids
 
 
 # --- LLaVA-OneVision and LLaVA-Video ---
@@ -294,8 +305,10 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
         return self.image_newline
 
     def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
-        tokens = self.get_video_features(pixels[None], return_dict=True).pooler_output[0]
-        return list(tokens[: int(grid_thw.prod(-1).sum())].split(grid_thw.prod(-1).tolist()))
+        (tokens,) = self.get_video_features(pixels[None], return_dict=True).pooler_output
+        sizes = grid_thw.prod(-1).tolist()
+        without_newline = tokens[: sum(sizes)]
+        return list(without_newline.split(sizes))
 
 
 class LlavaOnevisionQTSplusForConditionalGeneration(
@@ -355,10 +368,10 @@ class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor
     def _process_images(self, images, **kwargs):
         raise ValueError(NO_IMAGES)
 
-    def replace_video_token(self, video_inputs, video_idx, **kwargs):
-        frames, side = len(video_inputs["pixel_values_videos"][video_idx]), self.tokens_per_side
-        newlines = 1 if self.video_newline == "video" else frames * side
-        return self.video_token * (frames * side * side + newlines)
+    def text_of_video(self, num_frames: int) -> str:
+        rows = num_frames * self.tokens_per_side
+        newlines = 1 if self.video_newline == "video" else rows
+        return self.video_token * (rows * self.tokens_per_side + newlines)
 
 
 __all__ = [
