@@ -4,6 +4,7 @@ layout_qtsplus.py lays them out, and how the kept tokens are spliced into it ([`
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -81,9 +82,13 @@ NAMES = _STOCK + _VISUAL + _SELECTION
 
 def take_inputs(kwargs: dict) -> tuple[VisualInputs, SelectionInputs]:
     """Takes the arguments that are named here out of a call's `kwargs`."""
-    visual = {name: kwargs.pop(name) for name in _VISUAL if name in kwargs}
-    selection = {name: kwargs.pop(name) for name in _SELECTION if name in kwargs}
+    visual = _take(kwargs, _VISUAL)
+    selection = _take(kwargs, _SELECTION)
     return VisualInputs(**visual), SelectionInputs(**selection)
+
+
+def _take(kwargs: dict, names: Sequence[str]) -> dict:
+    return {name: kwargs.pop(name) for name in names if name in kwargs}
 
 
 def take_cache(kwargs: dict) -> Cache | None:
@@ -107,7 +112,8 @@ def names_inputs(forward: T) -> T:
     for name in NAMES:
         if name not in signature.parameters:
             default = True if name == "reencode" else None
-            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
+            parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            parameters.append(parameter)
     parameters.append(rest)
     forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return forward
@@ -185,7 +191,12 @@ class Layout:
 
     def competing(self, row: PromptRow) -> "list[VisualSpan]":
         """The first span of each video of a row; their tokens compete for its budget."""
-        return [span for span in row.spans if span.modality == VIDEO and not span.frame]
+        spans = []
+        for span in row.spans:
+            is_first = not span.frame
+            if span.modality == VIDEO and is_first:
+                spans.append(span)
+        return spans
 
     def grids_of(self, span: "VisualSpan") -> list[Grid]:
         """
@@ -199,24 +210,24 @@ class Layout:
         per_step = grid[1] * grid[2]
         _, counts = torch.unique_consecutive(tokens // per_step, return_counts=True)
         steps = (tokens % per_step).split(counts.tolist())
+        places_of_steps = [step.tolist() for step in steps]
         grids = []
-        for places, run in itertools.groupby(step.tolist() for step in steps):
+        for places, run in itertools.groupby(places_of_steps):
             num_steps = len(list(run))
             grids.append((num_steps, 1, len(places)))
         return grids
 
     def narrow(self, present: Sequence[Tensor]) -> "Layout":
         """As if only the tokens `present` `[k]`, ascending, of each video had been kept; they keep their positions."""
-        is_present = []
-        for (time, height, width), indices in zip(self.grids[VIDEO], present, strict=True):
-            flags = torch.zeros(time * height * width, dtype=torch.bool)
-            flags[indices] = True
-            is_present.append(flags)
         rows = []
         for row in self.rows:
-            flags_of_row = [is_present[span.index] for span in self.competing(row)]
-            flags = join(flags_of_row, torch.zeros(0, dtype=torch.bool))
-            left = flags.nonzero()[:, 0].to(row.columns.device)
+            candidates = []
+            num_before = 0
+            for span in self.competing(row):
+                candidates.append(present[span.index].long() + num_before)
+                num_before += math.prod(self.grids[VIDEO][span.index])
+            left = join(candidates, torch.zeros(0, dtype=torch.long))
+            left = left.to(row.columns.device)
             rows.append(row.only(left))
         return replace(self, rows=rows, present=list(present))
 
@@ -229,11 +240,14 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[Tensor] | None:
         return None
     if len(ids) != rows:
         raise ValueError(f"{len(ids)} rows of query_input_ids: expected one per prompt ({rows}).")
-    if mask is not None and mask.shape != ids.shape:
-        raise ValueError(f"query_attention_mask {tuple(mask.shape)}: expected query_input_ids' {tuple(ids.shape)}.")
     if mask is None:
         return list(ids)
-    return [row[is_real.bool()] for row, is_real in zip(ids, mask, strict=True)]
+    if mask.shape != ids.shape:
+        raise ValueError(f"query_attention_mask {tuple(mask.shape)}: expected query_input_ids' {tuple(ids.shape)}.")
+    queries = []
+    for row, is_real in zip(ids, mask.bool(), strict=True):
+        queries.append(row[is_real])
+    return queries
 
 
 def find_questions(
@@ -248,20 +262,25 @@ def find_questions(
         query_mask: `[B, S]`, or narrower where answers follow the prompts that it was made for; found by the token ids
             if `None`.
     """
-    shape = layout.input_ids.shape
-    if query_mask is None or query_mask.shape != shape:
-        by_ids = find_query_mask(layout.input_ids, layout.mask, **question_token_ids(model.config))
+    ids = layout.input_ids
+    if query_mask is None or query_mask.shape != ids.shape:
+        token_ids = question_token_ids(model.config)
+        by_ids = find_query_mask(ids, layout.mask, **token_ids)
         query_mask = by_ids if query_mask is None else _widen(query_mask, by_ids)
-    return [question[row.columns] for question, row in zip(query_mask.bool(), layout.rows, strict=True)]
+    questions = []
+    for row, is_question in zip(layout.rows, query_mask.bool(), strict=True):
+        questions.append(is_question[row.columns])
+    return questions
 
 
 def _widen(query_mask: Tensor, by_ids: Tensor) -> Tensor:
     """A mask for the prompts alone, widened to the answers behind them, in which the ids must find no question."""
     rows, width = query_mask.shape
-    missing = by_ids.shape[1] - width
-    fits = rows == len(by_ids) and missing >= 0
-    if not fits or by_ids[:, width:].any():
-        raise ValueError(f"query_mask {(rows, width)}: expected input_ids' shape, {tuple(by_ids.shape)}.")
+    shape = tuple(by_ids.shape)
+    missing = shape[1] - width
+    of_answers = by_ids[:, width:]
+    if rows != shape[0] or missing < 0 or of_answers.any():
+        raise ValueError(f"query_mask {(rows, width)}: expected input_ids' shape, {shape}.")
     return nn.functional.pad(query_mask, (0, missing))
 
 
@@ -291,15 +310,9 @@ def lay_positions(order: Tensor, language: Tensor) -> Tensor:
 
 
 def pad_rows(rows: Sequence[Tensor], value: int, left: bool) -> Tensor:
-    """Stacks `[..., n_b]` rows along a new first dimension; pads the last one on the left or on the right."""
-    widths = [row.shape[-1] for row in rows]
-    width = max(widths)
-    padded = []
-    for row in rows:
-        missing = width - row.shape[-1]
-        sides = (missing, 0) if left else (0, missing)
-        padded.append(nn.functional.pad(row, sides, value=value))
-    return torch.stack(padded)
+    """Stacks `[n_b, ...]` rows, and pads them with a value on the left or on the right."""
+    side = "left" if left else "right"
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
 
 
 def join(parts: list[Tensor], nothing: Tensor) -> Tensor:
@@ -354,16 +367,23 @@ def splice(
     """
     columns = []
     positions = []
+    last_positions = []
     image_features = []
     video_features = []
     for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
         keep = row.keep(kept_indices.to(row.columns.device))
         columns.append(row.columns[keep])
-        positions.append(row.language_positions[:, keep])
-        if any(span.line for span in row.spans):
-            tokens = _with_line_ends(model, row, keep & (row.types == VIDEO), tokens)
-        images = [span.index for span in row.spans if span.modality == IMAGE]
-        features_of_row = [features[IMAGE][image] for image in images]
+        positions.append(row.language_positions[:, keep].T)
+        last_positions.append(row.language_positions[:, -1].max())
+        features_of_row = []
+        has_lines = False
+        for span in row.spans:
+            has_lines |= bool(span.line)
+            if span.modality == IMAGE:
+                features_of_row.append(features[IMAGE][span.index])
+        if has_lines:
+            stays = keep & (row.types == VIDEO)
+            tokens = _with_line_ends(model, row, stays, tokens)
         image_features.append(join(features_of_row, tokens[:0]))
         video_features.append(tokens)
 
@@ -378,20 +398,23 @@ def splice(
         language = order.expand(model.rope_axes, -1, -1)
         next_position = attention_mask.sum(-1)
     else:
-        language = pad_rows(positions, 0, pad_left).transpose(0, 1)
-        last_positions = [row.language_positions[:, -1].max() for row in layout.rows]
+        language = pad_rows(positions, 0, pad_left).permute(2, 0, 1)
         next_position = torch.stack(last_positions) + 1
     padding_id = model.config.text_config.pad_token_id or 0
+    input_ids = layout.input_ids.gather(1, source)
     by_modality = {MODALITIES[IMAGE]: image_features, MODALITIES[VIDEO]: video_features}
+    selected_features = {}
+    for name, of_rows in by_modality.items():
+        selected_features[name] = SelectedFeatures(pooler_output=tuple(of_rows))
     return CompactPrompt(
-        input_ids=layout.input_ids.gather(1, source).masked_fill(is_padding, padding_id),
+        input_ids=input_ids.masked_fill(is_padding, padding_id),
         attention_mask=attention_mask,
         position_ids=lay_positions(order, language),
         features=by_modality,
         next_position=next_position,
         source_ids=layout.input_ids,
         qtsplus=qtsplus,
-        selected={name: SelectedFeatures(pooler_output=tuple(rows)) for name, rows in by_modality.items()},
+        selected=selected_features,
     )
 
 
