@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from qtsplus.asking import answers
 from qtsplus.asking.session import VideoSession
-from qtsplus.model.lm_attention_qtsplus import _looking
+from qtsplus.model.lm_attention_qtsplus import looking_place
 from qtsplus.model.question_qtsplus import find_query_mask, question_token_ids
 from tiny_backbones import each_unlike
 
@@ -287,9 +287,9 @@ def test_a_tools_answer_chooses_no_tokens(model, prepare):
 def test_the_answer_begins_behind_the_tools(model, prepare):
     """It looks from there where the language model's attention chooses the tokens."""
     inputs = prepare(CONVERSATIONS["tools in a row"][0], "as user")
-    ids = inputs["input_ids"][0]
-    place = _looking(model, ids, inputs["query_mask"][0].bool(), torch.zeros(0))
-    assert place.tolist() == [len(ids) - 1]
+    ids = inputs["input_ids"][0].tolist()
+    question = inputs["query_mask"][0].tolist()
+    assert looking_place(ids, question, -1, model.config.user_turn_token_ids) == len(ids) - 1
 
 
 @each_unlike

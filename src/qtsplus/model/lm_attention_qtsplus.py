@@ -94,52 +94,44 @@ def frame_groups(
     frame_sizes = []
     for time, height, width in grids:
         frame_sizes.extend([height * width] * time)
-    sizes = torch.tensor(frame_sizes, device=device)
     frames_per_group = max(1, group_size // max(frame_sizes))
-    num_groups = -(-len(sizes) // frames_per_group)
-    group_of_frame = torch.arange(len(sizes), device=device) % num_groups
-    group_of_token = group_of_frame.repeat_interleave(sizes)
-    tokens_by_group = group_of_token.sort(stable=True).indices
+    num_groups = -(-len(frame_sizes) // frames_per_group)
+    group_of_frame = torch.arange(len(frame_sizes)) % num_groups
+    group_of_token = group_of_frame.repeat_interleave(torch.tensor(frame_sizes))
+    tokens_by_group = group_of_token.sort(stable=True).indices.to(device)
     return tokens_by_group.split(group_of_token.bincount().tolist())
 
 
 @dataclass
 class GroupAttention:
-    """The attention of the last words of a prompt to one group: a softmax over the group and the text before them."""
+    """The attention of a prompt's last word to one group: a softmax over the group and the text before that word."""
 
-    log_weights: Tensor  # [m] float32, log of the attention to each of its tokens, the mean over heads and words
-    log_odds: Tensor  # [heads, words], the log-sum-exp of the scores of its tokens less that of the text's
+    log_weights: Tensor  # [m] float32, log of the attention to each of its tokens, the mean over heads
+    log_odds: Tensor  # [heads, 1], the log-sum-exp of the scores of its tokens less that of the text's
 
 
-def look(
-    queries: Tensor,
-    keys: Tensor,
-    looking: Tensor,
-    visual: Tensor,
-    scaling: float,
-) -> GroupAttention:
+def look(query: Tensor, keys: Tensor, place: Tensor, visual: Tensor, scaling: float) -> GroupAttention:
     """
-    The attention of a few words of a prompt to a group's tokens in it.
+    The attention of a word of a prompt to a group's tokens in it.
 
     Args:
-        queries: `[heads, P, head_dim]`, of the words.
+        query: `[heads, 1, head_dim]`, of the word.
         keys: `[kv_heads, S, head_dim]`, of all tokens of the prompt.
-        looking: `[P]`, the places of the words.
+        place: `[1]`, the place of the word.
         visual: `[m]`, the places of the group's tokens.
     """
     with torch.autocast(keys.device.type, enabled=False):
-        grouped = queries.float().unflatten(0, (len(keys), -1)) * scaling
-        scores = grouped.flatten(1, 2) @ keys.float().transpose(1, 2)
-        scores = scores.view(*queries.shape[:2], -1)
-        later = torch.arange(keys.shape[1], device=keys.device) > looking[:, None]
-        scores = scores.masked_fill(later, -torch.inf)
+        grouped = query.float().reshape(len(keys), -1, query.shape[-1]) * scaling
+        scores = grouped @ keys.float().transpose(1, 2)
+        is_later = torch.arange(keys.shape[1], device=keys.device) > place
+        scores = scores.reshape(len(query), 1, -1).masked_fill(is_later, -torch.inf)
         visual_scores = scores[..., visual]
         text_total = scores.index_fill(-1, visual, -torch.inf).logsumexp(-1)
         visual_total = visual_scores.logsumexp(-1)
         total = torch.logaddexp(visual_total, text_total)
         log_weights = (visual_scores - total[..., None]).flatten(0, 1).logsumexp(0)
-        count = torch.tensor(float(total.numel()))
-        return GroupAttention(log_weights - count.log(), visual_total - text_total)
+        log_heads = torch.tensor(float(len(query))).log()
+        return GroupAttention(log_weights - log_heads, visual_total - text_total)
 
 
 # --- The first layers of the language model ---
@@ -176,7 +168,7 @@ def reading_attention_forward(module, query: Tensor, key: Tensor, value: Tensor,
 
 AttentionInterface.register(READING_ATTENTION, reading_attention_forward)
 
-# --- Which words look ---
+# --- Which word looks ---
 
 
 @dataclass
@@ -184,7 +176,7 @@ class Reading:
     """The prompts of a batch as they are read: with the questions that select."""
 
     layout: Layout
-    looking: list[Tensor]  # per row [P], the tokens that look, among its real ones
+    looking: list[int | None]  # per row, the place of the token that looks among its real ones
 
 
 def reading_of(model: QTSplusBackboneMixin, layout: Layout, selection: SelectionInputs) -> Reading:
@@ -194,8 +186,14 @@ def reading_of(model: QTSplusBackboneMixin, layout: Layout, selection: Selection
     if queries is not None:
         layout, questions = _with_queries(model, layout, questions, queries)
     looking = []
-    for ids, row, question in zip(layout.input_ids, layout.rows, questions, strict=True):
-        looking.append(_looking(model, ids[row.columns], question, row.candidates))
+    for input_ids, row, question in zip(layout.input_ids, layout.rows, questions, strict=True):
+        ids = input_ids[row.columns]
+        # One transfer to the host for everything that is read there.
+        values = torch.cat([ids, question.to(ids), row.candidates[-1:]]).tolist()
+        is_question = values[len(ids) : 2 * len(ids)]
+        last_candidate = max(values[2 * len(ids) :], default=-1)
+        user_turn = model.config.user_turn_token_ids
+        looking.append(looking_place(values[: len(ids)], is_question, last_candidate, user_turn))
     return Reading(layout, looking)
 
 
@@ -207,43 +205,47 @@ def _with_queries(
 ) -> tuple[Layout, list[Tensor]]:
     """The layout of the prompts with other questions in place of their own, and which of its tokens they are."""
     prompts = []
-    starts = []
-    for ids, mask, row, question, query in zip(
-        layout.input_ids, layout.mask, layout.rows, questions, queries, strict=True
-    ):
-        words = row.columns[question]
-        is_text = mask.clone().bool()
-        is_text[words] = False
-        start = int(words[0]) if len(words) else len(ids)
-        before = ids[:start][is_text[:start]]
-        behind = ids[start:][is_text[start:]]
-        prompts.append(torch.cat([before, query.to(ids), behind]))
-        starts.append(len(before))
-    replaced = lay_out_again(model, layout, prompts)
     masks = []
-    for row, start, query in zip(replaced.rows, starts, queries, strict=True):
-        masks.append((row.columns >= start) & (row.columns < start + len(query)))
-    return replaced, masks
+    for input_ids, row, question, query in zip(layout.input_ids, layout.rows, questions, queries, strict=True):
+        ids = input_ids[row.columns]
+        places = question.tolist()
+        start = places.index(True) if True in places else len(ids)
+        rest = ids[~question]
+        prompts.append(torch.cat([rest[:start], query.to(ids), rest[start:]]))
+        mask = torch.zeros_like(prompts[-1], dtype=torch.bool)
+        mask[start : start + len(query)] = True
+        masks.append(mask)
+    return lay_out_again(model, layout, prompts), masks
 
 
-def _looking(model, ids: Tensor, question: Tensor, candidates: Tensor) -> Tensor:
+def looking_place(
+    ids: Sequence[int],
+    question: Sequence[int],
+    last_candidate: int,
+    user_turn: Sequence[int],
+) -> int | None:
     """
-    `[1]`, the place from which the answer begins: the last token of the last header behind the question, which may have
-    calls of tools in front of it. Where no turn is opened there, the question's last word looks, or the last token of
-    all if a video follows that word. Without a question no token looks (`[0]`).
+    The place from which the answer begins: the last token of the last header behind the question, which may have calls
+    of tools in front of it. Where no turn is opened there, the question's last word looks, or the last token of all if
+    a video follows that word. Without a question no token looks (`None`).
+
+    Args:
+        ids: the prompt of a row, without padding.
+        question: for each of them, whether it belongs to the question.
+        last_candidate: the place of the last visual token; -1 for none.
+        user_turn: the ids that open a user's turn.
     """
-    words = question.nonzero()[:, 0]
-    if not len(words):
-        return words
-    header = model.config.user_turn_token_ids
+    words = [place for place, is_word in enumerate(question) if is_word]
+    if not words:
+        return None
     end = len(ids) - 1
-    place = int(words[-1])
-    opened = (ids[place + 1 :] == header[0]).nonzero()[:, 0]
-    if len(opened):
-        place = min(place + 1 + int(opened[-1]) + len(header), end)
-    if len(candidates) and place < int(candidates[-1]):
-        place = end
-    return torch.tensor([place], device=ids.device)
+    place = words[-1]
+    headers = [place for place in range(place + 1, len(ids)) if ids[place] == user_turn[0]]
+    if headers:
+        place = min(headers[-1] + len(user_turn), end)
+    if place < last_candidate:
+        return end
+    return place
 
 
 # --- The attention to all groups ---
@@ -258,7 +260,7 @@ def log_attention(
     features: Features,
 ) -> Tensor:
     """
-    `[M]` float32 of a row's candidates: the logarithm of the attention that the looking tokens give to each, the mean
+    `[M]` float32 of a row's candidates: the logarithm of the attention that the looking token gives to each, the mean
     over heads. With one group it is that of the whole model in its layer.
 
     Args:
@@ -270,7 +272,7 @@ def log_attention(
     reading = read()
     row = reading.layout.rows[index]
     looking = reading.looking[index]
-    if not len(looking):
+    if looking is None:
         raise no_question(index, len(row.candidates))
     device = row.columns.device
     groups = frame_groups(grids, model.config.qtsplus_config.attention_group, device)
@@ -280,12 +282,12 @@ def log_attention(
         row_of_group = row.only(group)
         prompt = _prompt_of_group(model, reading.layout, index, row_of_group, take_rows(sources, group), features)
         place = row.keep(group).cumsum(0) - 1
-        attention = _read_prompt(model, prompt, row_of_group.candidates, place[looking])
+        attention = _read_prompt(model, prompt, row_of_group.candidates, place[looking : looking + 1])
         log_shares[group] = attention.log_weights - attention.log_weights.logsumexp(0)
         log_odds.append(attention.log_odds)
     # One softmax over the text and all groups compares the groups by how much they outweigh the same text.
     text = torch.zeros_like(log_odds[0])
-    odds = torch.stack([text, *log_odds]).softmax(0)
+    odds = torch.stack([text] + log_odds).softmax(0)
     group_shares = odds[1:].flatten(1).mean(1)
     for group, share in zip(groups, group_shares, strict=True):
         log_shares[group] += share.log()
@@ -307,30 +309,28 @@ def _prompt_of_group(
     return splice(model, alone, features, [tokens], chosen, pad_left=False)
 
 
-def _read_prompt(model: Any, prompt: CompactPrompt, visual: Tensor, looking: Tensor) -> GroupAttention:
-    """The attention of the words at `looking` `[P]` of a prompt to its tokens at `visual` `[m]`."""
+def _read_prompt(model: Any, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
+    """The attention of the word at `place` `[1]` of a prompt to its tokens at `visual` `[m]`."""
     config = model.config.qtsplus_config
-    heads = config.attention_heads
+    device = visual.device
     attentions = []
 
     def read(queries: Tensor, keys: Tensor, scaling: float) -> None:
-        if heads is not None:
-            heads_per_key = len(queries) // len(keys)
-            keys = keys[[head // heads_per_key for head in heads]]
-            queries = queries[list(heads)]
-        place = looking.to(keys.device)
-        attentions.append(look(queries[:, place], keys, place, visual.to(keys.device), scaling))
+        if config.attention_heads is not None:
+            heads = torch.tensor(config.attention_heads, device=keys.device)
+            keys = keys[heads // (len(queries) // len(keys))]
+            queries = queries[heads]
+        here = place.to(keys.device)
+        attentions.append(look(queries[:, here], keys, here, visual.to(keys.device), scaling))
 
-    layers = model.language_model.layers
     last = attention_layer(model.config.text_config, config.attention_layer)
-    first_layers = nn.ModuleList(layers[:last])
-    first_layers.append(LayerReader(layers[last], read))
+    first_layers = model.language_model.layers[:last]
+    first_layers.append(LayerReader(model.language_model.layers[last], read))
     # A copy that shares the weights runs the first layers only, without a norm.
     beginning = copy.copy(model.language_model)
     beginning._modules = beginning._modules | {"layers": first_layers, "norm": nn.Identity()}
 
     embeds = model.get_input_embeddings()(prompt.input_ids)
-    device = visual.device
     # Autocast's cache would keep weights that were cast here for a pass that needs their gradient.
     dtype = torch.get_autocast_dtype(device.type)
     enabled = torch.is_autocast_enabled(device.type)

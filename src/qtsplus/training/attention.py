@@ -327,7 +327,10 @@ def _places(
     if positions == "question":
         looking = [words.nonzero()[:, 0] for words in find_questions(model, layout, query_mask)]
     else:
-        looking = reading_of(model, layout, SelectionInputs(query_mask)).looking
+        looking = []
+        for place in reading_of(model, layout, SelectionInputs(query_mask)).looking:
+            places = [] if place is None else [place]
+            looking.append(torch.tensor(places, dtype=torch.long, device=labels.device))
     for index, answer in enumerate(answers):
         if len(answer):
             answers[index] = looking[index]
