@@ -26,7 +26,7 @@ from qtsplus.model.methods_qtsplus import (
     top_n,
 )
 from qtsplus.model.prompt_qtsplus import NAMES
-from qtsplus.model.selector_qtsplus import share_of_mass
+from qtsplus.model.relevance_qtsplus import share_of_mass
 from tiny import batch, compress, prompt, tiny_model
 
 WIDTH = 6

@@ -5,18 +5,16 @@ Of tokens that are as good as each other the earliest stay: [`top_n`] says what 
 """
 
 import math
-import sys
+import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from itertools import accumulate
 from numbers import Real
-from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -362,11 +360,7 @@ def _import_method(name: str) -> Method:
     """Runs the module or the file at the beginning of the name, and returns the function."""
     place, _, function = name.rpartition(":")
     if place.endswith(".py"):
-        spec: Any = spec_from_file_location(f"qtsplus_method_{Path(place).stem}", place)
-        module = module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        method = getattr(module, function)
+        method = getattr(SimpleNamespace(**runpy.run_path(place)), function)
     else:
         method = resolve_name(name)
     if not callable(method):

@@ -17,10 +17,14 @@ Start with [`QTSplusLayer`], which the re-encoder uses too, and continue with [`
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from .configuration_qtsplus import QTSplusConfig
+from .methods_qtsplus import TIE
 
 DOUBLINGS = 15  # losses are predicted for 1, 2, 4, ... 16,384 tokens, whatever n_max is; more tokens lose nothing
 EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
@@ -39,11 +43,8 @@ class QTSplusRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         states = hidden_states.float()
-        variance = states.pow(2).mean(-1, keepdim=True)
-        scale = torch.rsqrt(variance + self.eps)
-        states = states * scale
-        scaled = self.weight.float() * states
-        return scaled.to(hidden_states.dtype)
+        normed = F.rms_norm(states, self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(hidden_states.dtype)
 
 
 class QTSplusLayer(nn.Module):
@@ -301,6 +302,40 @@ class QTSplusLossHead(nn.Module):
         log_parts = parts.clamp(min=1e-4).log()
         mean_query = query.float().mean(0)
         return torch.cat([mean_query, log_parts, entropy[None], log_counts])
+
+
+def cheapest_count(losses: Tensor, config: QTSplusConfig, least: int, most: int) -> int:
+    """
+    The count, `least` to `most`, at which the loss that [`QTSplusLossHead`] predicts and the price of the tokens are
+    least together: Equation 5 of one question. Predictions are interpolated linearly over the logarithm of the count.
+    """
+    predicted = losses.tolist()
+    highest = math.log2(most)
+    costs = {}
+    for step in range(math.ceil(4 * highest) + 1):
+        count = max(least, round(2 ** min(step / 4, highest)))
+        share = count / config.n_max
+        cost = np.interp(math.log2(count), range(len(predicted)), predicted)
+        cost += config.token_price * count
+        cost += config.lambda_m * share
+        cost += config.lambda_t * share**2
+        costs[count] = cost
+    return min(costs, key=costs.__getitem__)
+
+
+def share_of_mass(log_shares: Tensor, mass: float) -> float:
+    """
+    The smallest fraction of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
+
+    Args:
+        log_shares: `[M]`; the shares sum to 1, or to less where the null token took the rest, which counts as kept. The
+            shares of the reduction `"max"` sum to more and are normalised.
+    """
+    shares = log_shares.exp().sort(descending=True).values
+    shares = shares / shares.sum().clamp(min=1)
+    rest = shares.sum() - shares.cumsum(0)
+    needed = int((rest > 1 - mass + TIE).sum()) + 1
+    return min(needed, len(shares)) / len(shares)
 
 
 # --- Log-relevance ---

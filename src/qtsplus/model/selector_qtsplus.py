@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from .configuration_qtsplus import QTSplusConfig
 from .methods_qtsplus import (
-    TIE,
     Candidates,
     Method,
     add_method,
@@ -36,8 +34,10 @@ from .relevance_qtsplus import (
     QTSplusBudgetHead,
     QTSplusLayer,
     QTSplusLossHead,
+    cheapest_count,
     find_threshold,
     rotary_tables,
+    share_of_mass,
 )
 
 SOFT_TOKENS = 3  # the soft gate lets this many times as many tokens through as inference keeps
@@ -166,40 +166,6 @@ def predict_by_losses(selector: "QTSplusSelector", candidates: Candidates, cap: 
     most = kept_count(config.rho_max, num_tokens, cap)
     n = cheapest_count(losses.detach(), config, least, most)
     return Budget(losses.new_full((), n / num_tokens), n, losses)
-
-
-def cheapest_count(losses: Tensor, config: QTSplusConfig, least: int, most: int) -> int:
-    """
-    The count, `least` to `most`, at which the loss that [`QTSplusLossHead`] predicts and the price of the tokens are
-    least together: Equation 5 of one question. Predictions are interpolated linearly over the logarithm of the count.
-    """
-    predicted = losses.tolist()
-    highest = math.log2(most)
-    costs = {}
-    for step in range(math.ceil(4 * highest) + 1):
-        count = max(least, round(2 ** min(step / 4, highest)))
-        share = count / config.n_max
-        cost = np.interp(math.log2(count), range(len(predicted)), predicted)
-        cost += config.token_price * count
-        cost += config.lambda_m * share
-        cost += config.lambda_t * share**2
-        costs[count] = cost
-    return min(costs, key=costs.__getitem__)
-
-
-def share_of_mass(log_shares: Tensor, mass: float) -> float:
-    """
-    The smallest fraction of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
-
-    Args:
-        log_shares: `[M]`; the shares sum to 1, or to less where the null token took the rest, which counts as kept. The
-            shares of the reduction `"max"` sum to more and are normalised.
-    """
-    shares = log_shares.exp().sort(descending=True).values
-    shares = shares / shares.sum().clamp(min=1)
-    rest = shares.sum() - shares.cumsum(0)
-    needed = int((rest > 1 - mass + TIE).sum()) + 1
-    return min(needed, len(shares)) / len(shares)
 
 
 # --- Lines 5 to 10: the gates, which replace lines 12 and 13 in training ---
