@@ -22,7 +22,6 @@ from .prompt_qtsplus import (
     Features,
     Grid,
     Layout,
-    PromptRow,
     SelectionInputs,
     find_questions,
     given_queries,
@@ -276,11 +275,15 @@ def log_attention(
         raise no_question(index, len(row.candidates))
     device = row.columns.device
     groups = frame_groups(grids, model.config.qtsplus_config.attention_group, device)
+    input_ids = reading.layout.input_ids[index : index + 1]
+    mask = reading.layout.mask[index : index + 1]
     log_shares = torch.empty(len(row.candidates), device=device)
     log_odds = []
     for group in groups:
         row_of_group = row.only(group)
-        prompt = _prompt_of_group(model, reading.layout, index, row_of_group, take_rows(sources, group), features)
+        alone = replace(reading.layout, input_ids=input_ids, mask=mask, rows=[row_of_group])
+        everything = QTSplusOutput(kept_indices=(torch.arange(len(group), device=device),))
+        prompt = splice(model, alone, features, [take_rows(sources, group)], everything, pad_left=False)
         place = row.keep(group).cumsum(0) - 1
         attention = _read_prompt(model, prompt, row_of_group.candidates, place[looking : looking + 1])
         log_shares[group] = attention.log_weights - attention.log_weights.logsumexp(0)
@@ -292,21 +295,6 @@ def log_attention(
     for group, share in zip(groups, group_shares, strict=True):
         log_shares[group] += share.log()
     return log_shares
-
-
-def _prompt_of_group(
-    model: QTSplusBackboneMixin,
-    layout: Layout,
-    index: int,
-    row: PromptRow,
-    tokens: Tensor,
-    features: Features,
-) -> CompactPrompt:
-    """The shortened prompt of row `index` with only a group of its candidates, which have features `[m, width]`."""
-    alone = replace(layout, input_ids=layout.input_ids[index][None], mask=layout.mask[index][None], rows=[row])
-    everything = torch.arange(len(tokens), device=tokens.device)
-    chosen = QTSplusOutput(kept_indices=(everything,))
-    return splice(model, alone, features, [tokens], chosen, pad_left=False)
 
 
 def _read_prompt(model: Any, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:

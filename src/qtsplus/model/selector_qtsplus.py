@@ -51,7 +51,7 @@ def score(
     selector: "QTSplusSelector",
     row: int,
     context: tuple[Tensor, ...],
-    keys: Keys | None,
+    keys: Keys,
     words: Tensor,
 ) -> Tensor:
     """
@@ -59,7 +59,7 @@ def score(
 
     Args:
         context: the visual tokens, `[k, d]` of each video, and behind them the null token.
-        keys: keeps the keys of the context for the next row, unless `None`.
+        keys: keeps the keys of the context for the next row.
         words: `[L, d]`, the states of the question's words.
     """
     num_tokens = sum(map(len, context)) - len(selector.null_tokens)
@@ -68,13 +68,10 @@ def score(
     for layer in selector.scoring_layers[:-1]:
         words = layer(words, context)
     last = cast(QTSplusLayer, selector.scoring_layers[-1])
-    known_keys = None
-    if keys is not None:
-        if context not in keys:
-            keys.clear()
-            keys[context] = last.keys(context)
-        known_keys = keys[context]
-    scores = last(words, context, reduction=selector.config.reduction, keys=known_keys)
+    if context not in keys:
+        keys.clear()
+        keys[context] = last.keys(context)
+    scores = last(words, context, reduction=selector.config.reduction, keys=keys[context])
     return scores[:num_tokens]
 
 
@@ -461,8 +458,7 @@ class QTSplusSelector(nn.Module):
         if self.training and torch.is_grad_enabled():
             anchor = self._anchor()
         nulls = self.null_states()
-        # Rows about the same tensors, such as questions on one video, share the keys; otherwise no keys are held.
-        keys: Keys | None = {} if len(set(videos)) < len(videos) else None
+        keys: Keys = {}
         rows = []
         for row, parts in enumerate(videos):
             candidates = Candidates(
@@ -477,6 +473,7 @@ class QTSplusSelector(nn.Module):
             budget = predict_budget(self, candidates, call, call.retentions[row])
             candidates.scores = None  # scores that only the budget has read are not reported
             rows.append(choose(self.config, candidates, budget, call))
+        keys.clear()
         by_method = [row for row in rows if row.gated is None and row.budget.n]
         check_kept([(row.kept_indices, row.budget.n, row.candidates.num_tokens) for row in by_method], call.selection)
 
