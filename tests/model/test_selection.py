@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from naive import naive_farthest
 from qtsplus import QTSplusConfig
+from qtsplus.model.budget_qtsplus import share_of_mass
 from qtsplus.model.configuration_qtsplus import SELECTIONS
 from qtsplus.model.methods_qtsplus import (
     METHODS,
@@ -26,7 +27,6 @@ from qtsplus.model.methods_qtsplus import (
     top_n,
 )
 from qtsplus.model.prompt_qtsplus import NAMES
-from qtsplus.model.relevance_qtsplus import share_of_mass
 from tiny import batch, compress, prompt, tiny_model
 
 WIDTH = 6

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qtsplus.model.relevance_qtsplus import DOUBLINGS, QTSplusLossHead, cheapest_count
+from qtsplus.model.budget_qtsplus import DOUBLINGS, QTSplusLossHead, cheapest_count
 from qtsplus.training.budget import CHEAPEST, LOST, loss_differences
 from tiny import batch, prompt, tiny_config, tiny_model
 from training_examples import assert_same_training, make_trainer, steps

@@ -109,7 +109,13 @@ class GroupAttention:
     log_odds: Tensor  # [heads, 1], the log-sum-exp of the scores of its tokens less that of the text's
 
 
-def look(query: Tensor, keys: Tensor, place: Tensor, visual: Tensor, scaling: float) -> GroupAttention:
+def look(
+    query: Tensor,
+    keys: Tensor,
+    place: Tensor,
+    visual: Tensor,
+    scaling: float,
+) -> GroupAttention:
     """
     The attention of a word of a prompt to a group's tokens in it.
 
@@ -178,7 +184,11 @@ class Reading:
     looking: list[int | None]  # per row, the place of the token that looks among its real ones
 
 
-def reading_of(model: QTSplusBackboneMixin, layout: Layout, selection: SelectionInputs) -> Reading:
+def reading_of(
+    model: QTSplusBackboneMixin,
+    layout: Layout,
+    selection: SelectionInputs,
+) -> Reading:
     """The prompts with the questions that select: a question that is passed separately replaces the prompt's own."""
     questions = find_questions(model, layout, selection.query_mask)
     queries = given_queries(selection, len(layout.rows))
@@ -297,13 +307,22 @@ def log_attention(
     return log_shares
 
 
-def _read_prompt(model: Any, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
+def _read_prompt(
+    model: Any,
+    prompt: CompactPrompt,
+    visual: Tensor,
+    place: Tensor,
+) -> GroupAttention:
     """The attention of the word at `place` `[1]` of a prompt to its tokens at `visual` `[m]`."""
     config = model.config.qtsplus_config
     device = visual.device
     attentions = []
 
-    def read(queries: Tensor, keys: Tensor, scaling: float) -> None:
+    def read(
+        queries: Tensor,
+        keys: Tensor,
+        scaling: float,
+    ) -> None:
         if config.attention_heads is not None:
             heads = torch.tensor(config.attention_heads, device=keys.device)
             keys = keys[heads // (len(queries) // len(keys))]

@@ -172,10 +172,12 @@ def diversity(candidates: Candidates, n: int) -> Tensor:
     """
     visual = torch.cat(list(candidates.visual))
     features = F.normalize(visual.float(), dim=-1)
+    neighbours = Neighbours(features)
     mean = F.normalize(features.mean(0), dim=0)
-    first = top_n(1 - features @ mean, 1)
-    distance = 1 - (features @ features[first].T).flatten()
-    return add_farthest(first, distance, n, Neighbours(features))
+    from_mean = 1 - features @ mean
+    first = top_n(from_mean, 1)
+    distance = 1 - neighbours.similarities(first).flatten()
+    return add_farthest(first, distance, n, neighbours)
 
 
 def coverage(candidates: Candidates, n: int) -> Tensor:
@@ -201,11 +203,19 @@ def coverage(candidates: Candidates, n: int) -> Tensor:
     step_of_token = torch.cat(steps)
     features = F.normalize(torch.cat(parts), dim=-1)
 
-    reach = max(1, min(num_steps, round(WINDOW * num_steps / (2 * n))))
-    means_around = F.avg_pool1d(torch.cat(means).T, 2 * reach + 1, 1, reach, count_include_pad=False).T
-    own_time = F.normalize(means_around, dim=-1)[step_of_token]
+    reach = round(WINDOW * num_steps / (2 * n))
+    reach = max(1, min(num_steps, reach))
+    means_around = F.avg_pool1d(
+        torch.cat(means).T,
+        kernel_size=2 * reach + 1,
+        stride=1,
+        padding=reach,
+        count_include_pad=False,
+    )
+    own_time = F.normalize(means_around.T, dim=-1)[step_of_token]
     distance = 1 - (features * own_time).sum(1)
-    return add_farthest(step_of_token[:0], distance, n, Neighbours(features, step_of_token, reach))
+    nothing = step_of_token[:0]
+    return add_farthest(nothing, distance, n, Neighbours(features, step_of_token, reach))
 
 
 @dataclass
@@ -228,7 +238,12 @@ class Neighbours:
         return cosines.masked_fill_(is_before | is_behind, -torch.inf)
 
 
-def add_farthest(kept: Tensor, distance: Tensor, n: int, neighbours: Neighbours) -> Tensor:
+def add_farthest(
+    kept: Tensor,
+    distance: Tensor,
+    n: int,
+    neighbours: Neighbours,
+) -> Tensor:
     """
     `[n]` int64, ascending: the kept tokens and those that are far from them and from each other.
 
@@ -247,27 +262,40 @@ def add_farthest(kept: Tensor, distance: Tensor, n: int, neighbours: Neighbours)
     distance = distance.index_fill(0, kept, -torch.inf)
     while len(kept) < n:
         missing = n - len(kept)
-        count = min(missing, ROUND, max(1, len(kept) // KEPT_PER_NEW))
-        chosen = _farthest(distance, count, len(distance) - len(kept), neighbours)
-        from_chosen = 1 - neighbours.similarities(chosen).amax(1)
-        distance = torch.minimum(distance, from_chosen).index_fill_(0, chosen, -torch.inf)
+        left = len(distance) - len(kept)
+        count = max(1, len(kept) // KEPT_PER_NEW)
+        count = min(count, ROUND, missing)
+        chosen = _farthest(distance, count, left, neighbours)
+        to_chosen = neighbours.similarities(chosen).amax(1)
+        distance = torch.minimum(distance, 1 - to_chosen)
+        distance.index_fill_(0, chosen, -torch.inf)
         kept = torch.cat([kept, chosen])
     return kept.sort().values
 
 
-def _farthest(distance: Tensor, count: int, left: int, neighbours: Neighbours) -> Tensor:
+def _farthest(
+    distance: Tensor,
+    count: int,
+    left: int,
+    neighbours: Neighbours,
+) -> Tensor:
     """`[count]` of the tokens that are left: a round of [`add_farthest`]."""
     if count == 1:
         is_farthest = distance >= distance.amax() - TIE
         return is_farthest.int().argmax()[None]
     pool = top_n(distance, min(left, POOL + 4 * count))
     scores = distance[pool]
+    # [i, j]: whether token i of the pool is better than token j, or as good and earlier.
     lead = scores[:, None] - scores
-    is_first = pool[:, None] < pool
-    is_better = (lead > TIE) | (lead >= -TIE) & is_first
-    similarity = neighbours.similarities(pool, pool).masked_fill(~is_better, -torch.inf)
-    from_better = 1 - similarity.amax(0)
-    return pool[top_n(torch.minimum(scores, from_better), count)]
+    is_above = lead > TIE
+    is_tied = lead >= -TIE
+    is_earlier = pool[:, None] < pool
+    is_better = is_above | (is_tied & is_earlier)
+    similarity = neighbours.similarities(pool, pool)
+    to_better = similarity.masked_fill(~is_better, -torch.inf).amax(0)
+    from_better = 1 - to_better
+    scores = torch.minimum(scores, from_better)
+    return pool[top_n(scores, count)]
 
 
 def top_n(scores: Tensor, n: int) -> Tensor:
@@ -401,7 +429,12 @@ def check_kept(choices: Sequence[tuple[Tensor, int, int]], selection: str | Meth
             raise _wrong_choice("some that do not ascend, or are not there", n, num_tokens, selection)
 
 
-def _wrong_choice(result: str, n: int, num_tokens: int, selection: str | Method) -> ValueError:
+def _wrong_choice(
+    result: str,
+    n: int,
+    num_tokens: int,
+    selection: str | Method,
+) -> ValueError:
     name = selection if isinstance(selection, str) else getattr(selection, "__name__", selection)
     return ValueError(f"selection={name!r} gave {result}; expected {n} ascending int64 indices below {num_tokens}.")
 

@@ -1,4 +1,4 @@
-"""The networks and numerics of the selector: its layer, the budget's heads, log-relevance in blocks, the threshold.
+"""The layer and the numerics of the selector: log-relevance in blocks, and the threshold of a gate.
 
 The scores `s = q k / sqrt(d_h)` of a sample have a row for each head and query token and a column for each visual
 token. A reduction makes one number of each column:
@@ -17,18 +17,10 @@ Start with [`QTSplusLayer`], which the re-encoder uses too, and continue with [`
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from .configuration_qtsplus import QTSplusConfig
-from .methods_qtsplus import TIE
-
-DOUBLINGS = 15  # losses are predicted for 1, 2, 4, ... 16,384 tokens, whatever n_max is; more tokens lose nothing
-EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
-NEAR_SHARE = 0.2  # of the highest relevance
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, see `rotary_tables`
 
@@ -166,7 +158,11 @@ def rotate(states: Tensor, rotary: Rotary) -> Tensor:
     return rotated.to(states.dtype)
 
 
-def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def grouped_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
     """
     Attention of `[heads, L, head_dim]` queries to `[kv_heads, M, head_dim]` keys and values, without a mask. The query
     heads that share a key/value head become more rows of one head, which every fused kernel of PyTorch supports.
@@ -221,121 +217,6 @@ def again(function: Callable[..., Tensor], *block: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return function(*block)
     return checkpoint(function, *block, use_reentrant=False, preserve_rng_state=False)
-
-
-# --- The budget's heads ---
-
-
-class Linear(nn.Linear):
-    """
-    Computes in float32 whatever its parameters' dtype. It is a module so that offloading finds its weights.
-
-    It has the name of its base because llm-compressor lists the modules that it did not quantize by that name.
-    """
-
-    def forward(self, states: Tensor) -> Tensor:
-        with torch.autocast(states.device.type, enabled=False):
-            weight = self.weight.float()
-            bias = self.bias.float()
-            return F.linear(states.float(), weight, bias)
-
-
-def float32_mlp(inputs: int, hidden_size: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        Linear(inputs, hidden_size),
-        nn.GELU(),
-        Linear(hidden_size, outputs),
-    )
-
-
-class QTSplusBudgetHead(nn.Module):
-    """`rho = rho_min + (rho_max - rho_min) sigmoid(MLP(features))`, in float32 whatever the parameters' dtype."""
-
-    def __init__(self, hidden_size: int, budget_hidden_size: int):
-        super().__init__()
-        self.mlp = float32_mlp(hidden_size + 3, budget_hidden_size, 1)
-
-    def forward(self, features: Tensor, rho_min: float, rho_max: float) -> Tensor:
-        logit = self.mlp(features).flatten()[0]
-        return rho_min + (rho_max - rho_min) * torch.sigmoid(logit)
-
-
-class QTSplusLossHead(nn.Module):
-    """
-    Predicts how much an answer loses with only 1, 2, 4, ... of the most relevant tokens: `[K]` nats that fall towards
-    0, in float32 whatever the parameters' dtype.
-    """
-
-    def __init__(self, hidden_size: int, budget_hidden_size: int):
-        super().__init__()
-        self.mlp = float32_mlp(hidden_size + 7, budget_hidden_size, DOUBLINGS)
-
-    def forward(self, query: Tensor, log_relevance: Tensor) -> Tensor:
-        """
-        Args:
-            query: `[L, d]`, the states of the question's words.
-            log_relevance: `[M]` float32.
-        """
-        features = self._features(query, log_relevance)
-        logits = self.mlp(features).flatten()
-        falls = F.softplus(logits - 4)  # small before training
-        return falls.flip(0).cumsum(0).flip(0)
-
-    @staticmethod
-    def _features(query: Tensor, log_relevance: Tensor) -> Tensor:
-        """
-        The query, the tokens' part of all relevance, and how relevance is spread among the tokens with at least
-        [`NEAR_SHARE`] of the highest. The thousands of weak tokens that a long video adds do not change how many tokens
-        an answer needs.
-        """
-        relevance = log_relevance.exp()
-        total = relevance.sum()
-        threshold = NEAR_SHARE * relevance.max()
-        near = relevance[relevance >= threshold]
-        near = near.sort(descending=True).values
-        shares = near / (near.sum() + EPSILON)
-        entropy = torch.special.entr(shares).sum()
-        fractions = shares.new_tensor([0.5, 0.8, 0.95])
-        counts = torch.searchsorted(shares.cumsum(0), fractions) + 1
-        log_counts = counts.float().log()
-        parts = torch.stack([shares[0], total, 1 - total])
-        log_parts = parts.clamp(min=1e-4).log()
-        mean_query = query.float().mean(0)
-        return torch.cat([mean_query, log_parts, entropy[None], log_counts])
-
-
-def cheapest_count(losses: Tensor, config: QTSplusConfig, least: int, most: int) -> int:
-    """
-    The count, `least` to `most`, at which the loss that [`QTSplusLossHead`] predicts and the price of the tokens are
-    least together: Equation 5 of one question. Predictions are interpolated linearly over the logarithm of the count.
-    """
-    predicted = losses.tolist()
-    highest = math.log2(most)
-    costs = {}
-    for step in range(math.ceil(4 * highest) + 1):
-        count = max(least, round(2 ** min(step / 4, highest)))
-        share = count / config.n_max
-        cost = np.interp(math.log2(count), range(len(predicted)), predicted)
-        cost += config.token_price * count
-        cost += config.lambda_m * share
-        cost += config.lambda_t * share**2
-        costs[count] = cost
-    return min(costs, key=costs.__getitem__)
-
-
-def share_of_mass(log_shares: Tensor, mass: float) -> float:
-    """
-    The smallest fraction of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
-
-    Args:
-        log_shares: `[M]`; the shares sum to 1, or to less where the null token took the rest, which counts as kept. The
-            shares of the reduction `"max"` sum to more and are normalised.
-    """
-    shares = log_shares.exp().sort(descending=True).values
-    shares = shares / shares.sum().clamp(min=1)
-    rest = shares.sum() - shares.cumsum(0)
-    needed = int((rest > 1 - mass + TIE).sum()) + 1
-    return min(needed, len(shares)) / len(shares)
 
 
 # --- Log-relevance ---
@@ -402,12 +283,20 @@ def _total_of_each_row(keys: Tensor, queries: Tensor) -> Tensor:
     return scores.logsumexp(-1, keepdim=True)
 
 
-def _sum_over_rows(keys: Tensor, queries: Tensor, totals: Tensor | float = 0.0) -> Tensor:
+def _sum_over_rows(
+    keys: Tensor,
+    queries: Tensor,
+    totals: Tensor | float = 0.0,
+) -> Tensor:
     log_shares = _scores(keys, queries).sub_(totals)
     return log_shares.logsumexp((0, 1))
 
 
-def _largest_of_rows(keys: Tensor, queries: Tensor, totals: Tensor) -> Tensor:
+def _largest_of_rows(
+    keys: Tensor,
+    queries: Tensor,
+    totals: Tensor,
+) -> Tensor:
     log_shares = _scores(keys, queries).sub_(totals)
     return log_shares.flatten(0, 1).max(0).values
 
@@ -415,7 +304,11 @@ def _largest_of_rows(keys: Tensor, queries: Tensor, totals: Tensor) -> Tensor:
 # --- Algorithm 2 ---
 
 
-def find_threshold(scores: Tensor, target: Tensor, tau_s: float) -> Tensor:
+def find_threshold(
+    scores: Tensor,
+    target: Tensor,
+    tau_s: float,
+) -> Tensor:
     """
     Solves `sum_i sigmoid((scores_i - t) / tau_s) = target` for t.
 

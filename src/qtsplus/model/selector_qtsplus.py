@@ -1,12 +1,11 @@
 """Algorithm 1 of the paper from line 1 to line 16, top to bottom: scores, budget, gates, choice, re-encoder.
 
-[`QTSplusSelector`], at the end, runs it over a ragged batch. Its networks and numerics are in relevance_qtsplus.py,
-other ways to choose in methods_qtsplus.py. Headings in the algorithm are not counted as lines. The code has the paper's
-symbols as words: visual (X, `[M, d]`), query (Q, `[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, and kept
-indices (I).
+[`QTSplusSelector`], at the end, runs it over a ragged batch. Its layer and numerics are in relevance_qtsplus.py, the
+heads of the budget in budget_qtsplus.py, other ways to choose in methods_qtsplus.py. Headings in the algorithm are not
+counted as lines. The code has the paper's symbols as words: visual (X, `[M, d]`), query (Q, `[L, d]`), relevance (r),
+rho, budget n, threshold t, tau_s, and kept indices (I).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from .budget_qtsplus import (
+    DOUBLINGS,
+    QTSplusBudgetHead,
+    QTSplusLossHead,
+    budget_features,
+    cheapest_count,
+    kept_count,
+    share_of_mass,
+)
 from .configuration_qtsplus import QTSplusConfig
 from .methods_qtsplus import (
     Candidates,
@@ -28,17 +36,7 @@ from .methods_qtsplus import (
     take_rows,
     top_n,
 )
-from .relevance_qtsplus import (
-    DOUBLINGS,
-    EPSILON,
-    QTSplusBudgetHead,
-    QTSplusLayer,
-    QTSplusLossHead,
-    cheapest_count,
-    find_threshold,
-    rotary_tables,
-    share_of_mass,
-)
+from .relevance_qtsplus import QTSplusLayer, find_threshold, rotary_tables
 
 SOFT_TOKENS = 3  # the soft gate lets this many times as many tokens through as inference keeps
 
@@ -131,30 +129,11 @@ def predict_rho(selector: "QTSplusSelector", candidates: Candidates) -> Tensor:
     return selector.budget(features, config.rho_min, config.rho_max)
 
 
-def budget_features(query: Tensor, relevance: Tensor) -> Tensor:
-    """
-    Line 3: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
-
-    Args:
-        query: `[L, d]`, the states of the question's words.
-        relevance: `[M]` float32.
-    """
-    p = relevance / (relevance.sum() + EPSILON)
-    log_p = (p + EPSILON).log()
-    entropy = -(p * log_p).sum()
-    log_m = torch.full_like(entropy, math.log(len(relevance)))
-    statistics = torch.stack([log_m, relevance.max(), entropy])
-    return torch.cat([query.float().mean(0), statistics])
-
-
-def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
-    """Line 4: `n = min(ceil(rho M), n_max)`, at least 1."""
-    # A product such as 0.07 * 100 = 7.000000000000001 must not cost a token more.
-    wanted = math.ceil(round(rho * num_tokens, 6))
-    return max(1, min(wanted, n_max))
-
-
-def predict_by_losses(selector: "QTSplusSelector", candidates: Candidates, cap: int) -> Budget:
+def predict_by_losses(
+    selector: "QTSplusSelector",
+    candidates: Candidates,
+    cap: int,
+) -> Budget:
     """The count at which the predicted loss of the answer and the price of the tokens are least together."""
     config = selector.config
     num_tokens = candidates.num_tokens
@@ -185,7 +164,13 @@ def gumbel_noise(num_tokens: int, device: torch.device) -> Tensor:
     return -exponential.log()
 
 
-def gumbel_gate(log_relevance: Tensor, target: Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+def gumbel_gate(
+    log_relevance: Tensor,
+    target: Tensor,
+    tau_s: float,
+    n: int,
+    n_max: int,
+) -> Gated:
     """
     The paper's training gate: hard Gumbel-softmax over `[r - t, 0]` with a straight-through gradient. It samples its
     own count, at most `n_max`; the threshold is on r.
@@ -210,7 +195,13 @@ def gumbel_gate(log_relevance: Tensor, target: Tensor, tau_s: float, n: int, n_m
     return Gated(kept, straight_through, threshold)
 
 
-def detached_gate(log_relevance: Tensor, target: Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+def detached_gate(
+    log_relevance: Tensor,
+    target: Tensor,
+    tau_s: float,
+    n: int,
+    n_max: int,
+) -> Gated:
     """The tokens that inference keeps, without a gradient: for scores that attention teaches. It has no threshold."""
     kept = top_n(log_relevance.detach(), n)
     gates = torch.ones(n, device=kept.device)
@@ -218,7 +209,13 @@ def detached_gate(log_relevance: Tensor, target: Tensor, tau_s: float, n: int, n
     return Gated(kept, gates, no_threshold)
 
 
-def soft_gate(log_relevance: Tensor, target: Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+def soft_gate(
+    log_relevance: Tensor,
+    target: Tensor,
+    tau_s: float,
+    n: int,
+    n_max: int,
+) -> Gated:
     """
     `sigmoid((s - t) / tau_s)` of scores `s = z + tau_s * Gumbel noise`, on three times the tokens that inference keeps:
     tokens at the edge of being dropped are half present, so the answers can tell whether they matter.
@@ -274,7 +271,12 @@ class ChosenRow:
         return self.budget.losses.new_empty(0) if scores is None else scores
 
 
-def choose(config: QTSplusConfig, candidates: Candidates, budget: Budget, call: Call) -> ChosenRow:
+def choose(
+    config: QTSplusConfig,
+    candidates: Candidates,
+    budget: Budget,
+    call: Call,
+) -> ChosenRow:
     """Chooses the tokens of a row, by the training gate or by a method."""
     gated = None
     if budget.n == 0:

@@ -18,7 +18,7 @@ from typing_extensions import NotRequired, TypedDict
 from ..common.journals import STORED, read_stored, write_json
 from ..data.records import SOURCES
 from ..hub.card import known_front_matter, model_card
-from ..model.relevance_qtsplus import DOUBLINGS
+from ..model.budget_qtsplus import DOUBLINGS
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
 from .budget import RhoControl, RunningMeans, loss_differences, most_tokens

@@ -1,0 +1,173 @@
+"""How many tokens a question needs: the heads that predict it, and the rules that read what they predict."""
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .configuration_qtsplus import QTSplusConfig
+from .methods_qtsplus import TIE
+
+DOUBLINGS = 15  # losses are predicted for 1, 2, 4, ... 16,384 tokens, whatever n_max is; more tokens lose nothing
+EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
+NEAR_SHARE = 0.2  # of the highest relevance
+
+# --- The heads ---
+
+
+class Linear(nn.Linear):
+    """
+    Computes in float32 whatever its parameters' dtype. It is a module so that offloading finds its weights.
+
+    It has the name of its base because llm-compressor lists the modules that it did not quantize by that name.
+    """
+
+    def forward(self, states: Tensor) -> Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            weight = self.weight.float()
+            bias = self.bias.float()
+            return F.linear(states.float(), weight, bias)
+
+
+def float32_mlp(
+    inputs: int,
+    hidden_size: int,
+    outputs: int,
+) -> nn.Sequential:
+    return nn.Sequential(
+        Linear(inputs, hidden_size),
+        nn.GELU(),
+        Linear(hidden_size, outputs),
+    )
+
+
+class QTSplusBudgetHead(nn.Module):
+    """`rho = rho_min + (rho_max - rho_min) sigmoid(MLP(features))`, in float32 whatever the parameters' dtype."""
+
+    def __init__(self, hidden_size: int, budget_hidden_size: int):
+        super().__init__()
+        self.mlp = float32_mlp(hidden_size + 3, budget_hidden_size, 1)
+
+    def forward(
+        self,
+        features: Tensor,
+        rho_min: float,
+        rho_max: float,
+    ) -> Tensor:
+        logit = self.mlp(features).flatten()[0]
+        return rho_min + (rho_max - rho_min) * torch.sigmoid(logit)
+
+
+def budget_features(query: Tensor, relevance: Tensor) -> Tensor:
+    """
+    Line 3: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
+
+    Args:
+        query: `[L, d]`, the states of the question's words.
+        relevance: `[M]` float32.
+    """
+    p = relevance / (relevance.sum() + EPSILON)
+    log_p = (p + EPSILON).log()
+    entropy = -(p * log_p).sum()
+    log_m = torch.full_like(entropy, math.log(len(relevance)))
+    statistics = torch.stack([log_m, relevance.max(), entropy])
+    return torch.cat([query.float().mean(0), statistics])
+
+
+class QTSplusLossHead(nn.Module):
+    """
+    Predicts how much an answer loses with only 1, 2, 4, ... of the most relevant tokens: `[K]` nats that fall towards
+    0, in float32 whatever the parameters' dtype.
+    """
+
+    def __init__(self, hidden_size: int, budget_hidden_size: int):
+        super().__init__()
+        self.mlp = float32_mlp(hidden_size + 7, budget_hidden_size, DOUBLINGS)
+
+    def forward(self, query: Tensor, log_relevance: Tensor) -> Tensor:
+        """
+        Args:
+            query: `[L, d]`, the states of the question's words.
+            log_relevance: `[M]` float32.
+        """
+        features = self._features(query, log_relevance)
+        logits = self.mlp(features).flatten()
+        falls = F.softplus(logits - 4)  # small before training
+        return falls.flip(0).cumsum(0).flip(0)
+
+    @staticmethod
+    def _features(query: Tensor, log_relevance: Tensor) -> Tensor:
+        """
+        The query, the tokens' part of all relevance, and how relevance is spread among the tokens with at least
+        [`NEAR_SHARE`] of the highest. The thousands of weak tokens that a long video adds do not change how many tokens
+        an answer needs.
+        """
+        relevance = log_relevance.exp()
+        total = relevance.sum()
+        threshold = NEAR_SHARE * relevance.max()
+        near = relevance[relevance >= threshold]
+        near = near.sort(descending=True).values
+        shares = near / (near.sum() + EPSILON)
+        entropy = torch.special.entr(shares).sum()
+        fractions = shares.new_tensor([0.5, 0.8, 0.95])
+        counts = torch.searchsorted(shares.cumsum(0), fractions) + 1
+        log_counts = counts.float().log()
+        parts = torch.stack([shares[0], total, 1 - total])
+        log_parts = parts.clamp(min=1e-4).log()
+        mean_query = query.float().mean(0)
+        return torch.cat([mean_query, log_parts, entropy[None], log_counts])
+
+
+# --- From a prediction to a count ---
+
+
+def kept_count(
+    rho: float,
+    num_tokens: int,
+    n_max: int,
+) -> int:
+    """Line 4: `n = min(ceil(rho M), n_max)`, at least 1."""
+    # A product such as 0.07 * 100 = 7.000000000000001 must not cost a token more.
+    wanted = math.ceil(round(rho * num_tokens, 6))
+    return max(1, min(wanted, n_max))
+
+
+def cheapest_count(
+    losses: Tensor,
+    config: QTSplusConfig,
+    least: int,
+    most: int,
+) -> int:
+    """
+    The count, `least` to `most`, at which the loss that [`QTSplusLossHead`] predicts and the price of the tokens are
+    least together: Equation 5 of one question. Predictions are interpolated linearly over the logarithm of the count.
+    """
+    predicted = losses.tolist()
+    highest = math.log2(most)
+    costs = {}
+    for step in range(math.ceil(4 * highest) + 1):
+        count = max(least, round(2 ** min(step / 4, highest)))
+        share = count / config.n_max
+        cost = np.interp(math.log2(count), range(len(predicted)), predicted)
+        cost += config.token_price * count
+        cost += config.lambda_m * share
+        cost += config.lambda_t * share**2
+        costs[count] = cost
+    return min(costs, key=costs.__getitem__)
+
+
+def share_of_mass(log_shares: Tensor, mass: float) -> float:
+    """
+    The smallest fraction of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
+
+    Args:
+        log_shares: `[M]`; the shares sum to 1, or to less where the null token took the rest, which counts as kept. The
+            shares of the reduction `"max"` sum to more and are normalised.
+    """
+    shares = log_shares.exp().sort(descending=True).values
+    shares = shares / shares.sum().clamp(min=1)
+    rest = shares.sum() - shares.cumsum(0)
+    needed = int((rest > 1 - mass + TIE).sum()) + 1
+    return min(needed, len(shares)) / len(shares)
