@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -301,6 +302,15 @@ def test_http_refuses_what_no_client_sends(port):
     assert status(port, **own, Host="evil.example") == 400
     assert status(port, **own, Origin="https://evil.example") == 403
     assert status(port, **{**own, "Content-Type": "text/plain"}) == 400
+
+
+def test_a_client_that_leaves_within_a_message_leaves_no_traceback(port):
+    """The fixture looks for one in the log."""
+    head = f"POST /mcp HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9\r\n"
+    accepted = "Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), 60) as connection:
+        connection.sendall(f"{head}{accepted}{{".encode())
+    assert status(port) == 401
 
 
 def test_lines_that_are_no_messages_end_nothing(library, tiny_published):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from mcp.shared.message import SessionMessage
 from mcp_types import INVALID_PARAMS, PARSE_ERROR, ErrorData, JSONRPCError, ToolAnnotations
 from PIL import Image as Picture
 from pydantic import Field, ValidationError
+from starlette.requests import ClientDisconnect
 
 from ..asking.evidence import Interval
 from ..asking.picture import frame_at
@@ -259,6 +261,11 @@ def _moment(interval: Interval) -> dict[str, Any]:
     }
 
 
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Whether a line of the log is about more than a client that left, of which the SDK would draw a traceback."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], ClientDisconnect)
+
+
 def serve_shelf(
     shelf: Shelf,
     place: tuple[str, int] | None,
@@ -277,6 +284,7 @@ def serve_shelf(
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a thread that waits for a line would outlive anything else
         return shelf.run()
     host, port = place
+    logging.getLogger("mcp.server.streamable_http").addFilter(_is_fault)
     app = shelf.streamable_http_app(
         stateless_http=True,
         max_request_body_size=MAX_MESSAGE,
