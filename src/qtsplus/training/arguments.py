@@ -139,10 +139,9 @@ class QTSplusTrainingArguments(TrainingArguments):
 
     def _check_teaching(self) -> None:
         """Refuses arguments of ours that exclude each other."""
-        if self.retention_range is not None:
-            bounds = self.retention_range
-            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= 1:
-                raise ValueError(f"retention_range={bounds}: expected a lowest and a highest fraction in (0, 1].")
+        bounds = self.retention_range
+        if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1] <= 1):
+            raise ValueError(f"retention_range={bounds}: expected a lowest and a highest fraction in (0, 1].")
         frozen = self.freeze_language_model and self.freeze_vision_model
         if self.lora_rank and (self.freeze_selector or self.freeze_scores or not frozen):
             raise ValueError(
@@ -151,14 +150,12 @@ class QTSplusTrainingArguments(TrainingArguments):
             )
         if self.relevance_weight and (self.freeze_selector or self.freeze_scores):
             raise ValueError("relevance_weight teaches the scores: leave freeze_selector and freeze_scores false.")
-        layers = self.relevance_layers
-        heads = self.relevance_heads
-        if layers is not None and heads is not None:
+        if self.relevance_layers is not None and self.relevance_heads is not None:
             raise ValueError("relevance_layers and relevance_heads exclude each other: leave one of them out.")
-        if layers is not None and (not layers or len(set(layers)) < len(layers)):
-            raise ValueError(f"relevance_layers={layers}: expected different layers, at least one.")
-        if heads is not None and (not heads or len(set(map(tuple, heads))) < len(heads)):
-            raise ValueError(f"relevance_heads={heads}: expected different (layer, head) pairs, at least one.")
+        for name in ("relevance_layers", "relevance_heads"):
+            places = getattr(self, name)
+            if places is not None and not 0 < len(places) == len(set(map(str, places))):
+                raise ValueError(f"{name}={places}: expected at least one, and each once.")
 
     def _check_effects(self) -> None:
         """Refuses what Transformers takes, but what would do nothing here or end the run later."""

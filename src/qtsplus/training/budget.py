@@ -40,7 +40,11 @@ class RunningMeans:
         """The means of all names that anything was added to, over all processes; the sums start again from 0."""
         rows = reduce(self.totals).tolist()
         self.totals.zero_()
-        return {name: total / weight for name, (total, weight) in zip(self.names, rows, strict=True) if weight > 0}
+        means = {}
+        for name, (total, weight) in zip(self.names, rows, strict=True):
+            if weight > 0:
+                means[name] = total / weight
+        return means
 
 
 class RhoControl:
@@ -138,7 +142,8 @@ class RhoControl:
         target = config.target_n
         if target is not None:
             damping = self.args.dual_damping * self.excess / target
-            total = total + (self.alpha + damping) * (soft_n - target).sum()
+            excess = (soft_n - target).sum()
+            total = total + (self.alpha + damping) * excess
         return total / samples.clamp(min=1)
 
     def _count_asked(
@@ -148,14 +153,17 @@ class RhoControl:
         training: bool,
     ) -> None:
         """Adds the counts that the model itself asks for to the log and, in training, to the step."""
-        n = torch.zeros_like(num_tokens)
-        for row, share in enumerate(rho.tolist()):
-            n[row] = kept_count(share, int(num_tokens[row]), self.config.n_max)
-        self.running[training].add("n_asked", n)
+        n_max = self.config.n_max
+        total = 0
+        for share, tokens in zip(rho.tolist(), num_tokens.tolist(), strict=True):
+            total += kept_count(share, tokens, n_max)
+        n = torch.tensor(total, device=rho.device)
+        self.running[training].add("n_asked", n, len(rho))
         if training:
             units = rho.detach().double() * 2.0**32
-            sums = [units.round().long().sum(), len(rho), n.sum()]
-            self._step += torch.tensor(sums, device=self._step.device)
+            self._step[0] += units.round().long().sum()
+            self._step[1] += len(rho)
+            self._step[2] += n
 
     def _prior(self, rho: Tensor) -> Tensor | float:
         """The fixed prior of rho, or the mean over all earlier steps; the first step is its own prior."""
@@ -172,9 +180,11 @@ class RhoControl:
         step = sum_over_processes(self._step)
         _, samples, n = step
         if self.config.rho_prior is None:
-            self.selector.rho_history.copy_(self._rho_history + step[:2])
+            history = self._rho_history + step[:2]
+            self.selector.rho_history.copy_(history)
         if self.config.target_n is not None and samples > 0:
-            self._move_price(float(n / samples), self.config.target_n)
+            mean_count = float(n / samples)
+            self._move_price(mean_count, self.config.target_n)
         self._step.zero_()
 
     def _move_price(self, mean_count: float, target: float) -> None:

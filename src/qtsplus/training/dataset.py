@@ -102,8 +102,8 @@ class VideoQADataset(Dataset):
         if self.processor_kwargs.get("fps") is None:
             require_rates(self.records)
         self.end_of_turn: int = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        header = processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)
-        self.answer_header = torch.tensor(header["input_ids"])
+        header = processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False, return_tensors="pt")
+        self.answer_header = header["input_ids"][0]
         self.placeholders = torch.tensor(processor.placeholder_ids)
 
     @staticmethod
@@ -128,13 +128,14 @@ class VideoQADataset(Dataset):
             `second_per_grid_ts` `[1]`; and `source`. [`SkippedRecord`] for a video that cannot be read, and for a
             prompt that leaves no room for its answer.
         """
+        name = skipped_name(record)
         try:
             inputs = self._process(record)
         except (ValueError, OSError) as error:
             if record.video is None or media_problem(record.video) is None:
                 # Not the file's fault: a wrong setting must not turn into an empty dataset.
-                raise ValueError(f"The record of {skipped_name(record)} cannot be used: {error}") from error
-            return SkippedRecord(skipped_name(record), str(error))
+                raise ValueError(f"The record of {name} cannot be used: {error}") from error
+            return SkippedRecord(name, str(error))
 
         prompt = inputs["input_ids"][0]
         answer = list(self.processor.text_ids(record.answer))
@@ -142,21 +143,21 @@ class VideoQADataset(Dataset):
         example: Inputs = {
             "input_ids": torch.cat([prompt, target]),
             "labels": torch.cat([self._earlier_answers(prompt), target]),
-            "query_mask": F.pad(inputs["query_mask"][0], (0, len(target))),
+            "query_mask": F.pad(inputs["query_mask"], (0, len(target)))[0],
         }
         if self.model_max_length is not None:
             is_text = ~torch.isin(example["input_ids"], self.placeholders)
-            length = int((is_text.cumsum(0) <= self.model_max_length).sum())
+            fits = is_text.cumsum(0) <= self.model_max_length
+            length = int(fits.sum())
             if length <= len(prompt):
                 reason = f"its prompt leaves no room for an answer within {self.model_max_length} text tokens"
-                return SkippedRecord(skipped_name(record), reason)
-            for name in example:
-                example[name] = example[name][:length]
+                return SkippedRecord(name, reason)
+            example = {key: values[:length] for key, values in example.items()}
         if "query_input_ids" in inputs:
             example["query_input_ids"] = inputs["query_input_ids"][0]
-        for name in _VISUAL_INPUTS:
-            if name in inputs:
-                example[name] = torch.as_tensor(inputs[name])
+        for key in _VISUAL_INPUTS:
+            if key in inputs:
+                example[key] = torch.as_tensor(inputs[key])
         example["source"] = record.source
         return example
 
@@ -173,22 +174,15 @@ class VideoQADataset(Dataset):
             messages[0]["content"].insert(0, {"type": "video"})
             if self.features is not None:
                 stored = self.features.load(record.video, record.fps) or {}
-            videos = dict(stored)
-            videos.pop("video_features", None)  # the grid alone says where its tokens are
-            if not stored:
-                videos = self._video_inputs(record.video, record.fps)
+            if stored:  # the grid alone says where its tokens are
+                videos = {name: stored[name] for name in ("video_grid_thw", "second_per_grid_ts")}
+            else:
+                videos = dict(self.processor_kwargs, videos=[record.video])
+                if record.fps is not None:
+                    videos["fps"] = record.fps
         query = None if record.query is None else [record.query]
-        inputs = dict(self.processor.conversation_inputs([messages], query=query, **videos))
-        inputs.update(stored)
-        return inputs
-
-    def _video_inputs(self, video: str, fps: float | None) -> Inputs:
-        """The processor's arguments about a record's video."""
-        videos = dict(self.processor_kwargs)
-        videos["videos"] = [video]
-        if fps is not None:
-            videos["fps"] = fps
-        return videos
+        inputs = self.processor.conversation_inputs([messages], query=query, **videos)
+        return dict(inputs) | stored
 
     def _earlier_answers(self, prompt: Tensor) -> Tensor:
         """Labels `[S]` of a prompt: its answers with the tokens that end them; the last header has no answer yet."""
@@ -196,13 +190,12 @@ class VideoQADataset(Dataset):
         header = self.answer_header
         windows = prompt.unfold(0, len(header), 1)
         opens = (windows == header).all(-1).nonzero()[:, 0]
-        ends = (prompt == self.end_of_turn).nonzero()[:, 0]
-        for opened in opens.tolist():
-            start = opened + len(header)
-            later = ends[ends >= start].tolist()
-            if later:
-                stop = later[0] + 1
-                labels[start:stop] = prompt[start:stop]
+        starts = opens + len(header)
+        for start in starts.tolist()[:-1]:
+            ends = prompt[start:] == self.end_of_turn
+            length = int(ends.int().argmax()) + 1
+            stop = start + length
+            labels[start:stop] = prompt[start:stop]
         return labels
 
 
@@ -219,7 +212,7 @@ class VideoQACollator:
     def __init__(self, processor):
         tokenizer = processor.tokenizer
         self.pad_token_id = tokenizer.pad_token_id
-        blank = torch.tensor(tokenizer("skipped", add_special_tokens=False)["input_ids"])
+        blank = tokenizer("skipped", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
         self._blank = {
             "input_ids": blank,
             "labels": torch.full_like(blank, IGNORED),
@@ -243,42 +236,28 @@ class VideoQACollator:
             else:
                 rows.append(dict(example))
         if not rows:
-            rows = [self._blank]
-        batch: Inputs = {
-            "skipped": skipped,
-            "source_ids": torch.tensor([SOURCES.index(row["source"]) for row in rows]),
-            "labels": _pad(rows, "labels", IGNORED),
-            "query_mask": _pad(rows, "query_mask", 0),
+            rows.append(dict(self._blank))
+        padding = {
+            "input_ids": self.pad_token_id,
+            "attention_mask": 0,
+            "labels": IGNORED,
+            "query_mask": 0,
         }
-        self._add_ids(batch, rows, "input_ids", "attention_mask")
         if any("query_input_ids" in row for row in rows):
-            for row in rows:
-                question = row["input_ids"][row["query_mask"].bool()]
-                row.setdefault("query_input_ids", question)
-            self._add_ids(batch, rows, "query_input_ids", "query_attention_mask")
+            padding["query_input_ids"] = self.pad_token_id
+            padding["query_attention_mask"] = 0
+        for row in rows:
+            question = row["input_ids"][row["query_mask"].bool()]
+            query = row.setdefault("query_input_ids", question)
+            row["attention_mask"] = torch.ones_like(row["input_ids"])
+            row["query_attention_mask"] = torch.ones_like(query)
+        sources = [SOURCES.index(row["source"]) for row in rows]
+        batch: Inputs = {"skipped": skipped, "source_ids": torch.tensor(sources)}
+        for name, value in padding.items():
+            values = [row[name] for row in rows]
+            batch[name] = pad_sequence(values, batch_first=True, padding_value=value)
         for name in _VISUAL_INPUTS:
             videos = [row[name] for row in rows if name in row]
             if videos:
                 batch[name] = videos if name == "video_features" else torch.cat(videos)
         return batch
-
-    def _add_ids(
-        self,
-        batch: Inputs,
-        rows: Sequence[Inputs],
-        name: str,
-        mask: str,
-    ) -> None:
-        batch[name] = _pad(rows, name, self.pad_token_id)
-        lengths = torch.tensor([len(row[name]) for row in rows])
-        places = torch.arange(batch[name].shape[1])
-        batch[mask] = (places < lengths[:, None]).long()
-
-
-def _pad(
-    rows: Sequence[Inputs],
-    name: str,
-    value: int,
-) -> Tensor:
-    """`[B, S]`, what the rows hold by a name."""
-    return pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)

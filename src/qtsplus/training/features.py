@@ -47,11 +47,16 @@ class VideoFeatures:
     def file(self, video: str, fps: float | None = None) -> Path:
         """Where a video's features are kept; a file that was changed since, or read at another rate, is another."""
         name = os.path.abspath(video) if os.path.exists(video) else video
-        identity = json.dumps([name, media_state(video), fps and float(fps)])
+        rate = fps and float(fps)
+        identity = json.dumps([name, media_state(video), rate])
         digest = hashlib.sha256(identity.encode()).hexdigest()
         return self.folder / f"{digest[:32]}.safetensors"
 
-    def load(self, video: str, fps: float | None = None) -> dict[str, Tensor] | None:
+    def load(
+        self,
+        video: str,
+        fps: float | None = None,
+    ) -> dict[str, Tensor] | None:
         """A video's features; `None` where it could not be read."""
         return read_tensors(self.file(video, fps), _OF_VIDEO)
 
@@ -87,8 +92,10 @@ def encode_files(
     features = VideoFeatures(Path(folder) / digest[:16])
     features.folder.mkdir(parents=True, exist_ok=True)
     state = PartialState()
-    missing = [video for video in set(videos) if not features.file(*video).exists()]
-    missing.sort(key=str)
+    missing = []
+    for video in sorted(set(videos), key=str):
+        if not features.file(*video).exists():
+            missing.append(video)
     state.wait_for_everyone()  # all have to share out the same list, before anybody shortens it
     mine: Any = missing[state.process_index :: state.num_processes]
     decode = partial(_decode, features, processor, kwargs)
@@ -107,8 +114,9 @@ def encode_files(
             write_tensors(place, inputs)
             if not expected:  # what the first one takes, all do
                 expected = place.stat().st_size * len(missing)
-                logger.warning(f"Encoding {len(missing)} videos takes about {size(expected)} in {features.folder}.")
-                require_space(features.folder, expected, f"the features of {len(missing)} videos")
+                what = f"the features of {len(missing)} videos"
+                logger.warning(f"{features.folder} will hold {what}, about {size(expected)}.")
+                require_space(features.folder, expected, what)
     state.wait_for_everyone()
     return features
 
@@ -132,7 +140,8 @@ def _decode(
     if features.file(name, fps) != place:
         logger.warning(f"{name} was changed while it was read, and its features are not kept.")
         return place, None
-    return place, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
+    pixels = {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
+    return place, pixels
 
 
 def with_bar(
@@ -145,7 +154,10 @@ def with_bar(
     return track(items, what, total, console=console, disable=not console.is_terminal)
 
 
-def read_tensors(path: Path, kinds: Mapping[str, TensorKind]) -> dict[str, Tensor] | None:
+def read_tensors(
+    path: Path,
+    kinds: Mapping[str, TensorKind],
+) -> dict[str, Tensor] | None:
     """What [`write_tensors`] wrote, of these kinds by name; `None` without a file, a `ValueError` for damage."""
     if not os.path.lexists(path):
         return None

@@ -157,7 +157,8 @@ def load_stages(
         raise ValueError(f"There is no file {str(path)!r}; expected a recipe in YAML.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file; expected a recipe in YAML.") from error
-    content: dict = dict(build(f"{path}: ", File, parse_yaml(text, str(path))))
+    content = parse_yaml(text, str(path))
+    content = dict(build(f"{path}: ", File, content))
     stages = content.pop("stages", {"": {}})
     if not stages:
         raise ValueError(f"{path}: stages is empty; expected sections by the name of each stage.")
@@ -204,7 +205,8 @@ def _apply(override: str, sections: Fields) -> None:
     """Sets the one field that an override names."""
     key, separator, value = override.partition("=")
     *parents, field_name = key.split(".")
-    if not separator or not parents or parents[0] not in sections or "" in (*parents, field_name):
+    is_field = parents and parents[0] in sections and all(parents) and field_name
+    if not separator or not is_field:
         raise ValueError(f"{override!r}: expected SECTION.FIELD=VALUE in the section model, data or training.")
     target = sections
     for parent in parents:

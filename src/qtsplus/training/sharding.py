@@ -48,6 +48,11 @@ def choose_layers(state, model) -> None:
         raise ValueError("ZeRO-3 shares out the model, as here only FSDP can: use recipes/accelerate/fsdp2.yaml.")
     if fsdp is None:
         return
+    if model.config.qtsplus_config.selection == "lm_attention":
+        raise ValueError(
+            "lm_attention reads the first layers by themselves, which FSDP shares out: train with "
+            "recipes/accelerate/zero2.yaml or ddp.yaml."
+        )
     if fsdp.fsdp_version != 2 or fsdp.state_dict_type.name != "FULL_STATE_DICT" or fsdp.cpu_ram_efficient_loading:
         raise ValueError(
             "accelerate's configuration of FSDP: expected fsdp_version 2, fsdp_state_dict_type FULL_STATE_DICT and "

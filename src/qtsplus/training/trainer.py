@@ -133,12 +133,6 @@ class QTSplusTrainer(Trainer):
             self.selector_config.seen_threshold = None
             self.selector_config.seen_area = None
         check_relevance(base, self.args)
-        fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if self.selector_config.selection == "lm_attention" and fsdp is not None:
-            raise ValueError(
-                "lm_attention reads the first layers by themselves, which FSDP shares out: train with "
-                "recipes/accelerate/zero2.yaml or ddp.yaml."
-            )
         self.about: dict = {}
         self.skipped: dict[str, str] = {}
         names = self.loss_names + _BUDGET
@@ -170,7 +164,13 @@ class QTSplusTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples, device):
         return None  # counted above, by source
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model,
+        inputs,
+        return_outputs=False,
+        num_items_in_batch=None,
+    ):
         """The part of the optimizer step's objective that this micro-batch contributes."""
         inputs = dict(inputs)
         self._note_skipped(inputs.pop("skipped", ()))
@@ -185,15 +185,18 @@ class QTSplusTrainer(Trainer):
         if model.training and not unlimited:
             inputs["retention"] = self._retention
         args = self.args
-        outputs, token_losses, rows = self.answer(model, inputs, labels, args.label_smoothing_factor)
+        smoothing = args.label_smoothing_factor
+        outputs, token_losses, rows = self.answer(model, inputs, labels, smoothing)
         qtsplus = outputs.qtsplus
         loss = self._answer_loss(token_losses, sources[rows], counts, model.training)
         budget = self.budget.loss(qtsplus, counts.with_vision, model.training, asked=unlimited)
         if model.training:
-            if args.relevance_weight > 0:
+            weight = args.relevance_weight
+            if weight > 0:
                 divergences = self._relevance_divergences(qtsplus, inputs, labels)
-                loss = loss + self._mean("loss_relevance", divergences, args.relevance_weight, counts.answered)
-            if unlimited and self.selector_config.budget == "loss" and not args.freeze_selector:
+                loss = loss + self._mean("loss_relevance", divergences, weight, counts.answered)
+            teaches_budget = self.selector_config.budget == "loss" and not args.freeze_selector
+            if unlimited and teaches_budget:
                 errors = self._predicted_losses(inputs, labels, qtsplus)
                 loss = loss + self._mean("loss_budget", errors, 1.0, counts.with_vision)
             # Distributed training averages gradients over the processes, which here are parts of one sum.
@@ -247,29 +250,36 @@ class QTSplusTrainer(Trainer):
         model = base_model(self.model)
         return model.compact_labels(labels, input_ids, qtsplus.columns)
 
-    def answer(self, model, inputs, labels: Tensor, smoothing: float = 0.0):
+    def answer(
+        self,
+        model,
+        inputs,
+        labels: Tensor,
+        smoothing: float = 0.0,
+    ):
         """The model's outputs, and the cross-entropy and the row of every supervised token, `[n]` each."""
         outputs = model(**inputs, use_cache=False)
         labels = self._compact(labels, inputs["input_ids"], outputs.qtsplus)
         targets = labels[:, 1:]
         supervised = targets != IGNORED
-        logits = outputs.logits[:, :-1][supervised].float()
-        losses = F.cross_entropy(logits, targets[supervised], reduction="none", label_smoothing=smoothing)
+        logits = outputs.logits[:, :-1]
+        losses = F.cross_entropy(
+            logits[supervised].float(),
+            targets[supervised],
+            reduction="none",
+            label_smoothing=smoothing,
+        )
         rows = supervised.nonzero()[:, 0]
         return outputs, losses, rows
 
     def _predicted_losses(self, inputs, labels, qtsplus) -> Tensor:
         """How far off the losses are that the budget head predicts, `[k]` for the samples with visual tokens."""
-        totals = [0]
-        if qtsplus is not None:
-            totals = qtsplus.num_tokens.tolist()
-        device = labels.device
-        most = most_tokens(totals, self.selector_config).to(device)
+        totals = [0] if qtsplus is None else qtsplus.num_tokens.tolist()
+        most = most_tokens(totals, self.selector_config).to(labels.device)
         largest = self.accelerator.gather(most.max()).max()  # no process may wait for another's pass
         steps = min(int(largest).bit_length(), DOUBLINGS)
-        measured = torch.zeros(len(labels), steps, device=device)  # the whole answer's loss with 1, 2, 4, ...
-        limited = dict(inputs)
-        limited["retention"] = 1.0
+        measured = torch.zeros(len(labels), steps, device=labels.device)  # the whole answer's loss with 1, 2, 4, ...
+        limited = dict(inputs, retention=1.0)
         with evaluating(self.model), torch.no_grad():  # the tokens that are kept are those of inference
             for step in range(steps):
                 limited["max_visual_tokens"] = 2**step
@@ -294,7 +304,8 @@ class QTSplusTrainer(Trainer):
 
     def _count(self, batch: Mapping) -> Tensor:
         """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, those with an answer too."""
-        tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
+        supervised = batch["labels"][:, 1:] != IGNORED
+        tokens = supervised.sum(1)
         by_source = torch.zeros(len(SOURCES), dtype=torch.int64, device=tokens.device)
         by_source.index_add_(0, _sources(batch), tokens)
         placeholder = base_model(self.model).config.video_token_id
@@ -318,8 +329,9 @@ class QTSplusTrainer(Trainer):
         if not skipped or not isinstance(dataset, VideoQADataset):
             return
         count = sum(dataset.names[name] for name in self.skipped)
+        reasons = list(self.skipped.values())
         try:
-            check_skipped(count, len(dataset), self.args.max_skipped, list(self.skipped.values()))
+            check_skipped(count, len(dataset), self.args.max_skipped, reasons)
         except ValueError:
             self._write_skipped()
             raise
@@ -387,7 +399,8 @@ class QTSplusTrainer(Trainer):
             super().create_model_card(*args, **kwargs)
             return
         folder = Path(str(self.args.output_dir))
-        repository = self.hub_model_id or self.args.hub_model_id or f"org/{folder.resolve().name}"
+        named = self.hub_model_id or self.args.hub_model_id
+        repository = named or f"org/{folder.resolve().name}"
         about = known_front_matter(self.model)
         about["weights"] = f"The weights were trained with `qtsplus train` for {self.state.global_step} steps."
         card = model_card(self.model, repository, about | self.about)
@@ -428,8 +441,9 @@ class QTSplusTrainer(Trainer):
         self._load_budget(self.state.best_model_checkpoint)
 
     def _load_budget(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and (Path(checkpoint) / STATE_FILE).exists():
-            state = read_stored(Path(checkpoint) / STATE_FILE, _State)
+        path = Path(checkpoint or "", STATE_FILE)
+        if checkpoint is not None and path.exists():
+            state = read_stored(path, _State)
             self.budget.set_price(state)
             self.budget.excess = state["excess"]
             self.skipped = state["skipped"] | self.skipped
@@ -450,8 +464,10 @@ def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
         return None
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     share, place = torch.rand(2, generator=generator).tolist()
+    if share >= args.retention_share:
+        return None
     low, high = args.retention_range
-    return low * (high / low) ** place if share < args.retention_share else None
+    return low * (high / low) ** place
 
 
 def _sources(batch: Mapping) -> Tensor:
@@ -459,4 +475,4 @@ def _sources(batch: Mapping) -> Tensor:
     if "source_ids" in batch:
         return batch["source_ids"]
     ids = batch["input_ids"]
-    return torch.full((len(ids),), SOURCES.index("vqa"), device=ids.device)
+    return torch.full_like(ids[:, 0], SOURCES.index("vqa"))
