@@ -70,6 +70,21 @@ def make_trainer(
     return trainer
 
 
+def trained(folder, **settings: Any) -> InOrder:
+    """The trainer of [`make_trainer`] after its training."""
+    trainer = make_trainer(folder, **settings)
+    trainer.train()
+    return trainer
+
+
+def inputs_and_labels(count: int = 4) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A batch of the first examples, as a model takes it."""
+    inputs = collate(examples(count))
+    labels = inputs.pop("labels")
+    del inputs["source_ids"]
+    return inputs, labels
+
+
 def steps(trainer: QTSplusTrainer) -> list[dict[str, float]]:
     """The log's lines of training steps, without what depends on the clock."""
     return [line for line in trainer.state.log_history if "loss" in line]
