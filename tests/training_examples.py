@@ -64,6 +64,7 @@ def make_trainer(
         model,
         kind.arguments_class(**settings),
         train_dataset=examples(12),
+        eval_dataset=examples(4),
         data_collator=collate,
     )
     trainer.remove_callback(ProgressCallback)
