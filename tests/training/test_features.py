@@ -1,10 +1,10 @@
 """Training from features encoded once: the same losses, and each video is encoded a single time."""
 
-import json
 import os
 
 import pytest
 import torch
+from tiny_recipe import write_recipe
 
 from clips import render_clip
 from qtsplus.common.tensors import TensorKind
@@ -14,7 +14,7 @@ from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer, run
 from training_examples import steps
 
-ATTENTION = {"attention": TensorKind(("M",))}
+KINDS = {"attention": TensorKind(("M",))}
 
 
 @pytest.fixture
@@ -28,33 +28,33 @@ def recipe_file(tmp_path, tiny_mp4):
         {**record, "answer": "Two.", "earlier": [["How many?", "One."]]},
         {**record, "video": None, "query": None},
     ]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
-    path = tmp_path / "tiny.yaml"
-    path.write_text(f"""
-model: {{variant: qtsplus-tiny, selector: {{n_max: 20}}}}
-data: {{train_files: [{tmp_path}/train.jsonl], eval_files: [{tmp_path}/train.jsonl]}}
-training:
-  {{output_dir: {tmp_path}/run, max_steps: 3, per_device_train_batch_size: 2, learning_rate: 1e-3, use_cpu: true,
-    max_skipped: 0.5,
-    freeze_language_model: false, save_strategy: "no", logging_steps: 1, report_to: none}}
-""")
-    return path
+    return write_recipe(
+        tmp_path,
+        records,
+        model={"selector": {"n_max": 20}},
+        data={"eval_files": [f"{tmp_path}/train.jsonl"]},
+        max_steps=3,
+        per_device_train_batch_size=2,
+        max_skipped=0.5,
+        freeze_language_model=False,
+    )
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_losses_are_those_of_training_from_pixels(recipe_file, tmp_path, bf16):
-    settings = [f"training.bf16={str(bf16).lower()}"]
-    from_pixels = build_trainer(load_stages(recipe_file, settings)[0])
+    tolerance = 0.05 if bf16 else 1e-4
+    precision = f"training.bf16={str(bf16).lower()}"
+    from_pixels = build_trainer(load_stages(recipe_file, [precision])[0])
     from_pixels.train()
-    from_features = build_trainer(load_stages(recipe_file, [*settings, f"data.features={tmp_path}/features"])[0])
+    from_features = build_trainer(load_stages(recipe_file, [precision, f"data.features={tmp_path}/features"])[0])
     from_features.model.model.visual.forward = None  # never entered again
     from_features.train()
-    tolerance = 0.05 if bf16 else 1e-4
     for line, expected in zip(steps(from_features), steps(from_pixels), strict=True):
         assert line.keys() == expected.keys()
         for name in {"loss", "grad_norm", "rho", "n", "visual_tokens"} & line.keys():
             assert line[name] == pytest.approx(expected[name], rel=tolerance), name
-    assert from_features.evaluate()["eval_loss"] == pytest.approx(from_pixels.evaluate()["eval_loss"], rel=tolerance)
+    evaluated = from_features.evaluate()
+    assert evaluated["eval_loss"] == pytest.approx(from_pixels.evaluate()["eval_loss"], rel=tolerance)
     assert list(from_features.skipped) == [str(tmp_path / "missing.mp4")]
 
 
@@ -62,7 +62,8 @@ def test_a_video_is_encoded_once_for_a_vision_tower(recipe_file, tmp_path):
     folder = tmp_path / "features"
 
     def files(*settings):
-        build_trainer(load_stages(recipe_file, [f"data.features={folder}", *settings])[0])
+        (recipe,) = load_stages(recipe_file, [f"data.features={folder}", *settings])
+        build_trainer(recipe)
         return {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
 
     first = files()
@@ -74,12 +75,14 @@ def test_a_video_is_encoded_once_for_a_vision_tower(recipe_file, tmp_path):
     assert len(files("training.seed=1")) == 7  # other random weights
 
 
-def test_no_process_encodes_before_all_have_seen_what_is_missing(recipe_file, tmp_path, tiny_mp4, monkeypatch):
+def test_no_process_encodes_before_all_have_seen_what_is_missing(tmp_path, tiny_mp4, monkeypatch):
     """Else one that comes late would share out a shorter list, and a video would be nobody's."""
     happened = []
 
     class Second:
-        process_index, num_processes, is_main_process = 1, 2, False
+        process_index = 1
+        num_processes = 2
+        is_main_process = False
 
         def wait_for_everyone(self):
             happened.append("waited")
@@ -96,94 +99,100 @@ def test_no_process_encodes_before_all_have_seen_what_is_missing(recipe_file, tm
     monkeypatch.setattr(features, "PartialState", Second)
     monkeypatch.setattr(features, "vision_modules", lambda model: {"visual": model.visual})
     processor = make_processor("qtsplus-tiny", None, make_config("qtsplus-tiny", None))
-    videos = [(str(tiny_mp4), None), (str(tmp_path / "other.mp4"), None)]
-    found = features.encode_files(Model(), processor, videos, tmp_path / "features")
+    render_clip(tmp_path / "other.mp4", seconds=3, fps=8, size=(112, 56), seed=1)
+    videos = sorted([(str(tiny_mp4), None), (str(tmp_path / "other.mp4"), None)])
+    encoded = features.encode_files(Model(), processor, videos, tmp_path / "features")
     assert happened == ["waited", "encoded", "waited"]
-    assert [found.file(*video).exists() for video in sorted(videos, key=str)] == [False, True]
+    assert [encoded.file(*video).exists() for video in videos] == [False, True]
 
 
 def test_frames_of_a_folder_that_were_changed_are_others(tmp_path):
-    kept, frames = features.VideoFeatures(tmp_path), tmp_path / "frames"
+    kept = features.VideoFeatures(tmp_path)
+    frames = tmp_path / "frames"
     frames.mkdir()
     (frames / "0.png").write_bytes(b"one")
     before = kept.file(str(frames), 2.0)
-    assert kept.file(str(frames), 2.0) == before != kept.file(str(frames), 1.0)
+    assert kept.file(str(frames), 2.0) == before
+    assert kept.file(str(frames), 1.0) != before
     (frames / "0.png").write_bytes(b"another")
     assert kept.file(str(frames), 2.0) != before
 
 
 def test_a_video_replaced_with_the_same_size_and_time_is_another(tmp_path):
+    kept = features.VideoFeatures(tmp_path)
     video = tmp_path / "a.mp4"
     video.write_bytes(b"one")
     state = video.stat()
-    before = features.VideoFeatures(tmp_path).file(str(video))
+    before = kept.file(str(video))
     video.write_bytes(b"two")
     os.utime(video, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert features.VideoFeatures(tmp_path).file(str(video)) != before
+    assert kept.file(str(video)) != before
 
 
 def test_a_video_that_is_swapped_while_it_is_read_leaves_no_features(tmp_path, tiny_mp4):
     video = tmp_path / "a.mp4"
+    other = tmp_path / "other.mp4"
     video.write_bytes(tiny_mp4.read_bytes())
-    (tmp_path / "other.mp4").write_bytes(tiny_mp4.read_bytes())
+    other.write_bytes(tiny_mp4.read_bytes())
 
     class Swapping:
         video_token = "<video>"
 
         def __call__(self, **inputs):
-            (tmp_path / "other.mp4").replace(video)
-            return {name: [0] for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")}
+            other.replace(video)
+            return {"pixel_values_videos": [0], "video_grid_thw": [0], "second_per_grid_ts": [0]}
 
     kept = features.VideoFeatures(tmp_path)
-    old = kept.file(str(video))
-    assert features._decode(kept, Swapping(), {}, (str(video), None)) == (old, None)
-    assert kept.file(str(video)) != old
+    before = kept.file(str(video))
+    assert features._decode(kept, Swapping(), {}, (str(video), None)) == (before, None)
+    assert kept.file(str(video)) != before
 
 
-def test_frozen_weights_of_16_bits_need_mixed_precision(recipe_file):
-    (recipe,) = load_stages(recipe_file, ["model.dtype=bfloat16", "training.bf16=false"])
-    with pytest.raises(ValueError, match=r"model\.dtype=bfloat16 .* expected training\.bf16"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.dtype=bfloat16", "training.bf16=false"], r"model\.dtype=bfloat16 .* expected training\.bf16"),
+        (["data.features=features", "training.freeze_vision_model=false"], "set freeze_vision_model"),
+    ],
+)
+def test_a_precision_or_a_vision_tower_that_does_not_fit_is_refused(recipe_file, settings, message):
+    (recipe,) = load_stages(recipe_file, settings)
+    with pytest.raises(ValueError, match=message):
         run(recipe)
 
 
-def test_features_of_a_vision_tower_that_trains_are_refused(recipe_file, tmp_path):
-    overrides = [f"data.features={tmp_path}/features", "training.freeze_vision_model=false"]
-    with pytest.raises(ValueError, match="set freeze_vision_model"):
-        run(load_stages(recipe_file, overrides)[0])
+def assert_damaged(path, reason=""):
+    with pytest.raises(ValueError, match=f"'{path}' cannot be used: .*{reason}.*; remove the file, and it is made"):
+        features.read_tensors(path, KINDS)
 
 
 def test_damaged_features_are_one_line_and_train_nothing(tmp_path):
     path = tmp_path / "features.safetensors"
-    whole = {"attention": torch.ones(3)}
-    refusal = f"stored features '{path}' cannot be used: .*; remove the file, and it is made again"
-    assert features.read_tensors(path, ATTENTION) is None
-    features.write_tensors(path, whole)
-    assert torch.equal(features.read_tensors(path, ATTENTION)["attention"], whole["attention"])
-    other_shape = torch.ones(3, 1)
-    no_number = torch.tensor([torch.nan])
-    for damaged in ({"attention": other_shape}, {"attention": no_number}, {"other": torch.ones(3)}):
-        features.write_tensors(path, damaged)
-        with pytest.raises(ValueError, match=refusal):
-            features.read_tensors(path, ATTENTION)
+    assert features.read_tensors(path, KINDS) is None
+    features.write_tensors(path, {"attention": torch.ones(3)})
+    assert features.read_tensors(path, KINDS)["attention"].tolist() == [1, 1, 1]
+    for damaged in (torch.ones(3, 1), torch.tensor([torch.nan])):
+        features.write_tensors(path, {"attention": damaged})
+        assert_damaged(path)
+    features.write_tensors(path, {"other": torch.ones(3)})
+    assert_damaged(path)
     path.write_bytes(b"no features")
-    with pytest.raises(ValueError, match=refusal):
-        features.read_tensors(path, ATTENTION)
+    assert_damaged(path)
 
 
 def test_changed_features_and_those_of_another_video_are_found(tmp_path):
     path = tmp_path / "one.safetensors"
     other = tmp_path / "other.safetensors"
-    for place in (path, other):
-        features.write_tensors(place, {"attention": torch.ones(3)})
+    features.write_tensors(path, {"attention": torch.ones(3)})
+    features.write_tensors(other, {"attention": torch.ones(3)})
     whole = path.read_bytes()
-    damages = [other.read_bytes()]
     for place in range(-12, -1):
-        damages.append(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    for damage in damages:
+        damage = bytearray(whole)
+        damage[place] ^= 1
         path.write_bytes(damage)
-        with pytest.raises(ValueError, match=f"{path}' cannot be used: it was changed since it was written"):
-            features.read_tensors(path, ATTENTION)
+        assert_damaged(path, "it was changed since it was written")
+    path.write_bytes(other.read_bytes())
+    assert_damaged(path, "it was changed since it was written")
     path.unlink()
     path.symlink_to(other)
-    with pytest.raises(ValueError, match="it is no file"):
-        features.read_tensors(path, ATTENTION)
+    assert_damaged(path, "it is no file")

@@ -1,13 +1,17 @@
 """A run loses nothing: what it skips, what it finds in its folder, and how stages follow each other."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tiny_recipe import write_recipe, write_records
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
+from qtsplus.training import running
 from qtsplus.training.plan import Plan
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import run, run_stages
@@ -16,126 +20,187 @@ SCORES = ("model.qtsplus.scoring_layers.", "model.qtsplus.question_layers.")
 
 
 @pytest.fixture
-def recipe_file(tmp_path, tiny_mp4) -> Path:
-    record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "source": "vqa"}
-    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps(record)] * 3))
-    path = tmp_path / "tiny.yaml"
-    path.write_text(f"""
-model: {{variant: qtsplus-tiny, selector: {{gate: detached, reduction: mean}}}}
-data: {{train_files: [{tmp_path}/train.jsonl], processor_kwargs: {{fps: 1}}}}
-training:
-  {{output_dir: {tmp_path}/run, max_steps: 1, per_device_train_batch_size: 3, learning_rate: 1e-2, use_cpu: true,
-    save_strategy: "no", logging_steps: 1, report_to: none, retention_range: [0.1, 0.3]}}
-""")
-    return path
+def record(tiny_mp4) -> dict:
+    return {"video": str(tiny_mp4), "question": "What?", "answer": "A circle."}
 
 
-def train(recipe: Path, *more: str):
-    return CliRunner().invoke(app, ["train", str(recipe), *more])
+@pytest.fixture
+def recipe_file(tmp_path, record) -> Path:
+    return write_recipe(
+        tmp_path,
+        [record] * 3,
+        model={"selector": {"gate": "detached", "reduction": "mean"}},
+        data={"processor_kwargs": {"fps": 1}},
+        per_device_train_batch_size=3,
+        learning_rate=1e-2,
+        retention_range=[0.1, 0.3],
+    )
 
 
-def settings(*overrides: str) -> list[str]:
-    return [part for override in overrides for part in ("--set", override)]
+def train(recipe: Path, *overrides: str):
+    command = ["train", str(recipe)]
+    for override in overrides:
+        command += ["--set", override]
+    return CliRunner().invoke(app, command)
 
 
-def test_a_run_whose_records_are_all_skipped_is_an_error(recipe_file, tmp_path):
-    record = {"video": "missing.mp4", "question": "What?", "answer": "A circle."}
-    (tmp_path / "other.jsonl").write_text("\n".join([json.dumps(record)] * 3))
-    missing = train(recipe_file, *settings(f"data.train_files=[{tmp_path}/other.jsonl]", f"data.media_root={tmp_path}"))
-    assert missing.exit_code == 2 and not (tmp_path / "run").exists()
-    assert "3 of 3 records cannot be used" in missing.stderr and f"{tmp_path}/missing.mp4" in missing.stderr
+def skipped_files(tmp_path) -> list[str]:
+    return list(json.loads((tmp_path / "run/skipped_files.json").read_text()))
 
-    (tmp_path / "broken.mp4").write_bytes(b"no video")
-    (tmp_path / "other.jsonl").write_text(json.dumps({**record, "video": "broken.mp4"}))
-    broken = train(recipe_file, *settings(f"data.train_files=[{tmp_path}/other.jsonl]", "training.max_skipped=1.0"))
-    assert broken.exit_code == 2 and "1 of 1 records cannot be used" in broken.stderr
-    assert list(json.loads((tmp_path / "run/skipped_files.json").read_text())) == [str(tmp_path / "broken.mp4")]
+
+def test_a_run_whose_videos_are_all_missing_is_an_error(recipe_file, record, tmp_path):
+    write_records(tmp_path / "train.jsonl", *[{**record, "video": "missing.mp4"}] * 3)
+    result = train(recipe_file)
+    assert result.exit_code == 2
+    assert "3 of 3 records cannot be used" in result.stderr
+    assert f"{tmp_path}/missing.mp4" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_videos_are_all_broken_is_an_error_and_may_be_run_again(recipe_file, record, tmp_path):
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes(b"no video")
+    write_records(tmp_path / "other.jsonl", {**record, "video": str(broken)})
+    result = train(recipe_file, f"data.train_files=[{tmp_path}/other.jsonl]", "training.max_skipped=1.0")
+    assert result.exit_code == 2
+    assert "1 of 1 records cannot be used" in result.stderr
+    assert skipped_files(tmp_path) == [str(broken)]
     assert not (tmp_path / "run/config.json").exists()
-    mended = train(recipe_file)
-    assert mended.exit_code == 0 and (tmp_path / "run/config.json").exists()
-    assert json.loads((tmp_path / "run/skipped_files.json").read_text()) == {}
+    assert train(recipe_file).exit_code == 0
+    assert (tmp_path / "run/config.json").exists()
+    assert skipped_files(tmp_path) == []
 
 
-def test_metrics_are_no_result_and_pipes_have_no_bars(recipe_file, tmp_path):
-    (tmp_path / "broken.mp4").write_bytes(b"no video")
-    lines = (tmp_path / "train.jsonl").read_text().splitlines()
-    lines.append(json.dumps({**json.loads(lines[0]), "video": str(tmp_path / "broken.mp4")}))
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    result = train(recipe_file, *settings("training.max_skipped=0.3", "training.per_device_train_batch_size=4"))
+def test_metrics_are_no_result_and_pipes_have_no_bars(recipe_file, record, tmp_path):
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes(b"no video")
+    write_records(tmp_path / "train.jsonl", record, record, record, {**record, "video": str(broken)})
+    result = train(recipe_file, "training.max_skipped=0.3", "training.per_device_train_batch_size=4")
     assert result.exit_code == 0, result.output
-    assert result.stdout == f"Wrote {tmp_path}/run\n" or "".join(result.stdout.split()) == f"Wrote{tmp_path}/run"
-    assert "'loss_lm'" in result.stderr and "it/s" not in result.stderr
-    assert "broken.mp4" in (tmp_path / "run/skipped_files.json").read_text()
+    assert "".join(result.stdout.split()) == f"Wrote{tmp_path}/run"
+    assert "'loss_lm'" in result.stderr
+    assert "it/s" not in result.stderr
+    assert skipped_files(tmp_path) == [str(broken)]
 
 
-def test_what_stands_in_the_folder_is_not_replaced(recipe_file, tmp_path):
+def test_files_that_are_in_the_folder_are_not_replaced(recipe_file, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
+    (recipe,) = load_stages(recipe_file)
     with pytest.raises(ValueError, match="holds notes.txt, which is not replaced"):
-        run(load_stages(recipe_file)[0])
+        run(recipe)
     (folder / "notes.txt").unlink()
     with pytest.raises(ValueError, match="nothing to resume: .*a save_strategy other than 'no'"):
-        run(load_stages(recipe_file)[0], resume=True)
-    written = (run(load_stages(recipe_file)[0]) / "model.safetensors").read_bytes()
-    for resume, message in ((False, "holds a finished model"), (True, "nothing to resume")):
-        with pytest.raises(ValueError, match=message):
-            run(load_stages(recipe_file, ["training.seed=1"])[0], resume=resume)
-    assert (folder / "model.safetensors").read_bytes() == written
+        run(recipe, resume=True)
+    weights = run(recipe) / "model.safetensors"
+    written = weights.read_bytes()
+    (other,) = load_stages(recipe_file, ["training.seed=1"])
+    with pytest.raises(ValueError, match="holds a finished model"):
+        run(other)
+    with pytest.raises(ValueError, match="nothing to resume"):
+        run(other, resume=True)
+    assert weights.read_bytes() == written
 
 
-def test_a_full_disk_and_a_file_in_the_way_are_found_before_the_model(recipe_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("qtsplus.training.running.build_trainer", None)
-    (tmp_path / "run").write_text("a file")
-    with pytest.raises(ValueError, match="is a file; expected a folder"):
-        run(load_stages(recipe_file)[0])
-    (tmp_path / "run").unlink()
+@pytest.fixture
+def almost_full(monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("qtsplus.common.files.shutil.disk_usage", lambda _: usage)
+
+
+def test_a_full_disk_is_found_before_the_model(recipe_file, almost_full):
     with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 8.56 MB"):
         run(load_stages(recipe_file)[0])
 
 
-def test_features_that_the_disk_does_not_hold_are_refused(recipe_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("qtsplus.training.running.make_plan", lambda recipe: Plan(0, []))
-    usage = type("Usage", (), {"free": 1})
-    monkeypatch.setattr("qtsplus.common.files.shutil.disk_usage", lambda _: usage)
+def test_features_that_the_disk_does_not_hold_are_refused(recipe_file, tmp_path, almost_full, monkeypatch):
+    monkeypatch.setattr(running, "make_plan", lambda recipe: Plan(0, []))
+    (recipe,) = load_stages(recipe_file, [f"data.features={tmp_path}/features"])
     with pytest.raises(ValueError, match="the features of 1 videos take about"):
-        run(load_stages(recipe_file, [f"data.features={tmp_path}/features"])[0])
+        run(recipe)
 
 
-def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(recipe_file, tmp_path, monkeypatch):
-    staged = (
-        recipe_file.read_text()
-        + """
-stages:
-  relevance: {training: {relevance_weight: 1.0, retention_share: 1.0}}
-  answers:
-    training: {freeze_scores: true, retention_share: 0.0, save_strategy: steps, save_steps: 1}
-"""
+def test_a_file_in_place_of_the_folder_is_refused(recipe_file, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ValueError, match="is a file; expected a folder"):
+        run(load_stages(recipe_file)[0])
+
+
+def changed_weights(before: Path, after: Path) -> set[str]:
+    old = load_file(before / "model.safetensors")
+    new = load_file(after / "model.safetensors")
+    return {name for name, weight in new.items() if not weight.equal(old[name])}
+
+
+def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(tmp_path, record, monkeypatch):
+    answers = {"freeze_scores": True, "retention_share": 0.0, "save_strategy": "steps", "save_steps": 1}
+    recipe_file = write_recipe(
+        tmp_path,
+        [record] * 3,
+        model={"selector": {"gate": "detached", "reduction": "mean", "query_states": "layer"}},
+        per_device_train_batch_size=3,
+        learning_rate=1e-2,
+        retention_range=[0.1, 0.3],
+        stages={
+            "relevance": {"training": {"relevance_weight": 1.0, "retention_share": 1.0}},
+            "answers": {"training": answers},
+        },
     )
-    recipe_file.write_text(staged.replace("reduction: mean}", "reduction: mean, query_states: layer}"))
     first, second = load_stages(recipe_file)
     run(first)
     with pytest.raises(ValueError, match="relevance holds a finished model"):
         run_stages([first, second])
     monkeypatch.setattr("qtsplus.training.trainer.answer_attention", None)  # nobody teaches any more
     folder = run_stages([first, second], resume=True)
-    before, after = (load_file(path / "model.safetensors") for path in (folder / "relevance", folder))
-    changed = {name for name in after if not after[name].equal(before[name])}
+    changed = changed_weights(folder / "relevance", folder)
     assert any(name.startswith("model.qtsplus.reencode_layers.") for name in changed)
     assert any(name.startswith("model.qtsplus.budget.") for name in changed)
     assert not any(name.startswith(SCORES) for name in changed)
-    assert json.loads((folder / "config.json").read_text())["qtsplus_config"]["query_states"] == "layer"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["qtsplus_config"]["query_states"] == "layer"
     run_stages(load_stages(recipe_file, ["training.max_steps=2"]), resume=True)
-    assert (folder / "checkpoint-2").is_dir() and not (folder / "relevance/checkpoint-1").exists()
+    assert (folder / "checkpoint-2").is_dir()
+    assert not (folder / "relevance/checkpoint-1").exists()
 
 
-def test_settings_that_nobody_reads_are_refused(recipe_file):
-    for setting, message in (
+def test_a_stage_uses_the_features_of_the_one_before_and_none_of_its_memory(tmp_path, record, monkeypatch):
+    """Else two stages of a large model take twice the memory of one."""
+    recipe_file = write_recipe(
+        tmp_path,
+        [record],
+        data={"features": f"{tmp_path}/features"},
+        stages={"first": {}, "second": {}},
+    )
+    models = []
+    build_trainer = running.build_trainer
+
+    def watched(recipe):
+        assert all(model() is None for model in models)
+        trainer = build_trainer(recipe)
+        models.append(weakref.ref(trainer.model))
+        return trainer
+
+    monkeypatch.setattr(running, "build_trainer", watched)
+    gc.disable()  # by itself it looks at large tensors no sooner than at small ones
+    try:
+        run_stages(load_stages(recipe_file))
+    finally:
+        gc.enable()
+    assert len(models) == 2
+    towers = list((tmp_path / "features").iterdir())
+    assert len(towers) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
         ("data.processor_kwargs={nonsense: 1}", "processor_kwargs.nonsense is no setting of"),
         ("model.selector.reencode_layers=1000000", "reencode_layers is 1000000"),
         ("training.output_dir=", "training.output_dir is empty"),
-    ):
-        result = train(recipe_file, *settings(setting))
-        assert result.exit_code == 2 and message in result.stderr, result.stderr
+    ],
+)
+def test_settings_that_nobody_reads_are_refused(recipe_file, setting, message):
+    result = train(recipe_file, setting)
+    assert result.exit_code == 2
+    assert message in result.stderr
