@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_recipe import write_recipe
 from typer.testing import CliRunner
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
@@ -68,33 +69,44 @@ def test_the_papers_recipe_holds_its_table(name, column):
         "warmup_ratio": training.warmup_steps,
         "lr_scheduler_type": training.lr_scheduler_type.value,
     }
-    for row in TABLE.split("\n")[1:-1]:
-        hyperparameter, *values = row.split()
+    for row in TABLE.strip().splitlines():
+        cells = row.split()
+        hyperparameter = cells[0]
+        expected = cells[column]
         value = found.get(hyperparameter, getattr(training, hyperparameter, None))
-        expected = values[column - 1]
         if isinstance(value, (bool, str)):
             assert str(value) == expected, hyperparameter
         else:
             assert value == float(expected), hyperparameter
-    assert (selector["gate"], selector["reduction"], selector["query_states"]) == ("gumbel", "max", "embeddings")
-    assert training.get_warmup_steps(1000) == 10 and recipe.data.processor_kwargs == {}
+    assert selector["gate"] == "gumbel"
+    assert selector["reduction"] == "max"
+    assert selector["query_states"] == "embeddings"
+    assert training.get_warmup_steps(1000) == 10
+    assert recipe.data.processor_kwargs == {}
+
+
+def dry_run(recipe: str, *overrides: str):
+    command = ["train", str(RECIPES / recipe), "--dry-run"]
+    for override in overrides:
+        command += ["--set", override]
+    return CliRunner().invoke(app, command)
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_dry_run_counts_as_the_paper_does(name):
-    command = ["train", str(RECIPES / "paper.yaml"), "--dry-run", "--set", f"model.variant={name}"]
-    result = CliRunner().invoke(app, command)
+    result = dry_run("paper.yaml", f"model.variant={name}")
     assert result.exit_code == 0, result.output
-    assert COUNTS[name] in result.output and "a gradient reaches" in result.output
+    assert COUNTS[name] in result.output
+    assert "a gradient reaches" in result.output
 
 
 def test_a_dry_run_of_two_stages_needs_no_variant(tmp_path):
     folder = RECIPES.parent / "hub_configs" / "qtsplus-tiny"
-    changes = ["model.variant=null", f"model.weights={folder}", f"training.output_dir={tmp_path / 'out'}"]
-    command = ["train", str(RECIPES / "qtsplus-3b.yaml"), "--dry-run", *(f"--set={change}" for change in changes)]
-    result = CliRunner().invoke(app, command)
+    settings = ["model.variant=null", f"model.weights={folder}", f"training.output_dir={tmp_path / 'out'}"]
+    result = dry_run("qtsplus-3b.yaml", *settings)
     assert result.exit_code == 0, result.output
-    assert "stage relevance: " in result.output and "stage answers: " in result.output
+    assert "stage relevance: " in result.output
+    assert "stage answers: " in result.output
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -102,16 +114,24 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     relevance, answers = load_stages(RECIPES / "qtsplus-3b.yaml", on_cpu(f"model.variant={name}"))
     base = card_data(name)["base_model"].rpartition("/")[2]
-    assert base in str(relevance.model.weights) or relevance.model.weights.startswith("checkpoints/")
-    assert relevance.training.relevance_weight > 0 and relevance.training.freeze_language_model
+    weights = str(relevance.model.weights)
+    assert base in weights or weights.startswith("checkpoints/")
+    assert relevance.training.relevance_weight > 0
+    assert relevance.training.freeze_language_model
     assert answers.model.weights == str(relevance.output_dir) == f"runs/{name}/relevance"
-    assert answers.training.freeze_scores and not answers.training.relevance_weight
+    assert answers.training.freeze_scores
+    assert not answers.training.relevance_weight
     assert str(answers.output_dir) == f"runs/{name}"
     for stage in (relevance, answers):
         selector = make_config(name, None, stage.model.selector).qtsplus_config
-        assert (selector.gate, selector.reduction, selector.query_states) == ("detached", "mean", "layer")
-    plan = make_plan(replace(relevance, model=replace(relevance.model, weights=None))).lines
-    assert "trainable parameters" in plan[0] and "of memory" in plan[1] and "of disk" in plan[2]
+        assert selector.gate == "detached"
+        assert selector.reduction == "mean"
+        assert selector.query_states == "layer"
+    from_nothing = replace(relevance.model, weights=None)
+    parameters, memory, disk = make_plan(replace(relevance, model=from_nothing)).lines
+    assert "trainable parameters" in parameters
+    assert "of memory" in memory
+    assert "of disk" in disk
 
 
 @pytest.mark.parametrize(
@@ -168,85 +188,105 @@ def test_what_is_no_recipe_is_said(tmp_path, text, message):
 
 
 def test_only_true_and_false_are_booleans(tmp_path):
-    lines = "model: {variant: qtsplus-tiny}\ndata: {train_files: [a]}\ntraining: {save_strategy: no, use_cpu: true}"
-    (tmp_path / "plain.yaml").write_text(lines)
-    recipe = load_stages(tmp_path / "plain.yaml", ["training.bf16=false", "training.learning_rate=1e-6"])[0]
-    assert recipe.training.save_strategy == "no" and recipe.training.learning_rate == 1e-6
+    path = tmp_path / "plain.yaml"
+    path.write_text(
+        "model: {variant: qtsplus-tiny}\ndata: {train_files: [a]}\ntraining: {save_strategy: no, use_cpu: true}"
+    )
+    (recipe,) = load_stages(path, ["training.bf16=false", "training.learning_rate=1e-6"])
+    assert recipe.training.save_strategy == "no"
+    assert recipe.training.learning_rate == 1e-6
 
 
-def test_weights_that_cannot_be_used_are_refused(tiny_published, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "weights_kept", "message"),
+    [
+        ({}, 0.9, "no whole safetensors file"),
+        ({}, 0, "has no weights"),
+        ({"model_type": "bert"}, 1, "of type 'bert'"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(tiny_published, tmp_path, changes, weights_kept, message):
     config = json.loads((tiny_published / "config.json").read_text())
     weights = (tiny_published / "model.safetensors").read_bytes()
-    cases = {
-        "cut": (config, weights[:-1000], "no whole safetensors file"),
-        "empty": (config, None, "has no weights"),
-        "other": ({**config, "model_type": "bert"}, weights, "of type 'bert'"),
-        "list": ([], weights, "holds no JSON object"),
-    }
-    for name, (content, stored, message) in cases.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(content))
-        if stored is not None:
-            (tmp_path / name / "model.safetensors").write_bytes(stored)
-        with pytest.raises(ValueError, match=message):
-            make_model("qtsplus-tiny", str(tmp_path / name))
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    if weights_kept:
+        length = int(weights_kept * len(weights))
+        (tmp_path / "model.safetensors").write_bytes(weights[:length])
+    with pytest.raises(ValueError, match=message):
+        make_model("qtsplus-tiny", str(tmp_path))
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
     with pytest.raises(ValueError, match="There is no folder"):
         make_model("qtsplus-tiny", str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds no JSON object"):
+        make_model("qtsplus-tiny", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory, tiny_mp4) -> Path:
-    folder = tmp_path_factory.mktemp("recipe")
     record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "query": None, "source": "vqa"}
     records = [record, {**record, "source": "mcq", "query": "Which?"}, {**record, "video": "missing.mp4"}]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
-    path = folder / "tiny.yaml"
-    path.write_text(f"""
-model: {{variant: qtsplus-tiny, selector: {{n_max: 20}}}}
-data: {{train_files: [{folder}/train.jsonl], processor_kwargs: {{fps: 1}}}}
-training:
-  {{output_dir: {folder}/run, max_steps: 2, per_device_train_batch_size: 3, learning_rate: 1e-3, use_cpu: true,
-    max_skipped: 0.4, save_steps: 1, logging_steps: 1, report_to: none, dataloader_num_workers: 1}}
-""")
-    return path
+    return write_recipe(
+        tmp_path_factory.mktemp("recipe"),
+        records,
+        model={"selector": {"n_max": 20}},
+        data={"processor_kwargs": {"fps": 1}},
+        max_steps=2,
+        per_device_train_batch_size=3,
+        max_skipped=0.4,
+        save_strategy="steps",
+        save_steps=1,
+        dataloader_num_workers=1,
+    )
+
+
+def assert_hub_folder(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    processor = json.loads((folder / "processor_config.json").read_text())
+    assert config["qtsplus_config"]["n_max"] == 20
+    assert config["auto_map"]["AutoModelForImageTextToText"].startswith("modeling_qtsplus.")
+    assert processor["auto_map"]
+    names = {path.name for path in folder.iterdir()}
+    assert {"modeling_qtsplus.py", "selector_qtsplus.py", "processing_qtsplus.py", "tokenizer.json"} <= names
 
 
 def test_a_run_ends_in_a_hub_folder_and_lists_what_it_skipped(recipe_file):
-    folder = run(load_stages(recipe_file)[0])
-    for saved in (folder, folder / "checkpoint-2"):
-        config = json.loads((saved / "config.json").read_text())
-        assert config["qtsplus_config"]["n_max"] == 20
-        assert config["auto_map"]["AutoModelForImageTextToText"].startswith("modeling_qtsplus.")
-        assert json.loads((saved / "processor_config.json").read_text())["auto_map"]
-        names = {path.name for path in saved.iterdir()}
-        assert {"modeling_qtsplus.py", "selector_qtsplus.py", "processing_qtsplus.py", "tokenizer.json"} <= names
+    (recipe,) = load_stages(recipe_file)
+    folder = run(recipe)
+    assert_hub_folder(folder)
+    assert_hub_folder(folder / "checkpoint-2")
     skipped = json.loads((folder / "skipped_files.json").read_text())
     assert [Path(name).name for name in skipped] == ["missing.mp4"]
 
     with pytest.raises(ValueError, match="holds a finished model, which is not replaced"):
-        run(load_stages(recipe_file)[0])
-    before = torch.load(folder / "checkpoint-2/optimizer.pt", weights_only=True)["state"]
+        run(recipe)
     (folder / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match="which is not replaced: .*go on with --resume"):
-        run(load_stages(recipe_file)[0])
+        run(recipe)
     run(load_stages(recipe_file, ["training.max_steps=3"])[0], resume=True)
-    assert before and (folder / "checkpoint-3").is_dir()
+    assert (folder / "checkpoint-3").is_dir()
 
     card = (folder / "README.md").read_text()
-    assert "custom_code" in card and "trained with `qtsplus train` for 3 steps" in card
+    assert "custom_code" in card
+    assert "trained with `qtsplus train` for 3 steps" in card
     weights = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).state_dict()
     assert torch.isfinite(weights["model.qtsplus.budget.mlp.0.weight"]).all()
-    # Training goes on from the result of another run.
-    again = load_stages(
-        recipe_file, [f"model.weights={folder}", "model.variant=null", f"training.output_dir={folder}2"]
-    )[0]
-    assert (run(again) / "config.json").exists()
+
+
+def test_training_goes_on_from_the_result_of_another_run(recipe_file, tiny_published, tmp_path):
+    settings = [f"model.weights={tiny_published}", "model.variant=null", f"training.output_dir={tmp_path}/run"]
+    (recipe,) = load_stages(recipe_file, settings)
+    assert (run(recipe) / "config.json").exists()
 
 
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path):
-    for step, state in ((2, "{}"), (4, '{"glo'), (6, None)):
-        (tmp_path / f"checkpoint-{step}").mkdir()
+    states = {2: "{}", 4: '{"glo', 6: None}
+    for step, state in states.items():
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
         if state is not None:
-            (tmp_path / f"checkpoint-{step}/trainer_state.json").write_text(state)
+            (folder / "trainer_state.json").write_text(state)
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     assert last_checkpoint(tmp_path / "nothing") is None

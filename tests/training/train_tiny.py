@@ -17,7 +17,7 @@ from training_examples import make_trainer, steps
 
 
 class Kill(TrainerCallback):
-    def __init__(self, step: int):
+    def __init__(self, step: int | None):
         self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -26,12 +26,13 @@ class Kill(TrainerCallback):
 
 
 def main() -> None:
-    out, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-    kill_at, resume = settings.pop("kill_at", None), settings.pop("resume", False)
+    out = Path(sys.argv[1])
+    settings = json.loads(sys.argv[2])
+    kill = Kill(settings.pop("kill_at", None))
+    resumes = settings.pop("resume", False)
     trainer = make_trainer(out, **settings)
-    if kill_at is not None:
-        trainer.add_callback(Kill(kill_at))
-    trainer.train(resume_from_checkpoint=str(last_checkpoint(out)) if resume else None)
+    trainer.add_callback(kill)
+    trainer.train(resume_from_checkpoint=str(last_checkpoint(out)) if resumes else None)
     if trainer.is_world_process_zero():
         (out / "log.json").write_text(json.dumps(steps(trainer)))
         state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
