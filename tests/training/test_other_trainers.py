@@ -15,86 +15,8 @@ from transformers import (
 from tiny import tiny_model
 from training_examples import collate, examples, make_trainer
 
-QUESTION = "Which colours does the cross take?"
-
-
-def conversation(video, answer):
-    content = [{"type": "video", "video": str(video)}, {"type": "text", "text": QUESTION}]
-    reply = [{"type": "text", "text": answer}]
-    return [{"role": "user", "content": content}, {"role": "assistant", "content": reply}]
-
-
-def assert_labels_fit(predicted, loss_name="test_loss"):
-    """The loss of the predictions is the loss that the model reported."""
-    logits, labels = torch.from_numpy(predicted.predictions), torch.from_numpy(predicted.label_ids)
-    assert logits.shape[:2] == labels.shape
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert float(loss) == pytest.approx(predicted.metrics[loss_name], rel=1e-4)
-
-
-def at_full_length(published, **selector):
-    model = AutoModelForImageTextToText.from_pretrained(published, trust_remote_code=True)
-    vars(model.config.qtsplus_config).update(selector)
-    model.model.full_length = True
-    return model
-
-
-@pytest.fixture(scope="module")
-def sft_trainer():
-    trl = pytest.importorskip("trl")
-
-    class VideoSFTTrainer(trl.SFTTrainer):
-        def compute_loss(self, *args, **kwargs):
-            return Trainer.compute_loss(self, *args, **kwargs)
-
-    def make(folder, published, mp4, **settings):
-        datasets = pytest.importorskip("datasets")
-        rows = [
-            {"messages": conversation(mp4, answer), "images": []} for answer in ("red", "a red cross and a blue star")
-        ]
-        return VideoSFTTrainer(
-            model=AutoModelForImageTextToText.from_pretrained(published, trust_remote_code=True),
-            args=trl.SFTConfig(
-                str(folder),
-                max_length=None,
-                max_steps=2,
-                per_device_train_batch_size=2,
-                logging_steps=1,
-                save_strategy="no",
-                bf16=False,
-                use_cpu=True,
-                report_to=[],
-                **settings,
-            ),
-            train_dataset=datasets.Dataset.from_list(rows, on_mixed_types="use_json"),
-            processing_class=AutoProcessor.from_pretrained(published, trust_remote_code=True),
-        )
-
-    return make
-
-
-def test_sft_trains_on_the_models_own_loss(sft_trainer, tiny_published, tiny_mp4, tmp_path):
-    trainer = sft_trainer(tmp_path, tiny_published, tiny_mp4)
-    inputs = trainer.data_collator([dict(row) for row in trainer.train_dataset])
-    with torch.no_grad():
-        expected = trainer.model.train()(**inputs)
-    assert expected.logits.shape[1] < inputs["input_ids"].shape[1], "tokens were dropped"
-    before = {name: value.clone() for name, value in trainer.model.named_parameters()}
-    trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.loss.item(), rel=1e-4)
-    moved = {name for name, value in trainer.model.named_parameters() if not torch.equal(before[name], value)}
-    assert any("language_model" in name for name in moved) and any(".qtsplus." in name for name in moved)
-
-    trainer.save_model(tmp_path / "saved")
-    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", trust_remote_code=True)
-    with torch.no_grad():
-        assert torch.equal(saved.eval()(**inputs).logits, trainer.model.eval()(**inputs).logits)
-
-
 PICTURE = Image.effect_noise((112, 112), 99).convert("RGB")
-ASKED = [{"role": "user", "content": "What is this?"}]
 SHORT_RUN = {
-    "max_steps": 1,
     "per_device_train_batch_size": 2,
     "logging_steps": 1,
     "save_strategy": "no",
@@ -104,64 +26,158 @@ SHORT_RUN = {
 }
 
 
-def said(text):
-    return [{"role": "assistant", "content": text}]
+def text(words) -> list[dict]:
+    return [{"type": "text", "text": words}]
 
 
-def test_dpo_and_grpo_take_a_step_with_images(tiny_published, tmp_path):
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    model, reference = (at_full_length(tiny_published) for _ in range(2))
-    processor = AutoProcessor.from_pretrained(tiny_published, trust_remote_code=True)
-    row = {"images": [PICTURE], "prompt": ASKED}
-    preferences = datasets.Dataset.from_list([{**row, "chosen": said("red"), "rejected": said("a blue star")}] * 2)
-    settings = trl.DPOConfig(str(tmp_path), max_length=None, **SHORT_RUN)
-    dpo = trl.DPOTrainer(model, reference, settings, train_dataset=preferences, processing_class=processor)
-    dpo.train()
-    assert dpo.state.log_history[0]["loss"] == pytest.approx(0.6931, abs=1e-3), "the reference is the same model"
-    assert dpo.state.log_history[0]["grad_norm"] > 0
+def conversation(video, answer):
+    question = [{"type": "video", "video": str(video)}, {"type": "text", "text": "Which colours does the cross take?"}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": text(answer)}]
+
+
+def load_published(folder):
+    return AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+
+
+def load_processor(folder):
+    return AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+
+
+def load_at_full_length(folder):
+    model = load_published(folder)
+    model.model.full_length = True
+    return model
+
+
+@pytest.fixture
+def sft_trainer(tiny_published, tiny_mp4, tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    class VideoSFTTrainer(trl.SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return Trainer.compute_loss(self, *args, **kwargs)
+
+    rows = []
+    for answer in ("red", "a red cross and a blue star"):
+        rows.append({"messages": conversation(tiny_mp4, answer), "images": []})
+    return VideoSFTTrainer(
+        model=load_published(tiny_published),
+        args=trl.SFTConfig(str(tmp_path), max_length=None, max_steps=2, **SHORT_RUN),
+        train_dataset=datasets.Dataset.from_list(rows, on_mixed_types="use_json"),
+        processing_class=load_processor(tiny_published),
+    )
+
+
+def collated(trainer):
+    rows = list(map(dict, trainer.train_dataset))
+    return trainer.data_collator(rows)
+
+
+def test_sft_trains_on_the_models_own_loss(sft_trainer, tmp_path):
+    model = sft_trainer.model
+    inputs = collated(sft_trainer)
+    with torch.no_grad():
+        expected = model.train()(**inputs)
+    assert expected.logits.shape[1] < inputs["input_ids"].shape[1], "tokens were dropped"
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    sft_trainer.train()
+    assert sft_trainer.state.log_history[0]["loss"] == pytest.approx(expected.loss.item(), rel=1e-4)
+    moved = [name for name, value in model.named_parameters() if not torch.equal(before[name], value)]
+    assert any("language_model" in name for name in moved)
+    assert any(".qtsplus." in name for name in moved)
+
+    sft_trainer.save_model(tmp_path / "saved")
+    saved = load_published(tmp_path / "saved").eval()
+    with torch.no_grad():
+        logits = model.eval()(**inputs).logits
+        assert torch.equal(saved(**inputs).logits, logits)
+
+
+def test_dpo_takes_a_step_with_images(tiny_published, tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    row = {
+        "images": [PICTURE],
+        "prompt": [{"role": "user", "content": "What is this?"}],
+        "chosen": [{"role": "assistant", "content": "red"}],
+        "rejected": [{"role": "assistant", "content": "a blue star"}],
+    }
+    trainer = trl.DPOTrainer(
+        load_at_full_length(tiny_published),
+        load_at_full_length(tiny_published),
+        trl.DPOConfig(str(tmp_path), max_length=None, max_steps=1, **SHORT_RUN),
+        train_dataset=datasets.Dataset.from_list([row] * 2),
+        processing_class=load_processor(tiny_published),
+    )
+    trainer.train()
+    line = trainer.state.log_history[0]
+    assert line["loss"] == pytest.approx(0.6931, abs=1e-3), "the reference is the same model"
+    assert line["grad_norm"] > 0
+
+
+def test_grpo_takes_a_step_with_images(tiny_published, tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    row = {"images": [PICTURE], "prompt": [{"role": "user", "content": "What is this?"}]}
 
     def shortest(completions, **_):
-        return [-float(len(one[0]["content"])) for one in completions]
+        return [-float(len(completion[0]["content"])) for completion in completions]
 
-    settings = trl.GRPOConfig(str(tmp_path), num_generations=2, max_completion_length=6, **SHORT_RUN)
-    grpo = trl.GRPOTrainer(
-        at_full_length(tiny_published),
+    trainer = trl.GRPOTrainer(
+        load_at_full_length(tiny_published),
         shortest,
-        settings,
+        trl.GRPOConfig(str(tmp_path), num_generations=2, max_completion_length=6, max_steps=1, **SHORT_RUN),
         train_dataset=datasets.Dataset.from_list([row] * 2),
-        processing_class=processor,
+        processing_class=load_processor(tiny_published),
     )
-    grpo.train()
-    assert abs(grpo.state.log_history[0]["loss"]) < 10
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["loss"]) < 10
 
 
-def _stock_marks_answers(folder, template) -> bool:
+def stock_marks_answers(folder, template) -> bool:
     stock = Qwen2_5_VLProcessor.from_pretrained(folder, trust_remote_code=False)
     image = {"type": "image", "image": Image.new("RGB", (56, 56))}
-    asked = {"role": "user", "content": [image, {"type": "text", "text": "What?"}]}
-    answered = {"role": "assistant", "content": [{"type": "text", "text": "red"}]}
-    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    inputs = stock.apply_chat_template([[asked, answered]], chat_template=template, return_tensors="pt", **options)
+    asked = {"role": "user", "content": [image] + text("What?")}
+    answered = {"role": "assistant", "content": text("red")}
+    inputs = stock.apply_chat_template(
+        [[asked, answered]],
+        chat_template=template,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        return_tensors="pt",
+    )
     return bool(torch.as_tensor(inputs["assistant_masks"]).any())
 
 
-def test_sft_supervises_answers_alone(sft_trainer, tiny_published, tiny_mp4, tmp_path):
+def test_sft_supervises_answers_alone(sft_trainer, tiny_published):
     """TRL knows the template of Qwen2.5-VL by its text and has a twin that marks the answers."""
-    trainer = sft_trainer(tmp_path, tiny_published, tiny_mp4)
     templates = pytest.importorskip("trl.chat_template_utils")
-    collator = trainer.data_collator
-    collator.chat_template = templates.qwen2_5_vl_training_chat_template
-    collator.assistant_only_loss = True
-    labels = collator([dict(row) for row in trainer.train_dataset])["labels"][0]
-    said = trainer.processing_class.tokenizer.decode(labels[labels != -100])
-    if not said and not _stock_marks_answers(tiny_published, templates.qwen2_5_vl_training_chat_template):
+    template = templates.qwen2_5_vl_training_chat_template
+    sft_trainer.data_collator.chat_template = template
+    sft_trainer.data_collator.assistant_only_loss = True
+    labels = collated(sft_trainer)["labels"][0]
+    answer = sft_trainer.processing_class.tokenizer.decode(labels[labels != -100])
+    if not answer and not stock_marks_answers(tiny_published, template):
         pytest.skip("this Transformers marks no answer in a prompt with images, for the stock processor neither")
-    assert said == "red<|im_end|>\n" or said == "red<|im_end|>"
+    assert answer.rstrip("\n") == "red<|im_end|>"
+
+
+def assert_labels_fit(predicted):
+    """The loss of the predictions is the loss that the model reported."""
+    logits = torch.from_numpy(predicted.predictions)
+    labels = torch.from_numpy(predicted.label_ids)
+    assert logits.shape[:2] == labels.shape
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert float(loss) == pytest.approx(predicted.metrics["test_loss"], rel=1e-4)
 
 
 def test_labels_beside_the_logits_of_a_plain_trainer(tmp_path):
     def batch(rows):
-        return {name: value for name, value in collate(rows).items() if name != "source_ids"}
+        inputs = collate(rows)
+        del inputs["source_ids"]
+        return inputs
 
     arguments = TrainingArguments(str(tmp_path), per_device_eval_batch_size=4, use_cpu=True, report_to=[])
     arguments.remove_unused_columns = False  # the rows are no dictionaries
@@ -175,5 +191,4 @@ def test_labels_beside_the_logits_of_a_plain_trainer(tmp_path):
 
 def test_labels_beside_the_logits_of_our_trainer(tmp_path):
     trainer = make_trainer(tmp_path, per_device_eval_batch_size=4)
-    predicted = trainer.predict(examples(4))
-    assert_labels_fit(predicted)
+    assert_labels_fit(trainer.predict(examples(4)))
