@@ -155,15 +155,10 @@ def without_first_label(inputs):
     return inputs
 
 
-@pytest.mark.parametrize("full_length", [False, True])
-@pytest.mark.parametrize("pad_left", [False, True])
-def test_labels_that_are_shifted_already_give_the_same_loss(full_length, pad_left):
-    model, inputs = tiny_model(), without_first_label(mixed_inputs(pad_left))
-    model.model.full_length = full_length
-    shifted = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
-    torch.testing.assert_close(model(**inputs, shift_labels=shifted).loss, model(**inputs).loss)
-    with pytest.raises(ValueError, match="^shift_labels .*expected the shape of the prompt"):
-        model(**inputs, shift_labels=shifted[:, 1:])
+def test_labels_that_are_shifted_already_are_refused_beside_a_video():
+    inputs = with_labels(mixed_inputs())
+    with pytest.raises(ValueError, match="Got shift_labels beside images or videos: expected labels"):
+        shared_model()(**inputs, shift_labels=inputs["labels"])
 
 
 def test_at_full_length_every_column_has_a_state_and_the_loss_is_the_same():

@@ -494,10 +494,9 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             ValueError: `logits_to_keep` names a visual token that was not kept; inputs that do not fit each other.
         """
         prompt: Any = inputs_embeds if input_ids is None else input_ids
-        shift_labels = kwargs.pop("shift_labels", None)
-        if prompt is not None:
-            _check_labels("labels", labels, prompt)
-            _check_labels("shift_labels", shift_labels, prompt)
+        if labels is not None and prompt is not None and labels.shape != prompt.shape[:2]:
+            expected = tuple(prompt.shape[:2])
+            raise ValueError(f"labels {tuple(labels.shape)}: expected the shape of the prompt, {expected}.")
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         qtsplus = outputs.qtsplus
         kept = None
@@ -519,11 +518,9 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         if labels is not None:
             loss_options = {name: value for name, value in kwargs.items() if name not in NAMES}
             if kept is not None:
+                if loss_options.get("shift_labels") is not None:
+                    raise ValueError("Got shift_labels beside images or videos: expected labels, which are shortened.")
                 labels = self.compact_labels(labels, input_ids, kept.columns)
-                if shift_labels is not None:
-                    shift_labels = self.shift_labels(shift_labels, input_ids, kept.columns)
-            if shift_labels is not None:
-                loss_options["shift_labels"] = shift_labels
             vocab_size = self.config.text_config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_options)
             if self.training and qtsplus is not None:
@@ -546,15 +543,3 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             labels = labels.masked_fill(is_placeholder, -100)
         kept = KeptColumns(columns, labels.shape[1])
         return kept.shorten(labels).masked_fill(~kept.is_real, -100)
-
-    def shift_labels(self, labels: Tensor, input_ids: Tensor | None, columns: Tensor) -> Tensor:
-        """`[B, S]` labels of the full prompt, each beside the token before its own -> `[B, S']`."""
-        unshifted = nn.functional.pad(labels[:, :-1], (1, 0), value=-100)
-        shortened = self.compact_labels(unshifted, input_ids, columns)
-        return torch.cat([shortened[:, 1:], labels[:, -1:]], dim=1)
-
-
-def _check_labels(name: str, labels: Tensor | None, prompt: Tensor) -> None:
-    expected = tuple(prompt.shape[:2])
-    if labels is not None and labels.shape != expected:
-        raise ValueError(f"{name} {tuple(labels.shape)}: expected the shape of the prompt, {expected}.")
