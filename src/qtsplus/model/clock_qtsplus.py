@@ -158,7 +158,8 @@ class Clock:
         return self._fewest_ticks <= ticks <= self._most_ticks
 
     def _join(self, ticks: int) -> None:
-        self.joins.append((ticks - (self._begin or 0)) * self.step)
+        length = ticks - (self._begin or 0)
+        self.joins.append(length * self.step)
 
     def _take_decoding_time(self, packet: "av.Packet") -> None:
         """In AVI a frame has its time of decoding, unless FFmpeg guesses a long delay of a video that begins late."""
@@ -195,7 +196,10 @@ class Clock:
         off = np.abs(late - np.median(late))
         is_far = off * self.step > LEAP
         decoding_times = set(dts)
-        strays = [place for place in np.flatnonzero(is_far) if pts[place] not in decoding_times]
+        strays = []
+        for place in np.flatnonzero(is_far):
+            if pts[place] not in decoding_times:
+                strays.append(place)
         if not strays or _DAMAGED_SHARE * len(strays) >= len(pts):
             return
         free = sorted(decoding_times.difference(pts))
@@ -203,8 +207,9 @@ class Clock:
         mended = 0
         for place in strays:
             earliest = max(dts[place], first)
+            latest = dts[place] + self._leap
             index = bisect_left(free, earliest)
-            if index < len(free) and free[index] <= dts[place] + self._leap:
+            if index < len(free) and free[index] <= latest:
                 pts[place] = free.pop(index)
                 mended += 1
         if mended:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from .frames_qtsplus import ARRAYS, IMAGE_SUFFIXES, load_frames, stack_frames
-from .sampling_qtsplus import VIDEO_KEYS, VideoRequest, read_keys
+from .sampling_qtsplus import VideoRequest, read_keys
 
 _SOURCES = ("video", "url", "path")
 _KINDS = {"text": "text", "image": "image", "video": "video", "image_url": "image", "video_url": "video"}
@@ -34,18 +34,22 @@ def flatten_videos(videos) -> list[VideoRequest]:
 
 def _check_given(request: VideoRequest) -> None:
     """Raises a `ValueError` for frames that are no pixels, or of which a message says more than their rate."""
-    others = sorted(name for name in VIDEO_KEYS if name != "fps" and getattr(request, name) is not None)
+    others = sorted(request.asked.keys() - {"fps"})
     if others:
         raise ValueError(f"Got frames with {others}; expected the frames to look at, and fps alone.")
-    frames = request.video
-    if isinstance(frames, np.ndarray) and (frames.dtype.kind not in "uif" or frames.dtype == np.uint16):
-        raise ValueError(f"Got frames of the type {frames.dtype}; expected numbers, such as uint8.")
+    if isinstance(request.video, np.ndarray):
+        dtype = request.video.dtype
+        is_number = dtype.kind in "uif"
+        if dtype == np.uint16 or not is_number:
+            raise ValueError(f"Got frames of the type {dtype}; expected numbers, such as uint8.")
 
 
 def _flatten(videos) -> list[VideoRequest]:
     if isinstance(videos, (str, os.PathLike)):
-        path = os.fspath(videos)
-        return [VideoRequest(load_frames(path) if os.path.isdir(path) else path)]
+        video = os.fspath(videos)
+        if os.path.isdir(video):
+            video = load_frames(video)
+        return [VideoRequest(video)]
     if isinstance(videos, Mapping):
         return [_read_video(videos)]
     if hasattr(videos, "convert"):  # an image
@@ -62,8 +66,12 @@ def _flatten(videos) -> list[VideoRequest]:
     elif videos and all(_is_frame(item) for item in videos):
         return [VideoRequest(stack_frames(videos))]
     elif videos and all(_is_image_path(item) for item in videos):
-        return [VideoRequest(load_frames([os.fspath(item) for item in videos]))]
-    return [request for video in videos for request in _flatten(video)]
+        frames = load_frames([os.fspath(item) for item in videos])
+        return [VideoRequest(frames)]
+    requests = []
+    for video in videos:
+        requests += _flatten(video)
+    return requests
 
 
 def _not_a_video(given: str) -> ValueError:
@@ -71,11 +79,15 @@ def _not_a_video(given: str) -> ValueError:
 
 
 def _is_frame(item) -> bool:
-    return hasattr(item, "convert") or (isinstance(item, ARRAYS) and item.ndim == 3)
+    if isinstance(item, ARRAYS):
+        return item.ndim == 3
+    return hasattr(item, "convert")
 
 
 def _is_image_path(item) -> bool:
-    return isinstance(item, (str, os.PathLike)) and os.fspath(item).lower().endswith(IMAGE_SUFFIXES)
+    if not isinstance(item, (str, os.PathLike)):
+        return False
+    return os.fspath(item).lower().endswith(IMAGE_SUFFIXES)
 
 
 def _read_video(part: Mapping) -> VideoRequest:
@@ -110,7 +122,10 @@ def read_messages(messages, loads: bool):
 
 
 def _read_content(part: dict, loads: bool) -> dict:
-    name = part.pop("type", None) or next((kind for kind in _KINDS if kind in part), None)
+    name = part.pop("type", None)
+    if not name:
+        names = [known for known in _KINDS if known in part]
+        name = names[0] if names else None
     if name not in _KINDS:
         raise ValueError(f"A message has content of type {name!r}; expected one of {', '.join(_KINDS)}.")
     kind = _KINDS[name]
@@ -124,7 +139,8 @@ def _read_content(part: dict, loads: bool) -> dict:
     ignored = [repr(key) for key in given if key not in _IMAGE_KEYS]
     if loads and kind == "image" and ignored:
         raise ValueError(f"A message has {', '.join(ignored)} of an image, which no processor takes from there.")
-    if loads and kind == "video" and not set(_SOURCES).isdisjoint(given):
+    names_video = not set(_SOURCES).isdisjoint(given)
+    if loads and kind == "video" and names_video:
         return {"type": kind, "video": part}
     return {"type": kind} | part
 

@@ -40,6 +40,11 @@ class VideoRequest:
         return self.video_start, self.video_end
 
     @property
+    def asked(self) -> dict:
+        """Those of the keys that have a value."""
+        return {name: getattr(self, name) for name in VIDEO_KEYS if getattr(self, name) is not None}
+
+    @property
     def samples(self) -> bool:
         """Whether it asks for a rate or a count."""
         return self.fps is not None or self.num_frames is not None
@@ -48,8 +53,7 @@ class VideoRequest:
         """With what the call asks for where a message asks for nothing; of rate and count a message replaces both."""
         if self.samples:
             call = replace(call, fps=None, num_frames=None)
-        own = {name: value for name, value in vars(self).items() if value is not None}
-        return replace(call, **own)
+        return replace(call, **self.asked)
 
 
 # What a message may say of a video.
