@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -58,20 +58,25 @@ def decode_images(paths: Sequence[str], size: tuple[int, int]) -> Iterator[np.nd
     """
     for path in paths:
         (frame,) = load_frames([path])
-        height, width, _ = frame.shape
-        if (height, width) != size:
+        if frame.shape[:2] != size:
+            given = "{} x {} pixels".format(*frame.shape)
+            first = "{} x {}".format(*size)
             raise ValueError(
-                f"The frame {path!r} has {height} x {width} pixels, the first one {size[0]} x {size[1]}; expected one "
-                "size for the frames of a video."
+                f"The frame {path!r} has {given}, the first one {first}; expected one size for the frames of a video."
             )
         yield frame
 
 
 def image_paths(folder: str) -> list[str]:
     """The images of a folder in natural order; raises `ValueError` if there is none."""
-    names = [name for name in os.listdir(folder) if name.lower().endswith(FRAME_SUFFIXES) and name[0] != "."]
+    names = []
+    for name in os.listdir(folder):
+        is_hidden = name.startswith(".")
+        if name.lower().endswith(FRAME_SUFFIXES) and not is_hidden:
+            names.append(name)
     if not names:
-        expected = f"expected images ({', '.join(FRAME_SUFFIXES)}); `qtsplus index` makes a library of one with videos"
+        suffixes = ", ".join(FRAME_SUFFIXES)
+        expected = f"expected images ({suffixes}); `qtsplus index` makes a library of one with videos"
         raise ValueError(f"The folder {folder!r} holds no frames; {expected}.")
     names.sort(key=_natural_order)
     return [os.path.join(folder, name) for name in names]
@@ -79,9 +84,8 @@ def image_paths(folder: str) -> list[str]:
 
 def _natural_order(name: str) -> tuple[list[int | str], str]:
     """Numbers by value; `²` and the like are letters. Names that differ in leading zeros only keep one order."""
-    parts: list[int | str] = list(re.split(r"(\d+)", name))
-    parts[1::2] = map(int, parts[1::2])  # every second part is a number
-    return parts, name
+    parts = re.split(r"(\d+)", name)
+    return [int(part) if part.isdecimal() else part for part in parts], name
 
 
 def find_gaps(paths: Sequence[str]) -> list[str]:
@@ -99,10 +103,11 @@ def find_gaps(paths: Sequence[str]) -> list[str]:
     gaps = int((steps > smallest).sum())
     if not gaps or smallest < 1 or smallest != np.median(steps):
         return []
-    last_before = os.path.basename(paths[int(np.argmax(steps))])
+    folder, last_before = os.path.split(paths[int(np.argmax(steps))])
+    count = "1 gap" if gaps == 1 else f"{gaps} gaps"
     warning = (
-        f"The numbers of the frames in {os.path.dirname(paths[0])!r} have {gaps} gap{'s' * (gaps > 1)}, such as after "
-        f"{last_before!r}; their times are those of frames without gaps."
+        f"The numbers of the frames in {folder!r} have {count}, such as after {last_before!r}; their times are those "
+        "of frames without gaps."
     )
     logger.warning(warning)
     return [warning]
@@ -113,12 +118,17 @@ def find_gaps(paths: Sequence[str]) -> list[str]:
 
 def stack_frames(frames: Sequence):
     """One video from a list of its frames: PIL images, arrays or tensors."""
-    arrays = [np.asarray(frame.convert("RGB")) if hasattr(frame, "convert") else frame for frame in frames]
+    arrays = []
+    for frame in frames:
+        if hasattr(frame, "convert"):
+            frame = np.asarray(frame.convert("RGB"))
+        arrays.append(frame)
     shapes = {tuple(array.shape) for array in arrays}
     if len(shapes) > 1:
         raise ValueError(f"The frames of one video differ in shape: {sorted(shapes)}; expected one shape.")
-    stack: Callable = torch.stack if torch.is_tensor(arrays[0]) else np.stack
-    return stack(arrays)
+    if torch.is_tensor(arrays[0]):
+        return torch.stack(arrays)
+    return np.stack(arrays)
 
 
 def check_frames(frames, rescaled: bool):
@@ -175,8 +185,10 @@ def _total_by_indices(indices: list[int], count: int, total: int | None) -> int:
     if first < 0 or (gaps < 0).any():
         raise ValueError(f"Got frames_indices={indices[:8]}...; expected ascending ones from 0 on.")
     if total is None:
-        lasts = int(np.median(gaps)) if count > 1 else 1  # the last frame, as long as most
-        return last - first + max(lasts, 1)
+        typical_gap = 1
+        if count > 1:
+            typical_gap = max(int(np.median(gaps)), 1)
+        return last - first + typical_gap  # the last frame lasts as long as most
     if total <= last - first:
         raise ValueError(f"total_num_frames={total}: more are from {first} to {last}.")
     return total

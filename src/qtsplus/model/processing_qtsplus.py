@@ -51,11 +51,14 @@ class QTSplusProcessorMixin(ProcessorMixin):
     def query_token_ids(self) -> dict:
         """The ids by which [`find_query_mask`] finds the question, named as in the model's configuration."""
         tokenizer = self.tokenizer
-        special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = set(tokenizer.all_special_ids)
+        for index, token in tokenizer.added_tokens_decoder.items():
+            if token.special:
+                special.add(index)
         return {
             "user_turn_token_ids": self.prompt_ids(self.user_turn),
             "turn_end_token_id": tokenizer.convert_tokens_to_ids(self.turn_end),
-            "special_token_ids": sorted(special.union(tokenizer.all_special_ids)),
+            "special_token_ids": sorted(special),
             "tool_response_token_ids": self._tool_response_token_ids,
         }
 
@@ -63,9 +66,11 @@ class QTSplusProcessorMixin(ProcessorMixin):
     def _tool_response_token_ids(self) -> list[list[int]]:
         """The ids of `tool_response`, as they are in a turn that a chat template writes."""
         begin, end = self.tool_response
-        header = len(self.prompt_ids(self.user_turn))
-        opening = self.prompt_ids(f"{self.user_turn}\n{begin}\n")[header + 1 : -1]
-        closing = self.prompt_ids(f"{self.turn_end}{end}{self.turn_end}")[1:-1]
+        header_and_break = len(self.prompt_ids(self.user_turn)) + 1
+        turn_that_begins = self.prompt_ids(f"{self.user_turn}\n{begin}\n")
+        opening = turn_that_begins[header_and_break:-1]
+        turn_that_ends = self.prompt_ids(f"{self.turn_end}{end}{self.turn_end}")
+        closing = turn_that_ends[1:-1]
         if opening and closing:
             return [opening, closing]
         return []
@@ -150,7 +155,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
             rows = len(inputs["input_ids"])
             inputs["query_mask"] = self.query_mask(inputs["input_ids"])
         if query is not None:
-            inputs.update(tokenize_query(self.tokenizer, query, rows, like=inputs.get("input_ids")))
+            like = inputs.get("input_ids")
+            inputs.update(tokenize_query(self.tokenizer, query, rows, like))
         return inputs
 
     def apply_chat_template(self, conversation, *args, **kwargs):
@@ -209,8 +215,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     def grid_of(self, num_frames: int, height: int, width: int, **options) -> Tensor:
         """`[1, 3]`: the grid of a video, which the video processor itself makes of a video without values."""
-        frames = max(num_frames, self.video_processor.temporal_patch_size)
-        blank = torch.empty(frames, 3, height, width, dtype=torch.uint8, device="meta")
+        blank = _blank_frames(max(num_frames, self.video_processor.temporal_patch_size), height, width)
         options |= {"do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
         return self.video_processor(videos=[blank], **options)["video_grid_thw"]
 
@@ -219,7 +224,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
         if not options.get("do_resize", self.video_processor.do_resize):
             return height, width
         patch_size = options.get("patch_size") or self.video_processor.patch_size
-        _, rows, columns = self.grid_of(num_frames, height, width, **options)[0].tolist()
+        (grid,) = self.grid_of(num_frames, height, width, **options)
+        _, rows, columns = grid.tolist()
         return rows * patch_size, columns * patch_size
 
     def preprocess_frames(self, frames: np.ndarray, grid: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,18 +234,17 @@ class QTSplusProcessorMixin(ProcessorMixin):
         `[1, 3]`; without `native_resolution` to the model's own.
         """
         processor = self.video_processor
-        height, width = (grid[0, 1:] * processor.patch_size).tolist()
-        resized = np.stack([resize_frame(processor, (height, width), frame) for frame in frames])
-        video = torch.from_numpy(resized).permute(0, 3, 1, 2)
+        _, height, width = (grid[0] * processor.patch_size).tolist()
+        resized = [resize_frame(processor, (height, width), frame) for frame in frames]
+        video = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)
         inputs = processor(videos=[video], do_resize=False, do_sample_frames=False, return_tensors="pt")
         return inputs["pixel_values_videos"], inputs["video_grid_thw"]
 
     def blank_video(self, t: int, h: int, w: int) -> Tensor:
+        """The frames of a video with a grid, without values."""
         processor = self.video_processor
-        frames = t * processor.temporal_patch_size
-        height = h * processor.patch_size
-        width = w * processor.patch_size
-        return torch.empty(frames, 3, height, width, dtype=torch.uint8, device="meta")
+        side = processor.patch_size
+        return _blank_frames(t * processor.temporal_patch_size, h * side, w * side)
 
     def _process_videos(self, videos, **kwargs):
         """As the backbone's own, with the seconds of a temporal patch, which not all backbones give."""
@@ -261,10 +266,15 @@ class QTSplusProcessorMixin(ProcessorMixin):
             return find_query_mask(input_ids, None, **token_ids, question_turns=question_turns)
         masks = []
         for row, ids in enumerate(input_ids):
-            turns = None if question_turns is None else question_turns[row : row + 1]
-            mask = find_query_mask(torch.as_tensor(ids)[None], None, **token_ids, question_turns=turns)
-            masks.append(mask[0].tolist())
+            turns = None if question_turns is None else [question_turns[row]]
+            row_ids = torch.as_tensor(ids)[None]
+            (mask,) = find_query_mask(row_ids, None, **token_ids, question_turns=turns)
+            masks.append(mask.tolist())
         return masks
+
+
+def _blank_frames(num_frames: int, height: int, width: int) -> Tensor:
+    return torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")
 
 
 class Qwen2_5_VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2_5_VLProcessor):

@@ -49,14 +49,15 @@ def find_query_mask(
             question = question_turns[row]
         elif len(turns) > 1 and tool_response_token_ids:
             turns = _written_by_users(ids, turns, user_turn_token_ids, turn_end_token_id, tool_response_token_ids)
-        if not turns or question is None or not -len(turns) <= question < len(turns):
+        if question is None or not -len(turns) <= question < len(turns):
             continue
         start, stop = turns[question]
-        mask[row, start:stop] = eligible[row, start:stop]
+        mask_of_turn = mask[row, start:stop]
+        mask_of_turn.copy_(eligible[row, start:stop])
         if frame_text_token_ids:
             text = ids[start:stop].tolist()
             for first, last in _frame_texts(text, video_token_id, frame_text_token_ids):
-                mask[row, start + first : start + last] = 0
+                mask_of_turn[first:last] = 0
     return mask
 
 
@@ -77,7 +78,8 @@ def find_places(ids: Tensor, pattern: Sequence[int]) -> list[int]:
     if len(ids) < len(pattern):
         return []
     wanted = torch.tensor(list(pattern), device=ids.device)
-    begins = (ids.unfold(0, len(pattern), 1) == wanted).all(-1)
+    windows = ids.unfold(0, len(pattern), 1)
+    begins = (windows == wanted).all(-1)
     return begins.nonzero()[:, 0].tolist()
 
 
@@ -87,7 +89,8 @@ def _find_user_turns(ids: Tensor, header: Sequence[int], turn_end: int) -> list[
     ends.append(len(ids))
     turns = []
     for place in find_places(ids, header):
-        start = min(place + len(header) + 1, len(ids))
+        after_break = place + len(header) + 1
+        start = min(after_break, len(ids))
         stop = ends[bisect_left(ends, start)]
         turns.append((start, stop))
     return turns

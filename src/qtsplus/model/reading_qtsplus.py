@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .processing_qtsplus import QTSplusProcessorMixin
 
 _LEAST_TOKENS = 128  # of a frame, the fewest to which qwen-vl-utils holds the frames of a video by `total_pixels`
-_COUNTS = ("num_frames", "min_frames", "max_frames")
 # What a call says about sampling; the video processor gets frames that are sampled already.
 _SAMPLING = ("fps", "num_frames", "do_sample_frames", "video_metadata")
 
@@ -34,79 +33,100 @@ def read_videos(processor: "QTSplusProcessorMixin", videos, kwargs: dict) -> tup
     Args:
         videos, kwargs: as in a call of the processor.
     """
-    nested = dict(kwargs.get("videos_kwargs") or {})
-    given = nested | kwargs
+    given = dict(kwargs.get("videos_kwargs") or {}) | kwargs
     requests = flatten_videos(videos)
-    settings = processor.video_processor
     rates = per_video("fps", given.get("fps"), len(requests))
     metadata = per_video("video_metadata", given.get("video_metadata"), len(requests))
-    counts = {name: given.get(name) for name in _COUNTS}
-    samples = given.get("do_sample_frames")
-    samples_given_frames = samples
-    if samples is None:
-        samples_given_frames = given.get("fps") or given.get("num_frames")
-
-    names = set(settings.valid_kwargs.__annotations__).difference(_SAMPLING, ["input_data_format"])
-    resizing = {name: value for name, value in given.items() if name in names}
-    do_rescale = resizing.get("do_rescale", settings.do_rescale)
-    # The frames of a file are resized one by one, since all of them at their original size may not fit into memory. The
-    # exceptions: beside given frames, since the video processor resizes all videos of a call or none, and where the
-    # caller says whether or where to resize.
-    only_files = all(isinstance(request.video, str) for request in requests)
-    resizes_singly = only_files and "do_resize" not in resizing and "device" not in resizing
-    if not resizes_singly:
-        resizing = {"do_resize": False}
+    counts = {name: given.get(name) for name in ("num_frames", "min_frames", "max_frames")}
+    resizing = _resizing_of_files(processor, requests, given)
+    fewest = processor.video_processor.temporal_patch_size
 
     frames_of_videos = []
     metadata_of_videos = []
     for request, rate, about in zip(requests, rates, metadata, strict=True):
         by_call = read_keys(counts | {"fps": rate})
         whole = request.over(VideoRequest(request.video, **by_call))
-        choose = frame_choice(settings, whole)
-        if samples is False and not request.samples:
+        choose = frame_choice(processor.video_processor, whole)
+        if given.get("do_sample_frames") is False and not request.samples:
             choose = choose_frames  # without a rate or a count it takes all frames
         if isinstance(request.video, str):
             frames, described = _read_file(processor, whole, choose, resizing)
         else:
-            described = describe_frames(request.video, about, whole.fps)
-            frames = check_frames(request.video, do_rescale)
-            if about is not None and samples_given_frames:
-                chosen = choose(len(frames), described.sampled_fps)
-                frames = frames[chosen]
-                described.frames_indices = np.asarray(described.frames_indices)[chosen].tolist()
-        fewest = settings.temporal_patch_size
+            frames, described = _take_frames(processor, whole, about, choose, given)
         if len(frames) < fewest:  # a single frame, which Qwen3-VL cannot size
             frames = frames[[0] * fewest]
         frames_of_videos.append(frames)
         metadata_of_videos.append(described)
-    times = {"video_metadata": metadata_of_videos, "do_sample_frames": False}
-    if resizes_singly:
-        times["do_resize"] = False
-    return frames_of_videos, _with_videos_kwargs(kwargs, times)
+    options = {"video_metadata": metadata_of_videos, "do_sample_frames": False}
+    if resizing is not None:
+        options["do_resize"] = False
+    return frames_of_videos, _with_video_options(kwargs, options)
 
 
-def _with_videos_kwargs(kwargs: dict, more: dict) -> dict:
-    """The keywords of a call, with `more` for the video processor in place of what they say about sampling."""
-    rest = {name: value for name, value in kwargs.items() if name not in _SAMPLING}
-    nested = dict(kwargs.get("videos_kwargs") or {})
-    for name in _SAMPLING:
-        nested.pop(name, None)
-    rest["videos_kwargs"] = nested | more
-    return rest
+def _resizing_of_files(processor: "QTSplusProcessorMixin", requests: list[VideoRequest], given: dict) -> dict | None:
+    """
+    The options by which the frames of files are resized one by one, since all of them at their original size may not
+    fit into memory.
+
+    Returns:
+        `None` where the video processor resizes them: beside given frames, since it resizes all videos of a call or
+        none, and where the caller says whether or where to resize.
+    """
+    are_files = [isinstance(request.video, str) for request in requests]
+    if "do_resize" in given or "device" in given or not all(are_files):
+        return None
+    names = set(processor.video_processor.valid_kwargs.__annotations__)
+    names.difference_update(_SAMPLING, ["input_data_format"])
+    return {name: given[name] for name in names.intersection(given)}
 
 
 def _read_file(
     processor: "QTSplusProcessorMixin",
     request: VideoRequest,
     choose: FrameChoice,
-    resizing: dict,
+    resizing: dict | None,
 ) -> tuple[np.ndarray, VideoMetadata]:
-    """The chosen frames of a file, at the size that `resizing` gives them."""
+    """The chosen frames of a file, at the size that the model needs if there are options for resizing."""
+    if resizing is None:
+        resizing = {"do_resize": False}
     opened = open_video(request.video, choose, request.within)
     size = size_for(processor, opened, request, **resizing)
-    resample = resizing.get("resample")
-    frames = [resize_frame(processor.video_processor, size, frame, resample) for frame in opened.decode()]
+    frames = []
+    for frame in opened.decode():
+        frames.append(resize_frame(processor.video_processor, size, frame, resizing.get("resample")))
     return np.stack(frames), opened.about.metadata
+
+
+def _take_frames(
+    processor: "QTSplusProcessorMixin",
+    request: VideoRequest,
+    metadata,
+    choose: FrameChoice,
+    given: dict,
+) -> tuple[np.ndarray, VideoMetadata]:
+    """The frames that a caller gives and their metadata; sampled if they have some and the call asks for that."""
+    described = describe_frames(request.video, metadata, request.fps)
+    frames = check_frames(request.video, given.get("do_rescale", processor.video_processor.do_rescale))
+    samples = given.get("do_sample_frames")
+    if samples is None:
+        samples = given.get("fps") or given.get("num_frames")
+    if metadata is not None and samples:
+        chosen = choose(len(frames), described.sampled_fps)
+        frames = frames[chosen]
+        indices = np.asarray(described.frames_indices)
+        described.frames_indices = indices[chosen].tolist()
+    return frames, described
+
+
+def _with_video_options(kwargs: dict, options: dict) -> dict:
+    """The keywords of a call, with options for the video processor in place of what they say about sampling."""
+    rest = dict(kwargs)
+    nested = dict(kwargs.get("videos_kwargs") or {})
+    for name in _SAMPLING:
+        rest.pop(name, None)
+        nested.pop(name, None)
+    rest["videos_kwargs"] = nested | options
+    return rest
 
 
 def open_chunks(
@@ -117,19 +137,20 @@ def open_chunks(
     """[`QTSplusProcessorMixin.video_chunks`] of a file, an address or a folder."""
     temporal = processor.video_processor.temporal_patch_size
     if os.path.isdir(request.video):
-        counts = (request.num_frames, request.min_frames, request.max_frames)
-        if any(limit is not None for limit in counts + request.within):
+        limits = request.asked.keys() & {"num_frames", "min_frames", "max_frames", "video_start", "video_end"}
+        if limits:
             raise ValueError(
                 f"Got a start, an end or a count for the folder {request.video!r}; all frames are looked at."
             )
         opened = open_folder(request.video, request.fps)
     else:
-        opened = open_video(request.video, frame_choice(processor.video_processor, request), request.within)
+        choose = frame_choice(processor.video_processor, request)
+        opened = open_video(request.video, choose, request.within)
     size = size_for(processor, opened, request)
     grid = processor.grid_of(opened.shape[0], *size, do_resize=not processor.native_resolution)
     if frames_per_chunk is None:
-        patches_per_step = int(grid[0, 1] * grid[0, 2])
-        frames_per_chunk = PATCHES_PER_CHUNK // patches_per_step * temporal
+        _, rows, columns = grid[0].tolist()
+        frames_per_chunk = PATCHES_PER_CHUNK // (rows * columns) * temporal
     steps_per_chunk = max(int(frames_per_chunk) // temporal, 1)
     return VideoChunks(
         **vars(opened),
@@ -174,7 +195,8 @@ def stand_ins(
     Videos of the given grids without values, by which the backbone's processor counts placeholders; and the keywords
     of the call for them. Without seconds or metadata they have any times, for prompts that state none.
     """
-    videos = [processor.blank_video(*grid) for grid in torch.as_tensor(video_grid_thw).tolist()]
+    grids = torch.as_tensor(video_grid_thw).tolist()
+    videos = [processor.blank_video(*grid) for grid in grids]
     nested = kwargs.get("videos_kwargs") or {}
     metadata = kwargs.get("video_metadata") or nested.get("video_metadata")
     if not metadata:
@@ -185,12 +207,12 @@ def stand_ins(
             )
         temporal = processor.video_processor.temporal_patch_size
         steps = [temporal] * len(videos) if second_per_grid_ts is None else second_per_grid_ts
-        metadata = [
-            describe_frames(video, None, temporal / float(seconds))
-            for video, seconds in zip(videos, steps, strict=True)
-        ]
+        metadata = []
+        for video, seconds in zip(videos, steps, strict=True):
+            rate = temporal / float(seconds)
+            metadata.append(describe_frames(video, None, rate))
     stand_in = {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
-    return videos, _with_videos_kwargs(kwargs, stand_in)
+    return videos, _with_video_options(kwargs, stand_in)
 
 
 def fetch_images(image_processor, images):

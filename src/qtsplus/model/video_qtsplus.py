@@ -75,8 +75,8 @@ def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float
     first, stop = film.stretch(*within)
     total = stop - first
     indices = first + np.asarray(choose(total, film.fps))
-    # A quarter of a frame later, since containers round timestamps.
-    decode = functools.partial(film.show, (indices + 0.25) / film.fps)
+    instants = (indices + 0.25) / film.fps  # a quarter of a frame later, since containers round timestamps
+    decode = functools.partial(film.show, instants)
     height, width, _ = next(decode()).shape
     metadata = VideoMetadata(
         total_num_frames=total,
@@ -87,7 +87,8 @@ def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float
         video_backend="pyav",
         frames_indices=[int(index) for index in indices],
     )
-    about = AboutVideo(metadata, film.start + first / film.fps, film.warnings, film.sound)
+    start = film.start + first / film.fps
+    about = AboutVideo(metadata, start, film.warnings, film.sound)
     return VideoFile(film.name, about, (len(indices), height, width), decode)
 
 
@@ -135,9 +136,11 @@ def resize_frame(
 
 def shrink(size: tuple[int, int], most: float, side: int) -> tuple[int, int]:
     """A height and width, multiples of the `side` of a token, of a frame of that many pixels at most."""
-    scale = min(math.sqrt(most / math.prod(size)), 1)
-    height, width = (max(int(length * scale / side), 1) * side for length in size)
-    return height, width
+    height, width = size
+    scale = min(math.sqrt(most / (height * width)), 1)
+    rows = max(int(height * scale / side), 1)
+    columns = max(int(width * scale / side), 1)
+    return rows * side, columns * side
 
 
 @dataclass(kw_only=True)
