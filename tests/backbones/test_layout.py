@@ -1,5 +1,7 @@
 """Spans with newlines, frames apart, separators and the text in front of frames, without a model."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,8 @@ from qtsplus.model.layout_qtsplus import QTSplusBackboneMixin, VisualSpan, find_
 from qtsplus.model.prompt_qtsplus import IMAGE, TEXT, VIDEO, PromptRow
 from qtsplus.model.question_qtsplus import find_query_mask
 
-GRIDS = st.tuples(*[st.integers(1, 4)] * 3)
+SIDE = st.integers(1, 4)
+GRIDS = st.tuples(SIDE, SIDE, SIDE)
 
 
 class FramesApart(QTSplusBackboneMixin):
@@ -20,73 +23,85 @@ def unplaced(grid):
     return {IMAGE: [], VIDEO: FramesApart().visual_spans(VIDEO, [grid])}
 
 
-def row_of(spans, length):
-    candidates = torch.cat([span.token_columns() for span in spans])
+def span_of(grid, by_row, start):
+    """A video with a newline behind every row, or behind all of it."""
+    line = grid[2] if by_row else math.prod(grid)
+    return VisualSpan(VIDEO, 0, start, grid, line=line)
+
+
+def kept_columns(spans, length, kept_indices):
+    """`[length]` bool, the columns of a row that stay where some candidates do."""
     nothing = torch.zeros(3, length, dtype=torch.long)
     columns = torch.arange(length)
-    return PromptRow(columns, columns, spans, nothing, nothing, candidates, find_separators(spans, length))
+    row = PromptRow(
+        columns=columns,
+        types=columns,
+        spans=spans,
+        positions=nothing,
+        language_positions=nothing,
+        candidates=torch.cat([span.token_columns() for span in spans]),
+        separators=find_separators(spans, length),
+    )
+    return row.keep(torch.tensor(sorted(kept_indices)))
 
 
 @given(grid=GRIDS, by_row=st.booleans(), start=st.integers(0, 5))
 def test_tokens_and_newlines_fill_a_span(grid, by_row, start):
-    t, h, w = grid
-    span = VisualSpan(VIDEO, 0, start, grid, line=w if by_row else t * h * w)
-    tokens, ends = span.token_columns(), span.line_ends()
-    assert torch.equal(torch.cat([tokens, ends]).sort().values, torch.arange(start, start + span.length))
-    assert len(ends) == (t * h if by_row else 1) and int(ends[-1]) == start + span.length - 1
+    span = span_of(grid, by_row, start)
+    ends = span.line_ends()
+    columns = torch.cat([span.token_columns(), ends])
+    assert columns.sort().values.tolist() == list(range(start, span.stop))
+    assert len(ends) == (grid[0] * grid[1] if by_row else 1)
+    assert int(ends[-1]) == span.stop - 1
 
 
 @given(grid=GRIDS, by_row=st.booleans(), data=st.data())
 def test_a_newline_stays_exactly_where_a_token_of_its_line_does(grid, by_row, data):
-    t, h, w = grid
-    line = w if by_row else t * h * w
-    span = VisualSpan(VIDEO, 0, 2, grid, line=line)
-    kept = data.draw(st.sets(st.integers(0, t * h * w - 1), min_size=1))
-    keep = row_of([span], span.length + 4).keep(torch.tensor(sorted(kept)))
-    assert set(span.token_columns()[keep[span.token_columns()]].tolist()) == {2 + i + i // line for i in kept}
-    assert keep[span.line_ends()].tolist() == [
-        any(i // line == number for i in kept) for number in range(t * h * w // line)
-    ]
-    assert keep[:2].all() and keep[-2:].all()
+    span = span_of(grid, by_row, 2)
+    kept = data.draw(st.sets(st.integers(0, span.tokens - 1), min_size=1))
+    keep = kept_columns([span], span.length + 4, kept)
+    tokens = keep[span.token_columns()]
+    assert set(tokens.nonzero().flatten().tolist()) == kept
+    lines_kept = {token // span.line for token in kept}
+    assert set(keep[span.line_ends()].nonzero().flatten().tolist()) == lines_kept
+    assert keep[:2].all()
+    assert keep[-2:].all()
 
 
 @given(frames=st.integers(1, 5), tokens=st.integers(1, 4), text=st.integers(2, 4), data=st.data())
 def test_a_frame_goes_with_its_text_behind_the_first(frames, tokens, text, data):
-    # What stands: 3 x prompt, then per frame its text, its tokens and one token that closes it, then 2 x prompt.
-    length = 3 + frames * (text + tokens + 1) + 2
-    types = torch.full((length,), TEXT)
-    starts = [3 + text + frame * (text + tokens + 1) for frame in range(frames)]
-    for start in starts:
-        types[start : start + tokens] = VIDEO
-    (spans,) = find_spans([types], unplaced((frames, 1, tokens)))
-    assert [span.start for span in spans] == starts and [span.frame for span in spans] == list(range(frames))
+    # 3 x prompt, then per frame its text, its tokens and one token that closes it, then 2 x prompt.
+    of_frame = [TEXT] * text + [VIDEO] * tokens + [TEXT]
+    types = [TEXT] * 3 + of_frame * frames + [TEXT] * 2
+    (spans,) = find_spans([torch.tensor(types)], unplaced((frames, 1, tokens)))
     kept = data.draw(st.sets(st.integers(0, frames * tokens - 1), min_size=1))
-    keep = row_of(spans, length).keep(torch.tensor(sorted(kept)))
-    for frame, start in enumerate(starts):
-        stays = frame == 0 or any(index // tokens == frame for index in kept)
-        around = [*range(start - text, start), start + tokens]
-        assert keep[around].tolist() == [stays] * (text + 1)
-        assert keep[start : start + tokens].tolist() == [frame * tokens + i in kept for i in range(tokens)]
-    assert keep[:3].all() and keep[-2:].all()
+    keep = kept_columns(spans, len(types), kept).tolist()
+    for frame, span in enumerate(spans):
+        begin = 3 + frame * len(of_frame)
+        assert span.frame == frame
+        assert span.start == begin + text
+        tokens_kept = [frame * tokens + token in kept for token in range(tokens)]
+        stays = frame == 0 or any(tokens_kept)
+        assert keep[begin : begin + len(of_frame)] == [stays] * text + tokens_kept + [stays]
+    assert all(keep[:3])
+    assert all(keep[-2:])
 
 
 def test_a_video_does_not_go_on_in_another_row():
     types = torch.tensor([TEXT, VIDEO, VIDEO, TEXT, VIDEO, VIDEO, TEXT])
-    halves = [types[:4], types[3:]]
     with pytest.raises(ValueError, match="Row 1: 2 video placeholder"):
-        find_spans(halves, unplaced((2, 1, 2)))
+        find_spans([types[:4], types[3:]], unplaced((2, 1, 2)))
 
 
 USER, END, BREAK, IMG, IMG_END, PAD, FRAME = 90, 91, 10, 92, 93, 94, 40
-HEADER = [FRAME, 41, 42]
 
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("before", "behind"), [([], [1, 2]), ([1, 2], []), ([1], [2, FRAME]), ([FRAME, 1], [2])])
-@pytest.mark.parametrize("line_break", [True, False])
+@pytest.mark.parametrize("line_break", [[BREAK], []], ids=["lines", "no lines"])
 def test_the_text_of_frames_is_no_question(count, before, behind, line_break):
-    frame = [*HEADER, IMG, PAD, PAD, IMG_END]
-    video = frame + [token for _ in range(count - 1) for token in ([BREAK] if line_break else []) + frame]
-    ids = torch.tensor([[USER, BREAK, *before, *video, *behind, END]])
-    mask = find_query_mask(ids, None, [USER], END, [IMG, IMG_END, PAD, USER, END], PAD, [FRAME])
-    assert ids[0][mask[0].bool()].tolist() == before + behind
+    frame = [FRAME, 41, 42, IMG, PAD, PAD, IMG_END]
+    video = frame + (line_break + frame) * (count - 1)
+    ids = torch.tensor([USER, BREAK, *before, *video, *behind, END])
+    (mask,) = find_query_mask(ids[None], None, [USER], END, [IMG, IMG_END, PAD, USER, END], PAD, [FRAME])
+    assert ids[mask.bool()].tolist() == before + behind
