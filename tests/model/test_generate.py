@@ -1,15 +1,16 @@
 """`generate` against a loop without a cache over the same shortened prompt."""
 
-import inspect
-
 import pytest
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from tiny import BOS, EOS, PAD, batch, compress, prompt
 
-VIDEO, WIDE, IMAGE = (4, 8, 12), (3, 4, 20), (1, 8, 8)
+VIDEO = (4, 8, 12)
+WIDE = (3, 4, 20)
+IMAGE = (1, 8, 8)
+VOCABULARY = 512
 NEW = 8
 CALL = {"max_new_tokens": NEW, "do_sample": False}
 
@@ -53,25 +54,31 @@ class Loop:
         return self.model.lm_head(hidden[:, -1])
 
     @torch.no_grad()
-    def append(self, tokens, rows=None):
-        if rows is not None:
-            self.ids, self.embeds, self.mask = self.ids[rows], self.embeds[rows], self.mask[rows]
-            self.positions = self.positions[:, rows]
-        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
-        self.embeds = torch.cat([self.embeds, self.model.get_input_embeddings()(tokens[:, None])], 1)
-        self.mask = torch.cat([self.mask, torch.ones_like(tokens[:, None])], 1)
-        self.positions = torch.cat([self.positions, self.positions[..., -1:] + 1], 2)
+    def append(self, tokens):
+        new = tokens[:, None]
+        embeds = self.model.get_input_embeddings()(new)
+        self.ids = torch.cat([self.ids, new], dim=1)
+        self.embeds = torch.cat([self.embeds, embeds], dim=1)
+        self.mask = torch.cat([self.mask, torch.ones_like(new)], dim=1)
+        self.positions = torch.cat([self.positions, self.positions[..., -1:] + 1], dim=2)
+
+    def select(self, rows):
+        self.ids = self.ids[rows]
+        self.embeds = self.embeds[rows]
+        self.mask = self.mask[rows]
+        self.positions = self.positions[:, rows]
 
     def decode(self, choose, steps=NEW):
         """Until every row has ended or `steps` tokens; a row that has ended gets padding."""
-        done = torch.zeros(len(self.ids), dtype=torch.bool)
+        is_done = torch.zeros(len(self.ids), dtype=torch.bool)
         scores = []
         for _ in range(steps):
-            scores.append(self.logits())
-            tokens = choose(scores[-1]).masked_fill(done, PAD)
+            logits = self.logits()
+            scores.append(logits)
+            tokens = choose(logits).masked_fill(is_done, PAD)
             self.append(tokens)
-            done |= tokens == EOS
-            if done.all():
+            is_done |= tokens == EOS
+            if is_done.all():
                 break
         return scores
 
@@ -83,9 +90,14 @@ def greedy(logits):
 def new_tokens(output, inputs):
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
     copies = len(sequences) // len(inputs["input_ids"])
-    given = inputs["input_ids"].repeat_interleave(copies, 0)
-    assert torch.equal(sequences[:, : given.shape[1]], given), "the caller's ids come back first"
-    return sequences[:, given.shape[1] :]
+    prompt_ids = inputs["input_ids"].repeat_interleave(copies, 0)
+    width = prompt_ids.shape[1]
+    assert torch.equal(sequences[:, :width], prompt_ids), "the caller's ids come back first"
+    return sequences[:, width:]
+
+
+def check_tokens(output, inputs, loop):
+    assert new_tokens(output, inputs).tolist() == loop.new.tolist()
 
 
 @pytest.mark.parametrize("call", [{}, {"retention": 0.1}, {"max_visual_tokens": 5}], ids=str)
@@ -93,10 +105,8 @@ def test_greedy_with_scores(model, ragged, call):
     loop = Loop(model, ragged, **call)
     scores = loop.decode(greedy)
     output = model.generate(**ragged, **call, **CALL, return_dict_in_generate=True, output_scores=True)
-    assert new_tokens(output, ragged).tolist() == loop.new.tolist()
-    assert len(output.scores) == len(scores)
-    for ours, theirs in zip(output.scores, scores, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    check_tokens(output, ragged, loop)
+    torch.testing.assert_close(list(output.scores), scores, atol=1e-4, rtol=1e-4)
     assert [len(kept) for kept in output.qtsplus.kept_indices] == output.qtsplus.n.tolist()
     assert output.qtsplus.n[1] == 0
 
@@ -116,72 +126,81 @@ def test_sampling_with_a_seed_one_or_several_sequences_of_each_prompt(model, rag
     torch.manual_seed(7)
     options = {"do_sample": True, "temperature": temperature, "top_k": 0, "num_return_sequences": copies}
     output = model.generate(**ragged, max_new_tokens=NEW, **options)
-    assert new_tokens(output, ragged).tolist() == loop.new.tolist()
+    check_tokens(output, ragged, loop)
     assert len(set(map(tuple, loop.new.tolist()))) > 3 * copies - 3
 
 
 @pytest.mark.parametrize("returned", [1, 2])
 def test_beams(model, ragged, returned):
-    beams, steps, rows = 3, 5, len(ragged["input_ids"])
+    beams = 3
+    steps = 5
+    rows = len(ragged["input_ids"])
+    end = VOCABULARY - 1
     output = model.generate(
         **ragged,
         max_new_tokens=steps,
         num_beams=beams,
         num_return_sequences=returned,
         do_sample=False,
-        eos_token_id=511,
-        suppress_tokens=[511],
+        eos_token_id=end,
+        suppress_tokens=[end],
         return_dict_in_generate=True,
         output_scores=True,
     )
-    assert output.sequences_scores.shape == (rows * returned,) and output.sequences_scores.isfinite().all()
+    assert output.sequences_scores.shape == (rows * returned,)
+    assert output.sequences_scores.isfinite().all()
     loop = Loop(model, ragged, copies=beams)
-    total = torch.tensor([0.0, *[-1e9] * (beams - 1)] * rows)
+    first_of_row = torch.arange(rows)[:, None] * beams
+    total = torch.full((rows, beams), -1e9)  # at first the beams of a row are equal, and one of them counts
+    total[:, 0] = 0.0
     for _ in range(steps):
-        scores = loop.logits()
-        scores[:, 511] = -torch.inf
-        scores = (scores.log_softmax(-1) + total[:, None]).view(rows, -1)
-        best = scores.topk(beams)
-        total = best.values.flatten()
-        parents = best.indices // 512 + torch.arange(rows)[:, None] * beams
-        loop.append((best.indices % 512).flatten(), parents.flatten())
-    expected = loop.new.view(rows, beams, -1)[:, :returned].flatten(0, 1)
-    assert new_tokens(output, ragged).tolist() == expected.tolist()
+        logits = loop.logits()
+        logits[:, end] = -torch.inf
+        scores = logits.log_softmax(-1).view(rows, beams, -1) + total[..., None]
+        best = scores.flatten(1).topk(beams)
+        total = best.values
+        parents = best.indices // VOCABULARY + first_of_row
+        tokens = best.indices % VOCABULARY
+        loop.select(parents.flatten())
+        loop.append(tokens.flatten())
+    expected = loop.new.view(rows, beams, -1)[:, :returned]
+    assert new_tokens(output, ragged).tolist() == expected.flatten(0, 1).tolist()
 
 
 def test_repetition_penalty(model, ragged):
     def penalised(logits):
-        seen = torch.zeros_like(logits).scatter(1, loop.ids, 1.0)
-        if (loop.mask == 0).any():  # padding is not part of a row's text
-            real = [set(row[kept.bool()].tolist()) for row, kept in zip(loop.ids, loop.mask, strict=True)]
-            for row, tokens in enumerate(real):
-                seen[row, PAD] = float(PAD in tokens)
+        seen = torch.zeros_like(logits)
+        for row, ids in enumerate(loop.ids):
+            is_real = loop.mask[row].bool()  # padding is not part of a row's text
+            seen[row, ids[is_real]] = 1.0
         penalty = torch.where(logits < 0, logits * 1.7, logits / 1.7)
         return torch.where(seen.bool(), penalty, logits).argmax(-1)
 
     loop = Loop(model, ragged)
     loop.decode(penalised)
     output = model.generate(**ragged, **CALL, repetition_penalty=1.7)
-    assert new_tokens(output, ragged).tolist() == loop.new.tolist()
+    check_tokens(output, ragged, loop)
 
 
 class Recorder(BaseStreamer):
     def __init__(self):
-        self.pieces, self.ended = [], False
+        self.pieces = []
+        self.has_ended = False
 
     def put(self, value):
         self.pieces.append(value.flatten().tolist())
 
     def end(self):
-        self.ended = True
+        self.has_ended = True
 
 
 def test_streamer(model, single):
     streamer = Recorder()
     output = model.generate(**single, **CALL, streamer=streamer)
-    assert streamer.pieces[0] == single["input_ids"][0].tolist()
-    assert [token for piece in streamer.pieces[1:] for token in piece] == new_tokens(output, single)[0].tolist()
-    assert streamer.ended
+    shown_prompt, *shown_tokens = streamer.pieces
+    assert shown_prompt == single["input_ids"][0].tolist()
+    assert sum(shown_tokens, []) == new_tokens(output, single)[0].tolist()
+    assert streamer.has_ended
 
 
 @pytest.mark.parametrize(
@@ -191,17 +210,15 @@ def test_prompt_lookup_gives_the_same_tokens(model, single, how):
     loop = Loop(model, single, retention=0.2)
     loop.decode(greedy, 16)
     output = model.generate(**single, retention=0.2, max_new_tokens=16, do_sample=False, **how)
-    assert new_tokens(output, single).tolist() == loop.new.tolist()
+    check_tokens(output, single, loop)
 
 
 def test_lengths_count_the_callers_prompt(model, ragged):
     width = ragged["input_ids"].shape[1]
     expected = model.generate(**ragged, max_new_tokens=6, do_sample=False)
-    assert model.generate(**ragged, max_length=width + 6, do_sample=False).tolist() == expected.tolist()
-    from_config = inspect.signature(GenerationMixin.generate).parameters["generation_config"]
-    assert from_config.default is None
-    config = type(model.generation_config)(max_length=width + 6, do_sample=False)
-    assert model.generate(**ragged, generation_config=config).tolist() == expected.tolist()
+    config = GenerationConfig(max_length=width + 6, do_sample=False)
+    for options in ({"max_length": width + 6, "do_sample": False}, {"generation_config": config}):
+        assert torch.equal(model.generate(**ragged, **options), expected)
     assert config.max_length == width + 6, "the caller's configuration is left alone"
     with pytest.raises(ValueError, match="max_new_tokens"):
         model.generate(**ragged, max_length=width)
@@ -210,9 +227,10 @@ def test_lengths_count_the_callers_prompt(model, ragged):
 def test_a_number_of_new_tokens_that_is_none_leaves_the_length(model, single):
     """As stock: the `None` of the call replaces what the configuration says."""
     width = single["input_ids"].shape[1]
-    config = type(model.generation_config)(max_new_tokens=15, min_new_tokens=9, do_sample=False)
+    config = GenerationConfig(max_new_tokens=15, min_new_tokens=9, do_sample=False)
     lengths = {"max_length": width + 6, "max_new_tokens": None, "min_length": width + 6, "min_new_tokens": None}
-    assert model.generate(**single, generation_config=config, **lengths).shape[1] == width + 6
+    sequences = model.generate(**single, generation_config=config, **lengths)
+    assert sequences.shape[1] == width + 6
 
 
 @pytest.mark.parametrize("at_least", [{"min_new_tokens": 5}, {"min_length": 5}], ids=["min_new_tokens", "min_length"])

@@ -17,7 +17,7 @@ from model_checks import (
     with_labels,
 )
 from qtsplus.model.prompt_qtsplus import CACHE
-from tiny import VIDEO_PAD, batch, prompt, stock_twin, tiny_model
+from tiny import IMAGE_PAD, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
 
 # Embeddings ----------------------------------------------------------------------------------------------------------
 
@@ -36,18 +36,21 @@ def test_the_input_embeddings_can_be_read_and_replaced(cls):
 @TIED
 @pytest.mark.parametrize("size", [530, 506])
 def test_resized_embeddings_keep_the_old_rows_work_and_are_saved(tmp_path, cls, tied, size):
-    model, inputs = build(cls, tied=tied), mixed_inputs()
-    old, before = model.get_input_embeddings().weight.detach().clone(), main_output(model, inputs)
+    model = build(cls, tied=tied)
+    inputs = mixed_inputs()
+    old = model.get_input_embeddings().weight.detach().clone()
+    before = main_output(model, inputs)
     model.resize_token_embeddings(size)
     kept = min(size, 512)
-    assert model.get_input_embeddings().weight.shape == (size, 64)
+    weight = model.get_input_embeddings().weight
+    assert weight.shape == (size, 64)
     assert model.config.text_config.vocab_size == size
-    assert torch.equal(model.get_input_embeddings().weight[:kept], old[:kept])
+    assert torch.equal(weight[:kept], old[:kept])
     after = main_output(model, inputs)
     if cls is BACKBONE:
         assert torch.equal(after, before)
         return
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    assert (model.lm_head.weight is weight) == tied
     assert after.shape[-1] == size
     torch.testing.assert_close(after[..., :kept], before[..., :kept], atol=1e-5, rtol=1e-5)
     model.save_pretrained(tmp_path)
@@ -62,18 +65,20 @@ def test_resized_embeddings_keep_the_old_rows_work_and_are_saved(tmp_path, cls, 
 
 @CLASSES
 def test_eager_and_sdpa_attention_agree(tmp_path, cls):
-    model, inputs = build(cls), mixed_inputs()
-    model.save_pretrained(tmp_path)
-    eager = cls.from_pretrained(tmp_path, attn_implementation="eager")
-    sdpa = cls.from_pretrained(tmp_path, attn_implementation="sdpa")
-    for one, name in ((eager, "eager"), (sdpa, "sdpa")):
-        assert one.config._attn_implementation == one.config.text_config._attn_implementation == name
-        assert one.config.vision_config._attn_implementation == name
-    assert (real_output(eager, inputs) - real_output(sdpa, inputs)).abs().max() < 1e-4
+    inputs = mixed_inputs()
+    build(cls).save_pretrained(tmp_path)
+    outputs = []
+    for name in ("eager", "sdpa"):
+        model = cls.from_pretrained(tmp_path, attn_implementation=name)
+        for config in (model.config, model.config.text_config, model.config.vision_config):
+            assert config._attn_implementation == name
+        outputs.append(real_output(model, inputs))
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=0)
 
 
 def test_hidden_states_and_attentions_have_the_shape_of_the_shortened_prompt():
-    model, inputs = tiny_model(), mixed_inputs()
+    model = tiny_model()
+    inputs = mixed_inputs()
     model.set_attn_implementation("eager")
     output = model(**inputs, output_hidden_states=True, output_attentions=True)
     output.hidden_states[0].retain_grad()
@@ -83,40 +88,45 @@ def test_hidden_states_and_attentions_have_the_shape_of_the_shortened_prompt():
         model.config.text_config.output_hidden_states = True
         assert len(model(**inputs).hidden_states) == 3, "as the configuration asks"
     rows, width = output.qtsplus.columns.shape
-    assert width < inputs["input_ids"].shape[1] and output.logits.shape[:2] == (rows, width)
-    assert [tuple(h.shape) for h in output.hidden_states] == [(rows, width, 64)] * 3
-    assert [tuple(a.shape) for a in output.attentions] == [(rows, 4, width, width)] * 2
+    assert width < inputs["input_ids"].shape[1]
+    assert output.logits.shape[:2] == (rows, width)
+    assert [states.shape for states in output.hidden_states] == [(rows, width, 64)] * 3
+    assert [weights.shape for weights in output.attentions] == [(rows, 4, width, width)] * 2
     assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
-    real = output.qtsplus.columns >= 0
-    weights = output.attentions[0].sum(-1).transpose(1, 2)[real]
-    torch.testing.assert_close(weights, torch.ones_like(weights))
+    is_real = output.qtsplus.columns >= 0
+    sums = output.attentions[0].sum(-1).transpose(1, 2)[is_real]
+    torch.testing.assert_close(sums, torch.ones_like(sums))
 
 
 @CLASSES
 def test_return_dict_false_gives_the_same_values_as_a_tuple(cls):
-    model, inputs = build(cls), mixed_inputs()
+    model = build(cls)
+    inputs = mixed_inputs()
+    names = ["last_hidden_state", CACHE, "image_outputs", "video_outputs", "qtsplus"]
     if cls is FULL:
         inputs = with_labels(inputs)
+        names[:1] = ["loss", "logits"]
     with torch.no_grad():
-        named, plain = model(**inputs), model(**inputs, return_dict=False)
-    assert isinstance(plain, tuple) and len(plain) == len(named.to_tuple())
-    names = list(named)
-    assert names == [*(("loss", "logits") if cls is FULL else ("last_hidden_state",)), CACHE,
-                     "image_outputs", "video_outputs", "qtsplus"]  # fmt: skip
+        named = model(**inputs)
+        plain = model(**inputs, return_dict=False)
+    assert isinstance(plain, tuple)
+    assert list(named) == names
     for name, value in zip(names, plain, strict=True):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, named[name])
 
 
 def test_a_text_takes_a_four_dimensional_mask_as_stock_does():
-    model, inputs = shared_model(), batch(prompt(question=9))
+    model = shared_model()
+    inputs = batch(prompt(question=9))
     length = inputs["input_ids"].shape[1]
     causal = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
     call = {"input_ids": inputs["input_ids"], "attention_mask": causal}
     position_ids = torch.arange(length).expand(3, 1, -1)
     ours = main_output(model, call, position_ids=position_ids)
-    assert (ours - main_output(stock_twin(model), call, position_ids=position_ids)).abs().max() < 1e-4
-    assert (ours - main_output(model, inputs)).abs().max() < 1e-4
+    stock = main_output(stock_twin(model), call, position_ids=position_ids)
+    for other in (stock, main_output(model, inputs)):
+        torch.testing.assert_close(ours, other, atol=1e-4, rtol=0)
 
 
 def test_a_four_dimensional_mask_over_a_video_is_refused():
@@ -128,23 +138,27 @@ def test_a_four_dimensional_mask_over_a_video_is_refused():
 
 @CLASSES
 def test_embeddings_of_a_text_are_as_good_as_its_ids(cls):
-    model, inputs = build(cls), batch(prompt(question=5), prompt(question=20, seed=2))
-    if cls is FULL:  # whose first output is the loss then
+    model = build(cls)
+    inputs = batch(prompt(question=5), prompt(question=20, seed=2))
+    if cls is FULL:
         inputs = with_labels(inputs)
     expected = model(**inputs)
     embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
     again = model(**inputs, inputs_embeds=embeds)
-    assert torch.equal(again[0], expected[0]) and (cls is BACKBONE or torch.equal(again.logits, expected.logits))
+    for name in ("last_hidden_state",) if cls is BACKBONE else ("loss", "logits"):
+        assert torch.equal(again[name], expected[name])
 
 
 def test_the_loss_is_the_cross_entropy_of_the_shifted_logits_of_the_shortened_prompt():
-    model, inputs = shared_model(), with_labels(mixed_inputs())
+    inputs = with_labels(mixed_inputs())
     with torch.no_grad():
-        output = model(**inputs)
+        output = shared_model()(**inputs)
     columns = output.qtsplus.columns
-    labels = inputs["labels"].masked_fill(torch.isin(inputs["input_ids"], torch.tensor([499, VIDEO_PAD])), -100)
+    is_visual = torch.isin(inputs["input_ids"], torch.tensor([IMAGE_PAD, VIDEO_PAD]))
+    labels = inputs["labels"].masked_fill(is_visual, -100)
     labels = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
-    expected = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    predictions = output.logits[:, :-1].flatten(0, 1)
+    expected = nn.functional.cross_entropy(predictions, labels[:, 1:].flatten())
     torch.testing.assert_close(output.loss, expected)
 
 
@@ -162,16 +176,18 @@ def test_labels_that_are_shifted_already_are_refused_beside_a_video():
 
 
 def test_at_full_length_every_column_has_a_state_and_the_loss_is_the_same():
-    model, inputs = tiny_model(), without_first_label(mixed_inputs())
+    model = tiny_model()
+    inputs = without_first_label(mixed_inputs())
     short = model(**inputs)
+    answer = model.generate(**inputs, max_new_tokens=3)
     model.model.full_length = True
     full = model(**inputs, output_hidden_states=True)
-    real = short.qtsplus.columns >= 0
-    places = short.qtsplus.columns[real]
-    rows = torch.arange(len(real))[:, None].expand_as(real)[real]
+    is_real = short.qtsplus.columns >= 0
+    columns = short.qtsplus.columns[is_real]
+    rows = is_real.nonzero()[:, 0]
     assert full.logits.shape[:2] == full.hidden_states[0].shape[:2] == inputs["input_ids"].shape
-    assert torch.equal(full.logits[rows, places], short.logits[real])
+    assert torch.equal(full.logits[rows, columns], short.logits[is_real])
     torch.testing.assert_close(full.loss, short.loss)
-    assert (full.qtsplus.columns >= 0).sum() == real.sum()
-    assert torch.equal(full.qtsplus.columns[rows, places], places)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=3), tiny_model().generate(**inputs, max_new_tokens=3))
+    assert int((full.qtsplus.columns >= 0).sum()) == len(columns)
+    assert torch.equal(full.qtsplus.columns[rows, columns], columns)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=3), answer)
