@@ -33,7 +33,7 @@ def status(name: str) -> float:
 def relevance() -> dict[str, float]:
     """180,000 visual tokens, a sixth naively and in training; 16 heads over 2 of keys. Less results and gradients."""
     from naive import naive_log_relevance
-    from qtsplus.model.configuration_qtsplus import REDUCTIONS
+    from qtsplus.model.fields_qtsplus import REDUCTIONS
     from qtsplus.model.relevance_qtsplus import log_relevance
 
     num_tokens, head_dim = 180_000, 16

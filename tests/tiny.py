@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.model.configuration_qtsplus import CHOICES
+from qtsplus.model.fields_qtsplus import CHOICES
 from qtsplus.model.methods_qtsplus import top_n
 from qtsplus.model.prompt_qtsplus import take_inputs
 from qtsplus.model.selector_qtsplus import GATES, Gated, find_threshold

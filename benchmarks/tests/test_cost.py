@@ -11,7 +11,7 @@ from benchmarks.speed.shapes import MODEL_SHAPES, build_pair, make_config, make_
 from pairs import counted_flops
 from qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.hub.files import hub_configs
-from qtsplus.model.configuration_qtsplus import REDUCTIONS
+from qtsplus.model.fields_qtsplus import REDUCTIONS
 from qtsplus.model.lm_attention_qtsplus import attention_layer
 
 TEXT, QUESTION, RETENTION = 10, 5, 0.11

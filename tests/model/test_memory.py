@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qtsplus.model.configuration_qtsplus import REDUCTIONS
+from qtsplus.model.fields_qtsplus import REDUCTIONS
 from qtsplus.model.relevance_qtsplus import QTSplusLayer, grouped_attention, rotary_tables
 from tiny import batch, compress, prompt, tiny_model
 

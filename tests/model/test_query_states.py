@@ -9,7 +9,7 @@ from model_checks import mixed_inputs, mixed_rows, question_mask
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.convert import convert, convert_reference_config
 from qtsplus.hub.files import hub_configs
-from qtsplus.model.configuration_qtsplus import QUERY_STATES
+from qtsplus.model.fields_qtsplus import QUERY_STATES
 from reference import GOLDEN
 from tiny import IM_END, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qtsplus import QTSplusConfig, QTSplusSelector
-from qtsplus.model.configuration_qtsplus import POSITION_IDS, REDUCTIONS
+from qtsplus.model.fields_qtsplus import POSITION_IDS, REDUCTIONS
 from qtsplus.model.methods_qtsplus import METHODS, TIE, Candidates
 from qtsplus.model.selector_qtsplus import encode_rows, find_threshold, gumbel_gate, gumbel_noise, soft_gate
 from tiny import PAD, PAPER, batch, prompt, tiny_model

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from naive import assert_equal_to_twin, naive_log_relevance, states
-from qtsplus.model.configuration_qtsplus import REDUCTIONS
+from qtsplus.model.fields_qtsplus import REDUCTIONS
 from qtsplus.model.relevance_qtsplus import log_relevance
 
 HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (12, 3), (16, 2), (28, 4)]

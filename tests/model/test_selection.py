@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from naive import naive_farthest
 from qtsplus import QTSplusConfig
 from qtsplus.model.budget_qtsplus import share_of_mass
-from qtsplus.model.configuration_qtsplus import SELECTIONS
+from qtsplus.model.fields_qtsplus import SELECTIONS
 from qtsplus.model.methods_qtsplus import (
     METHODS,
     TIE,

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from attention_twin import twin_targets
 from naive import naive_log_relevance
-from qtsplus.model.configuration_qtsplus import REDUCTIONS
+from qtsplus.model.fields_qtsplus import REDUCTIONS
 from qtsplus.model.relevance_qtsplus import log_relevance
 from qtsplus.model.selector_qtsplus import GATES
 from qtsplus.training import QTSplusTrainingArguments

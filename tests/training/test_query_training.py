@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtsplus.model.configuration_qtsplus import QUERY_STATES, REDUCTIONS
+from qtsplus.model.fields_qtsplus import QUERY_STATES, REDUCTIONS
 from qtsplus.training.attention import answer_attention, relevance_divergences
 from tiny import tiny_model
 from training_examples import inputs_and_labels, steps, trained

@@ -1,9 +1,6 @@
 """Configuration of QTSplus, the query-aware visual-token selector, and of the Qwen-VL models with it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, get_args
 
 from packaging.version import parse
 from transformers import PreTrainedConfig
@@ -13,58 +10,16 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 from transformers.utils import logging
 
+from .fields_qtsplus import are_ids, check_fields, check_names, require, unknown_fields
+
+# Lists of token ids, which JSON brings as lists; of a response's two tags, the ids of each.
+Ids = list[int] | tuple[int, ...]
+Tags = list[list[int]] | tuple[tuple[int, ...], ...]
+
 VERSION = "0.1.0"  # of the code; every config.json that it writes has it as `qtsplus_version`
 # Patches that are read and encoded together without gradients. They fill a GPU and take a few hundred MB in bfloat16.
 PATCHES_PER_CHUNK = 16384
-QUERY_STATES = ("embeddings", "layer")
-REDUCTIONS = ("max", "mean", "sum")
-POSITION_IDS = ("original", "sequential")
 SEEN_AREA = 0.8  # A calibration with less does not tell what a video shows from what it does not show.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "budget": ("rho", "mass", "loss"),
-    "query_states": QUERY_STATES,
-    "reduction": REDUCTIONS,
-    "gate": ("gumbel", "detached", "soft"),
-    "position_ids": POSITION_IDS,
-}
-# The names of methods_qtsplus.METHODS. `selection` also takes `module:function` and `file.py:function`.
-SELECTIONS = (
-    "qtsplus",
-    "uniform",
-    "random",
-    "all",
-    "diversity",
-    "coverage",
-    "temporal_redundancy",
-    "lm_attention",
-)
-_ABOVE_0 = 1e-12
-_LARGEST = 2**31 - 1
-# The least and the most of every number; its annotation says whether it is a whole one and whether it may be absent.
-_RANGES: dict[str, tuple[float, float]] = {
-    "rho_min": (_ABOVE_0, 1),
-    "rho_max": (_ABOVE_0, 1),
-    "n_max": (1, _LARGEST),
-    "token_price": (_ABOVE_0, 10**9),
-    "relevance_mass": (_ABOVE_0, 1),
-    "budget_hidden_size": (1, _LARGEST),
-    "tau_s": (_ABOVE_0, 10**9),
-    "attention_layer": (0, _LARGEST),
-    "attention_group": (1, _LARGEST),
-    "attention_mass": (_ABOVE_0, 1),
-    "scoring_layers": (1, _LARGEST),
-    "reencode_layers": (0, _LARGEST),
-    "dropout": (0, 0.999),
-    "evidence_share": (_ABOVE_0, 1),
-    "seen_threshold": (_ABOVE_0, 1),
-    "seen_area": (_ABOVE_0, 1),
-    "trained_seconds": (_ABOVE_0, 10**9),
-    "lambda_t": (0, 10**9),
-    "lambda_m": (0, 10**9),
-    "lambda_s": (0, 10**9),
-    "rho_prior": (0, 1),
-    "target_n": (_ABOVE_0, _LARGEST),
-}
 # A saved configuration without these fields is older than they are and means the paper's values.
 _BEFORE = {"query_states": "embeddings", "reduction": "max", "budget": "rho", "null_token": False}
 
@@ -169,7 +124,7 @@ class QTSplusConfig(PreTrainedConfig):
     selection: str = "qtsplus"
     query_states: str = "layer"
     attention_layer: int | None = None
-    attention_heads: list[int] | tuple[int, ...] | None = None
+    attention_heads: Ids | None = None
     attention_group: int = 8192
     attention_mass: float = 0.6
     scoring_layers: int = 1
@@ -195,46 +150,14 @@ class QTSplusConfig(PreTrainedConfig):
         return super().from_dict(_BEFORE | config_dict, **kwargs)
 
     def __post_init__(self, **kwargs):
-        _check_names(kwargs)
+        check_names(kwargs, QTSplusConfig.__annotations__)
         super().__post_init__(**kwargs)
-        for name, kind in QTSplusConfig.__annotations__.items():
-            self._check_field(name, kind)
-        self._require(self.rho_min <= self.rho_max, "rho_min, rho_max", "rho_min <= rho_max")
+        check_fields(self, QTSplusConfig.__annotations__)
+        require(self, self.rho_min <= self.rho_max, ["rho_min", "rho_max"], "rho_min <= rho_max")
         can_reach_target = self.target_n is None or self.budget != "mass"
-        self._require(can_reach_target, "target_n, budget", "a target_n with another budget, which training moves")
+        require(self, can_reach_target, ["target_n", "budget"], "a target_n with another budget, which training moves")
         is_whole_calibration = (self.seen_threshold is None) == (self.seen_area is None)
-        self._require(is_whole_calibration, "seen_threshold, seen_area", "both or neither")
-
-    def _check_field(self, name: str, kind: Any) -> None:
-        """Raises `ValueError` for a value that is not of the field's kind, or out of its range."""
-        value = getattr(self, name)
-        if name in CHOICES:
-            self._require(value in CHOICES[name], name, f"one of {CHOICES[name]}")
-        elif name in _RANGES:
-            self._check_number(name, kind)
-        elif name == "selection":
-            is_method = isinstance(value, str) and (value in SELECTIONS or ":" in value)
-            self._require(is_method, name, f"one of {SELECTIONS}, or the 'module:function' of another method")
-        elif name == "attention_heads":
-            are_heads = value is None or (_are_ids(value) and 0 < len(set(value)) == len(value))
-            self._require(are_heads, name, "different whole numbers from 0 on, at least one")
-        else:
-            self._require(isinstance(value, bool), name, "true or false")
-
-    def _check_number(self, name: str, kind: Any) -> None:
-        value = getattr(self, name)
-        if value is None and type(None) in get_args(kind):
-            return
-        is_whole = kind in (int, int | None)
-        is_number = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
-        least, most = _RANGES[name]
-        noun = "a whole number" if is_whole else "a number"
-        self._require(is_number and least <= value <= most, name, f"{noun} from {least:,} to {most:,}")
-
-    def _require(self, holds: bool, names: str, expected: str) -> None:
-        if not holds:
-            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names.split(", "))
-            raise ValueError(f"QTSplusConfig got {given}; expected {expected}.")
+        require(self, is_whole_calibration, ["seen_threshold", "seen_area"], "both or neither")
 
     def seconds_exceeded_by(self, seconds: float) -> float | None:
         """The longest video of the training, in seconds, where one of so many seconds is longer; `None` elsewhere."""
@@ -272,12 +195,12 @@ class QTSplusConfigMixin:
     keys_to_ignore_at_inference = ["cache", "past_key_values", "image_outputs", "video_outputs", "qtsplus"]
 
     qtsplus_config: dict | PreTrainedConfig | None = None  # the selector; its defaults where absent
-    user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)  # <|im_start|>user, without the line break
+    user_turn_token_ids: Ids = (151644, 872)  # <|im_start|>user, without the line break
     turn_end_token_id: int = 151645  # <|im_end|>
-    special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151657))  # never part of a question
+    special_token_ids: Ids = tuple(range(151643, 151657))  # never part of a question
     # The ids that begin and end a tool's response in a turn of the user: `<tool_response` and `</tool_response>`. The
     # first has no `>`, because that is one token with the line break behind it.
-    tool_response_token_ids: list[list[int]] | tuple[tuple[int, ...], ...] = ((27, 14172, 9655), (522, 14172, 9655, 29))
+    tool_response_token_ids: Tags = ((27, 14172, 9655), (522, 14172, 9655, 29))
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
@@ -312,7 +235,7 @@ class QTSplusConfigMixin:
             )
         for name in ("user_turn_token_ids", "special_token_ids", "frame_text_token_ids"):
             ids = getattr(self, name, ())
-            if not _are_ids(ids):
+            if not are_ids(ids):
                 raise ValueError(f"{name}={ids!r}: expected a list of token ids, whole numbers from 0 on.")
         self.qtsplus_config = selector
         kwargs.pop("model_type", None)  # a base checkpoint's config.json has the stock model's
@@ -342,8 +265,8 @@ class Qwen3VLQTSplusConfig(QTSplusConfigMixin, Qwen3VLConfig):
     model_type = "qwen3_vl_qtsplus"
     sub_configs, sub_configs_defaults = with_selector(Qwen3VLConfig)
 
-    tool_response_token_ids: list[list[int]] | tuple[tuple[int, ...], ...] = ((151665,), (151666,))
-    frame_text_token_ids: list[int] | tuple[int, ...] = (27,)
+    tool_response_token_ids: Tags = ((151665,), (151666,))
+    frame_text_token_ids: Ids = (27,)
 
 
 class Qwen3_5QTSplusConfig(QTSplusConfigMixin, Qwen3_5Config):
@@ -352,17 +275,17 @@ class Qwen3_5QTSplusConfig(QTSplusConfigMixin, Qwen3_5Config):
     model_type = "qwen3_5_qtsplus"
     sub_configs, sub_configs_defaults = with_selector(Qwen3_5Config)
 
-    user_turn_token_ids: list[int] | tuple[int, ...] = (248045, 846)
+    user_turn_token_ids: Ids = (248045, 846)
     turn_end_token_id: int = 248046
-    special_token_ids: list[int] | tuple[int, ...] = tuple(range(248044, 248058))
-    tool_response_token_ids: list[list[int]] | tuple[tuple[int, ...], ...] = ((248066,), (248067,))
-    frame_text_token_ids: list[int] | tuple[int, ...] = (27,)
+    special_token_ids: Ids = tuple(range(248044, 248058))
+    tool_response_token_ids: Tags = ((248066,), (248067,))
+    frame_text_token_ids: Ids = (27,)
 
 
 def _check_version(written: str | None, selector: dict) -> None:
     if written is None or parse(str(written)) <= parse(VERSION):
         return
-    unknown = [name for name in sorted(selector) if not _is_known(name)]
+    unknown = unknown_fields(selector, QTSplusConfig.__annotations__)
     versions = f"The model was written by qtsplus {written}, and this is {VERSION}"
     if unknown:
         raise ValueError(
@@ -370,27 +293,6 @@ def _check_version(written: str | None, selector: dict) -> None:
             "qtsplus is installed, with trust_remote_code=True."
         )
     logging.get_logger(__name__).warning_once(f"{versions}: it loads, but install {written} if something is odd.")
-
-
-def _is_known(name: str) -> bool:
-    """Whether a field is one of [`QTSplusConfig`] or one that Transformers gives to every configuration."""
-    inherited = hasattr(PreTrainedConfig, name) or hasattr(PreTrainedConfig, f"_{name}")
-    return inherited or name in QTSplusConfig.__annotations__ or name.startswith("_") or name == "auto_map"
-
-
-def _check_names(names: Iterable[str]) -> None:
-    """Raises `ValueError` for a field that no [`QTSplusConfig`] has."""
-    for name in names:
-        if not _is_known(name):
-            nearest = get_close_matches(name, QTSplusConfig.__annotations__, n=2, cutoff=0)
-            raise ValueError(f"QTSplusConfig has no field {name!r}; the nearest are {' and '.join(nearest)}.")
-
-
-def _are_ids(value: Any) -> bool:
-    """Whether a value is a list of whole numbers from 0 on, as token ids and numbers of heads are."""
-    if not isinstance(value, (list, tuple)):
-        return False
-    return all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in value)
 
 
 __all__ = [

@@ -21,7 +21,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.processing_utils import ProcessorMixin
 
-from .configuration_qtsplus import QTSplusConfigMixin, with_selector
+from .configuration_qtsplus import Ids, QTSplusConfigMixin, with_selector
 from .generation_qtsplus import QTSplusPreTrainedMixin
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin
 from .processing_qtsplus import QTSplusProcessorMixin
@@ -125,8 +125,8 @@ class InternVLQTSplusConfig(QTSplusConfigMixin, InternVLConfig):
     sub_configs, sub_configs_defaults = with_selector(InternVLConfig)
 
     video_token_id: int = 151656  # a video's placeholder, which no text has; by default Qwen2.5's `<|video_pad|>`
-    special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151674))
-    frame_text_token_ids: list[int] | tuple[int, ...] = ()  # open the text in front of a frame (`Frame`)
+    special_token_ids: Ids = tuple(range(151643, 151674))
+    frame_text_token_ids: Ids = ()  # open the text in front of a frame (`Frame`)
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -275,7 +275,7 @@ class LlavaOnevisionQTSplusConfig(QTSplusConfigMixin, LlavaOnevisionConfig):
 
     # What a newline ends: the "video" in LLaVA-OneVision, every "row" in LLaVA-Video (mm_newline_position="grid").
     video_newline: str = "video"
-    special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151648))
+    special_token_ids: Ids = tuple(range(151643, 151648))
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
