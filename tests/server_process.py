@@ -2,16 +2,61 @@
 
 import contextlib
 import os
+import re
 import socket
 import ssl
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+
+TAKEN = re.compile("already in use|empty port", re.IGNORECASE)  # what servers say of a port that another one has
+
+
+@contextlib.contextmanager
+def running_server(
+    log: Path,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    path: str = "/health",
+) -> Iterator[int]:
+    """
+    Starts Python with arguments, waits until a server answers a path such as /health, and stops it at the end of the
+    block.
+
+    A port that is free can be taken by another process before the server has it. Then another port is tried.
+
+    Args:
+        arguments: `{port}` in them stands for the port.
+        environment: what is added to this process's.
+
+    Yields:
+        the port.
+    """
+    added = {"OMP_NUM_THREADS": "1"} | (environment or {})
+    process = None
+    while process is None:
+        port = free_port()
+        command = [argument.replace("{port}", str(port)) for argument in arguments]
+        with open(log, "w") as output:
+            process = subprocess.Popen([sys.executable, *command], stdout=output, stderr=output, env=os.environ | added)
+        while process.poll() is None and not answers(port, path):
+            time.sleep(0.2)
+        if process.poll() is not None:
+            said = log.read_text()
+            assert TAKEN.search(said), said[-3000:]
+            process = None
+    try:
+        yield port
+        assert process.poll() is None, log.read_text()[-3000:]
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def free_port() -> int:
@@ -20,34 +65,13 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-@contextlib.contextmanager
-def running_server(
-    port: int, log: Path, *arguments: str, environment: Mapping[str, str] | None = None, path: str = "/health"
-) -> Iterator[subprocess.Popen]:
-    """
-    Starts Python with arguments, waits until a path such as /health answers, and stops it at the end of the block.
-
-    Args:
-        environment: what is added to this process's.
-    """
-    added = {"OMP_NUM_THREADS": "1", **(environment or {})}
-    with open(log, "w") as output:
-        command = [sys.executable, *arguments]
-        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **added})
+def answers(port: int, path: str) -> bool:
+    """Whether a server is ready: it may want a key, which is an answer too."""
     try:
-        while not healthy(port, path):
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.2)
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def healthy(port: int, path: str = "/health") -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
-            return answer.status == 200
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code < 500
     except OSError:
         return False
 

@@ -14,7 +14,7 @@ from benchmarks.synthesis.engine import Item, ItemFailed, Job, Ledger, run_job
 from benchmarks.synthesis.questions import write_questions
 from benchmarks.synthesis.video_steps import VideoTeacher, screen, write_answers
 from qtsplus.data.records import Caption, Choice
-from server_process import free_port, running_server
+from server_process import running_server
 
 pytestmark = pytest.mark.slow
 
@@ -22,11 +22,10 @@ pytestmark = pytest.mark.slow
 @contextlib.contextmanager
 def serving(model, log):
     """A server with one model; ends with the block."""
-    port = free_port()
     # As the console script `transformers serve` does.
     program = "from transformers.cli.transformers import main; main()"
-    options = ["serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    with running_server(port, log, "-c", program, *options):
+    options = ["serve", str(model), "--host", "127.0.0.1", "--port", "{port}", "--device", "cpu"]
+    with running_server(log, "-c", program, *options) as port:
         yield f"http://127.0.0.1:{port}/v1"
 
 

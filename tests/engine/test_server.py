@@ -19,7 +19,7 @@ import openai
 import qtsplus
 from clips import render_clip
 from engine_runs import TOKENS, build, engine_environment, processor_of, same_basis, write_folder
-from server_process import free_port, running_server
+from server_process import running_server
 from tiny_backbones import QWEN2_5_VL
 
 VIDEOS, CLIENTS, KEY = 8, 32, "correct horse"
@@ -47,8 +47,7 @@ def model():
 def server(tmp_path_factory, clips, model):
     folder = tmp_path_factory.mktemp("served")
     published = write_folder(*model, folder)
-    port = free_port()
-    command = ["-m", "qtsplus.cli", "serve", published, "--port", port, "--allow-media-root", clips]
+    command = ["-m", "qtsplus.cli", "serve", published, "--port", "{port}", "--allow-media-root", clips]
     command += ["--api-key", KEY, "--"]
     command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", 1024]
     command += ["--limit-mm-per-prompt", json.dumps({"video": 3, "image": 2})]
@@ -56,7 +55,7 @@ def server(tmp_path_factory, clips, model):
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**engine_environment(), "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    with running_server(port, folder / "server.log", *map(str, command), environment=environment):
+    with running_server(folder / "server.log", *map(str, command), environment=environment) as port:
         yield f"http://127.0.0.1:{port}"
 
 

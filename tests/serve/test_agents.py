@@ -25,7 +25,7 @@ from qtsplus.cli import app
 from qtsplus.hub.loading import load
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
-from server_process import free_port
+from server_process import running_server
 
 mcp = pytest.importorskip("mcp", reason="needs the extra mcp")
 httpx2 = pytest.importorskip("httpx2")
@@ -74,28 +74,20 @@ def stdio(library, tiny_published, tmp_path_factory):
 @pytest.fixture(scope="module")
 def port(library, tiny_published, tmp_path_factory):
     """That of a server that wants a key."""
-    port, log = free_port(), tmp_path_factory.mktemp("log") / "log"
-    places = ("--http", f"127.0.0.1:{port}", "--watch", f"door={library.index.videos}/a.mp4")
+    log = tmp_path_factory.mktemp("log") / "log"
+    places = ("--http", "127.0.0.1:{port}", "--watch", f"door={library.index.videos}/a.mp4")
     line = command(library, tiny_published, *places, "--api-key", KEY)
-    with open(log, "w") as output:
-        process = subprocess.Popen([sys.executable, *line], stdout=output, stderr=output)
-    while process.poll() is None and status(port) is None:
-        time.sleep(0.1)
-    assert process.poll() is None, log.read_text()
-    yield port
-    assert process.poll() is None, log.read_text()
-    process.terminate()
-    assert process.wait() in (0, -15) and "Traceback" not in log.read_text(), log.read_text()
+    with running_server(log, *line, path="/mcp") as port:
+        yield port
+    assert "Traceback" not in log.read_text()
 
 
 def status(port, body=b"{}", **headers):
     """What a server says to a message that no client of the SDK would send."""
     sent = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", **headers}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    with contextlib.suppress(ConnectionRefusedError), contextlib.closing(connection):
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         connection.request("POST", "/mcp", body, sent)
         return connection.getresponse().status
-    return None
 
 
 @contextlib.asynccontextmanager

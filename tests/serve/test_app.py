@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("gradio")
 sync_api = pytest.importorskip("playwright.sync_api")
 from qtsplus.cli.demonstration import CLIP, QUESTIONS  # noqa: E402
-from server_process import free_port, running_server  # noqa: E402
+from server_process import running_server  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.app, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
@@ -32,13 +32,13 @@ def browser():
 @pytest.fixture(scope="module")
 def address(tmp_path_factory, tiny_published) -> Iterator[str]:
     """The page of the tiny model, from the command; whatever the server sends beyond this machine goes to a proxy."""
-    port, log = free_port(), tmp_path_factory.mktemp("app") / "log"
+    log = tmp_path_factory.mktemp("app") / "log"
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         beyond = f"http://127.0.0.1:{proxy.getsockname()[1]}"
         environment = {"http_proxy": beyond, "https_proxy": beyond, "no_proxy": "127.0.0.1,localhost"}
-        command = ["-m", "qtsplus.cli", "app", "--model", str(tiny_published), "--port", str(port)]
+        command = ["-m", "qtsplus.cli", "app", "--model", str(tiny_published), "--port", "{port}"]
         command += ["--allow-host", "films.example"]
-        with running_server(port, log, *command, environment={**environment, "HF_HUB_OFFLINE": "0"}, path="/"):
+        with running_server(log, *command, environment={**environment, "HF_HUB_OFFLINE": "0"}, path="/") as port:
             yield f"http://127.0.0.1:{port}/"
         proxy.setblocking(False)
         with pytest.raises(BlockingIOError):
