@@ -6,21 +6,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
 from .files import check_folder, listed, locked, naming_full_disk, whole_file
-from .journals import State, file_state, write_json
+from .journals import Document, State, file_state, write_json
 
 # In every folder that is written here: what was written, so that a later run replaces that and nothing else.
 WRITTEN = ".qtsplus-files.json"
-# What Transformers and its parsers raise for a file that is there, but not what its name says.
+# What Transformers and its parsers raise for a file whose content is not what its name says: with a message for users,
+# or without.
 _SPEAKING = (OSError, ValueError, ImportError, StrictDataclassError)
-_CODE = (TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError)
-_BROKEN = (*_SPEAKING, *_CODE, UnpicklingError, SafetensorError, TemplateError)
+_SILENT = (
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    ArithmeticError,
+    UnpicklingError,
+    SafetensorError,
+    TemplateError,
+)
 
 
 @contextmanager
@@ -49,14 +57,15 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
 def check_own(folder: str | Path) -> Path:
     """The folder of [`whole_folder`], before anything is computed for it; raises as that does."""
     folder = check_folder(folder).resolve()
+    others = set()
     if (folder / WRITTEN).is_file():
-        others = sorted(_files(folder).keys() - _unchanged(folder))
-    else:
-        others = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        others = _files(folder).keys() - _unchanged(folder)
+    elif folder.exists():
+        others = {path.name for path in folder.iterdir()}
     if others:
         raise FileExistsError(
             f"{folder} holds files that an earlier run did not write, or that were changed since "
-            f"({listed(others)}); choose another folder, or move them away."
+            f"({listed(sorted(others))}); choose another folder, or move them away."
         )
     return folder
 
@@ -84,14 +93,18 @@ def reading(what: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # What the library of tokenizers raises is of no kind of its own: such as for merges outside of the vocabulary.
-        if not isinstance(error, _BROKEN) and type(error) is not Exception:
+        # All kinds have to be caught because the tokenizers library raises `Exception` itself, for example for merges
+        # outside of the vocabulary; every kind that is not expected is raised again.
+        is_expected = isinstance(error, _SPEAKING + _SILENT) or type(error) is Exception
+        if not is_expected:
             raise
-        kind = "" if isinstance(error, _SPEAKING) else f"{type(error).__name__}: "
-        raise ValueError(f"{what} cannot be used: {kind}{' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        if not isinstance(error, _SPEAKING):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{what} cannot be used: {reason}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Document:
     """A JSON object; a `ValueError` for no such file, one that cannot be read, or other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -106,9 +119,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def update_json(path: Path, drop: tuple[str, ...] = (), **values: Any) -> None:
+def update_json(path: Path, drop: tuple[str, ...] = (), **values: object) -> None:
     """Sets and removes keys of a JSON file."""
-    content = {name: value for name, value in {**read_json(path), **values}.items() if name not in drop}
+    content = read_json(path) | values
+    for name in drop:
+        content.pop(name, None)
     with whole_file(path) as file:
         file.write(json.dumps(content, indent=2) + "\n")
 

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import islice
 from numbers import Integral
 from os import PathLike
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 from ruamel.yaml import YAML
@@ -47,7 +47,7 @@ def parse_yaml(text: str, name: str):
         raise ValueError(f"{name} is not YAML that can be read: {problem}.") from error
 
 
-def _check_size(events: Iterable[Any]) -> None:
+def _check_size(events: Iterable) -> None:
     """Raises `ValueError` for aliases, and for values inside too many others."""
     depth = 0
     for event in events:
