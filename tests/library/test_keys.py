@@ -143,7 +143,8 @@ def test_the_order_is_that_of_the_features(loaded, tmp_path, monkeypatch, reduct
 def test_copies_share_their_keys(films, loaded, tmp_path):
     (films / "copy.mp4").write_bytes((films / "1.mp4").read_bytes())
     library = Library(index(films, tmp_path / "library", *loaded).folder, *loaded)
-    assert len(keys_of(library.folder)) == 4 and len(library.names) == 5
+    assert len(keys_of(library.folder)) == 4
+    assert len(library.names) == 5
     assert places(library.find(QUESTIONS[0], 5)) == places(without_keys(library).find(QUESTIONS[0], 5))
 
 
@@ -197,7 +198,8 @@ def test_damaged_keys_end_in_one_line_and_are_made_again(library, films, loaded,
             opened.find(QUESTIONS[0], 3)
     said = []
     index(films, library.folder, *loaded, say=said.append)
-    assert len(said) == 1 and said[0].endswith("are damaged, and are made again.")
+    assert len(said) == 1
+    assert said[0].endswith("are damaged, and are made again.")
     assert places(library.find(QUESTIONS[0], 3)) == right
 
 

@@ -87,7 +87,8 @@ def test_find_names_the_file_the_seconds_and_the_place(library, name):
     assert item.appears_at <= best.start < best.end <= item.vanishes_at
     left, top, right, bottom = best.pixels
     x, y = item.start
-    assert left <= x <= right and top <= y <= bottom
+    assert left <= x <= right
+    assert top <= y <= bottom
     assert all(best.weight >= other.weight for other in others)
 
 
@@ -173,7 +174,8 @@ def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
     assert frames == whole.about.metadata.frames_indices
     item = only_there("a.mp4")
     best = library.find(f"What is in the {item.name}?")[0]
-    assert best.name == "a.mp4" and item.appears_at <= best.start < best.end <= item.vanishes_at
+    assert best.name == "a.mp4"
+    assert item.appears_at <= best.start < best.end <= item.vanishes_at
     answer = library.ask(f"What is in the {item.name}?", max_new_tokens=4)
     assert answer.evidence[0].name == "a.mp4"
     assert item.appears_at <= answer.evidence[0].start < answer.evidence[0].end <= item.vanishes_at
@@ -196,7 +198,8 @@ def test_pieces_of_one_second_are_told_apart(library):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library_module, "clock", lambda seconds: "0:00")
         answer = library.ask_pieces(QUESTION, pieces, max_new_tokens=1)
-    assert len(answer.keep_maps["a.mp4"]) == 6 and answer.visual_tokens == 108
+    assert len(answer.keep_maps["a.mp4"]) == 6
+    assert answer.visual_tokens == 108
 
 
 def test_a_model_that_is_gone_is_named(library, videos, loaded, tmp_path):
@@ -228,7 +231,8 @@ def test_names_of_any_kind_are_shown_and_asked_about(videos, tiny_published, tmp
     folder = tmp_path / "library"
     assert qtsplus("index", tmp_path / "films", "--out", folder, "--model", tiny_published).exit_code == 0
     found = qtsplus("find", folder, QUESTION, "--moments", 10, **wide)
-    assert found.exit_code == 0 and all(name in found.stdout for name in [*names[:3], "bad\\xff.mp4"])
+    assert found.exit_code == 0
+    assert all(name in found.stdout for name in [*names[:3], "bad\\xff.mp4"])
     asked = qtsplus("ask", folder, QUESTION, "--pieces", 4, "--evidence", tmp_path / "drawn", **wide)
     assert asked.exit_code == 0, asked.stderr
     assert len(json.loads((tmp_path / "drawn/answer.json").read_text())["videos"]) == 4
@@ -266,9 +270,11 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     assert moments[0]["name"] == "a.mp4"
     assert item.appears_at <= moments[0]["start"] < moments[0]["end"] <= item.vanishes_at
     answer = json.loads(qtsplus("ask", folder, question, "--json", "--max-new-tokens", 4).stdout)
-    assert answer["answer"].rstrip(".") == item.mark and answer["evidence"][0]["video"] == "a.mp4"
+    assert answer["answer"].rstrip(".") == item.mark
+    assert answer["evidence"][0]["video"] == "a.mp4"
     asked = qtsplus(*call)
-    assert asked.exit_code == 0 and asked.stderr.count("so its frames are not drawn") == 2, asked.stderr
+    assert asked.exit_code == 0
+    assert asked.stderr.count("so its frames are not drawn") == 2, asked.stderr
     left = {path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != "."}
     assert left == {"answer.json"}
 
@@ -283,11 +289,16 @@ def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published
     answers = map(json.loads, result.stdout.splitlines())
     for answer, question, item, name in zip(answers, questions, items, LIBRARY, strict=True):
         alone = library.ask(question, max_new_tokens=4)
-        assert answer["answer"] == alone.answer and alone.answer.rstrip(".") == item.mark and answer["video"] == name
-        assert answer["evidence"] == alone.as_dict()["evidence"] and answer["kept_tokens"] == alone.kept_tokens
-    assert (tmp_path / "drawn/frames.png").is_file() and (tmp_path / "drawn/kept.mp4").is_file()
+        assert answer["answer"] == alone.answer
+        assert alone.answer.rstrip(".") == item.mark
+        assert answer["video"] == name
+        assert answer["evidence"] == alone.as_dict()["evidence"]
+        assert answer["kept_tokens"] == alone.kept_tokens
+    assert (tmp_path / "drawn/frames.png").is_file()
+    assert (tmp_path / "drawn/kept.mp4").is_file()
     result = CliRunner().invoke(app, call, input=questions[1])
-    assert result.exit_code == 0 and "b.mp4, " in result.stdout, "the file is named"
+    assert result.exit_code == 0
+    assert "b.mp4, " in result.stdout, "the file is named"
 
 
 @pytest.mark.parametrize(
@@ -323,16 +334,19 @@ def test_bad_command_lines_end_in_one_line(library, videos, tiny_published, tmp_
     places = {"library": library.folder, "videos": videos, "empty": tmp_path}
     line = [one.format(**places) for one in arguments]
     result = CliRunner().invoke(app, [*line, "--model", str(tiny_published)])
-    assert result.exit_code == 2 and reason.format(**places) in result.stderr.splitlines()[-1], result.output
+    assert result.exit_code == 2
+    assert reason.format(**places) in result.stderr.splitlines()[-1], result.output
 
 
 def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path):
     (tmp_path / "bad.mp4").write_bytes(b"no video")
     line = ["index", str(tmp_path), "--out", str(tmp_path / "library"), "--model", str(tiny_published)]
     result = CliRunner().invoke(app, line)
-    assert result.exit_code == 1 and "could be encoded" in result.stderr
+    assert result.exit_code == 1
+    assert "could be encoded" in result.stderr
     result = CliRunner().invoke(app, ["find", str(tmp_path / "library"), QUESTION])
-    assert result.exit_code == 2 and "holds no video: run" in result.stderr
+    assert result.exit_code == 2
+    assert "holds no video: run" in result.stderr
 
 
 def test_an_empty_scorer_is_refused(loaded):

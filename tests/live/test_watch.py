@@ -29,14 +29,17 @@ from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.model.video_qtsplus import open_video
 
 WORLD = make_world(3)
-QUESTION, ANSWER = WORLD.objects[0].question, WORLD.objects[0].mark
+QUESTION = WORLD.objects[0].question
+ANSWER = WORLD.objects[0].mark
 
 
 def write(path, frames, rate, **options):
     """H.264 by PyAV, such as a camera's; to a file or an address."""
     with av.open(str(path), "w", **options) as container:
         stream = container.add_stream("libx264", rate=rate, options={"g": str(rate), "crf": "12", "bf": "0"})
-        stream.width, stream.height, stream.pix_fmt = 168, 168, "yuv420p"
+        stream.width = 168
+        stream.height = 168
+        stream.pix_fmt = "yuv420p"
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
         container.mux(stream.encode())
@@ -97,16 +100,19 @@ def test_a_clock_that_goes_back_goes_on(loaded, film, tmp_path):
     seconds = read(tmp_path / "twice.ts", 0.2)
     assert seconds == pytest.approx(np.arange(32) / 2, abs=0.01)
     (last,) = list(watch(*loaded, {"door": str(tmp_path / "twice.ts")}, QUESTION, every=100, timeout=0.2))
-    assert last.answer == ANSWER and last.seconds_of_video == 16
+    assert last.answer == ANSWER
+    assert last.seconds_of_video == 16
 
 
 def test_a_source_with_fewer_frames_keeps_its_clock(loaded, tmp_path):
     write(tmp_path / "slow.ts", render_world(WORLD)[::2], 1)
     (answer,) = watch(*loaded, {"door": str(tmp_path / "slow.ts")}, QUESTION, every=100, timeout=0.2)
     expected = session.ask(*loaded, render_world(WORLD)[::2].repeat(2, axis=0), QUESTION, fps=2)
-    assert answer.answer == expected.answer == ANSWER and answer.seconds_of_video in (7.5, 8)
+    assert answer.answer == expected.answer == ANSWER
+    assert answer.seconds_of_video in (7.5, 8)
     assert len(answer.keep_map) == 8, "without a gap"
-    assert answer.evidence[0].start < expected.evidence[0].end and expected.evidence[0].start < answer.evidence[0].end
+    assert answer.evidence[0].start < expected.evidence[0].end
+    assert expected.evidence[0].start < answer.evidence[0].end
 
 
 @contextmanager
@@ -191,7 +197,8 @@ def test_a_server_that_sends_as_it_goes(loaded, film, send):
     with served(lambda handler: send(handler, content)) as address:
         assert read(address, 5.0, 100.0) == read(film, 0.2, 100.0), "to the last frame"
         answers = list(watch(*loaded, {"film": address}, QUESTION, every=100))
-    assert times_of(answers) == [8] and answers[0].answer == ANSWER
+    assert times_of(answers) == [8]
+    assert answers[0].answer == ANSWER
 
 
 def test_a_server_that_stalls(film):
@@ -240,9 +247,11 @@ def rtsp_camera(film):
         with connection, connection.makefile("rb") as requests:
             while method != "PLAY":
                 request = [line.decode().strip() for line in iter(requests.readline, b"\r\n")]
-                method, number = request[0].split()[0], next(line for line in request if line.startswith("CSeq"))
+                method = request[0].split()[0]
+                number = next(line for line in request if line.startswith("CSeq"))
                 connection.sendall(f"RTSP/1.0 200 OK\r\n{number}\r\n{replies[method]}".encode())
-            content, size = film.read_bytes(), 7 * 188
+            content = film.read_bytes()
+            size = 7 * 188
             for index, first in enumerate(range(0, len(content), size)):
                 payload = content[first : first + size]
                 header = struct.pack(">BBHII", 0x80, 33, index, 90 * index, 1)
@@ -272,8 +281,10 @@ def test_a_camera_that_stalls(film, wall):
     with rtsp_camera(film) as address:
         frames = until_it_fails(Source(address, 2.0, 4.0, -100))
     seconds = np.array([one for one, _ in frames])
-    assert 14 <= len(frames) <= 17 and frames[0][1].shape == (168, 168, 3)
-    assert seconds[0] >= 100 and np.allclose(np.diff(seconds), 0.5, atol=0.13)
+    assert 14 <= len(frames) <= 17
+    assert frames[0][1].shape == (168, 168, 3)
+    assert seconds[0] >= 100
+    assert np.allclose(np.diff(seconds), 0.5, atol=0.13)
 
 
 def test_a_camera_waits_for_nobody(film, wall):
@@ -297,7 +308,8 @@ def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
     seconds = [one for one, _ in Source("udp://127.0.0.1:9", 1000.0, 5.0, 0.0)]
     late = 64 - max(held, 1)  # frames; that first one was taken nobody knows when
     assert seconds[-late:] == pytest.approx(now[-late:]), "on the wall clock, whatever the opening took"
-    assert seconds[:-late] == pytest.approx(np.arange(len(seconds) - late) / 8) and seconds[-late - 1] <= opening
+    assert seconds[:-late] == pytest.approx(np.arange(len(seconds) - late) / 8)
+    assert seconds[-late - 1] <= opening
 
 
 def test_a_named_pipe_is_read_and_ask_says_what_it_is(tmp_path, tiny_published):
@@ -329,7 +341,9 @@ def test_an_unexpected_error_of_the_reader_reaches_who_reads(monkeypatch, error)
 def motion_jpeg(kind, rate=5):
     with av.open(data := io.BytesIO(), "w", format=kind) as container:
         stream = container.add_stream("mjpeg", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = 168, 168, "yuvj420p"
+        stream.width = 168
+        stream.height = 168
+        stream.pix_fmt = "yuvj420p"
         for frame in render_world(WORLD):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
     return data.getvalue()
@@ -348,7 +362,8 @@ def test_multipart_jpeg_has_the_times_of_its_arrival(wall):
 
 def test_one_frame_a_second_is_opened_by_the_first_ones(tmp_path):
     write(tmp_path / "slow.ts", render_world(WORLD), 1)
-    content, done = (tmp_path / "slow.ts").read_bytes(), threading.Event()
+    content = (tmp_path / "slow.ts").read_bytes()
+    done = threading.Event()
     content = content[: len(content) * 2 // 5]
 
     def stall(handler):
@@ -400,7 +415,8 @@ def test_two_cameras_on_one_clock(loaded, film, tmp_path):
     answers = list(watch(*loaded, sources, QUESTION, every=2, timeout=0.2, memory_tokens=150))
     assert times_of(answers) == [2, 4, 6, 8], "one ends after 3 s, the other goes on"
     assert all(answer.evidence[0].name == "door" for answer in answers)
-    assert answers[-1].visual_tokens == 150 and answers[-1].answer == ANSWER
+    assert answers[-1].visual_tokens == 150
+    assert answers[-1].answer == ANSWER
 
 
 def test_messages_name_a_source_and_hide_its_address(loaded, film):
@@ -435,7 +451,8 @@ def test_the_evidence_has_the_times_of_the_frames(loaded, film, tmp_path, fps):
     begin = open_video(str(tmp_path / "late.mp4"), lambda total, rate: np.arange(total)).about.start
     every = {"selection": "uniform", "retention": 1.0, "every": 100, "timeout": 0.2, "fps": fps}
     (answer,) = watch(*loaded, {"door": str(tmp_path / "late.mp4")}, QUESTION, **every)
-    assert begin > 2.5 and min(one.start for one in answer.evidence) == pytest.approx(begin, abs=0.05)
+    assert begin > 2.5
+    assert min(one.start for one in answer.evidence) == pytest.approx(begin, abs=0.05)
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"timeout": -1}, {"fps": float("nan")}], ids=str)
@@ -486,7 +503,8 @@ def test_a_pipe_that_ends(watch_pipe):
 
 def test_a_pipe_without_times(watch_pipe):
     result = watch_pipe("-", QUESTION, content=motion_jpeg("mjpeg"))
-    assert result.exit_code == 2 and "'-': its frames have no times." in result.stderr
+    assert result.exit_code == 2
+    assert "'-': its frames have no times." in result.stderr
 
 
 def test_a_pipe_that_stalls(watch_pipe):
@@ -516,6 +534,8 @@ def test_a_device():
     source = Source("lavfi:testsrc=size=168x84:rate=20,realtime", 4.0, 5.0, time.monotonic() - 100)
     frames = [item for item, _ in zip(source, range(6), strict=False)]
     source.close()
-    assert source.is_camera and {frame.shape for _, frame in frames} == {(84, 168, 3)}
+    assert source.is_camera
+    assert {frame.shape for _, frame in frames} == {(84, 168, 3)}
     seconds = np.array([one for one, _ in frames])
-    assert seconds[0] >= 100 and np.allclose(np.diff(seconds), 0.25, atol=0.06)
+    assert seconds[0] >= 100
+    assert np.allclose(np.diff(seconds), 0.25, atol=0.06)
