@@ -243,7 +243,7 @@ class Scorer:
                 if isinstance(tokens, KeyedVideo):
                     raise ValueError("A selector with several scoring layers was given keys; it needs features.")
                 context.append(tokens[:, :width].to(states))
-            states = layer(states, context + nulls)
+            states = layer(states, context + list(nulls))
         self.scores = Scores(last_layer, states, selector.config.reduction)
         self.total: Tensor | float = 0.0
         if self.scores.reduction != "sum":
