@@ -7,12 +7,13 @@ import subprocess
 import sys
 import zlib
 
+import av
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
-from qtsplus.data.check import check_set
+from qtsplus.data.check import BadRow, check_set
 from qtsplus.data.records import Caption, Choice, FreeAnswer, VideoRecord
 from set_files import write_records
 
@@ -20,88 +21,144 @@ OPTIONS = {"A": "a cup", "B": "a rope", "C": "a hat", "D": "a phone"}
 
 
 def choice(number: int, **changes) -> Choice:
-    fields = {"vision_id": f"v_{number}", "question": f"What is held at {number}?", "answer": "ABCD"[number % 4]}
-    return Choice(**{**fields, "options": OPTIONS, "id": f"c{number}", **changes})
+    fields = {
+        "vision_id": f"v_{number}",
+        "question": f"What is held at {number}?",
+        "answer": "ABCD"[number % 4],
+        "options": OPTIONS,
+        "id": f"c{number}",
+    }
+    return Choice(**{**fields, **changes})
 
 
-def checked(tmp_path, records, **arguments):
+def questions_about(*names: str) -> list[FreeAnswer]:
+    """A different question for each name of a video."""
+    records = []
+    for index, name in enumerate(names):
+        records.append(FreeAnswer(vision_id=name, question=f"Why {index}?", answer="So."))
+    return records
+
+
+def checked(tmp_path, records, media=False, **arguments):
     write_records(tmp_path / "set.jsonl", records)
-    return check_set(tmp_path / "set.jsonl", **{"media": False, **arguments})
+    return check_set(tmp_path / "set.jsonl", media=media, **arguments)
 
 
-def reasons(found, check=None):
-    return [(bad.row, bad.reason) for bad in found.bad if check in (None, bad.check)]
+def save_image(path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8)).save(path)
 
 
 def test_a_good_set_has_no_bad_row(tmp_path):
-    questions = [
-        FreeAnswer(vision_id="v_1", question="Is it red or blue?", answer="blue"),
+    records = [
         choice(1, question="Does he hold a cup, a rope, a hat or a phone?", id=None),
+        choice(2),
+        choice(3),
+        FreeAnswer(vision_id="v_1", question="Is it red or blue?", answer="blue"),
         Caption(vision_id="v_1", caption="A man holds a cup."),
         VideoRecord("v_1.mp4", "Which is it? A. red B. blue", "A", query="Which is it?", options=("red", "blue")),
         VideoRecord(None, "What is the colour of grass?", "green"),
     ]
-    found = checked(tmp_path, [*map(choice, range(2, 42)), *questions])
-    assert found.rows == 45 and found.bad == []
+    result = checked(tmp_path, records)
+    assert result.rows == 7
+    assert result.bad == []
 
 
 def test_rows_that_are_no_records_are_listed_with_their_numbers(tmp_path):
     good = choice(0).row()
     rows = [good, {**good, "options": {"A": "1"}}, {**good, "id": "x", "answer": "E"}]
-    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n{broken\n")
-    found = check_set(tmp_path / "set.jsonl", media=False)
-    assert [(bad.row, bad.id, bad.check) for bad in found.bad] == [
-        (2, "c0", "schema"),
-        (3, "x", "schema"),
-        (5, None, "schema"),
-    ]
-    assert "expected A, B, C and D" in found.bad[0].reason and "no JSON" in found.bad[2].reason
-    assert found.rows == 4
+    lines = list(map(json.dumps, rows))
+    path = tmp_path / "set.jsonl"
+    path.write_text("\n".join([*lines, "", "{broken"]))
+    result = check_set(path, media=False)
+    options, answer, broken = result.bad
+    assert (options.row, options.id, options.check) == (2, "c0", "schema")
+    assert "expected A, B, C and D" in options.reason
+    assert (answer.row, answer.id, answer.check) == (3, "x", "schema")
+    assert (broken.row, broken.id, broken.check) == (5, None, "schema")
+    assert "no JSON" in broken.reason
+    assert result.rows == 4
 
 
-def test_every_video_is_looked_for_and_decoded(tmp_path, tiny_mp4):
+def save_vast_image(path) -> None:
+    """A PNG whose header says that it is as large as no memory."""
+    save_image(path)
+    small = path.read_bytes()
+    header = b"IHDR" + struct.pack(">II", 30_000, 30_000) + small[24:29]
+    checksum = struct.pack(">I", zlib.crc32(header))
+    path.write_bytes(small[:12] + header + checksum + small[33:])
+
+
+@pytest.fixture
+def media(tmp_path, tiny_mp4):
+    """Good and bad videos and folders of frames."""
     media = tmp_path / "media"
-    (media / "frames").mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(media / "frames" / "0.png")
+    save_image(media / "frames" / "0.png")
+    for number in (0, 30, 60):
+        save_image(media / "strided" / f"f_{number}.png")
+    save_image(media / "unnumbered" / "a.png")
+    save_image(media / "unnumbered" / "b_7.png")
+    for number in (8, 9, 10, 13):
+        save_image(media / "gap" / f"f_{number}.png")
+    save_vast_image(media / "vast" / "0.png")
     (media / "bad_frames").mkdir()
     (media / "bad_frames" / "0.png").write_bytes(b"\x89PNG\r\n")
     (media / "no_frames").mkdir()
     (media / "good.mp4").write_bytes(tiny_mp4.read_bytes())
     (media / "text.mp4").write_text("no video")
     (media / "empty.mp4").touch()
-    names = ["good", "good.mp4", "frames", "missing", "text", "empty.mp4", "bad_frames", "no_frames", "missing"]
-    records = [FreeAnswer(vision_id=name, question=f"Why {index}?", answer="So.") for index, name in enumerate(names)]
-    found = checked(tmp_path, records, media=True, media_root=media)
-    assert [bad.row for bad in found.bad] == [4, 5, 6, 7, 8, 9] and {bad.check for bad in found.bad} == {"media"}
-    expected = ["There is no video at", "Cannot decode", "Cannot decode", "Cannot read the frame", "holds no frames"]
-    for bad, words in zip(found.bad, expected, strict=False):
-        assert words in bad.reason and "\n" not in bad.reason
-    assert found.videos == 7
+    return media
+
+
+@pytest.mark.parametrize("name", ["good", "good.mp4", "frames", "strided", "unnumbered"])
+def test_a_good_video_is_not_told(tmp_path, media, name):
+    result = checked(tmp_path, questions_about(name), media=True, media_root=media)
+    assert result.bad == []
+    assert result.videos == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing", "There is no video at"),
+        ("text", "Cannot decode"),
+        ("empty.mp4", "Cannot decode"),
+        ("bad_frames", "Cannot read the frame"),
+        ("no_frames", "holds no frames"),
+        ("gap", "1 gap, such as after 'f_10.png'"),
+        ("vast", "900000000 pixels"),
+    ],
+)
+def test_a_bad_video_is_told_for_each_row_about_it(tmp_path, media, name, reason):
+    records = questions_about("good", name, "frames", name)
+    result = checked(tmp_path, records, media=True, media_root=media)
+    assert [bad.row for bad in result.bad] == [2, 4]
+    assert result.videos == 3
+    for bad in result.bad:
+        assert bad.check == "media"
+        assert reason in bad.reason
+        assert "\n" not in bad.reason
     assert not checked(tmp_path, records, media=False).bad
 
 
-def test_folders_of_frames_are_looked_through(tmp_path):
-    media = tmp_path / "media"
-    names = {
-        "strided": ["f_0.png", "f_30.png", "f_60.png"],
-        "unnumbered": ["a.png", "b_7.png"],
-        "gap": ["f_8.png", "f_9.png", "f_10.png", "f_13.png"],
-    }
-    for folder, files in names.items():
-        (media / folder).mkdir(parents=True)
-        for file in files:
-            Image.new("RGB", (8, 8)).save(media / folder / file)
-    (media / "vast").mkdir()
-    Image.new("1", (8, 8)).save(media / "vast" / "0.png")
-    small = (media / "vast" / "0.png").read_bytes()
-    header = b"IHDR" + struct.pack(">II", 30_000, 30_000) + small[24:29]
-    (media / "vast" / "0.png").write_bytes(small[:12] + header + struct.pack(">I", zlib.crc32(header)) + small[33:])
-    records = [FreeAnswer(vision_id=name, question=f"Why {name}?", answer="So.") for name in (*names, "vast")]
-    found = checked(tmp_path, records, media=True, media_root=media)
-    assert [bad.row for bad in found.bad] == [3, 4] and {bad.check for bad in found.bad} == {"media"}
-    expected = ["1 gap, such as after 'f_10.png'", "900000000 pixels"]
-    for bad, words in zip(found.bad, expected, strict=True):
-        assert words in bad.reason, bad
+def copy_packets(source, target) -> None:
+    """Copies a video into another container."""
+    with av.open(str(source)) as reader, av.open(str(target), "w") as writer:
+        stream = writer.add_stream_from_template(reader.streams.video[0])
+        for packet in reader.demux(reader.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = stream
+                writer.mux(packet)
+
+
+def test_a_video_that_was_cut_off_is_bad(tmp_path, tiny_mp4):
+    copy_packets(tiny_mp4, tmp_path / "whole.mkv")
+    content = (tmp_path / "whole.mkv").read_bytes()
+    length = len(content) * 2 // 3
+    (tmp_path / "cut.mkv").write_bytes(content[:length])
+    (bad,) = checked(tmp_path, questions_about("whole", "cut"), media=True).bad
+    assert bad.row == 2
+    assert "incomplete" in bad.reason
 
 
 def test_special_tokens_are_told(tmp_path):
@@ -116,31 +173,55 @@ def test_special_tokens_are_told(tmp_path):
         VideoRecord("v", "Where?", "Here.", earlier=(("What <IMG_CONTEXT>?", "That."),)),
         VideoRecord("v", "How?", "So.", options=("So.", "<|im_start|>")),
     ]
-    found = checked(tmp_path, records)
-    assert [(bad.row, bad.check) for bad in found.bad] == [(row, "special token") for row in range(2, 9)]
-    assert found.bad[0].reason == "'<|im_end|>' in its text is a special token; it is read as text."
+    result = checked(tmp_path, records)
+    assert [bad.row for bad in result.bad] == [2, 3, 4, 5, 6, 7, 8]
+    assert {bad.check for bad in result.bad} == {"special token"}
+    assert result.bad[0].reason == "'<|im_end|>' in its text is a special token; it is read as text."
+
+
+def test_doubles_are_told_with_the_row_that_came_first(tmp_path):
+    records = [
+        choice(0),
+        choice(0, id="other", question="WHAT is  held at 0?", options={"A": "w", "B": "x", "C": "y", "D": "z"}),
+        choice(1, id="c0"),
+        Caption(vision_id="v.mp4", caption="A man."),
+        Caption(vision_id="v", caption="a MAN."),
+        VideoRecord("v.mp4", "And then?", "Left.", earlier=(("Where?", "Here."),)),
+        VideoRecord("v.mp4", "And then?", "Right.", earlier=(("Who?", "He."),)),
+        VideoRecord("v.mp4", "And then?", "Right.", earlier=(("Who?", "He."),)),
+    ]
+    reasons = [(bad.row, bad.reason) for bad in checked(tmp_path, records).bad]
+    assert reasons == [
+        (2, "row 1 has the same question about the same video."),
+        (3, "row 1 has the same id."),
+        (5, "row 4 has the same caption about the same video."),
+        (8, "row 7 has the same question about the same video."),
+    ]
+
+
+def test_videos_of_another_set_are_told(tmp_path):
+    others = [Caption(vision_id="a", caption="."), VideoRecord("v_2.mp4", "Why?", "So."), VideoRecord(None, "W?", "S.")]
+    write_records(tmp_path / "test.jsonl", others)
+    result = checked(tmp_path, [choice(1), choice(2)], against=tmp_path / "test.jsonl")
+    assert result.bad == [BadRow(2, "c2", "overlap", "row 2 of test.jsonl is about the same video.")]
 
 
 def test_a_set_without_rows_and_another_that_cannot_be_read_are_refused(tmp_path):
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "broken.jsonl").write_text(json.dumps(choice(1).row()) + "\n{}\n")
-    write_records(tmp_path / "set.jsonl", [choice(1)])
-    for path, against, message in (
-        ("empty", None, "empty.jsonl holds no row"),
-        ("set", "empty", "empty.jsonl holds no record"),
-        ("set", "broken", "Row 2 of .*broken.jsonl is not a record"),
-    ):
-        others = None if against is None else tmp_path / f"{against}.jsonl"
-        with pytest.raises(ValueError, match=message):
-            check_set(tmp_path / f"{path}.jsonl", against=others, media=False)
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(json.dumps(choice(1).row()) + "\n{}\n")
+    with pytest.raises(ValueError, match="empty.jsonl holds no row"):
+        check_set(empty, media=False)
+    with pytest.raises(ValueError, match="empty.jsonl holds no record"):
+        checked(tmp_path, [choice(1)], against=empty)
+    with pytest.raises(ValueError, match="Row 2 of .*broken.jsonl is not a record"):
+        checked(tmp_path, [choice(1)], against=broken)
 
 
-@pytest.mark.slow
-def test_an_interruption_ends_the_check_at_once(tmp_path, tiny_mp4):
-    """Also while a video is being looked at, which may take as long as it likes."""
-    (tmp_path / "v_1.mp4").write_bytes(tiny_mp4.read_bytes())
-    write_records(tmp_path / "set.jsonl", [choice(1)])
-    program = """
+# --- The command ---
+
+ENDLESS = """
 import sys
 import time
 from qtsplus.cli import app
@@ -153,7 +234,14 @@ def look(place):
 check.media_problem = look
 app(["data", "check", sys.argv[1]])
 """
-    command = [sys.executable, "-c", program, str(tmp_path / "set.jsonl")]
+
+
+@pytest.mark.slow
+def test_an_interruption_ends_the_check_at_once(tmp_path, tiny_mp4):
+    """Also while a video is being looked at, which may take as long as it likes."""
+    (tmp_path / "v_1.mp4").write_bytes(tiny_mp4.read_bytes())
+    write_records(tmp_path / "set.jsonl", [choice(1)])
+    command = [sys.executable, "-c", ENDLESS, str(tmp_path / "set.jsonl")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "looking\n"
@@ -164,73 +252,34 @@ app(["data", "check", sys.argv[1]])
         process.stdout.close()
 
 
-def test_a_video_that_was_cut_off_is_bad(tmp_path, tiny_mp4):
-    import av
-
-    with av.open(str(tiny_mp4)) as source, av.open(str(tmp_path / "whole.mkv"), "w") as target:
-        stream = target.add_stream_from_template(source.streams.video[0])
-        for packet in source.demux(source.streams.video[0]):
-            if packet.dts is not None:
-                packet.stream = stream
-                target.mux(packet)
-    whole = (tmp_path / "whole.mkv").read_bytes()
-    (tmp_path / "cut.mkv").write_bytes(whole[: len(whole) * 2 // 3])
-    records = [FreeAnswer(vision_id=name, question="Why?", answer="So.") for name in ("whole", "cut")]
-    found = checked(tmp_path, records, media=True)
-    assert [(bad.row, bad.check) for bad in found.bad] == [(2, "media")] and "incomplete" in found.bad[0].reason
-
-
-def test_doubles_are_told_with_the_row_that_came_first(tmp_path):
-    records = [
-        choice(0),
-        choice(0, id="other", question="WHAT is  held at 0?", options=dict(zip("ABCD", "wxyz", strict=True))),
-        choice(1, id="c0"),
-        Caption(vision_id="v.mp4", caption="A man."),
-        Caption(vision_id="v", caption="a MAN."),
-        VideoRecord("v.mp4", "And then?", "Left.", earlier=(("Where?", "Here."),)),
-        VideoRecord("v.mp4", "And then?", "Right.", earlier=(("Who?", "He."),)),
-        VideoRecord("v.mp4", "And then?", "Right.", earlier=(("Who?", "He."),)),
-    ]
-    assert reasons(checked(tmp_path, records)) == [
-        (2, "row 1 has the same question about the same video."),
-        (3, "row 1 has the same id."),
-        (5, "row 4 has the same caption about the same video."),
-        (8, "row 7 has the same question about the same video."),
-    ]
-
-
-def test_videos_of_another_set_are_told(tmp_path):
-    others = [Caption(vision_id="a", caption="."), VideoRecord("v_2.mp4", "Why?", "So."), VideoRecord(None, "W?", "S.")]
-    write_records(tmp_path / "test.jsonl", others)
-    found = checked(tmp_path, [choice(1), choice(2)], against=tmp_path / "test.jsonl")
-    assert [(bad.row, bad.id, bad.check, bad.reason) for bad in found.bad] == [
-        (2, "c2", "overlap", "row 2 of test.jsonl is about the same video.")
-    ]
-
-
 def run(*arguments):
     return CliRunner().invoke(app, ["data", "check", *map(str, arguments)])
 
 
 def test_the_command_lists_bad_rows_and_ends_with_1(tmp_path, tiny_mp4):
     (tmp_path / "v_1.mp4").write_bytes(tiny_mp4.read_bytes())
-    records = [choice(1), choice(2), choice(1)]
-    write_records(tmp_path / "set.jsonl", records)
-    result = run(tmp_path / "set.jsonl")
+    path = tmp_path / "set.jsonl"
+    write_records(path, [choice(1), choice(2), choice(1)])
+    result = run(path)
     assert result.exit_code == 1
-    lines = result.stdout.splitlines()
-    assert lines[0].startswith("Row 2 (c2), media: There is no video at")
-    assert lines[1:3] == [
-        "Row 3 (c1), duplicate: row 1 has the same id.",
-        "Row 3 (c1), duplicate: row 1 has the same question about the same video.",
-    ]
-    assert lines[-1] == "3 rows, 2 of them bad; 2 videos looked at."
-    result = run(tmp_path / "set.jsonl", "--no-media")
-    assert result.exit_code == 1 and "0 videos" in result.stdout
-    write_records(tmp_path / "set.jsonl", records[:1])
-    result = run(tmp_path / "set.jsonl")
-    assert result.exit_code == 0 and result.stdout == "1 row, none of them bad; 1 video looked at.\n"
-    assert run(tmp_path / "set.jsonl", "--against", tmp_path / "set.jsonl").exit_code == 1
+    media, same_id, same_question, summary = result.stdout.splitlines()
+    assert media.startswith("Row 2 (c2), media: There is no video at")
+    assert same_id == "Row 3 (c1), duplicate: row 1 has the same id."
+    assert same_question == "Row 3 (c1), duplicate: row 1 has the same question about the same video."
+    assert summary == "3 rows, 2 of them bad; 2 videos looked at."
+    result = run(path, "--no-media")
+    assert result.exit_code == 1
+    assert "0 videos" in result.stdout
+
+
+def test_the_command_ends_with_0_for_a_good_set(tmp_path, tiny_mp4):
+    (tmp_path / "v_1.mp4").write_bytes(tiny_mp4.read_bytes())
+    path = tmp_path / "set.jsonl"
+    write_records(path, [choice(1)])
+    result = run(path)
+    assert result.exit_code == 0
+    assert result.stdout == "1 row, none of them bad; 1 video looked at.\n"
+    assert run(path, "--against", path).exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -247,8 +296,10 @@ def test_the_command_lists_bad_rows_and_ends_with_1(tmp_path, tiny_mp4):
     ],
 )
 def test_what_cannot_be_checked_ends_in_one_line(arguments, message, tmp_path):
-    (tmp_path / "set").write_text(json.dumps(choice(1).row()))
-    (tmp_path / "broken.json").write_text("[{]")
-    names = {name: str(tmp_path / name) for name in ("set", "missing")} | {"broken": str(tmp_path / "broken.json")}
-    result = run(*(argument.format(**names) for argument in arguments))
-    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+    names = {"set": tmp_path / "set", "missing": tmp_path / "missing", "broken": tmp_path / "broken.json"}
+    names["set"].write_text(json.dumps(choice(1).row()))
+    names["broken"].write_text("[{]")
+    result = run(*[argument.format(**names) for argument in arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
