@@ -5,8 +5,7 @@ Readers stream: what they hold does not grow with the file, except for a JSON ar
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -149,16 +148,18 @@ def _read_array(path: Path) -> list | None:
             raise ValueError(f"{path} is no JSON array of records: {error}.") from None
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple]) -> dict:
     """An object of JSON; of a repeated key the last value would count without a word."""
-    _check_unique("it has the key", [key for key, _ in pairs])
-    return dict(pairs)
+    content: dict = {}
+    for key, value in pairs:
+        _check_new("it has the key", key, content)
+        content[key] = value
+    return content
 
 
-def _check_unique(where: str, names: list[str]) -> None:
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise ValueError(f"{where} {printable(repeated[0])!r} more than once; expected it once.")
+def _check_new(where: str, name: str, known: Container) -> None:
+    if name in known:
+        raise ValueError(f"{where} {printable(name)!r} more than once; expected it once.")
 
 
 def _read_table(path: Path) -> Iterator[dict]:
@@ -170,11 +171,13 @@ def _read_table(path: Path) -> Iterator[dict]:
         raise ImportError("Parquet needs the package pyarrow: pip install -e '.[parquet]' in a clone.") from error
     try:
         with ParquetFile(path) as table:
-            _check_unique(f"{path} has the column", table.schema_arrow.names)
+            names = table.schema_arrow.names
+            for index, name in enumerate(names):
+                _check_new(f"{path} has the column", name, names[:index])
             for batch in table.iter_batches(ROWS_AT_ONCE):
                 for row in range(len(batch)):
-                    cells = [_cell(column[row]) for column in batch.columns]
-                    yield _as_jsonl(dict(zip(batch.schema.names, cells, strict=True)))
+                    cells = {name: _cell(batch[name][row]) for name in names}
+                    yield _as_jsonl(cells)
     except ArrowInvalid as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
 
