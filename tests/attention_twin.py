@@ -28,7 +28,8 @@ def twin_targets(model, inputs, labels, layers=None, heads=None) -> list[torch.T
     targets = []
     for b, (row, answer, look) in enumerate(zip(ids, answers, looking, strict=True)):
         is_visual = row == model.config.video_token_id
-        places, num_tokens = is_visual.nonzero()[:, 0], int(output.qtsplus.num_tokens[b])
+        places = is_visual.nonzero()[:, 0]
+        num_tokens = int(output.qtsplus.num_tokens[b])
         if len(places) > num_tokens:  # LLaVA ends every line of tokens with a newline
             line = num_tokens // (len(places) - num_tokens)
             is_visual[places[line :: line + 1]] = False

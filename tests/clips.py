@@ -25,7 +25,8 @@ COLOURS = {
 }
 NAMES = [(colour, shape) for colour in COLOURS for shape in ("circle", "square", "triangle", "cross", "ring")]
 MARKS = ("ball", "door", "book", "bird")
-SIDE, FPS = 168, 2  # pixels of a frame, 6 x 6 visual tokens; frames per second
+SIDE = 168
+FPS = 2  # pixels of a frame, 6 x 6 visual tokens; frames per second
 _ROOM = 56  # pixels of a place, in which one thing is at a time
 
 
@@ -50,12 +51,14 @@ def write_mp4(
         if codec == "libx264":  # whose AVX-512 code gives other bytes every time
             options = {"preset": "veryfast", "x264-params": "cpu-independent=1", **options}
         stream = container.add_stream(codec, rate=rate, options=options)
-        stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", 1
+        stream.pix_fmt = "yuv420p"
+        stream.codec_context.thread_count = 1
         for number, array in enumerate(frames):
             if number == 0:
                 stream.height, stream.width = array.shape[:2]
             frame = av.VideoFrame.from_ndarray(array, format="rgb24")
-            frame.pts, frame.time_base = first + number, 1 / rate
+            frame.pts = first + number
+            frame.time_base = 1 / rate
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
@@ -63,8 +66,10 @@ def write_mp4(
 def render_clip(path: str | os.PathLike, seconds: float = 8, fps: int = 8, size=(224, 224), seed: int = 0) -> None:
     """Three coloured discs that cross the picture, in a frame of (width, height)."""
     rng = np.random.default_rng(seed)
-    count, side = max(1, round(seconds * fps)), 0.3 * min(size)
-    room, colours = np.array(size) - side, rng.permutation(list(COLOURS))[:3]
+    count = max(1, round(seconds * fps))
+    side = 0.3 * min(size)
+    room = np.array(size) - side
+    colours = rng.permutation(list(COLOURS))[:3]
     ways = [np.linspace(*rng.uniform(0, 1, (2, 2)) * room, count) for _ in colours]
 
     def draw(index: int) -> np.ndarray:
@@ -99,7 +104,8 @@ class Thing:
     @property
     def box(self) -> tuple[int, int, int, int]:
         """(left, top, right, bottom), all inside."""
-        (x, y), half = self.start, self.side // 2
+        x, y = self.start
+        half = self.side // 2
         return x - half, y - half, x + half, y + half
 
     @property
@@ -128,7 +134,8 @@ def make_world(seed: int, seconds: int = 8, objects: int = 8) -> World:
         if len(places):
             row, column = rng.choice(places)
             free[begin : begin + life, row, column] = False
-            side, (x, y) = int(rng.integers(24, 30)), rng.choice((14, 42), 2)  # in the middle of a token
+            side = int(rng.integers(24, 30))
+            x, y = rng.choice((14, 42), 2)  # in the middle of a token
             start = (int(column * _ROOM + x), int(row * _ROOM + y))
             things.append(Thing(*NAMES[name], str(rng.choice(MARKS)), begin, begin + life, start, side))
     return World(seed, seconds, tuple(sorted(things, key=lambda thing: thing.appears_at)))
@@ -149,7 +156,9 @@ def render_world(world: World) -> np.ndarray:
 
 
 def _draw(canvas: ImageDraw.ImageDraw, thing: Thing) -> None:
-    colour, (left, top, right, bottom), (x, y) = COLOURS[thing.colour], thing.box, thing.start
+    colour = COLOURS[thing.colour]
+    left, top, right, bottom = thing.box
+    x, y = thing.start
     side = thing.side
     if thing.shape == "circle":
         canvas.ellipse(thing.box, fill=colour)
@@ -163,7 +172,8 @@ def _draw(canvas: ImageDraw.ImageDraw, thing: Thing) -> None:
     else:
         canvas.ellipse(thing.box, outline=colour, width=side // 4)
     y += 0.14 * side if thing.shape == "triangle" else 0
-    paint, half = (15, 15, 15) if thing.colour in ("yellow", "orange") else (250, 250, 250), 0.275 * side
+    paint = (15, 15, 15) if thing.colour in ("yellow", "orange") else (250, 250, 250)
+    half = 0.275 * side
     if thing.mark == "ball":
         canvas.ellipse([x - 0.7 * half, y - 0.7 * half, x + 0.7 * half, y + 0.7 * half], fill=paint)
     elif thing.mark == "door":

@@ -37,13 +37,16 @@ def write_film(path, codec, milliseconds, rate=None, later=0, **options):
         options: of the encoder; besides `pix_fmt`, `side`, `aspect` of a pixel, the clock's `offset` in seconds, and
             `mirrored` for the picture of a front camera.
     """
-    pix_fmt, aspect = options.pop("pix_fmt", "yuv420p"), options.pop("aspect", None)
-    side, offset = options.pop("side", SIDE), options.pop("offset", 0)
+    pix_fmt = options.pop("pix_fmt", "yuv420p")
+    aspect = options.pop("aspect", None)
+    side = options.pop("side", SIDE)
+    offset = options.pop("offset", 0)
     turn = -1 if options.pop("mirrored", False) else 1
     with av.open(str(path), "w", options={"output_ts_offset": f"{offset}"} if offset else {}) as container:
         stream = container.add_stream(codec, rate=rate or 25)
         stream.width = stream.height = side
-        stream.pix_fmt, stream.options = pix_fmt, options
+        stream.pix_fmt = pix_fmt
+        stream.options = options
         base = Fraction(1, rate or 1000)
         stream.codec_context.time_base = base
         if aspect:
@@ -52,7 +55,8 @@ def write_film(path, codec, milliseconds, rate=None, later=0, **options):
             frame = av.VideoFrame.from_ndarray(
                 np.ascontiguousarray(paint(one + later, side)[:, ::turn]), format="rgb24"
             )
-            frame.pts, frame.time_base = round(one / 1000 / base), base
+            frame.pts = round(one / 1000 / base)
+            frame.time_base = base
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path

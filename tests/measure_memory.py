@@ -36,7 +36,8 @@ def relevance() -> dict[str, float]:
     from qtsplus.model.fields_qtsplus import REDUCTIONS
     from qtsplus.model.relevance_qtsplus import log_relevance
 
-    num_tokens, head_dim = 180_000, 16
+    num_tokens = 180_000
+    head_dim = 16
     queries = torch.randn(16, 64, head_dim)
     keys = torch.randn(num_tokens, 2, head_dim).transpose(0, 1)
     result = num_tokens * 4 / MB
@@ -68,7 +69,8 @@ def path() -> dict[str, float]:
     config = tiny.tiny_config(n_max=2000)
     text = config.text_config
     text.hidden_size = config.vision_config.out_hidden_size = hidden
-    text.num_attention_heads, text.num_key_value_heads = 32, 4
+    text.num_attention_heads = 32
+    text.num_key_value_heads = 4
     torch.manual_seed(0)
     model = Qwen2_5_VLQTSplusForConditionalGeneration(config).bfloat16().eval()
     grid = (1000, 20, 20)
@@ -103,7 +105,8 @@ def million() -> dict[str, float]:
     selector = QTSplusSelector(
         QTSplusConfig(reduction="max", query_states="embeddings"), 64, 4, 2, mrope_section=[2, 3, 3]
     ).eval()
-    visual, query = torch.randn(1_000_000, 64), torch.randn(32, 64)
+    visual = torch.randn(1_000_000, 64)
+    query = torch.randn(32, 64)
     positions = torch.arange(1_000_000).expand(3, -1)
     with torch.no_grad():
         selector([visual[:100]], [query], [positions[:, :100]])

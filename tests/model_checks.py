@@ -12,7 +12,8 @@ from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplus
 from qtsplus.model.question_qtsplus import find_query_mask
 from tiny import batch, prompt, tiny_model
 
-FULL, BACKBONE = Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
+FULL = Qwen2_5_VLQTSplusForConditionalGeneration
+BACKBONE = Qwen2_5_VLQTSplusModel
 CLASSES = pytest.mark.parametrize("cls", [FULL, BACKBONE], ids=["with_head", "backbone"])
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 TRANSFORMERS = Version(transformers.__version__)
@@ -62,7 +63,8 @@ def real_output(model, inputs, **call):
 
 def question_mask(model, inputs):
     """The mask that the model finds where none is given."""
-    config, ids = model.config, inputs["input_ids"]
+    config = model.config
+    ids = inputs["input_ids"]
     turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
     return find_query_mask(ids, inputs["attention_mask"], *turns)
 

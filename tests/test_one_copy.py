@@ -70,7 +70,8 @@ def run_python(script, *arguments):
 
 
 def test_after_auto_classes_and_every_command_no_hub_file_is_in_memory_twice(tiny_published, tiny_mp4, tmp_path):
-    model, video = shutil.copytree(tiny_published, tmp_path / "model"), shutil.copy(tiny_mp4, tmp_path)
+    model = shutil.copytree(tiny_published, tmp_path / "model")
+    video = shutil.copy(tiny_mp4, tmp_path)
     shutil.copy(tiny_mp4, model / "other.mp4")
     result = run_python(COMMANDS, tmp_path, model, video)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -156,7 +157,8 @@ def test_a_later_version_with_fields_of_its_own_is_refused(folder, tiny_mp4):
     change(folder / "config.json", qtsplus_version="99.1", qtsplus_config=fields)
     result = CliRunner().invoke(app, ["ask", str(tiny_mp4), "What?", "--model", str(folder)])
     (line,) = result.stderr.splitlines()
-    assert result.exit_code == 2 and "written by qtsplus 99.1" in line, result.output
+    assert result.exit_code == 2
+    assert "written by qtsplus 99.1" in line, result.output
     assert "does not know patience, zeal: install 99.1" in line
 
 

@@ -73,7 +73,8 @@ def test_the_notebook_runs(after_demo, monkeypatch, capsys):
     monkeypatch.chdir(after_demo)
     matplotlib.use("Agg")
     notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
-    cells, names = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"], {}
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names = {}
     assert not any(cell["outputs"] for cell in cells), "it is kept without outputs"
     for cell in cells:
         exec("".join(cell["source"]), names)
@@ -93,7 +94,8 @@ def test_many_videos_in_order(after_demo, monkeypatch, capsys):
 
 def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
     """What is typed, and what agents start, serves the four tools of the table; who calls them is the SDK's client."""
-    client, agents = pytest.importorskip("mcp").Client, pytest.importorskip("qtsplus.serve.agents")
+    client = pytest.importorskip("mcp").Client
+    agents = pytest.importorskip("qtsplus.serve.agents")
     monkeypatch.chdir(after_demo)
     served: list = []
     monkeypatch.setattr(agents, "serve_shelf", lambda *shelf_and_place: served.append(shelf_and_place))
@@ -104,9 +106,12 @@ def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
     ]
     for words in [*map(shlex.split, lines[1:]), [server["command"], *server["args"]]]:
         result = CliRunner().invoke(app, words[1:])
-        assert words[0] == "qtsplus" and result.exit_code == 0, (words, result.output)
+        assert words[0] == "qtsplus"
+        assert result.exit_code == 0, (words, result.output)
     (over_http, place, *_), (shelf, *stdio) = served
-    assert place == ("127.0.0.1", 8765) and stdio == [None] and over_http.names == shelf.names
+    assert place == ("127.0.0.1", 8765)
+    assert stdio == [None]
+    assert over_http.names == shelf.names
 
     async def moments():
         async with client(shelf) as agent:
@@ -114,7 +119,8 @@ def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
             return names, await agent.call_tool("find_moments", {"question": "What is in the yellow ring?"})
 
     names, found = asyncio.run(moments())
-    assert names == re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) and found.structured_content["moments"]
+    assert names == re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert found.structured_content["moments"]
 
 
 NUMBER = re.compile(r"(\d[\d,.]*|\bN\b)( [kMGT]?B\b| minutes\b| s\b)?")

@@ -11,9 +11,18 @@ from qtsplus.model.methods_qtsplus import top_n
 from qtsplus.model.prompt_qtsplus import take_inputs
 from qtsplus.model.selector_qtsplus import GATES, Gated, find_threshold
 
-PAD, BOS, EOS = 0, 1, 2
-IM_START, USER, IM_END, NEWLINE, ASSISTANT = 490, 491, 492, 10, 493
-VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = 497, 498, 499, 500
+PAD = 0
+BOS = 1
+EOS = 2
+IM_START = 490
+USER = 491
+IM_END = 492
+NEWLINE = 10
+ASSISTANT = 493
+VISION_START = 497
+VISION_END = 498
+IMAGE_PAD = 499
+VIDEO_PAD = 500
 SPECIAL = [PAD, BOS, EOS, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD]
 WORDS = (20, 480)  # ordinary tokens
 PATCH_VALUES = 3 * 2 * 4 * 4
@@ -179,10 +188,12 @@ def prompt(
 def batch(*rows: Prompt, pad_left: bool = True, width: int | None = None) -> dict[str, torch.Tensor]:
     """Model inputs for several rows."""
     width = max(len(row.ids) for row in rows) if width is None else width
-    ids, mask = [], []
+    ids = []
+    mask = []
     for row in rows:
         missing = width - len(row.ids)
-        blank, real = [PAD] * missing, [1] * len(row.ids)
+        blank = [PAD] * missing
+        real = [1] * len(row.ids)
         ids.append(blank + row.ids if pad_left else row.ids + blank)
         mask.append([0] * missing + real if pad_left else real + [0] * missing)
     inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
