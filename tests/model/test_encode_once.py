@@ -40,9 +40,11 @@ def test_chunks_hold_everything_in_order_and_no_more_than_they_may(sizes, capaci
 
 
 def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():
-    model, rows = tiny_model(), []
+    model = tiny_model()
+    rows = []
     grid = torch.tensor([[30, 8, 10], [1, 4, 4], [2, 10, 14]])
-    pixels = torch.randn(int(grid.prod(-1).sum()), PATCH_VALUES, generator=torch.Generator().manual_seed(0))
+    patches = int(grid.prod(-1).sum())
+    pixels = torch.randn(patches, PATCH_VALUES, generator=torch.Generator().manual_seed(0))
     model.model.visual.register_forward_pre_hook(lambda _, pixels: rows.append(len(pixels[0])))
     features = torch.cat(model.encode_videos(pixels, grid))
     assert rows == [25 * 80, 5 * 80 + 16 + 2 * 140]
@@ -54,7 +56,8 @@ def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():
 def test_training_encodes_a_batch_at_once(monkeypatch):
     """Ranks that share weights must call them equally often."""
     monkeypatch.setattr(encoding, "PATCHES_PER_CHUNK_ON_CPU", 10)
-    model, calls = tiny_model().train(), []
+    model = tiny_model().train()
+    calls = []
     model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
     model(**with_labels(mixed_inputs())).loss.backward()
     assert len(calls) == 2  # the images and the videos
@@ -62,27 +65,29 @@ def test_training_encodes_a_batch_at_once(monkeypatch):
 
 def test_gradients_reach_the_features():
     inputs = with_labels(batch(prompt(videos=[(4, 4, 8)]), prompt(videos=[(2, 4, 4)], seed=1)))
-    from_pixels, from_features = (tiny_model(gate="noiseless").train() for _ in range(2))
+    from_pixels = tiny_model(gate="noiseless").train()
+    from_features = tiny_model(gate="noiseless").train()
     from_pixels(**inputs).loss.backward()
     inputs = encoded(from_features, inputs)
-    for one in inputs["video_features"]:
-        one.requires_grad_(True)
+    for features in inputs["video_features"]:
+        features.requires_grad_(True)
     from_features(**inputs).loss.backward()
-    assert all(bool(one.grad.any()) for one in inputs["video_features"])
-    pairs = zip(from_pixels.named_parameters(), from_features.parameters(), strict=True)
-    for (name, expected), parameter in pairs:
+    for features in inputs["video_features"]:
+        assert features.grad.any()
+    gradients = {name: parameter.grad for name, parameter in from_features.named_parameters()}
+    for name, expected in from_pixels.named_parameters():
         if ".visual." in name:  # zeros, so that no process of several waits for it
-            assert not parameter.grad.any(), name
+            assert not gradients[name].any(), name
         elif expected.requires_grad:
-            torch.testing.assert_close(parameter.grad, expected.grad, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(gradients[name], expected.grad, atol=1e-6, rtol=1e-5)
 
 
 def test_features_of_another_dtype_are_cast():
     model = tiny_model().double()
     inputs = batch(prompt(videos=[(2, 4, 4)]))
-    features = [one.float() for one in encoded(model, inputs)["video_features"]]
-    inputs.pop("pixel_values_videos")
-    assert torch.isfinite(model(**inputs, video_features=features).logits).all()
+    inputs = encoded(model, inputs)
+    inputs["video_features"] = [features.float() for features in inputs["video_features"]]
+    assert torch.isfinite(model(**inputs).logits).all()
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ import torch
 
 from tiny import batch, prompt, stock_twin, tiny_model, token_types
 
-VIDEO, WIDE, IMAGE = (4, 8, 12), (3, 4, 20), (1, 8, 8)
+VIDEO = (4, 8, 12)
+WIDE = (3, 4, 20)
+IMAGE = (1, 8, 8)
 
-CASES = {  # those of one prompt stand in the contract of the backbones
+CASES = {  # those of one prompt are in the contract of the backbones
     "video": [prompt(videos=[VIDEO])],
     "two images": [prompt(images=[IMAGE, (1, 4, 12)])],
     "one frame": [prompt(videos=[(1, 4, 4)])],
@@ -31,16 +33,20 @@ def stock_inputs(inputs):
     return {**inputs, "mm_token_type_ids": token_types(inputs["input_ids"])}
 
 
+@torch.no_grad()
+def logits_of_both(models, inputs, **call):
+    model, stock = models
+    return model(**inputs, **call).logits, stock(**stock_inputs(inputs)).logits
+
+
 @pytest.mark.parametrize("pad_left", [True, False], ids=["left", "right"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits(models, case, pad_left):
-    model, stock = models
     inputs = batch(*CASES[case], pad_left=pad_left)
-    with torch.no_grad():
-        ours, theirs = model(**inputs).logits, stock(**stock_inputs(inputs)).logits
-    real = inputs["attention_mask"].bool()
+    ours, theirs = logits_of_both(models, inputs)
+    is_real = inputs["attention_mask"].bool()
     assert ours.shape == theirs.shape
-    torch.testing.assert_close(ours[real], theirs[real], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours[is_real], theirs[is_real], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -55,33 +61,28 @@ def test_generated_ids(models, case):
 def test_loss(models):
     model, stock = models
     inputs = batch(*CASES["padded batch"], pad_left=False)
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    labels = labels.masked_fill(token_types(labels) != 0, -100)
-    ours, theirs = model(**inputs, labels=labels).loss, stock(**stock_inputs(inputs), labels=labels).loss
+    everywhere = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    labels = everywhere.masked_fill(token_types(everywhere) != 0, -100)
+    ours = model(**inputs, labels=labels).loss
+    theirs = stock(**stock_inputs(inputs), labels=labels).loss
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     # Labels on placeholders are ignored: which of them the language model sees is not the caller's to know.
-    everywhere = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     torch.testing.assert_close(model(**inputs, labels=everywhere).loss, ours, atol=1e-6, rtol=1e-6)
 
 
 def test_bit_for_bit_with_stock_s_attention_functions(models):
-    model, stock = models
-    inputs = batch(*CASES["video"])
-    ours = model.config.vision_config._attn_implementation
+    model, _ = models
+    before = model.config.vision_config._attn_implementation
     model.set_attn_implementation({"vision_config": "sdpa"})
-    with torch.no_grad():
-        logits = model(**inputs).logits
-    model.set_attn_implementation({"vision_config": ours})
-    with torch.no_grad():
-        assert torch.equal(logits, stock(**stock_inputs(inputs)).logits)
+    ours, theirs = logits_of_both(models, batch(*CASES["video"]))
+    model.set_attn_implementation({"vision_config": before})
+    assert torch.equal(ours, theirs)
 
 
 def test_identity_is_lost_when_tokens_are(models):
     """The comparison above can fail."""
     _, stock = models
-    model = tiny_model(reencode_layers=0)
-    inputs = batch(*CASES["video"])
-    with torch.no_grad():
-        ours, theirs = model(**inputs, retention=0.5).logits, stock(**stock_inputs(inputs)).logits
+    selecting = tiny_model(reencode_layers=0)
+    ours, theirs = logits_of_both((selecting, stock), batch(*CASES["video"]), retention=0.5)
     assert ours.shape[1] == theirs.shape[1] - 48
     assert (ours[0, -1] - theirs[0, -1]).abs().max() > 1e-3

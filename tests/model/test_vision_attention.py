@@ -32,10 +32,17 @@ def encode(model, grid, pixels):
     return model.model.visual(pixels, grid_thw=grid).pooler_output
 
 
-def video(*grids, seed=0):
+def count_calls(model, grid, pixels):
+    with CallCount() as count, torch.no_grad():
+        encode(model, grid, pixels)
+    return count.calls
+
+
+def video(*grids):
     """(t, h, w) in merged tokens -> grids in patches and pixels."""
-    grid = torch.tensor([(t, 2 * h, 2 * w) for t, h, w in grids])
-    return grid, torch.randn(int(grid.prod(-1).sum()), PATCH_VALUES, generator=torch.Generator().manual_seed(seed))
+    grid = torch.tensor(grids) * torch.tensor([1, 2, 2])
+    patches = int(grid.prod(-1).sum())
+    return grid, torch.randn(patches, PATCH_VALUES, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +56,27 @@ def models():
 def test_the_numbers_are_stock_s(models, grids):
     grid, pixels = video(*grids)
     with torch.no_grad():
-        ours, theirs = (encode(model, grid, pixels) for model in models)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        encoded = [encode(model, grid, pixels) for model in models]
+    torch.testing.assert_close(*encoded, atol=1e-5, rtol=1e-5)
 
 
 def test_the_gradients_are_stock_s():
-    model, grid, pixels = tiny_model(), *video((2, 3, 5), (1, 2, 2))
+    model = tiny_model()
     stock = stock_twin(model)
+    gradients = []
     for one in (model, stock):
-        encode(one, grid, pixels).square().sum().backward()
-    for (name, ours), theirs in zip(
-        model.model.visual.named_parameters(), stock.model.visual.parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4, msg=name)
+        encode(one, *video((2, 3, 5), (1, 2, 2))).square().sum().backward()
+        gradients.append({name: weight.grad for name, weight in one.model.visual.named_parameters()})
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 def one_by_one(query, key, value, lengths):
     """The readable twin."""
-    pieces = zip(*(states.split(lengths) for states in (query, key, value)), strict=True)
-    return torch.cat([SDPA(*(one.transpose(0, 1) for one in piece)).transpose(0, 1) for piece in pieces])
+    pieces = []
+    for sequence in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        attended = SDPA(*(states.transpose(0, 1) for states in sequence))
+        pieces.append(attended.transpose(0, 1))
+    return torch.cat(pieces)
 
 
 @settings(max_examples=25, deadline=None)
@@ -75,16 +84,15 @@ def one_by_one(query, key, value, lengths):
 def test_by_length_is_one_by_one(lengths, heads):
     torch.manual_seed(0)
     states = torch.randn(3, sum(lengths), heads, 8, dtype=torch.float64)
-    cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    weights = torch.randn(sum(lengths), heads, 8, dtype=torch.float64)
+    weights = torch.randn_like(states[0])
+    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     results = []
-    for attend in (lambda *qkv: attend_within(*qkv, cu_seq_lens), lambda *qkv: one_by_one(*qkv, lengths)):
+    for attend, where in ((attend_within, bounds), (one_by_one, lengths)):
         leaf = states.clone().requires_grad_(True)
-        attended = attend(*leaf)
+        attended = attend(*leaf, where)
         (attended * weights).sum().backward()
-        results.append((attended.detach(), leaf.grad))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+        results.append([attended.detach(), leaf.grad])
+    torch.testing.assert_close(*results, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -94,35 +102,24 @@ def test_by_length_is_one_by_one(lengths, heads):
 )
 def test_calls_per_layer_do_not_grow_with_the_windows(size, lengths):
     """`lengths` differ in a window layer and in a full layer; the tiny model has two of each."""
-    model, counts = shared_model(), []
     for frames in (1, 6):
-        with CallCount() as count, torch.no_grad():
-            encode(model, *video((frames, *size)))
-        counts.append(count.calls)
-    assert counts == [2 * sum(lengths)] * 2
+        assert count_calls(shared_model(), *video((frames, *size))) == 2 * sum(lengths)
 
 
 def test_stock_calls_once_per_window(models):
     """The count above can see it."""
     _, stock = models
-    with CallCount() as count, torch.no_grad():
-        encode(stock, *video((6, 8, 8)))
-    assert count.calls == 2 * (6 * 16) + 2 * 6
+    assert count_calls(stock, *video((6, 8, 8))) == 2 * (6 * 16) + 2 * 6
 
 
 @pytest.mark.parametrize("name", ["eager", {"vision_config": "eager"}])
 def test_another_attention_is_stock_s(tmp_path, name):
     shared_model().save_pretrained(tmp_path)
     model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path, attn_implementation=name)
-    grid, pixels = video((2, 8, 8))
-    counts = []
-    for one in ("as loaded", "sdpa"):
-        if one == "sdpa":
-            model.set_attn_implementation({"vision_config": one})
-        with CallCount() as count, torch.no_grad():
-            encode(model, grid, pixels)
-        counts.append(count.calls)
-    assert counts == [0, 4]
+    pixels = video((2, 8, 8))
+    assert count_calls(model, *pixels) == 0
+    model.set_attn_implementation({"vision_config": "sdpa"})
+    assert count_calls(model, *pixels) == 4
 
 
 def test_other_models_can_be_built_from_the_configuration():
@@ -144,12 +141,15 @@ def test_the_patch_projection_is_stock_s_convolution(patches, bias, dtype):
     convolution = torch.nn.Conv3d(3, 40, kernel_size=(2, 14, 14), stride=(2, 14, 14), bias=bias, dtype=dtype)
     projection = copy.deepcopy(convolution)
     projection.__class__ = PatchProjection
-    pixels, weights = torch.randn(patches, 3, 2, 14, 14, dtype=dtype), torch.randn(patches, 40, 1, 1, 1, dtype=dtype)
-
+    pixels = torch.randn(patches, 3, 2, 14, 14, dtype=dtype)
+    weights = torch.randn(patches, 40, 1, 1, 1, dtype=dtype)
     tolerance = {torch.float32: 0, torch.float64: 1e-12, torch.bfloat16: 0.05}[dtype]
-    expected, projected = convolution(pixels), projection(pixels)
-    torch.testing.assert_close(projected, expected, atol=tolerance, rtol=tolerance)
-    for output in (expected, projected):
+    outputs = []
+    gradients = []
+    for layer in (convolution, projection):
+        output = layer(pixels)
         (output * weights).sum().backward()
-    for own, stock in zip(projection.parameters(), convolution.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, stock.grad, atol=10 * tolerance, rtol=tolerance)
+        outputs.append(output)
+        gradients.append([weight.grad for weight in layer.parameters()])
+    torch.testing.assert_close(*outputs, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(*gradients, atol=10 * tolerance, rtol=tolerance)
