@@ -157,15 +157,38 @@ def test_method(pair, inputs, method, budget):
         pair.forward(inputs, selection=method, **budget)
 
 
+def waits_of(model, inputs, **options):
+    pretend_device.counts.reset()
+    with torch.no_grad():
+        model(**pretend_device.inputs_to_device(inputs), **options)
+    return pretend_device.counts.waits
+
+
 @pytest.mark.parametrize("method", METHOD_NAMES)
-def test_a_method_waits_no_more_often_for_more_kept_tokens(pair, inputs, method):
+def test_waits_do_not_grow_with_the_kept_tokens(pair, inputs, method):
+    few = waits_of(pair.device, inputs, selection=method, retention=0.1)
+    many = waits_of(pair.device, inputs, selection=method, retention=0.9)
+    assert few == many
+
+
+def test_waits_grow_neither_with_the_steps_of_a_video_nor_with_layers_and_are_hardly_more_than_stocks(pair):
     waits = []
-    for retention in (0.1, 0.9):
-        pretend_device.counts.reset()
-        with torch.no_grad():
-            pair.device(**pretend_device.inputs_to_device(inputs), selection=method, retention=retention)
-        waits.append(pretend_device.counts.waits)
+    for steps in (4, 16):
+        inputs = batch(prompt(videos=[(steps, 8, 8)]))
+        waits.append(waits_of(pair.device, inputs, retention=0.3))
     assert waits[0] == waits[1]
+    of_vision = [count for line, count in waits[0].items() if "encoding_qtsplus" in line]
+    assert max(of_vision) <= 2  # windows, and the layers with full attention
+    stock = pretend_device.to_device(stock_twin(tiny_model(selection="all", reencode_layers=0)))
+    assert waits[0].total() <= waits_of(stock, inputs).total() + 15
+
+
+def test_a_further_question_waits_at_most_twelve_times(pair):
+    inputs = batch(prompt(videos=[(4, 8, 8)]))
+    pixels = inputs.pop("pixel_values_videos").to(pretend_device.NAME)
+    features = pair.device.encode_videos(pixels, inputs["video_grid_thw"].to(pretend_device.NAME))
+    waits = waits_of(pair.device, inputs, video_features=features, retention=0.3)
+    assert waits.total() <= 12, waits
 
 
 WAYS = {

@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention, apply_rotary_pos_emb_vision
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
@@ -63,6 +64,8 @@ def encode_modality(
     """`[k, token_width]` features of each image or video; none without pixels."""
     if pixels is None or grid_thw is None:
         return []
+    home = grid_thw.device
+    grid_thw = grid_thw.cpu()
     pixels_of_each = pixels.split(model.pixel_rows(grid_thw))
     distinct_steps = []
     is_new = []
@@ -71,7 +74,7 @@ def encode_modality(
         new = new_steps(steps)
         is_new.append(new)
         distinct_steps.append(steps if new.all() else steps[new])
-    features = _encode_steps(model, modality, grid_thw, distinct_steps, frames_per_chunk, device)
+    features = _encode_steps(model, modality, grid_thw, home, distinct_steps, frames_per_chunk, device)
     return list(map(_repeat_steps, features, is_new))
 
 
@@ -92,28 +95,32 @@ def new_steps(steps: Tensor) -> Tensor:
     The vision tower encodes each step by itself: a temporal patch (two frames) in Qwen-VL, a frame in the others. It
     does not know the time, so steps with equal pixels have equal features, up to rounding.
     """
-    is_new = [True]
-    for before, now in pairwise(steps):
-        is_new.append(not torch.equal(before, now))
-    return torch.tensor(is_new)
+    if steps.device.type == "cpu":  # There, the comparison ends at the first difference.
+        differs = [not torch.equal(before, now) for before, now in pairwise(steps)]
+        return torch.tensor([True] + differs)
+    # Elsewhere the host waits once for all comparisons.
+    is_first = torch.ones((), dtype=torch.bool, device=steps.device)
+    is_new = [(before != now).any() for before, now in pairwise(steps)]
+    return torch.stack([is_first] + is_new).cpu()
 
 
 def _encode_steps(
     model: QTSplusBackboneMixin,
     modality: int,
     grid_thw: Tensor,
+    home: torch.device,
     steps: Sequence[Tensor],
     frames_per_chunk: int | None,
     device: torch.device | str | None,
 ) -> list[Tensor]:
-    """As [`encode_modality`], of the steps of each image and video."""
+    """As [`encode_modality`], of the steps of each image and video; the grids are on the host, the model at home."""
     features = [torch.empty(0) for _ in steps]
     for chunk in _chunks(model, steps, frames_per_chunk):
         pixels = [steps[piece.index][piece.first : piece.stop].flatten(0, 1) for piece in chunk]
         grid = grid_thw[[piece.index for piece in chunk]]
         grid[:, 0] = grid.new_tensor([piece.steps for piece in chunk])
-        together = join(pixels, pixels[0]).to(grid.device)
-        encoded = model.encode_pixels(modality, together, grid)
+        together = join(pixels, pixels[0]).to(home)
+        encoded = model.encode_pixels(modality, together, grid.to(home))
         for piece, piece_pixels, tokens in zip(chunk, pixels, encoded, strict=True):
             index = piece.index
             _check_encoded(tokens, piece_pixels, modality, index)
@@ -298,15 +305,12 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> 
     Bidirectional attention within each of many sequences that follow each other, without a mask and without padding:
     `[N, heads, head_dim]` each -> the same. Sequences of equal length attend as a batch.
     """
-    lengths = bounds.diff()
-    distinct = lengths.unique().tolist()
-    if len(distinct) == 1:
-        return _attend_in_batch(query, key, value, distinct[0])
+    rows_by_length = _rows_by_length(bounds)
+    if len(rows_by_length) == 1:
+        (length,) = rows_by_length
+        return _attend_in_batch(query, key, value, length)
     attended = torch.empty_like(query)
-    for length in distinct:
-        starts = bounds[:-1][lengths == length]
-        offsets = torch.arange(length, device=query.device)
-        rows = (starts[:, None] + offsets).flatten()
+    for length, rows in rows_by_length.items():
         # On a CPU, `query[rows]` copies number by number, `index_select` row by row.
         attended_rows = _attend_in_batch(
             query.index_select(0, rows),
@@ -316,6 +320,26 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> 
         )
         attended.index_copy_(0, rows, attended_rows)
     return attended
+
+
+_known_rows = WeakTensorKeyDictionary()
+
+
+def _rows_by_length(bounds: Tensor) -> dict[int, Tensor]:
+    """
+    Per length of the sequences, the rows of those that have it, ascending. All layers of a vision tower get the same
+    `bounds`: the host reads them for the first.
+    """
+    if bounds not in _known_rows:
+        on_host = bounds.cpu()
+        lengths = on_host.diff()
+        rows = {}
+        for length in lengths.unique().tolist():
+            starts = on_host[:-1][lengths == length]
+            rows_of_length = starts[:, None] + torch.arange(length)
+            rows[length] = rows_of_length.flatten().to(bounds.device)
+        _known_rows[bounds] = rows
+    return _known_rows[bounds]
 
 
 def _attend_in_batch(query: Tensor, key: Tensor, value: Tensor, length: int) -> Tensor:

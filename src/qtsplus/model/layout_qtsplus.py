@@ -108,7 +108,7 @@ def find_spans(token_types: list[Tensor], unplaced: Mapping[int, Sequence[Visual
 
 def _runs_of_placeholders(types: Tensor) -> Iterator[tuple[int, int, int]]:
     """(modality, start, stop) of each run of equal placeholders in a row."""
-    runs, lengths = types.unique_consecutive(return_counts=True)
+    runs, lengths = types.cpu().unique_consecutive(return_counts=True)
     stop = 0
     for modality, length in zip(runs.tolist(), lengths.tolist(), strict=True):
         start = stop
@@ -364,22 +364,23 @@ class QTSplusBackboneMixin:
     def splice(self, inputs_embeds: Tensor, input_ids: Tensor, features: FeaturesOfRows) -> Tensor:
         """Puts features in place of the placeholders' embeddings `[B, S, d]`."""
         types = self.token_types(input_ids)
+        masks = {}
         for modality, name in MODALITIES.items():
             if name not in features:
                 continue
+            masks[name] = types == modality
             rows = features[name]
-            packed = torch.cat(list(rows))
-            mask = types == modality
-            if len(rows) == len(mask):
+            if len(rows) == len(types):
                 # A placeholder behind the prompt's own is a token that was generated, or guessed by a lookup there.
                 lengths = [[len(row)] for row in rows]
-                most = torch.tensor(lengths, device=mask.device)
-                mask &= mask.cumsum(1) <= most
-            placeholders = int(mask.sum())
-            if placeholders != len(packed):
-                raise ValueError(f"{placeholders} {name} placeholders in the prompt for {len(packed)} features.")
-            packed = packed.to(inputs_embeds)
-            inputs_embeds = inputs_embeds.masked_scatter(mask[..., None], packed)
+                most = torch.tensor(lengths, device=types.device)
+                masks[name] &= masks[name].cumsum(1) <= most
+        placeholders = torch.stack([mask.sum() for mask in masks.values()]).tolist()
+        for (name, mask), count in zip(masks.items(), placeholders, strict=True):
+            packed = torch.cat(list(features[name]))
+            if count != len(packed):
+                raise ValueError(f"{count} {name} placeholders in the prompt for {len(packed)} features.")
+            inputs_embeds = inputs_embeds.masked_scatter(mask[..., None], packed.to(inputs_embeds))
         return inputs_embeds
 
 
@@ -523,11 +524,13 @@ def _seconds(model: QTSplusBackboneMixin, seconds: Seconds | None, grids: Sequen
         raise ValueError(f"second_per_grid_ts={seconds!r}: expected a list with the seconds of each video.")
     if len(seconds) != len(grids):
         raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids)}).")
+    if isinstance(seconds, Tensor):
+        seconds = seconds.cpu()
     values = torch.as_tensor(seconds, dtype=torch.float64)
     is_good = (values > 0) & values.isfinite()
     if not bool(is_good.all()):
         raise ValueError(f"second_per_grid_ts={values.tolist()}: expected finite seconds above 0.")
-    return seconds.cpu() if isinstance(seconds, Tensor) else seconds
+    return seconds
 
 
 def check_grids(
@@ -551,6 +554,7 @@ def check_grids(
         raise ValueError(f"The {name}s came with grid_thw but without {values}: pass all the processor returned.")
     if not isinstance(grid_thw, Tensor) or grid_thw.is_floating_point():
         raise ValueError(f"{name}_grid_thw={grid_thw!r}: expected a tensor of whole numbers, [{name}s, 3].")
+    grid_thw = grid_thw.cpu()
     if bool((grid_thw < 1).any()):
         raise ValueError(f"{name}_grid_thw {grid_thw.tolist()}: an empty {name}; expected at least 1 x 1 x 1 patches.")
     patches = sum(model.pixel_rows(grid_thw))

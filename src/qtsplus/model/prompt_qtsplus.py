@@ -372,8 +372,9 @@ def splice(
     video_features = []
     for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
         keep = row.keep(kept_indices.to(row.columns.device))
-        columns.append(row.columns[keep])
-        positions.append(row.language_positions[:, keep].T)
+        stays = keep.nonzero()[:, 0]
+        columns.append(row.columns[stays])
+        positions.append(row.language_positions[:, stays].T)
         last_positions.append(row.language_positions[:, -1].max())
         features_of_row = []
         has_lines = False
@@ -382,8 +383,8 @@ def splice(
             if span.modality == IMAGE:
                 features_of_row.append(features[IMAGE][span.index])
         if has_lines:
-            stays = keep & (row.types == VIDEO)
-            tokens = _with_line_ends(model, row, stays, tokens)
+            is_video = keep & (row.types == VIDEO)
+            tokens = _with_line_ends(model, row, is_video, tokens)
         image_features.append(join(features_of_row, tokens[:0]))
         video_features.append(tokens)
 

@@ -42,7 +42,7 @@ def find_query_mask(
         eligible &= attention_mask.bool()
 
     mask = torch.zeros_like(input_ids)
-    for row, ids in enumerate(input_ids):
+    for row, ids in enumerate(input_ids.cpu()):
         turns = _find_user_turns(ids, user_turn_token_ids, turn_end_token_id)
         question: int | None = -1
         if question_turns is not None:
