@@ -24,12 +24,12 @@ from torch import Tensor
 # differ by 1e-6, and log-relevance hardly more; there, a tie is a ten-thousandth of a token's relevance.
 TIE = 1e-4
 WINDOW = 8  # tokens that [`coverage`] keeps from a neighbourhood in time, in which it avoids similar ones
-BLOCK = 8192  # tokens that [`changes`] compares at a time
+BLOCK = 512  # tokens that [`changes`] compares at a time
 # A round of [`add_farthest`] adds one token for so many that are kept, but at most [`ROUND`]. They come from a pool of
-# four times as many tokens and [`POOL`] more.
+# eight times as many tokens and [`POOL`] more.
 KEPT_PER_NEW = 16
 ROUND = 512
-POOL = 512
+POOL = 128
 
 
 @dataclass
@@ -283,7 +283,7 @@ def _farthest(
     if count == 1:
         is_farthest = distance >= distance.amax() - TIE
         return is_farthest.int().argmax()[None]
-    pool = top_n(distance, min(left, POOL + 4 * count))
+    pool = top_n(distance, min(left, POOL + 8 * count))
     scores = distance[pool]
     # [i, j]: whether token i of the pool is better than token j, or as good and earlier.
     lead = scores[:, None] - scores
