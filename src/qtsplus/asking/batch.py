@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +93,10 @@ class Questions:
     @property
     def unused(self) -> list[str]:
         """Names that stand in rows and say nothing here."""
-        names = {str(name) for row in self.rows if isinstance(row.content, Mapping) for name in row.content}
+        names: set[str] = set()
+        for row in self.rows:
+            if isinstance(row.content, Mapping):
+                names.update(map(str, row.content))
         return sorted(names - QuestionRow.model_fields.keys())
 
     def videos(self) -> list[list[Task]]:
@@ -132,9 +135,9 @@ def _read_csv(path: Path) -> Iterator[Row]:
             csv.field_size_limit(2**31 - 1)  # no less than of JSONL
             table = csv.DictReader(file, strict=True)
             names = list(table.fieldnames or ())
-            known = [name for name in names if name in QuestionRow.model_fields]
-            has_twice = len(set(known)) < len(known)
-            if has_twice or "video" not in known or "question" not in known:
+            known = Counter(name for name in names if name in QuestionRow.model_fields)
+            has_both = "video" in known and "question" in known
+            if not has_both or max(known.values()) > 1:
                 raise ValueError(f"The columns of {path} are {show(names)}; expected video,question and others once.")
             for number, cells in enumerate(table, start=1):
                 filled = {name: cell for name, cell in cells.items() if cell}
@@ -144,7 +147,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
 
 
-def _question(content: Any, problem: str | None) -> QuestionRow:
+def _question(content, problem: str | None) -> QuestionRow:
     if content is None:
         raise ValueError(problem)
     if not isinstance(content, Mapping):
@@ -251,7 +254,10 @@ def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
 
 def _waiting(questions: Questions, journal: Journal, keys: dict[int, str]) -> list[list[Task]]:
     """The tasks of each video that have no answer yet; of rows that ask the same, the first."""
-    known = {key for key, entry in journal.done.items() if not isinstance(entry, Failed)}
+    known = set()
+    for key, entry in journal.done.items():
+        if not isinstance(entry, Failed):
+            known.add(key)
     numbers = set()
     for number, key in keys.items():
         if key not in known:
@@ -270,11 +276,11 @@ def _keys(tasks: list[Task]) -> dict[int, str]:
     By number, under what the answer is kept: a digest of what is asked and of the video's file. A row that moved or has
     another id has the same one, and a video that was changed under its name another.
     """
-    states = {place: media_state(place) for place in {task.place for task in tasks}}
+    state_of = cache(media_state)
     keys = {}
     for task in tasks:
         question = task.question.model_dump(exclude={"id"})
-        keys[task.number] = _digest([question, states[task.place]], 32)
+        keys[task.number] = _digest([question, state_of(task.place)], 32)
     return keys
 
 

@@ -2,11 +2,11 @@
 
 import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
@@ -14,8 +14,6 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from rich.console import Console
-from rich.progress import track
 
 from ..common.folders import whole_folder
 from ..model.sampling_qtsplus import MOST_FRAMES
@@ -26,18 +24,19 @@ from .recall import Remembered
 from .session import Answer
 
 _CLOCK = Fraction(1, 90_000)  # seconds between the times that a frame can have
+_SLOWEST = Fraction(1, 1001)  # frames per second that a container can state
 _DRAWN = 8  # stretches of evidence in one picture
 
 
 def lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """`[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` `[H, W]` leaves out."""
-    height, width = frame.shape[:2]
+    height, width, _ = frame.shape
     row_count, column_count = kept.shape
     rows = np.arange(height) * row_count // height
     columns = np.arange(width) * column_count // width
-    shown = kept[rows][:, columns]
+    is_lit = kept[rows][:, columns]
     dimmed = frame >> 2
-    dimmed[shown] = frame[shown]
+    dimmed[is_lit] = frame[is_lit]
     return dimmed
 
 
@@ -67,9 +66,7 @@ def draw_evidence(
     with whole_folder(folder) as staging:
         about = []
         for number, name in enumerate(answer.keep_maps, 1):
-            suffix = ""
-            if len(answer.keep_maps) > 1:
-                suffix = f"-{number}"
+            suffix = f"-{number}" if len(answer.keep_maps) > 1 else ""
             about.append(_draw_video(answer, name, videos[name], staging, suffix))
         text = json.dumps(dict(answer.as_dict(), videos=about))
         (staging / ANSWER).write_text(text + "\n", encoding="utf-8")
@@ -81,22 +78,24 @@ def _draw_video(
     video: EncodedVideo,
     folder: Path,
     suffix: str,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Draws the evidence of one video into a folder, and gives what `answer.json` says of it."""
     kept = answer.keep_maps[name]
     evidence = [interval for interval in answer.evidence if interval.name == name]
-    about: dict[str, Any] = {
+    (kept_indices,) = kept.flatten().nonzero(as_tuple=True)
+    about: dict[str, object] = {
         "name": name,
         "start": video.about.start,
         "seconds_per_step": video.seconds_per_step,
         "grid": list(kept.shape),
-        "kept": kept.flatten().nonzero()[:, 0].tolist(),
+        "kept": kept_indices.tolist(),
     }
     if video.video != IN_MEMORY and evidence:
-        about["kept_tokens"] = f"kept{suffix}.mp4"
-        about["frames"] = f"frames{suffix}.png"
-        draw_kept_video(video, kept, folder / about["kept_tokens"], evidence)
-        draw_spans(video, kept, evidence, folder / about["frames"])
+        kept_video = f"kept{suffix}.mp4"
+        frames = f"frames{suffix}.png"
+        draw_kept_video(video, kept, folder / kept_video, evidence)
+        draw_spans(video, kept, evidence, folder / frames)
+        about |= {"kept_tokens": kept_video, "frames": frames}
     return about
 
 
@@ -115,20 +114,21 @@ def draw_spans(
     """
     spans = sorted(evidence[:_DRAWN], key=lambda interval: interval.start)
     middles = []
+    indices = []
     for interval in spans:
         middle = (interval.start + interval.end) / 2
-        middles.append(middle - video.about.start)
-    indices = [int(middle * video.about.metadata.fps) for middle in middles]
-    frames = list(_open(video, indices).decode())
+        seconds = middle - video.about.start
+        middles.append(seconds)
+        indices.append(int(seconds * video.about.metadata.fps))
     count = len(spans)
     figure = Figure(figsize=(2.4 * count, 2.6), layout="constrained")
     panes = figure.subplots(1, count, squeeze=False)[0]
+    frames = _open(video, indices).decode()
     for axes, interval, middle, frame in zip(panes, spans, middles, frames, strict=False):
-        shown = lit(frame, _kept_at(video, middle, kept))
-        axes.imshow(shown)
+        kept_here = _kept_at(video, middle, kept)
+        axes.imshow(lit(frame, kept_here))
         axes.add_patch(_box(interval, frame))
-        span = f"{interval.start:.1f} to {interval.end:.1f} s"
-        axes.set_title(f"{span}, {interval.weight:.0%}", fontsize=8)
+        axes.set_title(f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}", fontsize=8)
         axes.axis("off")
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -138,14 +138,10 @@ def _box(interval: Interval, frame: np.ndarray) -> Rectangle:
     """The box of a stretch of evidence, in pixels of a frame."""
     height, width = frame.shape[:2]
     left, top, right, bottom = interval.box
-    return Rectangle(
-        (left * width, top * height),
-        (right - left) * width,
-        (bottom - top) * height,
-        fill=False,
-        color="tab:orange",
-        linewidth=2,
-    )
+    corner = (left * width, top * height)
+    box_width = (right - left) * width
+    box_height = (bottom - top) * height
+    return Rectangle(corner, box_width, box_height, fill=False, color="tab:orange", linewidth=2)
 
 
 def draw_kept_video(
@@ -164,28 +160,19 @@ def draw_kept_video(
     fps = video.about.metadata.fps
     indices = _frames_within(video, evidence)
     opened = _open(video, indices)
-    console = Console(stderr=True)
     with av.open(str(path), "w") as container:
-        slowest = Fraction(1, 1001)
-        rate = max(Fraction(fps).limit_denominator(1001), slowest)
+        rate = max(Fraction(fps).limit_denominator(1001), _SLOWEST)
         stream = container.add_stream("libx264", rate=rate, options={"preset": "veryfast"})
         _, height, width = opened.shape
         stream.height = height // 2 * 2  # H.264 has no odd sides
         stream.width = width // 2 * 2
         stream.pix_fmt = "yuv420p"
         stream.codec_context.time_base = _CLOCK
-        frames = track(
-            zip(indices, opened.decode(), strict=False),
-            "Drawing",
-            len(indices),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        for number, (index, frame) in enumerate(frames):
-            shown = lit(frame, _kept_at(video, index / fps, kept))
-            even = shown[: stream.height, : stream.width]
-            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(even), format="rgb24")
+        for number, (index, frame) in enumerate(zip(indices, opened.decode(), strict=False)):
+            kept_here = _kept_at(video, index / fps, kept)
+            shown = lit(frame, kept_here)
+            even = np.ascontiguousarray(shown[: stream.height, : stream.width])
+            picture = av.VideoFrame.from_ndarray(even, format="rgb24")
             picture.pts = round(number / fps / _CLOCK)
             picture.time_base = _CLOCK
             container.mux(stream.encode(picture))
@@ -227,22 +214,21 @@ def _open(video: EncodedVideo, indices: Sequence[int]) -> VideoFile:
         folder = open_folder(video.video, fps)
         return replace(folder, decode=lambda: _pick(folder, indices))
 
-    def pick(total: int, _: float) -> np.ndarray:
+    def choose(total: int, _: float) -> np.ndarray:
         return np.clip(indices, 0, total - 1)
 
     half_a_frame = 0.5 / fps
-    end = video.about.start + video.length - half_a_frame
-    return open_video(video.video, pick, (video.about.start, end))
+    start = video.about.start
+    return open_video(video.video, choose, (start, start + video.length - half_a_frame))
 
 
 def _pick(folder: VideoFile, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    """The frames of these ascending indices, or the last one in place of those behind it."""
     last = folder.shape[0] - 1
-    places = [min(index, last) for index in indices]
-    frames = {}
+    times_shown = Counter(np.minimum(indices, last).tolist())
     for index, frame in enumerate(folder.decode()):
-        if index in places:
-            frames[index] = frame
-    return map(frames.__getitem__, places)
+        for _ in range(times_shown[index]):
+            yield frame
 
 
 def _kept_at(video: EncodedVideo, seconds: float, kept: torch.Tensor) -> np.ndarray:

@@ -13,6 +13,7 @@ from ..common.files import clock, printable
 from ..common.validation import show
 from ..model.methods_qtsplus import Method, check_budget
 from ..model.sampling_qtsplus import require_positive
+from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo
 from .answers import answer_batch
 from .choice import Choice
@@ -20,7 +21,7 @@ from .generation import generation_options
 from .question import Question, check_question
 from .ranking import Piece
 from .recall import Remembered
-from .session import VideoSession
+from .session import VideoSession, batches_of
 
 JOIN = "These are parts of a video in their order, with their times. Tell what happens in all of them together."
 TOGETHER = 32  # parts that are joined at a time
@@ -90,7 +91,7 @@ def summarise(
     selection: str | Method = "coverage",
     max_new_tokens: int | None = None,
     progress: bool = False,
-    **generation: Any,
+    **generation,
 ) -> Summary:
     """
     Summarises the videos of a session or of a library: chapter by chapter, which the model then joins. Memory holds one
@@ -133,25 +134,29 @@ def summarise(
         alone=bool(generation) or any(getattr(model.generation_config, option, None) for option in ALONE),
     )
     chapters = []
-    warnings = list(about.warnings)
-    frames = 0
-    seconds = 0.0
-    unheard = False
+    known: list[AboutVideo] = []
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("Summarising", total=len(names))
         for number, name in enumerate(names):
             video = about.film(name)
-            frames += video.frames
-            seconds += video.length
-            unheard = unheard or video.about.sound
-            warnings += [warning for warning in video.about.warnings if warning not in warnings]
+            known.append(video.about)
             edges = list(chapter_steps(video, longest))
             told = 0
             for group in teller.tell(name, video, edges):
                 chapters += group
                 told += len(group)
                 bar.update(task, completed=number + told / len(edges))
-    return Summary(teller.join(chapters), chapters, warnings, frames, seconds, unheard)
+    warnings = list(about.warnings)
+    for video_known in known:
+        warnings += video_known.warnings
+    return Summary(
+        text=teller.join(chapters),
+        chapters=chapters,
+        warnings=list(dict.fromkeys(warnings)),
+        frames=sum(video.frames for video in known),
+        seconds_of_video=sum(video.length for video in known),
+        unheard=any(video.sound for video in known),
+    )
 
 
 def _check_names(about: Videos, names: Sequence[str] | None) -> Sequence[str]:
@@ -159,7 +164,7 @@ def _check_names(about: Videos, names: Sequence[str] | None) -> Sequence[str]:
     if names is None:
         names = about.names
     is_list = isinstance(names, list | tuple)
-    if not is_list or not names or any(not isinstance(name, str) or name not in known for name in names):
+    if not is_list or not names or not all(isinstance(name, str) and name in known for name in names):
         raise ValueError(f"names={show(names)}: no video to summarise; expected a list, some of {show(about.names)}.")
     if isinstance(about, VideoSession) and any(isinstance(about.film(name), Remembered) for name in names):
         raise ValueError("What a stream remembers has no chapters to summarise: ask about it.")
@@ -174,7 +179,7 @@ class _Teller:
     processor: Any
     prompt: str
     choice: Choice
-    writing: dict[str, Any]  # options of `generate`, with `max_new_tokens`
+    writing: dict  # options of `generate`, with `max_new_tokens`
     alone: bool  # whether the model reads one prompt at a time
 
     def tell(self, name: str, video: EncodedVideo, edges: Sequence[tuple[int, int]]) -> Iterator[list[Chapter]]:
@@ -182,7 +187,10 @@ class _Teller:
         tokens_per_step = len(video.features) / video.count * (self.choice.retention or 1)
         most_visual = self.choice.max_visual_tokens or AT_ONCE
         words = len(self.processor.text_ids(self.prompt))
-        sizes = [min((last - first) * tokens_per_step, most_visual) + words for first, last in edges]
+        sizes = []
+        for first, last in edges:
+            visual = (last - first) * tokens_per_step
+            sizes.append(min(visual, most_visual) + words)
         for group in _side_by_side(edges, sizes, self.alone):
             questions = []
             for first, last in group:
@@ -199,7 +207,7 @@ class _Teller:
         """One text of all chapters: of groups of them, then of groups of what was said of those, until one is left."""
         parts = [Part(chapter, chapter, chapter.text) for chapter in chapters]
         while len(parts) > 1:
-            groups = [parts[start : start + TOGETHER] for start in range(0, len(parts), TOGETHER)]
+            groups = list(batches_of(parts, TOGETHER))
             sizes = [len(group) * self.writing["max_new_tokens"] for group in groups]
             parts = []
             for batch in _side_by_side(groups, sizes, self.alone):
@@ -251,7 +259,7 @@ def _side_by_side(items: Sequence[T], sizes: Sequence[float], alone: bool) -> It
 
 
 @torch.no_grad()
-def _join(model: Any, processor: Any, groups: list[list[Part]], writing: dict[str, Any]) -> list[str]:
+def _join(model, processor, groups: Sequence[Sequence[Part]], writing: dict) -> list[str]:
     """One text for each group of parts, made by the model from their texts and times."""
     conversations = []
     for parts in groups:

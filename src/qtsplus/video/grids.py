@@ -31,7 +31,7 @@ def token_maps(values: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
 def keep_maps(kept_indices: Tensor, video_grid_thw: Tensor, merge_size: int) -> list[Tensor]:
     """One bool `[T, H, W]` per video: which tokens of each frame were kept, `[n]` indices among those of all videos."""
     grids = token_grids(video_grid_thw, merge_size)
-    tokens = sum(map(prod, grids))
+    tokens = sum(prod(grid) for grid in grids)
     kept = torch.zeros(tokens, dtype=torch.bool)
     kept[kept_indices.cpu()] = True
     return token_maps(kept, grids)
