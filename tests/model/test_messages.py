@@ -195,6 +195,13 @@ def test_a_template_that_is_only_written_out_leaves_keys_to_others(processor, cl
     assert written[0] == written[1] and processor.video_token in written[0]
 
 
+@pytest.mark.parametrize("content", [{"answer": "12:00"}, 12])
+def test_a_message_whose_content_is_no_text_is_refused(processor, content):
+    messages = [{"role": "user", "content": [TEXT]}, {"role": "tool", "content": content}]
+    with pytest.raises(ValueError, match="A message has the content .*; expected a str, or a list of parts"):
+        processor.apply_chat_template(messages, tokenize=True, return_dict=True)
+
+
 def test_the_messages_of_the_caller_stay_as_they_are(ask, clip):
     part = {"type": "video", "video": clip, "nframes": 4}
     ask(part)

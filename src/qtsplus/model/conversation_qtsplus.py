@@ -56,8 +56,12 @@ def _role(message) -> str:
 
 def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args, **kwargs) -> int:
     """How many turns are written as a user's in the prompt of these messages."""
-    if kwargs.pop("sanitize_control_tokens", False):  # then a header in a message's text is text
-        messages = _without(processor.user_turn, messages)
+    if kwargs.pop("sanitize_control_tokens", False):  # then a header is text wherever the template itself has none
+        header = processor.user_turn
+        own_template = {name: value for name, value in kwargs.items() if name == "chat_template"}
+        messages = _without(header, messages)
+        args = (*args[:1], *_without(header, args[1:]))
+        kwargs = _without(header, kwargs) | own_template
     template_tools_documents = args[:3]
     prompt = processor.apply_chat_template(messages, *template_tools_documents, **(kwargs | _TO_COUNT))
     ids = torch.tensor(processor.prompt_ids(prompt))
@@ -65,7 +69,7 @@ def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args,
 
 
 def _without(words: str, value):
-    """A message, or a list of them, without these words in any of its texts."""
+    """A message, a tool, or a list of them, without these words in any of its texts."""
     if isinstance(value, str):
         while words in value:  # what is left may form them again
             value = value.replace(words, "")

@@ -116,6 +116,8 @@ def read_messages(messages, loads: bool):
         return messages
     content = messages.get("content")
     if not isinstance(content, (list, tuple)):
+        if loads and content is not None and not isinstance(content, str):
+            raise ValueError(f"A message has the content {content!r}; expected a str, or a list of parts.")
         return messages
     parts = [_read_content(dict(part), loads) for part in content]
     return dict(messages, content=parts)

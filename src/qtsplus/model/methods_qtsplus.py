@@ -400,8 +400,8 @@ def _import_method(name: str) -> Method:
 def no_question(row: int, num_tokens: int) -> ValueError:
     """The error of a method that compares tokens with a question, where a prompt has none."""
     return ValueError(
-        f"Row {row} has {num_tokens} visual tokens but no question to select them by. Format the prompt with the "
-        "processor's chat template, or pass query_mask= or query_input_ids=."
+        f"Row {row} has {num_tokens} visual tokens but no question to select them by. Write one in the user's last "
+        "turn, as the processor's chat template writes turns, or pass query_mask= or query_input_ids=."
     )
 
 
