@@ -1,6 +1,7 @@
 """A library: a folder of videos is encoded once, and every question searches all of them as one memory."""
 
 import json
+import shlex
 import shutil
 from copy import deepcopy
 from dataclasses import replace
@@ -150,11 +151,11 @@ def test_some_videos_are_a_library_of_their_own(library, tmp_path, loaded):
 
 
 def test_a_pattern_names_some_videos(library, tiny_published):
-    call = [str(library.folder), QUESTION, "--json", "--name", "more/*", "--model", str(tiny_published)]
-    answer = CliRunner().invoke(app, ["ask", *call, "--max-new-tokens=2"])
-    found = CliRunner().invoke(app, ["find", *call, "--moments=9"])
-    assert json.loads(answer.stdout)["video"] == "more/c.mp4"
-    assert {one["name"] for one in json.loads(found.stdout)["moments"]} == {"more/c.mp4"}
+    call = (library.folder, QUESTION, "--json", "--name", "more/*", "--model", tiny_published)
+    answer = json.loads(qtsplus("ask", *call, "--max-new-tokens=2").stdout)
+    found = json.loads(qtsplus("find", *call, "--moments=9").stdout)
+    assert answer["video"] == "more/c.mp4"
+    assert {moment["name"] for moment in found["moments"]} == {"more/c.mp4"}
 
 
 def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
@@ -239,7 +240,7 @@ def test_names_of_any_kind_are_shown_and_asked_about(videos, tiny_published, tmp
 
 
 def qtsplus(*arguments, **more):
-    return CliRunner().invoke(app, [*map(str, arguments)], **more)
+    return CliRunner().invoke(app, list(map(str, arguments)), **more)
 
 
 def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
@@ -301,50 +302,48 @@ def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published
     assert "b.mp4, " in result.stdout, "the file is named"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["find", "{empty}", QUESTION], "is not a library; make one of a folder of videos with `qtsplus index`"),
-        (["find", "{library}", " "], "empty"),
-        (["find", "{library}", QUESTION, "--name", "door/*"], "is like --name 'door/*', but for example 'a.mp4'"),
-        (["find", "{library}", QUESTION, "--end", "0"], "No video shows anything"),
-        (["summarise", "{videos}/a.mp4", "--name", "*"], "--name is about a library"),
-        (["summarise", "{library}", "--name", "door/*"], "is like --name 'door/*', but for example 'a.mp4'"),
-        (["summarise", "{library}", "--start", "1"], "--start is about a video"),
-        (["summarise", "{videos}/a.mp4", " "], "empty"),
-        (["ask", "{empty}", QUESTION, "--name", "*"], "--name is about a library"),
-        (["ask", "{library}", QUESTION, "--name", "door/*"], "is like --name 'door/*', but for example 'a.mp4'"),
-        (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
-        (["ask", "{library}", QUESTION, "--end", "0"], "Got end=0.0; expected a finite number above 0"),
-        (["ask", "{library}", QUESTION, "--dry-run"], "--dry-run is about a video"),
-        (["ask", "{videos}/a.mp4", QUESTION, "--dry-run", "--evidence", "{empty}/x"], "--evidence has no effect"),
-        (["ask", "{library}", QUESTION, "--evidence", "{videos}"], "holds files that an earlier run did not write"),
-        (["ask", "{library}", " "], "empty"),
-        (["chat", "{library}", "{videos}/a.mp4"], "is a library, which is asked alone"),
-        (["chat", "{videos}/a.mp4", "{library}", "--fps", "2"], "{library} is a library, which is asked alone"),
-        (["chat", "{library}", "--fps", "2"], "--fps is about a video"),
-        (["ask", "{videos}/a.mp4", QUESTION, "--pieces", "2"], "--pieces is about a library"),
-        (["ask", "{library}", QUESTION, "--retention", "2"], "--retention is 2"),
-        (["index", "{empty}", "--out", "{empty}/library"], "There is no video in"),
-        (["index", "{videos}", "--out", "{empty}/library", "--fps", "0"], "--fps is 0"),
-        (["index", "{videos}", "--out", "{videos}/a.mp4"], "is a file; expected a folder"),
-    ],
-)
-def test_bad_command_lines_end_in_one_line(library, videos, tiny_published, tmp_path, arguments, reason):
-    places = {"library": library.folder, "videos": videos, "empty": tmp_path}
-    line = [one.format(**places) for one in arguments]
-    result = CliRunner().invoke(app, [*line, "--model", str(tiny_published)])
-    assert result.exit_code == 2
-    assert reason.format(**places) in result.stderr.splitlines()[-1], result.output
+BAD_LINES = """
+find {empty} Who? => is not a library; make one of a folder of videos with `qtsplus index`
+find {library} " " => empty
+find {library} Who? --name door/* => is like --name 'door/*', but for example 'a.mp4'
+find {library} Who? --end 0 => No video shows anything
+summarise {videos}/a.mp4 --name * => --name is about a library
+summarise {library} --name door/* => is like --name 'door/*', but for example 'a.mp4'
+summarise {library} --start 1 => --start is about a video
+summarise {videos}/a.mp4 " " => empty
+ask {empty} Who? --name * => --name is about a library
+ask {library} Who? --name door/* => is like --name 'door/*', but for example 'a.mp4'
+ask {library} Who? --fps 2 => --fps is about a video
+ask {library} Who? --end 0 => Got end=0.0; expected a finite number above 0
+ask {library} Who? --dry-run => --dry-run is about a video
+ask {videos}/a.mp4 Who? --dry-run --evidence {empty}/x => --evidence has no effect
+ask {library} Who? --evidence {videos} => holds files that an earlier run did not write
+ask {library} " " => empty
+ask {videos}/a.mp4 Who? --pieces 2 => --pieces is about a library
+ask {library} Who? --retention 2 => --retention is 2
+chat {library} {videos}/a.mp4 => is a library, which is asked alone
+chat {videos}/a.mp4 {library} --fps 2 => {library} is a library, which is asked alone
+chat {library} --fps 2 => --fps is about a video
+index {empty} --out {empty}/library => There is no video in
+index {videos} --out {empty}/library --fps 0 => --fps is 0
+index {videos} --out {videos}/a.mp4 => is a file; expected a folder
+"""
+
+
+@pytest.mark.parametrize("row", BAD_LINES.strip().splitlines())
+def test_bad_command_lines_end_in_one_line(library, videos, tiny_published, tmp_path, row):
+    line, reason = row.format(library=library.folder, videos=videos, empty=tmp_path).split(" => ")
+    result = qtsplus(*shlex.split(line), "--model", tiny_published)
+    assert result.exit_code == 2, result.output
+    assert reason in result.stderr.splitlines()[-1]
 
 
 def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path):
     (tmp_path / "bad.mp4").write_bytes(b"no video")
-    line = ["index", str(tmp_path), "--out", str(tmp_path / "library"), "--model", str(tiny_published)]
-    result = CliRunner().invoke(app, line)
+    result = qtsplus("index", tmp_path, "--out", tmp_path / "library", "--model", tiny_published)
     assert result.exit_code == 1
     assert "could be encoded" in result.stderr
-    result = CliRunner().invoke(app, ["find", str(tmp_path / "library"), QUESTION])
+    result = qtsplus("find", tmp_path / "library", QUESTION)
     assert result.exit_code == 2
     assert "holds no video: run" in result.stderr
 

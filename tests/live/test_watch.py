@@ -53,8 +53,10 @@ def film(tmp_path_factory):
     return path
 
 
-def read(address, timeout=5.0, fps=2.0):
-    return [seconds for seconds, _ in Source(str(address), fps, timeout, time.monotonic())]
+def read(address, timeout=60.0, fps=2.0):
+    """The seconds of a source's frames. Unless a test is about patience, a busy machine has enough of it."""
+    source = Source(str(address), fps, timeout, time.monotonic())
+    return [seconds for seconds, _ in source]
 
 
 @pytest.fixture
@@ -91,22 +93,22 @@ def times_of(answers):
 def test_a_file_is_read_at_the_rate_that_was_asked_for(tmp_path, suffix, options):
     path = tmp_path / f"film.{suffix}"
     write(path, np.repeat(render_world(WORLD), 4, axis=0), 8, options=options)
-    assert read(path, 0.2) == pytest.approx(np.arange(16) / 2, abs=0.01)
+    assert read(path) == pytest.approx(np.arange(16) / 2, abs=0.01)
 
 
 def test_a_clock_that_goes_back_goes_on(loaded, film, tmp_path):
     """As where an encoder was started anew, or two recordings are one file."""
     (tmp_path / "twice.ts").write_bytes(2 * film.read_bytes())
-    seconds = read(tmp_path / "twice.ts", 0.2)
+    seconds = read(tmp_path / "twice.ts")
     assert seconds == pytest.approx(np.arange(32) / 2, abs=0.01)
-    (last,) = list(watch(*loaded, {"door": str(tmp_path / "twice.ts")}, QUESTION, every=100, timeout=0.2))
+    (last,) = list(watch(*loaded, {"door": str(tmp_path / "twice.ts")}, QUESTION, every=100))
     assert last.answer == ANSWER
     assert last.seconds_of_video == 16
 
 
 def test_a_source_with_fewer_frames_keeps_its_clock(loaded, tmp_path):
     write(tmp_path / "slow.ts", render_world(WORLD)[::2], 1)
-    (answer,) = watch(*loaded, {"door": str(tmp_path / "slow.ts")}, QUESTION, every=100, timeout=0.2)
+    (answer,) = watch(*loaded, {"door": str(tmp_path / "slow.ts")}, QUESTION, every=100)
     expected = session.ask(*loaded, render_world(WORLD)[::2].repeat(2, axis=0), QUESTION, fps=2)
     assert answer.answer == expected.answer == ANSWER
     assert answer.seconds_of_video in (7.5, 8)
@@ -158,26 +160,16 @@ def send_until_it_closes(handler, content):
 @contextmanager
 def served_list(film, place):
     """A playlist on loopback, as HLS has it, and a film beside it."""
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:8\n#EXTINF:8,\n{place}\n#EXT-X-ENDLIST\n"
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            listed = f"#EXTM3U\n#EXT-X-TARGETDURATION:8\n#EXTINF:8,\n{place}\n#EXT-X-ENDLIST\n"
-            data = film.read_bytes() if self.path == "/film.ts" else listed.encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def send(handler):
+        content = film.read_bytes() if handler.path == "/film.ts" else playlist.encode()
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/list.m3u8"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with served(send) as address:
+        yield address.replace("film.ts", "list.m3u8")
 
 
 def test_a_list_at_an_address_is_followed_to_its_server(film):
@@ -195,7 +187,7 @@ def test_a_list_at_an_address_leads_to_no_file(film, scheme):
 def test_a_server_that_sends_as_it_goes(loaded, film, send):
     content = film.read_bytes()
     with served(lambda handler: send(handler, content)) as address:
-        assert read(address, 5.0, 100.0) == read(film, 0.2, 100.0), "to the last frame"
+        assert read(address, fps=100.0) == read(film, fps=100.0), "to the last frame"
         answers = list(watch(*loaded, {"film": address}, QUESTION, every=100))
     assert times_of(answers) == [8]
     assert answers[0].answer == ANSWER
@@ -226,10 +218,10 @@ def test_a_server_that_breaks_off(film):
 
 
 @contextmanager
-def rtsp_camera(film):
+def rtsp_camera(film, stalls=False):
     """
     A camera on loopback that speaks RTSP (RFC 2326), sends a film as MPEG-TS in RTP (RFC 2250) over the same
-    connection, and then nothing more.
+    connection, and then hangs up, or stalls.
     """
     server = socket.create_server(("127.0.0.1", 0))
     sdp = "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=film\r\nt=0 0\r\nm=video 0 RTP/AVP 33\r\na=control:track\r\n"
@@ -256,7 +248,8 @@ def rtsp_camera(film):
                 payload = content[first : first + size]
                 header = struct.pack(">BBHII", 0x80, 33, index, 90 * index, 1)
                 connection.sendall(struct.pack(">cBH", b"$", 0, 12 + len(payload)) + header + payload)
-            stop.wait(120)
+            if stalls:
+                stop.wait(120)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -278,7 +271,7 @@ def until_it_fails(source):
 
 def test_a_camera_that_stalls(film, wall):
     """What it sent is there first, with the film's seconds on the stream's clock."""
-    with rtsp_camera(film) as address:
+    with rtsp_camera(film, stalls=True) as address:
         frames = until_it_fails(Source(address, 2.0, 4.0, -100))
     seconds = np.array([one for one, _ in frames])
     assert 14 <= len(frames) <= 17
@@ -290,10 +283,10 @@ def test_a_camera_that_stalls(film, wall):
 def test_a_camera_waits_for_nobody(film, wall):
     """Of 64 frames that come while nobody takes one the newest are there, and the others are counted."""
     with rtsp_camera(film) as address:
-        source = Source(address, 1000.0, 4.0, 0)
+        source = Source(address, 1000.0, 60.0, 0)
         while source.dropped < 40:
             time.sleep(0.1)
-        frames = until_it_fails(source)
+        frames = list(source)
     assert ROOM <= len(frames) <= 64 - source.dropped
     assert np.allclose(np.diff([seconds for seconds, _ in frames]), 1 / 8, atol=0.01), "the newest, all of them"
 
@@ -305,7 +298,7 @@ def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
     wall(lambda look: now[min(look, len(now) - 1)])
     monkeypatch.setattr(watching, "ROOM", 64)
     monkeypatch.setattr(Source, "_open", lambda _: av.open(str(film)))
-    seconds = [one for one, _ in Source("udp://127.0.0.1:9", 1000.0, 5.0, 0.0)]
+    seconds = [one for one, _ in Source("udp://127.0.0.1:9", 1000.0, 60.0, 0.0)]
     late = 64 - max(held, 1)  # frames; that first one was taken nobody knows when
     assert seconds[-late:] == pytest.approx(now[-late:]), "on the wall clock, whatever the opening took"
     assert seconds[:-late] == pytest.approx(np.arange(len(seconds) - late) / 8)
@@ -335,7 +328,7 @@ def test_an_unexpected_error_of_the_reader_reaches_who_reads(monkeypatch, error)
 
     monkeypatch.setattr(Source, "_open", fail)
     with pytest.raises(RuntimeError, match=f"Reading the stream '.*' ended with {type(error).__name__}: .*a"):
-        list(Source("udp://127.0.0.1:9", 1.0, 5.0, 0.0))
+        list(Source("udp://127.0.0.1:9", 1.0, 60.0, 0.0))
 
 
 def motion_jpeg(kind, rate=5):
@@ -356,7 +349,7 @@ def test_multipart_jpeg_has_the_times_of_its_arrival(wall):
         send_until_it_closes(handler, motion_jpeg("mpjpeg"))
 
     with served(send) as address:
-        seconds = [one for one, _ in itertools.islice(Source(address, 1000.0, 5.0, 0.0), 12)]
+        seconds = [one for one, _ in itertools.islice(Source(address, 1000.0, 60.0, 0.0), 12)]
     assert seconds == pytest.approx(np.arange(1, 13) / 8), "not 25 frames a second, as FFmpeg counts"
 
 
@@ -372,7 +365,8 @@ def test_one_frame_a_second_is_opened_by_the_first_ones(tmp_path):
         done.wait(30)
 
     with served(stall) as address:
-        assert next(iter(Source(address, 2.0, 3.0, 0.0)))[0] == 0
+        seconds, _ = next(iter(Source(address, 2.0, 60.0, 0.0)))
+        assert seconds == 0
         content = b""
         with pytest.raises(TimeoutError, match="sends nothing, or too little to be opened within 0.3 s"):
             read(address, 0.3)
@@ -403,7 +397,7 @@ def test_nothing_to_watch(loaded):
 def test_what_is_no_video(tmp_path):
     (tmp_path / "text.ts").write_text("not a video\n" * 100)
     with pytest.raises(ValueError, match="Cannot read the stream .*text.ts"):
-        read(tmp_path / "text.ts", 0.2)
+        read(tmp_path / "text.ts")
 
 
 # --- Watching ---
@@ -412,7 +406,7 @@ def test_what_is_no_video(tmp_path):
 def test_two_cameras_on_one_clock(loaded, film, tmp_path):
     write(tmp_path / "yard.ts", [np.full((168, 168, 3), 120, np.uint8)] * 24, 8)
     sources = {"yard": str(tmp_path / "yard.ts"), "door": str(film)}
-    answers = list(watch(*loaded, sources, QUESTION, every=2, timeout=0.2, memory_tokens=150))
+    answers = list(watch(*loaded, sources, QUESTION, every=2, memory_tokens=150))
     assert times_of(answers) == [2, 4, 6, 8], "one ends after 3 s, the other goes on"
     assert all(answer.evidence[0].name == "door" for answer in answers)
     assert answers[-1].visual_tokens == 150
@@ -433,7 +427,7 @@ def test_a_file_that_was_cut_off_says_so(loaded, tmp_path):
     path = tmp_path / "film.mkv"
     write(path, np.repeat(render_world(WORLD), 4, axis=0), 8)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    (answer,) = watch(*loaded, {"door": str(path)}, QUESTION, every=100, timeout=0.2)
+    (answer,) = watch(*loaded, {"door": str(path)}, QUESTION, every=100)
     assert "is incomplete: its header states 8.0 s" in answer.warnings[-1]
     assert max(one.end for one in answer.evidence) <= answer.seconds_of_video <= 6
 
@@ -449,7 +443,7 @@ def test_the_evidence_has_the_times_of_the_frames(loaded, film, tmp_path, fps):
                 packet.stream = stream
                 late.mux(packet)
     begin = open_video(str(tmp_path / "late.mp4"), lambda total, rate: np.arange(total)).about.start
-    every = {"selection": "uniform", "retention": 1.0, "every": 100, "timeout": 0.2, "fps": fps}
+    every = {"selection": "uniform", "retention": 1.0, "every": 100, "fps": fps}
     (answer,) = watch(*loaded, {"door": str(tmp_path / "late.mp4")}, QUESTION, **every)
     assert begin > 2.5
     assert min(one.start for one in answer.evidence) == pytest.approx(begin, abs=0.05)
@@ -508,10 +502,10 @@ def test_a_pipe_without_times(watch_pipe):
 
 
 def test_a_pipe_that_stalls(watch_pipe):
-    result = watch_pipe("-", QUESTION, "--every", "2", "--timeout", "2", stalls=True)
+    result = watch_pipe("-", QUESTION, "--every", "2", "--timeout", "4", stalls=True)
     assert f"[2.0 s] {ANSWER}" in result.stdout.splitlines()[0]
     assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1] == "qtsplus: The stream '-' sent no frame for 2 s."
+    assert result.stderr.splitlines()[-1] == "qtsplus: The stream '-' sent no frame for 4 s."
 
 
 @pytest.mark.slow
@@ -531,7 +525,7 @@ def test_interrupted(tiny_published, film):
 
 def test_a_device():
     """One of libavdevice that needs no camera: its frames have the stream's clock, and it waits for nobody."""
-    source = Source("lavfi:testsrc=size=168x84:rate=20,realtime", 4.0, 5.0, time.monotonic() - 100)
+    source = Source("lavfi:testsrc=size=168x84:rate=20,realtime", 4.0, 60.0, time.monotonic() - 100)
     frames = [item for item, _ in zip(source, range(6), strict=False)]
     source.close()
     assert source.is_camera
