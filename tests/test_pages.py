@@ -29,7 +29,7 @@ from qtsplus.video.forecast import forecast
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "notebook.md")
-PAGES = [*OWN, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = list(OWN) + sorted((ROOT / "docs").glob("*.md"))
 RUN_AS_PASTED = ("CONTRIBUTING.md", "README.md", "long_videos.md", "notebook.md", "training.md", "use.md")
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -38,15 +38,32 @@ BEGUN_BY_THE_FIRST = {"long_videos.md", "training.md", "use.md"}
 OPTIONAL = {"from trl": "trl", "torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 
 
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(name: str, language: str) -> list[str]:
+    """The blocks of code of a page in `docs` that are in a language."""
+    return [block for kind, block in BLOCK.findall(read(f"docs/{name}")) if kind == language]
+
+
+def typed(*words) -> str:
+    """The output of a command line."""
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, (words, result.output)
+    return result.output
+
+
 def snippets():
     for page in PAGES:
         if page.name not in RUN_AS_PASTED:
             continue
-        found = list(SNIPPET.finditer(page.read_text(encoding="utf-8")))
-        for number, snippet in enumerate(found):
-            prelude = found[0][1] if number and page.name in BEGUN_BY_THE_FIRST else ""
+        prelude = ""
+        for snippet in SNIPPET.finditer(page.read_text(encoding="utf-8")):
             line = snippet.string[: snippet.start()].count("\n") + 2
             yield pytest.param(prelude, snippet[1], id=f"{page.name}:{line}")
+            if page.name in BEGUN_BY_THE_FIRST:
+                prelude = prelude or snippet[1]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +89,7 @@ def test_snippets_run(prelude, snippet, after_demo, monkeypatch, capsys):
 def test_the_notebook_runs(after_demo, monkeypatch, capsys):
     monkeypatch.chdir(after_demo)
     matplotlib.use("Agg")
-    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads(read("docs/notebook.ipynb"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     names = {}
     assert not any(cell["outputs"] for cell in cells), "it is kept without outputs"
@@ -83,13 +100,13 @@ def test_the_notebook_runs(after_demo, monkeypatch, capsys):
 
 def test_many_videos_in_order(after_demo, monkeypatch, capsys):
     monkeypatch.chdir(after_demo)
-    for language, block in BLOCK.findall((ROOT / "docs" / "many_videos.md").read_text(encoding="utf-8")):
+    for language, block in BLOCK.findall(read("docs/many_videos.md")):
         if language == "python":
             exec(block, {})
             assert capsys.readouterr().out, "a snippet shows what it got"
-        for line in block.splitlines() if language == "bash" else []:
-            result = CliRunner().invoke(app, shlex.split(line)[1:])
-            assert result.exit_code == 0, (line, result.output)
+        if language == "bash":
+            for line in block.splitlines():
+                typed(*shlex.split(line)[1:])
 
 
 def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
@@ -99,15 +116,13 @@ def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
     monkeypatch.chdir(after_demo)
     served: list = []
     monkeypatch.setattr(agents, "serve_shelf", lambda *shelf_and_place: served.append(shelf_and_place))
-    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
-    lines = [line for language, block in BLOCK.findall(page) if language == "bash" for line in block.splitlines()]
-    ((server,),) = [
-        json.loads(block)["mcpServers"].values() for language, block in BLOCK.findall(page) if language == "json"
-    ]
-    for words in [*map(shlex.split, lines[1:]), [server["command"], *server["args"]]]:
-        result = CliRunner().invoke(app, words[1:])
-        assert words[0] == "qtsplus"
-        assert result.exit_code == 0, (words, result.output)
+    lines = "".join(blocks("agents.md", "bash")).splitlines()
+    (settings,) = blocks("agents.md", "json")
+    (server,) = json.loads(settings)["mcpServers"].values()
+    assert server["command"] == "qtsplus"
+    for line in lines[1:]:
+        typed(*shlex.split(line.removeprefix("qtsplus ")))
+    typed(*server["args"])
     (over_http, place, *_), (shelf, *stdio) = served
     assert place == ("127.0.0.1", 8765)
     assert stdio == [None]
@@ -119,11 +134,16 @@ def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
             return names, await agent.call_tool("find_moments", {"question": "What is in the yellow ring?"})
 
     names, found = asyncio.run(moments())
-    assert names == re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert names == re.findall(r"^\| `(\w+)` \|", read("docs/agents.md"), re.MULTILINE)
     assert found.structured_content["moments"]
 
 
 NUMBER = re.compile(r"(\d[\d,.]*|\bN\b)( [kMGT]?B\b| minutes\b| s\b)?")
+
+
+def without_numbers(text: str) -> list[str]:
+    """The lines of a text, with a sign for each number."""
+    return [" ".join(NUMBER.sub("#", line).split()) for line in text.splitlines()]
 
 
 def test_the_first_page_runs_and_prints_what_it_says(after_demo, tiny_stock, monkeypatch):
@@ -134,24 +154,18 @@ def test_the_first_page_runs_and_prints_what_it_says(after_demo, tiny_stock, mon
     write_mp4(after_demo / "films" / "night.mp4", np.zeros((16, 112, 112, 3), np.uint8), 8)
     monkeypatch.setenv("COLUMNS", "200")
     (after_demo / "stock").symlink_to(tiny_stock)
-    blocks = BLOCK.findall((ROOT / "docs" / "start.md").read_text(encoding="utf-8"))
     printed: list[str] = []
-    for language, block in blocks:
+    for language, block in BLOCK.findall(read("docs/start.md")):
         block = block.replace("Qwen/Qwen2.5-VL-7B-Instruct", "stock").replace("film.mp4", "films/film.mp4")
         if language == "":
-            wanted = [" ".join(NUMBER.sub("#", line).split()) for line in block.splitlines()]
-            assert not set(wanted) - set(printed), printed
+            assert set(without_numbers(block)) <= set(printed), printed
             continue
         block = block.replace("Who knocks at the door?", "What is in the yellow ring?")
         printed = []
         for line in block.splitlines():
-            words = shlex.split(line)
-            if words[:2] in (["qtsplus", "app"], ["qtsplus", "serve"]) or words[0] == "pip":
-                continue
-            result = CliRunner().invoke(app, words[1:])
-            assert result.exit_code == 0, result.output
-            output = result.output.replace(str(after_demo), "/home/you")
-            printed += [" ".join(NUMBER.sub("#", line).split()) for line in output.splitlines()]
+            if not line.startswith(("pip ", "qtsplus app", "qtsplus serve")):
+                output = typed(*shlex.split(line)[1:])
+                printed += without_numbers(output.replace(str(after_demo), "/home/you"))
 
 
 def test_the_first_page_says_what_a_forecast_of_a_7b_says():
@@ -167,14 +181,15 @@ def test_the_first_page_says_what_a_forecast_of_a_7b_says():
 
     pieces = Pieces([None] * 53)
     pieces.about = AboutVideo(metadata)
-    assert str(forecast(model, pieces)) in (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    assert str(forecast(model, pieces)) in read("docs/start.md")
 
 
 def command_lines():
     """Every `qtsplus` command line of a block of code; a synopsis, with brackets or dots, is none."""
     for page in PAGES:
-        blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
-        for block in (text for language, text in blocks if language in ("", "bash", "console", "sh")):
+        for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            if language not in ("", "bash", "console", "sh"):
+                continue
             for name, value in re.findall(r'^(\w+)="([^"\n]*)"$', block, re.MULTILINE):
                 block = block.replace(f"${name}", value)
             for line in block.replace("\\\n", " ").splitlines():
@@ -212,23 +227,29 @@ def test_files_it_names_exist(page):
 
 def test_the_reference_has_all_that_the_package_gives():
     pages = (ROOT / "docs" / "reference").glob("*.md")
-    names = [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
-    parts = [pkgutil.resolve_name(name) for name in names]
-    given = {name: getattr(qtsplus, name) for name in qtsplus.__all__ if name != "__version__"}
-    assert not [name for name, one in given.items() if one not in parts and sys.modules[one.__module__] not in parts]
+    described = []
+    for page in pages:
+        described += map(pkgutil.resolve_name, re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE))
+    for name in qtsplus.__all__:
+        if name != "__version__":
+            given = getattr(qtsplus, name)
+            assert given in described or sys.modules[given.__module__] in described, name
 
 
 def test_the_page_on_design_names_files_of_the_package():
-    table = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("| In `src/qtsplus/` | |")[2]
-    names = [name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)]
+    table = read("docs/design.md").partition("| In `src/qtsplus/` | |")[2]
+    names = []
+    for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
+        names += re.findall(r"`(.+?)`", cell)
     assert len(names) > 10
-    assert not [name for name in names if not (ROOT / "src" / "qtsplus" / name).exists()]
+    for name in names:
+        assert (ROOT / "src" / "qtsplus" / name).exists(), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tests_it_names_exist(page):
     for file, name in re.findall(r"`(tests/\S+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
-        assert re.search(rf"^\s*(def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), name
+        assert re.search(rf"^\s*(def|class) {name}\b", read(file), re.MULTILINE), name
 
 
 @cache
@@ -243,8 +264,7 @@ def texts_of(folder: str, files: str) -> list[str]:
 
 def quoted_messages() -> list[str]:
     """The messages of which the page on troubleshooting says what to do."""
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    quotes = [quote for line in page.splitlines() for quote in re.findall(r'"([^"]+)"', line)]
+    quotes = re.findall(r'"([^"\n]+)"', read("docs/troubleshooting.md"))
     return [quote for quote in quotes if " " in quote]
 
 
@@ -258,7 +278,7 @@ def test_messages_that_it_explains_are_the_products(message):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_it_names_exist(page):
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    makefile = read("Makefile")
     code = re.findall(r"`([^`\n]+)`|^    ?([^\n]+)$|^(make [^\n]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     for target in re.findall(r"(?<!benchmarks )\bmake ([a-z][a-z-]+)", "\n".join("".join(groups) for groups in code)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
