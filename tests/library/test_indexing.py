@@ -3,6 +3,7 @@
 import os
 import shutil
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,66 +25,80 @@ QUESTION = "What is in the red circle?"
 pytestmark = pytest.mark.usefixtures("cache")
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "library"
+
+
+@pytest.fixture
+def build(mine, folder, loaded):
+    """Brings the library up to date with the folder of videos."""
+    return partial(index, mine, folder, *loaded)
+
+
+@pytest.fixture
+def open_library(folder, loaded):
+    return partial(Library, folder, *loaded)
+
+
 def encoded(folder):
     """The encoded videos of a library on disk, with when they were written."""
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
 
 
-def test_what_is_on_disk_is_not_encoded_again(mine, loaded, tmp_path):
-    lines: list[str] = []
-    index(mine, tmp_path / "library", *loaded, say=lines.append)
-    before = encoded(tmp_path / "library")
+def test_what_is_on_disk_is_not_encoded_again(build, folder):
+    lines = []
+    build(say=lines.append)
+    before = encoded(folder)
     assert len(before) == 3
     assert "3 of 3 videos: 648 tokens, 373 kB" in lines[0]
-    index(mine, tmp_path / "library", *loaded, say=lines.append)
-    assert encoded(tmp_path / "library") == before
+    build(say=lines.append)
+    assert encoded(folder) == before
     assert len(lines) == 1
 
 
-def test_the_content_of_a_file_decides(mine, loaded, tmp_path):
-    folder = tmp_path / "library"
-    index(mine, folder, *loaded)
+def test_the_content_of_a_file_decides(mine, build, folder, open_library):
+    build()
     before = encoded(folder)
     (mine / "a.mp4").rename(mine / "moved.mp4")
     shutil.copy(mine / "moved.mp4", mine / "copy.mp4")
-    index(mine, folder, *loaded)
+    build()
     assert encoded(folder) == before
-    assert Library(folder, *loaded).names == ["b.mp4", "copy.mp4", "more/c.mp4", "moved.mp4"]
+    assert open_library().names == ["b.mp4", "copy.mp4", "more/c.mp4", "moved.mp4"]
 
     (mine / "copy.mp4").unlink()
     write_mp4(mine / "b.mp4", render_world(make_world(109, 6)), 2)
-    index(mine, folder, *loaded)
+    build()
     after = encoded(folder)
     unchanged = after.items() & before.items()
     assert len(after) == 3
     assert len(unchanged) == 2  # the changed video was encoded, and its earlier features are gone
-    assert Library(folder, *loaded).names == ["b.mp4", "more/c.mp4", "moved.mp4"]
+    assert open_library().names == ["b.mp4", "more/c.mp4", "moved.mp4"]
 
     (mine / "more/c.mp4").unlink()
-    index(mine, folder, *loaded)
+    build()
     assert len(encoded(folder)) == 2
-    assert Library(folder, *loaded).names == ["b.mp4", "moved.mp4"]
+    assert open_library().names == ["b.mp4", "moved.mp4"]
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [(b"no video", "Invalid data"), (b"<svg width='10' height='10'></svg>", "there is no decoder for its codec")],
 )
-def test_a_bad_file_is_named_and_ends_nothing(mine, loaded, tmp_path, content, reason):
+def test_a_bad_file_is_named_and_ends_nothing(mine, content, reason, build, open_library):
     (mine / "a.mp4").write_bytes(content)
-    made = index(mine, tmp_path / "library", *loaded)
+    made = build()
     assert "Cannot decode" in made.entries["a.mp4"]["error"]
     assert reason in made.entries["a.mp4"]["error"]
-    assert Library(tmp_path / "library", *loaded).names == ["b.mp4", "more/c.mp4"]
+    assert open_library().names == ["b.mp4", "more/c.mp4"]
     write_mp4(mine / "a.mp4", render_world(LIBRARY["a.mp4"]), 2)
-    made = index(mine, tmp_path / "library", *loaded)
+    made = build()
     assert made.entries["a.mp4"]["error"] is None
     assert len(made.files) == 3
 
 
-def test_a_file_that_cannot_be_read_ends_nothing(mine, loaded, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_ends_nothing(mine, monkeypatch, build):
     """A new one is named; what was known of another stays."""
-    folder = tmp_path / "library"
     lines = []
     measure = indexing.measure
     locked = ["a.mp4"]
@@ -94,21 +109,20 @@ def test_a_file_that_cannot_be_read_ends_nothing(mine, loaded, tmp_path, monkeyp
         return measure(path)
 
     monkeypatch.setattr(indexing, "measure", read)
-    made = index(mine, folder, *loaded)
+    made = build()
     assert made.entries["a.mp4"]["error"] == "Permission denied"
     assert len(made.files) == 2
     locked[:] = ["b.mp4"]
     (mine / "b.mp4").touch()
-    made = index(mine, folder, *loaded, say=lines.append)
+    made = build(say=lines.append)
     assert made.entries["a.mp4"]["error"] is None
     assert len(made.files) == 3
     assert lines[0] == "b.mp4 cannot be read now, and stays as it was: Permission denied."
 
 
-def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(mine, loaded, tmp_path, monkeypatch):
-    folder = tmp_path / "library"
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(monkeypatch, build, folder):
     scan = os.scandir
-    index(mine, folder, *loaded)
+    build()
     before = encoded(folder)
 
     def refuse(path):
@@ -118,19 +132,19 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(mine, loaded
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(PermissionError):
-        index(mine, folder, *loaded)
+        build()
     assert encoded(folder) == before
     assert len(Index(folder).files) == 3
 
 
-def test_links_are_followed_once(mine, loaded, tmp_path):
+def test_links_are_followed_once(mine, tmp_path, build):
     (mine / "more").rename(tmp_path / "elsewhere")
     (mine / "more").symlink_to(tmp_path / "elsewhere")
     (mine / "itself").symlink_to(mine)
-    assert list(index(mine, tmp_path / "library", *loaded).files) == list(LIBRARY)
+    assert list(build().files) == list(LIBRARY)
 
 
-def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, loaded, tmp_path):
+def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, loaded):
     films = ("disc.VOB", "phone.3gp", "camera.MTS", "loop.gif")
     for name in films:
         shutil.copy(next(mine.glob("**/*.mp4")), mine / name)
@@ -151,19 +165,19 @@ def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, lo
         lines.clear()
 
 
-def test_films_that_cannot_be_read_are_none_of_a_library_s_videos(mine, loaded, tmp_path):
+def test_films_that_cannot_be_read_are_none_of_a_library_s_videos(mine, build):
     said = []
     (mine / "bad.mp4").write_bytes(b"no film")
-    held = len(index(mine, tmp_path / "library", *loaded).files)
+    held = len(build().files)
     (mine / "bad.mp4").unlink()
-    index(mine, tmp_path / "library", *loaded, say=said.append)
+    build(say=said.append)
     assert not any("loses" in line for line in said)
     (mine / "a.mp4").unlink()
-    index(mine, tmp_path / "library", *loaded, say=said.append)
+    build(say=said.append)
     assert f"The library loses 1 of {held} videos, not here any more: a.mp4" in said
 
 
-def test_films_that_wait_are_not_lost_in_silence(mine, loaded, tmp_path, monkeypatch):
+def test_films_that_wait_are_not_lost_in_silence(mine, tmp_path, monkeypatch, build):
     """Interrupted before any was encoded, and then most were not there for a while."""
 
     def interrupt(*arguments, **options):
@@ -171,33 +185,33 @@ def test_films_that_wait_are_not_lost_in_silence(mine, loaded, tmp_path, monkeyp
 
     monkeypatch.setattr(indexing, "encode", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        index(mine, tmp_path / "library", *loaded)
+        build()
     monkeypatch.undo()
     films = sorted(mine.rglob("*.mp4"))
     for path in films[1:]:
         path.rename(tmp_path / path.name)
     with pytest.raises(ValueError, match="Nothing was changed"):
-        index(mine, tmp_path / "library", *loaded)
+        build()
 
 
-def test_copies_take_room_once(mine, loaded, tmp_path):
+def test_copies_take_room_once(mine, build, folder):
     said = []
     for number in range(3):
         shutil.copy(mine / "a.mp4", mine / f"copy-{number}.mp4")
     films = len(list(mine.rglob("*.mp4")))
-    index(mine, tmp_path / "library", *loaded, say=said.append)
+    build(say=said.append)
     tokens = 0
-    for path in (tmp_path / "library").glob("*.safetensors"):
+    for path in (folder).glob("*.safetensors"):
         tokens += len(load_file(path)["features"])
     (line,) = [line for line in said if line.startswith("Encoding")]
     assert line.startswith(f"Encoding {films} of {films} videos: {tokens:,} tokens")
 
 
-def test_what_leaves_is_named(mine, loaded, tmp_path):
-    index(mine, tmp_path / "library", *loaded)
+def test_what_leaves_is_named(mine, build):
+    build()
     (mine / "b.mp4").unlink()
-    lines: list[str] = []
-    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    lines = []
+    build(say=lines.append)
     assert lines == ["The library loses 1 of 3 videos, not here any more: b.mp4"]
 
 
@@ -206,45 +220,43 @@ def flipped(data):
 
 
 @pytest.mark.parametrize("damage", [flipped, lambda data: data[:1000], lambda data: b"", lambda data: data[:-40]])
-def test_what_is_damaged_is_made_again(mine, loaded, tmp_path, damage):
-    folder = tmp_path / "library"
-    made = index(mine, folder, *loaded)
+def test_what_is_damaged_is_made_again(damage, build, open_library):
+    made = build()
     stored = made.files["b.mp4"]
     good = stored.read_bytes()
     stored.write_bytes(damage(good))
     with pytest.raises(ValueError, match=rf"{stored}'?, what was stored of b.mp4, is damaged|changed since it was wri"):
-        Library(folder, *loaded).find(QUESTION)
-    lines: list[str] = []
-    index(mine, folder, *loaded, say=lines.append)
+        open_library().find(QUESTION)
+    lines = []
+    build(say=lines.append)
     assert lines[0].startswith("What was stored of b.mp4 is damaged")
     assert len(load_file(stored)["features"]) == 216
-    assert Library(folder, *loaded).find(QUESTION, 1)
+    assert open_library().find(QUESTION, 1)
 
 
-def test_a_folder_in_place_of_what_is_stored_is_to_be_removed(mine, loaded, tmp_path):
-    stored = index(mine, tmp_path / "library", *loaded).files["b.mp4"]
+def test_a_folder_in_place_of_what_is_stored_is_to_be_removed(build, folder):
+    stored = build().files["b.mp4"]
     stored.unlink()
     stored.mkdir()
     with pytest.raises(ValueError, match=rf"{stored} is a folder; .* b.mp4: remove it"):
-        index(mine, tmp_path / "library", *loaded)
+        build()
 
 
-def test_a_line_that_stands_there_twice_costs_no_other(mine, loaded, tmp_path):
+def test_a_line_that_stands_there_twice_costs_no_other(build, folder, open_library):
     """As after `cat a/library.jsonl >> b/library.jsonl`: the first line is right where it stands."""
-    folder = index(mine, tmp_path / "library", *loaded).folder
+    folder = build().folder
     whole = (folder / "library.jsonl").read_text()
     (folder / "library.jsonl").write_text(whole + whole)
-    lines: list[str] = []
-    made = index(mine, folder, *loaded, say=lines.append)
+    lines = []
+    made = build(say=lines.append)
     assert len(made.files) == 3
     assert "1 line that" in lines[0]
-    assert Library(folder, *loaded).names == list(LIBRARY)
+    assert open_library().names == list(LIBRARY)
 
 
-def test_a_library_that_was_only_begun(mine, loaded, tmp_path):
+def test_a_library_that_was_only_begun(build, folder, open_library):
     """The process ended after nothing, or after the first line."""
-    folder = tmp_path / "library"
-    index(mine, folder, *loaded)
+    build()
     journal = folder / "library.jsonl"
     before = encoded(folder)
     first_line = journal.read_text().splitlines(keepends=True)[0]
@@ -252,8 +264,8 @@ def test_a_library_that_was_only_begun(mine, loaded, tmp_path):
         journal.write_text(begun)
         with pytest.raises(ValueError, match="begin it first|was only begun"):
             Library.open(folder)
-        index(mine, folder, *loaded)
-        assert Library(folder, *loaded).names == list(LIBRARY)
+        build()
+        assert open_library().names == list(LIBRARY)
         assert encoded(folder).keys() == before.keys()
 
 
@@ -267,9 +279,8 @@ def test_a_reader_changes_nothing(library):
     journal.write_bytes(whole)
 
 
-def test_a_video_that_is_swapped_while_it_is_encoded_has_no_features_yet(mine, loaded, tmp_path, monkeypatch):
+def test_a_video_that_is_swapped_while_it_is_encoded_has_no_features_yet(tmp_path, monkeypatch, build):
     """Else the features of another video would stand for the first one's content."""
-    folder = tmp_path / "library"
     write_mp4(tmp_path / "other.mp4", render_world(make_world(111)), 2)
 
     def swapping(*call, **options):
@@ -278,15 +289,15 @@ def test_a_video_that_is_swapped_while_it_is_encoded_has_no_features_yet(mine, l
         return session.encode(*call, **options)
 
     monkeypatch.setattr("qtsplus.library.indexing.encode", swapping)
-    first = index(mine, folder, *loaded).entries["b.mp4"]
+    first = build().entries["b.mp4"]
     assert first["features"] is None
     assert first["error"].startswith("It was changed while it was read")
-    again = index(mine, folder, *loaded).entries["b.mp4"]
+    again = build().entries["b.mp4"]
     assert again["features"] is not None
     assert again["content"] != first["content"]
 
 
-def test_pictures_of_an_answer_are_no_videos_of_the_library(mine, loaded, tmp_path):
+def test_pictures_of_an_answer_are_no_videos_of_the_library(mine, loaded, build, open_library):
     talk = session.VideoSession(*loaded)
     talk.add(str(mine / "a.mp4"))
     draw_evidence(talk.ask(QUESTION, max_new_tokens=2), talk.videos, mine / "evidence")
@@ -294,19 +305,19 @@ def test_pictures_of_an_answer_are_no_videos_of_the_library(mine, loaded, tmp_pa
     (mine / "evidence/own.mp4").write_bytes((mine / "b.mp4").read_bytes())
     for name, text in (("more", "[1]"), (".", '{"videos": [null, {"kept_tokens": null}]}')):
         (mine / name / "answer.json").write_text(text)
-    lines: list[str] = []
-    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    lines = []
+    build(say=lines.append)
     assert "Left out 1 video that `ask --evidence` drew: evidence/kept.mp4" in lines
-    assert Library(tmp_path / "library", *loaded).names == ["a.mp4", "b.mp4", "evidence/own.mp4", "more/c.mp4"]
+    assert open_library().names == ["a.mp4", "b.mp4", "evidence/own.mp4", "more/c.mp4"]
 
 
-def test_two_at_once(mine, loaded, tmp_path):
-    (tmp_path / "library").mkdir()
+def test_two_at_once(build, folder):
+    (folder).mkdir()
     with (
-        FileLock(tmp_path / "library" / ".lock"),
+        FileLock(folder / ".lock"),
         pytest.raises(ValueError, match="Another process works in"),
     ):
-        index(mine, tmp_path / "library", *loaded)
+        build()
 
 
 def test_others_may_read_what_the_umask_lets_them(library):
@@ -314,10 +325,10 @@ def test_others_may_read_what_the_umask_lets_them(library):
     assert rights == {(library.folder / "library.jsonl").stat().st_mode & 0o777}
 
 
-def test_what_is_missing_is_said(mine, loaded, tmp_path):
-    made = index(mine, tmp_path / "library", *loaded)
+def test_what_is_missing_is_said(build, open_library):
+    made = build()
     made.files["b.mp4"].unlink()
-    library = Library(tmp_path / "library", *loaded)
+    library = open_library()
     assert library.missing == ["b.mp4"]
     answer = library.ask("What?", max_new_tokens=2)
     summary = summarise(library, "What?", max_new_tokens=2)
@@ -362,18 +373,17 @@ def test_a_folder_of_other_files_becomes_no_library(videos, loaded, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_a_folder_without_videos_is_refused(loaded, tmp_path):
+def test_a_folder_without_videos_is_refused(loaded, tmp_path, folder):
     with pytest.raises(ValueError, match="There is no video in"):
-        index(tmp_path, tmp_path / "library", *loaded)
+        index(tmp_path, folder, *loaded)
     with pytest.raises(ValueError, match="There is no folder"):
-        index(tmp_path / "missing", tmp_path / "library", *loaded)
+        index(tmp_path / "missing", folder, *loaded)
     with pytest.raises(ValueError, match="There is no library in"):
         Library.open(tmp_path)
-    assert not (tmp_path / "library").exists()
+    assert not (folder).exists()
 
 
-def test_an_interrupted_run_goes_on(loaded, tiny_published, videos, tmp_path, monkeypatch):
-    folder = tmp_path / "library"
+def test_an_interrupted_run_goes_on(loaded, tiny_published, videos, monkeypatch, folder):
     encoded_before = []
 
     def interrupted(*call, **options):
