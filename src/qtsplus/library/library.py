@@ -162,9 +162,10 @@ class Index(Journal):
         files = {}
         for name, entry in self.entries.items():
             file = self.file(entry)
-            if entry["features"] is None or not file.exists():
+            features = entry["features"]
+            if features is None or not file.exists():
                 continue
-            if file.stat().st_size != entry["features"]["size"]:
+            if file.stat().st_size != features["size"]:
                 raise ValueError(f"{file}, what was stored of {name}, is damaged: run `qtsplus index` again.")
             files[name] = file
         return files
@@ -193,10 +194,10 @@ class Index(Journal):
 
     def require(self, made_by: str) -> None:
         if self.settings["made_by"] != made_by:
+            model = self.made["model"] or "the bundled one"
             raise ValueError(
                 f"{self.folder} was made with another vision tower or processor than this model's, or with weights of "
-                f"another dtype: name the model that made it, {self.made['model'] or 'the bundled one'}, "
-                "or index the videos into another folder."
+                f"another dtype: name the model that made it, {model}, or index the videos into another folder."
             )
 
 
@@ -216,8 +217,10 @@ class Library:
         if not self.files:
             raise ValueError(f"The library {folder} holds no video: run `qtsplus index` to its end; see what it says.")
         # Neither encoded nor known to be bad, as after an index that was interrupted.
-        entries = self.index.entries
-        self.missing = [name for name in entries if name not in self.files and entries[name]["error"] is None]
+        self.missing = []
+        for name, entry in self.index.entries.items():
+            if name not in self.files and entry["error"] is None:
+                self.missing.append(name)
         self.warnings: list[str] = []  # of every answer
         if self.missing:
             waiting = counted(len(self.missing), "video")
@@ -240,7 +243,13 @@ class Library:
         """The names of the videos that are like a pattern, such as `"door/*"`."""
         return fnmatch.filter(self.names, pattern)
 
-    def find(self, question: str, top: int = 10, names: Names = None, window: Window = EVER) -> list[Interval]:
+    def find(
+        self,
+        question: str,
+        top: int = 10,
+        names: Names = None,
+        window: Window = EVER,
+    ) -> list[Interval]:
         """
         The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
         Their `weight` is the relevance of the best token among all tokens that are asked about: those of the library,
@@ -258,7 +267,14 @@ class Library:
             moments = moments[:top]
         return moments
 
-    def ask(self, question: str, pieces: int = 1, names: Names = None, window: Window = EVER, **options) -> Answer:
+    def ask(
+        self,
+        question: str,
+        pieces: int = 1,
+        names: Names = None,
+        window: Window = EVER,
+        **options,
+    ) -> Answer:
         """
         Answers a question from the video that ranks first, or from several, whose tokens compete for one budget.
 
@@ -278,8 +294,9 @@ class Library:
         parts: dict[str, EncodedVideo] = {}
         for piece in pieces:
             part = piece.cut(self.stored(piece.name))
-            begin = clock(part.about.start)
-            end = clock(part.about.start + part.length)
+            start = part.about.start
+            begin = clock(start)
+            end = clock(start + part.length)
             label = f"{printable(piece.name)}, {begin} to {end}"
             if label in parts:
                 label += f" ({len(parts) + 1})"
@@ -291,7 +308,10 @@ class Library:
                 steps = self.stored(piece.name).count
                 maps[piece.name] = kept.new_zeros(steps, *kept.shape[1:])
             maps[piece.name][piece.first : piece.last] = kept
-        evidence = [replace(interval, name=pieces[interval.video].name) for interval in answer.evidence]
+        evidence = []
+        for interval in answer.evidence:
+            name = pieces[interval.video].name
+            evidence.append(replace(interval, name=name))
         return replace(
             answer,
             video=", ".join(maps),
@@ -327,7 +347,7 @@ class Library:
         state = file_state(descriptor)
         if not state.items() <= entry.items():
             return False
-        key = (name, *state.values())
+        key = (name, tuple(state.values()))
         if key not in self._contents:
             self._contents[key] = measure(Path(path))["digest"]
         return self._contents[key] == entry["content"]
