@@ -366,6 +366,17 @@ def test_a_folder_of_other_videos_empties_no_library(library, videos, loaded, tm
     assert left.videos == videos.resolve()
 
 
+def test_other_videos_of_the_same_names_empty_no_library(library, loaded, tmp_path):
+    """Cameras name their files alike."""
+    for number, name in enumerate(LIBRARY):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_mp4(tmp_path / name, render_world(make_world(140 + number, 1)), 2)
+    before = encoded(library.folder)
+    with pytest.raises(ValueError, match=r"3 of 3 videos of .* are not in .* run the same command with --prune"):
+        index(tmp_path, library.folder, *loaded)
+    assert encoded(library.folder) == before
+
+
 def test_a_folder_of_other_files_becomes_no_library(videos, loaded, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     with pytest.raises(ValueError, match=r"holds other files, such as model\.safetensors"):
