@@ -41,7 +41,8 @@ class KeptColumns:
         if self.columns.shape[1] != self.length:
             return False
         own_places = torch.arange(self.length, device=self.columns.device)
-        return bool(((self.columns == own_places) | ~self.is_real).all())
+        is_in_place = self.columns == own_places
+        return bool((is_in_place | ~self.is_real).all())
 
     def places(self) -> Tensor:
         """`[B, S]`, where each of the caller's columns is in the shortened prompt; -1 for those that are gone."""
@@ -128,7 +129,8 @@ class CachedPrompt(KeptColumns):
             return self
         if rows % prompts:
             raise ValueError(f"{rows} rows behind a cache of {prompts} prompts: expected as many, or each repeated.")
-        return self.select(torch.arange(prompts, device=self.columns.device).repeat_interleave(rows // prompts))
+        indices = torch.arange(prompts, device=self.columns.device)
+        return self.select(indices.repeat_interleave(rows // prompts))
 
     def select(self, indices: Tensor) -> "CachedPrompt":
         """The same for these rows, `[R]`."""
@@ -169,7 +171,8 @@ class CachedPrompt(KeptColumns):
         of_prompt, of_others = mask.split([prompt_width, since], dim=1)
         if prompt_width != width:
             of_prompt = prompt.shorten(of_prompt)
-        return torch.cat([of_prompt * prompt.is_real.to(mask.dtype), of_others], dim=1)
+        of_prompt = of_prompt * prompt.is_real.to(mask.dtype)
+        return torch.cat([of_prompt, of_others], dim=1)
 
     def new_positions(self, position_ids: Tensor | None, past_length: int, new: int) -> Tensor | None:
         """The caller's `position_ids` of the new columns, from those alone or from those of either width."""

@@ -180,7 +180,8 @@ class Film:
         damaged = packets - whole
         end = self.first + self.total / self.fps
         # Of a trimmed video the header counts the frames that are not shown, but not their time.
-        is_trimmed = stated.end is not None and stated.end <= end + 0.5 / self.fps
+        half_a_frame = 0.5 / self.fps
+        is_trimmed = stated.end is not None and stated.end <= end + half_a_frame
         if stated.frames > whole and not is_trimmed:
             return f"its header states {stated.frames} frames, and {whole} can be read"
         states = []
@@ -231,12 +232,12 @@ class Film:
             stop = math.floor(min(frames, self.total - 1)) + 1
         if first < stop:
             return first, stop
-        is_backwards = start is not None and end is not None and end < start
-        is_within = start is not None and self.start <= start < self.start + length
-        if is_within and not is_backwards:
-            return first - 1, first
         begin = 0 if start is None else start
         until = "its end" if end is None else f"{end:g} s"
+        if start is not None and (end is None or start <= end):
+            is_within = self.start <= start < self.start + length
+            if is_within:
+                return first - 1, first
         has = f"it has {length:.1f} s from {self.start:.1f} s on"
         raise ValueError(f"The video {self.name!r} shows no frame from {begin:g} to {until}; {has}.")
 
@@ -307,7 +308,8 @@ class Film:
                 # Until this frame appears the one before it is shown.
                 stop = len(instants)
                 if frame is not None:
-                    stop = int(np.searchsorted(instants, self._time(frame, number)))
+                    appears = self._time(frame, number)
+                    stop = int(np.searchsorted(instants, appears))
                 if shown is not None and stop > num_shown:
                     packets = chosen[num_shown:stop]
                     is_right = np.full(len(packets), True)
@@ -342,7 +344,8 @@ class Film:
         keys = np.append(0, np.flatnonzero(self.key))
         last_key = np.searchsorted(keys[1:], chosen, side="right")
         # Some frames are behind a key frame in the file and are shown before it.
-        key_is_later = self.pts[keys[last_key]] > self.pts[chosen]
+        key_times = self.pts[keys[last_key]]
+        key_is_later = key_times > self.pts[chosen]
         last_key = np.maximum(last_key - key_is_later, 0)
         begins = keys[last_key]
         changes = np.zeros(len(self.key) + 1, np.int64)

@@ -166,8 +166,8 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> Tensor:
         end = first + span.tokens
         if span.line:
             lines = torch.arange(first, end, span.line)
-            newlines = torch.stack([span.line_ends(), lines, lines + span.line])
-            separators.append(newlines)
+            line_stops = lines + span.line
+            separators.append(torch.stack([span.line_ends(), lines, line_stops]))
         if span.frame:
             before = spans[index - 1]
             text = list(range(before.stop + 1, span.start))
@@ -307,7 +307,8 @@ class QTSplusBackboneMixin:
         if span.line:  # a newline has the position of the token in front of it
             lines = axes.unflatten(1, (-1, span.line))
             newlines = lines[..., -1:]
-            axes = torch.cat([lines, newlines], dim=-1).flatten(1)
+            with_newlines = torch.cat([lines, newlines], dim=-1)
+            axes = with_newlines.flatten(1)
         side = max(len(rows), len(columns))
         return axes + start, start + side
 
@@ -347,7 +348,8 @@ class QTSplusBackboneMixin:
         """`[rope_axes, S_b]`: where the language model puts the tokens of a row; `positions` are those of its grids."""
         if self.rope_axes == 3:
             return positions
-        return torch.arange(positions.shape[1], device=positions.device)[None]
+        length = positions.shape[1]
+        return torch.arange(length, device=positions.device)[None]
 
     def language_axes(self, position_ids: Tensor) -> Tensor:
         """`[rope_axes, B, S]` of `position_ids`."""

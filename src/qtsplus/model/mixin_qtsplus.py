@@ -261,7 +261,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             qtsplus = prompt.qtsplus
             selected = prompt.selected
         if anchors:
-            inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.stack(anchors).sum() * 0.0
+            zero = torch.stack(anchors).sum() * 0.0
+            inputs["inputs_embeds"] = inputs["inputs_embeds"] + zero
         outputs = self.language_model(**{CACHE: cache}, use_cache=use_cache, **inputs, **kwargs)
         if prompt is not None:
             cached_prompt = CachedPrompt.of(prompt)
@@ -326,7 +327,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             rows = len(inputs_embeds)
             nothing = self.no_features(device)[:, : inputs_embeds.shape[-1]]
             no_position = torch.zeros(3, 0, dtype=torch.long, device=device)
-            kept, qtsplus = self.qtsplus([nothing] * rows, [nothing] * rows, [no_position] * rows)
+            no_tokens = [nothing] * rows
+            kept, qtsplus = self.qtsplus(no_tokens, no_tokens, [no_position] * rows)
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.cat(kept).sum()
         past_length = self._past_length(cache, inputs_embeds.shape[1], position_ids)
         if past_length == 0 and not selected:
