@@ -214,17 +214,26 @@ def _with_queries(
 ) -> tuple[Layout, list[Tensor]]:
     """The layout of the prompts with other questions in place of their own, and which of its tokens they are."""
     prompts = []
-    masks = []
-    for input_ids, row, question, query in zip(layout.input_ids, layout.rows, questions, queries, strict=True):
-        ids = input_ids[row.columns]
-        places = question.tolist()
+    starts = []
+    for input_ids, mask, row, question, query in zip(
+        layout.input_ids, layout.mask, layout.rows, questions, queries, strict=True
+    ):
+        # The whole prompt is laid out again, also where only a part of a video's tokens is there.
+        is_question = torch.zeros_like(mask, dtype=torch.bool)
+        is_question[row.columns[question]] = True
+        is_real = mask.bool()
+        ids = input_ids[is_real]
+        is_word = is_question[is_real]
+        places = is_word.tolist()
         start = places.index(True) if True in places else len(ids)
-        rest = ids[~question]
+        rest = ids[~is_word]
         prompts.append(torch.cat([rest[:start], query.to(ids), rest[start:]]))
-        mask = torch.zeros_like(prompts[-1], dtype=torch.bool)
-        mask[start : start + len(query)] = True
-        masks.append(mask)
-    return lay_out_again(model, layout, prompts), masks
+        starts.append(start)
+    replaced = lay_out_again(model, layout, prompts)
+    masks = []
+    for row, start, query in zip(replaced.rows, starts, queries, strict=True):
+        masks.append((row.columns >= start) & (row.columns < start + len(query)))
+    return replaced, masks
 
 
 def looking_place(
