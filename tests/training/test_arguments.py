@@ -13,7 +13,8 @@ from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from tiny import tiny_model
 from training_examples import collate, examples, make_trainer, steps
 
-OURS, PLAIN = "QTSplusTrainer", "Trainer"
+OURS = "QTSplusTrainer"
+PLAIN = "Trainer"
 NAMES = {field.name for field in fields(TrainingArguments)}
 
 # What changes two steps of training, and what leaves them as they are.
@@ -67,46 +68,33 @@ REFUSED = [
     ({"optim_target_modules": ["q_proj"]}, "expected a GaLore or APOLLO optim"),
     ({"optim": "galore_adamw", "optim_target_modules": ["q"], "vision_learning_rate": 1.0}, "of their own|'s own"),
 ]
-# Devices, folders, logs and the Hub: Transformers', without our part.
-ELSEWHERE = {
-    *(
-        "output_dir",
-        "num_train_epochs",
-        "max_steps",
-        "lr_scheduler_kwargs",
-        "fp16",
-        "fp16_full_eval",
-        "tf32",
-        "torch_compile_mode",
-    ),
-    *("activation_checkpointing_kwargs", "liger_kernel_config", "log_level", "log_level_replica", "log_on_each_node"),
-    *("logging_strategy", "logging_steps", "logging_first_step", "disable_tqdm", "report_to", "run_name", "project"),
-    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay"),
-    *("per_device_eval_batch_size", "eval_on_start", "save_only_model", "save_strategy", "save_steps"),
-    *("save_on_each_node", "save_total_limit", "enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo"),
-    *("hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "load_best_model_at_end"),
-    *("metric_for_best_model", "greater_is_better", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
-    *("data_seed", "use_cpu", "accelerator_config", "dataloader_num_workers", "dataloader_pin_memory"),
-    *("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-    *("dataloader_in_order", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
-    *("ddp_static_graph", "ddp_backend", "ddp_timeout", "fsdp", "fsdp_config", "deepspeed", "debug"),
-    *("skip_memory_metrics", "do_train", "do_eval", "do_predict", "local_rank"),
-}
-TABLE = [*CHANGES, *SAME, *EVALUATION, *(settings for settings, _ in REFUSED)]
 
 
 def plain_collate(rows):
-    return {name: value for name, value in collate(rows).items() if name != "source_ids"}
+    inputs = collate(rows)
+    del inputs["source_ids"]
+    return inputs
 
 
 def trainer_of(kind, folder, **settings):
     if kind == OURS:
         return make_trainer(folder, max_steps=2, **settings)
-    run = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 0.05, "lr_scheduler_type": "constant"}
-    run |= {"optim": "sgd", "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": []}
-    run |= {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
+    run = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "sequential",
+        **settings,
+    }
     model = tiny_model(gate="noiseless", rho_min=0.1, rho_max=0.9, n_max=10)
-    arguments = TrainingArguments(str(folder), **{**run, **settings})
+    arguments = TrainingArguments(str(folder), **run)
     trainer = Trainer(model, arguments, train_dataset=examples(12), data_collator=plain_collate)
     trainer.remove_callback(ProgressCallback)
     return trainer
@@ -142,26 +130,39 @@ def test_a_field_changes_the_training(kind, expected, tmp_path, settings):
     assert losses(trainer) != pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["label_smoothing_factor", "compute_loss_func"])
-def test_a_trainer_that_takes_the_labels_is_told_of_the_lengths(tmp_path, loss, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(mixin_qtsplus.logger, "warning_once", warnings.append)
-    trainer = trainer_of(PLAIN, tmp_path, **({loss: 0.3} if loss == "label_smoothing_factor" else {}))
-    if loss == "compute_loss_func":
-        trainer.compute_loss_func = lambda outputs, labels, **kwargs: trainer.model.loss_function(
-            outputs.logits, labels, vocab_size=outputs.logits.shape[-1]
-        )
+@pytest.fixture
+def warnings(monkeypatch) -> list[str]:
+    told = []
+    monkeypatch.setattr(mixin_qtsplus.logger, "warning_once", told.append)
+    return told
+
+
+def smoothing(folder):
+    return trainer_of(PLAIN, folder, label_smoothing_factor=0.3)
+
+
+def own_loss(folder):
+    trainer = trainer_of(PLAIN, folder)
+
+    def compute_loss(outputs, labels, **kwargs):
+        return trainer.model.loss_function(outputs.logits, labels, vocab_size=outputs.logits.shape[-1])
+
+    trainer.compute_loss_func = compute_loss
+    return trainer
+
+
+@pytest.mark.parametrize("make", [smoothing, own_loss])
+def test_a_trainer_that_takes_the_labels_is_told_of_the_lengths(tmp_path, make, warnings):
+    trainer = make(tmp_path)
     with pytest.raises((RuntimeError, ValueError)):
         trainer.train()
     assert "full_length = True" in warnings[0]
     trainer.model.model.full_length = True
-    expected = losses(trainer)
-    assert all(math.isfinite(value) for value in expected) and len(warnings) == 1
+    assert all(map(math.isfinite, losses(trainer)))
+    assert len(warnings) == 1
 
 
-def test_our_trainer_is_not_told(tmp_path, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(mixin_qtsplus.logger, "warning_once", warnings.append)
+def test_our_trainer_is_not_told(tmp_path, warnings):
     losses(trainer_of(OURS, tmp_path))
     assert not warnings
 
@@ -184,12 +185,20 @@ def test_a_field_leaves_the_loss_as_it_is(kind, expected, tmp_path, settings):
 def test_evaluation_goes_on(kind, tmp_path, settings):
     trainer = trainer_of(kind, tmp_path, per_device_eval_batch_size=2, **settings)
     seen = []
-    trainer.compute_metrics = lambda prediction, compute_result=True: seen.append(prediction) or {"seen": 1}
+
+    def compute_metrics(prediction, compute_result=True):
+        seen.append(prediction)
+        return {"seen": 1}
+
+    trainer.compute_metrics = compute_metrics
     metrics = trainer.evaluate(examples(6)[1:5])
+    sees_predictions = "prediction_loss_only" not in settings
     assert metrics["eval_loss"] > 0
-    assert ("eval_seen" in metrics) == bool(seen) == ("prediction_loss_only" not in settings)
+    assert bool(seen) == sees_predictions
+    assert ("eval_seen" in metrics) == sees_predictions
     if "include_for_metrics" in settings:
-        assert seen[0].inputs is not None and seen[0].losses is not None
+        assert seen[0].inputs is not None
+        assert seen[0].losses is not None
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
@@ -217,13 +226,10 @@ def test_a_loss_of_ones_own_and_plain_arguments_are_refused(tmp_path):
 
 def test_smoothed_labels_give_the_loss_of_transformers(tmp_path):
     trainer = make_trainer(tmp_path, label_smoothing_factor=0.3, max_steps=1)
-    model, inputs = tiny_model(gate="noiseless", rho_min=0.1, rho_max=0.9, n_max=10).train(), plain_collate(examples(4))
+    model = tiny_model(gate="noiseless", rho_min=0.1, rho_max=0.9, n_max=10).train()
+    inputs = plain_collate(examples(4))
     output = model(**inputs)
     labels = model.compact_labels(inputs["labels"], inputs["input_ids"], output.qtsplus.columns)
     smoothed = trainer.label_smoother(output, labels, shift_labels=True)
     trainer.train()
     assert steps(trainer)[0]["loss_lm"] == pytest.approx(smoothed.item(), rel=1e-5)
-
-
-def test_every_field_is_in_the_table():
-    assert ELSEWHERE | {"parallelism_config"} | {name for settings in TABLE for name in settings} >= NAMES
