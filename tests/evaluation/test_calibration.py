@@ -34,7 +34,8 @@ def records(tmp_path_factory):
 @pytest.fixture(scope="module")
 def questions(records):
     others = ("caption", "moment", "summary")
-    return [question for question in read_labelled(records) if question.record.kind not in others]
+    labelled = read_labelled(records)
+    return [question for question in labelled if question.record.kind not in others]
 
 
 @pytest.fixture(scope="module")
@@ -54,27 +55,38 @@ def planted(finders, generator):
 
 @pytest.fixture
 def calibrated(monkeypatch, tiny, tiny_processor, questions):
-    """Calibrates on planted attention, by the finders for each kind of positions; summing at most so many."""
+    """
+    Calibrates on planted attention: by the heads that find the needles, perhaps others for a kind of positions. The
+    heads that are `sinks` look elsewhere.
+    """
 
-    def run(finders, sinks=(), layers=1, heads=2, asked=questions):
+    def run(
+        finders,
+        most_layers=1,
+        most_heads=2,
+        sinks=(),
+        asked=questions,
+        **of_positions,
+    ):
         def attention_by_head(model, dataset, asked, positions):
             generator = torch.Generator().manual_seed(0)
             for _ in asked:
-                attention = planted(finders(positions), generator)
+                attention = planted(of_positions.get(positions, finders), generator)
                 for layer, head in sinks:
                     attention[layer][head, [0, 1, 2]] = 5.0
                 yield attention, NEEDLES
 
+        most = {"layers": most_layers, "heads": most_heads}
         monkeypatch.setattr(calibration, "_attention_by_head", attention_by_head)
-        monkeypatch.setattr(calibration, "MOST", {"layers": layers, "heads": heads})
+        monkeypatch.setattr(calibration, "MOST", most)
         return calibrate(tiny, tiny_processor, asked)
 
     return run
 
 
 def test_evidence_outside_of_the_frame_is_refused(tiny, tiny_processor, questions):
-    outside = [[Sighting(0, 1, (500, 500, 600, 600), frame=(168, 168))]]
-    moved = [replace(question, needles=outside) for question in questions]
+    outside = Sighting(0, 1, (500, 500, 600, 600), frame=(168, 168))
+    moved = [replace(question, needles=[[outside]]) for question in questions]
     with pytest.raises(ValueError, match=r"The evidence of '.+' lies outside of .+\.mp4"):
         calibrate(tiny, tiny_processor, moved)
 
@@ -88,7 +100,7 @@ def test_layers_that_find_little_are_not_summed_with_one_that_finds_all():
 
 
 def test_the_heads_that_find_the_needles_are_chosen(calibrated, questions):
-    found = calibrated(lambda positions: [(2, 1), (0, 3)])
+    found = calibrated([(2, 1), (0, 3)])
     assert found.best.heads == ((0, 3), (2, 1))
     recall = found.choices[found.best]
     assert recall.tokens == pytest.approx(2 / 3)
@@ -101,25 +113,23 @@ def test_the_heads_that_find_the_needles_are_chosen(calibrated, questions):
 
 
 def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(calibrated):
-    sinks = [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
-    found = calibrated(lambda positions: [(2, 1)], sinks, heads=1)
+    sinks = [(1, head) for head in range(HEADS)]
+    found = calibrated([(2, 1)], most_heads=1, sinks=sinks)
     assert found.fields() == {"relevance_heads": [[2, 1]]}
 
 
 def test_the_question_s_words_teach_where_they_find_more(calibrated):
-    found = calibrated(lambda positions: [(1, 2)] if positions == "question" else [], heads=1)
+    found = calibrated([], most_heads=1, question=[(1, 2)])
     assert found.fields() == {"relevance_heads": [[1, 2]], "relevance_positions": "question"}
 
 
 def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(calibrated):
     """From where the answer begins, which knows no answer; the heads that look elsewhere are left out."""
-
-    def finders(positions):
-        return [(1, 2), (3, 0), (3, 1)] if positions == "prompt" else [(0, 0)]
-
-    found = calibrated(finders, layers=4, heads=20)
+    of_prompt = [(1, 2), (3, 0), (3, 1)]
+    found = calibrated([(0, 0)], most_layers=4, most_heads=20, prompt=of_prompt)
     assert found.attention_fields() == {"attention_layer": 1, "attention_heads": [2]}
-    assert found.readings[found.best_reading].tokens == pytest.approx(2 / 3, abs=1e-4)
+    best = found.readings[found.best_reading]
+    assert best.tokens == pytest.approx(2 / 3, abs=1e-4)
     default = next(iter(found.readings))
     assert default.layers == (2,)
     assert found.readings[default].tokens < 0.5
@@ -140,35 +150,38 @@ def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questi
     for pair in ((1, 0), (3, 2)):
         (target,) = twin_targets(tiny, inputs, labels, heads=[pair])
         kept = target.topk(len(wanted)).indices.tolist()
-        needles = target[list(wanted)]
+        found = wanted.intersection(kept)
+        mass = target[list(wanted)].sum() / target.sum()
         recall = measured[AttentionChoice(heads=(pair,))]
-        assert recall.tokens == pytest.approx(len(wanted.intersection(kept)) / len(wanted))
-        assert recall.mass == pytest.approx(float(needles.sum() / target.sum()), rel=1e-4)
+        assert recall.tokens == pytest.approx(len(found) / len(wanted))
+        assert recall.mass == pytest.approx(float(mass), rel=1e-4)
 
 
 # --- The command ---
 
 
 def run_command(model, records):
-    return CliRunner().invoke(app, ["calibrate", str(model), str(records)])
+    command = ["calibrate", str(model), str(records)]
+    return CliRunner().invoke(app, command)
 
 
 def test_the_command_prints_a_recipes_lines_and_writes_attention(records, tiny_published, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     shutil.copytree(tiny_published, folder)
     before = json.loads((folder / "config.json").read_text())
-    monkeypatch.setattr(calibration.Calibration, "fields", lambda self: {"relevance_heads": [[0, 3], [2, 1]]})
+    fields = {"relevance_heads": [[0, 3], [2, 1]]}
+    monkeypatch.setattr(calibration.Calibration, "fields", lambda self: fields)
     result = run_command(folder, records)
     assert result.exit_code == 0, result.output
     after = json.loads((folder / "config.json").read_text())
-    fields = {}
+    written = {}
     for name in ("attention_layer", "attention_heads"):
         before["qtsplus_config"].pop(name, None)
-        fields[name] = after["qtsplus_config"].pop(name)
+        written[name] = after["qtsplus_config"].pop(name)
     assert after == before
-    assert fields["attention_layer"] in range(4)
+    assert written["attention_layer"] in range(4)
     output = result.stdout.replace("\n", " ")
-    assert f"selection=lm_attention: {json.dumps(fields)} finds" in output
+    assert f"selection=lm_attention: {json.dumps(written)} finds" in output
     for words in ("measured on", "needle tokens", "all layers: ", "best: ", "relevance_heads: [[0, 3], [2, 1]]"):
         assert words in output
 
@@ -176,7 +189,7 @@ def test_the_command_prints_a_recipes_lines_and_writes_attention(records, tiny_p
 def test_questions_about_unreadable_videos_are_left_out(calibrated, questions, tmp_path, capsys):
     record = replace(questions[0].record, video=str(tmp_path / "gone.mp4"))
     missing = replace(questions[0], record=record)
-    found = calibrated(lambda positions: [(2, 1)], asked=[missing, *questions])
+    found = calibrated([(2, 1)], asked=[missing, *questions])
     assert sum(found.questions) == len(questions)
     assert "gone.mp4" in capsys.readouterr().err.replace("\n", "")
 
@@ -198,11 +211,13 @@ def without_evidence(rows):
 
 
 def about_one_video(rows):
-    return [row for row in rows if row["video"] == rows[0]["video"]]
+    video = rows[0]["video"]
+    return [row for row in rows if row["video"] == video]
 
 
 def with_other_evidence(rows):
-    return [{**rows[0], "evidence": [[{"start": 1}]]}]
+    evidence = [[{"start": 1}]]
+    return [{**rows[0], "evidence": evidence}]
 
 
 def with_one_video_missing(rows):
@@ -220,11 +235,13 @@ def with_one_video_missing(rows):
 )
 def test_a_set_that_cannot_be_measured_is_refused(change, message, labelled, tiny_published, tmp_path):
     path = tmp_path / "set.jsonl"
-    path.write_text("\n".join(map(json.dumps, change(labelled))))
+    rows = change(labelled)
+    path.write_text("\n".join(map(json.dumps, rows)))
     result = run_command(tiny_published, path)
     assert result.exit_code == 2, result.output
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")]
-    assert message in line
+    last_line = result.stderr.splitlines()[-1]
+    assert last_line.startswith("qtsplus: ")
+    assert message in last_line
 
 
 def test_a_missing_set_is_refused(tiny_published, tmp_path):
