@@ -59,13 +59,15 @@ class TensorKind:
 
     def check(self, name: str, tensor: Tensor, sizes: dict[str | int, int]) -> None:
         """A `ValueError` for another tensor. `sizes` has the number of each symbol, and gets those that are new."""
-        for symbol, size in zip(self.shape, tensor.shape, strict=False):
+        shape = list(tensor.shape)
+        for symbol, size in zip(self.shape, shape, strict=False):
             if isinstance(symbol, str):
                 sizes.setdefault(symbol, size)
         expected = [sizes.get(symbol, symbol) for symbol in self.shape]
-        if list(tensor.shape) != expected or tensor.dtype not in self.dtypes:
+        has_shape = shape == expected
+        if not has_shape or tensor.dtype not in self.dtypes:
             dtypes = " or ".join(map(str, self.dtypes))
-            raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype}; expected {expected} of {dtypes}")
+            raise ValueError(f"{name} is {shape} {tensor.dtype}; expected {expected} of {dtypes}")
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,9 @@ class TensorFormat:
     def writing(self, path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Iterator[Path]:
         """Writes a file that is at `path` once the context ends; yields its place until then."""
         ordered = {}
-        for name in sorted(tensors):
-            ordered[name] = tensors[name].detach().cpu().contiguous()
+        for name, tensor in sorted(tensors.items()):
+            on_cpu = tensor.detach().cpu()
+            ordered[name] = on_cpu.contiguous()
         header = dict(texts)
         if self.has_digest:
             header["digest"] = digest_of(ordered, header)
@@ -133,11 +136,15 @@ class TensorFormat:
     def _read(self, path: Path) -> TensorFile:
         if not is_plain_file(path):
             raise ValueError("it is no file")
+        tensors = {}
         with safe_open(path, "pt") as file:
             texts = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        if self.has_digest and texts.pop("digest", None) != digest_of(tensors, texts):
-            raise ValueError("it was changed since it was written")
+            for name in sorted(file.keys()):
+                tensors[name] = file.get_tensor(name)
+        if self.has_digest:
+            digest = texts.pop("digest", None)
+            if digest != digest_of(tensors, texts):
+                raise ValueError("it was changed since it was written")
         if tensors.keys() != self.tensors.keys() or texts.keys() != self.texts:
             raise ValueError(f"it is no {self.what}")
         sizes: dict[str | int, int] = {}
