@@ -118,7 +118,7 @@ def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
     that have some. Cells of a group share sides, so that one cell elsewhere does not make the box thrice the object.
     """
     height, width = weights.shape
-    cells = [(row, column) for row, column in weights.nonzero().tolist()]
+    cells = map(tuple, weights.nonzero().tolist())
     ungrouped = dict.fromkeys(cells)  # in the order of the rows
     heaviest: list[tuple[int, int]] = []
     most_weight = -1.0
@@ -135,8 +135,7 @@ def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
         if group_weight > most_weight:
             heaviest = group
             most_weight = group_weight
-    rows = [row for row, _ in heaviest]
-    columns = [column for _, column in heaviest]
+    rows, columns = zip(*heaviest, strict=True)
     left = min(columns)
     top = min(rows)
     right = max(columns) + 1

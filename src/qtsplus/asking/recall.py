@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Remembered(EncodedVideo):
 
 
 def narrowed(
-    model: Any,
+    model,
     layout: Layout,
     videos: Sequence[Remembered],
     new_tokens: int,
@@ -76,8 +76,7 @@ def narrowed(
     clock = videos[0].clock
     positions_per_step = max(backbone.tokens_per_second * clock.seconds_per_step, 1)
     most_steps = int(room / positions_per_step) - 1
-    rows = [video.rows for video in videos]
-    numbers = within(rows, max(most_steps, 1))
+    numbers = within([video.rows for video in videos], max(most_steps, 1))
     layout = at_steps(backbone, layout, numbers)
     layout = layout.narrow([video.places for video in videos])
     if backbone.rope_axes == 1:  # the language model counts tokens: those that are there
@@ -118,22 +117,23 @@ def within(
     last = max(steps[-1] for steps in rows)
     true = most // 2  # positions of the newest steps
     drawn_together = most - true
-    if last - first <= most:
-        return [[step - first for step in steps] for steps in rows]
-    share = drawn_together / (last - true - first)
+    share = 1.0
+    if last - first > most:
+        share = drawn_together / (last - true - first)
     numbers = []
     for steps in rows:
         counted = []
         for step in steps:
-            newer = most - last + step
-            older = int((step - first) * share)
+            since_oldest = step - first
+            newer = min(most - last + step, since_oldest)
+            older = int(since_oldest * share)
             counted.append(max(newer, older))
         numbers.append(counted)
     return numbers
 
 
 def at_steps(
-    model: Any,
+    model,
     layout: Layout,
     numbers: Sequence[Sequence[int]],
 ) -> Layout:
@@ -158,7 +158,7 @@ def at_steps(
 
 
 def _shifts(
-    model: Any,
+    model,
     layout: Layout,
     video: int,
     numbers: Sequence[int],

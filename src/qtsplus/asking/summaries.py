@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,20 +32,6 @@ ALONE = ("prompt_lookup_num_tokens", "min_length", "max_time", "guidance_scale")
 REFUSED = ("turns", "queries", "subtitles", "videos", "past_key_values", "cache")
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class Videos(Protocol):
-    """What a [`VideoSession`] and a `Library` share."""
-
-    model: Any
-    processor: Any
-    warnings: list[str]
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def film(self, name: str) -> EncodedVideo: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,7 @@ class Summary:
 
 
 def summarise(
-    about: Videos,
+    about,
     prompt: str = "Summarise the video.",
     *,
     names: Sequence[str] | None = None,
@@ -98,6 +84,7 @@ def summarise(
     video's features at a time, and the language model reads up to 16 chapters of 4,096 tokens in all, or one.
 
     Args:
+        about: a `VideoSession` or a `Library`.
         prompt: what is asked of each chapter.
         names: of the videos, all when absent.
         longest: seconds of a chapter. A longer stretch is parted where its features change most, else in the middle.
@@ -110,7 +97,7 @@ def summarise(
     Raises:
         ValueError: no video, a stream's memory, an empty prompt; as `answer_questions`.
     """
-    if not isinstance(about, Videos):
+    if not hasattr(about, "film"):
         raise ValueError(f"Got {type(about).__name__} to summarise; expected a VideoSession or a Library.")
     model = about.model
     processor = about.processor
@@ -159,7 +146,7 @@ def summarise(
     )
 
 
-def _check_names(about: Videos, names: Sequence[str] | None) -> Sequence[str]:
+def _check_names(about, names: Sequence[str] | None) -> Sequence[str]:
     known = set(about.names)
     if names is None:
         names = about.names
