@@ -104,9 +104,9 @@ class Clock:
         """Whether the packet's time is far from those before and after, which follow each other."""
         before = self._last_dts
         dts = packet.dts
-        if before is None or dts is None or after is None:
+        if self.is_ps or packet.is_discard:
             return False
-        if packet.is_discard or self.is_ps:
+        if before is None or dts is None or after is None:
             return False
         follows = self._follows(before, dts)
         is_followed = self._follows(dts, after)
@@ -144,7 +144,9 @@ class Clock:
 
     def _compare(self, pts: int, dts: int) -> None:
         """Where the file's clock was set anew since the packet before, the one clock gets a new offset to it."""
-        ticks = 0 if self._last_dts is None else dts - self._last_dts
+        ticks = 0
+        if self._last_dts is not None:
+            ticks = dts - self._last_dts
         self._last_dts = dts
         if self._begin is None or self._continues(ticks):
             self._apart = ticks
@@ -193,7 +195,8 @@ class Clock:
         to the damaged frame.
         """
         late = np.subtract(pts, dts)
-        off = np.abs(late - np.median(late))
+        usual = np.median(late)
+        off = np.abs(late - usual)
         is_far = off * self.step > LEAP
         decoding_times = set(dts)
         strays = []

@@ -82,13 +82,19 @@ def film_stream(container: "av.container.InputContainer") -> "av.VideoStream":
 def _videos(container: "av.container.InputContainer") -> "list[av.VideoStream]":
     """The video streams without the pictures of a cover."""
     cover = av.stream.Disposition.attached_pic
-    return [stream for stream in container.streams.video if not stream.disposition & cover]
+    videos = []
+    for stream in container.streams.video:
+        is_cover = stream.disposition & cover
+        if not is_cover:
+            videos.append(stream)
+    return videos
 
 
 def choice_of(container: "av.container.InputContainer", stream: "av.VideoStream") -> list[str]:
     """Which of several video streams is read, where the file does not name one."""
     videos = _videos(container)
-    defaults = [video for video in videos if video.disposition & av.stream.Disposition.default]
+    default = av.stream.Disposition.default
+    defaults = [video for video in videos if video.disposition & default]
     if len(videos) == 1 or len(defaults) == 1:
         return []
     number = videos.index(stream) + 1
@@ -107,7 +113,11 @@ class Stated:
     is_of_video: bool = False  # whether the end is that of the video, which sound may outlast
 
 
-def read_stated(source: Source, container: "av.container.InputContainer", stream: "av.VideoStream") -> Stated:
+def read_stated(
+    source: Source,
+    container: "av.container.InputContainer",
+    stream: "av.VideoStream",
+) -> Stated:
     """What the header states; an end only where FFmpeg does not make it from what is there of the file."""
     fps = stream.guessed_rate or stream.average_rate
     tick = stream.time_base or Fraction(1)
@@ -147,7 +157,12 @@ def _asf_end(source: Source) -> float | None:
     return None if flags & _ASF_IS_LIVE or seconds <= 0 else seconds
 
 
-def ends_early(source: Source, stated: Stated, end: float, tolerance: float) -> bool:
+def ends_early(
+    source: Source,
+    stated: Stated,
+    end: float,
+    tolerance: float,
+) -> bool:
     """Whether a file ends some seconds before its header says, where its frames end: its sound may go on."""
     if stated.end is None or stated.end <= end + tolerance:
         return False

@@ -31,18 +31,22 @@ def question_turns(processor: "QTSplusProcessorMixin", conversation: list, *args
     [`find_query_mask`] takes it; `args` and `kwargs` are those of `apply_chat_template`.
     """
     conversations = [conversation]
-    if isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages"):
+    first = conversation[0]
+    if isinstance(first, (list, tuple)) or hasattr(first, "messages"):
         conversations = conversation
     turns: list[int | None] = []
     for member in conversations:
         messages = getattr(member, "messages", member)
-        of_users = [index for index, message in enumerate(messages) if _role(message) == "user"]
-        if not of_users:
+        question = None
+        for index, message in enumerate(messages):
+            if _role(message) == "user":
+                question = index
+        if question is None:
             turns.append(None)
-        elif of_users[-1] == len(messages) - 1:
+        elif question == len(messages) - 1:
             turns.append(-1)
         else:
-            through_question = messages[: of_users[-1] + 1]
+            through_question = messages[: question + 1]
             turn = _count_user_turns(processor, through_question, *args, **kwargs) - 1
             if processor.tokenizer.truncation_side == "left":  # turns at the beginning may be cut off
                 turn -= _count_user_turns(processor, messages, *args, **kwargs)
@@ -63,9 +67,11 @@ def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args,
         args = (*args[:1], *_without(header, args[1:]))
         kwargs = _without(header, kwargs) | own_template
     template_tools_documents = args[:3]
-    prompt = processor.apply_chat_template(messages, *template_tools_documents, **(kwargs | _TO_COUNT))
+    kwargs.update(_TO_COUNT)
+    prompt = processor.apply_chat_template(messages, *template_tools_documents, **kwargs)
     ids = torch.tensor(processor.prompt_ids(prompt))
-    return len(find_places(ids, processor.prompt_ids(processor.user_turn)))
+    header = processor.prompt_ids(processor.user_turn)
+    return len(find_places(ids, header))
 
 
 def _without(words: str, value):
@@ -124,11 +130,12 @@ def _blank_texts(
 
     def without(text: str) -> str:
         # This quick test clears most texts before the tokenizer has to look at them.
+        has_blank = _BLANK in text
         may_hold_token = any(token.normalized or token.content in text for token in added)
-        if _BLANK not in text and not may_hold_token:
+        if not has_blank and not may_hold_token:
             return text
         ids = processor.text_ids(text)
-        if _BLANK not in text and ids == processor.prompt_ids(text):
+        if not has_blank and ids == processor.prompt_ids(text):
             return text
         texts.append(ids)
         return _BLANK

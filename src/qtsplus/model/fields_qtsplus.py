@@ -87,7 +87,12 @@ def check_fields(config: PreTrainedConfig, kinds: Mapping) -> None:
         require(config, holds, [name], expected)
 
 
-def require(config: PreTrainedConfig, holds: bool, names: Iterable[str], expected: str) -> None:
+def require(
+    config: PreTrainedConfig,
+    holds: bool,
+    names: Iterable[str],
+    expected: str,
+) -> None:
     """Raises `ValueError` for the values of some fields, unless what is expected of them holds."""
     if not holds:
         given = ", ".join(f"{name}={getattr(config, name)!r}" for name in names)

@@ -175,7 +175,11 @@ def describe_frames(frames, metadata: Mapping | None, fps: float | None) -> Vide
     return VideoMetadata(**given)
 
 
-def _total_by_indices(indices: list[int], count: int, total: int | None) -> int:
+def _total_by_indices(
+    indices: list[int],
+    count: int,
+    total: int | None,
+) -> int:
     """The number of frames of a video of which some, by their indices, are given; checks that these fit."""
     if len(indices) != count:
         raise ValueError(f"{count} frames and {len(indices)} `frames_indices`: expected as many.")

@@ -137,8 +137,13 @@ def _read_content(part: dict, loads: bool) -> dict:
         if not isinstance(address, Mapping):  # the address itself; by others, {"url": ...}
             address = {"url": address}
         part.update(address)
-    given = [key for key, value in part.items() if value is not None]
-    ignored = [repr(key) for key in given if key not in _IMAGE_KEYS]
+    given = []
+    ignored = []
+    for key, value in part.items():
+        if value is not None:
+            given.append(key)
+            if key not in _IMAGE_KEYS:
+                ignored.append(repr(key))
     if loads and kind == "image" and ignored:
         raise ValueError(f"A message has {', '.join(ignored)} of an image, which no processor takes from there.")
     names_video = not set(_SOURCES).isdisjoint(given)

@@ -111,7 +111,12 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
         clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})
         return clip, self.grid_of(len(clip))
 
-    def blank_video(self, t: int, h: int, w: int) -> torch.Tensor:
+    def blank_video(
+        self,
+        t: int,
+        h: int,
+        w: int,
+    ) -> torch.Tensor:
         return torch.empty(t, 3, 1, 1, device="meta")
 
 
@@ -148,7 +153,12 @@ class InternVLQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin, Inte
         vision = self.config.vision_config
         return math.prod(size // patch for size, patch in zip(vision.image_size, vision.patch_size, strict=True))
 
-    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+    def encode_pixels(
+        self,
+        modality: int,
+        pixels: torch.Tensor,
+        grid_thw: torch.Tensor,
+    ) -> list[torch.Tensor]:
         tokens = self.get_image_features(pixels, return_dict=True).pooler_output
         return [frames.flatten(0, 1) for frames in tokens.split(self.pixel_rows(grid_thw))]
 
@@ -304,7 +314,12 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
     def line_end(self) -> torch.Tensor:
         return self.image_newline
 
-    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+    def encode_pixels(
+        self,
+        modality: int,
+        pixels: torch.Tensor,
+        grid_thw: torch.Tensor,
+    ) -> list[torch.Tensor]:
         (tokens,) = self.get_video_features(pixels[None], return_dict=True).pooler_output
         sizes = grid_thw.prod(-1).tolist()
         without_newline = tokens[: sum(sizes)]

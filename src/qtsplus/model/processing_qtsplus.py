@@ -132,7 +132,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 an empty `query`, or not one per row.
         """
         if video_grid_thw is not None:
-            if videos is not None or text is None or kwargs.get("return_tensors") not in (None, "pt"):
+            gives_tensors = kwargs.get("return_tensors") in (None, "pt")
+            if videos is not None or text is None or not gives_tensors:
                 raise ValueError('`video_grid_thw` goes in place of `videos`, with `text` and `return_tensors="pt"`.')
             videos, kwargs = stand_ins(self, video_grid_thw, second_per_grid_ts, kwargs)
         elif videos is not None:
@@ -215,7 +216,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     def grid_of(self, num_frames: int, height: int, width: int, **options) -> Tensor:
         """`[1, 3]`: the grid of a video, which the video processor itself makes of a video without values."""
-        blank = _blank_frames(max(num_frames, self.video_processor.temporal_patch_size), height, width)
+        num_frames = max(num_frames, self.video_processor.temporal_patch_size)
+        blank = _blank_frames(num_frames, height, width)
         options |= {"do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
         return self.video_processor(videos=[blank], **options)["video_grid_thw"]
 
@@ -234,17 +236,27 @@ class QTSplusProcessorMixin(ProcessorMixin):
         `[1, 3]`; without `native_resolution` to the model's own.
         """
         processor = self.video_processor
-        _, height, width = (grid[0] * processor.patch_size).tolist()
-        resized = [resize_frame(processor, (height, width), frame) for frame in frames]
-        video = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)
+        sizes = grid[0] * processor.patch_size
+        _, height, width = sizes.tolist()
+        resized = []
+        for frame in frames:
+            resized.append(resize_frame(processor, (height, width), frame))
+        video = torch.from_numpy(np.stack(resized))
+        video = video.permute(0, 3, 1, 2)
         inputs = processor(videos=[video], do_resize=False, do_sample_frames=False, return_tensors="pt")
         return inputs["pixel_values_videos"], inputs["video_grid_thw"]
 
-    def blank_video(self, t: int, h: int, w: int) -> Tensor:
+    def blank_video(
+        self,
+        t: int,
+        h: int,
+        w: int,
+    ) -> Tensor:
         """The frames of a video with a grid, without values."""
         processor = self.video_processor
+        num_frames = t * processor.temporal_patch_size
         side = processor.patch_size
-        return _blank_frames(t * processor.temporal_patch_size, h * side, w * side)
+        return _blank_frames(num_frames, h * side, w * side)
 
     def _process_videos(self, videos, **kwargs):
         """As the backbone's own, with the seconds of a temporal patch, which not all backbones give."""
@@ -252,8 +264,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
         processed, texts = super()._process_videos(videos, **kwargs)
         if "second_per_grid_ts" not in processed:
             step = self.video_processor.temporal_patch_size
-            seconds = [step / metadata.sampled_fps for metadata in processed["video_metadata"]]
-            processed["second_per_grid_ts"] = seconds
+            about = processed["video_metadata"]
+            processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in about]
         return processed, texts
 
     def query_mask(self, input_ids, question_turns: Sequence[int | None] | None = None):
@@ -273,7 +285,11 @@ class QTSplusProcessorMixin(ProcessorMixin):
         return masks
 
 
-def _blank_frames(num_frames: int, height: int, width: int) -> Tensor:
+def _blank_frames(
+    num_frames: int,
+    height: int,
+    width: int,
+) -> Tensor:
     return torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")
 
 

@@ -224,8 +224,10 @@ class Layout:
             candidates = []
             num_before = 0
             for span in self.competing(row):
-                candidates.append(present[span.index].long() + num_before)
-                num_before += math.prod(self.grids[VIDEO][span.index])
+                tokens = present[span.index].long()
+                candidates.append(tokens + num_before)
+                grid = self.grids[VIDEO][span.index]
+                num_before += math.prod(grid)
             left = join(candidates, torch.zeros(0, dtype=torch.long))
             left = left.to(row.columns.device)
             rows.append(row.only(left))
@@ -284,7 +286,11 @@ def _widen(query_mask: Tensor, by_ids: Tensor) -> Tensor:
     return nn.functional.pad(query_mask, (0, missing))
 
 
-def query_embeds(model: "QTSplusBackboneMixin", layout: Layout, selection: SelectionInputs) -> list[Tensor]:
+def query_embeds(
+    model: "QTSplusBackboneMixin",
+    layout: Layout,
+    selection: SelectionInputs,
+) -> list[Tensor]:
     """Per row `[L_b, d]`, the embeddings of the question that is passed separately, or else of the prompt's own."""
     questions = find_questions(model, layout, selection.query_mask)
     queries = given_queries(selection, len(layout.rows))
@@ -309,10 +315,18 @@ def lay_positions(order: Tensor, language: Tensor) -> Tensor:
     return torch.cat([order[None], language])
 
 
-def pad_rows(rows: Sequence[Tensor], value: int, left: bool) -> Tensor:
+def pad_rows(
+    rows: Sequence[Tensor],
+    value: int,
+    left: bool,
+) -> Tensor:
     """Stacks `[n_b, ...]` rows, and pads them with a value on the left or on the right."""
-    side = "left" if left else "right"
-    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
+    return nn.utils.rnn.pad_sequence(
+        list(rows),
+        batch_first=True,
+        padding_value=value,
+        padding_side="left" if left else "right",
+    )
 
 
 def join(parts: list[Tensor], nothing: Tensor) -> Tensor:
@@ -374,8 +388,9 @@ def splice(
         keep = row.keep(kept_indices.to(row.columns.device))
         stays = keep.nonzero()[:, 0]
         columns.append(row.columns[stays])
-        positions.append(row.language_positions[:, stays].T)
-        last_positions.append(row.language_positions[:, -1].max())
+        positions_of_row = row.language_positions.T
+        positions.append(positions_of_row[stays])
+        last_positions.append(positions_of_row[-1].max())
         features_of_row = []
         has_lines = False
         for span in row.spans:
@@ -389,7 +404,8 @@ def splice(
         video_features.append(tokens)
 
     if pad_left is None:
-        pad_left = bool(layout.mask[:, -1].all())
+        last_column = layout.mask[:, -1]
+        pad_left = bool(last_column.all())
     qtsplus.columns = pad_rows(columns, -1, pad_left)
     is_padding = qtsplus.columns < 0
     source = qtsplus.columns.clamp(min=0)
@@ -419,7 +435,12 @@ def splice(
     )
 
 
-def _with_line_ends(model, row: PromptRow, keep: Tensor, tokens: Tensor) -> Tensor:
+def _with_line_ends(
+    model,
+    row: PromptRow,
+    keep: Tensor,
+    tokens: Tensor,
+) -> Tensor:
     """
     The features of a row's kept video tokens: its kept candidates `[k, d]`, with the newlines that stay among them.
 

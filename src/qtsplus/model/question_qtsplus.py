@@ -83,7 +83,11 @@ def find_places(ids: Tensor, pattern: Sequence[int]) -> list[int]:
     return begins.nonzero()[:, 0].tolist()
 
 
-def _find_user_turns(ids: Tensor, header: Sequence[int], turn_end: int) -> list[tuple[int, int]]:
+def _find_user_turns(
+    ids: Tensor,
+    header: Sequence[int],
+    turn_end: int,
+) -> list[tuple[int, int]]:
     """`(start, stop)` of the text of every turn that is written as a user's."""
     ends = find_places(ids, [turn_end])
     ends.append(len(ids))
@@ -136,7 +140,11 @@ def _written_by_users(
     return users
 
 
-def _find_response_ends(ids: Tensor, closing: Sequence[int], turn_end: int) -> list[int]:
+def _find_response_ends(
+    ids: Tensor,
+    closing: Sequence[int],
+    turn_end: int,
+) -> list[int]:
     """
     The ends of turns that end with a tool's response, ascending. A line break may follow the response, as in
     Qwen3-Coder's template; some vocabularies have one token for the last character of the tag and that line break.
@@ -160,7 +168,8 @@ def _frame_texts(
 ) -> Iterator[tuple[int, int]]:
     """`(start, stop)` of the text before each frame, which begins with the nearest opener and has at most 16 tokens."""
     for frame in range(1, len(ids)):
-        if ids[frame] != video_token_id or ids[frame - 1] == video_token_id:
+        is_first_token = ids[frame] == video_token_id and ids[frame - 1] != video_token_id
+        if not is_first_token:
             continue
         earliest = max(frame - 16, 0)
         start = frame - 1
@@ -168,7 +177,8 @@ def _frame_texts(
             start -= 1
         if start < earliest:
             continue
-        if video_token_id in ids[max(start - 3, 0) : start]:
+        shortly_before = ids[max(start - 3, 0) : start]
+        if video_token_id in shortly_before:
             start -= 1  # the line break behind the frame before, or the token that closes that frame
         yield start, frame
 

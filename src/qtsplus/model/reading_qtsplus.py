@@ -63,7 +63,11 @@ def read_videos(processor: "QTSplusProcessorMixin", videos, kwargs: dict) -> tup
     return frames_of_videos, _with_video_options(kwargs, options)
 
 
-def _resizing_of_files(processor: "QTSplusProcessorMixin", requests: list[VideoRequest], given: dict) -> dict | None:
+def _resizing_of_files(
+    processor: "QTSplusProcessorMixin",
+    requests: list[VideoRequest],
+    given: dict,
+) -> dict | None:
     """
     The options by which the frames of files are resized one by one, since all of them at their original size may not
     fit into memory.
@@ -225,7 +229,12 @@ def fetch_images(image_processor, images):
         raise ValueError(f"Cannot read {str(images)[:500]!r} as images; expected files that exist: {reason}") from error
 
 
-def check_placeholders(text: str, token: str, given, kind: str) -> None:
+def check_placeholders(
+    text: str,
+    token: str,
+    given,
+    kind: str,
+) -> None:
     """Raises a `ValueError` unless the text has a placeholder for each image, or for each video."""
     placeholders = text.count(token)
     if placeholders != len(given):

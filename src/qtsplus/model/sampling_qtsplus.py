@@ -181,7 +181,12 @@ def frame_choice(video_processor, request: VideoRequest) -> FrameChoice:
     return choose
 
 
-def _say_bound(fps: float, unbounded: int, count: int, kept_rate: float) -> None:
+def _say_bound(
+    fps: float,
+    unbounded: int,
+    count: int,
+    kept_rate: float,
+) -> None:
     """Logs once that a bound makes it another number of frames than `fps` asks for."""
     if count == unbounded:
         return

@@ -66,7 +66,11 @@ class VideoFile:
     decode: Frames  # begins to read the chosen frames, [H, W, 3] uint8 RGB each, upright
 
 
-def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float | None] = (None, None)) -> VideoFile:
+def open_video(
+    path: str,
+    choose: FrameChoice,
+    within: tuple[float | None, float | None] = (None, None),
+) -> VideoFile:
     """
     Opens a [`Film`] and chooses from its regular clock, between two times of a player. Of a file that was cut off, what
     is there is read; the log and `warnings` say how much that is.
@@ -134,7 +138,11 @@ def resize_frame(
     return resized.permute(1, 2, 0).numpy()
 
 
-def shrink(size: tuple[int, int], most: float, side: int) -> tuple[int, int]:
+def shrink(
+    size: tuple[int, int],
+    most: float,
+    side: int,
+) -> tuple[int, int]:
     """A height and width, multiples of the `side` of a token, of a frame of that many pixels at most."""
     height, width = size
     scale = min(math.sqrt(most / (height * width)), 1)
