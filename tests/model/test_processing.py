@@ -19,7 +19,7 @@ from qtsplus.model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.model.frames_qtsplus import load_frames
 from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
-from qtsplus.model.question_qtsplus import find_query_mask
+from qtsplus.model.question_qtsplus import find_query_mask, question_token_ids
 from qtsplus.model.sampling_qtsplus import choose_frames
 
 TINY = hub_configs() / "qtsplus-tiny"
@@ -33,7 +33,10 @@ def processor():
 
 def shaded_frames(count, height=56, width=56):
     """Frame `i` is plain, of shade `8 * i`, so that a decoded frame tells its index."""
-    return np.stack([np.full((height, width, 3), 8 * index, np.uint8) for index in range(count)])
+    shades = 8 * np.arange(count, dtype=np.uint8)
+    frames = np.empty((count, height, width, 3), np.uint8)
+    frames[:] = shades[:, None, None, None]
+    return frames
 
 
 def read_shades(frames):
@@ -47,9 +50,20 @@ def ramp(tmp_path):
     return str(tmp_path / "ramp.mp4")
 
 
-def ask(video, question="Where is it?"):
-    content = [{"type": "video", "video": video}, {"type": "text", "text": question}]
+def ask(video):
+    content = [{"type": "video", "video": video}, {"type": "text", "text": "Where is it?"}]
     return [{"role": "user", "content": content}]
+
+
+def prepare(processor, video, **processor_kwargs):
+    """The inputs of a question about a video, by the chat template."""
+    return processor.apply_chat_template(
+        ask(video),
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=processor_kwargs,
+    )
 
 
 # The question ---------------------------------------------------------------------------------------------------------
@@ -60,11 +74,12 @@ TURN = st.tuples(WORDS, st.integers(0, 2), st.integers(0, 2), WORDS)
 
 def render(turns, answered):
     prompt = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    last = len(turns) - 1
     for number, (question, images, videos, answer) in enumerate(turns):
         vision = "<|vision_start|><|image_pad|><|vision_end|>" * images
         vision += "<|vision_start|><|video_pad|><|vision_end|>" * videos
         prompt += f"<|im_start|>user\n{vision}{question}<|im_end|>\n<|im_start|>assistant\n"
-        if answered or number + 1 < len(turns):
+        if answered or number < last:
             prompt += f"{answer}<|im_end|>\n"
     return prompt
 
@@ -75,30 +90,35 @@ def render(turns, answered):
     side=st.sampled_from(["left", "right"]),
 )
 def test_the_mask_covers_the_last_users_text_and_nothing_else(processor, rows, side):
-    texts = [render(turns, answered) for turns, answered in rows]
-    images = sum(turn[1] for turns, _ in rows for turn in turns)
-    videos = sum(turn[2] for turns, _ in rows for turn in turns)
-    vision = {"images": [Image.new("RGB", (56, 56))] * images or None, "videos": [shaded_frames(2)] * videos or None}
-    if videos:
-        vision["fps"] = 2.0
+    texts = []
+    questions = []
+    images = []
+    videos = []
+    for turns, answered in rows:
+        texts.append(render(turns, answered))
+        for _, num_images, num_videos, _ in turns:
+            images += [Image.new("RGB", (56, 56))] * num_images
+            videos += [shaded_frames(2)] * num_videos
+        last_question, *_ = turns[-1]
+        questions.append(last_question)
+    vision = {"images": images or None, "videos": videos or None, "fps": 2.0 if videos else None}
     inputs = processor(text=texts, padding=True, padding_side=side, return_tensors="pt", **vision)
-    for row, (turns, _) in enumerate(rows):
-        marked = inputs["input_ids"][row][inputs["query_mask"][row].bool()]
-        assert processor.decode(marked) == turns[-1][0]
+    for ids, mask, question in zip(inputs["input_ids"], inputs["query_mask"], questions, strict=True):
+        assert processor.decode(ids[mask.bool()]) == question
 
     config = Qwen2_5_VLQTSplusConfig(**processor.query_token_ids)
-    ids = (config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids)
-    assert torch.equal(inputs["query_mask"], find_query_mask(inputs["input_ids"], inputs["attention_mask"], *ids))
+    by_model = find_query_mask(inputs["input_ids"], inputs["attention_mask"], **question_token_ids(config))
+    assert torch.equal(inputs["query_mask"], by_model)
 
     unpadded = processor(text=texts, **vision)
-    assert [sum(mask) for mask in unpadded["query_mask"]] == inputs["query_mask"].sum(1).tolist()
-    assert [len(mask) for mask in unpadded["query_mask"]] == [len(ids) for ids in unpadded["input_ids"]]
+    for row, mask in enumerate(unpadded["query_mask"]):
+        assert sum(mask) == inputs["query_mask"][row].sum()
+        assert len(mask) == len(unpadded["input_ids"][row])
 
 
 def test_a_prompt_without_a_user_has_an_empty_mask(processor):
     inputs = processor(text="<|im_start|>system\nBe brief.<|im_end|>\n", return_tensors="pt")
-    assert inputs["query_mask"].dtype == torch.int64
-    assert inputs["query_mask"].shape == inputs["input_ids"].shape and inputs["query_mask"].sum() == 0
+    assert torch.equal(inputs["query_mask"], torch.zeros_like(inputs["input_ids"]))
 
 
 def test_the_ids_are_those_of_the_configurations(processor):
@@ -106,19 +126,22 @@ def test_the_ids_are_those_of_the_configurations(processor):
     default = Qwen2_5_VLQTSplusConfig()
     shift = default.special_token_ids[0] - ids["special_token_ids"][0]
     assert [index + shift for index in ids["special_token_ids"]] == list(default.special_token_ids)
-    assert (ids["user_turn_token_ids"][0] + shift, ids["turn_end_token_id"] + shift) == (151644, 151645)
+    assert ids["user_turn_token_ids"][0] + shift == 151644
+    assert ids["turn_end_token_id"] + shift == 151645
 
 
 @pytest.mark.parametrize("return_tensors", [None, "pt"])
 def test_a_query_comes_padded_in_the_form_of_the_ids(processor, return_tensors):
     queries = ["Where?", "How many circles are there?"]
     inputs = processor(text=["a a", "b b"], query=queries, return_tensors=return_tensors, padding=True)
-    assert type(inputs["query_input_ids"]) is type(inputs["query_mask"]) is type(inputs["input_ids"])
-    ids, mask = torch.as_tensor(inputs["query_input_ids"]), torch.as_tensor(inputs["query_attention_mask"])
-    assert ids.shape == mask.shape == (2, mask.sum(1).max())
+    assert type(inputs["query_input_ids"]) is type(inputs["input_ids"])
+    assert type(inputs["query_mask"]) is type(inputs["input_ids"])
+    ids = torch.as_tensor(inputs["query_input_ids"])
+    mask = torch.as_tensor(inputs["query_attention_mask"]).bool()
+    assert mask.shape == ids.shape == (2, mask.sum(1).max())
     for row, query in enumerate(queries):
-        assert processor.decode(ids[row][mask[row].bool()]) == query
-    assert (ids[~mask.bool()] == processor.tokenizer.pad_token_id).all()
+        assert processor.decode(ids[row][mask[row]]) == query
+    assert (ids[~mask] == processor.tokenizer.pad_token_id).all()
 
 
 def test_one_query_holds_for_all_rows(processor):
@@ -155,50 +178,68 @@ def test_queries_that_say_nothing_or_to_nobody_are_refused(processor, query, mes
 )
 def test_chosen_frames_exist_and_increase(total, video_fps, fps, num_frames):
     indices = choose_frames(total, video_fps, fps, num_frames, max_frames=64)
-    assert 1 <= len(indices) <= total and (len(indices) % 2 == 0 or total == 1 or len(indices) == total)
-    assert indices[0] == 0 and indices[-1] < total and (np.diff(indices) > 0).all()
+    count = len(indices)
+    assert 1 <= count <= total
+    assert count % 2 == 0 or count == total
+    assert indices[0] == 0
+    assert indices[-1] < total
+    assert (np.diff(indices) > 0).all()
     if num_frames is None and fps is not None:
-        assert len(indices) <= 64
+        assert count <= 64
 
 
 def test_the_decoder_returns_the_asked_frames_and_plain_metadata(ramp):
     frames, metadata = read_video(ramp, lambda total, fps: np.array([0, 5, 23]))
-    assert frames.shape == (3, 56, 56, 3) and frames.dtype == np.uint8
+    assert frames.shape == (3, 56, 56, 3)
+    assert frames.dtype == np.uint8
     assert read_shades(frames) == [0, 5, 23]
-    assert type(metadata.fps) is type(metadata.duration) is float
-    assert (metadata.fps, metadata.duration, metadata.total_num_frames) == (8.0, 3.0, 24)
+    assert repr((metadata.fps, metadata.duration, metadata.total_num_frames)) == "(8.0, 3.0, 24)"
     assert metadata.timestamps == [0, 5 / 8, 23 / 8]
 
 
-def test_a_film_that_states_no_direction_is_upright(tmp_path):
-    """As some writers leave its matrix: all zeros."""
-    write_mp4(tmp_path / "phone.mp4", np.full((4, 32, 64, 3), 90, np.uint8), 8)
-    data = bytearray((tmp_path / "phone.mp4").read_bytes())
+def write_turned(path, frames, matrix):
+    """Writes a video with the nine numbers by which a player turns its frames."""
+    write_mp4(path, frames, 8)
+    data = bytearray(path.read_bytes())
     place = data.index(b"tkhd") + 44
-    data[place : place + 36] = bytes(36)
-    (tmp_path / "phone.mp4").write_bytes(data)
-    assert read_video(str(tmp_path / "phone.mp4"), lambda total, fps: np.arange(total))[0].shape == (4, 32, 64, 3)
+    data[place : place + 36] = struct.pack(">9i", *matrix)
+    path.write_bytes(data)
+
+
+def read_all(path):
+    return read_video(str(path), lambda total, fps: np.arange(total))
+
+
+def test_a_video_that_states_no_direction_is_upright(tmp_path):
+    """As some writers leave its matrix: all zeros."""
+    write_turned(tmp_path / "phone.mp4", np.full((4, 32, 64, 3), 90, np.uint8), [0] * 9)
+    frames, _ = read_all(tmp_path / "phone.mp4")
+    assert frames.shape == (4, 32, 64, 3)
 
 
 @pytest.mark.parametrize("turn", [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)])
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_a_phone_video_is_shown_upright(tmp_path, turn, mirrored):
     """A file states where a point (x, y) of its frames is shown: at (ax + cy, bx + dy)."""
-    a, b, c, d = turn if not mirrored else (-turn[0], -turn[1], *turn[2:])
+    a, b, c, d = turn
+    if mirrored:
+        a = -a
+        b = -b
     frames = np.zeros((4, 32, 64, 3), np.uint8)
-    corners = {(-1, -1): 40, (1, -1): 90, (-1, 1): 150, (1, 1): 210}
-    for (x, y), shade in corners.items():
-        frames[:, 16 * (y > 0) :, 32 * (x > 0) :] = shade
-    write_mp4(tmp_path / "phone.mp4", frames, 8)
-    data = bytearray((tmp_path / "phone.mp4").read_bytes())
-    place = data.index(b"tkhd") + 44
-    data[place : place + 36] = struct.pack(">9i", *(int(one * 2**16) for one in (a, b, 0, c, d, 0, 0, 0)), 1 << 30)
-    (tmp_path / "phone.mp4").write_bytes(data)
-    shown, metadata = read_video(str(tmp_path / "phone.mp4"), lambda total, fps: np.arange(total))
-    size = (32, 64) if a else (64, 32)
-    assert shown.shape == (4, *size, 3) and (metadata.height, metadata.width) == size
-    for (x, y), shade in corners.items():
-        row, column = (size[0] * (2 + b * x + d * y)) // 4, (size[1] * (2 + a * x + c * y)) // 4
+    shades = {(-1, -1): 40, (1, -1): 90, (-1, 1): 150, (1, 1): 210}
+    for (x, y), shade in shades.items():
+        rows = slice(16, 32) if y > 0 else slice(0, 16)
+        columns = slice(32, 64) if x > 0 else slice(0, 32)
+        frames[:, rows, columns] = shade
+    one = 2**16
+    write_turned(tmp_path / "phone.mp4", frames, (a * one, b * one, 0, c * one, d * one, 0, 0, 0, 2**30))
+    shown, metadata = read_all(tmp_path / "phone.mp4")
+    height, width = (32, 64) if a else (64, 32)
+    assert shown.shape == (4, height, width, 3)
+    assert (metadata.height, metadata.width) == (height, width)
+    for (x, y), shade in shades.items():
+        row = height * (2 + b * x + d * y) // 4
+        column = width * (2 + a * x + c * y) // 4
         assert shown[:, row, column].mean() == pytest.approx(shade, abs=12)
 
 
@@ -216,15 +257,8 @@ def test_a_phone_video_is_shown_upright(tmp_path, turn, mirrored):
     ],
 )
 def test_seconds_per_grid_are_true_to_the_sampling(processor, ramp, sampling, frames, seconds_per_grid):
-    inputs = processor.apply_chat_template(
-        ask(ramp),
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={**sampling, "return_metadata": True},
-    )
-    assert inputs["video_grid_thw"][0, 0] == frames // 2
-    assert float(inputs["second_per_grid_ts"][0]) == pytest.approx(seconds_per_grid)
+    inputs = prepare(processor, ramp, return_metadata=True, **sampling)
+    assert steps_and_seconds(inputs) == (frames // 2, pytest.approx(seconds_per_grid))
     (metadata,) = inputs["video_metadata"]
     assert len(metadata.frames_indices) == frames
     assert metadata.timestamps[2] - metadata.timestamps[0] == pytest.approx(seconds_per_grid)
@@ -235,12 +269,15 @@ def test_rows_with_two_one_and_no_video(processor, ramp, tmp_path):
     text = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
     two = ask(ramp)
     two[0]["content"].insert(0, {"type": "video", "path": str(tmp_path / "short.mp4")})
-    kwargs = {"padding": True, "return_tensors": "pt", "fps": [4.0, 2.0, 1.0]}
     inputs = processor.apply_chat_template(
-        [two, text, ask(ramp)], tokenize=True, return_dict=True, processor_kwargs=kwargs
+        [two, text, ask(ramp)],
+        tokenize=True,
+        return_dict=True,
+        processor_kwargs={"padding": True, "return_tensors": "pt", "fps": [4.0, 2.0, 1.0]},
     )
     assert inputs["video_grid_thw"][:, 0].tolist() == [2, 3, 2]
-    assert (inputs["input_ids"] == processor.video_token_id).sum(1).tolist() == [4 * 2 + 4 * 3, 0, 4 * 2]
+    placeholders = inputs["input_ids"] == processor.video_token_id
+    assert placeholders.sum(1).tolist() == [4 * 2 + 4 * 3, 0, 4 * 2]
 
 
 def test_a_missing_file_is_named(processor):
@@ -272,7 +309,11 @@ def test_an_error_without_a_number_is_told_in_its_words(ramp):
 
 def test_a_normal_decode_logs_nothing_above_info(processor, ramp, caplog):
     processor(text=PROMPT, videos=ramp, return_tensors="pt")
-    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
+    assert warnings_of(caplog) == []
+
+
+def warnings_of(caplog):
+    return [record.message for record in caplog.records if record.levelno > logging.INFO]
 
 
 @pytest.mark.parametrize(
@@ -292,10 +333,12 @@ def test_a_rate_that_is_not_kept_is_said_once(processor, ramp, caplog, sampling,
     sampling_qtsplus.logger.warning_once.cache_clear()
     for _ in range(2):
         processor(text=PROMPT, videos=ramp, return_tensors="pt", **sampling)
-    lines = [record.message for record in caplog.records if record.levelno > logging.INFO]
-    assert len(lines) == (said is not None)
-    if said:
-        assert lines[0].startswith(said) and "here or as `processor.video_processor." in lines[0]
+    if said is None:
+        assert warnings_of(caplog) == []
+        return
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(said)
+    assert "here or as `processor.video_processor." in warning
 
 
 # Frames ---------------------------------------------------------------------------------------------------------------
@@ -328,11 +371,18 @@ def test_the_rate_of_given_frames_gives_their_times(processor, form):
 def test_metadata_gives_the_times_of_sampled_frames(processor):
     metadata = [{"fps": 30.0, "total_num_frames": 240, "frames_indices": list(range(0, 240, 30))}]
     inputs = processor(text=PROMPT, videos=shaded_frames(8), video_metadata=metadata, return_tensors="pt")
-    assert inputs["video_grid_thw"][0, 0] == 4 and float(inputs["second_per_grid_ts"][0]) == 2.0
+    assert steps_and_seconds(inputs) == (4, 2.0)
 
     # Asked for fewer, it samples among those given.
     inputs = processor(text=PROMPT, videos=shaded_frames(8), video_metadata=metadata, num_frames=4, return_tensors="pt")
-    assert inputs["video_grid_thw"][0, 0] == 2 and float(inputs["second_per_grid_ts"][0]) == 4.0
+    assert steps_and_seconds(inputs) == (2, 4.0)
+
+
+def steps_and_seconds(inputs):
+    """The temporal patches of a call's only video, and the seconds of each."""
+    ((steps, _, _),) = inputs["video_grid_thw"].tolist()
+    (seconds,) = inputs["second_per_grid_ts"]
+    return steps, float(seconds)
 
 
 @pytest.mark.parametrize(
@@ -356,14 +406,17 @@ def test_a_folder_of_frames_in_natural_order(processor, tmp_path):
     (tmp_path / "notes.txt").write_text("not a frame")
     assert read_shades(load_frames(str(tmp_path))) == list(range(12))
     inputs = processor(text=PROMPT, videos=tmp_path, fps=2, return_tensors="pt")
-    assert inputs["video_grid_thw"][0, 0] == 6 and float(inputs["second_per_grid_ts"][0]) == 1.0
-    listed = [str(tmp_path / f"frame{index}.png") for index in range(4)]
-    inputs = processor.apply_chat_template(
-        ask(listed), tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs={"fps": 2}
-    )
-    assert inputs["video_grid_thw"][0, 0] == 2
+    assert steps_and_seconds(inputs) == (6, 1.0)
     with pytest.raises(ValueError, match="without their times"):
         processor(text=PROMPT, videos=str(tmp_path))
+
+
+def test_a_list_of_images_is_a_video(processor, tmp_path):
+    listed = []
+    for index, frame in enumerate(shaded_frames(4)):
+        listed.append(str(tmp_path / f"{index}.png"))
+        Image.fromarray(frame).save(listed[-1])
+    assert steps_and_seconds(prepare(processor, listed, fps=2)) == (2, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -377,8 +430,9 @@ def test_a_folder_of_frames_in_natural_order(processor, tmp_path):
     ],
 )
 def test_odd_digits_have_a_reading_order(tmp_path, names):
-    for name, frame in zip(reversed(names), reversed(shaded_frames(len(names))), strict=True):
-        Image.fromarray(frame).save(tmp_path / name)
+    frames = shaded_frames(len(names))
+    for index in reversed(range(len(names))):
+        Image.fromarray(frames[index]).save(tmp_path / names[index])
     assert read_shades(load_frames(str(tmp_path))) == list(range(len(names)))
 
 
@@ -415,12 +469,10 @@ def test_frames_that_are_none_are_refused(processor, videos, message):
 
 
 def test_frames_from_0_to_1_are_taken_as_the_caller_says(processor):
-    whole = torch.randint(0, 256, (4, 3, 56, 56), generator=torch.Generator().manual_seed(0)).float()
-    pixels = [
-        processor(text=PROMPT, videos=frames, fps=2.0, do_rescale=rescaled)["pixel_values_videos"]
-        for frames, rescaled in ((whole, True), (whole / 255, False))
-    ]
-    assert torch.allclose(*pixels, atol=1e-5)
+    whole = shaded_frames(4).astype(np.float32)
+    rescaled = processor(text=PROMPT, videos=whole, fps=2.0)["pixel_values_videos"]
+    as_given = processor(text=PROMPT, videos=whole / 255, fps=2.0, do_rescale=False)["pixel_values_videos"]
+    assert torch.allclose(rescaled, as_given, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -477,13 +529,16 @@ def test_a_saved_processor_brings_its_code_and_loads_the_same(processor, ramp, t
     processor.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "processor_config.json").read_text())
     assert saved["auto_map"]["AutoProcessor"] == "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"
-    assert {"processing_qtsplus.py", "video_qtsplus.py", "question_qtsplus.py", "chat_template.jinja"} <= {
-        path.name for path in tmp_path.iterdir()
-    }
+    code = {"processing_qtsplus.py", "reading_qtsplus.py", "conversation_qtsplus.py", "clock_qtsplus.py"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= code | {"chat_template.jinja"}
     loaded = Qwen2_5_VLQTSplusProcessor.from_pretrained(tmp_path, trust_remote_code=False)
-    assert (loaded.video_processor.fps, loaded.video_processor.max_frames) == (2, 256)
-    assert loaded.video_processor.do_sample_frames and loaded.video_processor.cap_pixels_per_frame
-    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    before, after = (each.apply_chat_template(ask(ramp), **options) for each in (processor, loaded))
+    settings = loaded.video_processor
+    assert (settings.fps, settings.max_frames) == (2, 256)
+    assert settings.do_sample_frames
+    assert settings.cap_pixels_per_frame
+    before = prepare(processor, ramp)
+    after = prepare(loaded, ramp)
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    for name in before:
+        assert torch.equal(torch.as_tensor(before[name]), torch.as_tensor(after[name])), name
