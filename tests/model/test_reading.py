@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,40 +32,48 @@ def noise(tmp_path_factory):
 
 
 def test_a_stretch_has_the_features_of_its_frames_and_the_times_of_the_film(loaded, noise):
-    model, processor = loaded
     part = session.encode(*loaded, noise, fps=2, start=4, end=7.9)
-    assert (part.about.start, part.length) == (pytest.approx(4), pytest.approx(4))
+    assert part.about.start == pytest.approx(4)
+    assert part.length == pytest.approx(4)
     whole = session.encode(*loaded, noise, fps=2)
-    steps = whole.features.unflatten(0, (int(whole.video_grid_thw[0, 0]), -1))
-    assert torch.allclose(part.features, steps[4:8].flatten(0, 1), atol=1e-4)
-    answer = session.ask(model, processor, part, "What is in the yellow ring?", selection="all", max_new_tokens=1)
-    assert [(one.start, one.end) for one in answer.evidence] == [(pytest.approx(4), pytest.approx(8))]
+    steps, _, _ = whole.video_grid_thw[0].tolist()
+    features = whole.features.unflatten(0, (steps, -1))
+    assert torch.allclose(part.features, features[4:8].flatten(0, 1), atol=1e-4)
+    answer = session.ask(*loaded, part, "What is in the yellow ring?", selection="all", max_new_tokens=1)
+    (interval,) = answer.evidence
+    assert interval.start == pytest.approx(4)
+    assert interval.end == pytest.approx(8)
 
 
 def test_frames_and_pixels_are_bounded(loaded, noise):
+    _, processor = loaded
+    area_of_patch = processor.video_processor.patch_size**2
+
+    def pixels_of(video):
+        _, rows, columns = video.video_grid_thw[0].tolist()
+        return rows * columns * area_of_patch
+
     few = session.encode(*loaded, noise, max_frames=4)
-    assert len(few.about.metadata.frames_indices) == 4
-    whole, small = session.encode(*loaded, noise, fps=1), session.encode(*loaded, noise, fps=1, max_pixels=56 * 84)
-    area = processor_area(loaded[1], small)
-    assert area <= 56 * 84 < processor_area(loaded[1], whole)
-    assert (small.about.metadata.height, small.about.metadata.width) == (112, 168)  # in which boxes are told
-
-
-def processor_area(processor, video):
-    return int(video.video_grid_thw[0, 1:].prod()) * processor.video_processor.patch_size**2
+    assert few.about.frames == 4
+    whole = session.encode(*loaded, noise, fps=1)
+    small = session.encode(*loaded, noise, fps=1, max_pixels=56 * 84)
+    assert pixels_of(small) <= 56 * 84 < pixels_of(whole)
+    metadata = small.about.metadata
+    assert (metadata.height, metadata.width) == (112, 168)  # in which boxes are told
 
 
 def test_frames_that_are_not_evenly_apart_keep_their_times(loaded):
-    model, processor = loaded
     frames = np.random.default_rng(1).integers(0, 255, (8, 56, 56, 3), np.uint8)
     indices = [30, 60, 300, 330, 600, 660, 900, 1200]
-    talk = session.VideoSession(model, processor)
+    talk = session.VideoSession(*loaded)
     talk.add(frames, "shots", metadata={"fps": 30, "frames_indices": indices})
     assert talk.videos["shots"].steps == [0, 9, 19, 29, 47]  # the last lasts as long as most
     answer = talk.ask("What?", max_new_tokens=1)
-    assert {one.start for one in answer.evidence} <= {1, 10, 20, 30}
-    even = session.encode(model, processor, frames, metadata={"fps": 30, "frames_indices": range(0, 240, 30)})
-    assert even.steps == session.encode(model, processor, frames, fps=1).steps == [0, 2, 4, 6, 8]
+    assert {interval.start for interval in answer.evidence} <= {1, 10, 20, 30}
+    by_indices = session.encode(*loaded, frames, metadata={"fps": 30, "frames_indices": range(0, 240, 30)})
+    assert by_indices.steps == [0, 2, 4, 6, 8]
+    by_rate = session.encode(*loaded, frames, fps=1)
+    assert by_rate.steps == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.parametrize(
@@ -107,16 +116,24 @@ def test_a_forecast_counts_what_is_then_read(loaded, noise, monkeypatch):
     expected = forecast(model, processor.video_chunks(noise, fps=4), retention=0.25)
     video = session.encode(*loaded, noise, fps=4)
     answer = session.ask(model, processor, video, "What?", retention=0.25, max_new_tokens=1)
-    counts = (answer.frames, answer.visual_tokens, answer.kept_tokens, pytest.approx(answer.seconds_of_video))
-    assert (expected.frames, expected.visual_tokens, expected.kept_tokens, expected.seconds_of_video) == counts
+    assert expected.frames == answer.frames
+    assert expected.visual_tokens == answer.visual_tokens
+    assert expected.kept_tokens == answer.kept_tokens
+    assert expected.seconds_of_video == pytest.approx(answer.seconds_of_video)
     assert expected.features == video.features.nbytes < expected.memory
-    options = {"retention": 0.1, "selection": "lm_attention"}
-    whole = forecast(model, processor.video_chunks(noise, fps=4), **options)
-    monkeypatch.setattr(model.config.qtsplus_config, "attention_group", 8)
-    assert forecast(model, processor.video_chunks(noise, fps=4), **options).memory < whole.memory, "read in groups"
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Free", (), {"available": expected.features - 1}))
+    free = SimpleNamespace(available=expected.features - 1)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     with pytest.raises(ValueError, match="fewer frames"):
         session.encode(*loaded, noise, fps=4)
+
+
+def test_a_forecast_counts_the_groups_in_which_attention_is_read(loaded, noise, monkeypatch):
+    model, processor = loaded
+    chunks = processor.video_chunks(noise, fps=4)
+    whole = forecast(model, chunks, retention=0.1, selection="lm_attention")
+    monkeypatch.setattr(model.config.qtsplus_config, "attention_group", 8)
+    in_groups = forecast(model, chunks, retention=0.1, selection="lm_attention")
+    assert in_groups.memory < whole.memory
 
 
 @pytest.mark.parametrize(("trained", "said"), [(5.0, 5.0), (12.0, None), (None, None)])
@@ -125,23 +142,31 @@ def test_a_video_that_is_longer_than_those_of_the_training_is_said(loaded, noise
     monkeypatch.setattr(model.config.qtsplus_config, "trained_seconds", trained)
     clause = ", at most 0.5 s apart, longer than the 5 s that the model was trained on"
     expected = forecast(model, processor.video_chunks(noise, fps=2))
-    assert expected.trained_seconds == said and (clause in str(expected)) == (said is not None)
     answer = session.ask(model, processor, str(noise), "What?", fps=2, max_new_tokens=1)
     print_answer(answer)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert expected.trained_seconds == said
     assert answer.as_dict()["trained_seconds"] == said
-    assert (clause in " ".join(capsys.readouterr().out.split())) == (said is not None)
+    is_said = said is not None
+    assert (clause in str(expected)) == is_said
+    assert (clause in printed) == is_said
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_a_forecast_needs_no_weights(tiny_published, noise, tmp_path, dtype, capfd):
     folder = shutil.copytree(tiny_published, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     model, processor = load(tiny_published, "cpu", dtype)
-    line = ["ask", str(noise), "What?", "--model", str(folder), "--dtype", dtype]
     expected = forecast(model, processor.video_chunks(noise))
-    assert json.loads(CliRunner().invoke(app, [*line, "--dry-run", "--json"]).stdout) == asdict(expected)
-    assert CliRunner().invoke(app, line).exit_code == 2, "the answer needs them"
+
+    def run(*options):
+        line = ["ask", str(noise), "What?", "--model", str(folder), "--dtype", dtype]
+        return CliRunner().invoke(app, line + list(options))
+
+    dry = run("--dry-run", "--json")
+    assert json.loads(dry.stdout) == asdict(expected)
+    assert run().exit_code == 2, "the answer needs them"
     (folder / "adapter_config.json").write_text("{}")
-    assert CliRunner().invoke(app, [*line, "--dry-run"]).exit_code == 2, "an adapter would change what is answered"
+    assert run("--dry-run").exit_code == 2, "an adapter would change what is answered"
 
 
 def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published, noise):
@@ -153,7 +178,8 @@ def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published,
     assert "48 frames of 12.0 s, at most 0.25 s apart; " in dry.output
     assert "of memory beside" in dry.output
     part = run("--start", "4", "--end", "7.9", "--max-frames", "6", "--max-pixels", "4000")
-    assert part.exit_code == 0 and "4.0 s, 6 frames looked at, at most 0." in part.output, part.output
+    assert part.exit_code == 0, part.output
+    assert "4.0 s, 6 frames looked at, at most 0." in part.output
     assert run("--start", "20").exit_code == 2
 
 
@@ -175,11 +201,13 @@ def test_all_frames_of_a_folder_are_looked_at(loaded, tmp_path):
 def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, noise, tmp_path):
     reading = {"fps": 2, "start": 4, "end": 7.9, "max_pixels": 56 * 84}
     index(noise.parent, tmp_path / "library", *loaded, **reading)
-    library = Library(tmp_path / "library", *loaded)
-    stored, again = library.film(noise.name), session.encode(*loaded, noise, **reading)
-    assert torch.equal(stored.features, again.features) and stored.about.start == again.about.start == pytest.approx(4)
+    stored = Library(tmp_path / "library", *loaded).film(noise.name)
+    encoded = session.encode(*loaded, noise, **reading)
+    assert torch.equal(stored.features, encoded.features)
+    assert stored.about.start == encoded.about.start == pytest.approx(4)
+    reading["start"] = 5
     with pytest.raises(ValueError, match=r"start=4.*and with.*|was begun with"):
-        index(noise.parent, tmp_path / "library", *loaded, **{**reading, "start": 5})
+        index(noise.parent, tmp_path / "library", *loaded, **reading)
 
 
 def test_frames_of_a_stream_are_looked_at_smaller(loaded, noise):
