@@ -490,6 +490,16 @@ def test_impossible_sampling_is_refused(processor, ramp, sampling, message):
         processor(text=PROMPT, videos=ramp, **sampling)
 
 
+def test_a_call_is_checked_beside_a_message_with_a_rate_of_its_own(processor, ramp):
+    with pytest.raises(ValueError, match="fps=0"):
+        processor(text=PROMPT, videos={"video": ramp, "fps": 2}, fps=0)
+
+
+def test_a_grid_of_no_frames_is_refused(processor):
+    with pytest.raises(ValueError, match="empty video"):
+        processor(text=PROMPT, video_grid_thw=torch.tensor([[0, 4, 4]]))
+
+
 def test_placeholders_must_match_the_videos_and_images(processor, ramp):
     with pytest.raises(ValueError, match="Got 2 videos and 1 placeholders"):
         processor(text=PROMPT, videos=[ramp, ramp])
