@@ -70,8 +70,8 @@ def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args,
     kwargs.update(_TO_COUNT)
     prompt = processor.apply_chat_template(messages, *template_tools_documents, **kwargs)
     ids = torch.tensor(processor.prompt_ids(prompt))
-    header = processor.prompt_ids(processor.user_turn)
-    return len(find_places(ids, header))
+    header_ids = processor.prompt_ids(processor.user_turn)
+    return len(find_places(ids, header_ids))
 
 
 def _without(words: str, value):
