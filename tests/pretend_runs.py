@@ -183,12 +183,13 @@ def test_waits_grow_neither_with_the_steps_of_a_video_nor_with_layers_and_are_ha
     assert waits[0].total() <= waits_of(stock, inputs).total() + 15
 
 
-def test_a_further_question_waits_at_most_twelve_times(pair):
+@pytest.mark.parametrize(("method", "most"), [("qtsplus", 12), ("lm_attention", 18)])
+def test_a_further_question_waits_at_most_so_often(pair, method, most):
     inputs = batch(prompt(videos=[(4, 8, 8)]))
     pixels = inputs.pop("pixel_values_videos").to(pretend_device.NAME)
     features = pair.device.encode_videos(pixels, inputs["video_grid_thw"].to(pretend_device.NAME))
-    waits = waits_of(pair.device, inputs, video_features=features, retention=0.3)
-    assert waits.total() <= 12, waits
+    waits = waits_of(pair.device, inputs, video_features=features, selection=method, retention=0.3)
+    assert waits.total() <= most, waits
 
 
 WAYS = {

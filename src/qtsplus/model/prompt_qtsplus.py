@@ -163,16 +163,20 @@ class PromptRow:
         """The row with only the candidates `present` `[k]`, ascending, and with the separators that stay with them."""
         keep = self.keep(present)
         place = keep.cumsum(0) - 1
-        stays = keep[self.separators[0]]
-        separators, first, stop = self.separators[:, stays]
+        kept = keep.nonzero()[:, 0]  # as an index the mask itself would make the host wait for each tensor
+        separators = self.separators
+        if separators.shape[1]:
+            stays = keep[separators[0]]
+            separators = separators[:, stays]
+        separators, first, stop = separators
         first = torch.searchsorted(present, first)
         stop = torch.searchsorted(present, stop)
         return replace(
             self,
-            columns=self.columns[keep],
-            types=self.types[keep],
-            positions=self.positions[:, keep],
-            language_positions=self.language_positions[:, keep],
+            columns=self.columns[kept],
+            types=self.types[kept],
+            positions=self.positions[:, kept],
+            language_positions=self.language_positions[:, kept],
             candidates=place[self.candidates[present]],
             separators=torch.stack([place[separators], first, stop]),
         )
