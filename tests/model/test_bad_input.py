@@ -117,6 +117,14 @@ BAD_CHANGES = {
         {VIDEO[2]: torch.ones(2)},
         r"2 second_per_grid_ts: expected one .* \(1\)",
     ),
+    **{
+        f"second_per_grid_ts {seconds}": ({VIDEO[2]: seconds}, "expected a list with the seconds of each video")
+        for seconds in ([[2.0]], ["2.0"], [None], 2.0, torch.tensor(2.0), torch.ones(1, 2))
+    },
+    **{
+        f"{name} as a list": ({name: video_inputs()[name].tolist()}, f"{name} is a list: expected a tensor")
+        for name in (*IDS, VIDEO[0])
+    },
     "query_mask of another shape": ({"query_mask": ONES}, r"query_mask \(1, 3\): expected input_ids' shape"),
     "query_input_ids for another batch": (
         {"query_input_ids": torch.full((2, 4), 30)},

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -190,6 +191,50 @@ def test_a_cache_that_is_filled_anew_forgets_the_prompt():
     new = torch.tensor([[30]])
     whole = torch.cat([text["input_ids"], new], dim=1)
     close(step(model, cache, new, mask), step(model, None, whole, mask)[:, -1:])
+
+
+def padded_right(inputs):
+    rows = []
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        rows.append(ids[mask.bool()])
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    mask = pad([torch.ones_like(row) for row in rows])
+    return {**inputs, "input_ids": pad(rows), "attention_mask": mask}
+
+
+def test_columns_behind_a_cropped_prompt_are_no_padding():
+    """The cropped columns of some rows are padding on the right; those that come in their place are not."""
+    model = tiny_model()
+    cropped = prefill(model, padded_right(batch(*ROWS)))
+    cropped.crop(-2)
+    new = torch.tensor([[30, 31, 32, 33]] * len(ROWS))
+    at_once = step(model, copy.deepcopy(cropped), new, None)
+    step(model, cropped, new[:, :2], None)
+    close(step(model, cropped, new[:, 2:], None), at_once[:, 2:])
+
+
+def test_generate_goes_on_behind_a_cropped_prompt_that_lost_nothing():
+    model = tiny_model()
+    inputs = batch(ROWS[0])
+    ids = inputs["input_ids"]
+    expected, _ = by_generate(model, {**inputs, "selection": "all"})
+    cache = prefill(model, {**inputs, "selection": "all"})
+    cache.crop(-2)
+    options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    output = model.generate(input_ids=ids, attention_mask=inputs["attention_mask"], past_key_values=cache, **options)
+    close(output.logits[0], expected[:, 0])
+
+
+@pytest.mark.parametrize("row", [0, 2], ids=["with a video", "of text"])
+def test_a_wrong_width_behind_a_cache_that_a_caller_made_is_named(row):
+    model = tiny_model()
+    inputs = batch(ROWS[row])
+    remade = DynamicCache()
+    for number, layer in enumerate(prefill(model, inputs).layers):
+        remade.update(layer.keys, layer.values, number)
+    mask = longer(inputs["attention_mask"], 3)
+    with pytest.raises(ValueError, match="behind a cache of .* columns: expected"):
+        step(model, remade, torch.tensor([[30]]), mask)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Between the columns of the caller's prompt and those that the language model sees and its cache holds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache as cached
 
@@ -153,13 +154,12 @@ class CachedPrompt(KeptColumns):
         """
         if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
             return mask
-        prompt = replace(self, columns=self.columns[:, :past_length])  # of a cache that was cropped, what is left
-        rows, width = prompt.columns.shape
+        rows, width = self.columns.shape
         since = self.columns_since(past_length, new)
         if mask is None:
-            if bool(prompt.is_real.all()):
+            if bool(self.is_real.all()):
                 return None
-            return nn.functional.pad(prompt.is_real.long(), (0, since), value=1)
+            return nn.functional.pad(self.is_real.long(), (0, since), value=1)
         mask = mask.to(self.columns.device)
         prompt_width = mask.shape[1] - since
         if len(mask) != rows or prompt_width not in (width, self.length):
@@ -170,8 +170,8 @@ class CachedPrompt(KeptColumns):
             )
         of_prompt, of_others = mask.split([prompt_width, since], dim=1)
         if prompt_width != width:
-            of_prompt = prompt.shorten(of_prompt)
-        of_prompt = of_prompt * prompt.is_real.to(mask.dtype)
+            of_prompt = self.shorten(of_prompt)
+        of_prompt = of_prompt * self.is_real.to(mask.dtype)
         return torch.cat([of_prompt, of_others], dim=1)
 
     def new_positions(self, position_ids: Tensor | None, past_length: int, new: int) -> Tensor | None:
@@ -189,10 +189,19 @@ class CachedPrompt(KeptColumns):
 
 
 class _CacheWithPrompt:
-    """Added to the class of a cache with a [`CachedPrompt`]: selects and repeats its rows as those of the cache."""
+    """Added to the class of a cache with a [`CachedPrompt`], which it changes together with the cache."""
 
     qtsplus_prompt: CachedPrompt | None = None
     layers: list
+    get_seq_length: Callable[[], int]
+
+    def crop(self, *args, **kwargs):
+        super().crop(*args, **kwargs)
+        prompt = self.qtsplus_prompt
+        width = int(self.get_seq_length())
+        if prompt is not None and width < prompt.columns.shape[1]:
+            length = width if prompt.is_whole else prompt.length
+            self.qtsplus_prompt = replace(prompt, columns=prompt.columns[:, :width], length=length)
 
     def reorder_cache(self, beam_idx):
         self._select_prompt(beam_idx)

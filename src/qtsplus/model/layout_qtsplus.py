@@ -406,6 +406,13 @@ def lay_out(
     Raises:
         ValueError: inputs that do not fit each other; each says what was given and what is expected.
     """
+    check_tensors(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        pixel_values=visual.pixel_values,
+        pixel_values_videos=visual.pixel_values_videos,
+    )
     if attention_mask is None:
         check_no_padding(input_ids, getattr(model.config.get_text_config(), "pad_token_id", None))
     mask = full_mask(input_ids, attention_mask)
@@ -430,6 +437,13 @@ def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[Ten
     rows = _rows(model, input_ids, mask, layout.grids, layout.seconds)
     again = replace(layout, input_ids=input_ids, mask=mask, rows=rows, present=None)
     return again if layout.present is None else again.narrow(layout.present)
+
+
+def check_tensors(**inputs: object) -> None:
+    """Raises `ValueError` for inputs that are no tensors, such as the lists of a processor without `return_tensors`."""
+    for name, value in inputs.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f'{name} is a {type(value).__name__}: expected a tensor, see return_tensors="pt".')
 
 
 def full_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -522,13 +536,18 @@ def _seconds(model: QTSplusBackboneMixin, seconds: Seconds | None, grids: Sequen
                 "tokens' positions depend on: pass all that the processor returned, through your collator too."
             )
         return [1] * len(grids)
-    if not isinstance(seconds, (Sequence, Tensor)) or isinstance(seconds, str):
+    if isinstance(seconds, Tensor):
+        seconds = seconds.cpu()
+    try:
+        values = torch.as_tensor(seconds, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        values = torch.zeros(0, 0)
+    is_list = isinstance(seconds, Sequence) and values.ndim == 1
+    is_column = isinstance(seconds, Tensor) and values.ndim > 0 and values.numel() == len(values)
+    if not is_list and not is_column:
         raise ValueError(f"second_per_grid_ts={seconds!r}: expected a list with the seconds of each video.")
     if len(seconds) != len(grids):
         raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids)}).")
-    if isinstance(seconds, Tensor):
-        seconds = seconds.cpu()
-    values = torch.as_tensor(seconds, dtype=torch.float64)
     is_good = (values > 0) & values.isfinite()
     if not bool(is_good.all()):
         raise ValueError(f"second_per_grid_ts={values.tolist()}: expected finite seconds above 0.")

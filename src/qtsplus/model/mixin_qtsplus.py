@@ -412,6 +412,12 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         """`position_ids` of `[B, S]` new tokens behind a cache; `None` lets the language model count from 0."""
         rows, length = inputs_embeds.shape[:2]
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+            width = past_length + length
+            if past_length > 0 and attention_mask.shape[1] != width:
+                raise ValueError(
+                    f"attention_mask {tuple(attention_mask.shape)} behind a cache of {past_length} columns: expected "
+                    f"{(rows, width)}. Only the cache that read a prompt with a video knows the prompt's own width."
+                )
             order = text_positions(attention_mask)[:, -length:]
         elif past_length == 0:
             return None
