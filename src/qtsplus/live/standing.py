@@ -33,7 +33,7 @@ class Watch(threading.Thread):
         name: str,
         address: str,
         question: str,
-        tell: Callable[[], Any],
+        tell: Callable[[], None],
     ):
         super().__init__(daemon=True, name=f"qtsplus-mcp {name}")
         self.stream = stream
@@ -80,7 +80,7 @@ class Live:
         model,
         processor,
         sources: Mapping[str, str],
-        work: Callable[..., Awaitable[Any]],
+        work: Callable[..., Awaitable],
     ):
         self.model = model
         self.processor = processor
@@ -88,7 +88,7 @@ class Live:
         self.work = work
         self.watches: dict[str, Watch] = {}
         self.bus = InMemorySubscriptionBus()
-        self.tools: list[Callable[..., Any]] = []
+        self.tools: list[Callable] = []
         if sources:
             self.tools = [self.watch_start, self.watch_ask, self.watch_stop]
         self.resources = []
