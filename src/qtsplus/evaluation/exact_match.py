@@ -86,15 +86,24 @@ def exact_match(
     return [outcomes[record] for record in records]
 
 
-def _question(choice: Choice, video: EncodedVideo, record: VideoRecord) -> Question:
+def _question(
+    choice: Choice,
+    video: EncodedVideo,
+    record: VideoRecord,
+) -> Question:
     query = record.query or record.question
     turns = tuple(chain.from_iterable(record.earlier))
     return Question({video.video: video}, record.question, query, turns, choice)
 
 
-def _outcome(record: VideoRecord, name: str, result: Answer | BaseException) -> Outcome:
+def _outcome(
+    record: VideoRecord,
+    name: str,
+    result: Answer | BaseException,
+) -> Outcome:
     if not isinstance(result, Answer):
-        return Outcome(record, unreadable=SkippedRecord(name, first_line(result)))
+        problem = SkippedRecord(name, first_line(result))
+        return Outcome(record, unreadable=problem)
     kept = result.keep_map.flatten().nonzero()[:, 0].tolist()
     return Outcome(
         record,

@@ -213,7 +213,8 @@ class NotedRow:
         """Adds a layer: queries `[heads, S, head_dim]` and keys `[kv_heads, S, head_dim]` of the language model."""
         assert self.columns is not None
         if heads is not None:
-            keys = keys[[head * len(keys) // len(queries) for head in heads]]
+            group = len(queries) // len(keys)
+            keys = keys[[head // group for head in heads]]
             queries = queries[heads]
         # Layers may be on several devices.
         columns = self.columns.to(keys.device)
@@ -229,7 +230,8 @@ class NotedRow:
 
     def target(self) -> Tensor:
         """`[M]`, the mean over heads and layers; empty where nothing was noted."""
-        total = torch.zeros(len(self.visual) if self.by_head else 0, device=self.visual.device)
+        count = len(self.visual) if self.by_head else 0
+        total = torch.zeros(count, device=self.visual.device)
         heads = 0
         for shares in self.by_head.values():
             total = total + shares.sum(0)
@@ -325,7 +327,8 @@ def _places(
     if positions == "answer":
         return answers
     if positions == "question":
-        looking = [words.nonzero()[:, 0] for words in find_questions(model, layout, query_mask)]
+        questions = find_questions(model, layout, query_mask)
+        looking = [words.nonzero()[:, 0] for words in questions]
     else:
         looking = []
         for place in reading_of(model, layout, SelectionInputs(query_mask)).looking:
@@ -362,7 +365,9 @@ def noting(
             # A copy, since all layers share one; the mask is still made for the model's own attention function.
             config = copy.copy(configs[layer])
             config._attn_implementation = NOTED_ATTENTION
-            config.noted = {index: partial(row.note, layer, heads) for index, row in taught.items()}
+            config.noted = {}
+            for index, row in taught.items():
+                config.noted[index] = partial(row.note, layer, heads)
             config.own_attention = configs[layer]._attn_implementation
             module.config = config
         yield

@@ -60,7 +60,9 @@ def check_skipped(
     reasons: Sequence[str],
 ) -> None:
     """Raises `ValueError` if more than a share of the records cannot be used, or none can; says the first reasons."""
-    if count > most * total or count == total > 0:
+    too_many = count > most * total
+    none_left = count == total > 0
+    if too_many or none_left:
         first = "; ".join(reason.rstrip(".") for reason in reasons[:SAID])
         raise ValueError(
             f"{count} of {total} records cannot be used, and max_skipped is {most:g}: {first}. Mend the records or "

@@ -171,7 +171,8 @@ def load_stages(
             _apply(override, sections)
         sections = _merge(_variant_defaults(sections["model"]), sections)
         if recipes:
-            sections["model"]["weights"] = str(recipes[-1].output_dir)
+            before = recipes[-1]
+            sections["model"]["weights"] = str(before.output_dir)
         _name_folders(sections, "" if stage == last else stage)
         recipes.append(_build(path, sections, stage, trainer_class))
     return recipes

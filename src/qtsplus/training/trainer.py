@@ -151,10 +151,12 @@ class QTSplusTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """As stock; counts what the terms of this optimizer step are means over."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=self.args.device)
+        size = len(SOURCES) + 2
+        counts = torch.zeros(size, dtype=torch.int64, device=self.args.device)
         for batch in batches:
             counts += self._count(batch).to(counts.device)
-            self._longest = torch.maximum(self._longest, _longest_video(batch).to(self._longest))
+            longest = _longest_video(batch).to(self._longest)
+            self._longest = torch.maximum(self._longest, longest)
         counts = self.sum_over_processes(counts)
         self._counts = StepCounts.of(counts)
         self.budget.start_step()
@@ -408,7 +410,8 @@ class QTSplusTrainer(Trainer):
 
     def save_model(self, *args, **kwargs) -> None:
         """As stock. The configuration tells the longest video of the training, so that answers about longer ones do."""
-        self._raise_trained_seconds(float(self.accelerator.gather(self._longest).max()))
+        longest = self.accelerator.gather(self._longest).max()
+        self._raise_trained_seconds(float(longest))
         super().save_model(*args, **kwargs)
 
     def _raise_trained_seconds(self, seconds: float | None) -> None:
@@ -455,7 +458,8 @@ def _longest_video(batch: Mapping) -> Tensor:
     if "video_grid_thw" not in batch:
         return torch.zeros(())
     steps = batch["video_grid_thw"][:, 0]
-    return (steps * torch.as_tensor(batch["second_per_grid_ts"], device=steps.device)).max()
+    seconds = torch.as_tensor(batch["second_per_grid_ts"], device=steps.device)
+    return (steps * seconds).max()
 
 
 def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
