@@ -1,8 +1,9 @@
 """
 Files of tensors: a format declares what such a file holds, and one reader and one writer serve all formats.
 
-Features of videos and keys of a library (`qtsplus.video.storage`) are two formats; features for training can be a
-third. A new kind of stored tensor needs a [`TensorFormat`], and no code of its own for reading and checking.
+Such formats are the features of videos and the keys of a library (`qtsplus.video.storage`), and the features for
+training (`qtsplus.training.features`). A new kind of stored tensor needs a [`TensorFormat`], and no code of its own
+for reading and checking.
 """
 
 import hashlib
