@@ -140,6 +140,16 @@ def test_in_rounds_diversity_leaves_no_token_much_farther_than_one_at_a_time(n, 
     assert in_rounds <= 1.05 * one_at_a_time + TIE
 
 
+@pytest.mark.parametrize(("n", "most_missed"), [(240, 24), (720, 0)])
+def test_of_many_copies_of_many_things_diversity_misses_few_things(n, most_missed):
+    generator = torch.Generator().manual_seed(1)
+    things = torch.randn(1, 240, 32, generator=generator)
+    copies = things + 0.02 * torch.randn(150, 240, 32, generator=generator)
+    kept = diversity(Scene([copies.flatten(0, 1)], [(150, 12, 20)]).candidates(), n)
+    shown = set((kept % 240).tolist())
+    assert 240 - len(shown) <= most_missed
+
+
 def test_a_still_part_of_a_video_is_redundant_and_a_copied_token_not_diverse():
     still = torch.randn(1, 4, 8).expand(3, -1, -1)
     moving = torch.randn(3, 4, 8)

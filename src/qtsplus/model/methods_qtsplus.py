@@ -26,10 +26,11 @@ TIE = 1e-4
 WINDOW = 8  # tokens that [`coverage`] keeps from a neighbourhood in time, in which it avoids similar ones
 BLOCK = 512  # tokens that [`changes`] compares at a time
 # A round of [`add_farthest`] adds one token for so many that are kept, but at most [`ROUND`]. They come from a pool of
-# eight times as many tokens and [`POOL`] more.
+# 16 times as many tokens and [`POOL`] more.
 KEPT_PER_NEW = 16
 ROUND = 512
 POOL = 128
+LARGEST_POOL = 4096
 
 
 @dataclass
@@ -250,10 +251,13 @@ def add_farthest(
     The readable twin, `naive_farthest` in tests/naive.py, adds the token with the largest distance, updates all
     distances, and so on: it reads all features for each token. Here a round adds several, one for every
     [`KEPT_PER_NEW`] that are kept. They are those of a pool of the farthest tokens that remain the farthest as if all
-    better tokens of the pool were kept already. So the first 32 tokens are the twin's, and the largest distance that
-    any token has in the end is the twin's within 5% and [`TIE`]. Only where a video repeats equal tokens hundreds of
-    times may a round keep copies while it misses another token. Nothing waits for the host. Time is O(n M d), in matrix
-    products, and memory O(M d).
+    better tokens of the pool were kept already. Nothing waits for the host. Time is O(n M d), in matrix products, and
+    memory O(M d).
+
+    The first 32 tokens are the twin's. Behind them, the largest distance that any token has in the end is the twin's
+    within 5% and [`TIE`]. The exception is a video that shows many different things, each in a hundred or more nearly
+    equal copies. If as many tokens are kept as there are things, about one thing in ten is missed; if three times as
+    many are kept, none is.
 
     Args:
         kept: `[k]` indices of the tokens that are kept already.
@@ -283,7 +287,7 @@ def _farthest(
     if count == 1:
         is_farthest = distance >= distance.amax() - TIE
         return is_farthest.int().argmax()[None]
-    pool = top_n(distance, min(left, POOL + 8 * count))
+    pool = top_n(distance, min(left, LARGEST_POOL, POOL + 16 * count))
     scores = distance[pool]
     # [i, j]: whether token i of the pool is better than token j, or as good and earlier.
     lead = scores[:, None] - scores
