@@ -309,7 +309,7 @@ def test_no_more_is_lost_than_is_looked_at(tmp_path):
     film = Film(str(path))
     assert len(list(film.show(np.array([0.81])))) == 1
     (warning,) = film.warnings
-    assert warning.endswith(" is damaged: 1 of the 1 frames that are looked at are, or follow from such.")
+    assert warning.endswith(" is damaged, and with it 1 of the 1 frames that are looked at.")
 
 
 def test_what_follows_from_a_damaged_frame_is_counted(tmp_path):
@@ -324,7 +324,7 @@ def test_what_follows_from_a_damaged_frame_is_counted(tmp_path):
     film = Film(str(path))
     list(film.show(looked_at / 25 + 0.01))
     (warning,) = film.warnings
-    assert " is damaged: 2 of the 4 " in warning
+    assert " is damaged, and with it 2 of the 4 " in warning
     opened = open_video(str(path), lambda total, fps: looked_at)
     assert opened.about.warnings in ([], [warning])
 

@@ -185,11 +185,48 @@ def test_a_cut_off_video_says_how_long_its_header_states_that_it_is(tmp_path, ki
     assert "is incomplete: its header states 2" in warnings_of_stream(cut)[-1]
 
 
-@pytest.mark.parametrize("kind", ["avi", "flv", "mkv", "mp4", "wmv"])
-def test_a_video_with_longer_sound_is_whole(tmp_path, kind):
-    path = tmp_path / f"whole.{kind}"
-    video_codec = "flv" if kind == "flv" else "mpeg4"
-    sound_codec = "aac" if kind in ("flv", "mp4") else "mp2"
+@pytest.mark.parametrize("share", [0.3, 0.4, 0.5, 0.6, 0.7])
+def test_a_cut_off_nut_is_read_without_its_index(tmp_path, share):
+    """FFmpeg looks for it at a negative place."""
+    whole = write_film(tmp_path / "whole.nut", "mpeg4", range(0, 4000, 100), 10)
+    data = whole.read_bytes()
+    cut = tmp_path / "cut.nut"
+    cut.write_bytes(data[: int(share * len(data))])
+    film = Film(str(cut))
+    assert len(film.order) == pytest.approx(40 * share, abs=4)
+    assert len(list(film.show(film.times))) == len(film.order)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_video_is_read_up_to_where_its_reader_fails(tmp_path, share):
+    """As FFmpeg's for RealMedia does where a file ends in a packet."""
+    whole = write_film(tmp_path / "whole.rm", "rv20", range(0, 4000, 100), 10)
+    assert Film(str(whole)).warnings == []
+    data = whole.read_bytes()
+    cut = tmp_path / "cut.rm"
+    cut.write_bytes(data[: int(share * len(data))])
+    film = Film(str(cut))
+    (warning,) = film.warnings
+    assert re.search(" is incomplete: its header states 4.0 s, and [0-9.]+ s can be read", warning)
+    assert len(film.order) == pytest.approx(40 * share, abs=6)
+    assert len(list(film.show(film.times))) == len(film.order)
+
+
+def test_an_avi_that_was_written_to_a_pipe_is_whole(tmp_path):
+    """It states as many frames as FFmpeg would write into one."""
+    path = write_film(tmp_path / "piped.avi", "mpeg4", range(0, 4000, 100), 10)
+    data = bytearray(path.read_bytes())
+    for field in (data.index(b"avih") + 8 + 16, data.index(b"strh") + 8 + 32):
+        (frames,) = struct.unpack_from("<I", data, field)
+        assert frames == 40
+        struct.pack_into("<I", data, field, 2**30)
+    path.write_bytes(data)
+    assert Film(str(path)).warnings == []
+    assert warnings_of_stream(path) == []
+
+
+def write_with_sound(path, video_codec, sound_codec):
+    """4 s of a video, with 9 s of sound."""
     with av.open(str(path), "w") as container:
         video = container.add_stream(video_codec, rate=10)
         video.width = 64
@@ -206,8 +243,26 @@ def test_a_video_with_longer_sound_is_whole(tmp_path, kind):
             silence.pts = 1024 * number
             container.mux(sound.encode(silence))
         container.mux(sound.encode())
+
+
+@pytest.mark.parametrize("kind", ["avi", "flv", "mkv", "mp4", "wmv"])
+def test_a_video_with_longer_sound_is_whole(tmp_path, kind):
+    path = tmp_path / f"whole.{kind}"
+    video_codec = "flv" if kind == "flv" else "mpeg4"
+    sound_codec = "aac" if kind in ("flv", "mp4") else "mp2"
+    write_with_sound(path, video_codec, sound_codec)
     assert Film(str(path)).warnings == []
     assert warnings_of_stream(path) == []
+
+
+def test_the_length_of_a_wmv_is_that_in_its_header(tmp_path):
+    """FFmpeg makes another one of the rate of bits where little is left of a file."""
+    whole = tmp_path / "whole.wmv"
+    write_with_sound(whole, "wmv2", "mp2")
+    cut = tmp_path / "cut.wmv"
+    cut.write_bytes(whole.read_bytes()[:5000])
+    (warning,) = Film(str(cut)).warnings
+    assert re.search("its header states 9[.][0-9] s, and 0[.][0-9] s can be read", warning)
 
 
 def warnings_of_stream(path):
@@ -243,8 +298,8 @@ def test_frames_that_cannot_be_decoded_whole_are_said(loaded, tmp_path, kind, co
 
     video = session.encode(*loaded, path, fps=8)
     (warning,) = video.about.warnings
-    assert " is damaged: " in warning
-    assert " of the 24 frames that are looked at are, or follow from such" in warning
+    assert " is damaged, and with it " in warning
+    assert " of the 24 frames that are looked at" in warning
     assert video.about.frames == 24
     assert session.ask(*loaded, video, "What moves?").warnings == [warning]
     assert len(list(Source(str(path), 8.0, 0.01, 0.0))) >= 23

@@ -1,5 +1,6 @@
 """Opens the containers of videos with PyAV: their bytes alone, the stream that is shown, and what the header states."""
 
+import errno
 import io
 import os
 import re
@@ -21,7 +22,8 @@ from .clock_qtsplus import ARBITRARY_CLOCK
 Source = str | io.BytesIO  # the path of a file, or one in memory
 
 _NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS: a bare stream, whose length FFmpeg guesses from its rate of bits
-# In ASF (`.wmv`) the object with the length, which FFmpeg ignores where the file is not as long as its header says.
+_AVI_UNKNOWN = 2**30  # as many frames states an AVI that was written to a pipe
+# In ASF (`.wmv`) the object with the length. Where a file is not as long as its header says FFmpeg makes another one.
 _ASF_FILE_PROPERTIES = bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365")
 _ASF_TIMES = struct.Struct("<48x QQQI")  # the length, that of sending, the preroll, and flags
 _ASF_HEADER_BYTES = 2**16
@@ -44,8 +46,27 @@ def open_container(source: Source) -> "Iterator[av.container.InputContainer]":
         if _LIST.match(file.read(400)):
             raise ValueError("it is a list of other places, which is not followed; give the videos themselves")
         file.seek(0)
-        with av.open(file, options={"protocol_whitelist": "none"}, **TAGS) as container:
+        with av.open(_LenientFile(file), options={"protocol_whitelist": "none"}, **TAGS) as container:
             yield container
+
+
+class _LenientFile:
+    """
+    A file that answers a seek to nowhere as the system does, with an error's number: FFmpeg looks for the index of a
+    cut file at such places, and goes on without it. An exception would end its reading.
+    """
+
+    def __init__(self, file: IO[bytes]):
+        self.file = file
+
+    def __getattr__(self, name: str):
+        return getattr(self.file, name)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        try:
+            return self.file.seek(offset, whence)
+        except (OSError, ValueError):
+            return -errno.EINVAL
 
 
 def open_source(source: Source) -> AbstractContextManager[IO[bytes]]:
@@ -129,7 +150,7 @@ def read_stated(
         return Stated(fps, stream.frames)
     if name == "avi":  # counts the frames that were left out too
         end = None
-        if stream.frames:
+        if 0 < stream.frames < _AVI_UNKNOWN:
             end = float(stream.frames * tick)
         return Stated(fps, end=end, is_of_video=True)
     if name != "asf" and stream.duration is not None:
@@ -137,10 +158,10 @@ def read_stated(
         end = float(over * tick)
         return Stated(fps, stream.frames, end=end, is_of_video=True)
     end = None
-    if container.duration is not None:
-        end = container.duration / av.time_base
-    elif name == "asf":
+    if name == "asf":
         end = _asf_end(source)
+    elif container.duration is not None:
+        end = container.duration / av.time_base
     return Stated(fps, stream.frames, end=end)
 
 

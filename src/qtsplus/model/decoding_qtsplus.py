@@ -66,6 +66,7 @@ class Film:
         self.name = shown_name(path)
         self.source = find_video(path)
         self.warnings: list[str] = []
+        self.is_cut = False  # whether FFmpeg fails on what follows the last packet
         with self._naming(), open_container(self.source) as container:
             stream = film_stream(container)
             states = self._read_packets(container, stream)
@@ -98,7 +99,7 @@ class Film:
         dts = []
         flags = []
         self.last_byte: int | None = None  # where the last packet begins
-        for packet in clock.over(container.demux(stream)):
+        for packet in clock.over(self._demux(container, stream)):
             if packet.size:
                 self.last_byte = packet.pos
                 pts.append(packet.pts)
@@ -139,10 +140,18 @@ class Film:
         is_shown = self.whole & ~is_hidden  # without what an edit list cuts off
         frames = np.flatnonzero(is_shown)
         if not len(frames):
-            raise ValueError("it has 0 frames")
+            problem = f"all of its {len(pts)} frames are damaged" if pts else "it has 0 frames"
+            raise ValueError(problem)
         in_order = np.argsort(self.pts[frames], kind="stable")
         self.order = frames[in_order]
         return clock.states + choice_of(container, stream)
+
+    def _demux(self, container: "av.container.InputContainer", stream: "av.VideoStream") -> "Iterator[av.Packet]":
+        """The packets of the video as far as FFmpeg can read the file."""
+        try:
+            yield from container.demux(stream)
+        except (av.error.InvalidDataError, av.error.PatchWelcomeError):
+            self.is_cut = True
 
     def _is_joined(self, container: "av.container.InputContainer") -> bool:
         """Whether the file is two, one behind the other: it has its first bytes again behind the last packet."""
@@ -191,11 +200,13 @@ class Film:
         tolerance = max(_EARLY, 3 * mean_gap)
         if not stated.frames and ends_early(self.source, stated, end, tolerance):
             states.append(f"its header states {stated.end:.1f} s, and {end:.1f} s can be read")
+        elif self.is_cut:
+            states.append(f"nothing after {end:.1f} s can be read")
         if damaged:
             states.append(f"{damaged} of its {packets} frames are damaged and left out")
         if self.lost:
             states.append(f"about {self.lost:.1f} s are missing")
-        return " and ".join(states)
+        return "; ".join(states)
 
     def _warn(self, state: str) -> None:
         warning = f"The video {self.name!r} {state}."
@@ -258,10 +269,9 @@ class Film:
         if not damaged:
             found_broken = readable - int(self.whole.sum())
             damaged = min(found_broken, len(instants))
-        is_said = any("is damaged" in warning for warning in self.warnings)
+        is_said = any("is damaged, and" in warning for warning in self.warnings)
         if damaged and not is_said:
-            looked = f"{damaged} of the {len(instants)} frames that are looked at"
-            self._warn(f"is damaged: {looked} are, or follow from such")
+            self._warn(f"is damaged, and with it {damaged} of the {len(instants)} frames that are looked at")
 
     def _show(self, instants: np.ndarray) -> Iterator[ShownFrame]:
         """The frames, from what they need alone where the file allows that, else from the whole video."""
@@ -369,7 +379,7 @@ class Film:
         skips = needed is not None and decoder.name in _SKIPPING_CODECS
         number = -1
         holds_frames = False
-        for packet in container.demux(stream):
+        for packet in self._demux(container, stream):
             number += packet.size > 0
             if number > last:
                 break
