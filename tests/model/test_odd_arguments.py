@@ -104,6 +104,12 @@ def test_a_fraction_is_no_number_that_tensors_take(calls):
         calls["ask"](retention=Fraction(1, 10))
 
 
+@pytest.mark.parametrize("frames", [FRAMES[..., 0], np.repeat(FRAMES, 2, axis=-1)[..., :4]], ids=["grey", "rgba"])
+def test_frames_without_three_channels_are_refused(calls, frames):
+    with pytest.raises(ValueError, match=r"of the shape .*; expected \[T, H, W, C\] or \[T, C, H, W\] with 1 or 3"):
+        calls["frames"](video=frames)
+
+
 def test_frames_of_objects_are_refused(calls):
     for frames in (FRAMES.astype(object), np.array([None] * 4), [frame.astype(object) for frame in FRAMES[:4]]):
         with pytest.raises(ValueError, match=r"object.*expected|expected.*frames"):

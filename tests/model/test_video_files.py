@@ -273,6 +273,29 @@ def warnings_of_stream(path):
     return source.warnings
 
 
+@pytest.mark.parametrize(
+    ("chunk", "place", "raised"),
+    [(b"IHDR", 12, av.error.PatchWelcomeError), (b"IDAT", 4, av.error.ExternalError)],
+    ids=["an unknown depth of bits", "no zlib"],
+)
+def test_one_frame_that_a_decoder_refuses_is_left_out(tmp_path, chunk, place, raised):
+    """Decoders do not call every damage invalid data: FFmpeg's for PNG asks for a patch, or blames zlib."""
+    path = write_film(tmp_path / "damaged.mov", "png", range(0, 4000, 100), 10, pix_fmt="rgb24")
+    data = bytearray(path.read_bytes())
+    with av.open(str(path)) as container:
+        packets = [packet.pos for packet in container.demux(video=0) if packet.size]
+    data[data.index(chunk, packets[20]) + place] = 1
+    path.write_bytes(data)
+    with av.open(str(path)) as container, pytest.raises(raised):
+        list(container.decode(video=0))
+
+    film = Film(str(path))
+    assert len(list(film.show(film.times))) == 40
+    (warning,) = film.warnings
+    assert re.search(" is damaged, and with it [1-9] of the 40 frames that are looked at.", warning)
+    assert "is damaged, and what cannot be decoded is left out" in warnings_of_stream(path)[0]
+
+
 def test_a_damaged_end_is_left_out_and_said(tmp_path):
     """A fragmented file states nothing about its whole."""
     data = write(tmp_path / "whole.mp4", movflags="frag_keyframe+empty_moov").read_bytes()

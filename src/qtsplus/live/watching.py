@@ -20,7 +20,7 @@ from ..common.files import first_line
 from ..common.validation import check_count
 from ..model.addresses_qtsplus import shown_name
 from ..model.clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
-from ..model.containers_qtsplus import TAGS, Stated, ends_early, film_stream, open_container, read_stated
+from ..model.containers_qtsplus import TAGS, UNDECODABLE, Stated, ends_early, film_stream, open_container, read_stated
 from ..model.decoding_qtsplus import Upright
 from ..model.sampling_qtsplus import require_positive
 from ..model.video_qtsplus import resize_frame, shrink
@@ -233,7 +233,7 @@ class Source:
         for packet in clock.over(self._packets(container, stream), self.is_camera):
             try:
                 frames = packet.decode()
-            except av.error.InvalidDataError:
+            except UNDECODABLE:
                 self._states = ["is damaged, and what cannot be decoded is left out"]
                 continue
             for frame in frames:

@@ -34,6 +34,17 @@ TAGS: dict = {}
 if av and int(av.__version__.split(".")[0]) < 19:
     TAGS = {"metadata_errors": "replace"}
 
+# What FFmpeg's decoders and readers raise for bytes that they do not understand, such as damaged ones.
+UNDECODABLE: tuple[type[Exception], ...] = ()
+if av:
+    UNDECODABLE = (
+        av.error.ArgumentError,
+        av.error.ExternalError,
+        av.error.InvalidDataError,
+        av.error.NotImplementedError,
+        av.error.PatchWelcomeError,
+    )
+
 # What FFmpeg would follow to other files and servers.
 _LIST = re.compile(rb"\W{0,3}\s*(#EXTM3U|ffconcat|file\s|v=0\s|\[\w+\]|(<\?xml[^>]*>\s*)?<(MPD|smil))", re.IGNORECASE)
 

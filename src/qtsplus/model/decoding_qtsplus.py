@@ -24,7 +24,16 @@ except ImportError:
 
 from .addresses_qtsplus import find_video, shown_name
 from .clock_qtsplus import LEAP, NEAR, PAUSE, Clock, regular_clock
-from .containers_qtsplus import Stated, choice_of, ends_early, film_stream, open_container, open_source, read_stated
+from .containers_qtsplus import (
+    UNDECODABLE,
+    Stated,
+    choice_of,
+    ends_early,
+    film_stream,
+    open_container,
+    open_source,
+    read_stated,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -66,6 +75,7 @@ class Film:
         self.name = shown_name(path)
         self.source = find_video(path)
         self.warnings: list[str] = []
+        self.fault = ""  # what a decoder said of the last packet that it could not decode
         self.is_cut = False  # whether FFmpeg fails on what follows the last packet
         with self._naming(), open_container(self.source) as container:
             stream = film_stream(container)
@@ -150,7 +160,7 @@ class Film:
         """The packets of the video as far as FFmpeg can read the file."""
         try:
             yield from container.demux(stream)
-        except (av.error.InvalidDataError, av.error.PatchWelcomeError):
+        except UNDECODABLE:
             self.is_cut = True
 
     def _is_joined(self, container: "av.container.InputContainer") -> bool:
@@ -339,7 +349,7 @@ class Film:
                         self.is_hurt = False
                     self.is_hurt = self.is_hurt or frame.is_corrupt
         if num_shown == 0 and not skipping:
-            raise ValueError("no frame could be decoded")
+            raise ValueError(f"no frame could be decoded{self.fault}")
 
     def _time(self, frame: "av.VideoFrame", number: int) -> float:
         """When a decoded frame, of a number, is shown, in seconds from the first."""
@@ -397,7 +407,8 @@ class Film:
                 decoder.skip_frame = "DEFAULT" if is_shown else "NONREF"
             try:
                 yield from packet.decode()
-            except av.error.InvalidDataError:
+            except UNDECODABLE as error:
+                self.fault = f": {getattr(error, 'strerror', error)}"
                 self.whole[number] = False
                 self.is_hurt = True
             holds_frames = True
@@ -422,7 +433,7 @@ def drain(decoder: "av.VideoCodecContext") -> "list[av.VideoFrame]":
     """The frames that a decoder still holds; none where it finds only then that it cannot decode one."""
     try:
         return decoder.decode(None)
-    except av.error.InvalidDataError:
+    except UNDECODABLE:
         return []
 
 

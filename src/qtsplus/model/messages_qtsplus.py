@@ -42,6 +42,11 @@ def _check_given(request: VideoRequest) -> None:
         is_number = dtype.kind in "uif"
         if dtype == np.uint16 or not is_number:
             raise ValueError(f"Got frames of the type {dtype}; expected numbers, such as uint8.")
+    shape = tuple(request.video.shape)
+    if not {shape[1], shape[3]} & {1, 3}:
+        raise ValueError(
+            f"Got frames of the shape {shape}; expected [T, H, W, C] or [T, C, H, W] with 1 or 3 channels."
+        )
 
 
 def _flatten(videos) -> list[VideoRequest]:
