@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -20,31 +19,33 @@ from qtsplus.asking import session
 from qtsplus.cli import app
 
 FIELDS = {"id", "video", "question", "answer", "kept_tokens", "visual_tokens", "evidence", "warnings", "unheard"}
-COLOURS = ("red", "blue", "green")
 
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory):
-    """Three clips and what looks like one, in a folder."""
+    """A folder with three clips and a file that is cut off in its header."""
     folder = tmp_path_factory.mktemp("videos")
     for seed in range(3):
         render_clip(folder / f"clip{seed}.mp4", seconds=2, fps=8, size=(112, 112), seed=seed)
-    (folder / "cut.mp4").write_bytes((folder / "clip0.mp4").read_bytes()[:200])
+    beginning = (folder / "clip0.mp4").read_bytes()[:200]
+    (folder / "cut.mp4").write_bytes(beginning)
     return folder
 
 
 @pytest.fixture
 def rows():
-    """Videos by turns, so that rows of one video do not stand together."""
-    return [
-        {"video": f"clip{video}.mp4", "question": f"What colour is the {colour} circle?"}
-        for colour in COLOURS
-        for video in range(3)
-    ]
+    """Nine rows in which the three videos take turns."""
+    table = []
+    for colour in ("red", "blue", "green"):
+        for video in range(3):
+            table.append({"video": f"clip{video}.mp4", "question": f"What colour is the {colour} circle?"})
+    return table
 
 
 def write(path: Path, rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open(path, "w") as file:
+        for row in rows:
+            print(json.dumps(row), file=file)
     return path
 
 
@@ -52,150 +53,221 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def command(file, out, model, *more):
-    return ["batch", str(file), "--out", str(out), "--model", str(model), "--max-new-tokens", "3", *map(str, more)]
+class Batch:
+    """Runs of the command in one folder, from `rows.jsonl` to `out.jsonl`."""
+
+    def __init__(self, model, folder, root):
+        self.model = model
+        self.root = root
+        self.file = folder / "rows.jsonl"
+        self.out = folder / "out.jsonl"
+        self.journal = folder / "out.jsonl.run" / "journal.jsonl"
+
+    def line(self, options=()):
+        words = ["batch", self.file, "--out", self.out, "--model", self.model, "--max-new-tokens", 3]
+        if self.root:
+            words += ["--media-root", self.root]
+        words += options
+        return [str(word) for word in words]
+
+    def run(self, *options):
+        return CliRunner().invoke(app, self.line(options))
+
+    def answers(self, *options) -> list[dict]:
+        result = self.run(*options)
+        assert result.exit_code == 0, result.stderr
+        return read(self.out)
+
+    def refusal(self, *options) -> str:
+        result = self.run(*options)
+        assert result.exit_code == 2, result.stderr
+        return result.stderr
+
+    def entries(self) -> list[str]:
+        """The whole lines of the journal after its settings."""
+        lines = self.journal.read_text().splitlines(True)[1:]
+        return [line for line in lines if line.endswith("\n")]
 
 
 @pytest.fixture
-def batch(shared_model, tiny_published):
-    def run(file, out, *more):
-        return CliRunner().invoke(app, command(file, out, tiny_published, *more))
-
-    return run
+def batch(shared_model, tiny_published, tmp_path, videos):
+    return Batch(tiny_published, tmp_path, videos)
 
 
-def count_encoded(monkeypatch):
+@pytest.fixture
+def encoded(monkeypatch):
     """The names of the videos as they are encoded."""
-    encode, encoded = session.encode, []
+    names = []
+    encode = session.encode
 
-    def counting(model, processor, video, **more):
-        encoded.append(Path(video).name)
-        return encode(model, processor, video, **more)
+    def counting(model, processor, video, **options):
+        names.append(Path(video).name)
+        return encode(model, processor, video, **options)
 
     monkeypatch.setattr(session, "encode", counting)
-    return encoded
+    return names
 
 
-def test_answers_are_those_of_ask_and_a_video_is_encoded_once(batch, videos, rows, tiny_published, monkeypatch):
-    encoded = count_encoded(monkeypatch)
+def replace_with_its_times(path, content):
+    """Write the content in place and leave the file's times as they were, as `cp -p` does."""
+    before = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_answers_are_those_of_ask_and_a_video_is_encoded_once(batch, videos, rows, encoded):
     rows[1] |= {"id": "mine", "retention": 0.5, "answer": "ignored"}
-    out = videos / "once.jsonl"
-    result = batch(write(videos / "rows.jsonl", rows), out, "--retention", "0.25")
-    assert result.exit_code == 0, result.stderr
-    assert Counter(encoded) == {f"clip{video}.mp4": 1 for video in range(3)}
+    write(batch.file, rows)
+    answers = batch.answers("--retention", "0.25")
+    assert sorted(encoded) == ["clip0.mp4", "clip1.mp4", "clip2.mp4"]
+    assert [answer["id"] for answer in answers] == [1, "mine", 3, 4, 5, 6, 7, 8, 9]
 
-    answers = read(out)
-    assert [(row["video"], row["question"]) for row in answers] == [(row["video"], row["question"]) for row in rows]
-    assert [row["id"] for row in answers] == [1, "mine", *range(3, 10)]
-    model = session.load(tiny_published, "cpu")
-    for row, wanted in zip(answers, rows, strict=True):
-        asked = {"retention": wanted.get("retention", 0.25), "max_new_tokens": 3}
-        alone = session.ask(*model, videos / row["video"], row["question"], **asked).as_dict()
-        assert set(row) == FIELDS
-        assert {name: row[name] for name in FIELDS - {"id", "video"}} | {"evidence": []} == {
-            **{name: alone[name] for name in FIELDS - {"id", "video", "question"}},
-            "question": row["question"],
-            "evidence": [],
-        }
-        assert [round(one["weight"], 5) for one in row["evidence"]] == [
-            round(one["weight"], 5) for one in alone["evidence"]
-        ]
+    model, processor = session.load(batch.model, "cpu")
+    for answer, row in zip(answers, rows, strict=True):
+        path = videos / row["video"]
+        retention = row.get("retention", 0.25)
+        alone = session.ask(model, processor, path, row["question"], retention=retention, max_new_tokens=3).as_dict()
+        assert set(answer) == FIELDS
+        assert answer["video"] == row["video"]
+        assert answer["question"] == row["question"]
+        for name in ("answer", "kept_tokens", "visual_tokens", "warnings", "unheard"):
+            assert answer[name] == alone[name]
+        weights = [place["weight"] for place in answer["evidence"]]
+        assert weights == pytest.approx([place["weight"] for place in alone["evidence"]], abs=1e-5)
 
 
-def test_bad_videos_and_bad_rows_are_rows_with_their_error(batch, videos, rows, tmp_path):
-    bad = [
-        {"video": "cut.mp4", "question": "What?"},
-        {"video": "none.mp4", "question": "What?", "id": "gone"},
-        {"video": "clip0.mp4", "question": " "},
-        {"video": "clip0.mp4", "question": "What?", "retention": 2},
-        {"video": "clip0.mp4", "question": "What?", "retention": True},
-        {"video": "clip0.mp4", "question": "word " * 40000},
-        {"question": "What?"},
-        ["clip0.mp4"],
-    ]
-    file = write(tmp_path / "rows.jsonl", [*rows[:2], *bad, rows[2]])
-    file.write_text(file.read_text() + '{"video": "clip0.mp4", "quest')
-    result = batch(file, tmp_path / "out.jsonl", "--media-root", videos)
-    assert result.exit_code == 0 and "9 of 12 rows have an error" in result.stderr
-    answers = read(tmp_path / "out.jsonl")
-    assert [row["id"] for row in answers] == [1, 2, 3, "gone", *range(5, 13)]
-    assert ["answer" in row for row in answers] == [True] * 2 + [False] * 8 + [True, False]
-    words = ("cut.mp4", "none.mp4", "question is empty", "retention is 2", "retention is true", "tokens", "is missing")
-    for row, said in zip(answers[2:], (*words, "expected an object"), strict=False):
-        assert said in row["error"] and "\n" not in row["error"]
-    assert "no JSON" in answers[-1]["error"]
+BAD_ROWS = {
+    '{"video": "cut.mp4", "question": "What?"}': "cut.mp4",
+    '{"video": "none.mp4", "question": "What?", "id": "gone"}': "none.mp4",
+    '{"video": "clip0.mp4", "question": " "}': "question is empty",
+    '{"video": "clip0.mp4", "question": "What?", "retention": 2}': "retention is 2",
+    '{"video": "clip0.mp4", "question": "What?", "retention": true}': "retention is true",
+    '{"video": "clip0.mp4", "question": "%s"}' % ("word " * 40000): "tokens",
+    '{"question": "What?"}': "is missing",
+    '["clip0.mp4"]': "expected an object",
+    '{"video": "clip0.mp4", "quest': "no JSON",
+}
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
-def test_other_formats_give_what_jsonl_gives(batch, videos, rows, tmp_path, kind):
-    rows[4] |= {"id": "007", "retention": 0.5, "max_visual_tokens": 3, "fps": 1}
-    rows[5] |= {"id": "a, b", "question": 'What is "it",\nand where?'}
-    rows, file = rows[3:], tmp_path / f"rows.{kind}"
-    if kind == "csv":
-        with open(file, "w", newline="") as target:
-            names = ["video", "question", "id", "retention", "max_visual_tokens", "fps"]
-            writer = csv.DictWriter(target, names)
-            writer.writeheader()
-            writer.writerows(rows)
-    elif kind == "parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        from pyarrow import parquet
-
-        texts = [(name, pyarrow.string()) for name in ("video", "question", "id")]
-        numbers = [("retention", pyarrow.float64()), ("max_visual_tokens", pyarrow.int64()), ("fps", pyarrow.int64())]
-        parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(texts + numbers)), file)
-    else:
-        file.write_text(json.dumps(rows))
-    for name, source in (("here", file), ("jsonl", write(tmp_path / "rows.jsonl", rows))):
-        assert batch(source, tmp_path / name, "--media-root", videos).exit_code == 0
-    assert read(tmp_path / "here") == read(tmp_path / "jsonl")
-    assert read(tmp_path / "here")[1]["kept_tokens"] == 3
+def test_bad_videos_and_bad_rows_are_rows_with_their_error(batch, rows):
+    good = json.dumps(rows[0])
+    batch.file.write_text("\n".join([good, *BAD_ROWS, good]))
+    result = batch.run()
+    assert result.exit_code == 0
+    assert "9 of 11 rows have an error" in result.stderr
+    first, *bad, last = read(batch.out)
+    assert first["answer"] == last["answer"]
+    assert [row["id"] for row in bad] == [2, "gone", 4, 5, 6, 7, 8, 9, 10]
+    for row, words in zip(bad, BAD_ROWS.values(), strict=True):
+        assert "answer" not in row
+        assert words in row["error"]
+        assert "\n" not in row["error"]
 
 
-def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, videos, tmp_path):
-    (tmp_path / "rows.csv").write_text("video,question\nclip0.mp4,Who, and when?\nclip0.mp4,Who?\n")
-    assert batch(tmp_path / "rows.csv", tmp_path / "out", "--media-root", videos).exit_code == 0
-    assert ["more cells" in row.get("error", "") for row in read(tmp_path / "out")] == [True, False]
+def write_csv(path, rows):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["video", "question", "id", "retention", "max_visual_tokens", "fps"])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
-def test_csv_as_spreadsheets_write_it(batch, videos, tmp_path):
+def write_parquet(path, rows):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [(name, pyarrow.string()) for name in ("video", "question", "id")]
+    numbers = [("retention", pyarrow.float64()), ("max_visual_tokens", pyarrow.int64()), ("fps", pyarrow.int64())]
+    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(texts + numbers))
+    parquet.write_table(table, path)
+
+
+def write_json(path, rows):
+    path.write_text(json.dumps(rows))
+
+
+@pytest.mark.parametrize("kind, write_rows", [("csv", write_csv), ("parquet", write_parquet), ("json", write_json)])
+def test_other_formats_give_what_jsonl_gives(batch, rows, tmp_path, kind, write_rows):
+    rows = rows[:3]
+    rows[1] |= {"id": "007", "retention": 0.5, "max_visual_tokens": 3, "fps": 1}
+    rows[2] |= {"id": "a, b", "question": 'What is "it",\nand where?'}
+    write(batch.file, rows)
+    expected = batch.answers()
+    batch.file = tmp_path / f"rows.{kind}"
+    batch.out = tmp_path / "other.jsonl"
+    write_rows(batch.file, rows)
+    assert batch.answers() == expected
+    assert expected[1]["kept_tokens"] == 3
+
+
+def test_csv_as_spreadsheets_write_it(batch, tmp_path):
     """Capitals in the name, empty rows at the end, columns without a name, and a cell without bounds."""
-    rows = f"video,question,,\nclip0.mp4,What?,,\nclip1.mp4,{'x' * 140_000},,\n,,,\n,,,\n"
-    (tmp_path / "rows.CSV").write_text(rows)
-    assert batch(tmp_path / "rows.CSV", tmp_path / "out", "--media-root", videos).exit_code == 0
-    assert [row["video"] for row in read(tmp_path / "out")] == ["clip0.mp4", "clip1.mp4"]
-    for header in ("video;question", "video,question,question", "film,question"):
-        (tmp_path / "rows.csv").write_text(f"{header}\nclip0.mp4,What?,Who?\n")
-        result = batch(tmp_path / "rows.csv", tmp_path / "other", "--media-root", videos)
-        assert result.exit_code == 2 and "expected video,question and others once" in result.stderr
+    batch.file = tmp_path / "rows.CSV"
+    batch.file.write_text(f"video,question,,\nclip0.mp4,What?,,\nclip1.mp4,{'x' * 140_000},,\n,,,\n,,,\n")
+    assert [row["video"] for row in batch.answers()] == ["clip0.mp4", "clip1.mp4"]
 
 
-def test_a_row_may_be_about_a_stretch_and_what_says_nothing_is_named(batch, videos, tmp_path):
-    text = "video,question,start,end,retentoin\nclip0.mp4,What?,,,\nclip0.mp4,What?,0.5,1.5,0.1\n"
-    (tmp_path / "rows.csv").write_text(text)
-    result = batch(tmp_path / "rows.csv", tmp_path / "out", "--media-root", videos)
-    assert result.exit_code == 0 and "rows.csv: retentoin" in result.stderr
-    whole, part = read(tmp_path / "out")
-    assert whole["evidence"] != part["evidence"] != []
-    assert all(one["video"] == "clip0.mp4" for row in (whole, part) for one in row["evidence"])
-    assert all(0.5 <= one["start"] < one["end"] <= 1.7 for one in part["evidence"])
-    rows = [{"video": "clip0.mp4", "question": "What?", **at} for at in ({"end": 1e308}, {"start": 1e308}, {})]
-    assert batch(write(tmp_path / "rows.jsonl", rows), tmp_path / "far", "--media-root", videos).exit_code == 0
-    far, behind, plain = read(tmp_path / "far")
-    assert far["evidence"] == plain["evidence"] and "shows no frame" in behind["error"]
+def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, tmp_path):
+    batch.file = tmp_path / "rows.csv"
+    batch.file.write_text("video,question\nclip0.mp4,Who, and when?\nclip0.mp4,Who?\n")
+    cut, whole = batch.answers()
+    assert "more cells" in cut["error"]
+    assert "answer" in whole
 
 
-def test_what_is_written_beside_a_run_does_not_end_it(batch, videos, rows, tmp_path, monkeypatch):
+@pytest.mark.parametrize("header", ["video;question", "video,question,question", "film,question"])
+def test_another_header_of_csv_is_refused(batch, tmp_path, header):
+    batch.file = tmp_path / "rows.csv"
+    batch.file.write_text(f"{header}\nclip0.mp4,What?,Who?\n")
+    assert "expected video,question and others once" in batch.refusal()
+
+
+def test_a_row_may_be_about_a_stretch_and_an_unknown_column_is_named(batch, tmp_path):
+    batch.file = tmp_path / "rows.csv"
+    batch.file.write_text("video,question,start,end,retentoin\nclip0.mp4,What?,,,\nclip0.mp4,What?,0.5,1.5,0.1\n")
+    result = batch.run()
+    assert result.exit_code == 0
+    assert "rows.csv: retentoin" in result.stderr
+    whole, stretch = read(batch.out)
+    assert whole["evidence"] != stretch["evidence"]
+    assert {place["video"] for place in whole["evidence"]} == {"clip0.mp4"}
+    assert stretch["evidence"]
+    for place in stretch["evidence"]:
+        assert place["video"] == "clip0.mp4"
+        assert 0.5 <= place["start"] < place["end"] <= 1.7
+
+
+def test_a_stretch_may_end_after_its_video_but_not_begin_there(batch):
+    row = {"video": "clip0.mp4", "question": "What?"}
+    write(batch.file, [row, {**row, "end": 1e308}, {**row, "start": 1e308}])
+    plain, far, behind = batch.answers()
+    assert far["evidence"] == plain["evidence"]
+    assert "shows no frame" in behind["error"]
+
+
+def test_output_in_the_present_folder_does_not_end_a_second_run(batch, rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    file = write(tmp_path / "rows.jsonl", [*rows[:2], {"video": "cut.mp4", "question": "What?"}])
+    write(batch.file, [rows[0], rows[1], {"video": "cut.mp4", "question": "What?"}])
+    batch.out = Path("out.jsonl")
     for _ in range(2):
-        result = batch(file, "out.jsonl", "--media-root", videos)
-        assert result.exit_code == 0 and "1 of 3 rows have an error" in result.stderr, result.stderr
-    assert batch(write(videos / "here.jsonl", rows[:1]), "here.jsonl").exit_code == 0
+        result = batch.run()
+        assert result.exit_code == 0, result.stderr
+        assert "1 of 3 rows have an error" in result.stderr
+
+
+def test_output_may_have_the_name_of_the_rows_in_another_folder(batch, videos, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    batch.file = write(videos / "here.jsonl", rows[:1])
+    batch.out = Path("here.jsonl")
+    assert batch.answers()
+
+
+def test_without_a_root_videos_are_beside_the_rows(batch, videos, rows, monkeypatch):
+    write(videos / "here.jsonl", rows[:1])
     monkeypatch.chdir(videos)
-    assert batch("here.jsonl", tmp_path / "named.jsonl").exit_code == 0
-    (named,) = read(tmp_path / "named.jsonl")
-    assert named["evidence"] and {one["video"] for one in named["evidence"]} == {named["video"]}
+    batch.file = Path("here.jsonl")
+    batch.root = None
+    (answer,) = batch.answers()
+    assert {place["video"] for place in answer["evidence"]} == {"clip0.mp4"}
 
 
 KILLED = """
@@ -213,153 +285,177 @@ app()
 """
 
 
-def entries(out: Path) -> list[str]:
-    """The whole lines of the journal behind its settings."""
-    journal = Path(f"{out}.run", "journal.jsonl")
-    return [line for line in journal.read_text().splitlines(True)[1:] if line[-1] == "\n"] if journal.exists() else []
-
-
-def test_a_killed_run_goes_on_where_it_stopped(batch, videos, rows, tiny_published, tmp_path, monkeypatch):
-    many = [{**row, "question": f"{row['question']} {number}"} for number in range(6) for row in rows]
-    file, out = write(tmp_path / "rows.jsonl", many), tmp_path / "out.jsonl"
-    line = [sys.executable, "-c", KILLED, *command(file, out, tiny_published, "--media-root", videos)]
-    result = subprocess.run(line, capture_output=True, text=True)
+def test_a_killed_run_goes_on_where_it_stopped(batch, rows, tmp_path, encoded):
+    again = [{**row, "question": f"{row['question']} Look again."} for row in rows]
+    questions = write(batch.file, rows + again)
+    result = subprocess.run([sys.executable, "-c", KILLED, *batch.line()], capture_output=True, text=True)
     assert result.returncode == -signal.SIGKILL, result.stderr
-    done = entries(out)
-    assert len(done) == 5 < len(many) and not out.exists()
-    journal = Path(f"{out}.run", "journal.jsonl")
-    # A line of which a crash left half.
-    journal.write_text(journal.read_text() + '{"key": 54, "value": {"ans')
+    done = batch.entries()
+    assert len(done) == 5
+    assert not batch.out.exists()
+    with open(batch.journal, "a") as journal:
+        journal.write('{"key": 18, "value": {"ans')  # half of a line, as a crash leaves it
 
-    encoded = count_encoded(monkeypatch)
-    assert batch(file, out, "--media-root", videos).exit_code == 0
-    assert entries(out)[: len(done)] == done and len(entries(out)) == len(many)
-    assert len({json.loads(line)["key"] for line in entries(out)}) == len(many)
+    answers = batch.answers()
+    assert [row["question"] for row in answers] == [row["question"] for row in read(questions)]
     assert len(encoded) == len(set(encoded))
-    answers = out.read_text()
-    assert [row["question"] for row in read(out)] == [row["question"] for row in many]
+    entries = batch.entries()
+    assert entries[:5] == done
+    keys = {json.loads(line)["key"] for line in entries}
+    assert len(keys) == len(entries) == 18
 
-    # Again, with nothing left to do.
-    assert batch(file, out, "--media-root", videos).exit_code == 0
-    assert out.read_text() == answers and len(entries(out)) == len(many)
-    assert batch(file, tmp_path / "whole.jsonl", "--media-root", videos).exit_code == 0
-    assert (tmp_path / "whole.jsonl").read_text() == answers
-
-
-def test_other_settings_and_other_peoples_files_are_refused(batch, videos, rows, tmp_path):
-    file, out = write(tmp_path / "rows.jsonl", rows[:1]), tmp_path / "out.jsonl"
-    assert batch(file, out, "--media-root", videos).exit_code == 0
-    answers = out.read_text()
-    for more in (["--retention", "0.5"], ["--selection", "uniform"], ["--fps", "1"]):
-        result = batch(file, out, "--media-root", videos, *more)
-        assert result.exit_code == 2 and "was begun with" in result.stderr, result.stderr
-    (tmp_path / "thesis.tex").write_text("mine")
-    assert "is there already" in batch(file, tmp_path / "thesis.tex", "--media-root", videos).stderr
-    assert (tmp_path / "thesis.tex").read_text() == "mine" and out.read_text() == answers
+    assert batch.answers() == answers
+    assert batch.entries() == entries, "nothing was left to do"
+    batch.out = tmp_path / "whole.jsonl"
+    assert batch.answers() == answers
 
 
-def test_other_weights_and_another_method_under_their_names_are_refused(videos, rows, tiny_published, tmp_path):
-    file, model = write(videos / "weights.jsonl", rows[:1]), shutil.copytree(tiny_published, tmp_path / "model")
+@pytest.mark.parametrize("option", [("--retention", "0.5"), ("--selection", "uniform"), ("--fps", "1")])
+def test_a_run_with_other_settings_is_refused(batch, rows, option):
+    write(batch.file, rows[:1])
+    answers = batch.answers()
+    assert "was begun with" in batch.refusal(*option)
+    assert read(batch.out) == answers
+
+
+def test_a_file_of_somebody_else_is_not_written_over(batch, rows, tmp_path):
+    write(batch.file, rows[:1])
+    batch.out = tmp_path / "thesis.tex"
+    batch.out.write_text("mine")
+    assert "is there already" in batch.refusal()
+    assert batch.out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "mine.py"])
+def test_changed_weights_and_a_changed_method_are_refused(batch, rows, tmp_path, name):
+    write(batch.file, rows[:1])
+    batch.model = shutil.copytree(batch.model, tmp_path / "model")
     (tmp_path / "mine.py").write_text("def first(candidates, n):\n    return __import__('torch').arange(n)\n")
-    for changed in (model / "model.safetensors", tmp_path / "mine.py"):
-        line = command(file, tmp_path / f"{changed.name}.jsonl", model, "--selection", tmp_path / "mine.py:first")
-        assert CliRunner().invoke(app, line).exit_code == 0
-        before = changed.stat()
-        changed.write_bytes(changed.read_bytes())
-        os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
-        result = CliRunner().invoke(app, line)
-        assert result.exit_code == 2 and "was begun with files=" in result.stderr, changed
+    method = f"{tmp_path}/mine.py:first"
+    batch.answers("--selection", method)
+    changed = tmp_path / name
+    replace_with_its_times(changed, changed.read_bytes())
+    assert "was begun with files=" in batch.refusal("--selection", method)
 
 
 def test_failed_rows_are_asked_again(batch, videos, rows, tmp_path):
-    file, out = write(tmp_path / "rows.jsonl", [rows[0], {"video": "late.mp4", "question": "What?"}]), tmp_path / "out"
-    (tmp_path / "clip0.mp4").write_bytes((videos / "clip0.mp4").read_bytes())
-    assert batch(file, out).exit_code == 0 and "error" in read(out)[1]
+    shutil.copy(videos / "clip0.mp4", tmp_path)
+    batch.root = None
+    write(batch.file, [rows[0], {"video": "late.mp4", "question": "What?"}])
     for count in (2, 3):
-        assert len(entries(out)) == count and batch(file, out).exit_code == 0
-    (tmp_path / "late.mp4").write_bytes((videos / "clip1.mp4").read_bytes())
-    assert batch(file, out).exit_code == 0 and "answer" in read(out)[1], "its video is another"
+        assert "error" in batch.answers()[1]
+        assert len(batch.entries()) == count
+    shutil.copy(videos / "clip1.mp4", tmp_path / "late.mp4")
+    assert "answer" in batch.answers()[1]
 
 
 @pytest.mark.parametrize("text", ["NaN", "[1]", '{"a": 1}', "true", "1.5", '"\\ud800"'])
-def test_an_id_that_is_none_is_the_error_of_its_row_alone(batch, videos, tmp_path, text, monkeypatch):
-    encoded, file = count_encoded(monkeypatch), tmp_path / "rows.jsonl"
-    file.write_text(f'{{"video": "clip0.mp4", "question": "Who?", "id": {text}}}\n')
-    result = batch(file, tmp_path / "out", "--media-root", videos)
-    assert result.exit_code == 2 and "id is " in result.stderr and not encoded
-    file.write_text(file.read_text() + '{"video": "clip1.mp4", "question": "Who?"}\n')
-    assert batch(file, tmp_path / "out", "--media-root", videos).exit_code == 0 and encoded == ["clip1.mp4"]
-    bad, good = read(tmp_path / "out")
-    assert "answer" in good and "; expected " in bad["error"]
+def test_a_bad_id_is_the_error_of_its_row_alone(batch, text, encoded):
+    bad = f'{{"video": "clip0.mp4", "question": "Who?", "id": {text}}}\n'
+    batch.file.write_text(bad)
+    assert "id is " in batch.refusal()
+    assert not encoded
+    batch.file.write_text(bad + '{"video": "clip1.mp4", "question": "Who?"}\n')
+    first, second = batch.answers()
+    assert encoded == ["clip1.mp4"]
+    assert "; expected " in first["error"]
+    assert "answer" in second
 
 
-@pytest.mark.parametrize(
-    "value", [b"\xff", Decimal("1.5"), float("nan"), datetime(2026, 1, 1), [1], {"a": 1}], ids=repr
-)
-@pytest.mark.parametrize("column", ["id", "video", "question", "retention"])
-def test_a_table_may_hold_anything(batch, videos, tmp_path, value, column):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    good, file = {"video": "clip0.mp4", "question": "Who?", "id": "mine"}, tmp_path / "rows.parquet"
-    rows = [{**good, column: value}, {name: value for name, value in good.items() if name != column}]
-    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), file)
-    result = batch(file, tmp_path / "out", "--media-root", videos)
-    if column in ("video", "question"):
-        assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
-    else:
-        assert result.exit_code == 0 and ["error" in row for row in read(tmp_path / "out")] == [True, False]
+STRANGE = [b"\xff", Decimal("1.5"), float("nan"), datetime(2026, 1, 1), [1], {"a": 1}]
 
 
-def test_a_file_that_was_mended_keeps_what_was_answered(batch, videos, rows, tmp_path, monkeypatch):
-    file, out, encoded = tmp_path / "rows.jsonl", tmp_path / "out", count_encoded(monkeypatch)
-    more = ("--media-root", videos)
-    assert batch(write(file, [*rows, {"video": "clip0.mp4"}]), out, *more).exit_code == 0
-    before = {(row["video"], row.get("question")): row for row in read(out)}
+def write_table(batch, tmp_path, column, value):
+    """A table of two rows, of which the second leaves out the column."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    good = {"video": "clip0.mp4", "question": "Who?", "id": "mine"}
+    other = {name: text for name, text in good.items() if name != column}
+    batch.file = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{**good, column: value}, other]), batch.file)
+
+
+@pytest.mark.parametrize("value", STRANGE, ids=repr)
+@pytest.mark.parametrize("column", ["id", "retention"])
+def test_a_table_with_a_strange_cell_has_one_bad_row(batch, tmp_path, value, column):
+    write_table(batch, tmp_path, column, value)
+    bad, good = batch.answers()
+    assert "error" in bad
+    assert "answer" in good
+
+
+@pytest.mark.parametrize("value", STRANGE, ids=repr)
+@pytest.mark.parametrize("column", ["video", "question"])
+def test_a_table_without_a_good_row_is_refused_in_one_line(batch, tmp_path, value, column):
+    write_table(batch, tmp_path, column, value)
+    assert batch.refusal().count("\n") == 1
+
+
+def without_ids(answers):
+    return [{**answer, "id": None} for answer in answers]
+
+
+def test_rows_that_were_answered_are_not_asked_again_in_a_corrected_file(batch, rows, encoded):
+    """The corrected file has some of the rows in another order, another id, a new question, and each row twice."""
+    write(batch.file, [*rows, {"video": "clip0.mp4"}])
+    before = without_ids(batch.answers())
     encoded.clear()
-    mended = [*({**row, "id": "same"} for row in rows[:4:-1]), {"video": "clip0.mp4", "question": "Where?"}, *rows[:3]]
-    assert batch(write(file, [*mended, *mended]), out, *more).exit_code == 0
-    after = read(out)
-    assert encoded == ["clip0.mp4"] and len(entries(out)) == len(rows) + 1 and len(after) == 2 * len(mended)
-    for row in after:
-        assert {**before.get((row["video"], row["question"]), row), "id": row["id"]} == row
-    assert [{**row, "id": 0} for row in after[: len(mended)]] == [{**row, "id": 0} for row in after[len(mended) :]]
+    renamed = {**rows[8], "id": "same"}
+    new = {"video": "clip0.mp4", "question": "Where?"}
+    write(batch.file, [renamed, new, rows[0], renamed, new, rows[0]])
+    after = batch.answers()
+    assert [row["id"] for row in after] == ["same", 2, 3, "same", 5, 6]
+    after = without_ids(after)
+    assert encoded == ["clip0.mp4"]
+    assert len(batch.entries()) == len(rows) + 1
+    assert after[:3] == after[3:]
+    assert after[0] == before[8]
+    assert after[2] == before[0]
 
 
 def test_a_video_that_was_changed_under_its_name_is_asked_again(batch, videos, rows, tmp_path):
-    file, out, film = write(tmp_path / "rows.jsonl", rows[:2]), tmp_path / "out", tmp_path / "clip0.mp4"
-    for name in ("clip0.mp4", "clip1.mp4", "clip2.mp4"):
-        shutil.copy(videos / name, tmp_path)
-    assert batch(file, out).exit_code == 0 and len(entries(out)) == 2
-    state = film.stat()
+    batch.root = None
+    for row in rows[:2]:
+        shutil.copy(videos / row["video"], tmp_path)
+    write(batch.file, rows[:2])
+    batch.answers()
+    assert len(batch.entries()) == 2
+
+    video = tmp_path / "clip0.mp4"
     other = tmp_path / "other.mp4"
-    other.write_bytes(film.read_bytes())
-    os.utime(other, ns=(state.st_atime_ns, state.st_mtime_ns))
-    other.replace(film)  # of the same size and time
-    assert batch(file, out).exit_code == 0 and len(entries(out)) == 3
-    assert batch(file, out).exit_code == 0 and len(entries(out)) == 3
-    film.write_bytes(film.read_bytes())
-    os.utime(film, ns=(state.st_atime_ns, state.st_mtime_ns))  # also in place, as `cp -p` leaves it
-    assert batch(file, out).exit_code == 0 and len(entries(out)) == 4
+    shutil.copy2(video, other)  # the same size and time
+    other.replace(video)
+    for _ in range(2):
+        batch.answers()
+        assert len(batch.entries()) == 3
+
+    replace_with_its_times(video, video.read_bytes())
+    batch.answers()
+    assert len(batch.entries()) == 4
 
 
-@pytest.mark.parametrize(
-    "journal, words",
-    [
-        ('{"input": "ab", "model": "m"}\n{"key": 1, "value": {"answer": "red"}}\n', "another version"),
-        ("no journal\n", "not JSON"),
-        (None, "was changed since it was written"),
-    ],
-)
-def test_a_journal_that_cannot_be_read_is_one_line(batch, videos, rows, tmp_path, journal, words):
-    file, out = write(tmp_path / "rows.jsonl", rows[:1]), tmp_path / "out"
-    assert batch(file, out, "--media-root", videos).exit_code == 0
-    path = Path(f"{out}.run", "journal.jsonl")
-    path.write_text(journal or path.read_text().replace("answer", "anzwer"))
-    content = path.read_bytes()
-    result = batch(file, out, "--media-root", videos)
-    assert result.exit_code == 2 and words in result.stderr and path.read_bytes() == content
+UNREADABLE = [
+    ('{"input": "ab", "model": "m"}\n{"key": 1, "value": {"answer": "red"}}\n', "another version"),
+    ("no journal\n", "not JSON"),
+    (None, "was changed since it was written"),
+]
 
 
-def test_a_run_without_an_answer_has_failed(batch, tmp_path):
-    file = write(tmp_path / "rows.jsonl", [{"video": "none.mp4", "question": "What?"}])
-    result = batch(file, tmp_path / "out")
-    assert result.exit_code == 1 and "no question of" in result.stderr and "error" in read(tmp_path / "out")[0]
+@pytest.mark.parametrize("content, words", UNREADABLE)
+def test_a_journal_that_cannot_be_read_is_refused_and_left_alone(batch, rows, content, words):
+    write(batch.file, rows[:1])
+    batch.answers()
+    if content is None:
+        content = batch.journal.read_text().replace("answer", "anzwer")
+    batch.journal.write_text(content)
+    assert words in batch.refusal()
+    assert batch.journal.read_text() == content
+
+
+def test_a_run_without_an_answer_has_failed(batch):
+    write(batch.file, [{"video": "none.mp4", "question": "What?"}])
+    result = batch.run()
+    assert result.exit_code == 1
+    assert "no question of" in result.stderr
+    assert "error" in read(batch.out)[0]
