@@ -16,4 +16,5 @@ def positions(request) -> str:
 def engine(request, positions, tmp_path_factory) -> Engine:
     """A backbone's answers to all requests, from a process of its own."""
     folder = tmp_path_factory.mktemp(f"{request.param.name}-{positions}")
-    return start(request.param, positions, requests_of(positions), folder)
+    requests = requests_of(positions, attention=request.param is not QWEN3_5)
+    return start(request.param, positions, requests, folder)

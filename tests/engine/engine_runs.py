@@ -36,10 +36,11 @@ def request(question: str, videos=(), images: int = 0, **settings: Any) -> dict[
     return {"question": question, "videos": list(videos), "images": images, "settings": settings}
 
 
-def requests_of(positions: str) -> dict[str, dict[str, Any]]:
+def requests_of(positions: str, attention: bool) -> dict[str, dict[str, Any]]:
     """
-    Named requests; those whose name ends in "again" are about videos that were encoded before. With the original
-    positions the engine has [`DEFAULTS`] for those that state nothing, with the others the model's own budget counts.
+    Named requests, with those to the method `lm_attention` where the backbone takes them. Those whose name ends in
+    "again" are about videos that were encoded before. With the original positions the engine has [`DEFAULTS`] for
+    those that state nothing, with the others the model's own budget counts.
     """
     both = {
         "trained": request(WHICH, [12], retention=0.3),
@@ -49,6 +50,15 @@ def requests_of(positions: str) -> dict[str, dict[str, Any]]:
         "text": request("Hello you"),
         "image": request("Hello you", images=1),
     }
+    if attention:
+        by_attention = {"selection": "lm_attention"}
+        both |= {
+            "attention": request(WHICH, [12], retention=0.3, **by_attention),
+            "attention of two videos": request(WHERE, [12, 8], retention=0.25, **by_attention),
+            "attention up to a cap": request(WHERE, [12, 8], max_visual_tokens=7, **by_attention),
+        }
+        if positions == "sequential":
+            both["attention with its own budget"] = request(WHERE, [12, 8], **by_attention)
     if positions == "sequential":
         return {
             **both,
@@ -190,7 +200,7 @@ def start(backbone: Any, positions: str, requests: dict[str, Any], folder: Path)
     """Asks vLLM everything, and waits for it."""
     processor = processor_of(backbone)
     dtype = "bfloat16" if backbone.name == "qwen3_5" else "float32"  # all that its linear attention takes on a CPU
-    model = build(backbone, processor, position_ids=positions).to(getattr(torch, dtype))
+    model = build(backbone, processor, position_ids=positions, attention_group=64).to(getattr(torch, dtype))
     published = write_folder(model, processor, folder)
     prompts = {name: {**asked, "prompt": prompt_of(processor, asked)} for name, asked in requests.items()}
     defaults = DEFAULTS if positions == "original" else None

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 from threading import Barrier
@@ -46,7 +47,9 @@ def choice(index=0, end: "str | None" = "stop"):
     return {"index": index, "message": {"content": "grün"}, "finish_reason": end}
 
 
-def request(connection, *, asked=("a",), answers=(), headers=(), path="/v1/chat/completions", parts=(b"{}",)):
+def request(
+    connection, *, asked=("a",), answers=(), headers=(), path="/v1/chat/completions", parts=(b"{}",), method="POST"
+):
     """(status, headers, body, what came of the request) of an app that asks the engine and sends `answers`."""
     sent, seen, left = [], [], list(parts)
 
@@ -75,13 +78,13 @@ def request(connection, *, asked=("a",), answers=(), headers=(), path="/v1/chat/
     scope = {
         "type": "http",
         "path": path,
-        "method": "POST",
+        "method": method,
         "headers": list(named.items()),
         "app": SimpleNamespace(state=state),
     }
     asyncio.run(connection(scope, receive, send))
     start, *bodies = sent
-    return start["status"], dict(start["headers"]), b"".join(one["body"] for one in bodies), b"".join(seen)
+    return start["status"], dict(start["headers"]), b"".join(one.get("body", b"") for one in bodies), b"".join(seen)
 
 
 @pytest.fixture
@@ -122,15 +125,15 @@ def test_what_a_request_held_is_released_later(connection, monkeypatch):
 
     async def end(engine):
         connection._connect(engine)
-        engine.processor.release("a")
+        engine.processor.release(["a"])
         await asyncio.sleep(0)
         early = list(engine.released)
         await asyncio.sleep(0.2)
         return early
 
     engine, many = Engine(), Engine(engines=2)
-    assert asyncio.run(end(engine)) == [] and engine.released == ["a"]
-    engine.processor.release("b")  # the loop is closed
+    assert asyncio.run(end(engine)) == [] and engine.released == [["a"]]
+    engine.processor.release(["b"])  # the loop is closed
     asyncio.run(_connected(connection, many))
     assert many.processor.release is None and many.processor.call_engine
 
@@ -172,9 +175,10 @@ def test_a_name_and_a_key_are_asked_for(connection):
         (right, "/v1/models", 200),
         ({b"host": b"ask.example.org:80", **right}, "/v1/models", 200),
         ({b"host": b"evil.example.org", **right}, "/v1/models", 400),
-        ({b"host": b"10.0.0.7:8000"}, "/health", 200),
     ):
         assert request(connection, headers=headers.items(), path=path, answers=[b"x"])[0] == expected, (headers, path)
+    probe = {b"host": b"10.0.0.7:8000"}
+    assert request(connection, headers=probe.items(), path="/health", answers=[b"x"], method="GET")[0] == 200
 
 
 def test_videos_are_those_that_ask_looks_at(tiny_processor, tiny_mp4, tmp_path, monkeypatch):
@@ -233,6 +237,26 @@ def test_a_film_is_read_once_and_again_when_it_changes(tiny_processor, tiny_mp4,
     os.utime(film, ns=(state.st_atime_ns, state.st_mtime_ns))
     asyncio.run(ask_together(2))
     assert [one["fps"] for one in read] == [1, 2, 2]
+
+
+def test_questions_about_an_address_that_come_together_download_it_once(tiny_processor, tiny_mp4, monkeypatch):
+    placed = []
+
+    class Counting(server.Door):
+        @contextlib.contextmanager
+        def place(self, url):
+            placed.append(url)
+            yield str(tiny_mp4)
+
+    monkeypatch.setattr(Media, "processor", tiny_processor)
+    monkeypatch.setattr(server, "Door", Counting)
+
+    async def ask_together():
+        return await asyncio.gather(*(Media().fetch_video_async("https://example.org/clip.mp4") for _ in range(5)))
+
+    answers = asyncio.run(ask_together())
+    assert placed == ["https://example.org/clip.mp4"]
+    assert len({about["mark"] for _, about in answers}) == 1
 
 
 def test_a_warning_names_the_video_as_the_request_does(tiny_processor, tiny_mp4, monkeypatch):

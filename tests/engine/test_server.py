@@ -25,7 +25,15 @@ from tiny_backbones import QWEN2_5_VL
 VIDEOS, CLIENTS, KEY = 8, 32, "correct horse"
 COLOURS = ("red", "blue", "green", "yellow", "white", "black")
 QUESTIONS = [f"{words} the {colour} circle?" for colour in COLOURS for words in ("Where is", "When do you see")]
-BUDGETS = ({"retention": 0.1}, {"retention": 0.4}, {"max_visual_tokens": 9}, {})  # the last is the model's own
+ATTENTION = {"selection": "lm_attention"}
+BUDGETS = (
+    {"retention": 0.1},
+    {"retention": 0.4},
+    {"max_visual_tokens": 9},
+    {},  # the model's own
+    ATTENTION,
+    ATTENTION | {"retention": 0.2},
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +48,7 @@ def clips(tmp_path_factory):
 def model():
     """(model, processor)."""
     processor = processor_of(QWEN2_5_VL)
-    return build(QWEN2_5_VL, processor), processor
+    return build(QWEN2_5_VL, processor, attention_group=64), processor
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +184,6 @@ REFUSED = (
     ({"max_visual_tokens": {"a": 1}}, "at least 1"),
     ({"retention": 0.5, "selection": "best"}, "selection='best'"),
     ({"retention": 0.5, "selection": ["uniform"]}, "selection="),
-    ({"retention": 0.5, "selection": "lm_attention"}, "attention"),
     ({"retention": 0.5, "selection": "all"}, "keeps every visual token"),
     ({"retention": 0.5, "reencode": "no"}, "reencode='no'"),
     ({"retentoin": 0.5}, "mm_processor_kwargs has retentoin"),

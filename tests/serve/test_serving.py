@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+import typer
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
+from qtsplus.cli.serve import processor_kwargs, server_options
 
 STAND_IN = """
 import json, os, sys
@@ -25,10 +28,10 @@ def test_vllm_is_started_with_nothing_open(tmp_path, tiny_published, monkeypatch
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     (package / "api_server.py").write_text(STAND_IN)
-    ours = ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details", "--allowed-origins", "[]"]
+    ours = ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
     ours += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker", "--middleware", "qtsplus.vllm.server.Connection"]
-    ours += ["--model", str(tiny_published), "--served-model-name", tiny_published.name]
-    ours += ["--host", "127.0.0.1", "--port", "8000", "--dtype", "float32"]
+    ours += ["--model", str(tiny_published), "--host", "127.0.0.1", "--port", "8000"]
+    ours += ["--allowed-origins", "[]", "--served-model-name", tiny_published.name, "--dtype", "float32"]
     hosts = ["127.0.0.1"]  # the guard adds the names that every machine has
 
     seen = []
@@ -51,3 +54,27 @@ def test_vllm_is_started_with_nothing_open(tmp_path, tiny_published, monkeypatch
     assert result.returncode == 0, result.stderr
     started = json.loads(result.stdout)[1:]
     assert started == [*ours, *opened, "qtsplus", json.dumps([*hosts, "ask.org"]), "correct horse"]
+
+
+@pytest.mark.parametrize("kwargs", ["--mm-processor-kwargs={}", "--mm_processor_kwargs {}", "--mm-processor-kw {}"])
+def test_defaults_behind_the_dashes_are_joined_with_the_budget(kwargs):
+    options = server_options([*kwargs.format('{"selection":"diversity"}').split(), "--max-model-len", "4096"])
+    assert options["max-model-len"] == ["--max-model-len", "4096"]
+    assert processor_kwargs(options, {"retention": 0.1}) == {"selection": "diversity", "retention": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--port", "1"], "expected --port in front of --"),
+        (["--allowed_local_media_path=/"], "expected --allow-media-root"),
+        (["--worker-extension-cls", "mine"], "is set by qtsplus serve"),
+        (["--mm-processor-kwargs", '{"retention": 0.2}'], "retention is given twice"),
+        (["--mm-processor-kwargs", "[]"], "expected one JSON object"),
+        (["--mm-processor-kwargs.selection", "uniform"], "expected one JSON object"),
+    ],
+)
+def test_an_option_that_serve_sets_is_refused_behind_the_dashes(line, message, capsys):
+    with pytest.raises(typer.Exit):
+        processor_kwargs(server_options(line), {"retention": 0.1})
+    assert message in " ".join(capsys.readouterr().err.split())

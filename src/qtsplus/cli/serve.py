@@ -6,13 +6,29 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .console import fail, one_line_errors
 from .models import split_revision
 from .options import HOST, AllowHost, ApiKey, MaxVisualTokens, Retention, check_key
+
+# Options of vLLM's server that cannot be given behind `--`, and what to give in place of them.
+SET_BY_SERVE = {
+    "allowed-local-media-path": "--allow-media-root",
+    "allowed-media-domains": "--allow-media-domain",
+    "api-key": "--api-key in front of --",
+    "config": "its options, one by one",
+    "enable-prompt-tokens-details": "nothing",
+    "host": "--host in front of --",
+    "model": "the model as the argument",
+    "port": "--port in front of --",
+    "revision": "MODEL@COMMIT",
+    "trust-request-mm-kwargs": "nothing",
+    "worker-extension-cls": "nothing",
+}
+KNOWN = [*sorted(SET_BY_SERVE), "allowed-origins", "dtype", "mm-processor-kwargs", "served-model-name"]
 
 
 def serve(
@@ -57,13 +73,24 @@ def serve(
         if "longrope" in str(stored_config(model, revision)):  # such as the bundled model
             fail(f"{model} has rotary positions (longrope) that vLLM does not know; qtsplus app, ask and batch do")
         weights = stored_dtype(model, revision)
+    options = server_options(more or [])
+    budget = {"retention": retention, "max_visual_tokens": max_visual_tokens}
+    kwargs = processor_kwargs(options, {name: value for name, value in budget.items() if value is not None})
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    # Frames that other pages show may send nothing, and read nothing; usage says how many tokens were kept.
-    server += ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details", "--allowed-origins", "[]"]
+    # Usage says how many tokens were kept.
+    server += ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
     server += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
     server += ["--middleware", "qtsplus.vllm.server.Connection"]
-    server += ["--model", model, "--served-model-name", os.path.basename(os.path.abspath(model))]
-    server += ["--host", host, "--port", str(port), "--dtype", weights]
+    server += ["--model", model, "--host", host, "--port", str(port)]
+    # Frames that other pages show may send nothing, and read nothing.
+    defaults = {
+        "allowed-origins": "[]",
+        "served-model-name": os.path.basename(os.path.abspath(model)),
+        "dtype": weights,
+    }
+    for name, value in defaults.items():
+        if name not in options:
+            server += [f"--{name}", value]
     if revision:
         server += ["--revision", revision]
     if allow_media_root is not None:
@@ -71,17 +98,49 @@ def serve(
     if domains:
         server.append("--allowed-media-domains")
         server += domains
-    budget: dict[str, float] = {}
-    if retention is not None:
-        budget["retention"] = retention
-    if max_visual_tokens is not None:
-        budget["max_visual_tokens"] = max_visual_tokens
-    if budget:
-        server += ["--mm-processor-kwargs", json.dumps(budget)]
-    server += more or []
+    if kwargs:
+        server += ["--mm-processor-kwargs", json.dumps(kwargs)]
+    for name, words in options.items():
+        if name != "mm-processor-kwargs":
+            server += words
     environment = dict(os.environ)
     environment["VLLM_MEDIA_CONNECTOR"] = "qtsplus"
     environment["QTSPLUS_HOSTS"] = json.dumps([host] + (allow_host or []))
     if api_key is not None:
         environment["VLLM_API_KEY"] = api_key  # no other process can read it there
     os.execve(sys.executable, server, environment)
+
+
+def server_options(words: list[str]) -> dict[str, list[str]]:
+    """
+    The options behind `--` by their names, each with its words as they were given; what stands in front of the first
+    has no name. An option that `qtsplus serve` sets by itself is refused.
+    """
+    options: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            stated = re.split(r"[=.]", word.removeprefix("--"))[0].replace("_", "-")
+            name = next((known for known in KNOWN if known.startswith(stated)), stated)  # vLLM takes beginnings
+            if name in SET_BY_SERVE:
+                fail(f"{word} behind -- is set by qtsplus serve; expected {SET_BY_SERVE[name]}")
+        options.setdefault(name, []).append(word)
+    return options
+
+
+def processor_kwargs(options: dict[str, list[str]], budget: dict[str, float]) -> dict[str, Any]:
+    """The defaults of requests: those of --mm-processor-kwargs behind `--`, with the budget in front of it."""
+    words = options.get("mm-processor-kwargs", [])
+    if not words:
+        return dict(budget)
+    text = words[0].partition("=")[2] or " ".join(words[1:])
+    try:
+        stated = json.loads(text)
+    except ValueError:
+        stated = None
+    if not isinstance(stated, dict):
+        fail(f'--mm-processor-kwargs is {text!r}; expected one JSON object, such as \'{{"selection": "diversity"}}\'')
+    twice = sorted(stated.keys() & budget.keys())
+    if twice:
+        fail(f"{', '.join(twice)} is given twice, in front of -- and in --mm-processor-kwargs; expected one of them")
+    return stated | budget

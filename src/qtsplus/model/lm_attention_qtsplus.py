@@ -270,7 +270,7 @@ def looking_place(
 
 
 def log_attention(
-    model: QTSplusBackboneMixin,
+    model: Any,
     read: Callable[[], Reading],
     index: int,
     sources: Sequence[Tensor],
@@ -304,7 +304,7 @@ def log_attention(
         everything = QTSplusOutput(kept_indices=(torch.arange(len(group), device=device),))
         prompt = splice(model, alone, features, [take_rows(sources, group)], everything, pad_left=False)
         place = row.keep(group).cumsum(0) - 1
-        attention = _read_prompt(model, prompt, row_of_group.candidates, place[looking : looking + 1])
+        attention = model.group_attention(prompt, row_of_group.candidates, place[looking : looking + 1])
         log_shares[group] = attention.log_weights - attention.log_weights.logsumexp(0)
         log_odds.append(attention.log_odds)
     # One softmax over the text and all groups compares the groups by how much they outweigh the same text.
@@ -316,28 +316,32 @@ def log_attention(
     return log_shares
 
 
-def _read_prompt(
-    model: Any,
-    prompt: CompactPrompt,
-    visual: Tensor,
+def look_with_heads(
+    heads: Sequence[int] | None,
+    queries: Tensor,
+    keys: Tensor,
     place: Tensor,
+    visual: Tensor,
+    scaling: float,
 ) -> GroupAttention:
+    """As [`look`], by some of the heads, or by all without `heads`. `place` and `visual` may be on another device."""
+    if heads is not None:
+        chosen = torch.tensor(heads, device=keys.device)
+        keys = keys[chosen // (len(queries) // len(keys))]
+        queries = queries[chosen]
+    here = place.to(keys.device)
+    attention = look(queries[:, here], keys, here, visual.to(keys.device), scaling)
+    return GroupAttention(attention.log_weights.to(visual.device), attention.log_odds.to(visual.device))
+
+
+def read_group(model: Any, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
     """The attention of the word at `place` `[1]` of a prompt to its tokens at `visual` `[m]`."""
     config = model.config.qtsplus_config
     device = visual.device
     attentions = []
 
-    def read(
-        queries: Tensor,
-        keys: Tensor,
-        scaling: float,
-    ) -> None:
-        if config.attention_heads is not None:
-            heads = torch.tensor(config.attention_heads, device=keys.device)
-            keys = keys[heads // (len(queries) // len(keys))]
-            queries = queries[heads]
-        here = place.to(keys.device)
-        attentions.append(look(queries[:, here], keys, here, visual.to(keys.device), scaling))
+    def read(queries: Tensor, keys: Tensor, scaling: float) -> None:
+        attentions.append(look_with_heads(config.attention_heads, queries, keys, place, visual, scaling))
 
     last = attention_layer(model.config.text_config, config.attention_layer)
     first_layers = model.language_model.layers[:last]
@@ -361,4 +365,4 @@ def _read_prompt(
             output_attentions=False,
         )
     (attention,) = attentions
-    return GroupAttention(attention.log_weights.to(device), attention.log_odds.to(device))
+    return attention

@@ -17,7 +17,7 @@ from .columns_qtsplus import CachedPrompt, KeptColumns, check_cache
 from .encoding_qtsplus import encode_modality, encode_visual
 from .generation_qtsplus import QTSplusGenerationMixin
 from .layout_qtsplus import QTSplusBackboneMixin, are_packed, check_grids, lay_out
-from .lm_attention_qtsplus import check_attention, log_attention, reading_of
+from .lm_attention_qtsplus import GroupAttention, check_attention, log_attention, read_group, reading_of
 from .methods_qtsplus import take_rows
 from .prompt_qtsplus import (
     CACHE,
@@ -140,6 +140,10 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         super().__init__(config)  # type: ignore[call-arg]
         self.qtsplus = self.build_selector(config)
         self.post_init()
+
+    def group_attention(self, prompt: CompactPrompt, visual: torch.Tensor, place: torch.Tensor) -> GroupAttention:
+        """As [`read_group`]. An engine that has layers of its own overrides it."""
+        return read_group(self, prompt, visual, place)
 
     def build_selector(self, config) -> QTSplusSelector:
         """A selector of the language model's shape."""

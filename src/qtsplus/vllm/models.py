@@ -6,6 +6,7 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -22,18 +23,21 @@ from ..asking.answers import Kept, shown_by
 from ..hub.backbones import backbone_of
 from ..model.encoding_qtsplus import attend_within
 from ..model.layout_qtsplus import lay_out
+from ..model.lm_attention_qtsplus import GroupAttention
 from ..model.methods_qtsplus import add_method
 from ..model.mixin_qtsplus import choose
-from ..model.prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs, pad_rows, splice
+from ..model.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, SelectionInputs, VisualInputs, pad_rows, splice
 from ..model.selector_qtsplus import QTSplusOutput
 from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo
+from .attention import Pieces, Unfinished, problem_with_attention, read_group, refuse_attention
 from .processing import QTSplusMultiModalProcessor, read
-from .worker import PIXELS
+from .worker import AGAIN, FRAMES, PIXELS, Budget
 
 CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
 CHOSEN_BYTES = 2**28  # of the model's memory, for tokens that were chosen before their request runs
 TOGETHER = 2**15  # the most tokens of prompts that are chosen for at once
+READ_TOGETHER = 2**10  # the most requests whose attention is read at the same time
 BASES = 2**16  # requests whose bases of answers are kept: more than vLLM's own caches answer again
 
 Item = dict[str, Any]  # a request's videos, see `processing.merged_item`
@@ -49,10 +53,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Held:
-    """The features of a request's videos, kept while it waits or runs."""
+    """The features of a video, kept while requests about it wait or run."""
 
-    count: int  # how many requests hold them
-    features: list[Tensor]
+    count: int  # of these requests
+    features: Tensor  # [k, token_width]
 
 
 def batches(items: list[Item], chosen: Container[str]) -> Iterator[list[Item]]:
@@ -100,16 +104,20 @@ class QTSplusForVLLM:
     def __init__(self, *, vllm_config, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         check_engine(vllm_config)
+        defaults = vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {}
+        self.problem_with_attention = problem_with_attention(self.config, vllm_config)
+        if (defaults.get("selection") or self.config.qtsplus_config.selection) == "lm_attention":
+            refuse_attention(self.problem_with_attention)
         if self.visual.device.type == "cpu":
             for part in self.visual.modules():
                 if hasattr(part, "_forward_sdpa"):
                     part._forward_sdpa = lambda q, k, v, ends: attend_within(q[0], k[0], v[0], ends)[None]
-        defaults = vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {}
         add_method(defaults.get("selection"))
         with torch.device("meta"):
             hooks = backbone_of(self.config.model_type).model.model_class(self.config)
         del hooks.visual, hooks.language_model
         hooks.get_input_embeddings = lambda: self.language_model.model.embed_tokens
+        hooks.group_attention = self._group_attention
         self.qtsplus = hooks.qtsplus = hooks.build_selector(self.config)
         object.__setattr__(self, "hooks", hooks.eval())  # no part of the weights
         gigabytes = float(vllm_config.additional_config.get("qtsplus_cache_gb", CACHE_GB))
@@ -119,8 +127,11 @@ class QTSplusForVLLM:
         self.bases: LRUCache = LRUCache(BASES)
         # The `Choice` that was made when the budget was asked, by the same.
         self.chosen: LRUCache = LRUCache(CHOSEN_BYTES, getsizeof=lambda choice: choice.tokens.nbytes)
-        # The features of requests that wait or run, by the same.
+        # Of the videos of requests that wait or run, by the content of the video.
         self.held: dict[str, Held] = {}
+        # What was read for requests whose attention is read group by group, by the hash of a video item.
+        self.pieces: LRUCache = LRUCache(READ_TOGETHER)
+        self.reading: Pieces | None = None  # of the request that is being prepared
         # Columns `[k]` of the next forward pass and their positions `[axes, k]`.
         self.moved: tuple[Tensor, Tensor] | None = None
 
@@ -148,6 +159,7 @@ class QTSplusForVLLM:
         """Per item `[length, token_width + positions]`: its part of the shortened prompt, with each row's position."""
         hooks = self.hooks
         layout, choices = self._choose(items)
+        layout = with_all_times(layout)
         tokens = [choice.tokens for choice in choices]
         kept = QTSplusOutput(kept_indices=tuple(choice.kept_indices for choice in choices))
         features = {IMAGE: [hooks.no_features(layout.mask.device)] * len(layout.grids[IMAGE])}
@@ -199,10 +211,11 @@ class QTSplusForVLLM:
         return fields
 
     @torch.inference_mode()
-    def prepare(self, item: Item, hold: bool) -> tuple[int, float] | None:
+    def prepare(self, item: Item, hold: bool) -> Budget | str:
         """
-        How many tokens the model keeps of a request, at most its `max_visual_tokens`, and the fraction that it aims at;
-        `None` where a video is not in the cache and its pixels are not in the item.
+        Chooses the tokens of a request before it runs, so that an error costs this request alone. [`FRAMES`] where a
+        video is not known here and its pixels are not in the item; [`AGAIN`] where attention was read for one more
+        group of tokens, and others are left.
 
         Args:
             hold: keeps the features of its videos until [`release`], so that the request can come without pixels.
@@ -210,31 +223,54 @@ class QTSplusForVLLM:
         item = read(item)
         settings = item["settings"]
         key = settings["key"]
-        missing = [video for video in settings["hashes"] if self.encoded.get(video) is None]
-        unknown = missing and PIXELS not in item
-        if unknown and (hold or key not in self.bases):
-            return None
-        features = []
-        if hold:
+        needs_choice = settings["selection"] != "all" and key not in self.bases
+        if hold or needs_choice:
+            if PIXELS not in item and any(self._known(video) is None for video in settings["hashes"]):
+                return FRAMES
             features = self._encode(item)
-        own_budget = settings["selection"] != "all" and settings.get("retention") is None
-        if own_budget and key not in self.bases:
-            _, (choice,) = self._choose([item])
+        if needs_choice:
+            pieces = self.pieces.pop(key, None) or Pieces(features)
+            pieces.begin()
+            self.reading = pieces
+            try:
+                _, (choice,) = self._choose([item])
+            except Unfinished:
+                self.pieces[key] = pieces
+                return AGAIN
+            finally:
+                self.reading = None
             if choice.tokens.nbytes <= self.chosen.maxsize:
                 self.chosen[key] = choice
         if hold:  # and nothing can fail any more
-            count = self.held[key].count if key in self.held else 0
-            self.held[key] = Held(count + 1, features)
-        if not own_budget:
+            for video, of_video in zip(settings["hashes"], features, strict=True):
+                count = self.held[video].count if video in self.held else 0
+                self.held[video] = Held(count + 1, of_video)
+        if settings["selection"] == "all":
             return 0, 1.0
         basis = self.bases[key]
         return basis["kept_tokens"], basis["rho"]
 
-    def release(self, key: str) -> None:
+    def release(self, videos: list[str]) -> None:
         """Ends one `hold` of [`prepare`]."""
-        held = self.held.pop(key)
-        if held.count > 1:
-            self.held[key] = replace(held, count=held.count - 1)
+        for video in videos:
+            held = self.held.pop(video)
+            if held.count > 1:
+                self.held[video] = replace(held, count=held.count - 1)
+
+    def _known(self, video: str) -> Tensor | None:
+        """The features of a video `[k, token_width]`, where they are in the cache or held by another request."""
+        features = self.encoded.get(video)
+        if features is None and video in self.held:
+            features = self.held[video].features
+        return features
+
+    def _group_attention(self, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
+        """In place of our Transformers model's, for `lm_attention`: in vLLM's own layers."""
+        refuse_attention(self.problem_with_attention)
+        read_this = partial(read_group, self.hooks, self.language_model.model.layers, prompt, visual, place)
+        if self.reading is None:  # by a vLLM that was not started by qtsplus serve
+            return read_this()
+        return self.reading.next(read_this)
 
     def _choose(self, items: list[Item]) -> tuple[Layout, list[Choice]]:
         """The full prompts of requests of one of [`batches`], and the choice for each."""
@@ -265,12 +301,12 @@ class QTSplusForVLLM:
         return layout, [Choice(*pair) for pair in zip(selected, kept, strict=True)]
 
     def _encode(self, item: Item) -> list[Tensor]:
-        """Per video `[k, token_width]`; the tower sees those that are not in the cache."""
+        """Per video `[k, token_width]`; the vision tower sees those that are not known."""
         encoded = []
         for index, key in enumerate(item["settings"]["hashes"]):
-            features = self.encoded.get(key)
-            if features is None and PIXELS not in item:
-                features = self.held[item["settings"]["key"]].features[index]
+            features = self._known(key)
+            if features is None and self.reading is not None:
+                features = self.reading.features[index]
             if features is None:
                 video = slice(index, index + 1)
                 embedded = super().embed_multimodal(  # type: ignore[misc]
@@ -298,10 +334,7 @@ class QTSplusForVLLM:
         prompts = [item["prompt_ids"] for item in items]
         ids = pad_rows(prompts, 0, left=False)
         mask = pad_rows([torch.ones_like(prompt) for prompt in prompts], 0, left=False)
-        layout = lay_out(self.hooks, visual, ids.to(device), mask.to(device))
-        # Which frames will have kept tokens is not known where vLLM counts: the times of all of them stay.
-        rows = [replace(row, separators=row.separators[:, :0]) for row in layout.rows]
-        return replace(layout, rows=rows)
+        return lay_out(self.hooks, visual, ids.to(device), mask.to(device))
 
     def get_mrope_input_positions(self, input_tokens, mm_features) -> tuple[Tensor, int]:
         """`[3, S]` of the shortened prompt, right outside of its video item, and what decoding adds to the count."""
@@ -315,7 +348,7 @@ class QTSplusForVLLM:
         first = videos[0].mm_position.offset
         length = settings["length"]
         full_length = settings["stop"] - settings["start"]  # of the item before it was shortened
-        full = self._lay_out([item]).rows[0].language_positions
+        full = with_all_times(self._lay_out([item])).rows[0].language_positions
         full = full[:, settings["start"] - first :]  # vLLM may have truncated a prompt
         full = full[:, : full_length - length + len(input_tokens)]
         before = full[:, :first]
@@ -352,6 +385,12 @@ class QTSplusForVLLM:
             positions[:, columns.to(device)] = moved.to(device, positions.dtype)
             self.moved = None
         return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
+
+
+def with_all_times(layout: Layout) -> Layout:
+    """The times of all frames stay in the prompts: where vLLM counts, nobody knows which frames keep a token."""
+    rows = [replace(row, separators=row.separators[:, :0]) for row in layout.rows]
+    return replace(layout, rows=rows)
 
 
 def _no_pixels(grids: Tensor) -> Tensor:

@@ -49,12 +49,8 @@ def settings_of_request(defaults: Mapping, request: Fields) -> Fields:
 def check_settings(settings: Fields) -> None:
     """Raises `ValueError` for a budget out of range, or a selection that is unknown or not possible here."""
     selection = settings["selection"]
-    possible = sorted(set(METHODS) - {"lm_attention"})
-    if not isinstance(selection, str) or selection not in possible:
-        reason = ""
-        if selection == "lm_attention":
-            reason = " (vLLM does not give the language model's attention)"
-        raise ValueError(f"selection={selection!r}: expected one of {', '.join(possible)} in vLLM{reason}.")
+    if not isinstance(selection, str) or selection not in METHODS:
+        raise ValueError(f"selection={selection!r}: expected one of {', '.join(sorted(METHODS))}.")
     if not isinstance(settings.get("reencode", True), bool):
         raise ValueError(f"reencode={settings['reencode']!r}: expected true or false.")
     check_budget(selection, [settings.get("retention")], 1, settings.get("max_visual_tokens"))
@@ -85,13 +81,13 @@ class QTSplusMultiModalProcessor:
     In front of a backbone's processor for vLLM, which does its work as if nothing were selected, and never hears of the
     question: so its cache of processed videos serves every question about one.
 
-    `call_engine(method, args)` calls a method of vLLM's workers, where they are connected, and `release(key)` says that
-    a request is over; with both, a video's frames travel to the engine once.
+    `call_engine(method, args)` calls a method of vLLM's workers, where they are connected, and `release(videos)` says
+    that a request about these hashes is over; with both, a video's frames travel to the engine once.
     """
 
     info: Any
     call_engine: Callable[..., Any] | None = None
-    release: Callable[[str], None] | None = None
+    release: Callable[[list[str]], None] | None = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -215,10 +211,14 @@ class QTSplusMultiModalProcessor:
         fixed = settings["selection"] == "all" or settings.get("retention") is not None
         release = self.release
         call = self.call_engine
-        if fixed and release is None:
-            call = None  # there is nothing to ask
         asks_for_budget = call is not None and not fixed
-        if (asks_for_budget or settings["selection"] == "qtsplus") and not mask.any():
+        if settings["selection"] == "lm_attention" and images:
+            raise ValueError(
+                "selection='lm_attention' takes no images in vLLM, whose features are not known when tokens are "
+                "chosen: leave out the images, or take another selection, such as 'qtsplus' or 'diversity'."
+            )
+        by_question = settings["selection"] in ("qtsplus", "lm_attention")
+        if (asks_for_budget or by_question) and not mask.any():
             raise ValueError(
                 "The last turn that a user wrote has no text to select by: expected a question beside the video."
             )
@@ -250,7 +250,7 @@ class QTSplusMultiModalProcessor:
         item = merged_item(items, prompt, mask, settings)
         if release is not None:
             del item[PIXELS]
-            finalize(item, release, key).atexit = False  # lives as long as its request
+            finalize(item, release, settings["hashes"]).atexit = False  # lives as long as its request
         placeholders: Fields = {}
         if images:
             placeholders["image"] = _moved(images, stop, length - (stop - start))

@@ -17,7 +17,7 @@ from threading import Condition
 from typing import Any, ClassVar
 
 import numpy as np
-from cachetools import LRUCache, cached  # which vLLM needs too
+from cachetools import LRUCache, TTLCache, cached  # which vLLM needs too
 from cachetools.keys import hashkey
 from starlette.datastructures import Headers, MutableHeaders
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
@@ -27,7 +27,7 @@ from ..common.journals import file_state
 from ..common.validation import check_count
 from ..data.media import UNREADABLE
 from ..hub.loading import load_processor
-from ..model.addresses_qtsplus import is_inline, shown_name
+from ..model.addresses_qtsplus import is_address, is_inline, shown_name
 from ..model.sampling_qtsplus import require_positive
 from ..serve.door import HEALTH, Door, Guard
 
@@ -36,7 +36,10 @@ MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
 ASKING = 32  # questions that are made ready at once
 RELEASE_SECONDS = 60
 READ_BYTES = 2 * 2**30  # of main memory, for frames of videos that may be asked about again
-HOSTS, KEY = "QTSPLUS_HOSTS", "VLLM_API_KEY"  # in the environment: the names it answers to, and its key
+FRESH_SECONDS = 60  # for which a video behind an address is the one that was read
+HOSTS = "QTSPLUS_HOSTS"  # in the environment: the names that the server answers to
+KEY = "VLLM_API_KEY"  # in the environment: its key
+READING = {"fps": "fps", "num_frames": "max_frames"}  # vLLM's name of a field and ours
 
 # The hashes of what the engine was asked while a request was answered.
 _ASKED: ContextVar[list[str]] = ContextVar("asked")
@@ -78,8 +81,23 @@ def _mark(processor: Any, place: str, name: str, **reading: Any) -> Any:
     return hashkey(name, device, *file_state(place).values(), **reading)
 
 
-# Of questions about one film that come together, one reads it and the others wait.
-_read_once = cached(LRUCache(READ_BYTES, lambda video: video[0].nbytes), _mark, condition=Condition())(read_frames)
+def _bytes(video: tuple[np.ndarray, dict[str, Any]]) -> int:
+    return video[0].nbytes
+
+
+# Of questions about one video that come together, one reads it and the others wait.
+_read_once = cached(LRUCache(READ_BYTES, _bytes), _mark, condition=Condition())(read_frames)
+
+
+def _address(door: Door, processor: Any, url: str, **reading: Any) -> Any:
+    return hashkey(url, **reading)
+
+
+@cached(TTLCache(READ_BYTES, FRESH_SECONDS, getsizeof=_bytes), _address, condition=Condition())
+def _read_address(door: Door, processor: Any, url: str, **reading: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    """What is behind an address, which is read again when it is asked about after [`FRESH_SECONDS`]."""
+    with door.place(url) as place:
+        return read_frames(processor, place, shown_name(url), **reading)
 
 
 @MEDIA_CONNECTOR_REGISTRY.register("qtsplus")
@@ -101,22 +119,29 @@ class Media(MediaConnector):
     def fetch_video(self, video_url: str, **kwargs: Any) -> Any:
         if video_url[:16].lower() == "data:video/jpeg;":  # frames, as vLLM takes them
             return super().fetch_video(video_url, **kwargs)
+        reading = self._reading()
+        if is_address(video_url):
+            return _read_address(self._door, self.processor, video_url, **reading)
+        with self._door.place(video_url) as place:
+            return _read_once(self.processor, place, shown_name(video_url), **reading)
+
+    def _reading(self) -> dict[str, Any]:
+        """How a request's `media_io_kwargs` have its videos read; `ValueError` for what cannot be."""
         stated = self.media_io_kwargs.get("video") or {}
         if not isinstance(stated, dict):
             raise ValueError(f"media_io_kwargs of a video are {stated!r}; expected fps or num_frames by their names.")
+        unknown = sorted(stated.keys() - READING.keys())
+        if unknown:
+            raise ValueError(f"media_io_kwargs names {', '.join(unknown)} for a video; expected fps or num_frames.")
         if stated.get("fps") is not None:
             require_positive("fps", stated["fps"])
-        names = {"fps": "fps", "num_frames": "max_frames"}
-        if unknown := sorted(stated.keys() - names.keys()):
-            raise ValueError(f"media_io_kwargs names {', '.join(unknown)} for a video; expected fps or num_frames.")
+        count = stated.get("num_frames")
         most = max(self.most_frames, self.processor.video_processor.max_frames)
-        if (count := stated.get("num_frames")) is not None:
+        if count is not None:
             check_count("num_frames", count, "frames")
             if count > most:
                 raise ValueError(f"num_frames={count}: expected at most {most}, or more at the server's start.")
-        reading = {names[name]: value for name, value in stated.items()}
-        with self._door.place(video_url) as place:
-            return _read_once(self.processor, place, shown_name(video_url), **reading)
+        return {READING[name]: value for name, value in stated.items()}
 
     async def fetch_video_async(self, video_url: str, **kwargs: Any) -> Any:
         return await asyncio.to_thread(self.fetch_video, video_url, **kwargs)
@@ -142,28 +167,37 @@ class Connection:
         await self.guard(scope, receive, send)
 
     def _connect(self, engine: Any) -> None:
-        loop, generate, processor = asyncio.get_running_loop(), engine.generate, engine.renderer.get_mm_processor()
+        """Connects the processor to the engine, when the first request comes."""
+        loop = asyncio.get_running_loop()
+        processor = engine.renderer.get_mm_processor()
+        generate = engine.generate
 
         def call(method: str, args: tuple[Any, ...]) -> Any:
             return asyncio.run_coroutine_threadsafe(engine.collective_rpc(method, args=args), loop)
 
-        def release(key: str) -> None:
+        def call_and_wait(method: str, args: tuple[Any, ...]) -> Any:
+            return call(method, args).result()  # in the thread where requests are prepared
+
+        def release(videos: list[str]) -> None:
             if not loop.is_closed():  # later, since vLLM runs what is cancelled on its way to the engine
-                loop.call_soon_threadsafe(loop.call_later, RELEASE_SECONDS, call, "qtsplus_release", (key,))
+                loop.call_soon_threadsafe(loop.call_later, RELEASE_SECONDS, call, "qtsplus_release", (videos,))
 
         def noting(prompt: Any, *args: Any, **kwargs: Any) -> Any:
             _ASKED.get([]).append(key_of(prompt))
             return generate(prompt, *args, **kwargs)
 
-        self.engine, engine.generate = engine, noting
-        processor.call_engine = lambda *asked: call(*asked).result()  # in the thread where requests are prepared
+        self.engine = engine
+        engine.generate = noting
+        processor.call_engine = call_and_wait
         if engine.vllm_config.parallel_config.data_parallel_size == 1:  # else each engine has features of its own
             processor.release = release
-        pool = ThreadPoolExecutor(ASKING)  # in vLLM's one thread each would wait for a step of the engine, one by one
+        # In vLLM's own single thread each request would wait for a step of the engine, one after the other.
+        pool = ThreadPoolExecutor(ASKING)
         engine.renderer._process_multimodal_async = make_async(engine.renderer._process_multimodal, executor=pool)
         config = engine.vllm_config.model_config
+        video_options = (config.multimodal_config.media_io_kwargs or {}).get("video", {})
         Media.processor = load_processor(config.model, config.revision)
-        Media.most_frames = (config.multimodal_config.media_io_kwargs or {}).get("video", {}).get("num_frames", 0)
+        Media.most_frames = video_options.get("num_frames", 0)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] == HEALTH:
@@ -191,15 +225,26 @@ class Connection:
         return tell
 
     async def _told(self, body: bytes, asked: list[str]) -> bytes:
-        begin = b"data: " * body.startswith(b"data: {")
-        if not any(asked) or body[len(begin) : len(begin) + 1] != b"{":
+        """A whole answer, or one event of a stream, with what its finished choices rest on."""
+        is_event = body.startswith(b"data: {")
+        content = body.removeprefix(b"data: ") if is_event else body
+        if not any(asked) or not content.startswith(b"{"):
             return body
-        answer = json.loads(body[len(begin) :])
-        ended = [one for one in answer.get("choices", ()) if one.get("finish_reason") is not None]
-        for choice in ended:  # of one question, or each of its own
-            key = asked[min(choice["index"], len(asked) - 1)]
-            choice["qtsplus"] = (await self.engine.collective_rpc("qtsplus_basis", args=(key,)))[0] if key else None
-        return begin + json.dumps(answer).encode() + b"\n\n" * len(begin[:1]) if ended else body
+        answer = json.loads(content)
+        finished = [choice for choice in answer.get("choices", ()) if choice.get("finish_reason") is not None]
+        if not finished:
+            return body
+        for choice in finished:
+            key = asked[min(choice["index"], len(asked) - 1)]  # several choices may answer one question
+            choice["qtsplus"] = await self._basis(key)
+        told = json.dumps(answer).encode()
+        return b"data: " + told + b"\n\n" if is_event else told
+
+    async def _basis(self, key: str) -> dict | None:
+        if not key:
+            return None
+        answers = await self.engine.collective_rpc("qtsplus_basis", args=(key,))
+        return answers[0]
 
 
 def key_of(prompt: Any) -> str:

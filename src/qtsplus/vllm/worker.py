@@ -13,6 +13,9 @@ from typing import Any
 from safetensors.torch import load, save
 
 PIXELS = "pixel_values_videos"
+Budget = tuple[int, float]  # the tokens that a request keeps, and the fraction that it aims at
+FRAMES = "frames"  # in place of a budget: the engine needs the frames
+AGAIN = "again"  # in place of a budget: the engine has done a part, and is to be asked again
 
 
 class Worker:
@@ -20,7 +23,7 @@ class Worker:
 
     get_model: Callable[[], Any]
 
-    def qtsplus_prepare(self, item: bytes, hold: bool) -> tuple[int, float] | None:
+    def qtsplus_prepare(self, item: bytes, hold: bool) -> Budget | str:
         """As the model's `prepare`, for an item of [`prepare`]."""
         data: dict = load(item)
         pixels = [data.pop(name) for name in sorted(data) if name.isdigit()]
@@ -28,40 +31,45 @@ class Worker:
             data[PIXELS] = pixels
         return self.get_model().prepare(data, hold)
 
-    def qtsplus_release(self, key: str) -> None:
+    def qtsplus_release(self, videos: list[str]) -> None:
         """As the model's `release`."""
-        self.get_model().release(key)
+        self.get_model().release(videos)
 
     def qtsplus_basis(self, key: str) -> dict | None:
         """What the answers to a request rest on, by the hash of its video item; `None` from a worker without it."""
         return self.get_model().bases.get(key)
 
 
-def prepare(
-    call_engine: Callable[..., Any],
-    item,
-    hold: bool,
-    turn: Lock,
-) -> tuple[int, float]:
+def prepare(call_engine: Callable[..., Any], item, hold: bool, turn: Lock) -> Budget:
     """
-    How many tokens the model keeps of a request, whose item [`processing.merged_item`] has made, and the fraction that
-    it aims at. Frames travel if the engine does not have their features, with one question about them at a time, which
-    has the `turn`; `hold` keeps the features.
+    Has the engine choose a request's tokens. Frames travel if the engine does not have their features, with one
+    question about them at a time, which has the `turn`.
+
+    Args:
+        item: what [`processing.merged_item`] has made.
+        hold: the engine keeps the features until it is told to release them.
     """
     data = item.get_data()
     pixels = data.pop(PIXELS)
     data = {name: value.contiguous() for name, value in data.items()}
-    while True:
-        budget = call_engine("qtsplus_prepare", (save(data), hold))[0]
-        if budget is not None:
-            return budget
-        if turn.acquire(blocking=False):
-            break
-        with turn:  # another question has sent the frames
+    without_frames = save(data)
+
+    def ask(content: bytes) -> Any:
+        answer = call_engine("qtsplus_prepare", (content, hold))[0]
+        while answer == AGAIN:  # decoding steps of other requests come between
+            answer = call_engine("qtsplus_prepare", (without_frames, hold))[0]
+        return answer
+
+    answer = ask(without_frames)
+    while answer == FRAMES and not turn.acquire(blocking=False):
+        with turn:  # another question sends the frames
             pass
+        answer = ask(without_frames)
+    if answer != FRAMES:
+        return answer
     try:
         for index, of_video in enumerate(pixels):
             data[f"{index:03}"] = of_video.clone()  # a video may come twice
-        return call_engine("qtsplus_prepare", (save(data), hold))[0]
+        return ask(save(data))
     finally:
         turn.release()

@@ -1,0 +1,144 @@
+"""The language model's own attention inside vLLM, for the method `lm_attention`.
+
+The first layers run as vLLM's own decoder layers, so that quantised weights go through vLLM's kernels and no weight is
+in memory twice. For the time of a call their attention is replaced by a causal one that uses no cache.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..model.lm_attention_qtsplus import GroupAttention, attention_layer, full_attention_layers, look_with_heads
+from ..model.prompt_qtsplus import CompactPrompt
+
+
+class Unfinished(Exception):
+    """A group was read; the others are read in further calls, so that the engine makes other clients' tokens first."""
+
+
+class Pieces:
+    """The attention to the groups of one request's videos, of which each call of the engine reads one more."""
+
+    def __init__(self, features: list[Tensor]):
+        self.features = features  # per video [k, token_width]: the request's pixels come with its first call only
+        self._known: list[GroupAttention] = []
+        self._place = 0
+        self._has_read = False
+
+    def begin(self) -> None:
+        """Another call of the engine begins, which goes through all groups again."""
+        self._place = 0
+        self._has_read = False
+
+    def next(self, read: Callable[[], GroupAttention]) -> GroupAttention:
+        """The next group's attention, from an earlier call or by `read`; [`Unfinished`] where one was read already."""
+        if self._place == len(self._known):
+            if self._has_read:
+                raise Unfinished
+            self._known.append(read())
+            self._has_read = True
+        self._place += 1
+        return self._known[self._place - 1]
+
+
+def by_heads(states: Tensor, head_size: int) -> Tensor:
+    """`[heads, S, head_size]` of `[S, heads * head_size]`."""
+    return states.unflatten(-1, (-1, head_size)).transpose(0, 1)
+
+
+class _CausalAttention(nn.Module):
+    """In place of a layer's attention: over the tokens of this call alone."""
+
+    def __init__(self, attention: Any):
+        super().__init__()
+        self.head_size = attention.head_size
+        self.scaling = attention.impl.scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        query, key, value = (by_heads(states, self.head_size)[None] for states in (query, key, value))
+        attended = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scaling, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1).flatten(1)
+
+
+class _ReadAttention(_CausalAttention):
+    """In place of the attention that is read: hands out queries and keys, `[heads, S, head_size]`."""
+
+    def __init__(self, attention: Any, read: Callable[[Tensor, Tensor, float], None]):
+        super().__init__(attention)
+        self.read = read
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        self.read(by_heads(query, self.head_size), by_heads(key, self.head_size), self.scaling)
+        return query.new_zeros(query.shape)
+
+
+@contextmanager
+def _replaced(mixer: Any, attention: nn.Module) -> Iterator[None]:
+    original = mixer._modules["attn"]
+    mixer._modules["attn"] = attention
+    try:
+        yield
+    finally:
+        mixer._modules["attn"] = original
+
+
+def read_group(hooks: Any, layers: Any, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
+    """
+    As the function of the same name in Transformers, for one prompt.
+
+    Args:
+        hooks: our Transformers model of the same backbone, without a language model.
+        layers: vLLM's decoder layers.
+    """
+    selector = hooks.config.qtsplus_config
+    last = attention_layer(hooks.config.text_config, selector.attention_layer)
+    attentions: list[GroupAttention] = []
+
+    def read(queries: Tensor, keys: Tensor, scaling: float) -> None:
+        attentions.append(look_with_heads(selector.attention_heads, queries, keys, place, visual, scaling))
+
+    embeds = hooks.get_input_embeddings()(prompt.input_ids)
+    inputs = hooks.language_inputs(embeds, prompt.input_ids, prompt.features)
+    hidden = inputs["inputs_embeds"][0].clone()  # vLLM's norms work in place
+    residual = None
+    positions = hooks.language_axes(prompt.position_ids)[:, 0].contiguous()
+    levels = inputs.get("deepstack_visual_embeds", [])
+    for number in range(last):
+        layer = layers[number]
+        with _replaced(layer.self_attn, _CausalAttention(layer.self_attn.attn)):
+            hidden, residual = layer(positions, hidden, residual)
+        if number < len(levels):
+            hidden = hidden.clone()
+            hidden[inputs["visual_pos_masks"][0]] += levels[number].to(hidden.dtype)
+    layer = layers[last]
+    if residual is None:
+        normed = layer.input_layernorm(hidden)
+    else:
+        normed, _ = layer.input_layernorm(hidden, residual)
+    with _replaced(layer.self_attn, _ReadAttention(layer.self_attn.attn, read)):
+        layer.self_attn(positions, normed)
+    return attentions[0]
+
+
+def problem_with_attention(config: Any, vllm_config: Any) -> str:
+    """Why `lm_attention` would give wrong answers in this engine; empty if it works."""
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        return "tensor_parallel_size above 1, where each process has a part of the heads"
+    if vllm_config.lora_config is not None:
+        return "LoRA adapters, which would not take part in choosing (merge the adapter into the model)"
+    if len(full_attention_layers(config.text_config)) < config.text_config.num_hidden_layers:
+        return "a language model with recurrent layers"
+    return ""
+
+
+def refuse_attention(problem: str) -> None:
+    """Raises `ValueError` if there is a problem."""
+    if problem:
+        raise ValueError(
+            f"selection='lm_attention' does not work in vLLM with {problem}. Expected another selection, such as "
+            '--mm-processor-kwargs \'{"selection": "diversity"}\'.'
+        )
