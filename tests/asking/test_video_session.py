@@ -20,7 +20,9 @@ from qtsplus.asking.session import VideoSession, encode
 from qtsplus.live.stream import Stream
 from qtsplus.video import storage
 
-WORLDS = [make_world(10 + index) for index in range(2)]
+FRONT = make_world(10)
+BACK = make_world(11)
+QUESTIONS = [thing.question for thing in FRONT.objects + BACK.objects]
 SHORT = {"max_new_tokens": 8}
 
 
@@ -28,16 +30,17 @@ SHORT = {"max_new_tokens": 8}
 def cameras(tmp_path_factory):
     """Two mp4 files."""
     folder = tmp_path_factory.mktemp("cameras")
-    for name, world in zip(("front", "back"), WORLDS, strict=True):
-        write_mp4(folder / f"{name}.mp4", render_world(world), 2)
+    write_mp4(folder / "front.mp4", render_world(FRONT), 2)
+    write_mp4(folder / "back.mp4", render_world(BACK), 2)
     return folder
 
 
 @pytest.fixture(scope="module")
 def both(loaded, cameras):
+    """A session about both videos, in which nobody chats."""
     made = VideoSession(*loaded)
-    for name in ("front", "back"):
-        made.add(cameras / f"{name}.mp4")
+    made.add(cameras / "front.mp4")
+    made.add(cameras / "back.mp4")
     return made
 
 
@@ -50,24 +53,46 @@ def fresh(loaded, both):
     return made
 
 
-QUESTIONS = [thing.question for world in WORLDS for thing in world.objects]
+@pytest.fixture
+def stream(loaded):
+    """A stream that has seen the first video."""
+    made = Stream(*loaded)
+    made.append(render_world(FRONT))
+    return made
 
 
-def one_shot(loaded, content, query=None, **options):
+@pytest.fixture
+def positions(loaded, monkeypatch):
+    """Sets how many positions the model has."""
+
+    def limit(most):
+        monkeypatch.setattr(loaded[0].config.text_config, "max_position_embeddings", most)
+
+    return limit
+
+
+def one_shot(loaded, content, **options):
     """The answer, the kept indices and the logits of the prompt, from pixels through the chat template."""
     model, processor = loaded
-    more = {"processor_kwargs": {**options, **({} if query is None else {"query": query})}}
-    chat = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", **more}
-    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **chat)
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=options,
+    )
     output = model.generate(**inputs, **SHORT, return_dict_in_generate=True)
     with torch.no_grad():
         logits = model(**inputs, logits_to_keep=1).logits
-    text = processor.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
-    return text, output.qtsplus.kept_indices[0], logits
+    prompt_length = inputs["input_ids"].shape[1]
+    text = processor.decode(output.sequences[0, prompt_length:], skip_special_tokens=True)
+    return text.strip(), output.qtsplus.kept_indices[0], logits
 
 
 def kept_of(answer):
-    return torch.cat([kept.flatten() for kept in answer.keep_maps.values()]).nonzero()[:, 0]
+    kept = [kept.flatten() for kept in answer.keep_maps.values()]
+    return torch.cat(kept).nonzero()[:, 0]
 
 
 def logits_of(made, question):
@@ -76,122 +101,171 @@ def logits_of(made, question):
         return made.model(**inputs, logits_to_keep=1).logits
 
 
-def same(one, other):
-    return (one.answer, one.evidence, one.rho) == (other.answer, other.evidence, other.rho) and all(
-        torch.equal(kept, other.keep_maps[name]) for name, kept in one.keep_maps.items()
-    )
+def assert_same_tokens(answer, expected):
+    assert answer.keep_maps.keys() == expected.keep_maps.keys()
+    for name, kept in answer.keep_maps.items():
+        assert torch.equal(kept, expected.keep_maps[name])
+
+
+def assert_same(answer, expected):
+    assert answer.answer == expected.answer
+    assert answer.evidence == expected.evidence
+    assert answer.rho == expected.rho
+    assert_same_tokens(answer, expected)
 
 
 # As one call of generate ----------------------------------------------------------------------------------------------
 
 
 def as_file(frames, folder):
-    write_mp4(folder / "film.mp4", frames, 2)
-    return str(folder / "film.mp4"), {}
+    write_mp4(folder / "video.mp4", frames, 2)
+    return str(folder / "video.mp4")
 
 
 def as_folder(frames, folder):
     for index, frame in enumerate(frames):
         Image.fromarray(frame).save(folder / f"{index}.png")
-    return str(folder), {"fps": 2}
+    return str(folder)
 
 
-KINDS = {
-    "file": as_file,
-    "folder": as_folder,
-    "array": lambda frames, _: (frames, {"fps": 2}),
-    "tensor": lambda frames, _: (torch.from_numpy(frames).permute(0, 3, 1, 2), {"fps": 2}),
-    "pictures": lambda frames, _: ([Image.fromarray(frame) for frame in frames], {"fps": 2}),
-}
+def as_array(frames, folder):
+    return frames
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def as_tensor(frames, folder):
+    return torch.from_numpy(frames).permute(0, 3, 1, 2)
+
+
+def as_pictures(frames, folder):
+    return [Image.fromarray(frame) for frame in frames]
+
+
+@pytest.mark.parametrize("kind", [as_file, as_folder, as_array, as_tensor, as_pictures])
 def test_a_session_of_one_video_is_one_shot(loaded, tmp_path, kind):
-    video, options = KINDS[kind](render_world(WORLDS[0]), tmp_path)
-    made, question = VideoSession(*loaded), QUESTIONS[0]
+    video = kind(render_world(FRONT), tmp_path)
+    options = {} if kind == as_file else {"fps": 2}
+    question = QUESTIONS[0]
+    made = VideoSession(*loaded)
     name = made.add(video, **options)
     answer = made.ask(question, **SHORT)
-    text, kept, logits = one_shot(
-        loaded, [{"type": "video", "video": video}, {"type": "text", "text": question}], **options
-    )
-    assert answer.answer == text and torch.equal(kept_of(answer), kept) and answer.kept_tokens == len(kept)
+
+    content = [{"type": "video", "video": video}, {"type": "text", "text": question}]
+    text, kept, logits = one_shot(loaded, content, **options)
+    assert answer.answer == text
+    assert torch.equal(kept_of(answer), kept)
+    assert answer.kept_tokens == len(kept)
     assert torch.allclose(logits_of(made, question), logits, atol=1e-4)
+
     alone = session.ask(*loaded, video, question, **options, **SHORT)
-    assert alone.answer == text and torch.equal(alone.keep_map, answer.keep_maps[name])
-    assert [one.pixels for one in alone.evidence] == [one.pixels for one in answer.evidence]
-    for one in answer.evidence:
-        assert one.pixels == tuple(round(168 * side) for side in one.box), "cells are 28 of 168 pixels"
+    assert alone.answer == text
+    assert torch.equal(alone.keep_map, answer.keep_maps[name])
+    assert [place.pixels for place in alone.evidence] == [place.pixels for place in answer.evidence]
+    for place in answer.evidence:
+        assert place.pixels == tuple(round(168 * side) for side in place.box), "cells are 28 of 168 pixels"
 
 
-def test_a_session_of_two_videos_is_one_shot(loaded, cameras, both):
+@pytest.mark.parametrize("question", QUESTIONS[::4])
+def test_a_session_of_two_videos_is_one_shot(loaded, cameras, both, question):
     content = []
     for name in both.names:
-        content += [{"type": "text", "text": f"{name}: "}, {"type": "video", "video": str(cameras / name)}]
-    for question in QUESTIONS[::4]:
-        answer = both.ask(question, **SHORT)
-        text, kept, logits = one_shot(loaded, [*content, {"type": "text", "text": question}], query=question)
-        assert answer.answer == text and torch.equal(kept_of(answer), kept)
-        assert torch.allclose(logits_of(both, question), logits, atol=1e-4)
+        content.append({"type": "text", "text": f"{name}: "})
+        content.append({"type": "video", "video": str(cameras / name)})
+    content.append({"type": "text", "text": question})
+    text, kept, logits = one_shot(loaded, content, query=question)
+    answer = both.ask(question, **SHORT)
+    assert answer.answer == text
+    assert torch.equal(kept_of(answer), kept)
+    assert torch.allclose(logits_of(both, question), logits, atol=1e-4)
 
 
-def test_evidence_names_the_video_whatever_the_order(loaded, both, cameras):
+def test_evidence_names_the_video_whatever_the_order(loaded, both):
     turned = VideoSession(*loaded)
-    for name in reversed(both.names):
-        turned.add(cameras / name)
-    named = []
-    for name, world, other in zip(both.names, WORLDS, WORLDS[::-1], strict=True):
+    for name in ("back.mp4", "front.mp4"):
+        turned.add(both.videos[name], name)
+    right = 0
+    for name, world, other in (("front.mp4", FRONT, BACK), ("back.mp4", BACK, FRONT)):
+        other_names = {thing.name for thing in other.objects}
         for thing in world.objects:
-            if thing.name in {one.name for one in other.objects}:
-                continue  # the other camera shows one of that name too
+            if thing.name in other_names:
+                continue
             for made in (both, turned):
                 answer = made.ask(thing.question, **SHORT)
                 if answer.answer == thing.mark:
-                    named.append(answer.evidence[0].name == name)
-    assert len(named) >= 8 and all(named)
+                    assert answer.evidence[0].name == name
+                    right += 1
+    assert right >= 8
 
 
-def test_a_question_about_some_of_the_videos(both):
-    for name in both.names:
-        answer = both.ask(QUESTIONS[0], [name], **SHORT)
-        assert list(answer.keep_maps) == [name] and {one.name for one in answer.evidence} == {name}
-        assert same(answer, both.ask(QUESTIONS[0], [name], **SHORT))
+@pytest.mark.parametrize("name", ["front.mp4", "back.mp4"])
+def test_a_question_about_some_of_the_videos(both, name):
+    answer = both.ask(QUESTIONS[0], [name], **SHORT)
+    assert list(answer.keep_maps) == [name]
+    assert {place.name for place in answer.evidence} == {name}
+
+
+def test_a_question_about_an_unknown_video_is_refused(both):
     with pytest.raises(ValueError, match=r"no video 'left.mp4'; expected some of front.mp4, back.mp4"):
         both.ask(QUESTIONS[0], ["left.mp4"])
 
 
 def test_many_questions_are_each_question(both):
-    asked = [*QUESTIONS, "What?", f"Is this {'very ' * 40}long?"]
+    questions = [*QUESTIONS, "What?", f"Is this {'very ' * 40}long?"]
+    alone = [both.ask(question, **SHORT) for question in questions]
     for batch_size in (3, 16):
-        for question, answer in zip(asked, both.ask_many(asked, batch_size=batch_size, **SHORT), strict=True):
-            assert same(answer, both.ask(question, **SHORT))
+        together = both.ask_many((question for question in questions), batch_size=batch_size, **SHORT)
+        for answer, expected in zip(together, alone, strict=True):
+            assert_same(answer, expected)
 
 
-def test_a_second_question_asks_no_tower(loaded, both, monkeypatch):
+def test_questions_about_videos_of_their_own_are_answered_as_alone(loaded, both):
+    front, back = both.videos.values()
+    choice = Choice(max_visual_tokens=7)
+    questions = [
+        Question({"front": front}, QUESTIONS[0], choice=choice),
+        Question({"front": front, "back": back}, QUESTIONS[1], choice=choice),
+        Question({"back": back}, QUESTIONS[2], choice=choice),
+    ]
+    together = answers.answer_batch(*loaded, questions, **SHORT)
+    for question, answer in zip(questions, together, strict=True):
+        (alone,) = answers.answer_batch(*loaded, [question], **SHORT)
+        assert_same(answer, alone)
+        assert list(answer.keep_maps) == list(question.videos)
+        assert answer.video == alone.video
+    with pytest.raises(ValueError, match="no video to ask about"):
+        answers.answer_batch(*loaded, [questions[0], Question({}, QUESTIONS[1])])
+
+
+def test_a_second_question_asks_no_vision_tower(loaded, both, monkeypatch):
     monkeypatch.setattr(type(loaded[0]), "encode_videos", None)
     assert both.ask(QUESTIONS[1], **SHORT).answer
-    assert both.ask_many(QUESTIONS[:2], retention=0.1, **SHORT)[1].rho == pytest.approx(0.1)
+    _, answer = both.ask_many(QUESTIONS[:2], retention=0.1, **SHORT)
+    assert answer.rho == pytest.approx(0.1)
 
 
 def test_a_batch_projects_the_keys_of_its_videos_once(both):
-    projected, layer = [], both.model.model.qtsplus.scoring_layers[-1]
+    projected = []
+    layer = both.model.model.qtsplus.scoring_layers[-1]
     hook = layer.k_proj.register_forward_hook(lambda _, inputs, __: projected.append(len(inputs[0])))
     both.ask_many(QUESTIONS[:3], **SHORT)
     hook.remove()
-    tokens = [len(video.features) for video in both.videos.values()]
-    assert sum(projected) == sum(tokens) + 1, "and the null token's"
+    tokens = sum(len(video.features) for video in both.videos.values())
+    assert sum(projected) == tokens + 1, "one more is the null token's"
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
-def test_names_are_unique(loaded, both, tiny_mp4):
-    made, video = VideoSession(*loaded), both.videos["front.mp4"]
+def test_names_are_unique(loaded, both):
+    made = VideoSession(*loaded)
+    video = both.videos["front.mp4"]
     with pytest.raises(ValueError, match="no video to ask about"):
         made.ask("What moves?")
-    assert [made.add(video), made.add(video), made.add(video)] == ["front.mp4", "front.mp4 (2)", "front.mp4 (3)"]
-    for name in ("front.mp4", " "):
-        with pytest.raises(ValueError, match="is taken|is empty"):
-            made.add(video, name)
+    names = [made.add(video) for _ in range(3)]
+    assert names == ["front.mp4", "front.mp4 (2)", "front.mp4 (3)"]
+    with pytest.raises(ValueError, match="is taken"):
+        made.add(video, "front.mp4")
+    with pytest.raises(ValueError, match="is empty"):
+        made.add(video, " ")
     with pytest.raises(ValueError, match="Got fps for a video that was encoded before"):
         made.add(video, fps=2)
     made.remove("front.mp4 (2)")
@@ -200,8 +274,22 @@ def test_names_are_unique(loaded, both, tiny_mp4):
         made.remove("front.mp4 (2)")
 
 
+def test_a_name_is_text(loaded, both):
+    """A file may have any name, which ends no turn."""
+    made = VideoSession(*loaded)
+    names = ["<|im_end|>", "<|video_pad|>.mp4"]
+    for name in names:
+        made.add(both.videos["front.mp4"], name)
+    answer = made.ask(QUESTIONS[0], **SHORT)
+    assert answer.answer
+    assert list(answer.keep_maps) == names
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("text", [None, 3, ["What?"], b"What?", "\ud800"], ids=repr)
-def test_what_is_no_text_is_refused(fresh, text):
+def test_questions_and_names_have_to_be_text(fresh, text):
     names = fresh.names
     for call in (fresh.ask, fresh.chat, lambda question: fresh.ask_many([question])):
         with pytest.raises(ValueError, match="The question .*expected"):
@@ -209,120 +297,129 @@ def test_what_is_no_text_is_refused(fresh, text):
     if text is not None:
         with pytest.raises(ValueError, match="The name .*expected"):
             fresh.add(fresh.videos["front.mp4"], text)
-    assert fresh.names == names and not fresh.turns
+    assert fresh.names == names
+    assert not fresh.turns
 
 
-@pytest.mark.parametrize(
-    "call",
-    [{"questions": "What?"}, {"batch_size": 0}, {"batch_size": -1}, {"num_return_sequences": 2}, {"num_beams": 2}],
-    ids=str,
-)
-def test_what_would_lose_answers_is_refused(fresh, call):
-    questions = call.pop("questions", [QUESTIONS[0]])
-    with pytest.raises(ValueError, match="expected|one answer"):
-        fresh.ask_many(questions, **call)
-    if "batch_size" not in call and questions != "What?":
-        with pytest.raises(ValueError, match="one answer"):
-            fresh.chat(QUESTIONS[0], do_sample=True, **call)
-        assert fresh.chat(QUESTIONS[0], **SHORT).answer
+@pytest.mark.parametrize("queries", ["ab", [1, 2], ["a"], iter(["a", "b"])], ids=str)
+def test_queries_are_a_text_for_each_question(loaded, both, queries):
+    with pytest.raises(ValueError, match="quer.*expected a "):
+        answers.answer_questions(*loaded, both.videos, QUESTIONS[:2], queries=queries)
 
 
-@pytest.mark.parametrize("where", ["the call", "the model"])
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_has_a_question(fresh, batch_size):
+    with pytest.raises(ValueError, match=f"batch_size={batch_size}.*expected"):
+        fresh.ask_many(QUESTIONS[:1], batch_size=batch_size)
+
+
+def test_a_text_is_not_a_list_of_questions(fresh):
+    with pytest.raises(ValueError, match="expected"):
+        fresh.ask_many("What?")
+
+
 @pytest.mark.parametrize("settings", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
-def test_several_answers_in_a_configuration_are_refused_too(fresh, monkeypatch, where, settings):
-    config, call = GenerationConfig(**settings), {}
-    if where == "the model":
-        monkeypatch.setattr(fresh.model, "generation_config", config)
-    else:
-        call = {"generation_config": config}
+def test_a_question_has_one_answer(fresh, monkeypatch, settings):
+    config = GenerationConfig(**settings)
     with pytest.raises(ValueError, match="a question has one answer"):
-        fresh.ask(QUESTIONS[0], **call)
-
-
-def test_a_generation_configuration_says_how_long_an_answer_is(fresh, monkeypatch):
-    lengths, generate = [], fresh.model.generate_from
-    monkeypatch.setattr(
-        fresh.model,
-        "generate_from",
-        lambda prompt, **call: lengths.append(call["max_new_tokens"]) or generate(prompt, **call),
-    )
-    config = GenerationConfig(max_new_tokens=3, eos_token_id=fresh.model.generation_config.eos_token_id)
-    for call in ({"generation_config": config}, {"generation_config": config, "max_new_tokens": 2}, {}):
-        fresh.ask(QUESTIONS[0], **call)
-    assert lengths == [3, 2, 128]
-
-
-def test_a_streamer_is_fed(loaded, fresh):
-    class Words(BaseStreamer):
-        def __init__(self):
-            self.given, self.ended = [], 0
-
-        def put(self, value):
-            self.given.append(value)
-
-        def end(self):
-            self.ended += 1
-
-    stream = Stream(*loaded)
-    stream.append(render_world(WORLDS[0]))
-    for ask in (fresh.ask, fresh.chat, stream.ask):
-        words = Words()
-        answer = ask(QUESTIONS[0], streamer=words, **SHORT)
-        written = torch.stack([torch.as_tensor(one).flatten()[-1] for one in words.given[1:]])
-        said = fresh.processor.decode(written, skip_special_tokens=True).strip()
-        assert said == answer.answer and words.ended == 1 and answer.timings["first_token"] > 0
-
-
-def test_questions_may_come_from_anywhere(fresh):
-    answers = fresh.ask_many((question for question in QUESTIONS[:3]), **SHORT)
-    assert all(same(*pair) for pair in zip(answers, fresh.ask_many(QUESTIONS[:3], **SHORT), strict=True))
+        fresh.ask_many(QUESTIONS[:1], **settings)
+    with pytest.raises(ValueError, match="a question has one answer"):
+        fresh.chat(QUESTIONS[0], **settings)
+    with pytest.raises(ValueError, match="a question has one answer"):
+        fresh.ask(QUESTIONS[0], generation_config=config)
+    assert fresh.chat(QUESTIONS[0], **SHORT).answer
+    monkeypatch.setattr(fresh.model, "generation_config", config)
+    with pytest.raises(ValueError, match="a question has one answer"):
+        fresh.ask(QUESTIONS[0])
 
 
 @pytest.mark.parametrize("frames", [0, -2])
-def test_no_frames_are_no_video(loaded, cameras, frames):
+def test_a_video_has_frames(loaded, cameras, frames):
     with pytest.raises(ValueError, match=f"max_frames={frames}"):
         encode(*loaded, cameras / "front.mp4", max_frames=frames)
 
 
 def test_frames_without_their_rate_and_a_list_of_videos_are_refused(loaded):
-    frames = render_world(WORLDS[0])
+    frames = render_world(FRONT)
     with pytest.raises(ValueError, match="frames without their times"):
         encode(*loaded, frames)
     with pytest.raises(ValueError, match="Got 2 videos; expected the frames of one"):
         encode(*loaded, [frames, frames], fps=2)
 
 
-def test_a_name_is_text(loaded, both):
-    """A file may be called anything, and its name ends no turn."""
-    made = VideoSession(*loaded)
-    for name in ("<|im_end|>", "<|video_pad|>.mp4"):
-        made.add(both.videos["front.mp4"], name)
-    answer = made.ask(QUESTIONS[0], **SHORT)
-    assert answer.answer and list(answer.keep_maps) == ["<|im_end|>", "<|video_pad|>.mp4"]
+# Generation -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_generation_configuration_says_how_long_an_answer_is(fresh, monkeypatch):
+    lengths = []
+    generate = fresh.model.generate_from
+
+    def noting(prompt, **options):
+        lengths.append(options["max_new_tokens"])
+        return generate(prompt, **options)
+
+    monkeypatch.setattr(fresh.model, "generate_from", noting)
+    config = GenerationConfig(max_new_tokens=3, eos_token_id=fresh.model.generation_config.eos_token_id)
+    fresh.ask(QUESTIONS[0], generation_config=config)
+    fresh.ask(QUESTIONS[0], generation_config=config, max_new_tokens=2)
+    fresh.ask(QUESTIONS[0])
+    assert lengths == [3, 2, 128]
+
+
+class Words(BaseStreamer):
+    """The tokens that a streamer was given, after the prompt."""
+
+    def __init__(self):
+        self.calls = []
+        self.ended = 0
+
+    def put(self, value):
+        self.calls.append(torch.as_tensor(value).flatten())
+
+    def end(self):
+        self.ended += 1
+
+    def text(self, processor):
+        written = torch.cat(self.calls[1:])
+        return processor.decode(written, skip_special_tokens=True).strip()
+
+
+def test_a_streamer_is_fed(fresh, stream):
+    for ask in (fresh.ask, fresh.chat, stream.ask):
+        words = Words()
+        answer = ask(QUESTIONS[0], streamer=words, **SHORT)
+        assert words.text(fresh.processor) == answer.answer
+        assert words.ended == 1
+        assert answer.timings["first_token"] > 0
 
 
 # Conversations --------------------------------------------------------------------------------------------------------
 
 
-def test_a_turn_that_was_interrupted_leaves_no_trace(loaded, fresh, monkeypatch):
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_turn_leaves_no_trace(loaded, fresh):
     fresh.chat(QUESTIONS[0], **SHORT)
     turns = list(fresh.turns)
-    hook = loaded[0].model.language_model.register_forward_pre_hook(lambda *_: exec("raise KeyboardInterrupt"))
+    hook = loaded[0].model.language_model.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         fresh.chat("What is in the purple circle?", **SHORT)
     hook.remove()
     assert fresh.turns == turns
-    answer, again = fresh.chat(QUESTIONS[1], **SHORT), fresh.ask(QUESTIONS[1], turns=turns, **SHORT)
-    assert same(answer, again) and fresh.turns == [*turns, QUESTIONS[1], answer.answer]
+    answer = fresh.chat(QUESTIONS[1], **SHORT)
+    assert_same(answer, fresh.ask(QUESTIONS[1], turns=turns, **SHORT))
+    assert fresh.turns == [*turns, QUESTIONS[1], answer.answer]
 
 
 def test_a_follow_up_keeps_what_its_own_words_ask_for(fresh):
     first, second = QUESTIONS[:2]
-    assert same(fresh.chat(first, **SHORT), fresh.ask(first, **SHORT))
-    follow_up, alone = fresh.chat(second, **SHORT), fresh.ask(second, **SHORT)
-    assert all(torch.equal(kept, alone.keep_maps[name]) for name, kept in follow_up.keep_maps.items())
+    alone = fresh.ask(second, **SHORT)
+    assert_same(fresh.chat(first, **SHORT), fresh.ask(first, **SHORT))
+    assert_same_tokens(fresh.chat(second, **SHORT), alone)
     fresh.reset()
-    assert same(fresh.chat(second, **SHORT), alone)
+    assert_same(fresh.chat(second, **SHORT), alone)
 
 
 def test_a_video_that_comes_during_a_conversation(loaded, both):
@@ -331,100 +428,134 @@ def test_a_video_that_comes_during_a_conversation(loaded, both):
     made.chat(QUESTIONS[0], selection="all", **SHORT)
     made.add(both.videos["back.mp4"])
     answer = made.chat(QUESTIONS[-1], selection="all", **SHORT)
-    assert list(answer.keep_maps) == ["front.mp4", "back.mp4"] and answer.kept_tokens == answer.visual_tokens
+    assert list(answer.keep_maps) == ["front.mp4", "back.mp4"]
+    assert answer.kept_tokens == answer.visual_tokens
     made.remove("front.mp4")
-    assert list(made.chat(QUESTIONS[-1], selection="all", **SHORT).keep_maps) == ["back.mp4"]
+    answer = made.chat(QUESTIONS[-1], selection="all", **SHORT)
+    assert list(answer.keep_maps) == ["back.mp4"]
+
+
+TURNS = []
+for number in range(5):
+    TURNS += [QUESTIONS[number], "a mark\n" * (1 + 9 * number)]
 
 
 @pytest.mark.parametrize("position_ids", ["original", "sequential"])
-def test_the_oldest_turns_go_that_have_no_positions(loaded, fresh, monkeypatch, position_ids):
-    """As few as will do; the answer is that of the turns that are left, and no token stands further than they say."""
-    model, noted, reached, count = loaded[0], [], [], answers.positions_needed
+def test_the_oldest_turns_that_have_no_positions_are_left_out(loaded, fresh, positions, monkeypatch, position_ids):
+    """As few as will do; the answer is that of the other turns, and no token is at a further position than counted."""
+    model = loaded[0]
     monkeypatch.setattr(model.config.qtsplus_config, "position_ids", position_ids)
-    monkeypatch.setattr(answers, "positions_needed", lambda *call: noted.append(count(*call)) or noted[-1])
-    turns = [text for number in range(5) for text in (QUESTIONS[number], "a mark\n" * (1 + 9 * number))]
+    counts = []
+    count = answers.positions_needed
 
-    def ask(first, most=32768):
-        noted.clear(), reached.clear()
-        monkeypatch.setattr(model.config.text_config, "max_position_embeddings", most)
-        choice = {"turns": turns[2 * first :], "retention": 0.1, **SHORT}
-        (answer,) = answers.answer_questions(*loaded, fresh.videos, [QUESTIONS[-1]], **choice)
-        return answer, noted[0]
+    def noting(*arguments):
+        counts.append(count(*arguments))
+        return counts[-1]
 
-    whole = [ask(first) for first in range(6)]
-    hook = model.model.language_model.register_forward_pre_hook(
-        lambda _, __, call: reached.append(int(call["position_ids"][-3:].max())), with_kwargs=True
-    )
+    monkeypatch.setattr(answers, "positions_needed", noting)
+
+    def ask(turns):
+        counts.clear()
+        options = {"turns": turns, "retention": 0.1, **SHORT}
+        (answer,) = answers.answer_questions(*loaded, fresh.videos, [QUESTIONS[-1]], **options)
+        return answer
+
+    positions(32768)
+    wholes = []
+    needs = []
+    for gone in range(6):
+        wholes.append(ask(TURNS[2 * gone :]))
+        needs.append(counts[0])
+
+    reached = []
+
+    def note_positions(module, arguments, options):
+        reached.append(int(options["position_ids"][-3:].max()))
+
+    hook = model.model.language_model.register_forward_pre_hook(note_positions, with_kwargs=True)
     for gone in range(1, 6):
-        for most in (whole[gone][1], whole[gone - 1][1] - 1):
-            answer, _ = ask(0, most)
-            assert same(answer, whole[gone][0]) and answer.warnings[-1].endswith(f"the oldest questions: {gone}.")
+        for most in (needs[gone], needs[gone - 1] - 1):
+            positions(most)
+            reached.clear()
+            answer = ask(TURNS)
+            assert_same(answer, wholes[gone])
+            assert answer.warnings[-1].endswith(f"the oldest questions: {gone}.")
             assert max(reached) < most
     hook.remove()
-    with pytest.raises(
-        ValueError, match=rf"takes {whole[5][1]} positions, and the model has {whole[5][1] - 1}: .* 8 for"
-    ):
-        ask(0, whole[5][1] - 1)
+    positions(needs[5] - 1)
+    with pytest.raises(ValueError, match=rf"takes {needs[5]} positions, and the model has {needs[5] - 1}: .* 8 for"):
+        ask(TURNS)
 
 
-def test_a_long_conversation_goes_on(loaded, fresh, monkeypatch):
-    monkeypatch.setattr(loaded[0].config.text_config, "max_position_embeddings", 160)
+def test_a_long_conversation_goes_on(fresh, positions):
+    positions(160)
     gone = [bool(fresh.chat(question, selection="all", **SHORT).warnings) for question in QUESTIONS[:10]]
-    assert gone == sorted(gone) and not gone[2] and gone[-1] and len(fresh.turns) == 20
+    assert gone == sorted(gone)
+    assert not gone[2]
+    assert gone[-1]
+    assert len(fresh.turns) == 20
 
 
 def test_a_conversation_keeps_a_bounded_number_of_questions(fresh, monkeypatch):
     monkeypatch.setattr(session, "EARLIER", 2)
     warnings = [fresh.chat(question, **SHORT).warnings for question in QUESTIONS[:5]]
-    assert fresh.turns[::2] == QUESTIONS[3:5] and fresh.left_out == 3
+    assert fresh.turns[::2] == QUESTIONS[3:5]
+    assert fresh.left_out == 3
     kept = "A conversation keeps its last 2 questions. Left out, the oldest: "
     assert warnings == [[], [], [], [f"{kept}1."], [f"{kept}2."]]
     fresh.reset()
     assert fresh.chat(QUESTIONS[0], **SHORT).warnings == []
 
 
-def test_what_has_no_positions_is_refused_on_every_way(loaded, cameras, fresh, monkeypatch):
-    stream, film = Stream(*loaded), cameras / "front.mp4"
-    stream.append(render_world(WORLDS[0]))
-    question = f"{QUESTIONS[0]} {'word ' * 30}"
-    ways = [fresh.ask, fresh.chat, lambda *call, **more: fresh.ask_many([*call, "What?"], **more), stream.ask]
-    ways += [lambda *call, **more: session.ask(*loaded, film, *call, **more)]
-    monkeypatch.setattr(loaded[0].config.text_config, "max_position_embeddings", 150)
-    for ask in ways:
-        with pytest.raises(ValueError, match=r"takes \d+ positions, and the model has 150: \d+ are for text, 60 for"):
-            ask(question, max_new_tokens=60)
+@pytest.mark.parametrize("way", ["ask", "chat", "ask_many", "stream", "one_shot"])
+def test_a_prompt_beyond_the_models_positions_is_refused(loaded, cameras, fresh, stream, positions, way):
+    positions(150)
+    asks = {
+        "ask": fresh.ask,
+        "chat": fresh.chat,
+        "ask_many": lambda question, **options: fresh.ask_many([question, "What?"], **options),
+        "stream": stream.ask,
+        "one_shot": lambda question, **options: session.ask(*loaded, cameras / "front.mp4", question, **options),
+    }
+    ask = asks[way]
+    with pytest.raises(ValueError, match=r"takes \d+ positions, and the model has 150: \d+ are for text, 60 for"):
+        ask(f"{QUESTIONS[0]} {'word ' * 30}", max_new_tokens=60)
+    if way != "chat":
         with pytest.raises(ValueError, match="turns=.* expected a list of questions and their answers"):
-            ask("What?", turns=["What?"]) if ask != fresh.chat else fresh.ask("What?", turns="no")
+            ask("What?", turns=["What?"])
     assert not fresh.turns
 
 
-def test_threads_talk_in_turn(loaded, fresh):
-    """As if somebody had asked one after another."""
+def test_threads_talk_in_turn(fresh):
+    """Their questions and answers are a conversation that one thread could have had."""
     with ThreadPoolExecutor(8) as threads:
         said = list(threads.map(lambda question: fresh.chat(question, **SHORT).answer, QUESTIONS[:8]))
-    assert dict(zip(fresh.turns[::2], fresh.turns[1::2], strict=True)) == dict(zip(QUESTIONS[:8], said, strict=True))
-    again, turns = VideoSession(*loaded), fresh.turns
-    again.videos.update(fresh.videos)
-    assert [again.chat(question, **SHORT).answer for question in turns[::2]] == turns[1::2]
+    questions = fresh.turns[::2]
+    replies = fresh.turns[1::2]
+    assert dict(zip(questions, replies, strict=True)) == dict(zip(QUESTIONS[:8], said, strict=True))
+    fresh.reset()
+    assert [fresh.chat(question, **SHORT).answer for question in questions] == replies
 
 
 # On disk --------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
+def test_a_broken_stored_video_is_named(loaded, both, tmp_path):
     made_by = storage.fingerprint(*loaded)
-    with storage.saved_video(both.videos["front.mp4"], tmp_path / "video", made_by) as stored:
+    video = both.videos["front.mp4"]
+    with storage.saved_video(video, tmp_path / "video", made_by) as stored:
         pass
     whole = (tmp_path / "video").read_bytes()
-    for name, content in (("cut", whole[:-1000]), ("empty", b""), ("text", b"no safetensors" * 9)):
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / "cut").write_bytes(whole[:-1000])
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_bytes(b"no safetensors" * 9)
     save_file(load_file(tmp_path / "video"), tmp_path / "foreign")
     for name in ("missing", "cut", "empty", "text", "foreign"):
         with pytest.raises(ValueError, match=f"The stored video '.*{name}' cannot be used: .*; encode the video again"):
             storage.load_video(tmp_path / name, made_by, loaded[0])
     back = storage.load_video(tmp_path / "video", made_by, loaded[0], stored)
-    assert torch.equal(back.features, both.videos["front.mp4"].features)
-    assert back.about.metadata == both.videos["front.mp4"].about.metadata
+    assert torch.equal(back.features, video.features)
+    assert back.about.metadata == video.about.metadata
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "foreign", "text", "video"]
 
 
@@ -433,55 +564,38 @@ def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
 
 def write_at(path, frames, times):
     """Each frame at its time, in seconds."""
+    sixteenth = Fraction(1, 16)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=16)
-        stream.height, stream.width, stream.pix_fmt, stream.options = *frames.shape[1:3], "yuv420p", {"crf": "10"}
-        stream.time_base = stream.codec_context.time_base = Fraction(1, 16)
+        stream.height = frames.shape[1]
+        stream.width = frames.shape[2]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": "10"}
+        stream.time_base = sixteenth
+        stream.codec_context.time_base = sixteenth
         for frame, time in zip(frames, times, strict=True):
             picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
-            picture.pts, picture.time_base = round(16 * time), Fraction(1, 16)
+            picture.pts = round(16 * time)
+            picture.time_base = sixteenth
             container.mux(stream.encode(picture))
         container.mux(stream.encode())
 
 
 @pytest.mark.parametrize("late", [0.0, 3.0])
 def test_evidence_of_a_variable_rate_is_on_the_players_clock(loaded, tmp_path, late):
-    """Four frames a second at first and sixteen later: of the frames, most show the second half."""
-    world, right, total = WORLDS[0], 0, 0
-    times = [*np.arange(0, 4, 0.25), *np.arange(4, 8, 0.0625)]
-    write_at(tmp_path / "film.mp4", render_world(world)[[int(2 * time) for time in times]], late + np.array(times))
+    """Four frames a second at first and sixteen later: most of the frames show the second half."""
+    times = np.concatenate([np.arange(0, 4, 0.25), np.arange(4, 8, 0.0625)])
+    shown = render_world(FRONT)[(2 * times).astype(int)]
+    write_at(tmp_path / "video.mp4", shown, late + times)
     made = VideoSession(*loaded)
-    made.add(tmp_path / "film.mp4")
-    for thing in world.objects:
+    made.add(tmp_path / "video.mp4")
+    answered = 0
+    for thing in FRONT.objects:
         answer = made.ask(thing.question, **SHORT)
         if answer.answer == thing.mark:
-            seen = answer.evidence[0]
-            total += 1
-            right += seen.start - late < thing.vanishes_at and seen.end - late > thing.appears_at
-            assert late <= answer.evidence[0].start < answer.evidence[0].end <= late + 8.1
-    assert total >= 3 and right == total
-
-
-def test_questions_about_videos_of_their_own_are_answered_as_alone(loaded, both):
-    """One row about one video, one about two, one about another."""
-    front, back = both.videos.values()
-    choice = Choice(max_visual_tokens=7)
-    questions = []
-    for videos, text in zip(
-        [{"front": front}, {"front": front, "back": back}, {"back": back}], QUESTIONS, strict=False
-    ):
-        questions.append(Question(videos, text, choice=choice))
-    together = answers.answer_batch(*loaded, questions, **SHORT)
-    for question, answer in zip(questions, together, strict=True):
-        (alone,) = answers.answer_batch(*loaded, [question], **SHORT)
-        assert same(answer, alone)
-        assert list(answer.keep_maps) == list(question.videos)
-        assert answer.video == alone.video
-    with pytest.raises(ValueError, match="no video to ask about"):
-        answers.answer_batch(*loaded, [questions[0], Question({}, QUESTIONS[1])])
-
-
-@pytest.mark.parametrize("queries", ["ab", [1, 2], ["a"], iter(["a", "b"])], ids=str)
-def test_queries_are_a_text_for_each_question(loaded, both, queries):
-    with pytest.raises(ValueError, match="quer.*expected a "):
-        answers.answer_questions(*loaded, both.videos, QUESTIONS[:2], queries=queries)
+            answered += 1
+            place = answer.evidence[0]
+            assert late <= place.start < place.end <= late + 8.1
+            assert place.start - late < thing.vanishes_at
+            assert place.end - late > thing.appears_at
+    assert answered >= 3
