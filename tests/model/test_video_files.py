@@ -458,6 +458,25 @@ def send(handler, data, stated=None):
     handler.wfile.write(data)
 
 
+@pytest.mark.parametrize("name", ["a b#1.mp4", "100%25.mp4"])
+def test_a_file_address_is_quoted_or_as_it_is_written(tmp_path, loaded, tiny_mp4, name):
+    """`Path.as_uri` writes a space as `%20`; others put `file://` before the path."""
+    _, processor = loaded
+    path = tmp_path / name
+    path.write_bytes(tiny_mp4.read_bytes())
+    for address in (path.as_uri(), f"file://{path}"):
+        assert len(Film(address).order) == 32
+        assert len(list(Source(address, 2.0, 10.0, 0.0))) == 8
+        assert processor.video_chunks(address).shape[0] == 8
+
+    folder = tmp_path / "some frames"
+    folder.mkdir()
+    write_frames(folder, ["1.png", "2.png"])
+    for address in (folder.as_uri(), f"file://{folder}"):
+        assert processor.video_chunks(address, fps=2).shape[0] == 2
+        assert processor(videos=address, fps=2, return_tensors="pt")["video_grid_thw"][0, 0] == 1
+
+
 @pytest.mark.parametrize("states_its_length", [True, False])
 def test_a_video_at_an_address_is_the_file(loaded, tiny_mp4, states_its_length):
     data = tiny_mp4.read_bytes()

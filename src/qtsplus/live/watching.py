@@ -18,7 +18,7 @@ import numpy as np
 from ..asking.session import Answer
 from ..common.files import first_line
 from ..common.validation import check_count
-from ..model.addresses_qtsplus import shown_name
+from ..model.addresses_qtsplus import local_path, shown_name
 from ..model.clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
 from ..model.containers_qtsplus import TAGS, UNDECODABLE, Stated, ends_early, film_stream, open_container, read_stated
 from ..model.decoding_qtsplus import Upright
@@ -76,7 +76,7 @@ class Source:
         began: float,
         name: str = "",
     ):
-        address = re.sub("^[A-Za-z]+://", lambda scheme: scheme[0].lower(), address).removeprefix("file://")
+        address = local_path(re.sub("^[A-Za-z]+://", lambda scheme: scheme[0].lower(), address))
         self.address = address
         self.fps = fps
         self.timeout = timeout

@@ -24,7 +24,7 @@ def find_video(path: str) -> str | io.BytesIO:
         return download(path)
     if is_inline(path):
         return _decode_inline(path)
-    path = path.removeprefix("file://")
+    path = local_path(path)
     if os.path.isfile(path):
         return path
     if path == "-":
@@ -34,6 +34,14 @@ def find_video(path: str) -> str | io.BytesIO:
     raise ValueError(
         f"There is no video at {shown_name(path)!r}; expected a video file, a folder of frames or an http(s) address."
     )
+
+
+def local_path(name: str) -> str:
+    """The path in a `file://` address: as it is written where something is there, else with its `%20` as spaces."""
+    path = name.removeprefix("file://")
+    if path == name or os.path.exists(path):
+        return path
+    return urllib.parse.unquote(path)
 
 
 def is_address(video: str) -> bool:

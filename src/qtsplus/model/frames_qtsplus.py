@@ -11,7 +11,7 @@ from transformers.image_utils import load_image
 from transformers.utils import logging
 from transformers.video_utils import VideoMetadata
 
-from .addresses_qtsplus import download, is_address
+from .addresses_qtsplus import download, is_address, local_path
 from .sampling_qtsplus import require_positive
 
 logger = logging.get_logger(__name__)
@@ -36,7 +36,7 @@ def load_frames(images: str | Sequence[str]) -> np.ndarray:
 
 
 def _load_frame(path: str) -> Image.Image:
-    path = path.removeprefix("file://")
+    path = local_path(path)
     try:
         source = download(path) if is_address(path) else path
         with Image.open(source) as image:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .addresses_qtsplus import local_path
 from .frames_qtsplus import ARRAYS, IMAGE_SUFFIXES, load_frames, stack_frames
 from .sampling_qtsplus import VideoRequest, read_keys
 
@@ -52,8 +53,9 @@ def _check_given(request: VideoRequest) -> None:
 def _flatten(videos) -> list[VideoRequest]:
     if isinstance(videos, (str, os.PathLike)):
         video = os.fspath(videos)
-        if os.path.isdir(video):
-            video = load_frames(video)
+        folder = local_path(video)
+        if os.path.isdir(folder):
+            video = load_frames(folder)
         return [VideoRequest(video)]
     if isinstance(videos, Mapping):
         return [_read_video(videos)]

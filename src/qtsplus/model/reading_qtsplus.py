@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 from transformers.video_utils import VideoMetadata
 
+from .addresses_qtsplus import local_path
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .frames_qtsplus import check_frames, describe_frames
 from .messages_qtsplus import flatten_videos, per_video
@@ -140,13 +141,14 @@ def open_chunks(
 ) -> VideoChunks:
     """[`QTSplusProcessorMixin.video_chunks`] of a file, an address or a folder."""
     temporal = processor.video_processor.temporal_patch_size
-    if os.path.isdir(request.video):
+    folder = local_path(request.video)
+    if os.path.isdir(folder):
         limits = request.asked.keys() & {"num_frames", "min_frames", "max_frames", "video_start", "video_end"}
         if limits:
             raise ValueError(
                 f"Got a start, an end or a count for the folder {request.video!r}; all frames are looked at."
             )
-        opened = open_folder(request.video, request.fps)
+        opened = open_folder(folder, request.fps)
     else:
         choose = frame_choice(processor.video_processor, request)
         opened = open_video(request.video, choose, request.within)
