@@ -147,11 +147,12 @@ class QTSplusForVLLM:
             return super().embed_multimodal(**kwargs)  # type: ignore[misc]
         items = []
         for values in zip(*kwargs.values(), strict=True):
-            item = dict(zip(kwargs, values, strict=True))
-            items.append(read(item))
+            fields = zip(kwargs, values, strict=True)
+            items.append(read(dict(fields)))
         embedded: dict[int, Tensor] = {}
         for batch in batches(items, self.chosen):
-            for item, rows in zip(batch, self._embed(batch), strict=True):
+            rows_of_batch = self._embed(batch)
+            for item, rows in zip(batch, rows_of_batch, strict=True):
                 embedded[id(item)] = rows
         return [embedded[id(item)] for item in items]
 

@@ -20,6 +20,7 @@ import numpy as np
 from cachetools import LRUCache, TTLCache, cached  # which vLLM needs too
 from cachetools.keys import hashkey
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.utils.async_utils import make_async
 
@@ -56,16 +57,20 @@ def read_frames(processor: Any, place: str, name: str, **reading: Any) -> tuple[
     """
     try:
         chunks = processor.video_chunks(place, **reading)
-        frames = np.stack(list(map(chunks.resize, chunks.decode())))
+        frames = np.stack([chunks.resize(frame) for frame in chunks.decode()])
     except UNREADABLE as error:
         raise ValueError(str(error).replace(place, name)) from error
-    frames = np.repeat(frames, 1 + (len(frames) == 1), 0)  # as Transformers shows one to the tower
-    told = {"video_backend": "opencv", "do_sample_frames": False}
+    if len(frames) == 1:  # as Transformers shows one to the vision tower
+        frames = np.repeat(frames, 2, 0)
     known = dict(vars(chunks.about))
-    metadata = vars(known.pop("metadata"))
+    metadata = known.pop("metadata")
     known["warnings"] = [warning.replace(place, name) for warning in chunks.about.warnings]
-    about = {**metadata, **told, "about": known}
-    return frames, {**about, "mark": mark_of(frames, about)}
+    about = dict(vars(metadata))
+    about["video_backend"] = "opencv"
+    about["do_sample_frames"] = False
+    about["about"] = known
+    about["mark"] = mark_of(frames, about)
+    return frames, about
 
 
 def mark_of(frames: np.ndarray, about: dict[str, Any]) -> str:
@@ -157,13 +162,18 @@ class Connection:
     It also connects the processor to the engine.
     """
 
-    def __init__(self, app: Any):
+    def __init__(self, app: ASGIApp):
         self.app = app
         self.engine: Any = None
-        hosts = json.loads(os.environ.get(HOSTS, '["*"]'))
-        self.guard = Guard(self._answer, hosts=hosts, key=os.environ.get(KEY), most=_most, total=MAX_WAITING)
+        self.guard = Guard(
+            self._answer,
+            hosts=json.loads(os.environ.get(HOSTS, '["*"]')),
+            key=os.environ.get(KEY),
+            most=_most,
+            total=MAX_WAITING,
+        )
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.guard(scope, receive, send)
 
     def _connect(self, engine: Any) -> None:
@@ -199,7 +209,7 @@ class Connection:
         Media.processor = load_processor(config.model, config.revision)
         Media.most_frames = video_options.get("num_frames", 0)
 
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == HEALTH:
             return await self.app(scope, receive, send)
         if self.engine is None:
@@ -208,18 +218,23 @@ class Connection:
         _ASKED.set(asked)
         await self.app(scope, receive, self._telling(asked, send))
 
-    def _telling(self, asked: list[str], send: Any) -> Any:
+    def _telling(self, asked: list[str], send: Send) -> Send:
         """Sends an answer, or the parts of a stream, with what its choices rest on."""
-        held: list[Any] = []
+        start: Message | None = None
 
-        async def tell(message: Any) -> None:
-            if message["type"] == "http.response.start" and "content-length" in Headers(raw=message["headers"]):
-                return held.append(message)
-            if message["type"] == "http.response.body":
-                message = {**message, "body": await self._told(message.get("body", b""), asked)}
-            while held:
-                MutableHeaders(raw=held[0]["headers"])["content-length"] = str(len(message["body"]))
-                await send(held.pop())
+        async def tell(message: Message) -> None:
+            nonlocal start
+            kind = message["type"]
+            if kind == "http.response.start" and "content-length" in Headers(raw=message["headers"]):
+                start = message  # waits for the body, whose length will be another
+                return
+            if kind == "http.response.body":
+                body = await self._told(message.get("body", b""), asked)
+                message = {**message, "body": body}
+                if start is not None:
+                    MutableHeaders(raw=start["headers"])["content-length"] = str(len(body))
+                    await send(start)
+                    start = None
             await send(message)
 
         return tell
