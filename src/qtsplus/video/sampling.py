@@ -6,7 +6,6 @@ from typing import cast
 from typing_extensions import TypedDict
 
 from ..common.validation import check_count
-from ..model.sampling_qtsplus import require_positive
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -42,6 +41,8 @@ class Sampling:
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
+        from ..model.sampling_qtsplus import require_positive  # it needs PyTorch, which the commands' help does not
+
         for name in ("fps", "start", "end", "max_pixels"):
             value = getattr(self, name)
             begins_at_once = name == "start" and value == 0
