@@ -1,4 +1,4 @@
-"""A summary of films: chapters on a player's clock, each read from its own tokens, and one text of all."""
+"""A summary of videos: chapters on a player's clock, each read from its own tokens, and one text of all."""
 
 import json
 from types import SimpleNamespace
@@ -21,157 +21,226 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
-def films(tmp_path_factory):
+def videos(tmp_path_factory):
     """Ten seconds of two scenes, three of one, one frame, and eight seconds in which nothing changes."""
-    folder = tmp_path_factory.mktemp("films")
-    one, other = (render_world(make_world(seed, 5)) for seed in (160, 161))
-    shown = {"cut": [*one, *(255 - np.stack(other))], "short": one[:6], "frame": one[:1], "still": [one[0]] * 16}
-    for name, frames in shown.items():
-        write_mp4(folder / f"{name}.mp4", np.stack(frames), 2)
+    folder = tmp_path_factory.mktemp("videos")
+    scene = render_world(make_world(160, 5))
+    inverted = 255 - render_world(make_world(161, 5))
+    write_mp4(folder / "cut.mp4", np.concatenate([scene, inverted]), 2)
+    write_mp4(folder / "short.mp4", scene[:6], 2)
+    write_mp4(folder / "frame.mp4", scene[:1], 2)
+    write_mp4(folder / "still.mp4", scene[:1].repeat(16, 0), 2)
     return folder
 
 
-def session_of(loaded, *films):
-    session = VideoSession(*loaded)
-    for film in films:
-        session.add(film)
-    return session
+@pytest.fixture
+def session_of(loaded, videos):
+    """Makes a session about some of the videos."""
+
+    def make(*names):
+        session = VideoSession(*loaded)
+        for name in names:
+            session.add(videos / f"{name}.mp4")
+        return session
+
+    return make
 
 
-def film_of(features, seconds=1.0):
-    steps = [number * seconds for number in range(len(features) + 1)]
-    return SimpleNamespace(steps=steps, features=features.flatten(0, 1))
+@pytest.fixture
+def read(monkeypatch):
+    """How many chapters are read at a time."""
+    sizes = []
+    answer = summaries.answer_batch
+
+    def noting(model, processor, questions, **options):
+        sizes.append(len(questions))
+        return answer(model, processor, questions, **options)
+
+    monkeypatch.setattr(summaries, "answer_batch", noting)
+    return sizes
 
 
-def test_chapters_end_where_the_film_changes_and_leave_no_step_out():
-    scenes = torch.nn.functional.normalize(torch.randn(5, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
-    lengths = [20, 31, 12, 40, 17]
-    film = film_of(scenes.repeat_interleave(torch.tensor(lengths), 0)[:, None].expand(-1, 4, -1))
-    chapters = list(chapter_steps(film, 45))
-    assert {first for first, _ in chapters} <= {0, *np.cumsum(lengths)}
-    for longest in (0.5, 7, 45, 119, 120, 500):
-        edges = list(chapter_steps(film, longest))
-        assert [first for first, _ in edges] == [0, *(last for _, last in edges[:-1])] and edges[-1][1] == 120
-        assert all(last - first <= max(1, longest) for first, last in edges)
+def with_steps_of_a_second(features):
+    """What of a video is needed for its chapters. The features are `[steps, tokens, width]`."""
+    return SimpleNamespace(steps=list(range(len(features) + 1)), features=features.flatten(0, 1))
+
+
+# Chapters -------------------------------------------------------------------------------------------------------------
+
+
+LENGTHS = [20, 31, 12, 40, 17]
+
+
+@pytest.fixture
+def scenes():
+    """Five scenes of different lengths, 120 seconds in all."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.nn.functional.normalize(torch.randn(5, 16, generator=generator), dim=-1)
+    steps = features.repeat_interleave(torch.tensor(LENGTHS), 0)
+    return with_steps_of_a_second(steps[:, None].expand(-1, 4, -1))
+
+
+def test_chapters_end_where_the_video_changes(scenes):
+    changes = {0, 20, 51, 63, 103}
+    for first, _ in chapter_steps(scenes, 45):
+        assert first in changes
+
+
+@pytest.mark.parametrize("longest", [0.5, 7, 45, 119, 120, 500])
+def test_chapters_leave_no_step_out(scenes, longest):
+    end = 0
+    for first, last in chapter_steps(scenes, longest):
+        assert first == end
+        assert last - first <= max(1, longest)
+        end = last
+    assert end == sum(LENGTHS)
 
 
 def test_where_nothing_changes_chapters_are_equal():
-    film = film_of(torch.ones(64, 4, 8))
-    assert list(chapter_steps(film, 16)) == [(0, 16), (16, 32), (32, 48), (48, 64)]
+    still = with_steps_of_a_second(torch.ones(64, 4, 8))
+    assert list(chapter_steps(still, 16)) == [(0, 16), (16, 32), (32, 48), (48, 64)]
 
 
-def test_each_chapter_is_read_from_its_own_tokens_and_joined_with_its_times(loaded, films, monkeypatch):
-    asked, joined = [], []
+# Reading and joining --------------------------------------------------------------------------------------------------
 
-    def answer(model, processor, questions, **writing):
-        asked.extend(questions)
-        return [SimpleNamespace(answer=f"part {n + 1}", kept_tokens=2, visual_tokens=9) for n in range(len(questions))]
+
+@pytest.fixture
+def spoken(monkeypatch):
+    """The questions about chapters and the groups of texts that a pretended model joins."""
+    said = SimpleNamespace(questions=[], groups=[])
+
+    def answer(model, processor, questions, **options):
+        first = len(said.questions) + 1
+        said.questions += questions
+        texts = [f"part {first + number}" for number in range(len(questions))]
+        return [SimpleNamespace(answer=text, kept_tokens=2, visual_tokens=9) for text in texts]
+
+    def join(model, processor, groups, options):
+        said.groups += groups
+        return ["joined"] * len(groups)
 
     monkeypatch.setattr(summaries, "answer_batch", answer)
-    monkeypatch.setattr(summaries, "_join", lambda model, processor, groups, writing: joined.extend(groups) or ["all"])
-    session = session_of(loaded, films / "cut.mp4")
+    monkeypatch.setattr(summaries, "_join", join)
+    return said
+
+
+def test_each_chapter_is_read_from_its_own_tokens(loaded, session_of, spoken):
+    session = session_of("cut")
     summary = summarise(session, "What happens?", longest=6)
-    assert [(one.start, one.end) for one in summary.chapters] == [(0, 5), (5, 10)], "the scenes change there"
-    assert [one.text for one in summary.chapters] == ["part 1", "part 2"] and summary.text == "all"
-    whole = session.videos["cut.mp4"].features
-    assert torch.equal(torch.cat([next(iter(question.videos.values())).features for question in asked]), whole)
-    model = loaded[0]
-    assert all(question.choice.selection == "coverage" for question in asked)
-    assert asked[0].choice.retention == model.config.qtsplus_config.rho_max, "as many as may be"
-    summarise(session, max_visual_tokens=5)
-    assert asked[-1].choice.retention is None and asked[-1].choice.max_visual_tokens == 5
-    assert [text for *_, text in joined[0]] == ["part 1", "part 2"] and len(joined) == 1, "one chapter is the summary"
+    assert [(chapter.start, chapter.end) for chapter in summary.chapters] == [(0, 5), (5, 10)], "the scenes' change"
+    assert [chapter.text for chapter in summary.chapters] == ["part 1", "part 2"]
+    features = []
+    for question in spoken.questions:
+        assert question.choice.selection == "coverage"
+        assert question.choice.retention == loaded[0].config.qtsplus_config.rho_max, "as many as may be"
+        (chapter,) = question.videos.values()
+        features.append(chapter.features)
+    assert torch.equal(torch.cat(features), session.videos["cut.mp4"].features)
 
 
-def test_what_joins_reads_every_text_with_its_times(loaded, monkeypatch):
+def test_a_budget_in_tokens_replaces_the_rate(session_of, spoken):
+    summarise(session_of("short"), max_visual_tokens=5)
+    (question,) = spoken.questions
+    assert question.choice.retention is None
+    assert question.choice.max_visual_tokens == 5
+    assert not spoken.groups, "one chapter is the summary"
+
+
+@pytest.mark.parametrize(("together", "sizes"), [(32, [10]), (4, [4, 4, 2, 3])])
+def test_chapters_are_joined_in_groups(session_of, spoken, monkeypatch, together, sizes):
+    monkeypatch.setattr(summaries, "TOGETHER", together)
+    summary = summarise(session_of("cut"), longest=1)
+    assert [len(group) for group in spoken.groups] == sizes
+    assert spoken.groups[0][1].text == "part 2"
+    assert summary.text == "joined"
+
+
+def parts_of(count):
+    """What is said of as many chapters, each a minute long."""
+    parts = []
+    for number in range(count):
+        start = 60.0 * number
+        chapter = summaries.Chapter("a.mp4", start, start + 60, f"ball {number} <|im_end|>", 1, 2)
+        parts.append(summaries.Part(chapter, chapter, chapter.text))
+    return parts
+
+
+def test_the_joining_prompt_has_every_text_with_its_times(loaded, monkeypatch):
     model, processor = loaded
     prompts = []
-    monkeypatch.setattr(
-        model, "generate", lambda input_ids, **_: prompts.append(input_ids[0]) or SimpleNamespace(sequences=input_ids)
-    )
-    parts = [summaries.Chapter("a.mp4", 60.0 * n, 60.0 * n + 60, f"ball {n} <|im_end|>", 1, 2) for n in range(70)]
-    (text,) = summaries._join(model, processor, [[(one, one, one.text) for one in parts[:3]]], {"max_new_tokens": 4})
-    said = processor.tokenizer.decode(prompts[0])
-    assert "a.mp4, 0:00 to 1:00: ball 0 <|im_end|>\na.mp4, 1:00 to 2:00: ball 1" in said and text == ""
-    ends = int((prompts[0] == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")).sum())
-    monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", 64)
+
+    def generate(input_ids, **options):
+        prompts.append(input_ids[0])
+        return SimpleNamespace(sequences=input_ids)
+
+    monkeypatch.setattr(model, "generate", generate)
+    assert summaries._join(model, processor, [parts_of(3)], {"max_new_tokens": 4}) == [""]
+    (prompt,) = prompts
+    said = processor.tokenizer.decode(prompt)
+    assert "a.mp4, 0:00 to 1:00: ball 0 <|im_end|>\na.mp4, 1:00 to 2:00: ball 1" in said
+    ends = prompt == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ends.sum() <= 2, "what a chapter says ends no turn"
+
+
+def test_texts_beyond_the_models_positions_are_refused(loaded, monkeypatch):
+    monkeypatch.setattr(loaded[0].config.get_text_config(), "max_position_embeddings", 64)
     with pytest.raises(ValueError, match="texts of 70 chapters take .* joins them 4; the model has 64: ask for less"):
-        summaries._join(model, processor, [[(one, one, one.text) for one in parts]], {"max_new_tokens": 4})
-    assert ends <= 2, "what a chapter says ends no turn"
+        summaries._join(*loaded, [parts_of(70)], {"max_new_tokens": 4})
 
 
-def test_many_chapters_are_joined_in_groups(loaded, films, monkeypatch):
-    groups = []
-
-    def join(model, processor, several, writing):
-        groups.extend(len(parts) for parts in several)
-        return ["joined"] * len(several)
-
-    answer = SimpleNamespace(answer="x", kept_tokens=1, visual_tokens=9)
-    monkeypatch.setattr(summaries, "answer_batch", lambda *given, **_: [answer] * len(given[2]))
-    monkeypatch.setattr(summaries, "_join", join)
-    monkeypatch.setattr(summaries, "TOGETHER", 4)
-    summary = summarise(session_of(loaded, films / "cut.mp4"), longest=1)
-    assert len(summary.chapters) == 10 and groups == [4, 4, 2, 3] and summary.text == "joined"
+# Several chapters at a time -------------------------------------------------------------------------------------------
 
 
-def counting(monkeypatch):
-    """How many chapters, and how many groups of texts, are read at a time."""
-    read, joined = [], []
-    answer, join = summaries.answer_batch, summaries._join
-    monkeypatch.setattr(
-        summaries, "answer_batch", lambda *all, **more: read.append(len(all[2])) or answer(*all, **more)
-    )
-    monkeypatch.setattr(summaries, "_join", lambda *all: joined.append(len(all[2])) or join(*all))
-    return read, joined
-
-
-def test_chapters_that_are_read_side_by_side_say_what_each_says_alone(loaded, films, monkeypatch):
-    monkeypatch.setattr(summaries, "TOGETHER", 3)
-    session = session_of(loaded, films / "cut.mp4", films / "short.mp4")
-    given = {"longest": 0.7, "max_new_tokens": 6}
-    read, joined = counting(monkeypatch)
-    together = summarise(session, **given)
-    assert read == [10, 3] and joined[0] == 5
+def test_chapters_that_are_read_side_by_side_say_what_each_says_alone(loaded, session_of, read, monkeypatch):
+    session = session_of("cut", "short")
+    options = {"longest": 0.7, "max_new_tokens": 6}
+    together = summarise(session, **options)
+    assert read == [10, 3]
     tokens = together.chapters[0].kept_tokens + len(loaded[1].text_ids("Summarise the video."))
-    for most, sizes in ((3 * tokens, [3, 3, 3, 1, 3]), (1, [1] * 13)):
+    limits = [
+        ("AT_ONCE", 3 * tokens, [3, 3, 3, 1, 3]),
+        ("AT_ONCE", 1, [1] * 13),
+        ("SIDE_BY_SIDE", 1, [1] * 13),
+        ("SIDE_BY_SIDE", 4, [4, 4, 2, 3]),
+    ]
+    for name, most, sizes in limits:
         read.clear()
-        monkeypatch.setattr(summaries, "AT_ONCE", most)
-        assert summarise(session, **given) == together and read == sizes
-    monkeypatch.setattr(summaries, "AT_ONCE", 4096)
-    for size in (1, 4):
-        read.clear()
-        monkeypatch.setattr(summaries, "SIDE_BY_SIDE", size)
-        assert summarise(session, **given) == together and max(read) == size
+        with monkeypatch.context() as patch:
+            patch.setattr(summaries, name, most)
+            assert summarise(session, **options) == together
+        assert read == sizes
 
 
-@pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 2}, {"min_length": 9}, {"max_time": 60.0}])
-def test_what_generates_for_one_prompt_only_reads_chapter_by_chapter(loaded, films, monkeypatch, option):
-    session = session_of(loaded, films / "cut.mp4")
-    read, joined = counting(monkeypatch)
-    given = {"longest": 1, "max_new_tokens": 4, "selection": "all"}
-    plain = summarise(session, **given)
-    assert read == [10] and joined == [1]
-    alone = summarise(session, **option, **given)
-    assert alone.chapters == plain.chapters and read == [10] + [1] * 10 and joined == [1, 1]
+@pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 2}, {"min_length": 9}, {"max_time": 60.0}], ids=str)
+def test_generation_for_a_single_prompt_reads_chapter_by_chapter(loaded, session_of, read, monkeypatch, option):
+    session = session_of("cut")
+    options = {"longest": 1, "max_new_tokens": 4, "selection": "all"}
+    chapters = summarise(session, **options).chapters
+    assert read == [10]
+    assert summarise(session, **option, **options).chapters == chapters
     config = GenerationConfig(**option, max_new_tokens=4)
-    assert summarise(session, longest=1, selection="all", generation_config=config).chapters == alone.chapters
-    ((name, value),) = option.items()
-    monkeypatch.setattr(loaded[0].generation_config, name, value)
-    assert summarise(session, **given).chapters == alone.chapters and read == [10] + [1] * 30
+    assert summarise(session, longest=1, selection="all", generation_config=config).chapters == chapters
+    for name, value in option.items():
+        monkeypatch.setattr(loaded[0].generation_config, name, value)
+    assert summarise(session, **options).chapters == chapters
+    assert read == [10] + [1] * 30
 
 
-def test_a_long_prompt_leaves_room_for_fewer_chapters(loaded, films, monkeypatch):
-    read, _ = counting(monkeypatch)
-    summarise(session_of(loaded, films / "cut.mp4"), "What happens here? " * 400, longest=1, max_new_tokens=1)
-    assert max(read) < 6 and sum(read) == 10
+def test_a_long_prompt_leaves_room_for_fewer_chapters(session_of, read):
+    summarise(session_of("cut"), "What happens here? " * 400, longest=1, max_new_tokens=1)
+    assert max(read) < 6
+    assert sum(read) == 10
 
 
-def test_what_a_stream_remembers_is_not_summarised(loaded, films):
+# Sources --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_streams_memory_is_not_summarised(loaded, session_of):
     stream = Stream(*loaded, memory_tokens=40)
     stream.append(np.zeros((4, 56, 56, 3), dtype=np.uint8), [0.0, 0.5, 1.0, 1.5])
-    session = session_of(loaded, films / "frame.mp4")
-    session.add(next(iter(stream.videos().values())), "camera")
+    session = session_of("frame")
+    (memory,) = stream.videos().values()
+    session.add(memory, "camera")
     with pytest.raises(ValueError, match="What a stream remembers has no chapters"):
         summarise(session)
     with pytest.raises(ValueError, match="beside no other videos: ask about it alone"):
@@ -181,70 +250,88 @@ def test_what_a_stream_remembers_is_not_summarised(loaded, films):
 
 
 @pytest.mark.parametrize("names", [["cut"], ["short", "still"], ["frame"]])
-def test_real_films_are_summarised_by_the_real_model(loaded, films, names):
-    session = session_of(loaded, *(films / f"{name}.mp4" for name in names))
+def test_the_chapters_of_a_video_cover_it(session_of, names):
+    session = session_of(*names)
     summary = summarise(session, longest=4, max_new_tokens=4)
-    assert {one.video for one in summary.chapters} == {f"{name}.mp4" for name in names}
+    assert {chapter.video for chapter in summary.chapters} == set(session.names)
     for name, video in session.videos.items():
-        own = [one for one in summary.chapters if one.video == name]
-        assert own[0].start == video.about.start
-        assert own[-1].end == pytest.approx(video.about.start + video.length)
-        assert all(one.end == other.start for one, other in zip(own, own[1:], strict=False))
-        assert sum(one.visual_tokens for one in own) == len(video.features)
-        assert all(0 < one.kept_tokens <= one.visual_tokens for one in own)
+        end = video.about.start
+        tokens = 0
+        for chapter in summary.chapters:
+            if chapter.video == name:
+                assert chapter.start == end
+                assert 0 < chapter.kept_tokens <= chapter.visual_tokens
+                end = chapter.end
+                tokens += chapter.visual_tokens
+        assert end == pytest.approx(video.about.start + video.length)
+        assert tokens == len(video.features)
 
 
-def test_a_library_is_summarised_as_a_session_is_and_an_empty_one_is_refused(loaded, films, tiny_published, tmp_path):
-    index(films, tmp_path / "library", *loaded, name=str(tiny_published))
-    library = Library(tmp_path / "library", *loaded)
-    session = session_of(loaded, *sorted(films.iterdir()))
+def test_a_library_is_summarised_as_a_session_is(loaded, videos, session_of, tiny_published, tmp_path):
+    index(videos, tmp_path, *loaded, name=str(tiny_published))
+    library = Library(tmp_path, *loaded)
+    session = session_of("cut", "frame", "short", "still")
     assert summarise(library, longest=4, max_new_tokens=3) == summarise(session, longest=4, max_new_tokens=3)
+
+
+def test_an_empty_session_or_library_is_refused(loaded, session_of, tiny_published, tmp_path):
     with pytest.raises(ValueError, match="no video to summarise"):
-        summarise(VideoSession(*loaded))
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "broken.mp4").write_bytes(b"no film")
-    index(tmp_path / "none", tmp_path / "empty", *loaded, name=str(tiny_published))
+        summarise(session_of())
+    broken = tmp_path / "videos"
+    broken.mkdir()
+    (broken / "broken.mp4").write_bytes(b"no video")
+    index(broken, tmp_path / "empty", *loaded, name=str(tiny_published))
     with pytest.raises(ValueError, match="holds no video: run"):
         Library(tmp_path / "empty", *loaded)
 
 
+def test_a_path_is_not_summarised(videos):
+    with pytest.raises(ValueError, match="Got PosixPath to summarise; expected a VideoSession or a Library"):
+        summarise(videos / "frame.mp4")
+
+
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("option", "value", "message"),
     [
-        ({"longest": 0}, "longest=0"),
-        ({"longest": True}, "longest=True"),
-        ({"longest": float("nan")}, "longest=nan"),
-        ({"longest": 10**400}, "longest=an integer of 1329 bits; expected a finite number"),
-        ({"videos": ["frame.mp4"]}, "Got videos for a summary"),
-        ({"inputs_embeds": None}, "Got inputs_embeds, which are made from the question"),
-        ({"pixel_values_videos": None, "input_ids": []}, "Got input_ids, pixel_values_videos, which are made"),
-        ({"prompt": " "}, "question is empty"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"selection": "best"}, "selection='best'"),
-        ({"names": ["none.mp4"]}, "no video to summarise; expected a list, some of .*frame.mp4"),
-        ({"retention": 2.0}, "retention=2.0"),
-        ({"retention": "all"}, "retention='all'"),
-        ({"names": 5}, "names=5: no video to summarise; expected a list"),
-        ({"names": "frame.mp4"}, "expected a list, some of .*frame.mp4"),
-        ({"names": [["frame.mp4"]]}, "expected a list, some of"),
-        ({"turns": ["a", "b"], "queries": ["c"]}, "Got turns, queries for a summary"),
-        ({"past_key_values": None}, "Got past_key_values for a summary"),
-        ({"generation_config": {"max_new_tokens": 3}}, "generation_config={'max_new_tokens': 3}; expected"),
-        ({"max_visual_tokens": "9"}, "max_visual_tokens='9'"),
+        ("longest", 0, "longest=0"),
+        ("longest", True, "longest=True"),
+        ("longest", float("nan"), "longest=nan"),
+        ("longest", 10**400, "longest=an integer of 1329 bits; expected a finite number"),
+        ("videos", ["frame.mp4"], "Got videos for a summary"),
+        ("turns", ["a", "b"], "Got turns for a summary"),
+        ("queries", ["c"], "Got queries for a summary"),
+        ("past_key_values", None, "Got past_key_values for a summary"),
+        ("inputs_embeds", None, "Got inputs_embeds, which are made from the question"),
+        ("pixel_values_videos", None, "Got pixel_values_videos, which are made"),
+        ("input_ids", [], "Got input_ids, which are made"),
+        ("prompt", " ", "question is empty"),
+        ("max_new_tokens", 0, "max_new_tokens"),
+        ("selection", "best", "selection='best'"),
+        ("names", ["none.mp4"], "no video to summarise; expected a list, some of .*frame.mp4"),
+        ("names", 5, "names=5: no video to summarise; expected a list"),
+        ("names", "frame.mp4", "expected a list, some of .*frame.mp4"),
+        ("names", [["frame.mp4"]], "expected a list, some of"),
+        ("retention", 2.0, "retention=2.0"),
+        ("retention", "all", "retention='all'"),
+        ("max_visual_tokens", "9", "max_visual_tokens='9'"),
+        ("generation_config", {"max_new_tokens": 3}, "generation_config={'max_new_tokens': 3}; expected"),
     ],
 )
-def test_bad_arguments_are_named(loaded, films, given, said):
-    with pytest.raises(ValueError, match=said):
-        summarise(session_of(loaded, films / "frame.mp4"), **given)
-    with pytest.raises(ValueError, match="Got PosixPath to summarise; expected a VideoSession or a Library"):
-        summarise(films / "frame.mp4")
+def test_bad_arguments_are_named(session_of, option, value, message):
+    with pytest.raises(ValueError, match=message):
+        summarise(session_of("frame"), **{option: value})
 
 
-def test_the_command_prints_chapters(films, tiny_published):
-    line = ["summarise", str(films / "cut.mp4"), "What happens?", "--model", str(tiny_published)]
-    result = CliRunner().invoke(app, [*line, "--max-new-tokens", "3", "--json"])
-    printed = json.loads(result.stdout)
-    assert printed["text"] == printed["chapters"][0]["text"] and printed["chapters"][0]["end"] == 10
-    shown = CliRunner().invoke(app, [*line, "--max-new-tokens", "3"]).stdout
-    assert "0.0 to 10.0" in shown and printed["text"] in shown and "10.0 s, 20 frames looked at\n" in shown
-    assert (printed["frames"], printed["seconds_of_video"], printed["unheard"]) == (20, 10, False)
+def test_the_command_prints_chapters(videos, tiny_published):
+    line = ["summarise", str(videos / "cut.mp4"), "What happens?", "--model", str(tiny_published)]
+    line += ["--max-new-tokens", "3"]
+    printed = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)
+    (chapter,) = printed["chapters"]
+    assert printed["text"] == chapter["text"]
+    assert chapter["end"] == printed["seconds_of_video"] == 10
+    assert printed["frames"] == 20
+    assert printed["unheard"] is False
+    shown = CliRunner().invoke(app, line).stdout
+    assert "0.0 to 10.0" in shown
+    assert printed["text"] in shown
+    assert "10.0 s, 20 frames looked at\n" in shown
