@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -32,25 +33,48 @@ httpx2 = pytest.importorskip("httpx2")
 
 from qtsplus.serve.agents import Shelf  # noqa: E402, which needs it
 
-QUESTION, KEY = "What is in the red circle?", "correct horse"
-WORLDS = {name: make_world(160 + seed, 6) for seed, name in enumerate(("a.mp4", "b [1].mp4", "more/c.mp4"))}
-TOOLS = ["list_videos", "find_moments", "ask", "look"]
+QUESTION = "What is in the red circle?"
+KEY = "correct horse"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+WORLDS = {"a.mp4": make_world(160, 6), "b [1].mp4": make_world(161, 6), "more/c.mp4": make_world(162, 6)}
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory, tiny_published) -> Library:
     folder = tmp_path_factory.mktemp("agents")
+    videos = folder / "videos"
+    (videos / "more").mkdir(parents=True)
     for name, world in WORLDS.items():
-        (folder / "films" / name).parent.mkdir(parents=True, exist_ok=True)
-        write_mp4(folder / "films" / name, render_world(world), 2)
-    shutil.copy(folder / "films/a.mp4", folder / "secret.mp4")
+        write_mp4(videos / name, render_world(world), 2)
+    shutil.copy(videos / "a.mp4", folder / "secret.mp4")
     model = load(tiny_published, "cpu")
-    index(folder / "films", folder / "library", *model)
+    index(videos, folder / "library", *model)
     return Library(folder / "library", *model)
 
 
-def command(library, model, *more):
-    return ["-m", "qtsplus.cli", "mcp", str(library.folder), "--model", str(model), *map(str, more)]
+@pytest.fixture
+def shelf(library, tmp_path) -> Shelf:
+    """Serves a copy of the library."""
+    folder = shutil.copytree(library.folder, tmp_path / "library")
+    return Shelf(Library(folder, library.model, library.processor))
+
+
+@pytest.fixture
+def videos(library, tmp_path) -> Path:
+    """A copy of the library's videos."""
+    return Path(shutil.copytree(library.index.videos, tmp_path / "videos"))
+
+
+@pytest.fixture
+def own_shelf(library, videos, tmp_path) -> Shelf:
+    """Serves a library of the copied videos."""
+    index(videos, tmp_path / "library", library.model, library.processor)
+    return Shelf(Library(tmp_path / "library", library.model, library.processor))
+
+
+def command(library, model, *options):
+    line = ["-m", "qtsplus.cli", "mcp", library.folder, "--model", model, *options]
+    return [str(word) for word in line]
 
 
 AUDIT = """
@@ -73,10 +97,10 @@ def stdio(library, tiny_published, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def port(library, tiny_published, tmp_path_factory):
-    """That of a server that wants a key."""
+    """The port of a server that wants a key."""
     log = tmp_path_factory.mktemp("log") / "log"
-    places = ("--http", "127.0.0.1:{port}", "--watch", f"door={library.index.videos}/a.mp4")
-    line = command(library, tiny_published, *places, "--api-key", KEY)
+    door = f"door={library.index.videos}/a.mp4"
+    line = command(library, tiny_published, "--http", "127.0.0.1:{port}", "--watch", door, "--api-key", KEY)
     with running_server(log, *line, path="/mcp") as port:
         yield port
     assert "Traceback" not in log.read_text()
@@ -94,8 +118,8 @@ def status(port, body=b"{}", **headers):
 async def over_http(port):
     from mcp.client.streamable_http import streamable_http_client
 
-    headers, limits = {"Authorization": f"Bearer {KEY}"}, httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(headers=headers, timeout=300, limits=limits) as connection:
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(headers=BEARER, timeout=300, limits=limits) as connection:
         transport = streamable_http_client(f"http://127.0.0.1:{port}/mcp", http_client=connection)
         async with mcp.Client(transport) as client:
             yield client
@@ -105,39 +129,54 @@ def call(where, *calls):
     """The results of calls, one after another, in one connection: to a process, a port, or a server in this process."""
 
     async def run():
-        async with over_http(where) if isinstance(where, int) else mcp.Client(where) as client:
-            tools = (await client.list_tools()).tools
-            assert [tool.name for tool in tools][:4] == TOOLS and all(
-                one.annotations.read_only_hint for one in tools[:4]
-            )
-            return [await client.call_tool(name, given) for name, given in calls]
+        client_of = over_http if isinstance(where, int) else mcp.Client
+        async with client_of(where) as client:
+            return [await client.call_tool(name, arguments) for name, arguments in calls]
 
     return asyncio.run(run())
 
 
-async def told(client, name="door"):
-    (content,) = (await client.read_resource(f"watch://{name}")).contents
-    return json.loads(content.text)
+def refused(shelf, name, **arguments) -> str:
+    """The message of a refused call, without the place of the library."""
+    (result,) = call(shelf, (name, arguments))
+    (content,) = result.content
+    assert result.is_error
+    assert content.text
+    assert str(shelf.library.folder.parent) not in content.text
+    return content.text
+
+
+def said(shelf, name, **arguments) -> dict:
+    (result,) = call(shelf, (name, arguments))
+    assert not result.is_error
+    return result.structured_content
 
 
 LONG = "x" * 100_000
-NO_NAMES = ("../secret.mp4", "/etc/passwd", "", "a.mp4\0", "*", "more/../a.mp4", "./a.mp4", "file:///a.mp4", LONG)
-HOSTILE = [
-    *(("look", {"video": video, "seconds": 0}) for video in NO_NAMES),
-    *(("find_moments", {"question": QUESTION, "videos": [video]}) for video in (*NO_NAMES, 5, None, "http://[::1]/")),
-    *(("ask", {"question": QUESTION, "videos": [video]}) for video in NO_NAMES),
-    *(("ask", {"question": QUESTION, "videos": videos}) for videos in ("a.mp4", ["a.mp4"] * 101, {"a.mp4": 1})),
-    *(("look", {"video": "a.mp4", "seconds": seconds}) for seconds in (-1, 7, 1e300, "NaN", "inf", None, [0])),
-    *(("look", {"video": "a.mp4", "seconds": 0, "side": side}) for side in (0, 31, 1025, 10**9, "big")),
-    *(("find_moments", {"question": question}) for question in ("", " ", "x" * 2001, LONG, 5, None, [QUESTION])),
-    *(("find_moments", {"question": QUESTION, "count": count}) for count in (0, 51, 10**30, -1, 1.5)),
-    *(("ask", {"question": QUESTION, "max_new_tokens": count}) for count in (0, 513, 10**6)),
-    ("ask", {"question": QUESTION, "selection": "file.py:function"}),
-    ("ask", {}),
-    *(("list_videos", given) for given in ({"count": 51}, {"first": -1}, {"first": 1e300}, {"text": LONG})),
-    *((tool, {"source": "/dev/video0"}) for tool in ("watch", "", "../look", LONG)),
-    *((tool, {"source": "/dev/video0"}) for tool in ("watch_start", "watch_ask", "watch_stop")),
+NO_NAMES = ["../secret.mp4", "/etc/passwd", "", "a.mp4\0", "*", "more/../a.mp4", "./a.mp4", "file:///a.mp4", LONG]
+WATCHES = ["watch_start", "watch_ask", "watch_stop"]
+
+# For each tool and argument: the values that are refused, beside arguments that are not.
+REFUSED = [
+    ("look", {"seconds": 0}, "video", NO_NAMES),
+    ("look", {"video": "a.mp4"}, "seconds", [-1, 7, 1e300, "NaN", "inf", None, [0]]),
+    ("look", {"video": "a.mp4", "seconds": 0}, "side", [0, 31, 1025, 10**9, "big"]),
+    ("find_moments", {"question": QUESTION}, "videos", [[name] for name in [*NO_NAMES, 5, None, "http://[::1]/"]]),
+    ("find_moments", {}, "question", ["", " ", "x" * 2001, LONG, 5, None, [QUESTION]]),
+    ("find_moments", {"question": QUESTION}, "count", [0, 51, 10**30, -1, 1.5]),
+    ("ask", {"question": QUESTION}, "videos", [[name] for name in NO_NAMES]),
+    ("ask", {"question": QUESTION}, "videos", ["a.mp4", ["a.mp4"] * 101, {"a.mp4": 1}]),
+    ("ask", {"question": QUESTION}, "max_new_tokens", [0, 513, 10**6]),
+    ("ask", {"question": QUESTION}, "selection", ["file.py:function"]),
+    ("list_videos", {}, "count", [51]),
+    ("list_videos", {}, "first", [-1, 1e300]),
+    ("list_videos", {}, "text", [LONG]),
 ]
+HOSTILE = [("ask", {})]
+for tool, arguments, argument, values in REFUSED:
+    HOSTILE += [(tool, {**arguments, argument: value}) for value in values]
+HOSTILE += [(tool, {"source": "/dev/video0"}) for tool in ["watch", "", "../look", LONG, *WATCHES]]
+
 ASKED = [
     ("list_videos", {}),
     ("list_videos", {"text": "A.MP4", "count": 1}),
@@ -155,44 +194,76 @@ def results(request, library):
     return call(request.getfixturevalue(request.param), *HOSTILE, *ASKED)
 
 
-def test_an_agent_is_told_what_the_library_says(results, library):
-    listed, some, none, moments, one, answer, look = results[len(HOSTILE) :]
-    videos = [{"video": name, "start": 0.0, "seconds": 6.0} for name in sorted(WORLDS)]
-    assert listed.structured_content == {"videos": videos, "of": 3, "not_encoded_yet": []}
+def test_tools_only_read(stdio):
+    async def run():
+        async with mcp.Client(stdio) as client:
+            return (await client.list_tools()).tools
+
+    tools = asyncio.run(run())
+    assert [tool.name for tool in tools] == ["list_videos", "find_moments", "ask", "look"]
+    for tool in tools:
+        assert tool.annotations.read_only_hint
+
+
+def test_an_agent_is_told_what_the_library_lists(results):
+    whole, some, none = results[len(HOSTILE) :][:3]
+    videos = [{"video": name, "start": 0.0, "seconds": 6.0} for name in WORLDS]
+    assert whole.structured_content == {"videos": videos, "of": 3, "not_encoded_yet": []}
     assert some.structured_content == {"videos": videos[:1], "of": 1, "not_encoded_yet": []}
     assert none.structured_content == {"videos": [], "of": 3, "not_encoded_yet": []}
-    for truth, told in (
-        (library.find(QUESTION, 3), moments),
-        (library.find(QUESTION, 5, ["b [1].mp4"]), one),
-        (library.ask(QUESTION, max_new_tokens=8).evidence, answer),
-    ):
-        told = told.structured_content
-        for own, given in zip(truth, told.get("moments") or told["evidence"], strict=True):
-            fields = asdict(own)
-            assert given.pop("weight") == pytest.approx(own.weight, rel=1e-4) and given.pop("video") == own.name
-            assert given == json.loads(json.dumps({name: fields[name] for name in given}))
-    truth, said = library.ask(QUESTION, max_new_tokens=8), answer.structured_content
-    assert (said["answer"], said["video"], said["kept_tokens"]) == (truth.answer, truth.video, truth.kept_tokens)
-    frame = np.asarray(Image.open(io.BytesIO(base64.b64decode(look.content[0].data))))
-    assert frame.shape[0] == 64 and look.content[0].mime_type == "image/jpeg"
-    shown, before, other = (render_world(WORLDS[name])[n] for name, n in (("a.mp4", 4), ("a.mp4", 3), ("b [1].mp4", 4)))
-    small = [np.asarray(Image.fromarray(one).resize((64, 64)), float) for one in (shown, before, other)]
-    here, *elsewhere = [np.abs(frame - one).mean() for one in small]
-    assert here < 8 and here < min(elsewhere)
+
+
+def assert_are_moments(given, moments):
+    for fields, moment in zip(given, moments, strict=True):
+        expected = json.loads(json.dumps(asdict(moment)))
+        assert fields.pop("weight") == pytest.approx(moment.weight, rel=1e-4)
+        assert fields.pop("video") == moment.name
+        assert fields == {name: expected[name] for name in fields}
+
+
+def test_an_agent_is_told_what_the_library_finds_and_answers(results, library):
+    moments, of_one, answer = [result.structured_content for result in results[len(HOSTILE) :][3:6]]
+    assert_are_moments(moments["moments"], library.find(QUESTION, 3))
+    assert_are_moments(of_one["moments"], library.find(QUESTION, 5, ["b [1].mp4"]))
+    expected = library.ask(QUESTION, max_new_tokens=8)
+    assert_are_moments(answer["evidence"], expected.evidence)
+    assert answer["answer"] == expected.answer
+    assert answer["video"] == expected.video
+    assert answer["kept_tokens"] == expected.kept_tokens
+
+
+def test_an_agent_sees_the_frame_of_its_second(results):
+    (image,) = results[-1].content
+    assert image.mime_type == "image/jpeg"
+    frame = np.asarray(Image.open(io.BytesIO(base64.b64decode(image.data))))
+    assert frame.shape[0] == 64
+
+    def difference(name, number):
+        rendered = Image.fromarray(render_world(WORLDS[name])[number]).resize((64, 64))
+        return np.abs(frame - np.asarray(rendered, float)).mean()
+
+    shown = difference("a.mp4", 4)
+    assert shown < 8
+    assert shown < difference("a.mp4", 3)
+    assert shown < difference("b [1].mp4", 4)
 
 
 def test_a_hostile_call_is_one_line(results, library):
-    for (name, given), result in zip(HOSTILE, results, strict=False):
-        (text,) = [part.text for part in result.content]
-        assert result.is_error and 0 < len(text) <= 500 and text.isprintable(), (name[:20], str(given)[:200], text)
-        assert str(library.folder.parent) not in text and "pydantic" not in text and "Error executing" not in text
+    for (name, arguments), result in zip(HOSTILE, results, strict=False):
+        (content,) = result.content
+        text = content.text
+        assert result.is_error, (name, str(arguments)[:200])
+        assert 0 < len(text) <= 500
+        assert text.isprintable()
+        for secret in (str(library.folder.parent), "pydantic", "Error executing"):
+            assert secret not in text
 
 
 @pytest.mark.parametrize("results", ["stdio"], indirect=True)
-def test_no_film_is_opened_but_the_one_that_is_looked_at(results, stdio, library):
+def test_no_video_is_opened_but_the_one_that_is_looked_at(results, stdio, library):
     opened = Path(stdio.args[2]).read_text().splitlines()  # whatever Python opened since the server started
-    films = {path for path in opened if path.endswith((".mp4", "passwd"))}
-    assert films == {str(library.folder.parent / "films/a.mp4")}
+    videos = {path for path in opened if path.endswith((".mp4", "passwd"))}
+    assert videos == {str(library.index.videos / "a.mp4")}
 
 
 def test_two_hundred_calls_at_once_are_answered_or_refused(port):
@@ -203,20 +274,21 @@ def test_two_hundred_calls_at_once_are_answered_or_refused(port):
             return results, await client.call_tool("list_videos", {})
 
     results, after = asyncio.run(run())
-    texts = [result.content[0].text for result in results if result.is_error]
-    assert texts == ["32 calls wait already; try again later."] * len(texts)
-    assert 32 <= len(results) - len(texts) < 200 and not after.is_error
-    assert len({result.structured_content["answer"] for result in results if not result.is_error}) == 1
+    refusals = [result.content[0].text for result in results if result.is_error]
+    answers = [result.structured_content["answer"] for result in results if not result.is_error]
+    assert set(refusals) == {"32 calls wait already; try again later."}
+    assert len(answers) >= 32
+    assert len(set(answers)) == 1
+    assert not after.is_error
 
 
 def test_one_call_at_a_time_has_the_model(library, monkeypatch):
-    inside, most = 0, 0
+    model = threading.Lock()
 
     def find(*_):
-        nonlocal inside, most
-        inside, most = inside + 1, max(most, inside + 1)
+        assert model.acquire(blocking=False), "another call has the model"
         time.sleep(0.02)
-        inside -= 1
+        model.release()
         return []
 
     monkeypatch.setattr(library, "find", find)
@@ -224,76 +296,107 @@ def test_one_call_at_a_time_has_the_model(library, monkeypatch):
 
     async def run():
         async with mcp.Client(shelf) as client:
-            await asyncio.gather(*(client.call_tool("find_moments", {"question": QUESTION}) for _ in range(8)))
+            calls = [client.call_tool("find_moments", {"question": QUESTION}) for _ in range(8)]
+            return await asyncio.gather(*calls)
 
-    asyncio.run(run())
-    assert most == 1 and shelf.waiting == 0
+    for result in asyncio.run(run()):
+        assert result.structured_content == {"moments": []}
+    assert shelf.waiting == 0
 
 
 def test_changes_are_told_over_http(port):
     async def run():
         async with over_http(port) as client, client.listen(resource_subscriptions=["watch://door"]) as events:
-            begun = await client.call_tool("watch_start", {"source": "door", "question": QUESTION})
+            started = await client.call_tool("watch_start", {"source": "door", "question": QUESTION})
             event = await anext(aiter(events))
-            last = await told(client)
+            resource = await client.read_resource("watch://door")
             stopped = await client.call_tool("watch_stop", {"source": "door"})
-            return begun, event, last, stopped
+            return started, event, resource, stopped
 
-    begun, event, last, stopped = asyncio.run(run())
-    assert not begun.is_error and event.uri == "watch://door" and last["answer"]["answer"] and not stopped.is_error
-
-
-def test_what_is_not_encoded_is_said(library, tmp_path):
-    folder = Path(shutil.copytree(library.folder, tmp_path / "library"))
-    (folder / library.files["a.mp4"].name).unlink()
-    shelf = Shelf(Library(folder, library.model, library.processor))
-    listed, answer = call(shelf, ("list_videos", {}), ("ask", {"question": QUESTION, "max_new_tokens": 2}))
-    assert listed.structured_content["not_encoded_yet"] == ["a.mp4"] and listed.structured_content["of"] == 2
-    assert answer.structured_content["warnings"] == shelf.library.warnings != []
-    shutil.rmtree(folder)
-    (gone,) = call(shelf, ("look", {"video": "b [1].mp4", "seconds": 99}))
-    assert gone.is_error and gone.content[0].text
+    started, event, resource, stopped = asyncio.run(run())
+    assert not started.is_error
+    assert event.uri == "watch://door"
+    (content,) = resource.contents
+    assert json.loads(content.text)["answer"]["answer"]
+    assert not stopped.is_error
 
 
-def test_a_library_that_is_indexed_again_is_the_new_one(library, tmp_path):
-    films = Path(shutil.copytree(library.index.videos, tmp_path / "films"))
-    model = library.model, library.processor
-    index(films, tmp_path / "library", *model)
-    shelf = Shelf(Library(tmp_path / "library", *model))
-    (films / "a.mp4").rename(films / "new.mp4")
-    write_mp4(films / "b [1].mp4", render_world(make_world(170, 6)), 2)
-    index(films, tmp_path / "library", *model)
-    listed, answer = call(shelf, ("list_videos", {}), ("ask", {"question": QUESTION, "videos": ["b [1].mp4"]}))
-    assert [one["video"] for one in listed.structured_content["videos"]] == ["b [1].mp4", "more/c.mp4", "new.mp4"]
-    assert (
-        answer.structured_content["answer"]
-        == Library(tmp_path / "library", *model).ask(QUESTION, names=["b [1].mp4"]).answer
-    )
+def test_videos_that_are_not_encoded_are_said(shelf):
+    shelf.library.files["a.mp4"].unlink()
+    shelf = Shelf(Library(shelf.library.folder, shelf.library.model, shelf.library.processor))
+    listed = said(shelf, "list_videos")
+    assert listed["not_encoded_yet"] == ["a.mp4"]
+    assert listed["of"] == 2
+    warnings = said(shelf, "ask", question=QUESTION, max_new_tokens=2)["warnings"]
+    assert warnings
+    assert warnings == shelf.library.warnings
 
 
-def test_a_library_that_was_damaged_is_refused_without_its_place(library, tmp_path):
-    folder = Path(shutil.copytree(library.folder, tmp_path / "library"))
-    shelf, journal = Shelf(Library(folder, library.model, library.processor)), folder / "library.jsonl"
+def test_a_library_that_was_removed_is_refused(shelf):
+    shutil.rmtree(shelf.library.folder)
+    refused(shelf, "look", video="b [1].mp4", seconds=99)
+
+
+def test_a_library_that_is_indexed_again_is_the_new_one(own_shelf, videos):
+    library = own_shelf.library
+    (videos / "a.mp4").rename(videos / "new.mp4")
+    write_mp4(videos / "b [1].mp4", render_world(make_world(170, 6)), 2)
+    index(videos, library.folder, library.model, library.processor)
+    listed = said(own_shelf, "list_videos")
+    assert [video["video"] for video in listed["videos"]] == ["b [1].mp4", "more/c.mp4", "new.mp4"]
+    answer = said(own_shelf, "ask", question=QUESTION, videos=["b [1].mp4"])
+    again = Library(library.folder, library.model, library.processor)
+    assert answer["answer"] == again.ask(QUESTION, names=["b [1].mp4"]).answer
+
+
+def test_a_damaged_library_is_refused_without_its_place(shelf):
+    journal = shelf.library.folder / "library.jsonl"
     text = journal.read_text()
-    for damaged in ("", text.partition("\n")[0] + "\n", text.partition("\n")[2], "[]\n"):
+    first, _, others = text.partition("\n")
+    for damaged in ("", f"{first}\n", others, "[]\n"):
         journal.write_text(damaged)
-        (refused,) = call(shelf, ("list_videos", {}))
-        assert refused.is_error and str(tmp_path) not in refused.content[0].text != ""
+        refused(shelf, "list_videos")
     journal.write_text(text)
-    assert not call(shelf, ("list_videos", {}))[0].is_error
+    assert said(shelf, "list_videos")
 
 
-def test_http_refuses_what_no_client_sends(port):
+def test_a_video_that_was_changed_is_not_shown(own_shelf, library, videos):
+    shutil.copy(library.folder.parent / "secret.mp4", videos / "b [1].mp4")
+    assert "was changed since" in refused(own_shelf, "look", video="b [1].mp4", seconds=1)
+    (kept,) = call(own_shelf, ("look", {"video": "a.mp4", "seconds": 1}))
+    assert not kept.is_error
+
+
+def test_damaged_features_are_refused_without_their_place(shelf):
+    features = next(shelf.library.folder.glob("*.safetensors"))
+    features.write_bytes(b"x")
+    refused(shelf, "find_moments", question=QUESTION)
+
+
+def test_an_unknown_method_leaves_no_traceback(port):
+    """The fixture looks for one in the log."""
     prompt = {"jsonrpc": "2.0", "id": 1, "method": "prompts/get", "params": {"name": "x"}}
-    bearer = {"Authorization": f"Bearer {KEY}"}
-    assert status(port, json.dumps(prompt).encode(), **bearer) in (200, 400)  # and the log has no traceback
-    own = {"Authorization": f"Bearer {KEY}"}
-    assert status(port) == status(port, Authorization="Bearer wrong") == status(port, Authorization=KEY) == 401
-    assert status(port, b"x" * 2**18 + b"x", **own) == 413
-    assert status(port, b"[" * 100_000, **own) == 400
-    assert status(port, **own, Host="evil.example") == 400
-    assert status(port, **own, Origin="https://evil.example") == 403
-    assert status(port, **{**own, "Content-Type": "text/plain"}) == 400
+    assert status(port, json.dumps(prompt).encode(), **BEARER) in (200, 400)
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}], ids=str)
+def test_http_refuses_a_client_without_the_key(port, headers):
+    assert status(port, **headers) == 401
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "code"),
+    [
+        (b"x" * (2**18 + 1), {}, 413),
+        (b"[" * 100_000, {}, 400),
+        (b"{}", {"Host": "evil.example"}, 400),
+        (b"{}", {"Origin": "https://evil.example"}, 403),
+        (b"{}", {"Content-Type": "text/plain"}, 400),
+    ],
+    ids=["large", "nested", "host", "origin", "type"],
+)
+def test_http_refuses_requests_that_no_client_sends(port, body, headers, code):
+    assert status(port, body, **BEARER, **headers) == code
 
 
 def test_a_client_that_leaves_within_a_message_leaves_no_traceback(port):
@@ -305,57 +408,57 @@ def test_a_client_that_leaves_within_a_message_leaves_no_traceback(port):
     assert status(port) == 401
 
 
+def message(method, number=None, **params):
+    content = {"jsonrpc": "2.0", "method": method, "params": params}
+    if number is not None:
+        content["id"] = number
+    return json.dumps(content)
+
+
 def test_lines_that_are_no_messages_end_nothing(library, tiny_published):
-    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}
-    asked = [
-        {"id": 1, "method": "initialize", "params": hello},
-        {"method": "notifications/initialized"},
-        {"id": 2, "method": "tools/call", "params": {"name": "list_videos", "arguments": {}}},
-    ]
-    lines = [json.dumps({"jsonrpc": "2.0", **one}) for one in asked]
-    half = lines[2].replace("{}", '{"text": "\\ud800"}').replace('"id": 2', '"id": 5')  # of a character
-    junk = [LONG, "[" * 10**6, half, '{"jsonrpc"', "\x00\x07", "5", json.dumps({"jsonrpc": "2.0", "id": 9})]
-    line = [sys.executable, *command(library, tiny_published)]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        process.stdin.write("\n".join([*junk, lines[0], *junk, *lines[1:]]) + "\n")
+    client = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}
+    half_a_character = message("tools/call", 5, name="list_videos", arguments={"text": "\ud800"})
+    junk = [LONG, "[" * 10**6, half_a_character, '{"jsonrpc"', "\x00\x07", "5", '{"jsonrpc": "2.0", "id": 9}']
+    lines = [*junk, message("initialize", 1, **client), *junk, message("notifications/initialized")]
+    lines.append(message("tools/call", 2, name="list_videos", arguments={}))
+
+    server = [sys.executable, *command(library, tiny_published)]
+    replies = []
+    with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdin.write("\n".join(lines) + "\n")
         process.stdin.flush()
-        replies = [json.loads(process.stdout.readline())]
-        while replies[-1].get("id") != 2:
-            replies.append(json.loads(process.stdout.readline()))
+        for line in process.stdout:
+            replies.append(json.loads(line))
+            if replies[-1].get("id") == 2:
+                break
         process.stdin.close()
         assert process.wait() == 0
     assert replies[-1]["result"]["structuredContent"]["of"] == 3
     halves = [reply["error"]["message"] for reply in replies if reply.get("id") == 5]
-    assert len(halves) == 2 and all("half a character" in message for message in halves), replies
+    assert len(halves) == 2
+    for text in halves:
+        assert "half a character" in text
     assert sum(len(json.dumps(reply)) for reply in replies) < 10_000
 
 
-def test_a_film_that_was_changed_is_not_shown(library, tmp_path):
-    shutil.copytree(library.folder.parent / "films", tmp_path / "films")
-    model = library.model, library.processor
-    index(tmp_path / "films", tmp_path / "library", *model)
-    shutil.copy(library.folder.parent / "secret.mp4", tmp_path / "films/b [1].mp4")
-    shelf = Shelf(Library(tmp_path / "library", *model))
-    changed, kept = call(shelf, *(("look", {"video": name, "seconds": 1}) for name in ("b [1].mp4", "a.mp4")))
-    assert changed.is_error and "was changed since" in changed.content[0].text and not kept.is_error
-    next((tmp_path / "library").glob("*.safetensors")).write_bytes(b"x")
-    (damaged,) = call(shelf, ("find_moments", {"question": QUESTION}))
-    assert damaged.is_error and str(tmp_path) not in damaged.content[0].text
-
-
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("option", "value", "reason"),
     [
-        (["{library}", "--http", "8765"], "expected HOST:PORT"),
-        (["{library}", "--http", "127.0.0.1:70000"], "expected HOST:PORT"),
-        (["{library}", "--api-key", "x"], "are about --http"),
-        (["{library}", "--allow-host", "a.org"], "are about --http"),
-        (["{library}", "--watch", "a b=/dev/video0"], "expected NAME=SOURCE"),
-        (["{library}", "--watch", "door=-"], "expected NAME=SOURCE"),
-        (["{missing}"], "There is no library"),
+        ("--http", "8765", "expected HOST:PORT"),
+        ("--http", "127.0.0.1:70000", "expected HOST:PORT"),
+        ("--api-key", "x", "are about --http"),
+        ("--allow-host", "a.org", "are about --http"),
+        ("--watch", "a b=/dev/video0", "expected NAME=SOURCE"),
+        ("--watch", "door=-", "expected NAME=SOURCE"),
     ],
 )
-def test_bad_command_lines_end_in_one_line(library, tmp_path, line, reason):
-    places = {"library": library.folder, "missing": tmp_path}
-    result = CliRunner().invoke(app, ["mcp", *(one.format(**places) for one in line)])
-    assert result.exit_code == 2 and reason in result.stderr.splitlines()[-1], result.output
+def test_bad_options_end_in_one_line(library, option, value, reason):
+    result = CliRunner().invoke(app, ["mcp", str(library.folder), option, value])
+    assert result.exit_code == 2
+    assert reason in result.stderr.splitlines()[-1]
+
+
+def test_a_folder_without_a_library_is_refused(tmp_path):
+    result = CliRunner().invoke(app, ["mcp", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "There is no library" in result.stderr.splitlines()[-1]
