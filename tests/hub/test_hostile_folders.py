@@ -89,3 +89,10 @@ def test_values_that_no_model_has_end_each_command_in_one_line(file, section, na
 
 def test_good_values_are_no_problem():
     check_values("It", {"eps": 3, "layer_norm_eps": 1e-6, "pad_token_id": -1, "eos_token_id": [1, 2], "a": {"b": None}})
+
+
+@pytest.mark.parametrize("name", ["depth", "num_hidden_layers", "scoring_layers", "reencode_layers"])
+def test_a_model_of_endless_layers_is_refused_before_it_is_built(name):
+    check_values("It", {"section": {name: 10_000}})
+    with pytest.raises(ValueError, match=f"It has {name}=10001; expected at most 10,000 layers"):
+        check_values("It", {"section": {name: 10_001}})

@@ -30,6 +30,7 @@ _KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation
 _A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Who?"}]}]
 # The most characters that a chat template may make of one question.
 LONGEST_PROMPT = 10**6
+_MOST_LAYERS = 10_000  # of any model
 
 
 def load(
@@ -88,6 +89,9 @@ def check_values(what: str, values, name: str = "") -> None:
     too_large = type(values) is int and abs(values) >= 2**63
     if unbounded or too_large:
         raise ValueError(f"{what} has {name}={show(values)}; expected a finite number.")
+    counts_layers = name == "depth" or name.endswith("_layers")
+    if counts_layers and type(values) is int and values > _MOST_LAYERS:  # they would be built without end
+        raise ValueError(f"{what} has {name}={show(values)}; expected at most {_MOST_LAYERS:,} layers.")
     is_small = isinstance(values, (int, float)) and 0 <= values < 1
     if name.endswith(("_eps", "_epsilon")) and not is_small:
         raise ValueError(f"{what} has {name}={show(values)}; expected a number from 0 to 1, such as 1e-6.")
