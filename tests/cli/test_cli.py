@@ -37,9 +37,18 @@ def ask(tiny_published):
     """Runs `qtsplus ask` on the tiny model."""
 
     def run(*arguments):
-        return CliRunner().invoke(app, ["ask", *map(str, arguments), "--model", str(tiny_published)])
+        return invoke("ask", *arguments, "--model", tiny_published)
 
     return run
+
+
+def invoke(*line):
+    return CliRunner().invoke(app, [str(word) for word in line])
+
+
+def read_json(result):
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def test_a_command_takes_whole_how_frames_are_sampled_and_tokens_are_chosen():
@@ -58,7 +67,8 @@ def test_a_command_takes_whole_how_frames_are_sampled_and_tokens_are_chosen():
     sampling = Sampling(fps=2.0, start=1.0, end=5.0, max_frames=4, max_pixels=999)
     choice = Choice(retention=0.5, max_visual_tokens=7, selection="uniform")
     assert given == [(sampling, choice), (Sampling(), Choice())]
-    assert None not in [*vars(sampling).values(), *vars(choice).values()], "every field has an option"
+    assert None not in vars(sampling).values(), "every field has an option"
+    assert None not in vars(choice).values()
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +100,9 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "bundled tiny model" in result.stderr, "what answers has to be said"
     answer = json.loads(result.stdout)
-    assert set(answer) == {
-        *("answer", "video", "frames", "seconds_of_video", "visual_tokens", "kept_tokens", "rho", "evidence"),
-        *("timings", "warnings", "seen", "seen_threshold", "unheard", "largest_gap", "trained_seconds"),
-    }
+    about_video = {"video", "frames", "seconds_of_video", "unheard", "largest_gap", "trained_seconds", "warnings"}
+    about_tokens = {"visual_tokens", "kept_tokens", "rho", "evidence", "seen", "seen_threshold"}
+    assert set(answer) == {"answer", "timings"} | about_video | about_tokens
     assert answer["video"] == str(tiny_mp4)
     assert answer["frames"] == 8  # 4 s at the processor's 2 frames per second
     assert answer["seconds_of_video"] == pytest.approx(4)
@@ -116,13 +125,14 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     ],
 )
 def test_an_option_does_what_it_says(ask, tiny_mp4, options, expected):
-    answer = json.loads(ask(tiny_mp4, QUESTION, "--json", *options).stdout)
+    answer = read_json(ask(tiny_mp4, QUESTION, "--json", *options))
     assert {name: answer[name] for name in expected} == expected
 
 
 def test_a_folder_of_frames_lasts_as_its_rate_says(ask, frame_folder):
-    answer = json.loads(ask(frame_folder, QUESTION, "--json", "--fps", "0.5").stdout)
-    assert (answer["frames"], answer["seconds_of_video"]) == (6, pytest.approx(12))
+    answer = read_json(ask(frame_folder, QUESTION, "--json", "--fps", "0.5"))
+    assert answer["frames"] == 6
+    assert answer["seconds_of_video"] == pytest.approx(12)
 
 
 def test_an_address_is_asked_about_like_a_file(ask, tiny_mp4):
@@ -132,32 +142,24 @@ def test_an_address_is_asked_about_like_a_file(ask, tiny_mp4):
         address = f"http://127.0.0.1:{server.server_port}/{tiny_mp4.name}"
         result = ask(address, QUESTION, "--json", "--max-new-tokens", "2")
         server.shutdown()
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["video"] == address
+    assert read_json(result)["video"] == address
 
 
-def test_a_model_on_the_hub_is_loaded_at_its_revision(tiny_mp4, monkeypatch):
-    asked_for = []
-
-    def load(*arguments, **more):
-        asked_for.append((arguments, more))
+@pytest.mark.parametrize(("name", "revision"), [("org/name", None), ("org/name@0123abc", "0123abc")])
+def test_a_model_on_the_hub_is_loaded_at_its_revision(tiny_mp4, monkeypatch, name, revision):
+    def load(*arguments, **options):
+        assert arguments == ("org/name", None, "auto")
+        assert options == {"revision": revision}
         raise ValueError("stop here")
 
     monkeypatch.setattr(loading, "load", load)
-    for name in ("org/name", "org/name@0123abc"):
-        assert (
-            CliRunner().invoke(app, ["ask", str(tiny_mp4), QUESTION, "--model", name]).stderr == "qtsplus: stop here\n"
-        )
-    assert asked_for == [
-        (("org/name", None, "auto"), {"revision": None}),
-        (("org/name", None, "auto"), {"revision": "0123abc"}),
-    ]
+    assert_refused(invoke("ask", tiny_mp4, QUESTION, "--model", name), "stop here")
 
 
 def test_a_folder_has_no_revision(tiny_mp4, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    result = CliRunner().invoke(app, ["ask", str(tiny_mp4), QUESTION, "--model", "model@main"])
+    result = invoke("ask", tiny_mp4, QUESTION, "--model", "model@main")
     assert_refused(result, "model is a folder, and @main is about a repository on the Hub")
 
 
@@ -176,8 +178,11 @@ REFUSED = [
     (["ask", "{empty}", QUESTION, *MODEL], ["/empty'"]),
     (["ask", "{frames}", QUESTION, *MODEL], ["--fps"]),
     (["ask", "{empty_folder}", QUESTION, *MODEL, "--fps", "1"], ["holds no frames"]),
-    *(([*ASK, "--retention", one], [f"--retention is {one}", "(0, 1]"]) for one in ("0", "1.5", "nan")),
-    *(([*ASK, "--device", one], [f"'{one}' cannot be used"]) for one in ("toaster", "cuda:99")),
+    ([*ASK, "--retention", "0"], ["--retention is 0", "(0, 1]"]),
+    ([*ASK, "--retention", "1.5"], ["--retention is 1.5", "(0, 1]"]),
+    ([*ASK, "--retention", "nan"], ["--retention is nan", "(0, 1]"]),
+    ([*ASK, "--device", "toaster"], ["'toaster' cannot be used"]),
+    ([*ASK, "--device", "cuda:99"], ["'cuda:99' cannot be used"]),
     (["ask", "{video}", QUESTION, "--model", "{missing}"], ["missing"]),
     (["publish", "qtsplus-99b", "--to", "{out}"], ["qtsplus-99b", "qtsplus-tiny"]),
     (["eval", "{records}", "--selection", "best"], ["best", "uniform"]),
@@ -186,32 +191,43 @@ REFUSED = [
 
 @pytest.mark.parametrize(("line", "words"), REFUSED, ids=str)
 def test_what_is_refused_is_named(corpus, line, words):
-    assert_refused(CliRunner().invoke(app, [fill(argument, corpus) for argument in line]), *words)
+    filled = [fill(argument, corpus) for argument in line]
+    assert_refused(invoke(*filled), *words)
     assert not Path(corpus["out"]).exists()
 
 
-EMPTY = {
-    "an argument": (["ask", "clip.mp4", " "], ["ask", "", "What?"], ["data", "check", ""], ["publish", ""]),
-    "--out": (["demo", "--out", ""], ["convert", "model", "--out="], ["convert", "model", "--out", "\t"]),
-    "--to": (["publish", "qtsplus-tiny", "--to", ""],),
-    "--model": (["ask", "clip.mp4", "What?", "--model", ""], ["eval", "a", "--model="]),
-    "--set": (["train", "recipe.yaml", "--set", ""],),
-}
+EMPTY = [
+    ("an argument", ["ask", "clip.mp4", " "]),
+    ("an argument", ["ask", "", "What?"]),
+    ("an argument", ["data", "check", ""]),
+    ("an argument", ["publish", ""]),
+    ("--out", ["demo", "--out", ""]),
+    ("--out", ["convert", "model", "--out="]),
+    ("--out", ["convert", "model", "--out", "\t"]),
+    ("--to", ["publish", "qtsplus-tiny", "--to", ""]),
+    ("--model", ["ask", "clip.mp4", "What?", "--model", ""]),
+    ("--model", ["eval", "a", "--model="]),
+    ("--set", ["train", "recipe.yaml", "--set", ""]),
+]
 
 
-@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in EMPTY.items() for line in lines], ids=str)
+@pytest.mark.parametrize(("name", "line"), EMPTY, ids=str)
 def test_an_empty_argument_is_not_the_current_folder(name, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert_refused(CliRunner().invoke(app, line), f"{name} is empty")
+    assert_refused(invoke(*line), f"{name} is empty")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_version_and_completion():
-    assert CliRunner().invoke(app, ["--version"]).stdout == f"qtsplus {qtsplus.__version__}\n"
-    asked_for = {"_QTSPLUS_COMPLETE": "complete_bash", "COMP_WORDS": "qtsplus co", "COMP_CWORD": "1"}
-    command = [Path(sys.executable).with_name("qtsplus")]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **asked_for})
-    assert result.stdout.split() == ["convert"] and result.stderr == ""
+def test_the_version():
+    assert invoke("--version").stdout == f"qtsplus {qtsplus.__version__}\n"
+
+
+def test_the_completion():
+    typed = {"_QTSPLUS_COMPLETE": "complete_bash", "COMP_WORDS": "qtsplus co", "COMP_CWORD": "1"}
+    command = Path(sys.executable).with_name("qtsplus")
+    result = subprocess.run([command], capture_output=True, text=True, env={**os.environ, **typed})
+    assert result.stdout.split() == ["convert"]
+    assert result.stderr == ""
 
 
 def test_the_weights_dtype_can_be_chosen(ask, tiny_mp4):
@@ -229,26 +245,33 @@ def test_the_demo_answers_two_questions_rightly_from_different_tokens(tmp_path):
             assert picture.height > 200
 
 
-def test_the_demo_prints_what_is_true_and_replaces_its_own_files_alone(tmp_path):
+def test_the_demo_prints_what_is_true_and_replaces_its_own_files(tmp_path):
     for _ in range(2):
-        result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo")])
+        result = invoke("demo", "--out", tmp_path / "demo")
         assert result.exit_code == 0, result.output
         told = re.findall(r"\(In truth: ([\w ]+)\)\n([\w ]+)\n", result.stdout)
-        assert len(told) == 2 and all(truth == answer for truth, answer in told)
-    for name in ("clip.mp4", "evidence-1.png", "thesis.tex"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).write_text("mine")
-        assert_refused(CliRunner().invoke(app, ["demo", "--out", str(tmp_path / name)]), name, "another folder")
-        assert [path.read_text() for path in (tmp_path / name).iterdir()] == ["mine"]
+        assert len(told) == 2
+        for truth, answer in told:
+            assert truth == answer
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "evidence-1.png", "thesis.tex"])
+def test_the_demo_replaces_no_other_files(tmp_path, name):
+    own = tmp_path / "folder" / name
+    own.parent.mkdir()
+    own.write_text("mine")
+    assert_refused(invoke("demo", "--out", own.parent), "folder", "another folder")
+    assert list(own.parent.iterdir()) == [own]
+    assert own.read_text() == "mine"
 
 
 def test_eval_counts_matching_answers_from_real_videos(tmp_path, tiny_published):
     records = write_records(tmp_path, 3, seconds=8)
-    arguments = ["eval", str(records), "--retention", "0.1", "--json", "--model", str(tiny_published)]
-    ours, uniform = (
-        json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout) for more in ([], ["--selection", "uniform"])
-    )
-    assert ours["questions"] == uniform["questions"] == sum(row["questions"] for row in ours["kinds"].values())
+    line = ["eval", records, "--retention", "0.1", "--json", "--model", tiny_published]
+    ours = read_json(invoke(*line))
+    uniform = read_json(invoke(*line, "--selection", "uniform"))
+    questions = sum(row["questions"] for row in ours["kinds"].values())
+    assert ours["questions"] == uniform["questions"] == questions
     assert ours["kept"] == pytest.approx(29 / 288)
     assert uniform["low"] < uniform["accuracy"] < uniform["high"]
     assert ours["kinds"]["attribute"]["accuracy"] > uniform["kinds"]["attribute"]["accuracy"] + 0.3
@@ -271,88 +294,113 @@ def records(tmp_path, tiny_mp4, frame_folder):
 
 def test_eval_goes_on_after_unreadable_videos_and_lists_them(records, tiny_published):
     write, _ = records
-    arguments = ["eval", write(), "--model", str(tiny_published)]
-    result = CliRunner().invoke(app, [*arguments, "--json"])
-    assert result.exit_code == 0, result.stderr
-    summary = json.loads(result.stdout)
-    assert summary["questions"] == 5 and summary["accuracy"] <= 3 / 5
-    broken, missing = summary["unreadable"]
-    assert broken["video"].endswith("broken.mp4") and missing["video"].endswith("missing.mp4")
-    assert broken["questions"] == missing["questions"] == 1 and broken["reason"] and missing["reason"]
-    first, *_, frames = summary["answers"]
-    assert len(summary["answers"]) == 5 and first["said"] == frames["said"] != ""
-    assert first["question"] == QUESTION and first["correct"] == (first["said"] == first["answer"] == "red")
+    file = write()
+    summary = read_json(invoke("eval", file, "--model", tiny_published, "--json"))
+    assert summary["questions"] == 5
+    assert summary["accuracy"] <= 3 / 5
+    for unreadable, name in zip(summary["unreadable"], ("broken.mp4", "missing.mp4"), strict=True):
+        assert unreadable["video"].endswith(name)
+        assert unreadable["questions"] == 1
+        assert unreadable["reason"]
+    assert len(summary["answers"]) == 5
+    first = summary["answers"][0]
+    assert first["question"] == QUESTION
+    assert first["said"]
+    assert first["said"] == summary["answers"][-1]["said"]
+    assert first["correct"] == (first["said"] == first["answer"])
 
-    shown = CliRunner().invoke(app, arguments)
-    assert "accuracy" in shown.stdout and "95% interval" in shown.stdout
+    shown = invoke("eval", file, "--model", tiny_published)
+    assert "accuracy" in shown.stdout
+    assert "95% interval" in shown.stdout
     assert "1 question counted as wrong, since the video" in shown.stderr
 
 
-def test_eval_of_nothing_readable_is_a_failed_run(records, tiny_published):
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
+def test_eval_of_nothing_readable_is_a_failed_run(records, tiny_published, options):
     write, lines = records
-    for arguments in ([], ["--json"]):
-        result = CliRunner().invoke(app, ["eval", write(lines[2:4]), "--model", str(tiny_published), *arguments])
-        assert result.exit_code == 1 and result.stdout == ""
-        broken, missing, last = result.stderr.splitlines()[-3:]
-        assert "broken.mp4 cannot be read: " in broken and "missing.mp4 cannot be read: " in missing
-        assert "no video of" in last and "nothing was asked" in last
+    result = invoke("eval", write(lines[2:4]), "--model", tiny_published, *options)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    broken, missing, last = result.stderr.splitlines()[-3:]
+    assert "broken.mp4 cannot be read: " in broken
+    assert "missing.mp4 cannot be read: " in missing
+    assert "no video of" in last
+    assert "nothing was asked" in last
 
 
 def test_eval_asks_for_the_rate_of_a_folder(records, tiny_published):
     write, lines = records
     del lines[-1]["fps"]
-    assert_refused(CliRunner().invoke(app, ["eval", write(), "--model", str(tiny_published)]), "frames0", '"fps"')
+    assert_refused(invoke("eval", write(), "--model", tiny_published), "frames0", '"fps"')
 
 
-def test_an_answer_that_rests_on_all_of_a_film_fills_no_screen(loaded, capsys):
-    answer = qtsplus.ask(*loaded, qtsplus.encode(*loaded, CLIP), "What?", max_new_tokens=1)
-    print_answer(replace(answer, evidence=[Interval(number, number + 1, 0.01) for number in range(200)]))
+def test_an_answer_that_rests_on_a_whole_video_fills_no_screen(loaded, capsys):
+    answer = qtsplus.ask(*loaded, CLIP, "What?", max_new_tokens=1)
+    evidence = [Interval(number, number + 1, 0.01) for number in range(200)]
+    print_answer(replace(answer, evidence=evidence))
     shown = capsys.readouterr().out
-    assert shown.count("of the relevance") == 10 and "and in 190 other stretches, which --json lists" in shown
+    assert shown.count("of the relevance") == 10
+    assert "and in 190 other stretches, which --json lists" in shown
 
 
-CHECK = ["data", "check", "{records}", "--no-media"]
+@pytest.fixture
+def check_line(tmp_path):
+    """Checks a file of records."""
+    file = tmp_path / "records.jsonl"
+    file.write_text('{"video": "a.mp4", "question": "What?", "answer": "red"}')
+    return [sys.executable, "-m", "qtsplus.cli", "data", "check", file, "--no-media"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is a place of Linux's")
-@pytest.mark.parametrize("arguments", [CHECK, ["ask", "{clip}"]])
-def test_output_that_nobody_takes(tiny_mp4, tiny_published, tmp_path, arguments):
-    """A full disk is one line, and a closed pipe none, as with other tools."""
-    (tmp_path / "records.jsonl").write_text('{"video": "a.mp4", "question": "What?", "answer": "red"}')
-    places = {"clip": tiny_mp4, "records": tmp_path / "records.jsonl"}
-    line = [sys.executable, "-m", "qtsplus.cli", *(one.format(**places) for one in arguments)]
-    if "{clip}" in arguments:
-        line += ["Who?", "--json", "--model", str(tiny_published), "--max-new-tokens", "2"]
-    else:
-        with open("/dev/full", "w") as full:
-            result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
-        (said,) = (one for one in result.stderr.splitlines() if one.startswith("qtsplus: "))
-        assert result.returncode in (1, 2) and "No space left on device" in said and "Traceback" not in result.stderr
-    ours, theirs = os.pipe()
-    os.close(ours)
-    result = subprocess.run(line, stdout=theirs, stderr=subprocess.PIPE, text=True)
-    os.close(theirs)
-    assert result.returncode == 1 and not re.search("qtsplus: |Traceback|Broken pipe|Exception", result.stderr)
+def test_a_full_disk_is_one_line(check_line):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(check_line, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode in (1, 2)
+    assert "Traceback" not in result.stderr
+    (said,) = [line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")]
+    assert "No space left on device" in said
 
 
-def test_no_name_of_a_film_moves_the_cursor(tiny_mp4, tiny_published, shared_model, tmp_path):
-    name, films = "a\x1b[31m\u202e\nb", tmp_path / "films"
-    films.mkdir()
-    shutil.copy(tiny_mp4, films / f"{name}.mp4")
-    (films / f"{name}.avi").write_bytes(b"no film")
-    model = ["--model", str(tiny_published)]
+@pytest.mark.parametrize("command", ["ask", "data check"])
+def test_a_closed_pipe_is_no_error(check_line, tiny_mp4, tiny_published, command):
+    """As with other tools."""
+    line = check_line
+    if command == "ask":
+        options = ["--json", "--model", tiny_published, "--max-new-tokens", "2"]
+        line = [sys.executable, "-m", "qtsplus.cli", "ask", tiny_mp4, "Who?", *options]
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert result.returncode == 1
+    assert not re.search("qtsplus: |Traceback|Broken pipe|Exception", result.stderr)
+
+
+@pytest.mark.parametrize("command", ["ask", "chat", "watch", "batch", "index", "convert"])
+def test_the_name_of_a_video_does_not_move_the_cursor(command, tiny_mp4, tiny_published, shared_model, tmp_path):
+    name = "a\x1b[31m\u202e\nb"
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    video = videos / f"{name}.mp4"
+    broken = videos / f"{name}.avi"
+    shutil.copy(tiny_mp4, video)
+    broken.write_bytes(b"no video")
     lines = {
-        "ask": [str(films / f"{name}.avi"), "Who?", *model],
-        "chat": [str(films / f"{name}.mp4"), *model],
-        "watch": [str(films / f"{name}.mp4"), "Who?", *model],
-        "batch": [str(films / f"{name}.avi"), "--out", str(tmp_path / "out"), *model],
-        "index": [str(films), "--out", str(tmp_path / "library"), *model],
-        "convert": [str(films / name), "--out", str(tmp_path / name)],
+        "ask": [broken, "Who?"],
+        "chat": [video],
+        "watch": [video, "Who?"],
+        "batch": [broken, "--out", tmp_path / "out"],
+        "index": [videos, "--out", tmp_path / "library"],
+        "convert": [videos / name, "--out", tmp_path / name],
     }
-    for command, arguments in lines.items():
-        result = CliRunner().invoke(app, [command, *arguments], input="Who?\n/evidence\n")
-        said = result.stdout + result.stderr
-        assert "a\\x1b[31m\\u202e" in said and not re.search("[\x1b\u202e]", said), (command, said)
+    line = [command, *(str(word) for word in lines[command])]
+    if command != "convert":
+        line += ["--model", str(tiny_published)]
+    result = CliRunner().invoke(app, line, input="Who?\n/evidence\n")
+    said = result.stdout + result.stderr
+    assert "a\\x1b[31m\\u202e" in said
+    assert "\x1b" not in said
+    assert "\u202e" not in said
 
 
 @pytest.mark.parametrize(
