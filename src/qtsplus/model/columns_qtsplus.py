@@ -49,13 +49,16 @@ class KeptColumns:
         """`[B, S]`, where each of the caller's columns is in the shortened prompt; -1 for those that are gone."""
         rows, width = self.columns.shape
         places = self.columns.new_full((rows, self.length + 1), -1)
-        numbers = torch.arange(width, device=self.columns.device).expand(rows, -1)
+        numbers = torch.arange(width, device=self.columns.device)
+        numbers_of_rows = numbers.expand(rows, -1)
         behind_all = self.columns.masked_fill(~self.is_real, self.length)
-        return places.scatter(1, behind_all, numbers)[:, : self.length]
+        places = places.scatter(1, behind_all, numbers_of_rows)
+        return places[:, : self.length]
 
     def shorten(self, values: Tensor) -> Tensor:
         """`[B, S]` -> `[B, S']`; padding has any value."""
-        return values.gather(1, self.columns.clamp(min=0))
+        columns = self.columns.clamp(min=0)
+        return values.gather(1, columns)
 
     def lengthen(self, states: Tensor) -> Tensor:
         """`[B, S', d]` -> `[B, S, d]`; a column that is gone has the state of the nearest before it."""
@@ -73,10 +76,11 @@ class KeptColumns:
         is_gone = places < 0
         if attention_mask is not None:
             is_gone &= attention_mask.bool()[:, wanted]
-        if bool(is_gone.any()):
+        if is_gone.any():
             row, index = is_gone.nonzero()[0].tolist()
+            column = int(wanted[index])
             raise ValueError(
-                f"logits_to_keep names column {int(wanted[index])}, in row {row} a visual token that was not kept: "
+                f"logits_to_keep names column {column}, in row {row} a visual token that was not kept: "
                 "expected columns of text. output.qtsplus.columns says which columns are left."
             )
         return _take(states, places)
@@ -84,8 +88,10 @@ class KeptColumns:
 
 def _take(states: Tensor, places: Tensor) -> Tensor:
     """`[B, S', d]`, `[B, K]` -> `[B, K, d]`; of a place of -1 the first state."""
+    width = states.shape[-1]
     index = places.clamp(min=0)[..., None]
-    return states.gather(1, index.expand(-1, -1, states.shape[-1]))
+    index_of_states = index.expand(-1, -1, width)
+    return states.gather(1, index_of_states)
 
 
 # --- Decoding behind a shortened prompt ---
@@ -108,8 +114,11 @@ class CachedPrompt(KeptColumns):
 
     @classmethod
     def of(cls, prompt: CompactPrompt) -> "CachedPrompt":
-        rope_deltas = prompt.next_position - prompt.attention_mask.sum(-1)
-        return cls(prompt.qtsplus.columns, prompt.source_ids.shape[1], rope_deltas[:, None])  # type: ignore[arg-type]
+        columns = prompt.qtsplus.columns
+        length = prompt.source_ids.shape[1]
+        tokens = prompt.attention_mask.sum(-1)
+        rope_deltas = prompt.next_position - tokens
+        return cls(columns, length, rope_deltas[:, None])  # type: ignore[arg-type]
 
     @staticmethod
     def kept_with(cache: Cache | None) -> "CachedPrompt | None":
@@ -131,16 +140,22 @@ class CachedPrompt(KeptColumns):
         if rows % prompts:
             raise ValueError(f"{rows} rows behind a cache of {prompts} prompts: expected as many, or each repeated.")
         indices = torch.arange(prompts, device=self.columns.device)
-        return self.select(indices.repeat_interleave(rows // prompts))
+        repeats = rows // prompts
+        repeated = indices.repeat_interleave(repeats)
+        return self.select(repeated)
 
     def select(self, indices: Tensor) -> "CachedPrompt":
         """The same for these rows, `[R]`."""
         indices = torch.as_tensor(indices, device=self.columns.device)
-        return replace(self, columns=self.columns[indices], rope_deltas=self.rope_deltas[indices])
+        columns = self.columns[indices]
+        rope_deltas = self.rope_deltas[indices]
+        return replace(self, columns=columns, rope_deltas=rope_deltas)
 
     def columns_since(self, past_length: int, new: int) -> int:
         """How many columns there are behind the prompt, when `past_length` are cached and `new` ones come."""
-        return max(past_length - self.columns.shape[1], 0) + new
+        width = self.columns.shape[1]
+        since = max(past_length - width, 0)
+        return since + new
 
     def shorten_mask(self, mask: Tensor | None, past_length: int, new: int) -> Tensor | None:
         """
@@ -152,20 +167,26 @@ class CachedPrompt(KeptColumns):
             past_length: the columns that are cached.
             new: those that the step brings.
         """
-        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-            return mask
+        if mask is not None:
+            is_of_columns = isinstance(mask, Tensor) and mask.ndim == 2
+            if not is_of_columns:
+                return mask
         rows, width = self.columns.shape
         since = self.columns_since(past_length, new)
         if mask is None:
-            if bool(self.is_real.all()):
+            if self.is_real.all():
                 return None
-            return nn.functional.pad(self.is_real.long(), (0, since), value=1)
+            of_prompt = self.is_real.long()
+            return nn.functional.pad(of_prompt, (0, since), value=1)
         mask = mask.to(self.columns.device)
         prompt_width = mask.shape[1] - since
         if len(mask) != rows or prompt_width not in (width, self.length):
+            shape = tuple(mask.shape)
+            cached_shape = (rows, past_length + new)
+            full_shape = (rows, self.length + since)
             raise ValueError(
-                f"attention_mask {tuple(mask.shape)} behind a cache of {past_length} columns: expected "
-                f"{(rows, past_length + new)}, or {(rows, self.length + since)} with all of the prompt's columns. "
+                f"attention_mask {shape} behind a cache of {past_length} columns: expected "
+                f"{cached_shape}, or {full_shape} with all of the prompt's columns. "
                 "output.qtsplus.columns says which of them are cached."
             )
         of_prompt, of_others = mask.split([prompt_width, since], dim=1)
@@ -179,10 +200,12 @@ class CachedPrompt(KeptColumns):
         if position_ids is None:
             return None
         width = position_ids.shape[-1]
+        cached_width = past_length + new
         full_width = self.length + self.columns_since(past_length, new)
-        if width not in (new, past_length + new, full_width):
+        if width not in (new, cached_width, full_width):
+            shape = tuple(position_ids.shape)
             raise ValueError(
-                f"position_ids {tuple(position_ids.shape)} for {new} columns behind a cache: expected {new} of them, "
+                f"position_ids {shape} for {new} columns behind a cache: expected {new} of them, "
                 f"or {full_width} with the prompt's. output.qtsplus.columns says which of its columns are cached."
             )
         return position_ids[..., width - new :]
@@ -201,7 +224,8 @@ class _CacheWithPrompt:
         width = int(self.get_seq_length())
         if prompt is not None and width < prompt.columns.shape[1]:
             length = width if prompt.is_whole else prompt.length
-            self.qtsplus_prompt = replace(prompt, columns=prompt.columns[:, :width], length=length)
+            columns = prompt.columns[:, :width]
+            self.qtsplus_prompt = replace(prompt, columns=columns, length=length)
 
     def reorder_cache(self, beam_idx):
         self._select_prompt(beam_idx)
@@ -214,7 +238,8 @@ class _CacheWithPrompt:
     def batch_repeat_interleave(self, repeats):
         prompt = self._prompt_of_rows()
         if prompt is not None:
-            self.qtsplus_prompt = prompt.of_rows(len(prompt.columns) * repeats)
+            rows = len(prompt.columns) * repeats
+            self.qtsplus_prompt = prompt.of_rows(rows)
         super().batch_repeat_interleave(repeats)
 
     def _select_prompt(self, indices):
@@ -252,9 +277,10 @@ def check_cache(cache) -> None:
     """Raises `ValueError` for what is no key/value cache, such as the tuples of earlier versions of Transformers."""
     if cache is None:
         return
-    can_update = callable(getattr(cache, "update", None))
-    if isinstance(cache, dict) or not can_update:
+    update = getattr(cache, "update", None)
+    if isinstance(cache, dict) or not callable(update):
+        kind = type(cache).__name__
         raise ValueError(
-            f"The cache (past_key_values) is a {type(cache).__name__}: expected a Cache of Transformers, such as "
+            f"The cache (past_key_values) is a {kind}: expected a Cache of Transformers, such as "
             "DynamicCache(config=model.config.get_text_config())."
         )

@@ -18,13 +18,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from .columns_qtsplus import CachedPrompt, check_cache
 from .encoding_qtsplus import is_finite, stored_parts
-from .layout_qtsplus import check_no_padding
 from .prompt_qtsplus import (
     CACHE,
     CompactPrompt,
     SelectedFeatures,
     VisualInputs,
     alone_with_ids,
+    check_no_padding,
     take_cache,
     take_inputs,
 )

@@ -8,7 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .prompt_qtsplus import IMAGE, MODALITIES, TEXT, VIDEO, Grid, Layout, PromptRow, VisualInputs, pad_rows
+from .prompt_qtsplus import (
+    IMAGE,
+    MODALITIES,
+    TEXT,
+    VIDEO,
+    Grid,
+    Layout,
+    PromptRow,
+    VisualInputs,
+    check_no_padding,
+    check_tensors,
+    full_mask,
+    pad_rows,
+)
 
 Seconds = Sequence[float] | Tensor  # per video, from one step in time to the next
 FeaturesOfRows = Mapping[str, Sequence[Tensor]]  # per modality and row [k, d]
@@ -88,19 +101,22 @@ def find_spans(token_types: list[Tensor], unplaced: Mapping[int, Sequence[Visual
         for modality, start, stop in _runs_of_placeholders(types):
             while start < stop:
                 span = next(queues[modality], None)
-                if span is None or not _fits(span, stop - start, placed):
+                placeholders = stop - start
+                if span is None or not _fits(span, placeholders, placed):
                     count = _count(unplaced[modality])
-                    raise _mismatch(row, modality, stop - start, span, count)
-                placed.append(replace(span, start=start))
-                start += span.length
+                    raise _mismatch(row, modality, placeholders, span, count)
+                span_in_row = replace(span, start=start)
+                placed.append(span_in_row)
+                start = span_in_row.stop
         rows.append(placed)
     for modality, queue in queues.items():
         left = _count(queue)
         if left:
             name = MODALITIES[modality]
             count = _count(unplaced[modality])
+            paired = count - left
             raise ValueError(
-                f"{count} {name}s were given, but the prompts have placeholders for only {count - left}: give one "
+                f"{count} {name}s were given, but the prompts have placeholders for only {paired}: give one "
                 f"block of placeholders per {name}, as the processor does."
             )
     return rows
@@ -131,7 +147,8 @@ def _fits(span: VisualSpan, placeholders: int, placed: list[VisualSpan]) -> bool
 
 def _count(spans: Sequence[VisualSpan] | Iterator[VisualSpan]) -> int:
     """The images or videos that spans are of."""
-    return len({span.index for span in spans})
+    indices = {span.index for span in spans}
+    return len(indices)
 
 
 def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan | None, count: int) -> ValueError:
@@ -140,10 +157,13 @@ def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan | Non
         expected = f"only {count} {name}(s) were given"
     else:
         grid = " x ".join(map(str, span.grid))
-        newlines = f" and {span.lines} newlines" if span.line else ""
-        expected = f"{name} {span.index} has {grid} = {span.tokens} tokens{newlines}"
+        tokens = f"{grid} = {span.tokens} tokens"
+        if span.line:
+            tokens += f" and {span.lines} newlines"
+        expected = f"{name} {span.index} has {tokens}"
+    title = name.capitalize()
     return ValueError(
-        f"{name.capitalize()} features and {name} tokens do not match. Row {row}: {placeholders} {name} placeholder(s) "
+        f"{title} features and {name} tokens do not match. Row {row}: {placeholders} {name} placeholder(s) "
         f"in a row, but {expected}. Make input_ids and {name}_grid_thw with the same processor call, and give every "
         f"{name} its pixels."
     )
@@ -167,15 +187,18 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> Tensor:
         if span.line:
             lines = torch.arange(first, end, span.line)
             line_stops = lines + span.line
-            separators.append(torch.stack([span.line_ends(), lines, line_stops]))
+            ends_of_lines = torch.stack([span.line_ends(), lines, line_stops])
+            separators.append(ends_of_lines)
         if span.frame:
             before = spans[index - 1]
-            text = list(range(before.stop + 1, span.start))
+            text_start = before.stop + 1
+            text = list(range(text_start, span.start))
             if span.stop < length:
                 text.append(span.stop)
             ranges = [[column, first, end] for column in text]
             text_of_frame = torch.tensor(ranges, dtype=torch.long)
-            separators.append(text_of_frame.reshape(-1, 3).T)
+            by_column = text_of_frame.reshape(-1, 3)
+            separators.append(by_column.T)
         first = end
     return torch.cat(separators, dim=1)
 
@@ -206,8 +229,10 @@ class QTSplusBackboneMixin:
         """Raises `ValueError` for stock arguments of a call that would have no effect."""
         for name in self.fixed_arguments:
             value = call.get(name)
-            if value is not None and value != getattr(self.config, name, None):
-                raise ValueError(f"{name} has no effect on {type(self).__name__}: leave it out of the call.")
+            configured = getattr(self.config, name, None)
+            if value is not None and value != configured:
+                model = type(self).__name__
+                raise ValueError(f"{name} has no effect on {model}: leave it out of the call.")
 
     # --- Pixels and features ---
 
@@ -216,7 +241,9 @@ class QTSplusBackboneMixin:
         merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
         grids = []
         for time, height, width in grid_thw.tolist():
-            grids.append((time, height // merge, width // merge))
+            rows = height // merge
+            columns = width // merge
+            grids.append((time, rows, columns))
         return grids
 
     def pixel_rows(self, grid_thw: Tensor) -> list[int]:
@@ -241,7 +268,8 @@ class QTSplusBackboneMixin:
     def encode_pixels(self, modality: int, pixels: Tensor, grid_thw: Tensor) -> Sequence[Tensor]:
         """Per image or video its tokens, `[k, token_width]`, without newlines."""
         encode = self.get_image_features if modality == IMAGE else self.get_video_features
-        return encode(pixels, grid_thw, return_dict=True).pooler_output
+        encoded = encode(pixels, grid_thw, return_dict=True)
+        return encoded.pooler_output
 
     # --- Placeholders ---
 
@@ -270,8 +298,10 @@ class QTSplusBackboneMixin:
                 spans.append(span)
                 continue
             frames, height, width = grid
+            frame_grid = (1, height, width)
             for frame in range(frames):
-                spans.append(replace(span, grid=(1, height, width), frame=frame))
+                span_of_frame = replace(span, grid=frame_grid, frame=frame)
+                spans.append(span_of_frame)
         return spans
 
     # --- Positions ---
@@ -280,8 +310,10 @@ class QTSplusBackboneMixin:
     def needs_seconds(self) -> bool:
         """Whether the seconds of a video change the result: by the language model's positions or the re-encoder."""
         selector = self.config.qtsplus_config
-        reencodes = selector.reencode_layers > 0 and selector.reencode_rope
-        return reencodes or (self.language_seconds and selector.position_ids == "original")
+        if selector.reencode_layers > 0 and selector.reencode_rope:
+            return True
+        keeps_positions = selector.position_ids == "original"
+        return self.language_seconds and keeps_positions
 
     @property
     def tokens_per_second(self) -> float:
@@ -361,7 +393,8 @@ class QTSplusBackboneMixin:
 
     def language_inputs(self, inputs_embeds: Tensor, input_ids: Tensor, features: FeaturesOfRows) -> dict:
         """The language model's arguments for features in place of the placeholders' embeddings."""
-        return {"inputs_embeds": self.splice(inputs_embeds, input_ids, features)}
+        spliced = self.splice(inputs_embeds, input_ids, features)
+        return {"inputs_embeds": spliced}
 
     def splice(self, inputs_embeds: Tensor, input_ids: Tensor, features: FeaturesOfRows) -> Tensor:
         """Puts features in place of the placeholders' embeddings `[B, S, d]`."""
@@ -370,19 +403,24 @@ class QTSplusBackboneMixin:
         for modality, name in MODALITIES.items():
             if name not in features:
                 continue
-            masks[name] = types == modality
+            mask = types == modality
             rows = features[name]
             if len(rows) == len(types):
                 # A placeholder behind the prompt's own is a token that was generated, or guessed by a lookup there.
                 lengths = [[len(row)] for row in rows]
                 most = torch.tensor(lengths, device=types.device)
-                masks[name] &= masks[name].cumsum(1) <= most
-        placeholders = torch.stack([mask.sum() for mask in masks.values()]).tolist()
-        for (name, mask), count in zip(masks.items(), placeholders, strict=True):
-            packed = torch.cat(list(features[name]))
+                mask &= mask.cumsum(1) <= most
+            masks[name] = mask
+        # The host waits once for the counts of all masks.
+        counts = torch.stack([mask.sum() for mask in masks.values()])
+        for name, count in zip(masks, counts.tolist(), strict=True):
+            rows_of_all = list(features[name])
+            packed = torch.cat(rows_of_all)
             if count != len(packed):
                 raise ValueError(f"{count} {name} placeholders in the prompt for {len(packed)} features.")
-            inputs_embeds = inputs_embeds.masked_scatter(mask[..., None], packed.to(inputs_embeds))
+            places = masks[name][..., None]
+            packed = packed.to(inputs_embeds)
+            inputs_embeds = inputs_embeds.masked_scatter(places, packed)
         return inputs_embeds
 
 
@@ -414,60 +452,31 @@ def lay_out(
         pixel_values_videos=visual.pixel_values_videos,
     )
     if attention_mask is None:
-        check_no_padding(input_ids, getattr(model.config.get_text_config(), "pad_token_id", None))
+        text_config = model.config.get_text_config()
+        pad_token_id = getattr(text_config, "pad_token_id", None)
+        check_no_padding(input_ids, pad_token_id)
     mask = full_mask(input_ids, attention_mask)
     if position_ids is not None and restarts(position_ids, mask):
         raise ValueError(
             "Got several sequences packed into one row (position_ids that begin again within a row) together with "
             "images or videos: expected one in each row, padded."
         )
-    grids = {
-        IMAGE: check_grids(model, IMAGE, visual.pixel_values, visual.image_grid_thw),
-        VIDEO: check_grids(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw, visual.video_features),
-    }
-    seconds = _seconds(model, visual.second_per_grid_ts, grids[VIDEO])
+    images = check_grids(model, IMAGE, visual.pixel_values, visual.image_grid_thw)
+    videos = check_grids(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw, visual.video_features)
+    grids = {IMAGE: images, VIDEO: videos}
+    seconds = _seconds(model, visual.second_per_grid_ts, videos)
     rows = _rows(model, input_ids, mask, grids, seconds, position_ids)
     return Layout(input_ids, mask, rows, grids, seconds)
 
 
 def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[Tensor]) -> Layout:
     """The same images and videos in other prompts, per row `[S_b]` ids."""
-    mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
+    ones = [torch.ones_like(row) for row in ids]
+    mask = pad_rows(ones, 0, left=False)
     input_ids = pad_rows(ids, 0, left=False)
     rows = _rows(model, input_ids, mask, layout.grids, layout.seconds)
     again = replace(layout, input_ids=input_ids, mask=mask, rows=rows, present=None)
     return again if layout.present is None else again.narrow(layout.present)
-
-
-def check_tensors(**inputs: object) -> None:
-    """Raises `ValueError` for inputs that are no tensors, such as the lists of a processor without `return_tensors`."""
-    for name, value in inputs.items():
-        if value is not None and not isinstance(value, Tensor):
-            raise ValueError(f'{name} is a {type(value).__name__}: expected a tensor, see return_tensors="pt".')
-
-
-def full_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """`[B, S]`, 1 on real tokens: the caller's `attention_mask`, checked; all real if `None`."""
-    if attention_mask is None:
-        return torch.ones_like(input_ids)
-    if attention_mask.shape != input_ids.shape:
-        expected = tuple(input_ids.shape)
-        raise ValueError(f"attention_mask {tuple(attention_mask.shape)}: expected input_ids' shape, {expected}.")
-    return attention_mask.to(input_ids.device)
-
-
-def check_no_padding(input_ids: Tensor, pad_token_id: int | None) -> None:
-    """Raises `ValueError` where rows `[B, S]` begin or end with different numbers of padding tokens."""
-    if pad_token_id is None or len(input_ids) < 2:
-        return
-    is_padding = (input_ids == pad_token_id).long()
-    for columns in (is_padding, is_padding.flip(1)):
-        counts = columns.cumprod(1).sum(1)
-        if bool((counts != counts[0]).any()):
-            raise ValueError(
-                "The prompts are padded, but came without attention_mask: pass all that the processor returned, "
-                "through your collator too."
-            )
 
 
 def restarts(position_ids: Tensor, mask: Tensor) -> bool:
@@ -475,7 +484,8 @@ def restarts(position_ids: Tensor, mask: Tensor) -> bool:
     # Along several axes an image or video goes back too, but only the first token of a sequence to 0 on all of them.
     highest = position_ids if position_ids.ndim == 2 else position_ids.amax(0)
     is_first = mask.cumsum(-1) == 1
-    restart = (highest == 0) & mask.bool() & ~is_first
+    is_later = mask.bool() & ~is_first
+    restart = is_later & (highest == 0)
     return bool(restart.any())
 
 
@@ -486,7 +496,8 @@ def are_packed(position_ids: Tensor | None) -> bool:
     """
     if position_ids is None or position_ids.ndim != 3 or len(position_ids) != 4:
         return False
-    return restarts(position_ids, torch.ones_like(position_ids[0]))
+    all_real = torch.ones_like(position_ids[0])
+    return restarts(position_ids, all_real)
 
 
 def _rows(
@@ -508,10 +519,12 @@ def _rows(
         if position_ids is None:
             language_positions = model.language_positions(spans, positions)
         else:
-            language_positions = model.language_axes(position_ids)[:, index, real]
+            axes = model.language_axes(position_ids)
+            language_positions = axes[:, index, real]
         videos = [span for span in spans if span.modality == VIDEO]
         candidates = [span.token_columns().to(device) for span in videos]
         candidates.insert(0, real[:0])  # a row without videos has none
+        separators = find_separators(videos, len(real))
         rows.append(
             PromptRow(
                 columns=real,
@@ -520,7 +533,7 @@ def _rows(
                 positions=positions,
                 language_positions=language_positions,
                 candidates=torch.cat(candidates),
-                separators=find_separators(videos, len(real)).to(device),
+                separators=separators.to(device),
             )
         )
     return rows
@@ -549,7 +562,7 @@ def _seconds(model: QTSplusBackboneMixin, seconds: Seconds | None, grids: Sequen
     if len(seconds) != len(grids):
         raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids)}).")
     is_good = (values > 0) & values.isfinite()
-    if not bool(is_good.all()):
+    if not is_good.all():
         raise ValueError(f"second_per_grid_ts={values.tolist()}: expected finite seconds above 0.")
     return seconds
 
@@ -576,9 +589,11 @@ def check_grids(
     if not isinstance(grid_thw, Tensor) or grid_thw.is_floating_point():
         raise ValueError(f"{name}_grid_thw={grid_thw!r}: expected a tensor of whole numbers, [{name}s, 3].")
     grid_thw = grid_thw.cpu()
-    if bool((grid_thw < 1).any()):
+    is_empty = grid_thw < 1
+    if is_empty.any():
         raise ValueError(f"{name}_grid_thw {grid_thw.tolist()}: an empty {name}; expected at least 1 x 1 x 1 patches.")
-    patches = sum(model.pixel_rows(grid_thw))
+    rows_of_each = model.pixel_rows(grid_thw)
+    patches = sum(rows_of_each)
     if pixels is not None and len(pixels) != patches:
         raise ValueError(f"{len(pixels)} rows of {name} pixels: expected {patches}, the patches of {name}_grid_thw.")
     return model.merged_grid(grid_thw, modality)

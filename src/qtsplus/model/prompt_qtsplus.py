@@ -319,6 +319,40 @@ def lay_positions(order: Tensor, language: Tensor) -> Tensor:
     return torch.cat([order[None], language])
 
 
+def check_tensors(**inputs: object) -> None:
+    """Raises `ValueError` for inputs that are no tensors, such as the lists of a processor without `return_tensors`."""
+    for name, value in inputs.items():
+        if value is not None and not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise ValueError(f'{name} is a {kind}: expected a tensor, see return_tensors="pt".')
+
+
+def full_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """`[B, S]`, 1 on real tokens: the caller's `attention_mask`, checked; all real if `None`."""
+    if attention_mask is None:
+        return torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        shape = tuple(attention_mask.shape)
+        expected = tuple(input_ids.shape)
+        raise ValueError(f"attention_mask {shape}: expected input_ids' shape, {expected}.")
+    return attention_mask.to(input_ids.device)
+
+
+def check_no_padding(input_ids: Tensor, pad_token_id: int | None) -> None:
+    """Raises `ValueError` where rows `[B, S]` begin or end with different numbers of padding tokens."""
+    if pad_token_id is None or len(input_ids) < 2:
+        return
+    is_padding = (input_ids == pad_token_id).long()
+    for columns in (is_padding, is_padding.flip(1)):
+        counts = columns.cumprod(1).sum(1)
+        differs = counts != counts[0]
+        if differs.any():
+            raise ValueError(
+                "The prompts are padded, but came without attention_mask: pass all that the processor returned, "
+                "through your collator too."
+            )
+
+
 def pad_rows(
     rows: Sequence[Tensor],
     value: int,
