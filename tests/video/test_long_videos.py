@@ -33,20 +33,23 @@ def prepared(processor, video, **options):
 
 
 def assert_same(processor, video, frames_per_chunk, **options):
+    """The chunks hold what one read of the whole video gives. Returns their number."""
     whole = prepared(processor, video, **options)
     chunks = processor.video_chunks(video, frames_per_chunk=frames_per_chunk, **options)
-    pixels, grids = zip(*chunks, strict=True)
+    pixels = []
+    steps = 0
+    for chunk, grid in chunks:
+        assert len(chunk) == grid.prod()
+        pixels.append(chunk)
+        steps += grid[0, 0]
     assert len(pixels) == len(chunks)
     assert torch.equal(torch.cat(pixels), whole["pixel_values_videos"])
     assert torch.equal(chunks.video_grid_thw, whole["video_grid_thw"])
-    assert [len(one) for one in pixels] == [int(grid.prod()) for grid in grids]
-    assert sum(int(grid[0, 0]) for grid in grids) == whole["video_grid_thw"][0, 0]
+    assert steps == whole["video_grid_thw"][0, 0]
     assert chunks.second_per_grid_ts == pytest.approx([float(whole["second_per_grid_ts"][0])])
     (metadata,) = whole["video_metadata"]
-    metadata.height, metadata.width = (
-        chunks.about.metadata.height,
-        chunks.about.metadata.width,
-    )  # frames in memory state no size
+    metadata.height = chunks.about.metadata.height  # frames in memory state no size
+    metadata.width = chunks.about.metadata.width
     assert chunks.about.metadata == metadata
     return len(chunks)
 
@@ -65,7 +68,8 @@ def test_chunks_are_resized_as_the_whole(loaded, wide_mp4):
     """Qwen's resizing looks at the number of frames, which would make a chunk's frames larger."""
     processor = copy.deepcopy(loaded[1])
     processor.video_processor.max_video_tokens = 100
-    few, many = (prepared(processor, wide_mp4, num_frames=count)["video_grid_thw"] for count in (2, 30))
+    few = prepared(processor, wide_mp4, num_frames=2)["video_grid_thw"]
+    many = prepared(processor, wide_mp4, num_frames=30)["video_grid_thw"]
     assert few[0, 1:].prod() > many[0, 1:].prod()
     assert_same(processor, wide_mp4, 2, fps=10)
 
@@ -78,7 +82,8 @@ def test_a_folder_with_an_odd_number_of_frames(loaded, tmp_path):
 
 def test_chunks_can_be_read_again(loaded, tiny_mp4):
     chunks = loaded[1].video_chunks(tiny_mp4, frames_per_chunk=2)
-    assert all(torch.equal(one[0], other[0]) for one, other in zip(chunks, chunks, strict=True))
+    for (first, _), (second, _) in zip(chunks, chunks, strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +115,14 @@ def test_a_prompt_for_a_video_that_was_encoded_before(loaded, tiny_mp4):
 
 def test_one_video_and_many_questions(loaded, tiny_mp4, monkeypatch):
     model, processor = loaded
-    anew = session.ask(model, processor, tiny_mp4, QUESTION, max_new_tokens=8)
-    assert set(anew.timings) == {"encode", "first_token", "generate"}
+    whole = session.ask(model, processor, tiny_mp4, QUESTION, max_new_tokens=8)
+    assert set(whole.timings) == {"encode", "first_token", "generate"}
     video = session.encode(model, processor, tiny_mp4, device="cpu")
     monkeypatch.setattr(type(model), "encode_videos", None)
     again = session.ask(model, processor, video, QUESTION, max_new_tokens=8)
-    assert (again.answer, again.evidence, again.video) == (anew.answer, anew.evidence, anew.video)
+    assert again.answer == whole.answer
+    assert again.evidence == whole.evidence
+    assert again.video == whole.video
     assert set(again.timings) == {"first_token", "generate"}
     assert session.ask(model, processor, video, "Which colour?", max_new_tokens=8).visual_tokens == len(video.features)
     with pytest.raises(ValueError, match="fps=1 .*for a video that was encoded before"):
@@ -167,13 +174,15 @@ def test_a_video_is_read_ahead_where_the_encoder_leaves_the_processor_free(loade
     somewhere = SimpleNamespace(device=torch.device(device), encode_videos=encode_videos, **parts)
     features = session.encode(somewhere, processor, wide_mp4, fps=10, frames_per_chunk=2).features
     assert torch.equal(features, session.encode(model, processor, wide_mp4, fps=10, frames_per_chunk=2).features)
-    assert len(seen) > 2 and set(seen) == {0 if device == "cpu" else 1}
+    assert len(seen) > 2
+    assert set(seen) == {0 if device == "cpu" else 1}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_what_ends_the_encoding_leaves_no_reader(loaded, wide_mp4, monkeypatch, error):
     model, processor = loaded
-    encode_videos, calls = type(model).encode_videos, []
+    calls = []
+    encode_videos = type(model).encode_videos
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -184,17 +193,23 @@ def test_what_ends_the_encoding_leaves_no_reader(loaded, wide_mp4, monkeypatch, 
     monkeypatch.setattr(type(model), "encode_videos", interrupted)
     with pytest.raises(error):
         session.encode(model, processor, wide_mp4, fps=10, frames_per_chunk=2)
-    assert len(calls) == 2 and not readers()
+    assert len(calls) == 2
+    assert not readers()
 
 
 def test_what_stands_still_is_encoded_once_in_a_chunk(loaded, tmp_path, monkeypatch):
     model, processor = loaded
     for index in range(40):
         Image.new("RGB", (84, 56), (200, 20 * (index >= 20), 20)).save(tmp_path / f"{index:02d}.png")
-    times, encode_pixels = [], model.model.encode_pixels
-    monkeypatch.setattr(
-        model.model, "encode_pixels", lambda *args: times.extend(args[2][:, 0].tolist()) or encode_pixels(*args)
-    )
+    times = []
+    encode_pixels = model.model.encode_pixels
+
+    def noting(*arguments):
+        grids = arguments[2]
+        times.extend(grids[:, 0].tolist())
+        return encode_pixels(*arguments)
+
+    monkeypatch.setattr(model.model, "encode_pixels", noting)
     options = {"fps": 2, "frames_per_chunk": 16}
     once = session.encode(model, processor, tmp_path, **options)
     assert times == [1, 2, 1], "two pictures in three chunks"
@@ -203,8 +218,10 @@ def test_what_stands_still_is_encoded_once_in_a_chunk(loaded, tmp_path, monkeypa
     every = session.encode(model, processor, tmp_path, **options)
     assert times == [8, 8, 4]
     torch.testing.assert_close(once.features, every.features, atol=5e-5, rtol=1e-4)
-    answers = [session.ask(model, processor, video, QUESTION, max_new_tokens=8) for video in (once, every)]
-    assert answers[0].answer == answers[1].answer and torch.equal(answers[0].keep_map, answers[1].keep_map)
+    answer = session.ask(model, processor, once, QUESTION, max_new_tokens=8)
+    expected = session.ask(model, processor, every, QUESTION, max_new_tokens=8)
+    assert answer.answer == expected.answer
+    assert torch.equal(answer.keep_map, expected.keep_map)
 
 
 def test_a_file_that_is_written_while_it_is_read_is_refused(loaded, tiny_mp4, tmp_path, monkeypatch):
