@@ -301,7 +301,7 @@ def test_questions_and_names_have_to_be_text(fresh, text):
     assert not fresh.turns
 
 
-@pytest.mark.parametrize("queries", ["ab", [1, 2], ["a"], iter(["a", "b"])], ids=str)
+@pytest.mark.parametrize("queries", ["ab", [1, 2], ["a"], iter(["a", "b"])], ids=["text", "numbers", "one", "iterator"])
 def test_queries_are_a_text_for_each_question(loaded, both, queries):
     with pytest.raises(ValueError, match="quer.*expected a "):
         answers.answer_questions(*loaded, both.videos, QUESTIONS[:2], queries=queries)

@@ -1,10 +1,11 @@
 """What `qtsplus mcp --watch` lets an agent do: begin, ask, be told of changes, end; and no source that nobody named."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
-from test_agents import QUESTION, library, told  # noqa: F401, one of which is a fixture
+from test_agents import QUESTION, library  # noqa: F401, one of which is a fixture
 
 from qtsplus.live.watching import watch
 from server_process import hosting
@@ -22,6 +23,11 @@ LIVE = ["watch_start", "watch_ask", "watch_stop"]
 def quick(monkeypatch):
     monkeypatch.setattr(live, "EVERY", 2.0)
     monkeypatch.setattr(live, "PATIENCE", 0.3)
+
+
+async def told(client, name="door"):
+    (content,) = (await client.read_resource(f"watch://{name}")).contents
+    return json.loads(content.text)
 
 
 async def until_it_ends(client, name, question=QUESTION):
