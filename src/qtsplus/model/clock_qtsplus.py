@@ -77,8 +77,9 @@ class Clock:
         """What is to be said of it, as in "The video ... has a clock that ..."."""
         states = []
         if self.joins:
-            first = [f"{seconds:.1f}" for seconds in self.joins[:3]]
-            times = ", ".join(first) + " s"
+            first = self.joins[:3]
+            times = ", ".join(f"{seconds:.1f}" for seconds in first)
+            times += " s"
             others = len(self.joins) - len(first)
             if others:
                 times += f" and {others} times more"
@@ -108,16 +109,18 @@ class Clock:
             return False
         if before is None or dts is None or after is None:
             return False
-        follows = self._follows(before, dts)
-        is_followed = self._follows(dts, after)
-        return self._follows(before, after) and not follows and not is_followed
+        if self._follows(before, dts) or self._follows(dts, after):
+            return False
+        return self._follows(before, after)
 
     def _follows(self, dts: int, after: int) -> bool:
-        return self._fewest_ticks <= after - dts <= self._leap
+        ticks = after - dts
+        return self._fewest_ticks <= ticks <= self._leap
 
     def _repair(self, packet: "av.Packet") -> None:
         is_shown_at_once = packet.pts == packet.dts
-        packet.dts = (self._last_dts or 0) + self._apart
+        before = self._last_dts or 0
+        packet.dts = before + self._apart
         if is_shown_at_once:
             packet.pts = packet.dts
         self.strays += 1
@@ -136,7 +139,8 @@ class Clock:
             return
         if self._begin is None or pts > self._newest:
             self._newest = pts
-            self.end = pts + (packet.duration or self._apart)
+            duration = packet.duration or self._apart
+            self.end = pts + duration
         if self._begin is None:
             self._begin = pts
         if self.is_avi and packet.size:
@@ -160,8 +164,9 @@ class Clock:
         return self._fewest_ticks <= ticks <= self._most_ticks
 
     def _join(self, ticks: int) -> None:
-        length = ticks - (self._begin or 0)
-        self.joins.append(length * self.step)
+        begin = self._begin or 0
+        seconds = (ticks - begin) * self.step
+        self.joins.append(seconds)
 
     def _take_decoding_time(self, packet: "av.Packet") -> None:
         """In AVI a frame has its time of decoding, unless FFmpeg guesses a long delay of a video that begins late."""
@@ -176,9 +181,11 @@ class Clock:
         duration = packet.duration or 0
         if self.due is None:
             self.due = packet.pts or 0
-            self._delay = self.due - (packet.dts or 0)
+            decoded = packet.dts or 0
+            self._delay = self.due - decoded
         elif packet.pos is not None and packet.dts is not None:
-            gap = packet.dts + self._delay - self.due
+            stated = packet.dts + self._delay
+            gap = stated - self.due
             if not self._continues(gap):
                 self._delay -= gap
                 self._join(self.due)
@@ -209,8 +216,9 @@ class Clock:
         first = min(pts) + 1
         mended = 0
         for place in strays:
-            earliest = max(dts[place], first)
-            latest = dts[place] + self._leap
+            decoded = dts[place]
+            earliest = max(decoded, first)
+            latest = decoded + self._leap
             index = bisect_left(free, earliest)
             if index < len(free) and free[index] <= latest:
                 pts[place] = free.pop(index)
@@ -241,15 +249,17 @@ def regular_clock(times: np.ndarray, length: float) -> tuple[int, float] | None:
     last = times[-1]
     if last <= 0:
         return None
-    fps = float((len(times) - 1) / last)  # the last lasts as long as the mean
+    num_gaps = len(times) - 1
+    fps = float(num_gaps / last)  # the last frame lasts as long as the mean
     constant = np.arange(len(times)) / fps
     early_or_late = np.abs(times - constant)
     if early_or_late.max() <= NEAR:
         return len(times), fps
     gaps = np.diff(times)
-    typical_gap = np.median(gaps[gaps > 0])
-    typical_fps = round(float(1 / typical_gap), 3)
-    fps = max(typical_fps, SLOWEST)
+    longer_than_0 = gaps[gaps > 0]
+    typical_gap = np.median(longer_than_0)
+    typical_fps = float(1 / typical_gap)
+    fps = max(round(typical_fps, 3), SLOWEST)
     through_last = int(last * fps) + 1
-    total = max(round(length * fps), through_last)
-    return total, fps
+    stated = round(length * fps)
+    return max(stated, through_last), fps

@@ -83,7 +83,8 @@ class Film:
             self.joined = self._is_joined(container)
             self.sound = bool(container.streams.audio)
             stated = read_stated(self.source, container, stream)
-            has_rate = (stream.codec_context.framerate or 0) > 1
+            framerate = stream.codec_context.framerate or 0
+            has_rate = framerate > 1
             if self.time_base >= 1 and has_rate:
                 raise ValueError("it has no time scale, so when its frames are shown is unknown")
         self._set_clock(stated)
@@ -114,17 +115,18 @@ class Film:
                 self.last_byte = packet.pos
                 pts.append(packet.pts)
                 dts.append(packet.dts)
-                flags.append((packet.is_keyframe, packet.is_corrupt, packet.is_discard))
+                flags_of_packet = (packet.is_keyframe, packet.is_corrupt, packet.is_discard)
+                flags.append(flags_of_packet)
         if clock.reorders and None not in pts and None not in dts:
             clock.mend(pts, dts)
-        flags_of_packets = np.array(flags, bool).reshape(-1, 3)
-        key, is_damaged, is_hidden = flags_of_packets.T
+        table = np.array(flags, bool).reshape(-1, 3)
+        key, is_damaged, is_hidden = table.T
         damaged = np.flatnonzero(is_damaged).tolist()
         self.lost = _seconds_lost(pts, damaged, clock.step)
         for number in damaged:
             behind = number + 1
-            is_join = key[behind : behind + _JOIN].any()
-            is_damaged[number] = not is_join
+            next_are_key = key[behind : behind + _JOIN]
+            is_damaged[number] = not next_are_key.any()
 
         self.has_times = None not in pts
         self.time_base = stream.time_base or Fraction(1)
@@ -135,7 +137,8 @@ class Film:
         self.key = key & ~is_damaged
         self.whole = ~is_damaged
         shown = self.pts[~is_hidden]
-        has_own_times = len(np.unique(shown)) == len(shown)
+        distinct = np.unique(shown)
+        has_own_times = len(distinct) == len(shown)
         is_guessed = clock.is_avi and clock.reorders
         self.timed = self.has_times and has_own_times and not is_guessed
         if clock.is_ps and pts:
@@ -150,8 +153,9 @@ class Film:
         is_shown = self.whole & ~is_hidden  # without what an edit list cuts off
         frames = np.flatnonzero(is_shown)
         if not len(frames):
-            problem = f"all of its {len(pts)} frames are damaged" if pts else "it has 0 frames"
-            raise ValueError(problem)
+            if not pts:
+                raise ValueError("it has 0 frames")
+            raise ValueError(f"all of its {len(pts)} frames are damaged")
         in_order = np.argsort(self.pts[frames], kind="stable")
         self.order = frames[in_order]
         return clock.states + choice_of(container, stream)
@@ -247,17 +251,19 @@ class Film:
         length = self.total / self.fps
         if start is not None:
             frames = (start - self.start) * self.fps - _ROUNDING
-            first = max(math.ceil(min(frames, self.total)), 0)
+            in_video = min(frames, self.total)
+            first = max(math.ceil(in_video), 0)
         if end is not None:
             frames = (end - self.start) * self.fps + _ROUNDING
-            stop = math.floor(min(frames, self.total - 1)) + 1
+            in_video = min(frames, self.total - 1)
+            stop = math.floor(in_video) + 1
         if first < stop:
             return first, stop
         begin = 0 if start is None else start
         until = "its end" if end is None else f"{end:g} s"
         if start is not None and (end is None or start <= end):
-            is_within = self.start <= start < self.start + length
-            if is_within:
+            video_end = self.start + length
+            if self.start <= start < video_end:
                 return first - 1, first
         has = f"it has {length:.1f} s from {self.start:.1f} s on"
         raise ValueError(f"The video {self.name!r} shows no frame from {begin:g} to {until}; {has}.")
@@ -277,7 +283,8 @@ class Film:
                 yield frame
                 damaged += not is_whole
         if not damaged:
-            found_broken = readable - int(self.whole.sum())
+            still_readable = int(self.whole.sum())
+            found_broken = readable - still_readable
             damaged = min(found_broken, len(instants))
         is_said = any("is damaged, and" in warning for warning in self.warnings)
         if damaged and not is_said:
@@ -300,12 +307,14 @@ class Film:
         packets = np.unique(self._packets(instants))
         if len(packets) < len(self.order):
             logger.warning_once(f"Every frame of the video {self.name!r} is decoded, since {reason}.")
-        yield from itertools.islice(self.read(instants), num_shown, None)
+        frames = self.read(instants)
+        yield from itertools.islice(frames, num_shown, None)
 
     def _packets(self, instants: np.ndarray) -> np.ndarray:
         """`[T]`, the packets of the frames that are shown at `instants`."""
-        frames = np.searchsorted(self.times, instants, side="right") - 1
-        return self.order[np.maximum(frames, 0)]
+        appeared = np.searchsorted(self.times, instants, side="right")
+        frames = np.maximum(appeared - 1, 0)
+        return self.order[frames]
 
     def read(self, instants: np.ndarray, skipping: bool = False) -> Iterator[ShownFrame]:
         """
@@ -338,7 +347,8 @@ class Film:
                     if skipping and not is_right.all():
                         return
                     picture = upright(shown, stream)
-                    for is_whole in is_right & (not self.is_hurt):
+                    wholes = is_right & (not self.is_hurt)
+                    for is_whole in wholes:
                         yield picture, is_whole
                     num_shown = stop
                 if num_shown == len(instants):
@@ -361,8 +371,9 @@ class Film:
 
     def needed(self, chosen: np.ndarray) -> np.ndarray:
         """`[P]` int: 2 for the packets that are `chosen` by number, 1 for others since their key frames, else 0."""
-        keys = np.append(0, np.flatnonzero(self.key))
-        last_key = np.searchsorted(keys[1:], chosen, side="right")
+        key_packets = np.flatnonzero(self.key)
+        keys = np.append(0, key_packets)
+        last_key = np.searchsorted(key_packets, chosen, side="right")
         # Some frames are behind a key frame in the file and are shown before it.
         key_times = self.pts[keys[last_key]]
         key_is_later = key_times > self.pts[chosen]
@@ -371,7 +382,8 @@ class Film:
         changes = np.zeros(len(self.key) + 1, np.int64)
         np.add.at(changes, begins, 1)
         np.subtract.at(changes, chosen, 1)
-        needed = np.minimum(changes.cumsum()[:-1], 1)
+        open_groups = changes.cumsum()
+        needed = np.minimum(open_groups[:-1], 1)
         needed[chosen] = 2
         return needed
 
@@ -385,7 +397,8 @@ class Film:
         decoder = stream.codec_context
         last = len(self.key) - 1
         if needed is not None:
-            last = int(needed.nonzero()[0][-1])
+            packets = np.flatnonzero(needed)
+            last = int(packets[-1])
         skips = needed is not None and decoder.name in _SKIPPING_CODECS
         number = -1
         holds_frames = False
@@ -408,7 +421,8 @@ class Film:
             try:
                 yield from packet.decode()
             except UNDECODABLE as error:
-                self.fault = f": {getattr(error, 'strerror', error)}"
+                reason = getattr(error, "strerror", error)
+                self.fault = f": {reason}"
                 self.whole[number] = False
                 self.is_hurt = True
             holds_frames = True

@@ -66,10 +66,12 @@ def encode_modality(
         return []
     home = grid_thw.device
     grid_thw = grid_thw.cpu()
-    pixels_of_each = pixels.split(model.pixel_rows(grid_thw))
+    rows_of_each = model.pixel_rows(grid_thw)
+    pixels_of_each = pixels.split(rows_of_each)
+    steps_of_each = grid_thw[:, 0].tolist()
     distinct_steps = []
     is_new = []
-    for rows, count in zip(pixels_of_each, grid_thw[:, 0].tolist(), strict=True):
+    for rows, count in zip(pixels_of_each, steps_of_each, strict=True):
         steps = rows.unflatten(0, (count, -1))
         new = new_steps(steps)
         is_new.append(new)
@@ -116,9 +118,14 @@ def _encode_steps(
     """As [`encode_modality`], of the steps of each image and video; the grids are on the host, the model at home."""
     features = [torch.empty(0) for _ in steps]
     for chunk in _chunks(model, steps, frames_per_chunk):
-        pixels = [steps[piece.index][piece.first : piece.stop].flatten(0, 1) for piece in chunk]
-        grid = grid_thw[[piece.index for piece in chunk]]
-        grid[:, 0] = grid.new_tensor([piece.steps for piece in chunk])
+        pixels = []
+        for piece in chunk:
+            steps_of_piece = steps[piece.index][piece.first : piece.stop]
+            pixels.append(steps_of_piece.flatten(0, 1))
+        indices = [piece.index for piece in chunk]
+        counts = [piece.steps for piece in chunk]
+        grid = grid_thw[indices]
+        grid[:, 0] = grid.new_tensor(counts)
         together = join(pixels, pixels[0]).to(home)
         encoded = model.encode_pixels(modality, together, grid.to(home))
         for piece, piece_pixels, tokens in zip(chunk, pixels, encoded, strict=True):
@@ -135,7 +142,8 @@ def _encode_steps(
                 width = tokens.shape[-1]
                 features[index] = tokens.new_empty(per_step * total, width, device=target)
             begin = per_step * piece.first
-            features[index][begin : begin + len(tokens)] = tokens
+            end = begin + len(tokens)
+            features[index][begin:end] = tokens
     return features
 
 
@@ -162,7 +170,8 @@ def _chunks(
         if not is_whole or frames_per_chunk < 1:
             raise ValueError(f"frames_per_chunk={frames_per_chunk!r}: expected a whole number, at least 1.")
         frames_per_step = getattr(model.config.vision_config, "temporal_patch_size", 1)
-        return chunk_steps(counts, frames_per_chunk, [frames_per_step] * len(counts))
+        costs = [frames_per_step] * len(counts)
+        return chunk_steps(counts, frames_per_chunk, costs)
     patches_per_step = [rows.shape[1] * model.patches_per_row for rows in steps]
     capacity = PATCHES_PER_CHUNK
     if model.training and torch.is_grad_enabled():
@@ -183,13 +192,14 @@ def _checked(
         raise ValueError(f"{len(video_features)} video_features: expected one per video ({len(grids)}).")
     finite: set[int] = set()  # questions about one video share its features
     for index, tokens in enumerate(video_features):
+        grid = grids[index]
         shape = tuple(tokens.shape)
-        expected = (math.prod(grids[index]), model.token_width)
+        expected = (math.prod(grid), model.token_width)
         if shape != expected:
-            grid = " x ".join(map(str, grids[index]))
+            lengths = " x ".join(map(str, grid))
             raise ValueError(
                 f"video_features {index} has shape {shape}: expected {expected}, the merged tokens of its grid, "
-                f"{grid}, by the model's width."
+                f"{lengths}, by the model's width."
             )
         if id(tokens) not in finite and not is_finite(tokens):
             raise ValueError(f"NaN or infinity in video_features {index}: expected finite numbers.")
@@ -211,15 +221,17 @@ def chunk_steps(counts: Sequence[int], capacity: int, costs: Sequence[int]) -> I
     for index, (count, cost) in enumerate(zip(counts, costs, strict=True)):
         first = 0
         while first < count:
-            fits = min(count - first, room // cost)
+            left = count - first
+            fits = min(left, room // cost)
             if fits < 1 and chunk:
                 yield chunk
                 chunk = []
                 room = capacity
                 continue
             stop = first + max(fits, 1)
-            chunk.append(Piece(index, first, stop))
-            room -= (stop - first) * cost
+            piece = Piece(index, first, stop)
+            chunk.append(piece)
+            room -= piece.steps * cost
             first = stop
     if chunk:
         yield chunk
@@ -232,7 +244,8 @@ def stored_parts(weight: Tensor) -> list[Tensor]:
     names, _ = weight.__tensor_flatten__()
     parts = []
     for name in names:
-        parts += stored_parts(getattr(weight, name))
+        inner = getattr(weight, name)
+        parts += stored_parts(inner)
     return parts
 
 
@@ -245,7 +258,8 @@ def is_finite(values: Tensor) -> bool:
         return True
     if values.dtype.itemsize == 1:  # float8 has no extremes
         values = values.to(torch.bfloat16)
-    extremes = torch.stack(values.detach().aminmax())
+    lowest, highest = values.detach().aminmax()
+    extremes = torch.stack([lowest, highest])
     return bool(extremes.isfinite().all())
 
 
@@ -264,7 +278,8 @@ class PatchProjection(nn.Conv3d):
         if patches.dtype == torch.float32:
             return super().forward(patches)
         weight = self.weight.flatten(1)
-        projected = nn.functional.linear(patches.flatten(1), weight, self.bias)
+        flat = patches.flatten(1)
+        projected = nn.functional.linear(flat, weight, self.bias)
         return projected[..., None, None, None]
 
 
@@ -293,8 +308,9 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
         """`[N, d]`, and `[sequences + 1]` int32 where each sequence begins -> `[N, d]`."""
         if self.config._attn_implementation != "sdpa":
             return super().forward(hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs)
-        states = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
-        query, key, value = states.unbind(1)
+        states = self.qkv(hidden_states)
+        by_head = states.unflatten(1, (3, self.num_heads, -1))
+        query, key, value = by_head.unbind(1)
         query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
         attended = attend_within(query, key, value, cu_seqlens)
         return self.proj(attended.flatten(1))
@@ -335,9 +351,11 @@ def _rows_by_length(bounds: Tensor) -> dict[int, Tensor]:
         lengths = on_host.diff()
         rows = {}
         for length in lengths.unique().tolist():
-            starts = on_host[:-1][lengths == length]
-            rows_of_length = starts[:, None] + torch.arange(length)
-            rows[length] = rows_of_length.flatten().to(bounds.device)
+            has_length = lengths == length
+            starts = on_host[:-1][has_length]
+            rows_of_each = starts[:, None] + torch.arange(length)
+            rows_of_all = rows_of_each.flatten()
+            rows[length] = rows_of_all.to(bounds.device)
         _known_rows[bounds] = rows
     return _known_rows[bounds]
 
