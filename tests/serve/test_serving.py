@@ -19,41 +19,62 @@ print(json.dumps([*sys.argv, *map(os.environ.get, ("VLLM_MEDIA_CONNECTOR", "QTSP
 """
 
 
-def test_vllm_is_started_with_nothing_open(tmp_path, tiny_published, monkeypatch):
-    """What it is started with, what reads its media, what it may be called, and its key."""
-    tiny, tiny_published = tiny_published, shutil.copytree(tiny_published, tmp_path / "qtsplus-other")
-    config = json.loads((tiny / "config.json").read_text())
+@pytest.fixture
+def model(tmp_path, tiny_published):
+    """The tiny model with positions that vLLM knows."""
+    folder = shutil.copytree(tiny_published, tmp_path / "qtsplus-other")
+    config = json.loads((folder / "config.json").read_text())
     config["text_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
-    (tiny_published / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def pretend_vllm(tmp_path, monkeypatch):
+    """A package in the place of vLLM's, which prints its arguments and settings."""
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     (package / "api_server.py").write_text(STAND_IN)
-    ours = ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
-    ours += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker", "--middleware", "qtsplus.vllm.server.Connection"]
-    ours += ["--model", str(tiny_published), "--host", "127.0.0.1", "--port", "8000"]
-    ours += ["--allowed-origins", "[]", "--served-model-name", tiny_published.name, "--dtype", "float32"]
-    hosts = ["127.0.0.1"]  # the guard adds the names that every machine has
-
-    seen = []
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(os, "execve", lambda _, line, environment: seen.extend([line[3:], environment]))
-    refused = CliRunner().invoke(app, ["serve", str(tiny)])
-    assert refused.exit_code == 2 and "longrope" in refused.output and not seen
-    assert CliRunner().invoke(app, ["serve", str(tiny_published)]).exit_code == 0
-    assert seen[0] == ours and seen[1]["VLLM_MEDIA_CONNECTOR"] == "qtsplus" and "VLLM_API_KEY" not in seen[1]
-    assert json.loads(seen[1]["QTSPLUS_HOSTS"]) == hosts
 
-    allowed = ["--allow-media-root", tmp_path, "--allow-media-domain", "a.org", "--allow-media-domain", "b.org:8443"]
-    opened = ["--allowed-local-media-path", str(tmp_path), "--allowed-media-domains", "a.org", "b.org:8443"]
-    opened += ["--mm-processor-kwargs", '{"retention": 0.1}', "--enforce-eager", "--max-model-len", "4096"]
-    line = [tiny_published, *allowed, "--retention", "0.1", "--api-key", "correct horse", "--allow-host", "ask.org"]
+
+def own_options(model):
+    """The options that vLLM's server gets in any case."""
+    options = ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
+    options += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
+    options += ["--middleware", "qtsplus.vllm.server.Connection"]
+    options += ["--model", str(model), "--host", "127.0.0.1", "--port", "8000"]
+    return options + ["--allowed-origins", "[]", "--served-model-name", model.name, "--dtype", "float32"]
+
+
+def test_vllm_is_started_with_nothing_open(model, tiny_published, pretend_vllm, monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execve", lambda _, line, environment: started.append((line[3:], environment)))
+    refused = CliRunner().invoke(app, ["serve", str(tiny_published)])
+    assert refused.exit_code == 2
+    assert "longrope" in refused.output
+    assert not started
+    assert CliRunner().invoke(app, ["serve", str(model)]).exit_code == 0
+    ((options, environment),) = started
+    assert options == own_options(model)
+    assert environment["VLLM_MEDIA_CONNECTOR"] == "qtsplus"
+    assert "VLLM_API_KEY" not in environment
+    assert json.loads(environment["QTSPLUS_HOSTS"]) == ["127.0.0.1"], "the guard adds the names of every machine"
+
+
+def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
+    line = [sys.executable, "-m", "qtsplus.cli", "serve", model, "--allow-media-root", tmp_path]
+    line += ["--allow-media-domain", "a.org", "--allow-media-domain", "b.org:8443"]
+    line += ["--retention", "0.1", "--api-key", "correct horse", "--allow-host", "ask.org"]
     line += ["--", "--enforce-eager", "--max-model-len", "4096"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "qtsplus.cli", "serve", *map(str, line)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    result = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
     assert result.returncode == 0, result.stderr
-    started = json.loads(result.stdout)[1:]
-    assert started == [*ours, *opened, "qtsplus", json.dumps([*hosts, "ask.org"]), "correct horse"]
+    expected = own_options(model)
+    expected += ["--allowed-local-media-path", str(tmp_path), "--allowed-media-domains", "a.org", "b.org:8443"]
+    expected += ["--mm-processor-kwargs", '{"retention": 0.1}', "--enforce-eager", "--max-model-len", "4096"]
+    expected += ["qtsplus", json.dumps(["127.0.0.1", "ask.org"]), "correct horse"]
+    assert json.loads(result.stdout)[1:] == expected
 
 
 @pytest.mark.parametrize("kwargs", ["--mm-processor-kwargs={}", "--mm_processor_kwargs {}", "--mm-processor-kw {}"])
