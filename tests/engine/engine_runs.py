@@ -86,6 +86,26 @@ def last_tokens(candidates: Any, n: int) -> torch.Tensor:
     return torch.arange(candidates.num_tokens - n, candidates.num_tokens, device=candidates.device)
 
 
+BREAKING = range(2, 8)  # numbers of kept tokens for which `breaking` does not do what a method has to
+
+
+def breaking(candidates: Any, n: int) -> torch.Tensor:
+    """A method that fails in a way of its own for each number of tokens in [`BREAKING`]; else the last tokens."""
+    if n == 2:
+        raise RuntimeError("broken")
+    if n == 3:
+        return torch.full((n,), torch.nan)
+    if n == 4:
+        return torch.arange(n) + candidates.num_tokens
+    if n == 5:
+        return torch.zeros(n, dtype=torch.long)
+    if n == 6:
+        torch.empty(10**15)  # out of memory
+    if n == 7:
+        return "nothing"
+    return last_tokens(candidates, n)
+
+
 DEFAULTS = {"retention": 0.4, "selection": "engine_runs:last_tokens"}
 
 

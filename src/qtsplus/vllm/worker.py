@@ -6,15 +6,19 @@ first. Afterwards it is asked what an answer rests on.
 `qtsplus serve` connects the two: [`Worker`] is vLLM's `--worker-extension-cls`.
 """
 
+import logging
 from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
 from safetensors.torch import load, save
 
+logger = logging.getLogger(__name__)
+
 PIXELS = "pixel_values_videos"
 Budget = tuple[int, float]  # the tokens that a request keeps, and the fraction that it aims at
 FRAMES = "frames"  # in place of a budget: the engine needs the frames
+REFUSED = "refused: "  # in place of a budget, with the reason behind it
 AGAIN = "again"  # in place of a budget: the engine has done a part, and is to be asked again
 
 
@@ -24,12 +28,16 @@ class Worker:
     get_model: Callable[[], Any]
 
     def qtsplus_prepare(self, item: bytes, hold: bool) -> Budget | str:
-        """As the model's `prepare`, for an item of [`prepare`]."""
+        """As the model's `prepare`, for an item of [`prepare`]; an error comes back as [`REFUSED`] with its message."""
         data: dict = load(item)
         pixels = [data.pop(name) for name in sorted(data) if name.isdigit()]
         if pixels:
             data[PIXELS] = pixels
-        return self.get_model().prepare(data, hold)
+        try:
+            return self.get_model().prepare(data, hold)
+        except Exception as error:  # a method of the operator's own may raise anything, and the engine goes on
+            logger.exception("The tokens of a request could not be chosen.")
+            return f"{REFUSED}{type(error).__name__}: {error}"
 
     def qtsplus_release(self, videos: list[str]) -> None:
         """As the model's `release`."""
@@ -58,6 +66,8 @@ def prepare(call_engine: Callable[..., Any], item, hold: bool, turn: Lock) -> Bu
         answer = call_engine("qtsplus_prepare", (content, hold))[0]
         while answer == AGAIN:  # decoding steps of other requests come between
             answer = call_engine("qtsplus_prepare", (without_frames, hold))[0]
+        if isinstance(answer, str) and answer.startswith(REFUSED):
+            raise ValueError(f"The request's tokens could not be chosen: {answer.removeprefix(REFUSED)}")
         return answer
 
     answer = ask(without_frames)

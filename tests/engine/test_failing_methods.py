@@ -1,0 +1,74 @@
+"""A method of one's own that fails costs the request that asked for it, and no other."""
+
+import json
+import os
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+import openai
+
+from clips import render_clip
+from engine_runs import BREAKING, TOKENS, build, engine_environment, processor_of, write_folder
+from server_process import running_server
+from tiny_backbones import QWEN2_5_VL
+
+CLIENTS = 8
+REQUESTS = int(os.environ.get("STORM", "120"))
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
+    render_clip(path, seconds=4, fps=4, size=(112, 112))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, clip):
+    folder = tmp_path_factory.mktemp("served")
+    processor = processor_of(QWEN2_5_VL)
+    published = write_folder(build(QWEN2_5_VL, processor), processor, folder)
+    command = ["-m", "qtsplus.cli", "serve", published, "--port", "{port}", "--allow-media-root", clip.parent, "--"]
+    command += ["--mm-processor-kwargs", json.dumps({"selection": "engine_runs:breaking"})]
+    command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", 1024]
+    environment = engine_environment()
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    with running_server(folder / "server.log", *map(str, command), environment=environment) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+def test_a_failing_method_ends_its_own_request_alone(server, clip):
+    content = [{"type": "video_url", "video_url": {"url": f"file://{clip}"}}, {"type": "text", "text": "What moves?"}]
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def ask(count):
+        try:
+            answer = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": content}],
+                temperature=0,
+                max_tokens=TOKENS,
+                extra_body={"mm_processor_kwargs": {"retention": 1.0, "max_visual_tokens": count}, "ignore_eos": True},
+            )
+        except openai.APIStatusError as error:
+            return error.status_code  # of a refusal
+        return answer.choices[0].message.content
+
+    good = {count: ask(count) for count in (8, 9, 10)}
+    assert all(isinstance(answer, str) for answer in good.values()), good
+    draw = random.Random(0)
+    asked = [draw.choice([*BREAKING, *good]) for _ in range(REQUESTS)]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        answers = list(pool.map(ask, asked))
+    for count, answer in zip(asked, answers, strict=True):
+        if count in good:
+            assert answer == good[count]
+        else:
+            assert answer == 400
+    assert {count: ask(count) for count in good} == good
