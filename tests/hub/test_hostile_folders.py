@@ -92,7 +92,8 @@ def test_good_values_are_no_problem():
 
 
 @pytest.mark.parametrize("name", ["depth", "num_hidden_layers", "scoring_layers", "reencode_layers"])
-def test_a_model_of_endless_layers_is_refused_before_it_is_built(name):
+@pytest.mark.parametrize("count", [-5, 10_001])
+def test_a_model_of_endless_layers_is_refused_before_it_is_built(name, count):
     check_values("It", {"section": {name: 10_000}})
-    with pytest.raises(ValueError, match=f"It has {name}=10001; expected at most 10,000 layers"):
-        check_values("It", {"section": {name: 10_001}})
+    with pytest.raises(ValueError, match=f"It has {name}={count}; expected from 0 to 10,000 layers"):
+        check_values("It", {"section": {name: count}})

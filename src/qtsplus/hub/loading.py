@@ -90,8 +90,9 @@ def check_values(what: str, values, name: str = "") -> None:
     if unbounded or too_large:
         raise ValueError(f"{what} has {name}={show(values)}; expected a finite number.")
     counts_layers = name == "depth" or name.endswith("_layers")
-    if counts_layers and type(values) is int and values > _MOST_LAYERS:  # they would be built without end
-        raise ValueError(f"{what} has {name}={show(values)}; expected at most {_MOST_LAYERS:,} layers.")
+    # Too many would be built without end, and less than none would be no layers.
+    if counts_layers and type(values) is int and not 0 <= values <= _MOST_LAYERS:
+        raise ValueError(f"{what} has {name}={show(values)}; expected from 0 to {_MOST_LAYERS:,} layers.")
     is_small = isinstance(values, (int, float)) and 0 <= values < 1
     if name.endswith(("_eps", "_epsilon")) and not is_small:
         raise ValueError(f"{what} has {name}={show(values)}; expected a number from 0 to 1, such as 1e-6.")
