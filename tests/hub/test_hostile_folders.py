@@ -67,7 +67,10 @@ def test_many_large_weights_of_few_bits_are_finite():
             for value in (float("nan"), float("inf"), -1, "x", [])
         ),
         *(("config.json", [], "eos_token_id", value) for value in ("x", 1.5, True, [1, "x"], {})),
-        *(("generation_config.json", [], "eos_token_id", value) for value in ("x", 1.5, [1, "x"], {})),
+        *(
+            ("generation_config.json", [], "eos_token_id", value)
+            for value in ("x", 1.5, [1, "x"], {}, [[1]], [None], [])
+        ),
         *(("generation_config.json", [], "temperature", value) for value in (float("nan"), float("inf"))),
         ("config.json", ["text_config"], "rope_theta", float("nan")),
         ("config.json", ["text_config", "rope_parameters"], "mrope_section", [16, 24, 24]),

@@ -74,13 +74,15 @@ def check_values(what: str, values, name: str = "") -> None:
     Raises `ValueError` for values of a configuration that Transformers takes, but no model can use: numbers that are
     not finite, an epsilon that is not small, and ids of tokens that are not whole numbers. `name` is the field's.
     """
-    if isinstance(values, list):
+    if name.endswith("_token_id"):
+        ids = values if isinstance(values, list) else [values]
+        are_ids = bool(ids) and all(type(token) is int and abs(token) < 2**63 for token in ids)
+        if values is not None and not are_ids:
+            raise ValueError(f"{what} has {name}={show(values)}; expected the number of a token, or a list of some.")
+    elif isinstance(values, list):
         for value in values:
             check_values(what, value, name)
         return
-    if name.endswith("_token_id"):
-        if values is not None and type(values) is not int:
-            raise ValueError(f"{what} has {name}={show(values)}; expected the number of a token, or a list of some.")
     elif isinstance(values, dict):
         for key, value in values.items():
             check_values(what, value, str(key))
