@@ -75,6 +75,7 @@ def test_many_large_weights_of_few_bits_are_finite():
         ("config.json", ["text_config"], "rope_theta", float("nan")),
         ("config.json", ["text_config", "rope_parameters"], "mrope_section", [16, 24, 24]),
         ("config.json", [], "initial", 10**400),
+        ("config.json", [], "model_type", ["qwen2_5_vl"]),
         ("processor_config.json", ["video_processor"], "patch_size", "x"),
         ("processor_config.json", ["video_processor"], "merge_size", 0),
         ("tokenizer.json", ["model"], "merges", [["zzzz", "qqqq"]]),

@@ -54,7 +54,7 @@ def class_modules() -> dict[str, str]:
 
 def backbone_of(model_type: str | None) -> Backbone:
     """The classes of our model type (`"internvl_qtsplus"`) or the stock one (`"internvl"`); `ValueError` for others."""
-    name = (model_type or "").removesuffix(OURS)
+    name = model_type.removesuffix(OURS) if isinstance(model_type, str) else ""
     if name not in _BACKBONES:
         raise ValueError(
             f"There is no backbone of type {model_type!r}; expected one of {', '.join(sorted(_BACKBONES))}, or ours of "
