@@ -1,4 +1,4 @@
-"""Answers to questions about videos: lay out the prompts, choose their visual tokens, write, and say what was shown."""
+"""Answers to questions about videos: lay out prompts, choose their visual tokens, write, and say what each rests on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -39,25 +39,25 @@ class Answer:
     """What a model answered about one or more videos, and what the answer rests on."""
 
     answer: str  # the text
-    video: str  # the path that was asked about; of several videos their names, with commas
-    frames: int  # that the model saw
+    video: str  # the path of the video; with several videos, their names, joined by commas
+    frames: int  # how many the model saw
     seconds_of_video: float
     visual_tokens: int  # M, the videos' tokens before the selection
     kept_tokens: int  # n, those that the language model read
     rho: float  # the fraction that the selection aimed at
-    evidence: list[Interval]  # stretches that show what was asked for, the surest first, on a player's clock
-    # Seconds of reading and encoding the video (`encode`, unless that was before), and from calling `generate` to the
-    # `first_token` and to the end (`generate`); questions of one batch share them.
+    evidence: list[Interval]  # stretches that show what was asked for, the most relevant first, on a player's clock
+    # Seconds. `encode`: reading and encoding the video; absent if that was done before. `first_token` and `generate`:
+    # from the start of the selection to the first token and to the last. Questions of one batch share them.
     timings: dict[str, float]
-    keep_maps: dict[str, Tensor]  # by the video's name, bool [T, H, W], the kept tokens in its grid of tokens
-    # The part of the relevance, 0 to 1, that the videos' tokens took from the null token, and from which part on the
-    # videos show what was asked for, as a calibration found; both `None` from a model without one.
+    keep_maps: dict[str, Tensor]  # by the video's name, bool `[T, H, W]`: True where a token of its grid was kept
+    # `seen` is the share of the relevance, 0 to 1, that the videos' tokens took from the null token. From
+    # `seen_threshold` on, the videos show what was asked for. Both are `None` if the model was not calibrated.
     seen: float | None = None
     seen_threshold: float | None = None
     warnings: list[str] = field(default_factory=list)  # as in `AboutVideo`
-    largest_gap: float = 0.0  # the longest time between two frames of a video that were looked at, in seconds
-    trained_seconds: float | None = None  # the longest video of the model's training, where one of these is longer
-    unheard: bool = False  # whether a video has sound, and the question had no subtitles in its place
+    largest_gap: float = 0.0  # the longest time between two sampled frames of a video, in seconds
+    trained_seconds: float | None = None  # the longest video in training, if a video here is longer
+    unheard: bool = False  # whether a video has sound that no subtitles stood in for
 
     @property
     def keep_map(self) -> Tensor:
@@ -67,7 +67,7 @@ class Answer:
         return next(iter(self.keep_maps.values()))
 
     def as_dict(self) -> dict[str, object]:
-        """What `qtsplus ask --json` prints: all fields but the keep maps; `seen` only of a calibrated model."""
+        """What `qtsplus ask --json` prints: all fields but the keep maps; `seen` only if the model is calibrated."""
         fields = dict(vars(self))
         del fields["keep_maps"]
         if self.seen is None:
@@ -94,20 +94,20 @@ def answer_questions(
     Answers questions about videos, whose tokens compete for one budget, in one batch.
 
     Args:
-        videos: by name; the names stand in the prompt where there are several.
+        videos: by name; the prompt has the names if there are several.
         questions: each a row of the batch, with a budget of its own.
-        queries: what to select by, for each question, where that is not the question itself.
-        turns: what was asked and answered before, in turn, in one conversation with each of the questions. The oldest
-            go for which the model has no positions, and a warning of the answer says so.
+        queries: for each question, a text to select tokens by in its place.
+        turns: earlier questions and their answers, alternating, which precede each of the questions. If the model has
+            too few positions, the oldest are left out, and a warning in the answer says so.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
-        max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
-        selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
-            `Candidates` and a count to indices (`methods_qtsplus.py`).
+        max_visual_tokens: the maximum of visual tokens to keep; if `retention` gives fewer, that applies.
+        selection: the method, if not the model's own: a name such as `"uniform"`, or a function that takes `Candidates`
+            and a count and returns indices (`methods_qtsplus.py`).
         options: as for [`answer_batch`], such as `max_new_tokens` and `subtitles`.
 
     Raises:
-        ValueError: no video; subtitles, and no video was encoded with some; a prompt for which the model has no
-            positions; and as [`ask`].
+        ValueError: without a video; for `subtitles` if no video was encoded with any; for a prompt that takes more
+            positions than the model has; and as [`ask`] does.
     """
     if not isinstance(queries, (list, tuple)) or len(queries) not in (0, len(questions)):
         raise ValueError(f"queries={queries!r}; expected a list of texts, one for each question.")
@@ -133,9 +133,9 @@ def answer_batch(
 
     Args:
         questions: with the same turns and the same choice.
-        max_new_tokens: longest answer; what a `generation_config` says, or 128, when absent.
-        subtitles: most tokens of the subtitles that stand in front of each question, those nearest in time to what was
-            kept first; of videos that were encoded with their subtitles.
+        max_new_tokens: the longest answer; by default what a `generation_config` says, or 128.
+        subtitles: the maximum of subtitle tokens in front of each question. Lines nearest in time to kept tokens are
+            taken first. The videos must have been encoded with their subtitles.
         generation: as for `generate`.
     """
     videos: list[EncodedVideo] = []
@@ -220,15 +220,15 @@ class _Batch:
 class _Prompts:
     """The prompts of a batch of questions."""
 
-    length: int  # of the longest, in ids
+    length: int  # of the longest prompt, in ids
     layout: Layout
     visual: VisualInputs
     selection: SelectionInputs
-    places: Tensor | None  # `[k]` ascending, which tokens of the whole grids are there; all of them if `None`
+    places: Tensor | None  # `[k]` ascending, which tokens of the videos' grids exist; all of them if `None`
     warnings: list[str] = field(default_factory=list)
 
     def whole(self, kept: Kept) -> Kept:
-        """The same among the tokens of the videos' whole grids."""
+        """`kept`, with indices and relevance that count all tokens of the videos' grids."""
         if self.places is None:
             return kept
         relevance = kept.relevance
@@ -239,7 +239,7 @@ class _Prompts:
 
 
 def _lay_out(batch: _Batch) -> _Prompts:
-    """The prompts, without the oldest turns if the model has no positions for them; `ValueError` if still not."""
+    """The prompts. Without the oldest turns if the positions do not suffice; `ValueError` if they still do not."""
     positions = batch.model.config.get_text_config().max_position_embeddings
     left_out = 0
     while True:
@@ -264,10 +264,10 @@ def _lay_out(batch: _Batch) -> _Prompts:
 
 
 def _turns_to_leave_out(turns: Sequence[str], left_out: int, excess: int) -> int:
-    """How many turns have to go at least, so that a prompt has `excess` fewer positions than without `left_out`."""
+    """How many of the oldest turns to leave out at least, if `excess` positions are missing without `left_out`."""
     while excess > 0 and left_out < len(turns):
         for turn in turns[left_out : left_out + 2]:
-            # A text has at most a token for each byte, and little stands around it.
+            # A text has at most one token per byte, and the chat template adds only a few.
             excess -= len(turn.encode()) + 32
         left_out += 2
     return left_out
@@ -281,14 +281,14 @@ def _prompts(batch: _Batch, questions: Sequence[Question]) -> _Prompts:
     input_ids = inputs["input_ids"]
     layout = lay_out(model.model, visual, input_ids, inputs["attention_mask"])
     places = None
-    remembered = questions[0].remembered  # which has the only question
+    remembered = questions[0].remembered  # a question to a stream is alone in its batch
     if remembered:
         layout, places = narrowed(model, layout, remembered, batch.new_tokens)
     return _Prompts(input_ids.shape[1], layout, visual, selection, places)
 
 
 def positions_needed(model, layout: Layout, selection: SelectionInputs, new_tokens: int) -> int:
-    """How many positions a batch's longest prompt takes with its answer, if as many visual tokens stay as may."""
+    """How many positions a batch's longest prompt takes with its answer, with as many visual tokens as allowed."""
     config = model.config.qtsplus_config
     longest = 0
     for row in layout.rows:
@@ -326,7 +326,7 @@ def _shorten(model, prompts: _Prompts) -> CompactPrompt:
 
 
 def _with_captions(batch: _Batch, prompts: _Prompts, chosen: QTSplusOutput, most: int) -> list[Question]:
-    """The questions with the subtitles in front of them that are near what was kept."""
+    """The questions, each preceded by the subtitles near its kept tokens."""
     questions = []
     for row, question in enumerate(batch.questions):
         kept = prompts.whole(Kept.of(chosen, row))
@@ -355,7 +355,7 @@ def _answer(batch: _Batch, prompts: _Prompts, chosen: QTSplusOutput, row: int, h
 
 
 def shown_by(videos: Videos, kept: Kept, merge_size: int, config: QTSplusConfig) -> Answer:
-    """An answer without its text, by the tokens of the videos that were kept; as [`evidence_intervals`]."""
+    """An answer without its text, from the kept tokens of its videos. Raises as [`evidence_intervals`] does."""
     names = list(videos)
     encoded = list(videos.values())
     grids = torch.cat([video.video_grid_thw for video in encoded])

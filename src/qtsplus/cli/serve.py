@@ -1,4 +1,4 @@
-"""`qtsplus serve`: becomes vLLM's server, with nothing open that was not asked for."""
+"""`qtsplus serve`: turns into vLLM's server, which opens only what its options ask for."""
 
 import json
 import os
@@ -33,14 +33,14 @@ KNOWN = [*sorted(SET_BY_SERVE), "allowed-origins", "dtype", "mm-processor-kwargs
 
 def serve(
     model: Annotated[str, typer.Argument(help="A folder, or a Hub id, with @COMMIT or without.")],
-    more: Annotated[list[str] | None, typer.Argument(help="Behind --, more options for vLLM's server.")] = None,
+    more: Annotated[list[str] | None, typer.Argument(help="More options for vLLM's server, after --.")] = None,
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     allow_media_root: Annotated[
-        Path | None, typer.Option(help="A folder whose videos requests may name as file:///...; none without it.")
+        Path | None, typer.Option(help="Requests may name videos in this folder, as file:///...; by default no file.")
     ] = None,
     allow_media_domain: Annotated[
-        list[str] | None, typer.Option(help="A host, or HOST:PORT, whose videos requests may name. May be repeated.")
+        list[str] | None, typer.Option(help="Requests may name videos at this host, or HOST:PORT. May be repeated.")
     ] = None,
     allow_host: AllowHost = None,
     api_key: ApiKey = None,
@@ -50,39 +50,39 @@ def serve(
     """
     Serve a model under an OpenAI-compatible API, in vLLM.
 
-    A request may bring its videos as data:, and its own budget as mm_processor_kwargs. Each choice of an answer has
-    what it rests on as qtsplus.
+    A request may contain its videos as data: URLs, and its own budget in mm_processor_kwargs. Each choice in the
+    response says in its field qtsplus what the answer rests on.
     """
     model, revision = split_revision(model)
-    if allow_media_root is not None and not os.path.isdir(allow_media_root):  # where a Path may raise
-        fail(f"there is no folder {allow_media_root}; expected the one that the videos lie in")
+    if allow_media_root is not None and not os.path.isdir(allow_media_root):  # Path.is_dir may raise
+        fail(f"there is no folder {allow_media_root}; expected the folder with the videos")
     domains = [domain.lower() for domain in allow_media_domain or []]
     for domain in domains:
         if not re.fullmatch(rf"{HOST}(:\d{{1,5}})?", domain):
             fail(f"--allow-media-domain is {domain!r}; expected a host, such as videos.example.org or a.org:8443")
-    if not host.strip():  # which would let every machine in
+    if not host.strip():  # vLLM would let every machine in
         fail("--host is empty; expected an address, such as 127.0.0.1")
     if api_key is None:
         check_key("VLLM_API_KEY", os.environ.get("VLLM_API_KEY"))
     if find_spec("vllm") is None:
-        fail("vLLM is not installed: pip install vllm; qtsplus app, ask and batch do without it")
+        fail("vLLM is not installed: pip install vllm; qtsplus app, ask and batch work without it")
     with one_line_errors():
         from ..hub.loading import check_model, stored_config, stored_dtype
 
         check_model(model, revision)
         if "longrope" in str(stored_config(model, revision)):  # such as the bundled model
-            fail(f"{model} has rotary positions (longrope) that vLLM does not know; qtsplus app, ask and batch do")
+            fail(f"{model} has rotary positions (longrope) that vLLM does not support; qtsplus app, ask and batch do")
         weights = stored_dtype(model, revision)
     options = server_options(more or [])
     budget = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     kwargs = processor_kwargs(options, {name: value for name, value in budget.items() if value is not None})
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    # Usage says how many tokens were kept.
+    # With these details, `usage` in a response says how many tokens were kept.
     server += ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
     server += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
     server += ["--middleware", "qtsplus.vllm.server.Connection"]
     server += ["--model", model, "--host", host, "--port", str(port)]
-    # Frames that other pages show may send nothing, and read nothing.
+    # Web pages of other origins may neither send requests nor read responses.
     defaults = {
         "allowed-origins": "[]",
         "served-model-name": os.path.basename(os.path.abspath(model)),
@@ -107,21 +107,21 @@ def serve(
     environment["VLLM_MEDIA_CONNECTOR"] = "qtsplus"
     environment["QTSPLUS_HOSTS"] = json.dumps([host] + (allow_host or []))
     if api_key is not None:
-        environment["VLLM_API_KEY"] = api_key  # no other process can read it there
+        environment["VLLM_API_KEY"] = api_key  # arguments would show it to every user of the machine
     os.execve(sys.executable, server, environment)
 
 
 def server_options(words: list[str]) -> dict[str, list[str]]:
     """
-    The options behind `--` by their names, each with its words as they were given; what stands in front of the first
-    has no name. An option that `qtsplus serve` sets by itself is refused.
+    The options after `--` by their names, each with its words as they were given. Words before the first option are
+    under the empty name. An option that `qtsplus serve` sets by itself is refused.
     """
     options: dict[str, list[str]] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             stated = re.split(r"[=.]", word.removeprefix("--"))[0].replace("_", "-")
-            name = next((known for known in KNOWN if known.startswith(stated)), stated)  # vLLM takes beginnings
+            name = next((known for known in KNOWN if known.startswith(stated)), stated)  # vLLM takes shortened names
             if name in SET_BY_SERVE:
                 fail(f"{word} behind -- is set by qtsplus serve; expected {SET_BY_SERVE[name]}")
         options.setdefault(name, []).append(word)
@@ -129,7 +129,7 @@ def server_options(words: list[str]) -> dict[str, list[str]]:
 
 
 def processor_kwargs(options: dict[str, list[str]], budget: dict[str, float]) -> dict[str, Any]:
-    """The defaults of requests: those of --mm-processor-kwargs behind `--`, with the budget in front of it."""
+    """The defaults of requests: --mm-processor-kwargs, given after `--`, and the budget, given before it."""
     words = options.get("mm-processor-kwargs", [])
     if not words:
         return dict(budget)

@@ -1,7 +1,7 @@
-"""When a player shows the frames of a video, whose own clock may be set anew, damaged or missing.
+"""The times at which a player shows a video's frames. The file's own clock may restart, be damaged or be missing.
 
 A packet holds one frame. It says when the frame is decoded (`dts`) and when it is shown (`pts`), in ticks of `step`
-seconds. Frames that are predicted from later ones are decoded in another order than shown.
+seconds. Some frames are predicted from later ones, so that frames are not decoded in the order in which they are shown.
 """
 
 import heapq
@@ -11,38 +11,39 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-try:  # optional: who gives frames needs no decoder
+try:  # optional: a caller who passes frames needs no decoder
     import av
 except ImportError:
     av = None  # type: ignore[assignment]
 
-ARBITRARY_CLOCK = 0x200  # AVFMT_TS_DISCONT: a format such as MPEG-TS, whose clock is not 0 where the video begins
-# Seconds by which a clock goes back or ahead where it was set anew; far ahead where a file gives its frames a clock.
+ARBITRARY_CLOCK = 0x200  # AVFMT_TS_DISCONT: a format such as MPEG-TS, whose clock need not begin at 0
+# A clock that goes back or ahead by more than these seconds restarted. `_FAR_AHEAD` is for clocks that begin at 0.
 _BACK = 0.1
 _AHEAD = 60.0
 _FAR_AHEAD = 86400.0
-LEAP = 1.0  # seconds; so far from where it belongs a time alone is damaged, and so long a gap beside damage is said
-PAUSE = 600.0  # seconds without a frame, which is said
+LEAP = 1.0  # seconds: a single time this far off is damaged, and a gap this long beside damage is reported
+PAUSE = 600.0  # seconds: a gap without frames this long is reported
 NEAR = 0.05  # seconds by which a frame of a constant rate may be early or late
-SLOWEST = 10.0  # frames per second of the clock of a variable rate
-_LATE = 1.0  # seconds from decoding to showing; in AVI a longer delay is FFmpeg's guess for a video that begins late
-_DAMAGED_SHARE = 20  # one in so many times may be damaged; if more look so, the file means them
+SLOWEST = 10.0  # frames per second, at least, of the clock for a variable rate
+_LATE = 1.0  # seconds from decoding to showing; a longer delay in AVI is a guess of FFmpeg: the video begins late
+_DAMAGED_SHARE = 20  # fewer than one time in this many is damaged; if more look so, the file means them
 
 
 class Clock:
     """
-    One clock for the packets of a stream, in the order of the file.
+    Puts the packets of a stream on one clock, in the order of the file.
 
-    Where the file's clock goes back or jumps far ahead, as where recordings were joined, what follows is put behind
-    what came before. A time alone that neither follows nor is followed is damaged, and becomes what its neighbours say.
+    The file's clock may go back or jump far ahead, for example where recordings were joined. Later packets then
+    continue where the earlier ones end. A single time that fits neither the one before nor the one after it is damaged:
+    it is replaced by a time that fits between them.
 
-    In two formats few times can be relied on. AVI knows only when a packet is decoded. MPEG-PS (`.mpg`) states few
+    In two formats few times are reliable. AVI knows only when a packet is decoded. MPEG-PS (`.mpg`) states few
     times, and FFmpeg guesses some of the others too early.
 
     Attributes:
-        joins: after how many seconds it was set anew. strays: how many times were damaged.
+        joins: the seconds after which the file's clock restarted. strays: the number of damaged times.
         end: when the last frame so far is over, in ticks.
-        waiting: times of the packets in AVI and MPEG-PS so far, whose frames have them in order.
+        waiting: in AVI and MPEG-PS, the packets' times so far. Frames, in the order of showing, get the smallest first.
         due: in MPEG-PS, when the next frame is shown.
     """
 
@@ -54,7 +55,7 @@ class Clock:
         ahead = _FAR_AHEAD
         if container.format.flags & ARBITRARY_CLOCK:
             ahead = _AHEAD
-        # Ticks from one packet to the next, outside of which the clock was set anew.
+        # The clock restarted if the ticks from one packet to the next are fewer or more than these.
         self._fewest_ticks = -_BACK / self.step
         self._most_ticks = ahead / self.step
         self._leap = LEAP / self.step
@@ -64,17 +65,17 @@ class Clock:
         self.end = 0
         self.waiting: list[int] = []
         self.due: int | None = None
-        self._last_dts: int | None = None  # of the packet before, by the file
+        self._last_dts: int | None = None  # of the previous packet, on the file's clock
         self._begin: int | None = None  # the first time on the one clock
         self._newest = 0  # the latest time so far on the one clock
-        self._offset = 0  # from the file's clock to the one clock
-        self._apart = 0  # from packet to packet
-        self._delay = 0  # in MPEG-PS, from decoding to showing
-        self._is_guessed = False  # whether FFmpeg guesses the times of an AVI, which then are right
+        self._offset = 0  # ticks from the file's clock to the one clock
+        self._apart = 0  # ticks from the previous packet to the newest
+        self._delay = 0  # in MPEG-PS, ticks from decoding to showing
+        self._is_guessed = False  # whether FFmpeg guesses the times of an AVI; its guesses are right
 
     @property
     def states(self) -> list[str]:
-        """What is to be said of it, as in "The video ... has a clock that ..."."""
+        """What warnings say of the clock, to follow "The video ...": for example "has a clock that ..."."""
         states = []
         if self.joins:
             first = self.joins[:3]
@@ -90,7 +91,7 @@ class Clock:
         return states
 
     def over(self, packets: Iterable["av.Packet"], live: bool = False) -> Iterator["av.Packet"]:
-        """The packets, with their times on the one clock; of what is `live` without waiting for the next one."""
+        """Yields the packets, with their times on the one clock. `live` packets do not wait for the next one."""
         for packet, following in with_next(packets, live):
             if following is not None and self._is_damaged(packet, following.dts):
                 self._repair(packet)
@@ -135,7 +136,7 @@ class Clock:
             packet.dts += self._offset
         pts = packet.pts + self._offset
         packet.pts = pts
-        if packet.is_discard:  # cut off by an edit list, which goes back to a key frame
+        if packet.is_discard:  # an edit list cuts this frame off; it is decoded since decoding begins at a key frame
             return
         if self._begin is None or pts > self._newest:
             self._newest = pts
@@ -147,7 +148,7 @@ class Clock:
             heapq.heappush(self.waiting, pts)
 
     def _compare(self, pts: int, dts: int) -> None:
-        """Where the file's clock was set anew since the packet before, the one clock gets a new offset to it."""
+        """Sets a new offset if the file's clock restarted since the previous packet."""
         ticks = 0
         if self._last_dts is not None:
             ticks = dts - self._last_dts
@@ -156,11 +157,11 @@ class Clock:
             self._apart = ticks
             return
         self._offset = self.end - pts
-        if not self.is_ps:  # there `_schedule` finds the joins
+        if not self.is_ps:  # in MPEG-PS `_schedule` finds the joins
             self._join(self.end)
 
     def _continues(self, ticks: int) -> bool:
-        """Whether a clock that moves by so many ticks was not set anew."""
+        """Whether a clock that moves by this many ticks runs on; otherwise it restarted."""
         return self._fewest_ticks <= ticks <= self._most_ticks
 
     def _join(self, ticks: int) -> None:
@@ -169,7 +170,7 @@ class Clock:
         self.joins.append(seconds)
 
     def _take_decoding_time(self, packet: "av.Packet") -> None:
-        """In AVI a frame has its time of decoding, unless FFmpeg guesses a long delay of a video that begins late."""
+        """In AVI a packet is shown when it is decoded, unless the video begins late and FFmpeg guesses a long delay."""
         if self._begin is None and packet.pts is not None and packet.dts is not None:
             delay = (packet.pts - packet.dts) * self.step
             self._is_guessed = self.reorders and delay > _LATE
@@ -177,7 +178,7 @@ class Clock:
             packet.pts = packet.dts
 
     def _schedule(self, packet: "av.Packet") -> None:
-        """In MPEG-PS a frame is shown when the one before is over, or later where a packet that has a time says so."""
+        """In MPEG-PS a frame is shown when the previous one is over, or later if its packet states a later time."""
         duration = packet.duration or 0
         if self.due is None:
             self.due = packet.pts or 0
@@ -196,10 +197,10 @@ class Clock:
 
     def mend(self, pts: list, dts: list) -> None:
         """
-        Repairs, in `pts`, the times of showing that alone are damaged, where frames are decoded in another order.
+        Repairs damaged times of showing in `pts`, if frames are not decoded in the order in which they are shown.
 
-        At each time at which a packet is decoded, except the first, a frame is shown. The time at which none is belongs
-        to the damaged frame.
+        At every time of decoding except the first, some frame is shown. A time of decoding at which no frame is shown
+        therefore belongs to a damaged frame.
         """
         late = np.subtract(pts, dts)
         usual = np.median(late)
@@ -229,7 +230,7 @@ class Clock:
 
 
 def with_next(items: Iterable, live: bool = False) -> Iterator[tuple]:
-    """Each with the one behind it, or with `None`; with that alone where nobody waits for it, since it is `live`."""
+    """Pairs of an item and the next one, which is `None` after the last, and always if `live`: nothing waits for it."""
     if live:
         return ((item, None) for item in items)
     return itertools.pairwise(itertools.chain(items, [None]))
@@ -237,7 +238,7 @@ def with_next(items: Iterable, live: bool = False) -> Iterator[tuple]:
 
 def regular_clock(times: np.ndarray, length: float) -> tuple[int, float] | None:
     """
-    The frames and the rate of a clock by which a video's own frames are shown at their times.
+    The number of frames and the frame rate of a constant clock on which a video's frames are shown at their times.
 
     Args:
         times: `[N]`, seconds from the first frame.
@@ -250,7 +251,7 @@ def regular_clock(times: np.ndarray, length: float) -> tuple[int, float] | None:
     if last <= 0:
         return None
     num_gaps = len(times) - 1
-    fps = float(num_gaps / last)  # the last frame lasts as long as the mean
+    fps = float(num_gaps / last)  # assumes that the last frame lasts as long as the mean
     constant = np.arange(len(times)) / fps
     early_or_late = np.abs(times - constant)
     if early_or_late.max() <= NEAR:

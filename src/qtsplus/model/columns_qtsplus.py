@@ -1,4 +1,4 @@
-"""Between the columns of the caller's prompt and those that the language model sees and its cache holds."""
+"""Translates columns of the caller's prompt to and from the shortened prompt, which the model reads and caches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ class KeptColumns:
     """
     Which columns of the caller's prompts are in the shortened ones.
 
-    Of a prompt with two words, four visual tokens and two more words, selection kept two visual tokens:
+    Example: a prompt has two words, four visual tokens and two more words. Selection kept two of the visual tokens:
 
         the caller's column    0  1  2  3  4  5  6  7     length = 8
         token                  a  b  v  v  v  v  c  d
@@ -24,8 +24,8 @@ class KeptColumns:
         places                 0  1 -1  2 -1  3  4  5
 
     Args:
-        columns: `[B, S']`, the caller's column of each that is left.
-        length: S, the columns of the caller's prompts.
+        columns: `[B, S']`, for each column of the shortened prompts its column in the caller's; -1 on padding.
+        length: S, how many columns the caller's prompts have.
     """
 
     columns: Tensor
@@ -38,7 +38,7 @@ class KeptColumns:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the caller's columns are left, each at its own place."""
+        """Whether the shortened prompts have all of the caller's columns, in the same places."""
         if self.columns.shape[1] != self.length:
             return False
         own_places = torch.arange(self.length, device=self.columns.device)
@@ -46,11 +46,12 @@ class KeptColumns:
         return bool((is_in_place | ~self.is_real).all())
 
     def places(self) -> Tensor:
-        """`[B, S]`, where each of the caller's columns is in the shortened prompt; -1 for those that are gone."""
+        """`[B, S]`, where each of the caller's columns is in the shortened prompt; -1 for dropped columns."""
         rows, width = self.columns.shape
         places = self.columns.new_full((rows, self.length + 1), -1)
         numbers = torch.arange(width, device=self.columns.device)
         numbers_of_rows = numbers.expand(rows, -1)
+        # Padding writes its number to an extra last column, which is cut off at the end.
         behind_all = self.columns.masked_fill(~self.is_real, self.length)
         places = places.scatter(1, behind_all, numbers_of_rows)
         return places[:, : self.length]
@@ -61,12 +62,12 @@ class KeptColumns:
         return values.gather(1, columns)
 
     def lengthen(self, states: Tensor) -> Tensor:
-        """`[B, S', d]` -> `[B, S, d]`; a column that is gone has the state of the nearest before it."""
+        """`[B, S', d]` -> `[B, S, d]`; a dropped column gets the state of the nearest kept column before it."""
         nearest = self.places().cummax(1).values
         return _take(states, nearest)
 
     def take_states(self, states: Tensor, logits_to_keep: int | Tensor, attention_mask: Tensor | None) -> Tensor:
-        """`[B, S', d]` -> `[B, K, d]`, of the K columns of the caller's prompt that `logits_to_keep` means."""
+        """`[B, S', d]` -> `[B, K, d]`, the states of the K caller's columns that `logits_to_keep` selects."""
         wanted = torch.arange(self.length, device=self.columns.device)
         if isinstance(logits_to_keep, int):
             wanted = wanted[-logits_to_keep:]
@@ -87,7 +88,7 @@ class KeptColumns:
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:
-    """`[B, S', d]`, `[B, K]` -> `[B, K, d]`; of a place of -1 the first state."""
+    """`[B, S', d]`, `[B, K]` -> `[B, K, d]`; the place -1 gives the first state."""
     width = states.shape[-1]
     index = places.clamp(min=0)[..., None]
     index_of_states = index.expand(-1, -1, width)
@@ -100,14 +101,14 @@ def _take(states: Tensor, places: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class CachedPrompt(KeptColumns):
     """
-    What a key/value cache holds of prompts with images or videos. It is kept with the cache, so that a caller who
-    decodes may go on with a mask and positions of either width. After a step that adds column 8, the next one brings
+    Which columns of prompts with images or videos a key/value cache holds. The cache carries it, so that the caller's
+    own decoding loop may pass masks and positions of either width. Column 8 was decoded; the step for column 9 may pass
 
-        the full width      0  1  2  3  4  5  6  7 | 8  9     length, and the columns since
-        the cached width    0  1     3     5  6  7 | 8  9     the columns that are left, and those since
+        the full width      0  1  2  3  4  5  6  7 | 8  9     all `length` columns of the prompt, then the new ones
+        the cached width    0  1     3     5  6  7 | 8  9     the kept columns of the prompt, then the new ones
 
     Args:
-        rope_deltas: `[B, 1]`, how far decoding is from the count of the tokens.
+        rope_deltas: `[B, 1]`, the position of the first new token minus the number of tokens in the shortened prompt.
     """
 
     rope_deltas: Tensor
@@ -125,7 +126,7 @@ class CachedPrompt(KeptColumns):
         return getattr(cache, "qtsplus_prompt", None)
 
     def keep_with(self, cache) -> None:
-        """Keeps it with a cache, whose rows are selected and repeated together with it from then on."""
+        """Stores this on a cache. Selecting, repeating or cropping the cache then does the same to this."""
         if cache is None:
             return
         cache.qtsplus_prompt = self
@@ -133,39 +134,39 @@ class CachedPrompt(KeptColumns):
             cache.__class__ = _with_prompt(type(cache))  # type: ignore[arg-type]
 
     def of_rows(self, rows: int) -> "CachedPrompt":
-        """The same for a batch of so many rows, several for each of the prompt's where they are repeated as beams."""
+        """This for a batch of `rows` rows. If there are more than prompts, each prompt is repeated, as for beams."""
         prompts = len(self.columns)
         if rows == prompts:
             return self
         if rows % prompts:
-            raise ValueError(f"{rows} rows behind a cache of {prompts} prompts: expected as many, or each repeated.")
+            raise ValueError(f"{rows} rows for a cache of {prompts} prompts: expected {prompts}, or a multiple of it.")
         indices = torch.arange(prompts, device=self.columns.device)
         repeats = rows // prompts
         repeated = indices.repeat_interleave(repeats)
         return self.select(repeated)
 
     def select(self, indices: Tensor) -> "CachedPrompt":
-        """The same for these rows, `[R]`."""
+        """This for some of the rows, given by their indices `[R]`."""
         indices = torch.as_tensor(indices, device=self.columns.device)
         columns = self.columns[indices]
         rope_deltas = self.rope_deltas[indices]
         return replace(self, columns=columns, rope_deltas=rope_deltas)
 
     def columns_since(self, past_length: int, new: int) -> int:
-        """How many columns there are behind the prompt, when `past_length` are cached and `new` ones come."""
+        """How many columns follow the prompt after a step that adds `new` columns to `past_length` cached ones."""
         width = self.columns.shape[1]
         since = max(past_length - width, 0)
         return since + new
 
     def shorten_mask(self, mask: Tensor | None, past_length: int, new: int) -> Tensor | None:
         """
-        The mask `[B, past_length + new]` of a step.
+        The attention mask of one decoding step, `[B, past_length + new]`.
 
         Args:
-            mask: the caller's, of the full width or the cached one; `None` hides padding alone. A mask of another kind,
+            mask: the caller's, of the full width or the cached one; `None` hides only padding. A mask of another kind,
                 such as a 4-dimensional one, is left as it is.
-            past_length: the columns that are cached.
-            new: those that the step brings.
+            past_length: how many columns are cached.
+            new: how many columns the step adds.
         """
         if mask is not None:
             is_of_columns = isinstance(mask, Tensor) and mask.ndim == 2
@@ -196,7 +197,7 @@ class CachedPrompt(KeptColumns):
         return torch.cat([of_prompt, of_others], dim=1)
 
     def new_positions(self, position_ids: Tensor | None, past_length: int, new: int) -> Tensor | None:
-        """The caller's `position_ids` of the new columns, from those alone or from those of either width."""
+        """The new columns' `position_ids`. The caller's may cover these alone, or also the prompt in either width."""
         if position_ids is None:
             return None
         width = position_ids.shape[-1]
@@ -212,7 +213,7 @@ class CachedPrompt(KeptColumns):
 
 
 class _CacheWithPrompt:
-    """Added to the class of a cache with a [`CachedPrompt`], which it changes together with the cache."""
+    """Mixed into the class of a cache: whatever changes the cache's rows or length changes its [`CachedPrompt`] too."""
 
     qtsplus_prompt: CachedPrompt | None = None
     layers: list
@@ -248,7 +249,7 @@ class _CacheWithPrompt:
             self.qtsplus_prompt = prompt.select(indices)
 
     def _prompt_of_rows(self) -> CachedPrompt | None:
-        """The prompt with a row for each of the cache, which has several of each where `generate` searched beams."""
+        """The prompt with as many rows as the cache, which has several rows per prompt if `generate` searches beams."""
         if self.qtsplus_prompt is None:
             return None
         for layer in self.layers:
@@ -258,13 +259,14 @@ class _CacheWithPrompt:
         return self.qtsplus_prompt
 
     def __reduce__(self):
+        # Pickle finds a class by its name, and this name belongs to the stock class.
         stock = type(self).__mro__[2]
         return _empty_cache, (stock,), vars(self)
 
 
 @cached
 def _with_prompt(kind):
-    """The class of a cache that keeps a prompt; it has the name of the one that it is made of."""
+    """A subclass of `kind`, a class of caches, that also carries a prompt. It has the same name as `kind`."""
     return type(kind.__name__, (_CacheWithPrompt, kind), {})
 
 
@@ -274,7 +276,7 @@ def _empty_cache(stock):
 
 
 def check_cache(cache) -> None:
-    """Raises `ValueError` for what is no key/value cache, such as the tuples of earlier versions of Transformers."""
+    """Raises `ValueError` for anything but a key/value cache, such as the tuples of earlier Transformers versions."""
     if cache is None:
         return
     update = getattr(cache, "update", None)

@@ -29,7 +29,7 @@ SELECTIONS = (
 )
 _ABOVE_0 = 1e-12
 _LARGEST = 2**31 - 1
-# The least and the most of every number; its annotation says whether it is a whole one and whether it may be absent.
+# The range of every numeric field. Its annotation says whether only whole numbers are allowed, and whether `None` is.
 _RANGES: dict[str, tuple[float, float]] = {
     "rho_min": (_ABOVE_0, 1),
     "rho_max": (_ABOVE_0, 1),
@@ -93,7 +93,7 @@ def require(
     names: Iterable[str],
     expected: str,
 ) -> None:
-    """Raises `ValueError` for the values of some fields, unless what is expected of them holds."""
+    """Raises `ValueError` with the values of the fields `names` and what was `expected`, unless `holds`."""
     if not holds:
         given = ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
         raise ValueError(f"QTSplusConfig got {given}; expected {expected}.")
@@ -106,14 +106,14 @@ def _is_number(value, is_whole: bool) -> bool:
 
 
 def are_ids(value) -> bool:
-    """Whether a value is a list of whole numbers from 0 on, as token ids and numbers of heads are."""
+    """Whether a value is a list of whole numbers from 0 on, such as token ids or the indices of heads."""
     if not isinstance(value, (list, tuple)):
         return False
     return all(_is_number(number, is_whole=True) and number >= 0 for number in value)
 
 
 def unknown_fields(names: Iterable[str], kinds: Mapping) -> list[str]:
-    """Those that are fields neither of [`QTSplusConfig`] nor of every configuration of Transformers."""
+    """The `names`, sorted, that neither [`QTSplusConfig`] nor every configuration of Transformers has as a field."""
     unknown = []
     for name in sorted(names):
         is_inherited = hasattr(PreTrainedConfig, name) or hasattr(PreTrainedConfig, f"_{name}")

@@ -1,9 +1,9 @@
 """
-Calls to the engine beside its answers. Before a request runs, it is asked to keep the features of the videos, whose
-frames then travel once and not with every question, and for the model's own budget, since vLLM has to count tokens
-first. Afterwards it is asked what an answer rests on.
+What the server asks vLLM's engine apart from the requests themselves. Before a request runs, the engine is asked to
+keep the features of its videos, so that their frames are sent once and not with every question. It is also asked for
+the model's own budget, since vLLM must know the number of tokens first. Afterwards it is asked what an answer rests on.
 
-`qtsplus serve` connects the two: [`Worker`] is vLLM's `--worker-extension-cls`.
+[`prepare`] runs in the server, [`Worker`] in the engine: `qtsplus serve` passes it as `--worker-extension-cls`.
 """
 
 import logging
@@ -19,43 +19,43 @@ PIXELS = "pixel_values_videos"
 Budget = tuple[int, float]  # the tokens that a request keeps, and the fraction that it aims at
 FRAMES = "frames"  # in place of a budget: the engine needs the frames
 REFUSED = "refused: "  # in place of a budget, with the reason behind it
-AGAIN = "again"  # in place of a budget: the engine has done a part, and is to be asked again
+AGAIN = "again"  # in place of a budget: the engine has done a part of the work, so ask it again
 
 
 class Worker:
-    """What a worker of vLLM can be asked beside its own methods."""
+    """Methods that are added to vLLM's worker."""
 
     get_model: Callable[[], Any]
 
     def qtsplus_prepare(self, item: bytes, hold: bool) -> Budget | str:
-        """As the model's `prepare`, for an item of [`prepare`]; an error comes back as [`REFUSED`] with its message."""
+        """Calls the model's `prepare` with an item of [`prepare`]. An error is returned: [`REFUSED`] and its text."""
         data: dict = load(item)
         pixels = [data.pop(name) for name in sorted(data) if name.isdigit()]
         if pixels:
             data[PIXELS] = pixels
         try:
             return self.get_model().prepare(data, hold)
-        except Exception as error:  # a method of the operator's own may raise anything, and the engine goes on
+        except Exception as error:  # the operator's own method may raise anything; the engine must go on
             logger.exception("The tokens of a request could not be chosen.")
             return f"{REFUSED}{type(error).__name__}: {error}"
 
     def qtsplus_release(self, videos: list[str]) -> None:
-        """As the model's `release`."""
+        """Calls the model's `release`."""
         self.get_model().release(videos)
 
     def qtsplus_basis(self, key: str) -> dict | None:
-        """What the answers to a request rest on, by the hash of its video item; `None` from a worker without it."""
+        """What the answers to a request rest on, by the hash of its video item; `None` if this worker does not know."""
         return self.get_model().bases.get(key)
 
 
 def prepare(call_engine: Callable[..., Any], item, hold: bool, turn: Lock) -> Budget:
     """
-    Has the engine choose a request's tokens. Frames travel if the engine does not have their features, with one
-    question about them at a time, which has the `turn`.
+    Has the engine choose a request's tokens. Frames are sent only if the engine does not have their features, and only
+    by the question that holds `turn`; other questions wait for it.
 
     Args:
         item: what [`processing.merged_item`] has made.
-        hold: the engine keeps the features until it is told to release them.
+        hold: whether the engine keeps the features until it is told to release them.
     """
     data = item.get_data()
     pixels = data.pop(PIXELS)
@@ -72,14 +72,14 @@ def prepare(call_engine: Callable[..., Any], item, hold: bool, turn: Lock) -> Bu
 
     answer = ask(without_frames)
     while answer == FRAMES and not turn.acquire(blocking=False):
-        with turn:  # another question sends the frames
+        with turn:  # waits while another question sends the frames
             pass
         answer = ask(without_frames)
     if answer != FRAMES:
         return answer
     try:
         for index, of_video in enumerate(pixels):
-            data[f"{index:03}"] = of_video.clone()  # a video may come twice
+            data[f"{index:03}"] = of_video.clone()  # a request may have a video twice, and `save` refuses shared memory
         return ask(save(data))
     finally:
         turn.release()
