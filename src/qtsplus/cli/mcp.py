@@ -10,7 +10,6 @@ import typer
 from .console import fail, note, one_line_errors
 from .models import Source, open_library, split_revision
 from .options import HOST, AllowHost, ApiKey, Model
-from .watch import named_sources
 
 
 def mcp(
@@ -18,10 +17,6 @@ def mcp(
     model: Model = None,
     http: Annotated[
         str | None, typer.Option(help="HOST:PORT to serve HTTP at, such as 127.0.0.1:8765; else standard input.")
-    ] = None,
-    watch: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=SOURCE, which agents may then watch, a source as for `watch`. May be repeated."),
     ] = None,
     allow_host: AllowHost = None,
     api_key: ApiKey = None,
@@ -33,16 +28,12 @@ def mcp(
         fail(f"--http is {http!r}; expected HOST:PORT, such as 127.0.0.1:8765")
     if http is None and (allow_host or api_key):
         fail("--allow-host and --api-key (QTSPLUS_API_KEY) are about --http; give that, or leave them out")
-    sources = named_sources(watch or [])
-    for name, source in sources.items():
-        if source == "-" or not re.fullmatch(r"[\w.-]{1,80}", name):
-            fail(f"--watch {name!r}: expected NAME=SOURCE, a name of letters and digits, a source not standard input")
     if find_spec("mcp") is None:
         fail("the package mcp is not installed: pip install -e '.[mcp]' in a clone")
     with one_line_errors():
         from ..serve.agents import Shelf, serve_shelf
 
-        shelf = Shelf(open_library(library, Source(model, revision, device=None)), sources)
+        shelf = Shelf(open_library(library, Source(model, revision, device=None)))
         if place is None:
             return serve_shelf(shelf, None)
         note(f"Serving {library} at http://{http}/mcp")

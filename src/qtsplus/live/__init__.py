@@ -1,1 +1,1 @@
-"""Streams, their sources and memory, and standing questions."""
+"""Streams, their sources and their memory."""
