@@ -81,6 +81,15 @@ def trainable(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def assert_trained(model):
+    """The trainable parameters, and no others, have gradients, which are finite."""
+    for name, parameter in model.named_parameters():
+        has_gradient = parameter.grad is not None
+        assert has_gradient == parameter.requires_grad, name
+        if has_gradient:
+            assert torch.isfinite(parameter.grad).all(), name
+
+
 def greedy(model=None, inputs=None, **call):
     """Ids of `NEW` greedy tokens, of the shared model and the mixed prompts unless others are given."""
     model = shared_model() if model is None else model

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from torch.testing import assert_close
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
@@ -26,6 +27,17 @@ VIDEO_PAD = 500
 SPECIAL = [PAD, BOS, EOS, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD]
 WORDS = (20, 480)  # ordinary tokens
 PATCH_VALUES = 3 * 2 * 4 * 4
+
+
+def assert_same(actual, expected) -> None:
+    """Equal to the bit: tensors, or lists and dictionaries of tensors."""
+    assert_close(actual, expected, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def run(model, inputs, **call):
+    """A model's output, without gradients."""
+    return model(**inputs, **call)
 
 
 def compress(model, input_ids, attention_mask=None, position_ids=None, pad_left=None, **inputs):
