@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from qtsplus.common.validation import explain
 from qtsplus.data.formats import iter_rows, media_folder, read_records
 from qtsplus.data.records import VideoRecord
-from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
+from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 
 from .naming import load_token_words
 from .rivals import About, names_shown
@@ -88,11 +88,11 @@ class TinyWorldDataset(VideoQADataset):
         """See [`read_tinyworld`]."""
         return read_tinyworld(path, media_root)
 
-    def example(self, record: VideoRecord) -> dict[str, Any] | SkippedRecord:
+    def example(self, record: VideoRecord) -> dict[str, Any] | None:
         """As for [`VideoQADataset`], with the dense supervision."""
         example = super().example(record)
-        if isinstance(example, SkippedRecord):
-            return example
+        if example is None:
+            return None
         if self.targets is not None and record.video is not None:
             example |= self.targets.load(record, example)
         if not isinstance(record, TinyWorldRecord):
@@ -112,7 +112,7 @@ class TinyWorldDataset(VideoQADataset):
 class TinyWorldCollator(VideoQACollator):
     """As [`VideoQACollator`], with the dense supervision."""
 
-    def __call__(self, examples: Sequence[dict[str, Any] | SkippedRecord]) -> dict[str, Any]:
+    def __call__(self, examples: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
         """
         Returns:
             as [`VideoQACollator`]; and a list of the rows' `token_words` if any row has them (`None` for the others),
@@ -120,7 +120,7 @@ class TinyWorldCollator(VideoQACollator):
             (`None` for the others), and of their `attention` `[M]` if any row has a target (empty for the others).
         """
         batch = super().__call__(examples)
-        rows = [example for example in examples if not isinstance(example, SkippedRecord)]
+        rows = [example for example in examples if example is not None]
         if any("token_words" in row for row in rows):
             batch["token_words"] = [row.get("token_words") for row in rows]
         if any("needles" in row for row in rows):

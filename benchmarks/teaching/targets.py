@@ -13,7 +13,7 @@ from qtsplus.common.tensors import TensorKind, digest_of
 from qtsplus.data.records import VideoRecord
 from qtsplus.training.arguments import QTSplusTrainingArguments
 from qtsplus.training.attention import AttentionChoice, answer_attention
-from qtsplus.training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
+from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 from qtsplus.training.features import VideoFeatures, read_tensors, write_tensors
 
 _KINDS = {"attention": TensorKind(("M",))}
@@ -63,7 +63,7 @@ def note_targets(model: Any, dataset: VideoQADataset, args: QTSplusTrainingArgum
         for index in range(state.process_index, len(dataset), state.num_processes):
             record = dataset.records[index]
             example = VideoQADataset.example(dataset, record)
-            if record.video is None or isinstance(example, SkippedRecord) or targets.load(record, example):
+            if record.video is None or example is None or targets.load(record, example):
                 continue
             batch = collate([example])
             inputs = {key: send_to_device(batch[key], device) for key in batch if key not in ("skipped", "source_ids")}

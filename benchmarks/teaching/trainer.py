@@ -80,7 +80,7 @@ class TinyWorldTrainer(QTSplusTrainer):
             further = self._dense_losses(inputs, labels, token_words if named else None, self._looks, outputs)
             for name, (weight, losses) in further.items():
                 loss = loss + weight * losses.sum() / samples * self.accelerator.num_processes
-                self.running[True].add(name, losses.sum(), len(losses))
+                self.running[True].add(name, losses)
             outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
 

@@ -8,7 +8,6 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from qtsplus.training import VideoQACollator, VideoQADataset, VideoRecord, read_records
-from qtsplus.training.dataset import SkippedRecord
 from qtsplus.training.features import VideoFeatures, write_tensors
 
 
@@ -119,10 +118,10 @@ def test_batches_are_padded_on_the_right(batch):
     assert len(batch["video_grid_thw"]) == len(batch["second_per_grid_ts"]) == 2
     assert len(batch["pixel_values_videos"]) == batch["video_grid_thw"].prod(-1).sum()
     assert batch["source_ids"].tolist() == [0, 1, 1]
-    assert batch["skipped"] == []
+    assert batch["skipped"] == 0
 
 
-def test_bad_files_are_skipped_by_the_workers_and_listed(records, tiny_processor, tiny_mp4, tmp_path):
+def test_bad_files_are_skipped_by_the_workers_and_counted(records, tiny_processor, tiny_mp4, tmp_path):
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(tiny_mp4.read_bytes()[:300])
     bad = [VideoRecord(str(broken), "What?", "no"), VideoRecord(str(tmp_path / "missing.mp4"), "What?", "no")]
@@ -130,11 +129,10 @@ def test_bad_files_are_skipped_by_the_workers_and_listed(records, tiny_processor
     loader = DataLoader(dataset, batch_size=3, collate_fn=VideoQACollator(tiny_processor), num_workers=1)
     mixed, nothing = list(loader)
     assert len(mixed["input_ids"]) == 2
-    assert [record.name for record in mixed["skipped"]] == [str(broken)]
+    assert mixed["skipped"] == 1
     assert "pixel_values_videos" not in nothing
     assert (nothing["labels"] == -100).all()
-    assert len(nothing["skipped"]) == 3
-    assert "no video" in nothing["skipped"][0].reason
+    assert nothing["skipped"] == 3
 
 
 def test_workers_read_videos_after_their_parent_has(dataset):
@@ -158,9 +156,7 @@ def test_long_examples_are_cut_behind_the_prompt(records, dataset, tiny_processo
     cut = VideoQADataset(records, tiny_processor, model_max_length=length - 2)[1]
     assert torch.equal(cut["labels"], whole["labels"][:-2])
     assert torch.equal(cut["pixel_values_videos"], whole["pixel_values_videos"])
-    skipped = VideoQADataset(records, tiny_processor, model_max_length=10)[1]
-    assert isinstance(skipped, SkippedRecord)
-    assert "no room" in skipped.reason
+    assert VideoQADataset(records, tiny_processor, model_max_length=10)[1] is None
 
 
 def write_lines(folder, *rows):

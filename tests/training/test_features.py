@@ -55,7 +55,7 @@ def test_losses_are_those_of_training_from_pixels(recipe_file, tmp_path, bf16):
             assert line[name] == pytest.approx(expected[name], rel=tolerance), name
     evaluated = from_features.evaluate()
     assert evaluated["eval_loss"] == pytest.approx(from_pixels.evaluate()["eval_loss"], rel=tolerance)
-    assert list(from_features.skipped) == [str(tmp_path / "missing.mp4")]
+    assert from_features.skipped == from_pixels.skipped > 0
 
 
 def test_a_video_is_encoded_once_for_a_vision_tower(recipe_file, tmp_path):

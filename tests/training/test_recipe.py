@@ -252,14 +252,11 @@ def assert_hub_folder(folder: Path) -> None:
     assert {"modeling_qtsplus.py", "selector_qtsplus.py", "processing_qtsplus.py", "tokenizer.json"} <= names
 
 
-def test_a_run_ends_in_a_hub_folder_and_lists_what_it_skipped(recipe_file):
+def test_a_run_ends_in_a_hub_folder_and_can_go_on(recipe_file):
     (recipe,) = load_stages(recipe_file)
     folder = run(recipe)
     assert_hub_folder(folder)
     assert_hub_folder(folder / "checkpoint-2")
-    skipped = json.loads((folder / "skipped_files.json").read_text())
-    assert [Path(name).name for name in skipped] == ["missing.mp4"]
-
     with pytest.raises(ValueError, match="holds a finished model, which is not replaced"):
         run(recipe)
     (folder / "trainer_state.json").unlink()
@@ -268,9 +265,6 @@ def test_a_run_ends_in_a_hub_folder_and_lists_what_it_skipped(recipe_file):
     run(load_stages(recipe_file, ["training.max_steps=3"])[0], resume=True)
     assert (folder / "checkpoint-3").is_dir()
 
-    card = (folder / "README.md").read_text()
-    assert "custom_code" in card
-    assert "trained with `qtsplus train` for 3 steps" in card
     weights = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).state_dict()
     assert torch.isfinite(weights["model.qtsplus.budget.mlp.0.weight"]).all()
 

@@ -199,7 +199,6 @@ def test_both_stages_from_pixels(mode, pixels, run_by):
     video = pixels.parent / "a.mp4"
     assert_same_run(folder / "relevance", one / "relevance")
     assert_same_run(folder, one)
-    assert (folder / "README.md").read_text() == (one / "README.md").read_text()  # has the number of parameters
     assert torch.equal(answer(folder, video), answer(one, video))
 
 
@@ -257,23 +256,6 @@ def test_another_number_of_processes_goes_on(mode, other, processes, pixels, run
     folder = interrupted(run_by(mode), tmp_path / "run")
     train_well(pixels, folder, other, processes=processes, resume=True)
     assert_same_run(folder, run_by("one"))
-
-
-BY_DEEPSPEED = "was written by DeepSpeed in 2 processes, and this run is by"
-REFUSED = [
-    ("fsdp2", "one", 1, "was written by FSDP, and this run is by neither FSDP nor DeepSpeed"),
-    ("one", "fsdp2", 2, "was written by neither FSDP nor DeepSpeed, and this run is by FSDP"),
-    pytest.param("zero2", "one", 1, f"{BY_DEEPSPEED} neither", marks=needs_deepspeed),
-    pytest.param("zero2", "zero2", 1, f"{BY_DEEPSPEED} DeepSpeed in 1 processes", marks=needs_deepspeed),
-]
-
-
-@pytest.mark.parametrize(("mode", "other", "processes", "message"), REFUSED)
-def test_what_another_engine_wrote_is_refused(mode, other, processes, message, pixels, run_by, tmp_path):
-    result = train(pixels, interrupted(run_by(mode), tmp_path / "run"), other, processes=processes, resume=True)
-    (line,) = {line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")}
-    assert message in line
-    assert result.returncode != 0
 
 
 def test_fsdp_does_not_round_relevance_to_bfloat16(pixels, tmp_path):

@@ -21,7 +21,7 @@ from ..common.files import listed
 from ..common.folders import read_json, update_json
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..training.attention import AttentionChoice, note_attention
-from ..training.dataset import SkippedRecord, VideoQACollator, VideoQADataset
+from ..training.dataset import VideoQACollator, VideoQADataset
 from ..training.features import VideoFeatures, encode_files, with_bar
 from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
 
@@ -243,7 +243,7 @@ def _attention_by_head(
     choice = AttentionChoice(positions=positions)
     for question in with_bar(questions, "Reading with all tokens"):
         example = dataset.example(question.record)
-        assert not isinstance(example, SkippedRecord), example.reason
+        assert example is not None
         (grid,) = model.model.merged_grid(example["video_grid_thw"])
         seconds = float(example["second_per_grid_ts"][0])
         shown = _needle_tokens(question, grid, seconds)

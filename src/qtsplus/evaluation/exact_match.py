@@ -1,11 +1,11 @@
 """Asks a model questions about videos, and counts the answers that match."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from ..asking.answers import Answer
 from ..asking.choice import Choice
@@ -14,7 +14,7 @@ from ..asking.session import answer_file
 from ..common.files import first_line
 from ..data.records import VideoRecord
 from ..model.methods_qtsplus import Method
-from ..training.dataset import SkippedRecord, require_rates
+from ..training.dataset import require_rates
 from ..training.features import with_bar
 from ..video.encoded import EncodedVideo
 from ..video.sampling import Sampling
@@ -31,7 +31,7 @@ class Outcome:
     visual_tokens: int = 0
     rho: float = 0.0  # the fraction that the selection aimed at
     kept_indices: tuple[int, ...] = ()  # of the visual tokens, those that the language model read
-    unreadable: SkippedRecord | None = None
+    unreadable: str | None = None  # why its video could not be read
 
     @property
     def kept_tokens(self) -> int:
@@ -82,7 +82,7 @@ def exact_match(
             max_new_tokens=longest + 2,
         )
         for record, result in results:
-            outcomes[record] = _outcome(record, name, result)
+            outcomes[record] = _outcome(record, result)
     return [outcomes[record] for record in records]
 
 
@@ -98,12 +98,10 @@ def _question(
 
 def _outcome(
     record: VideoRecord,
-    name: str,
     result: Answer | BaseException,
 ) -> Outcome:
     if not isinstance(result, Answer):
-        problem = SkippedRecord(name, first_line(result))
-        return Outcome(record, unreadable=problem)
+        return Outcome(record, unreadable=first_line(result))
     kept = result.keep_map.flatten().nonzero()[:, 0].tolist()
     return Outcome(
         record,
@@ -121,24 +119,18 @@ def tally(outcomes: Sequence[Outcome]) -> dict:
     with the number of their questions.
     """
     by_kind: dict[str, list[Outcome]] = {}
-    problems = Counter[SkippedRecord]()
+    unreadable: dict[str, dict[str, Any]] = {}
     for outcome in outcomes:
         by_kind.setdefault(outcome.record.kind, []).append(outcome)
         if outcome.unreadable is not None:
-            problems[outcome.unreadable] += 1
-    unreadable = []
-    for problem, count in problems.items():
-        row = {"video": problem.name, "reason": problem.reason, "questions": count}
-        unreadable.append(row)
-    result: dict = dict(_row(outcomes))
-    result["kinds"] = {}
-    for kind in sorted(by_kind):
-        result["kinds"][kind] = _row(by_kind[kind])
-    result["unreadable"] = unreadable
-    return result
+            video = str(outcome.record.video)
+            unreadable.setdefault(video, {"video": video, "reason": outcome.unreadable, "questions": 0})
+            unreadable[video]["questions"] += 1
+    kinds = {kind: _row(by_kind[kind]) for kind in sorted(by_kind)}
+    return _row(outcomes) | {"kinds": kinds, "unreadable": list(unreadable.values())}
 
 
-def _row(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
+def _row(outcomes: Sequence[Outcome]) -> dict:
     videos = set()
     correct = 0
     visual_tokens = 0

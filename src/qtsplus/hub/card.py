@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from huggingface_hub import ModelCard, ModelCardData
-from transformers.utils import cached_file
+from huggingface_hub import ModelCardData
 
 from ..common.folders import read_json
 from .backbones import backbone_of
 from .files import hub_configs, variants
 
-_KEPT_FRONT_MATTER = ("license", "license_name", "license_link", "base_model", "base_model_relation", "language")
 SECTIONS = ("weights", "training_data", "recipe", "results", "limits")
 _TEXT_SIZES = (
     "hidden_size",
@@ -63,24 +61,6 @@ def model_card(model, repository: str, about: Mapping | None = None) -> str:
         **sections,
         **model.config.qtsplus_config.to_dict(),
     )
-
-
-def known_front_matter(model) -> dict:
-    """Licence and base model of the card that a model was loaded with; its results may be of other weights."""
-    if not model.config._name_or_path:
-        return {}
-    path = cached_file(
-        model.config._name_or_path,
-        "README.md",
-        revision=getattr(model.config, "_commit_hash", None),
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if path is None:
-        return {}
-    fields = ModelCard.load(path).data.to_dict()
-    return {name: fields[name] for name in _KEPT_FRONT_MATTER if name in fields}
 
 
 def _count_parameters(module) -> int:

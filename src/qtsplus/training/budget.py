@@ -77,24 +77,28 @@ class RhoControl:
         self._rho_history = self.selector.rho_history.clone()
 
     def price(self) -> dict[str, float]:
-        """The variable that holds the mean count at `target_n`, by its name."""
+        """The variable that holds the mean count at `target_n`, by its name in the log."""
         if self.config.budget == "loss":
             return {"token_price": self.config.token_price}
         return {"alpha": self.alpha}
 
-    def set_price(self, price: Mapping[str, float]) -> None:
-        """Restores the variable that [`RhoControl.price`] gave."""
+    def state(self) -> dict[str, float]:
+        """What a checkpoint has to keep."""
+        return {"alpha": self.alpha, "excess": self.excess, "token_price": self.config.token_price}
+
+    def restore(self, state: Mapping) -> None:
+        """Takes back what [`RhoControl.state`] gave."""
+        self.alpha = state["alpha"]
+        self.excess = state["excess"]
         if self.config.budget == "loss":
-            self.config.token_price = price["token_price"]
-        else:
-            self.alpha = price["alpha"]
+            self.config.token_price = state["token_price"]
 
     def loss(
         self,
         qtsplus,
         samples: Tensor,
         training: bool,
-        asked: bool = True,
+        unlimited: bool,
     ) -> Tensor | float:
         """
         This micro-batch's part of the terms; without `training` they are only logged.
@@ -102,34 +106,38 @@ class RhoControl:
         Args:
             qtsplus: the selector's [`QTSplusOutput`]; `None` in batches of text.
             samples: `[]`, the number of samples with visual tokens in the whole step.
-            asked: whether the model chose its budget, and not the call.
+            unlimited: whether the model chose its budget, and not the call.
         """
         if qtsplus is None:
             return 0.0
-        config = self.config
         running = self.running[training]
         with_vision = qtsplus.num_tokens > 0
         rho = qtsplus.rho[with_vision]
         num_tokens = qtsplus.num_tokens[with_vision]
         kept = qtsplus.n[with_vision]
-        soft_n = rho * num_tokens
-        # The value is the gate's count, at most n_max; the gradient is that of rho M.
-        beyond = (soft_n - config.n_max).clamp(min=0)
-        soft_n = soft_n - beyond.detach()
         running.add("rho", rho)
         running.add("n", kept)
-        running.add("n_soft", soft_n)
         running.add("visual_tokens", num_tokens)
         running.add("kept_fraction", kept / num_tokens)
-        running.add("hard_over_soft", kept / soft_n)
+        if not training:
+            return 0.0
+        predicts = rho.requires_grad or self.config.budget != "rho"
+        if unlimited and predicts and self.config.selection == "qtsplus":
+            self._count_asked(rho, num_tokens)
         if not rho.requires_grad:
-            asked = asked and config.budget != "rho" and config.selection == "qtsplus"
-        if asked or not training:
-            self._count_asked(rho, num_tokens, training)
-        if not training or not rho.requires_grad:
             return 0.0  # there is no rho to learn where everything is kept
+        return self._penalties(qtsplus, rho, num_tokens) / samples.clamp(min=1)
 
-        count = with_vision.sum()
+    def _penalties(
+        self,
+        qtsplus,
+        rho: Tensor,
+        num_tokens: Tensor,
+    ) -> Tensor:
+        """The sum of the terms over the samples with visual tokens, of `rho` and `num_tokens` `[k]`."""
+        config = self.config
+        running = self.running[True]
+        count = torch.tensor(len(rho), device=rho.device)
         distance = rho - self._prior(rho)
         loss_s = (config.lambda_s * distance.pow(2)).sum()
         loss_t = qtsplus.loss_t * count
@@ -137,33 +145,29 @@ class RhoControl:
         running.add("loss_t", loss_t, count)
         running.add("loss_m", loss_m, count)
         running.add("loss_s", loss_s, count)
-        running.add("threshold", qtsplus.threshold[with_vision])
         total = loss_t + loss_m + loss_s
         target = config.target_n
         if target is not None:
+            soft_n = rho * num_tokens
+            # The value is the gate's count, at most n_max; the gradient is that of rho M.
+            beyond = (soft_n - config.n_max).clamp(min=0)
+            excess = (soft_n - beyond.detach() - target).sum()
             damping = self.args.dual_damping * self.excess / target
-            excess = (soft_n - target).sum()
             total = total + (self.alpha + damping) * excess
-        return total / samples.clamp(min=1)
+        return total
 
-    def _count_asked(
-        self,
-        rho: Tensor,
-        num_tokens: Tensor,
-        training: bool,
-    ) -> None:
-        """Adds the counts that the model itself asks for to the log and, in training, to the step."""
+    def _count_asked(self, rho: Tensor, num_tokens: Tensor) -> None:
+        """Adds the counts that the model itself asks for to the log and to the step."""
         n_max = self.config.n_max
         total = 0
         for share, tokens in zip(rho.tolist(), num_tokens.tolist(), strict=True):
             total += kept_count(share, tokens, n_max)
         n = torch.tensor(total, device=rho.device)
-        self.running[training].add("n_asked", n, len(rho))
-        if training:
-            units = rho.detach().double() * 2.0**32
-            self._step[0] += units.round().long().sum()
-            self._step[1] += len(rho)
-            self._step[2] += n
+        self.running[True].add("n_asked", n, len(rho))
+        units = rho.detach().double() * 2.0**32
+        self._step[0] += units.round().long().sum()
+        self._step[1] += len(rho)
+        self._step[2] += n
 
     def _prior(self, rho: Tensor) -> Tensor | float:
         """The fixed prior of rho, or the mean over all earlier steps; the first step is its own prior."""

@@ -1,9 +1,7 @@
 """The dataset that turns records of questions and answers about videos into a model's inputs, and their batches."""
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
+from transformers.utils import logging
 
 from ..data.formats import read_records
 from ..data.media import AnyPath, media_problem
 from ..data.records import SOURCES, VideoRecord
 from .features import VideoFeatures
 
+logger = logging.get_logger(__name__)
+
 IGNORED = -100
-SAID = 3  # reasons for skipping that are logged; a file has all of them
 _VISUAL_INPUTS = ("pixel_values_videos", "video_features", "video_grid_thw", "second_per_grid_ts")
 
 
@@ -38,36 +38,6 @@ def check_processor_kwargs(processor, processor_kwargs: Mapping) -> None:
     if unknown:
         settings = ", ".join(sorted(known))
         raise ValueError(f"processor_kwargs.{unknown[0]} is no setting of the processor: {settings}.")
-
-
-@dataclass(frozen=True)
-class SkippedRecord:
-    """A record that cannot be used: its video (or its question, without one), and why."""
-
-    name: str
-    reason: str
-
-
-def skipped_name(record: VideoRecord) -> str:
-    """What a record that cannot be used is called."""
-    return record.video or record.question
-
-
-def check_skipped(
-    count: int,
-    total: int,
-    most: float,
-    reasons: Sequence[str],
-) -> None:
-    """Raises `ValueError` if more than a share of the records cannot be used, or none can; says the first reasons."""
-    too_many = count > most * total
-    none_left = count == total > 0
-    if too_many or none_left:
-        first = "; ".join(reason.rstrip(".") for reason in reasons[:SAID])
-        raise ValueError(
-            f"{count} of {total} records cannot be used, and max_skipped is {most:g}: {first}. Mend the records or "
-            "data.media_root, or raise training.max_skipped."
-        )
 
 
 Inputs = dict[str, Any]
@@ -96,7 +66,6 @@ class VideoQADataset(Dataset):
         features: VideoFeatures | None = None,
     ):
         self.records = list(records)
-        self.names = Counter(map(skipped_name, self.records))
         self.features = features
         self.processor = processor
         self.model_max_length = model_max_length
@@ -116,28 +85,29 @@ class VideoQADataset(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, index: int) -> Inputs | SkippedRecord:
+    def __getitem__(self, index: int) -> Inputs | None:
         """See [`example`](VideoQADataset.example)."""
         return self.example(self.records[index])
 
-    def example(self, record: VideoRecord) -> Inputs | SkippedRecord:
+    def example(self, record: VideoRecord) -> Inputs | None:
         """
         A record, not necessarily of the dataset, as a model's inputs.
 
         Returns:
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
             video's `pixel_values_videos` (or its `video_features` `[k, d]`), `video_grid_thw` `[1, 3]` and
-            `second_per_grid_ts` `[1]`; and `source`. [`SkippedRecord`] for a video that cannot be read, and for a
-            prompt that leaves no room for its answer.
+            `second_per_grid_ts` `[1]`; and `source`. `None`, with a warning that says why, for a video that cannot be
+            read, and for a prompt that leaves no room for its answer.
         """
-        name = skipped_name(record)
+        name = record.video or record.question
         try:
             inputs = self._process(record)
         except (ValueError, OSError) as error:
             if record.video is None or media_problem(record.video) is None:
                 # Not the file's fault: a wrong setting must not turn into an empty dataset.
                 raise ValueError(f"The record of {name} cannot be used: {error}") from error
-            return SkippedRecord(name, str(error))
+            logger.warning_once(f"Skipped {name}: {error}")
+            return None
 
         prompt = inputs["input_ids"][0]
         answer = list(self.processor.text_ids(record.answer))
@@ -152,8 +122,9 @@ class VideoQADataset(Dataset):
             fits = is_text.cumsum(0) <= self.model_max_length
             length = int(fits.sum())
             if length <= len(prompt):
-                reason = f"its prompt leaves no room for an answer within {self.model_max_length} text tokens"
-                return SkippedRecord(name, reason)
+                most = self.model_max_length
+                logger.warning_once(f"Skipped {name}: its prompt leaves no room for an answer within {most} tokens.")
+                return None
             example = {key: values[:length] for key, values in example.items()}
         if "query_input_ids" in inputs:
             example["query_input_ids"] = inputs["query_input_ids"][0]
@@ -207,8 +178,9 @@ def _message(role: str, text: str) -> Inputs:
 
 class VideoQACollator:
     """
-    Pads examples of [`VideoQADataset`] on the right. Skipped records are left out and listed in the batch. A batch of
-    nothing else becomes one row of text without a label, so that the processes of a distributed run stay in step.
+    Pads examples of [`VideoQADataset`] on the right. Skipped records (`None`) are left out and counted in the batch. A
+    batch of nothing else becomes one row of text without a label, so that the processes of a distributed run stay in
+    step.
     """
 
     def __init__(self, processor):
@@ -222,21 +194,16 @@ class VideoQACollator:
             "source": SOURCES[0],
         }
 
-    def __call__(self, examples: Sequence[Inputs | SkippedRecord]) -> Inputs:
+    def __call__(self, examples: Sequence[Inputs | None]) -> Inputs:
         """
         Returns:
             `input_ids`, `attention_mask`, `labels`, `query_mask` `[B, S]`; `query_input_ids`, `query_attention_mask`
             `[B, L]` if any row has a query of its own (the others take theirs from `query_mask`); the pixels of all
             videos in order, or a list of their `video_features`; `source_ids` `[B]`, indices into [`SOURCES`]; and
-            `skipped`, a list of [`SkippedRecord`].
+            `skipped`, the number of records that were left out.
         """
-        rows: list[Inputs] = []
-        skipped: list[SkippedRecord] = []
-        for example in examples:
-            if isinstance(example, SkippedRecord):
-                skipped.append(example)
-            else:
-                rows.append(dict(example))
+        rows = [dict(example) for example in examples if example is not None]
+        skipped = len(examples) - len(rows)
         if not rows:
             rows.append(dict(self._blank))
         padding = {

@@ -17,15 +17,13 @@ from transformers.utils import logging
 
 from ..common.files import check_folder, require_space
 from ..data.records import VideoRecord
-from ..hub.card import card_data
-from .dataset import check_processor_kwargs, check_skipped, require_rates
+from .dataset import check_processor_kwargs, require_rates
 from .features import VideoFeatures, encode_files
 from .freezing import vision_modules
 from .models import make_config, make_model, make_processor
 from .plan import make_plan
 from .recipe import Recipe
-from .sharding import check_checkpoint
-from .trainer import SKIPPED_FILE, QTSplusTrainer
+from .trainer import QTSplusTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -72,11 +70,8 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
         )
     require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
     trainer = build_trainer(recipe)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, trainer.accelerator.state)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
-    trainer.create_model_card()
     trainer.save_state()  # the last file, which tells a finished run
     return output_dir
 
@@ -85,8 +80,8 @@ def require_free(output_dir: Path) -> None:
     """Raises `ValueError` for a folder that holds more than folders of other stages, for nothing is replaced."""
     for path in sorted(output_dir.glob("*")):
         is_run = path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR)
-        if path.name == SKIPPED_FILE or not is_run:
-            continue  # a run that ended for too many skipped records leaves the list of them
+        if not is_run:
+            continue
         what = "a finished model" if is_finished(output_dir) else path.name
         raise ValueError(
             f"{output_dir} holds {what}, which is not replaced: choose another output_dir, or go on with --resume."
@@ -148,10 +143,6 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         data_collator=trainer_class.collator_class(processor),
         processing_class=processor,
     )
-    if args.weights is not None:
-        trainer.about = card_data(args.variant, "license", "license_name", "license_link", "base_model")
-    names = ", ".join(f"`{Path(path).name}`" for path in data.train_files)
-    trainer.about["training_data"] = f"{len(train)} records of {names}."
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -184,8 +175,13 @@ def _check_videos(recipe: Recipe, records: list[VideoRecord]) -> None:
     for record in records:
         video = record.video
         if video is not None and "://" not in video and not os.path.exists(video):
-            missing.append(f"there is no video at {video!r}")
-    check_skipped(len(missing), len(records), recipe.training.max_skipped, missing)
+            missing.append(video)
+    most = recipe.training.max_skipped
+    if len(missing) > most * len(records):
+        raise ValueError(
+            f"{len(missing)} of {len(records)} videos are not there, such as {missing[0]!r}, and max_skipped is "
+            f"{most:g}. Correct the records or data.media_root, or raise training.max_skipped."
+        )
 
 
 def _encode_videos(

@@ -6,34 +6,14 @@ others to gather it too, so what lies outside of the layers is gathered for a wh
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-
-NEITHER = "neither FSDP nor DeepSpeed"
 
 
 def layer_class(model) -> type[nn.Module]:
     """Of the language model's layers. What FSDP has wrapped derives from it."""
     return type(model.model.language_model.layers[0])
-
-
-def check_checkpoint(checkpoint: Path, state) -> None:
-    """Raises `ValueError` for a checkpoint of another engine: FSDP and DeepSpeed alone read what they wrote."""
-    written = NEITHER
-    running = NEITHER
-    shares = list(checkpoint.glob("global_step*/*_optim_states.pt"))
-    if shares:
-        written = f"DeepSpeed in {len(shares)} processes"
-    elif any(checkpoint.glob("pytorch_model_fsdp*")):
-        written = "FSDP"
-    if getattr(state, "deepspeed_plugin", None) is not None:
-        running = f"DeepSpeed in {state.num_processes} processes"
-    elif getattr(state, "fsdp_plugin", None) is not None:
-        running = "FSDP"
-    if written != running:
-        raise ValueError(f"{checkpoint} was written by {written}, and this run is by {running}: go on as it began.")
 
 
 def choose_layers(state, model) -> None:

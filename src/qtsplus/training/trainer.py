@@ -7,46 +7,38 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import gather_object
-from peft import PeftModel
 from pydantic import with_config
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
-from transformers.utils import logging
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from ..common.journals import STORED, read_stored, write_json
 from ..data.records import SOURCES
-from ..hub.card import known_front_matter, model_card
 from ..model.budget_qtsplus import DOUBLINGS
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
 from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
-from .dataset import IGNORED, SAID, SkippedRecord, VideoQACollator, VideoQADataset, check_skipped
+from .dataset import IGNORED, VideoQACollator, VideoQADataset
 from .freezing import parameter_groups, prepare_parts, score_parameters
 from .lora import active_selector, base_model
 from .sharding import choose_layers, keep_gathered, layer_class
 
 STATE_FILE = "qtsplus_state.json"
-SKIPPED_FILE = "skipped_files.json"
 
 
 @with_config(STORED)
 class _State(TypedDict):
     """What [`STATE_FILE`] holds beside a checkpoint."""
 
+    alpha: float
     excess: float
-    skipped: dict[str, str]
-    alpha: NotRequired[float]
-    token_price: NotRequired[float]
-    trained_seconds: NotRequired[float | None]
+    token_price: float
+    trained_seconds: float | None
 
-
-logger = logging.get_logger(__name__)
 
 _TERMS = ("loss_t", "loss_m", "loss_s", "loss_relevance", "loss_budget")
 _LOSSES = ("loss_lm",) + tuple(f"loss_{source}" for source in SOURCES) + _TERMS
-_BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
+_BUDGET = ("rho", "n", "n_asked", "kept_fraction", "visual_tokens")
 
 
 @dataclass(frozen=True)
@@ -96,9 +88,9 @@ class QTSplusTrainer(Trainer):
     1, 2, 4, ... tokens. `exp(dual_learning_rate * excess)` then multiplies `token_price`, in place of alpha.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_relevance`, `loss_budget`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
-    (rho M), `kept_fraction` (n / M), `threshold`, `hard_over_soft` (n / (rho M)), `visual_tokens` (M), and the current
-    `alpha` and `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
+    `loss_s`, `loss_relevance`, `loss_budget`, `rho`, `n` (kept), `n_asked` (what the budget head asks for in
+    training), `kept_fraction` (n / M), `visual_tokens` (M), and the current `alpha` or `token_price`. Evaluation logs
+    the same with the prefix of its metrics; its loss is L_SFT alone.
 
     Args:
         model: such as a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, left as it is frozen.
@@ -133,8 +125,7 @@ class QTSplusTrainer(Trainer):
             self.selector_config.seen_threshold = None
             self.selector_config.seen_area = None
         check_relevance(base, self.args)
-        self.about: dict = {}
-        self.skipped: dict[str, str] = {}
+        self.skipped = 0  # records of this process that could not be used
         names = self.loss_names + _BUDGET
         self.running = {
             True: RunningMeans(names, self.args.device),  # in training
@@ -157,6 +148,8 @@ class QTSplusTrainer(Trainer):
             counts += self._count(batch).to(counts.device)
             longest = _longest_video(batch).to(self._longest)
             self._longest = torch.maximum(self._longest, longest)
+            self.skipped += batch.get("skipped", 0)
+        self._check_skipped()
         counts = self.sum_over_processes(counts)
         self._counts = StepCounts.of(counts)
         self.budget.start_step()
@@ -175,7 +168,7 @@ class QTSplusTrainer(Trainer):
     ):
         """The part of the optimizer step's objective that this micro-batch contributes."""
         inputs = dict(inputs)
-        self._note_skipped(inputs.pop("skipped", ()))
+        inputs.pop("skipped", None)
         counts = self._counts
         if not model.training:
             counts = StepCounts.of(self._count(inputs))
@@ -191,7 +184,7 @@ class QTSplusTrainer(Trainer):
         outputs, token_losses, rows = self.answer(model, inputs, labels, smoothing)
         qtsplus = outputs.qtsplus
         loss = self._answer_loss(token_losses, sources[rows], counts, model.training)
-        budget = self.budget.loss(qtsplus, counts.with_vision, model.training, asked=unlimited)
+        budget = self.budget.loss(qtsplus, counts.with_vision, model.training, unlimited)
         if model.training:
             weight = args.relevance_weight
             if weight > 0:
@@ -321,32 +314,19 @@ class QTSplusTrainer(Trainer):
 
     # --- The log ---
 
-    def _note_skipped(self, skipped: Sequence[SkippedRecord]) -> None:
-        """Says the first reasons; a `ValueError` for more than `max_skipped` of the records."""
-        for record in skipped:
-            if record.name not in self.skipped and len(self.skipped) < SAID:
-                logger.warning(f"Skipped {record.name}: {record.reason}")
-            self.skipped.setdefault(record.name, record.reason)
-        dataset = self.train_dataset
-        if not skipped or not isinstance(dataset, VideoQADataset):
+    def _check_skipped(self) -> None:
+        """Raises `ValueError` once this process has skipped more than `max_skipped` of the records that it reads."""
+        if self.skipped == 0:
             return
-        count = sum(dataset.names[name] for name in self.skipped)
-        reasons = list(self.skipped.values())
-        try:
-            check_skipped(count, len(dataset), self.args.max_skipped, reasons)
-        except ValueError:
-            self._write_skipped()
-            raise
-
-    def _write_skipped(self) -> None:
-        write_json(Path(str(self.args.output_dir), SKIPPED_FILE), self.skipped)
-
-    def save_state(self) -> None:
-        """As stock, with the list of what was skipped before it."""
-        self._gather_skipped()
-        if self.args.should_save:
-            self._write_skipped()
-        super().save_state()
+        epochs = int(self.state.epoch or 0) + 1
+        dataset: Any = self.train_dataset
+        records = epochs * len(dataset) / self.args.world_size
+        most = self.args.max_skipped * records
+        if self.skipped > most:
+            raise ValueError(
+                f"{self.skipped} of about {records:.0f} records cannot be used, as the warnings above say; expected at "
+                f"most {most:.1f}. Remove them (`qtsplus data check` lists them), or raise training.max_skipped."
+            )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As stock, with the means since the last line added to the lines of training and of evaluation."""
@@ -354,8 +334,6 @@ class QTSplusTrainer(Trainer):
             logs.update(self.running[True].pop(self.sum_over_processes))
             if self.selector_config.target_n is not None:
                 logs |= self.budget.price()
-            if self._gather_skipped():
-                logs["skipped_files"] = len(self.skipped)
         for name in list(logs):
             if name.startswith("eval") and name.endswith("_loss"):
                 means = self.running[False].pop(self.sum_over_processes)
@@ -363,13 +341,7 @@ class QTSplusTrainer(Trainer):
                     logs[name.removesuffix("loss") + mean] = value
         super().log(logs, start_time)
 
-    def _gather_skipped(self) -> dict[str, str]:
-        """What all processes have skipped so far, by name."""
-        if self.accelerator.num_processes > 1:
-            self.skipped = dict(gather_object(list(self.skipped.items())))
-        return self.skipped
-
-    # --- Sharding, optimizer and checkpoints ---
+    # --- Sharding and checkpoints ---
 
     def _prepare_for_training(self, *args, **kwargs):
         """As stock; shares out the layers of the language model alone, see sharding.py."""
@@ -393,21 +365,6 @@ class QTSplusTrainer(Trainer):
             self.optimizer = kind(groups, **settings)
         return self.optimizer
 
-    def create_model_card(self, *args, **kwargs) -> None:
-        """Writes the card of a QTSplus model, as `qtsplus publish` would, with `about`; an adapter's as stock."""
-        if not self.is_world_process_zero():
-            return
-        if isinstance(self.model, PeftModel):
-            super().create_model_card(*args, **kwargs)
-            return
-        folder = Path(str(self.args.output_dir))
-        named = self.hub_model_id or self.args.hub_model_id
-        repository = named or f"org/{folder.resolve().name}"
-        about = known_front_matter(self.model)
-        about["weights"] = f"The weights were trained with `qtsplus train` for {self.state.global_step} steps."
-        card = model_card(self.model, repository, about | self.about)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-
     def save_model(self, *args, **kwargs) -> None:
         """As stock. The configuration tells the longest video of the training, so that answers about longer ones do."""
         longest = self.accelerator.gather(self._longest).max()
@@ -428,11 +385,9 @@ class QTSplusTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        skipped = self._gather_skipped()
         if self.args.should_save:
-            state: dict = {"excess": self.budget.excess, "skipped": skipped}
-            state["trained_seconds"] = self.selector_config.trained_seconds
-            write_json(Path(output_dir, STATE_FILE), state | self.budget.price())
+            state = self.budget.state() | {"trained_seconds": self.selector_config.trained_seconds}
+            write_json(Path(output_dir, STATE_FILE), state)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -447,10 +402,8 @@ class QTSplusTrainer(Trainer):
         path = Path(checkpoint or "", STATE_FILE)
         if checkpoint is not None and path.exists():
             state = read_stored(path, _State)
-            self.budget.set_price(state)
-            self.budget.excess = state["excess"]
-            self.skipped = state["skipped"] | self.skipped
-            self._raise_trained_seconds(state.get("trained_seconds"))
+            self.budget.restore(state)
+            self._raise_trained_seconds(state["trained_seconds"])
 
 
 def _longest_video(batch: Mapping) -> Tensor:
