@@ -388,9 +388,9 @@ def steps_and_seconds(inputs):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ([{"total_num_frames": 8}], "has no `fps`"),
+        ([{"total_num_frames": 8}], "`fps` of `video_metadata`=None"),
         ([{"fps": 30.0, "total_num_frames": 240}], "without `frames_indices`"),
-        ([{"fps": 30.0, "total_num_frames": 240, "frames_indices": [1, 2]}], "8 frames and 2 `frames_indices`"),
+        ([{"fps": 30.0, "total_num_frames": 240, "frames_indices": [1, 2]}], "of 8 frames; expected as many"),
         ([{"fps": 0.0}], "finite number above 0"),
         ([{"fps": 30.0}] * 2, "2 entries of `video_metadata` for 1 videos"),
     ],

@@ -4,8 +4,7 @@ import os
 import socket
 import ssl
 import subprocess
-import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qtsplus.common import files
-from qtsplus.model import addresses_qtsplus
 from qtsplus.model.addresses_qtsplus import download, shown_name
 from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.serve.door import Door, _is_public
@@ -163,58 +161,6 @@ def test_a_name_is_looked_up_once_and_has_to_lead_to_a_public_address(host, monk
 )
 def test_what_is_a_public_address(address, is_public):
     assert _is_public(address) is is_public
-
-
-DRIPS = {
-    "headers": (b"HTTP/1.1 200 OK\r\nX: ", b"x"),
-    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "blocks": (b"HTTP/1.1 200 OK\r\n\r\n", b"x"),
-    "chunk extensions": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4;", b"x"),
-    "trailers": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nfilm\r\n0\r\n", b"X: x\r\n"),
-    "a redirect's body": (b"HTTP/1.1 302 Found\r\nLocation: /b\r\n\r\n", b"x"),
-}
-
-
-@contextmanager
-def dripping(begin, drop):
-    """The port of a host that begins an answer, and then sends one drop after another until nobody listens."""
-
-    def drip():
-        with suppress(OSError):
-            while True:
-                connection, _ = server.accept()
-                with connection, suppress(OSError):
-                    connection.recv(10_000)
-                    connection.sendall(begin)
-                    while True:
-                        connection.sendall(drop)
-                        time.sleep(0.01)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        Thread(target=drip, daemon=True).start()
-        yield server.getsockname()[1]
-
-
-@pytest.mark.parametrize("phase", sorted(DRIPS))
-@pytest.mark.parametrize("by_server", [False, True])
-def test_a_host_that_drips_has_no_longer_than_all_may_take(phase, by_server, monkeypatch):
-    monkeypatch.setattr(addresses_qtsplus, "ADDRESS_SECONDS", 0.2)
-    with dripping(*DRIPS[phase]) as port:
-        address = f"http://localhost:{port}/a"
-        expected = "HTTPError: .*302" if by_server and phase == "a redirect's body" else "bytes in 0.2 s; download it"
-        with pytest.raises(ValueError, match=expected):
-            if by_server:
-                read(Door(domains=[f"localhost:{port}"]), address)
-            else:
-                download(address)
-
-
-def test_a_host_that_sends_without_end_is_not_read_on(monkeypatch):
-    monkeypatch.setattr(addresses_qtsplus, "ADDRESS_BYTES", 1000)
-    chunk_of_nothing = b"1;" + b"x" * 1000 + b"\r\nx\r\n"
-    refused = pytest.raises(ValueError, match="sends more than a file of 0 MiB needs")
-    with dripping(DRIPS["trailers"][0][:-3], chunk_of_nothing) as port, refused:
-        download(f"http://localhost:{port}/a")
 
 
 @pytest.mark.parametrize(

@@ -65,17 +65,15 @@ def media_problem(path: str) -> str | None:
     Of a file a frame is decoded and every packet is read, which tells whether the end is there; of a folder the first
     and the last frame are decoded.
     """
-    from ..model.frames_qtsplus import find_gaps, image_paths, load_frames
+    from ..model.frames_qtsplus import image_paths, load_frames
     from ..model.video_qtsplus import open_video
 
     try:
         if os.path.isdir(path):
             frames = image_paths(path)
             load_frames([frames[0], frames[-1]])
-            problems = find_gaps(frames)
-        else:
-            video = open_video(path, lambda total, fps: np.zeros(1, dtype=np.int64))
-            problems = video.about.warnings
+            return None
+        video = open_video(path, lambda total, fps: np.zeros(1, dtype=np.int64))
     except UNREADABLE as error:
         return " ".join(str(error).split())
-    return problems[0] if problems else None
+    return next(iter(video.about.warnings), None)

@@ -1,7 +1,6 @@
 """Where a video is read from: a file, an `http(s)` address, or a `data:` address that holds the file itself."""
 
 import base64
-import functools
 import http.client
 import io
 import os
@@ -16,6 +15,7 @@ from typing import IO
 ADDRESS_TIMEOUT = 30.0  # seconds in which a server may send nothing
 ADDRESS_SECONDS = 1800.0  # in which a whole file has to arrive
 ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
+_TOO_LARGE = "it is larger than {:,} bytes, the most that is read from an address; download it, and give the file"
 
 
 def find_video(path: str) -> str | io.BytesIO:
@@ -27,10 +27,10 @@ def find_video(path: str) -> str | io.BytesIO:
     path = local_path(path)
     if os.path.isfile(path):
         return path
-    if path == "-":
-        raise ValueError("A video is read from a file; `qtsplus watch -` reads one from standard input.")
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise ValueError(f"{path!r} is a pipe or a device; expected a plain file. `qtsplus watch` reads a pipe.")
+    if path == "-" or (os.path.exists(path) and not os.path.isdir(path)):
+        raise ValueError(
+            f"{path!r} is a pipe or a device; expected a plain file. `qtsplus watch` reads a pipe, and `-`."
+        )
     raise ValueError(
         f"There is no video at {shown_name(path)!r}; expected a video file, a folder of frames or an http(s) address."
     )
@@ -56,21 +56,15 @@ def is_inline(video: str) -> bool:
 
 def _decode_inline(address: str) -> io.BytesIO:
     """The file that `data:video/mp4;base64,...` holds."""
-    name = shown_name(address)
-    if len(address) > ADDRESS_BYTES * 4 / 3:
-        raise ValueError(f"The video in {name!r} is larger than {_most()}.")
-    start = address.find(",", 0, 200) + 1
+    kind, _, content = address.partition(",")
     try:
-        if not address[:start].lower().endswith(";base64,"):
+        if not kind.lower().endswith(";base64"):
             raise ValueError("it does not begin with data:video/...;base64,")
-        data = base64.b64decode(address[start:], validate=True)
+        if len(content) > ADDRESS_BYTES * 4 / 3:
+            raise ValueError(_TOO_LARGE.format(ADDRESS_BYTES))
+        return io.BytesIO(base64.b64decode(content, validate=True))
     except ValueError as error:
-        raise ValueError(f"Cannot read the video in {name!r}: {error}.") from error
-    return io.BytesIO(data)
-
-
-def _most() -> str:
-    return f"{ADDRESS_BYTES / 2**20:.0f} MiB"
+        raise ValueError(f"Cannot read the video in {shown_name(address)!r}: {error}.") from error
 
 
 def shown_name(video: str) -> str:
@@ -116,61 +110,21 @@ def parse_address(address: str) -> urllib.request.Request:
 Connect = Callable[[http.client.HTTPConnection], socket.socket]
 
 
-class _OnTime(io.RawIOBase):
-    """The bytes of a host until a deadline: headers, chunks and trailers as well, which it may drip without end."""
+class _ToOneHost(urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler):
+    """Opens every connection by `connect`, and follows no redirect."""
 
-    def __init__(self, source: io.RawIOBase, deadline: float):
-        self.source = source
-        self.deadline = deadline
-        self.count = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int | None:
-        """As that of a socket; `TimeoutError` once it is too late, and `OSError` for much more than a file may have."""
-        if time.monotonic() > self.deadline:
-            raise TimeoutError(f"{self.count} bytes in {ADDRESS_SECONDS:g} s; download it, and give the file")
-        received = self.source.readinto(buffer)
-        self.count += received or 0
-        if self.count > ADDRESS_BYTES * 9 / 8:
-            raise OSError(f"it sends more than a file of {_most()} needs")
-        return received
-
-    def close(self) -> None:
-        self.source.close()
-        super().close()
-
-
-class _Response(http.client.HTTPResponse):
-    """An answer of which every byte has to come before a deadline."""
-
-    def __init__(self, deadline: float, sock: socket.socket, *arguments, **options):
-        super().__init__(sock, *arguments, **options)
-        on_time = _OnTime(self.fp.detach(), deadline)
-        self.fp = io.BufferedReader(on_time)
-
-
-class _Fetching(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Opens the connections of one fetch, which has one deadline for every answer, also one that redirects."""
-
-    def __init__(self, connect: Connect | None):
+    def __init__(self, connect: Connect):
         super().__init__()
         self.connect = connect
-        self.deadline = time.monotonic() + ADDRESS_SECONDS
 
     def do_open(self, http_class: Callable, req: urllib.request.Request, **options):
         def open_connection(*arguments, **more) -> http.client.HTTPConnection:
             connection = http_class(*arguments, **more)
-            connection.response_class = functools.partial(_Response, self.deadline)
-            if self.connect is not None:
-                connection.sock = self.connect(connection)
+            connection.sock = self.connect(connection)
             return connection
 
         return super().do_open(open_connection, req, **options)
 
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_) -> None:
         return None
 
@@ -179,6 +133,7 @@ def download(address: str) -> io.BytesIO:
     """The file at an `http(s)` address."""
     data = io.BytesIO()
     fetch(address, data)
+    data.seek(0)
     return data
 
 
@@ -195,31 +150,32 @@ def fetch(address: str, data: IO[bytes], connect: Connect | None = None) -> None
             GiB or longer than half an hour.
     """
     request = parse_address(address)
-    name = shown_name(address)
-    handlers: list[urllib.request.BaseHandler] = [_Fetching(connect)]
+    handlers: list[urllib.request.BaseHandler] = []
     if connect is not None:
-        handlers += [urllib.request.ProxyHandler({}), _NoRedirects()]
+        handlers = [_ToOneHost(connect), urllib.request.ProxyHandler({})]
     try:
         opener = urllib.request.build_opener(*handlers)
         with opener.open(request, timeout=ADDRESS_TIMEOUT) as response:
-            stated = response.length
-            size = stated or 0
-            while size <= ADDRESS_BYTES:
-                block = response.read1(2**20)
-                if not block:
-                    break
-                data.write(block)
-                size = max(size, data.tell())
+            _receive(response, data)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = type(error).__name__
-        if str(error):
-            reason += f": {error}"
-        raise ValueError(f"Cannot load the video at {name!r} ({reason}).") from error
-    if size > ADDRESS_BYTES:
-        raise ValueError(
-            f"The video at {name!r} is larger than {_most()}, the most that is read from an address; download it, and "
-            "give the file."
-        )
-    if stated is not None and data.tell() < stated:
-        raise ValueError(f"The connection to {name!r} ended after {data.tell()} of {stated} bytes; try again.")
-    data.seek(0)
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"Cannot load the video at {shown_name(address)!r} ({reason}).") from error
+
+
+def _receive(response: http.client.HTTPResponse, data: IO[bytes]) -> None:
+    """Writes what a server sends to `data`; an `OSError` for too much, for too long, and for a part."""
+    deadline = time.monotonic() + ADDRESS_SECONDS
+    stated = response.length or 0  # a server need not state it
+    size = 0
+    while max(size, stated) <= ADDRESS_BYTES:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{size} bytes in {ADDRESS_SECONDS:g} s; download it, and give the file")
+        block = response.read1(2**20)
+        if not block:
+            break
+        data.write(block)
+        size += len(block)
+    if max(size, stated) > ADDRESS_BYTES:
+        raise OSError(_TOO_LARGE.format(ADDRESS_BYTES))
+    if size < stated:
+        raise ConnectionError(f"it ended after {size} of {stated} bytes; try again")

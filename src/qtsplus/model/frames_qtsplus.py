@@ -8,13 +8,10 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers.image_utils import load_image
-from transformers.utils import logging
 from transformers.video_utils import VideoMetadata
 
 from .addresses_qtsplus import download, is_address, local_path
 from .sampling_qtsplus import require_positive
-
-logger = logging.get_logger(__name__)
 
 ARRAYS = (np.ndarray, torch.Tensor)
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
@@ -31,7 +28,6 @@ def load_frames(images: str | Sequence[str]) -> np.ndarray:
     paths = images
     if isinstance(images, str):
         paths = image_paths(images)
-        find_gaps(paths)
     return stack_frames([_load_frame(path) for path in paths])
 
 
@@ -41,13 +37,12 @@ def _load_frame(path: str) -> Image.Image:
         source = download(path) if is_address(path) else path
         with Image.open(source) as image:
             frame = load_image(image)
-            pictures = getattr(image, "n_frames", 1)
-            if image.format in ("JPEG", "MPO"):  # a camera's JPEG may bring a preview of itself
-                pictures = 1
+            is_animated = getattr(image, "is_animated", False)
+            is_animated = is_animated and image.format != "MPO"  # a camera's JPEG with a preview of itself
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise ValueError(f"Cannot read the frame {path!r} as an image: {error}.") from error
-    if pictures > 1:
-        raise ValueError(f"The frame {path!r} is {pictures} pictures; expected one, each in a file of its own.")
+    if is_animated:
+        raise ValueError(f"The frame {path!r} is an animation; expected one picture.")
     return frame
 
 
@@ -57,12 +52,11 @@ def decode_images(paths: Sequence[str], size: tuple[int, int]) -> Iterator[np.nd
     cannot be read.
     """
     for path in paths:
-        (frame,) = load_frames([path])
-        if frame.shape[:2] != size:
-            given = "{} x {} pixels".format(*frame.shape)
-            first = "{} x {}".format(*size)
+        frame = np.asarray(_load_frame(path))
+        size_of_frame = frame.shape[:2]
+        if size_of_frame != size:
             raise ValueError(
-                f"The frame {path!r} has {given}, the first one {first}; expected one size for the frames of a video."
+                f"The frame {path!r} is {size_of_frame} pixels, the first one {size}; expected frames of one size."
             )
         yield frame
 
@@ -86,31 +80,6 @@ def _natural_order(name: str) -> tuple[list[int | str], str]:
     """Numbers by value; `²` and the like are letters. Names that differ in leading zeros only keep one order."""
     parts = re.split(r"(\d+)", name)
     return [int(part) if part.isdecimal() else part for part in parts], name
-
-
-def find_gaps(paths: Sequence[str]) -> list[str]:
-    """A warning, where most images of a folder are numbered by one step and some are not there."""
-    numbers = []
-    for path in paths:
-        digits = re.findall(r"[0-9]+", os.path.basename(path))
-        if not digits:
-            return []
-        numbers.append(float(digits[-1]))
-    if len(numbers) < 3:
-        return []
-    steps = np.diff(numbers)
-    smallest = steps.min()
-    gaps = int((steps > smallest).sum())
-    if not gaps or smallest < 1 or smallest != np.median(steps):
-        return []
-    folder, last_before = os.path.split(paths[int(np.argmax(steps))])
-    count = "1 gap" if gaps == 1 else f"{gaps} gaps"
-    warning = (
-        f"The numbers of the frames in {folder!r} have {count}, such as after {last_before!r}; their times are those "
-        "of frames without gaps."
-    )
-    logger.warning(warning)
-    return [warning]
 
 
 # --- Frames in memory ---
@@ -156,43 +125,27 @@ def describe_frames(frames, metadata: Mapping | None, fps: float | None) -> Vide
             f"Got {count} frames without their times. Pass the rate at which they were sampled as `fps=...`, or"
             ' `video_metadata=[{"fps": ..., "total_num_frames": ..., "frames_indices": [...]}]`, one per video.'
         )
-    given: dict = {"fps": fps} if metadata is None else dict(metadata)
-    if given.get("fps") is None:
-        raise ValueError(f"The `video_metadata` of {count} frames has no `fps`; expected frames per second.")
-    require_positive("the `fps` of `video_metadata`", given["fps"])
+    given = dict(metadata or {"fps": fps})
+    require_positive("the `fps` of `video_metadata`", given.get("fps"))
     total = given.get("total_num_frames")
     indices = given.get("frames_indices")
     if indices is None:
+        indices = range(count)
         if total not in (None, count):
             raise ValueError(
                 f"Got {count} frames of a video of {total} without `frames_indices` in their `video_metadata`;"
                 " expected the index of each frame."
             )
-        indices = range(count)
-    indices = [int(index) for index in indices]
-    given["frames_indices"] = indices
-    given["total_num_frames"] = _total_by_indices(indices, count, total)
-    return VideoMetadata(**given)
-
-
-def _total_by_indices(
-    indices: list[int],
-    count: int,
-    total: int | None,
-) -> int:
-    """The number of frames of a video of which some, by their indices, are given; checks that these fit."""
-    if len(indices) != count:
-        raise ValueError(f"{count} frames and {len(indices)} `frames_indices`: expected as many.")
-    first = indices[0]
-    last = indices[-1]
+    indices = np.asarray(indices, np.int64)
     gaps = np.diff(indices)
-    if first < 0 or (gaps < 0).any():
-        raise ValueError(f"Got frames_indices={indices[:8]}...; expected ascending ones from 0 on.")
+    if len(indices) != count or indices[0] < 0 or (gaps < 0).any():
+        raise ValueError(f"Got frames_indices={indices[:8]}... of {count} frames; expected as many, ascending from 0.")
+    covered = int(indices[-1] - indices[0])
     if total is None:
-        typical_gap = 1
-        if count > 1:
-            typical_gap = max(int(np.median(gaps)), 1)
-        return last - first + typical_gap  # the last frame lasts as long as most
-    if total <= last - first:
-        raise ValueError(f"total_num_frames={total}: more are from {first} to {last}.")
-    return total
+        typical_gap = np.median(gaps) if count > 1 else 1
+        total = covered + max(int(typical_gap), 1)  # the last frame lasts as long as most
+    if total <= covered:
+        raise ValueError(f"total_num_frames={total}: `frames_indices` go over {covered + 1} frames.")
+    given["frames_indices"] = indices.tolist()
+    given["total_num_frames"] = total
+    return VideoMetadata(**given)

@@ -16,7 +16,7 @@ from transformers.video_utils import VideoMetadata
 
 from .addresses_qtsplus import shown_name
 from .decoding_qtsplus import Film
-from .frames_qtsplus import decode_images, describe_frames, find_gaps, image_paths, load_frames, stack_frames
+from .frames_qtsplus import decode_images, describe_frames, image_paths, load_frames, stack_frames
 from .sampling_qtsplus import FrameChoice
 
 Frames = Callable[[], Iterator[np.ndarray]]
@@ -99,14 +99,12 @@ def open_video(
 def open_folder(folder: str, fps: float | None) -> VideoFile:
     """A video that is stored as images, taken `fps` times a second; of its frames the first is read."""
     paths = image_paths(folder)
-    warnings = find_gaps(paths)
     metadata = describe_frames(paths, None, fps)
     _, height, width, _ = load_frames(paths[:1]).shape
     metadata.height = height
     metadata.width = width
     decode = functools.partial(decode_images, paths, (height, width))
-    about = AboutVideo(metadata, warnings=warnings)
-    return VideoFile(folder, about, (len(paths), height, width), decode)
+    return VideoFile(folder, AboutVideo(metadata), (len(paths), height, width), decode)
 
 
 @contextmanager
