@@ -79,7 +79,7 @@ def read_keys(keys: Mapping) -> dict:
     return given
 
 
-def require_positive(name: str, value: float) -> None:
+def require_positive(name: str, value) -> None:
     """Raises a `ValueError` unless the value is a number above 0 that a float can hold."""
     if is_number(value) and 0 < value <= sys.float_info.max:
         return
