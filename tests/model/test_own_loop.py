@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
 
 from qtsplus.model.prompt_qtsplus import CACHE
-from tiny import batch, prompt, tiny_model
+from tiny import ASSISTANT, IM_END, IM_START, NEWLINE, USER, batch, prompt, tiny_model
 
 STEPS = 5
 ROWS = (
@@ -225,16 +225,136 @@ def test_generate_goes_on_behind_a_cropped_prompt_that_lost_nothing():
     close(output.logits[0], expected[:, 0])
 
 
-@pytest.mark.parametrize("row", [0, 2], ids=["with a video", "of text"])
-def test_a_wrong_width_behind_a_cache_that_a_caller_made_is_named(row):
+def rebuilt(cache):
+    """A copy of a cache's keys and values, as a caller may make it."""
+    copied = DynamicCache()
+    for number, layer in enumerate(cache.layers):
+        copied.update(layer.keys, layer.values, number)
+    return copied
+
+
+def test_a_rebuilt_cache_of_a_video_needs_the_positions():
     model = tiny_model()
-    inputs = batch(ROWS[row])
-    remade = DynamicCache()
-    for number, layer in enumerate(prefill(model, inputs).layers):
-        remade.update(layer.keys, layer.values, number)
-    mask = longer(inputs["attention_mask"], 3)
+    inputs = batch(ROWS[0])
+    expected, ids = by_generate(model, inputs)
+    cache = prefill(model, inputs)
+    width = cache.get_seq_length()
+    mask = torch.ones(1, width + 1)
+    with pytest.raises(ValueError, match="not one that forward returned.*qtsplus.columns, or the position_ids"):
+        step(model, rebuilt(cache), ids[:, :1], mask)
+    position_ids = width + cache.qtsplus_prompt.rope_deltas
+    close(step(model, rebuilt(cache), ids[:, :1], mask, position_ids=position_ids)[:, 0], expected[:, 1])
+
+
+def test_a_rebuilt_cache_of_text():
+    model = tiny_model()
+    text = batch(ROWS[2])
+    expected, ids = by_generate(model, text)
+    cache = rebuilt(prefill(model, text))
     with pytest.raises(ValueError, match="behind a cache of .* columns: expected"):
-        step(model, remade, torch.tensor([[30]]), mask)
+        step(model, cache, ids[:, :1], longer(text["attention_mask"], 3))
+    close(step(model, cache, ids[:, :1], longer(text["attention_mask"]))[:, 0], expected[:, 1])
+
+
+@pytest.mark.parametrize("own_cache", [True, False])
+def test_a_cache_of_text_is_known_after_a_video(own_cache):
+    model = tiny_model()
+    text = batch(ROWS[2])
+    expected, ids = by_generate(model, text)
+    cache = new_cache(model) if own_cache else None
+    with torch.no_grad():
+        cache = model(**text, past_key_values=cache, use_cache=True)[CACHE]
+    prefill(model, batch(ROWS[0]))
+    close(step(model, copy.deepcopy(cache), ids[:, :1], None)[:, 0], expected[:, 1])
+
+
+# --- Prompts and conversations in several calls ---
+
+AFTER_QUESTION = [IM_END, NEWLINE, IM_START, ASSISTANT, NEWLINE]
+USER_TURN = [IM_END, NEWLINE, IM_START, USER, NEWLINE, 31, 32, IM_END, NEWLINE, IM_START, ASSISTANT, NEWLINE]
+
+
+def cut(inputs, count):
+    """The prompts without their last columns."""
+    shorter = {**inputs}
+    for name in ("input_ids", "attention_mask"):
+        shorter[name] = inputs[name][:, :-count]
+    return shorter
+
+
+@torch.no_grad()
+def in_two_calls(model, inputs, count, **call):
+    """The last logits of a prompt whose last `count` columns come in a second call."""
+    cache = prefill(model, {**cut(inputs, count), **call})
+    return step(model, cache, inputs["input_ids"][:, -count:], inputs["attention_mask"])[:, -1]
+
+
+@torch.no_grad()
+def in_one_call(model, inputs, **call):
+    return model(**inputs, **call).logits[:, -1]
+
+
+@pytest.mark.parametrize("words", [1, 3])
+def test_a_question_that_is_cut_is_refused(words):
+    model = tiny_model()
+    for rows in (ROWS[:1], ROWS):
+        with pytest.raises(ValueError, match="the new ids continue it or ask another"):
+            in_two_calls(model, batch(*rows), len(AFTER_QUESTION) + words)
+
+
+@pytest.mark.parametrize("count", range(2, len(AFTER_QUESTION) + 1))
+def test_a_prompt_may_be_cut_behind_its_question(count):
+    model = tiny_model()
+    inputs = batch(*ROWS)
+    close(in_two_calls(model, inputs, count), in_one_call(model, inputs))
+
+
+def test_a_question_that_is_given_apart_may_be_cut_in_the_prompt():
+    model = tiny_model()
+    inputs = batch(*ROWS)
+    query = {"query_input_ids": torch.tensor([[40, 41, 42]] * len(ROWS))}
+    close(in_two_calls(model, inputs, 8, **query), in_one_call(model, inputs, **query))
+
+
+def test_a_question_may_be_cut_where_all_tokens_are_kept():
+    model = tiny_model()
+    inputs = batch(*ROWS)
+    close(in_two_calls(model, inputs, 8, selection="all"), in_one_call(model, inputs, selection="all"))
+
+
+@pytest.mark.parametrize("answered", [0, 3], ids=["at once", "after an answer"])
+def test_another_users_turn_is_refused_where_tokens_were_dropped(answered):
+    model = tiny_model()
+    inputs = batch(ROWS[0])
+    _, ids = by_generate(model, inputs)
+    cache = prefill(model, inputs)
+    mask = inputs["attention_mask"]
+    for number in range(answered):
+        mask = longer(mask)
+        step(model, cache, ids[:, number : number + 1], mask)
+    turn = torch.tensor([USER_TURN])
+    with pytest.raises(ValueError, match="Expected the whole conversation in one call without a cache"):
+        step(model, cache, turn, longer(mask, len(USER_TURN)))
+
+
+def with_turn(inputs, turn):
+    whole = {**inputs, "attention_mask": longer(inputs["attention_mask"], len(turn))}
+    whole["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([turn])], dim=1)
+    return whole
+
+
+def test_another_users_turn_where_all_tokens_are_kept():
+    model = tiny_model()
+    whole = with_turn({**batch(ROWS[0]), "selection": "all"}, USER_TURN)
+    close(in_two_calls(model, whole, len(USER_TURN)), in_one_call(model, whole))
+
+
+def test_a_tools_response_is_no_question():
+    model = tiny_model()
+    model.config.tool_response_token_ids = [[40], [41]]
+    turn = [*USER_TURN[:5], 40, 33, 34, 41, *AFTER_QUESTION]
+    whole = with_turn(batch(ROWS[0]), turn)
+    close(in_two_calls(model, whole, len(turn)), in_one_call(model, whole))
 
 
 @pytest.mark.parametrize(

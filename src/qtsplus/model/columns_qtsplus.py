@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .prompt_qtsplus import CompactPrompt
+from .question_qtsplus import find_query_mask
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,11 @@ class CachedPrompt(KeptColumns):
 
     Args:
         rope_deltas: `[B, 1]`, the position of the first new token minus the number of tokens in the shortened prompt.
+        ids: `[B, S']`, the shortened prompts, in which the question is found; `None` if it came apart from them.
     """
 
     rope_deltas: Tensor
+    ids: Tensor | None
 
     @classmethod
     def of(cls, prompt: CompactPrompt) -> "CachedPrompt":
@@ -119,7 +122,8 @@ class CachedPrompt(KeptColumns):
         length = prompt.source_ids.shape[1]
         tokens = prompt.attention_mask.sum(-1)
         rope_deltas = prompt.next_position - tokens
-        return cls(columns, length, rope_deltas[:, None])  # type: ignore[arg-type]
+        ids = None if prompt.is_asked_apart else prompt.input_ids
+        return cls(columns, length, rope_deltas[:, None], ids)  # type: ignore[arg-type]
 
     @staticmethod
     def kept_with(cache: Cache | None) -> "CachedPrompt | None":
@@ -150,7 +154,30 @@ class CachedPrompt(KeptColumns):
         indices = torch.as_tensor(indices, device=self.columns.device)
         columns = self.columns[indices]
         rope_deltas = self.rope_deltas[indices]
-        return replace(self, columns=columns, rope_deltas=rope_deltas)
+        ids = None if self.ids is None else self.ids[indices]
+        return replace(self, columns=columns, rope_deltas=rope_deltas, ids=ids)
+
+    def check_question(self, new_ids: Tensor, past_length: int, token_ids: dict) -> None:
+        """
+        Raises `ValueError` for ids `[B, new]` that continue the question, or ask another, where tokens were dropped.
+
+        Args:
+            past_length: how many columns are cached.
+            token_ids: those of [`question_token_ids`].
+        """
+        if self.ids is None or self.is_whole:
+            return
+        earlier = self.ids
+        if past_length > earlier.shape[1]:  # an answer is cached behind the prompt, so that its last turn has ended
+            earlier = nn.functional.pad(earlier, (0, 1), value=token_ids["turn_end_token_id"])
+        ids = torch.cat([earlier, new_ids.to(earlier.device)], dim=1)
+        is_question = find_query_mask(ids, None, **token_ids)
+        if is_question[:, earlier.shape[1] :].any():
+            raise ValueError(
+                f"The cache holds {past_length} columns with the visual tokens that an earlier question chose, and the "
+                "new ids continue it or ask another. Expected the whole conversation in one call without a cache, "
+                "since each question chooses its own visual tokens."
+            )
 
     def columns_since(self, past_length: int, new: int) -> int:
         """How many columns follow the prompt after a step that adds `new` columns to `past_length` cached ones."""
@@ -226,7 +253,8 @@ class _CacheWithPrompt:
         if prompt is not None and width < prompt.columns.shape[1]:
             length = width if prompt.is_whole else prompt.length
             columns = prompt.columns[:, :width]
-            self.qtsplus_prompt = replace(prompt, columns=columns, length=length)
+            ids = None if prompt.ids is None else prompt.ids[:, :width]
+            self.qtsplus_prompt = replace(prompt, columns=columns, length=length, ids=ids)
 
     def reorder_cache(self, beam_idx):
         self._select_prompt(beam_idx)

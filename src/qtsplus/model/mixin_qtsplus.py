@@ -40,6 +40,7 @@ from .prompt_qtsplus import (
     take_inputs,
     text_positions,
 )
+from .question_qtsplus import question_token_ids
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector
 
 
@@ -217,7 +218,9 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         layout = lay_out(self, visual, input_ids, attention_mask, position_ids)
         features = encode_visual(self, visual, layout.grids)
         selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate)
-        return splice(self, layout, features, selected, qtsplus, pad_left)
+        prompt = splice(self, layout, features, selected, qtsplus, pad_left)
+        prompt.is_asked_apart = selection.query_input_ids is not None
+        return prompt
 
     @names_inputs
     @can_return_tuple
@@ -273,6 +276,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             cached_prompt.keep_with(outputs.get(CACHE))
             if self.full_length:
                 _lengthen(outputs, prompt.qtsplus, cached_prompt)
+        elif cache is None and outputs.get(CACHE) is not None:
+            outputs.get(CACHE).qtsplus_prompt = None
         encoded = {}
         for name, output in selected.items():
             if any(len(features) for features in output["pooler_output"]):
@@ -339,7 +344,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             self.check_no_placeholders(input_ids)
             self.rope_deltas = inputs_embeds.new_zeros((len(inputs_embeds), 1), dtype=torch.long)
         inputs["attention_mask"], inputs["position_ids"] = self._behind(
-            cache, past_length, inputs_embeds, attention_mask, position_ids
+            cache, past_length, input_ids, inputs_embeds, attention_mask, position_ids
         )
         return inputs, qtsplus
 
@@ -356,23 +361,41 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             return int(cache.get_seq_length())
         return 1
 
-    def _behind(self, cache, past_length: int, inputs_embeds: Tensor, attention_mask, position_ids) -> tuple:
+    def _behind(self, cache, past_length: int, input_ids, inputs_embeds, attention_mask, position_ids) -> tuple:
         """The mask, and the positions of new tokens `[B, S]`, behind what is cached."""
         rope_deltas = None
         prompt = CachedPrompt.kept_with(cache)
-        if prompt is not None and past_length == 0:  # the cache has been reset
+        if past_length == 0 and cache is not None:  # a new cache, or one that has been reset
             cache.qtsplus_prompt = None
         elif prompt is not None:
             rows, new = inputs_embeds.shape[:2]
             prompt = prompt.of_rows(rows)
+            if new > 1 and input_ids is not None:
+                prompt.check_question(input_ids, past_length, question_token_ids(self.config))
             rope_deltas = prompt.rope_deltas
             attention_mask = prompt.shorten_mask(attention_mask, past_length, new)
             position_ids = prompt.new_positions(position_ids, past_length, new)
             if self.config.qtsplus_config.position_ids == "sequential":
                 position_ids = None  # as in the prompt, where the caller's do not count either
+        elif past_length > 0 and position_ids is None:
+            self._check_known(cache, past_length)
         if position_ids is None:
             position_ids = self._positions_after(past_length, inputs_embeds, attention_mask, rope_deltas)
         return attention_mask, position_ids
+
+    def _check_known(self, cache, past_length: int) -> None:
+        """
+        Raises `ValueError` for a cache that `forward` has not filled, if the last prompt of this model had images or
+        videos: the positions of text alone would be wrong behind a copy of that prompt's cache.
+        """
+        was_filled_here = hasattr(cache, "qtsplus_prompt")
+        if was_filled_here or self.rope_deltas is None or not self.rope_deltas.any():
+            return
+        raise ValueError(
+            f"The cache holds {past_length} columns, but it is not one that forward returned, so the positions behind "
+            "it are not known. Expected the cache that forward returned, which knows the prompt's qtsplus.columns, or "
+            "the position_ids of the new columns."
+        )
 
     def image_ids(self, inputs_embeds: Tensor) -> Tensor:
         """`[B, S]`, the id of an image's placeholder wherever its embedding is, as stock finds them; 0 elsewhere."""

@@ -398,6 +398,7 @@ class CompactPrompt:
     source_ids: Tensor  # [B, S], the caller's prompt
     qtsplus: QTSplusOutput
     selected: dict[str, SelectedFeatures]  # the features as `mm_encoder_outputs`
+    is_asked_apart: bool = False  # whether the question came as `query_input_ids`
 
 
 def splice(
