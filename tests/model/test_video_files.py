@@ -173,18 +173,6 @@ def test_a_cut_off_video_says_how_long_its_header_states_that_it_is(tmp_path, ki
     assert "is incomplete: its header states 2" in warnings_of_stream(cut)[-1]
 
 
-@pytest.mark.parametrize("share", [0.3, 0.4, 0.5, 0.6, 0.7])
-def test_a_cut_off_nut_is_read_without_its_index(tmp_path, share):
-    """FFmpeg looks for it at a negative place."""
-    whole = write_film(tmp_path / "whole.nut", "mpeg4", range(0, 4000, 100), 10)
-    data = whole.read_bytes()
-    cut = tmp_path / "cut.nut"
-    cut.write_bytes(data[: int(share * len(data))])
-    film = Film(str(cut))
-    assert len(film.order) == pytest.approx(40 * share, abs=4)
-    assert len(list(film.show(film.times))) == len(film.order)
-
-
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_a_video_is_read_up_to_where_its_reader_fails(tmp_path, share):
     """As FFmpeg's for RealMedia does where a file ends in a packet."""

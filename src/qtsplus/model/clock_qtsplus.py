@@ -78,13 +78,8 @@ class Clock:
         """What warnings say of the clock, to follow "The video ...": for example "has a clock that ..."."""
         states = []
         if self.joins:
-            first = self.joins[:3]
-            times = ", ".join(f"{seconds:.1f}" for seconds in first)
-            times += " s"
-            others = len(self.joins) - len(first)
-            if others:
-                times += f" and {others} times more"
-            states.append(f"has a clock that is set anew after {times}; what follows is put behind that")
+            restarts = f"{self.joins[0]:.1f} s (restarts: {len(self.joins)})"
+            states.append(f"has a clock that is set anew after {restarts}; what follows is put behind that")
         if self.strays:
             shown = "which are shown where their neighbours say"
             states.append(f"has {self.strays} damaged times among its frames, {shown}")

@@ -1,6 +1,5 @@
 """Opens the containers of videos with PyAV: their bytes alone, the stream that is shown, and what the header states."""
 
-import errno
 import io
 import os
 import re
@@ -57,27 +56,8 @@ def open_container(source: Source) -> "Iterator[av.container.InputContainer]":
         if _LIST.match(file.read(400)):
             raise ValueError("it is a list of other places, which is not followed; give the videos themselves")
         file.seek(0)
-        with av.open(_LenientFile(file), options={"protocol_whitelist": "none"}, **TAGS) as container:
+        with av.open(file, options={"protocol_whitelist": "none"}, **TAGS) as container:
             yield container
-
-
-class _LenientFile:
-    """
-    A file that answers a seek to nowhere as the system does, with an error's number: FFmpeg looks for the index of a
-    cut file at such places, and goes on without it. An exception would end its reading.
-    """
-
-    def __init__(self, file: IO[bytes]):
-        self.file = file
-
-    def __getattr__(self, name: str):
-        return getattr(self.file, name)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        try:
-            return self.file.seek(offset, whence)
-        except (OSError, ValueError):
-            return -errno.EINVAL
 
 
 def open_source(source: Source) -> AbstractContextManager[IO[bytes]]:
@@ -98,40 +78,16 @@ def open_file(path: str) -> IO[bytes]:
 
 def film_stream(container: "av.container.InputContainer") -> "av.VideoStream":
     """The stream that a player shows; raises `ValueError` if there is none, only a cover, or no decoder for it."""
-    videos = _videos(container)
-    if not container.streams.video:
-        raise ValueError("it has no video stream")
+    cover = av.stream.Disposition.attached_pic
+    videos = [stream for stream in container.streams.video if not stream.disposition & cover]
     if not videos:
-        raise ValueError("it has a cover and no video")
+        raise ValueError("it has no video stream, except perhaps a cover")
     stream = container.streams.best("video")
     if stream not in videos:
         stream = videos[0]
     if stream.codec_context is None:
         raise ValueError("there is no decoder for its codec; convert it, such as to H.264")
     return stream
-
-
-def _videos(container: "av.container.InputContainer") -> "list[av.VideoStream]":
-    """The video streams without the pictures of a cover."""
-    cover = av.stream.Disposition.attached_pic
-    videos = []
-    for stream in container.streams.video:
-        is_cover = stream.disposition & cover
-        if not is_cover:
-            videos.append(stream)
-    return videos
-
-
-def choice_of(container: "av.container.InputContainer", stream: "av.VideoStream") -> list[str]:
-    """Which of several video streams is read, where the file does not name one."""
-    videos = _videos(container)
-    default = av.stream.Disposition.default
-    defaults = [video for video in videos if video.disposition & default]
-    if len(videos) == 1 or len(defaults) == 1:
-        return []
-    number = videos.index(stream) + 1
-    size = f"{stream.width} x {stream.height}"
-    return [f"has {len(videos)} video streams, and names none; number {number}, of {size} pixels, is read"]
 
 
 @dataclass(frozen=True)

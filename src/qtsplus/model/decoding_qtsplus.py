@@ -27,7 +27,6 @@ from .clock_qtsplus import LEAP, NEAR, PAUSE, Clock, regular_clock
 from .containers_qtsplus import (
     UNDECODABLE,
     Stated,
-    choice_of,
     ends_early,
     film_stream,
     open_container,
@@ -75,7 +74,6 @@ class Film:
         self.name = shown_name(path)
         self.source = find_video(path)
         self.warnings: list[str] = []
-        self.fault = ""  # what a decoder said of the last packet that it could not decode
         self.is_cut = False  # whether FFmpeg fails on what follows the last packet
         with self._naming(), open_container(self.source) as container:
             stream = film_stream(container)
@@ -121,8 +119,7 @@ class Film:
             clock.mend(pts, dts)
         table = np.array(flags, bool).reshape(-1, 3)
         key, is_damaged, is_hidden = table.T
-        damaged = np.flatnonzero(is_damaged).tolist()
-        self.lost = _seconds_lost(pts, damaged, clock.step)
+        damaged = np.flatnonzero(is_damaged)
         for number in damaged:
             behind = number + 1
             next_are_key = key[behind : behind + _JOIN]
@@ -134,6 +131,7 @@ class Film:
         if not self.has_times:
             pts = list(range(len(pts)))
         self.pts = np.array(pts, np.int64)
+        self.lost = _seconds_lost(self.pts, damaged, clock.step)
         self.key = key & ~is_damaged
         self.whole = ~is_damaged
         shown = self.pts[~is_hidden]
@@ -158,7 +156,7 @@ class Film:
             raise ValueError(f"all of its {len(pts)} frames are damaged")
         in_order = np.argsort(self.pts[frames], kind="stable")
         self.order = frames[in_order]
-        return clock.states + choice_of(container, stream)
+        return clock.states
 
     def _demux(self, container: "av.container.InputContainer", stream: "av.VideoStream") -> "Iterator[av.Packet]":
         """The packets of the video as far as FFmpeg can read the file."""
@@ -224,7 +222,8 @@ class Film:
 
     def _warn(self, state: str) -> None:
         warning = f"The video {self.name!r} {state}."
-        self.warnings.append(warning)
+        if warning not in self.warnings:
+            self.warnings.append(warning)
         logger.warning_once(warning)
 
     def _seconds(self, ticks):
@@ -247,26 +246,22 @@ class Film:
         that it shows all the while where none does.
         """
         first = 0
-        stop = self.total
-        length = self.total / self.fps
+        last = self.total - 1
+        video_end = self.start + self.total / self.fps
         if start is not None:
-            frames = (start - self.start) * self.fps - _ROUNDING
-            in_video = min(frames, self.total)
-            first = max(math.ceil(in_video), 0)
+            begin = (start - self.start) * self.fps - _ROUNDING
+            first = math.ceil(np.clip(begin, 0, self.total))
         if end is not None:
-            frames = (end - self.start) * self.fps + _ROUNDING
-            in_video = min(frames, self.total - 1)
-            stop = math.floor(in_video) + 1
-        if first < stop:
-            return first, stop
-        begin = 0 if start is None else start
-        until = "its end" if end is None else f"{end:g} s"
-        if start is not None and (end is None or start <= end):
-            video_end = self.start + length
-            if self.start <= start < video_end:
-                return first - 1, first
-        has = f"it has {length:.1f} s from {self.start:.1f} s on"
-        raise ValueError(f"The video {self.name!r} shows no frame from {begin:g} to {until}; {has}.")
+            until = (end - self.start) * self.fps + _ROUNDING
+            last = math.floor(np.clip(until, -1, last))
+        if first <= last:
+            return first, last + 1
+        is_in_video = start is not None and self.start <= start < video_end
+        if start is not None and is_in_video and (end is None or start <= end):
+            return first - 1, first
+        stretch = f"from {start or 0:g} to {'its end' if end is None else f'{end:g} s'}"
+        has = f"it has {self.total / self.fps:.1f} s from {self.start:.1f} s on"
+        raise ValueError(f"The video {self.name!r} shows no frame {stretch}; {has}.")
 
     # --- Frames ---
 
@@ -276,18 +271,12 @@ class Film:
         frames follow from its key frames only what they need is decoded. A frame that cannot be decoded whole is shown
         as far as it goes, or else the one before it, and `warnings` say how many.
         """
-        readable = int(self.whole.sum())
         damaged = 0
         with self._naming():
             for frame, is_whole in self._show(instants):
                 yield frame
                 damaged += not is_whole
-        if not damaged:
-            still_readable = int(self.whole.sum())
-            found_broken = readable - still_readable
-            damaged = min(found_broken, len(instants))
-        is_said = any("is damaged, and" in warning for warning in self.warnings)
-        if damaged and not is_said:
+        if damaged:
             self._warn(f"is damaged, and with it {damaged} of the {len(instants)} frames that are looked at")
 
     def _show(self, instants: np.ndarray) -> Iterator[ShownFrame]:
@@ -347,9 +336,8 @@ class Film:
                     if skipping and not is_right.all():
                         return
                     picture = upright(shown, stream)
-                    wholes = is_right & (not self.is_hurt)
-                    for is_whole in wholes:
-                        yield picture, is_whole
+                    for is_own in is_right:
+                        yield picture, is_own and not self.is_hurt
                     num_shown = stop
                 if num_shown == len(instants):
                     return
@@ -359,7 +347,7 @@ class Film:
                         self.is_hurt = False
                     self.is_hurt = self.is_hurt or frame.is_corrupt
         if num_shown == 0 and not skipping:
-            raise ValueError(f"no frame could be decoded{self.fault}")
+            raise ValueError("no frame could be decoded")
 
     def _time(self, frame: "av.VideoFrame", number: int) -> float:
         """When a decoded frame, of a number, is shown, in seconds from the first."""
@@ -420,27 +408,21 @@ class Film:
                 decoder.skip_frame = "DEFAULT" if is_shown else "NONREF"
             try:
                 yield from packet.decode()
-            except UNDECODABLE as error:
-                reason = getattr(error, "strerror", error)
-                self.fault = f": {reason}"
+            except UNDECODABLE:
                 self.whole[number] = False
                 self.is_hurt = True
             holds_frames = True
         yield from drain(decoder)
 
 
-def _seconds_lost(pts: list, damaged: list[int], step: float) -> float:
-    """How long there is no frame beside damaged packets, from the ticks `pts` at which frames are shown."""
-    gaps: dict[int, float] = {}  # by where they begin
-    for packet in damaged:
-        first = max(packet - _ORDER, 0)
-        near = pts[first : packet + _ORDER]
-        beside = sorted(ticks for ticks in near if ticks is not None)
-        for begin, end in itertools.pairwise(beside):
-            seconds = (end - begin) * step
-            if seconds > LEAP:
-                gaps[begin] = seconds
-    return sum(gaps.values())
+def _seconds_lost(pts: np.ndarray, damaged: np.ndarray, step: float) -> float:
+    """How long there is no frame beside the `damaged` packets; `pts` are `[P]` ticks of `step` seconds."""
+    order = np.argsort(pts, kind="stable")
+    seconds = np.diff(pts[order]) * step
+    beside = np.add.outer(damaged, np.arange(-_ORDER, _ORDER))
+    is_beside = np.isin(order, beside)
+    is_lost = (seconds > LEAP) & is_beside[:-1] & is_beside[1:]
+    return float(seconds[is_lost].sum())
 
 
 def drain(decoder: "av.VideoCodecContext") -> "list[av.VideoFrame]":

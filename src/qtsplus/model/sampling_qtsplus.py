@@ -174,24 +174,11 @@ def frame_choice(video_processor, request: VideoRequest) -> FrameChoice:
         if fps is not None:
             patch = bounds["temporal_patch_size"]
             unbounded = count_frames(total_num_frames, video_fps, fps, None, 1, math.inf, patch)
-            kept_rate = len(indices) / total_num_frames * video_fps
-            _say_bound(fps, unbounded, len(indices), kept_rate)
+            if len(indices) != unbounded:
+                logger.warning_once(
+                    f"fps={fps:g} is {unbounded} frames of this video, but `min_frames` or `max_frames` makes it "
+                    f"{len(indices)}; change these, here or in `processor.video_processor`."
+                )
         return indices
 
     return choose
-
-
-def _say_bound(
-    fps: float,
-    unbounded: int,
-    count: int,
-    kept_rate: float,
-) -> None:
-    """Logs once that a bound makes it another number of frames than `fps` asks for."""
-    if count == unbounded:
-        return
-    bound = "max_frames" if count < unbounded else "min_frames"
-    logger.warning_once(
-        f"fps={fps:g} is {unbounded} frames of this video, but `{bound}` makes it {count}, {kept_rate:.3g} frames per "
-        f"second. For the rate that was asked for, change `{bound}`, here or as `processor.video_processor.{bound}`."
-    )
