@@ -28,9 +28,7 @@ def find_video(path: str) -> str | io.BytesIO:
     if os.path.isfile(path):
         return path
     if path == "-" or (os.path.exists(path) and not os.path.isdir(path)):
-        raise ValueError(
-            f"{path!r} is a pipe or a device; expected a plain file. `qtsplus watch` reads a pipe, and `-`."
-        )
+        raise ValueError(f"{path!r} is a pipe or a device; expected a plain file. `qtsplus watch {path}` reads it.")
     raise ValueError(
         f"There is no video at {shown_name(path)!r}; expected a video file, a folder of frames or an http(s) address."
     )
