@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from attention_twin import twin_targets
 from qtsplus.training.attention import AttentionChoice, answer_attention
@@ -27,4 +28,4 @@ def test_targets_equal_eager_attention(model, prepare, which):
     expected = twin_targets(model, inputs, labels, layers)
     assert [len(target) > 0 for target in targets] == [True, True, False, True]
     for mine, theirs in zip(targets, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+        assert_close(mine, theirs, atol=1e-5, rtol=1e-5)

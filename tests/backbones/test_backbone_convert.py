@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 from qtsplus.hub.convert import convert
 from qtsplus.training.models import make_model, make_processor
@@ -33,7 +34,7 @@ def test_a_stock_model_gets_a_selector(backbone, stock, converted, prepare):
     inputs = prepare("video")
     with torch.no_grad():
         expected = stock(**backbone.stock_inputs(model, inputs)).logits
-        torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+        assert_close(model(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_frames_of_a_film_have_a_largest_size(backbone, saved, tmp_path):
@@ -86,7 +87,8 @@ def test_weights_that_the_stock_model_leaves_out_are_left_out(backbone, saved, t
 def test_training_starts_from_a_stock_model(backbone, saved, prepare):
     """As a recipe names it: the stock model's weights with a fresh selector, and a processor that fits."""
     model = make_model(None, str(saved), {"rho_max": 0.25}, dtype="float32")
-    assert isinstance(model, backbone.model) and model.config.qtsplus_config.rho_max == 0.25
+    assert isinstance(model, backbone.model)
+    assert model.config.qtsplus_config.rho_max == 0.25
     processor = make_processor(None, str(saved), model.config)
     assert isinstance(processor, type(backbone.processor()))
     assert torch.isfinite(model(**prepare("text")).logits).all()

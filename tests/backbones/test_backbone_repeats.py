@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from qtsplus.model import encoding_qtsplus
 from qtsplus.model.encoding_qtsplus import encode_modality
+from tiny import assert_same
 from tiny_backbones import each_unlike
 
 
@@ -12,7 +14,8 @@ from tiny_backbones import each_unlike
 def video(model, prepare):
     """Three videos: the first stands still behind its first step in time, the last one from its beginning."""
     inputs = prepare("video", "two videos")
-    grid, pixels = inputs["video_grid_thw"], inputs["pixel_values_videos"].clone()
+    grid = inputs["video_grid_thw"]
+    pixels = inputs["pixel_values_videos"].clone()
     rows = model.model.pixel_rows(grid)
     first, _, last = (own.unflatten(0, (t, -1)) for own, t in zip(pixels.split(rows), grid[:, 0].tolist(), strict=True))
     first[2:] = first[1]
@@ -23,7 +26,8 @@ def video(model, prepare):
 @pytest.fixture
 def seen(model, monkeypatch):
     """Rows of pixels that the vision tower was given, call by call."""
-    rows, encode_pixels = [], model.model.encode_pixels
+    rows = []
+    encode_pixels = model.model.encode_pixels
 
     def count(modality, pixels, grid):
         rows.append(len(pixels))
@@ -44,7 +48,8 @@ def taken(inputs):
 
 @each_unlike
 def test_a_step_is_encoded_once(model, video, seen, monkeypatch):
-    once, few = model.encode_videos(*taken(video)), sum(seen)
+    once = model.encode_videos(*taken(video))
+    few = sum(seen)
     seen.clear()
     every_step(monkeypatch)
     every = model.encode_videos(*taken(video))
@@ -52,9 +57,10 @@ def test_a_step_is_encoded_once(model, video, seen, monkeypatch):
     long, short, _ = (rows // t for rows, t in zip(model.model.pixel_rows(grid), grid[:, 0].tolist(), strict=True))
     assert few == 2 * long + (int(grid[1, 0]) + 1) * short < sum(seen)
     for one, other in zip(once, every, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        assert_close(one, other, atol=1e-5, rtol=1e-5)
     steps = once[0].unflatten(0, (int(grid[0, 0]), -1))
-    assert torch.equal(steps[1:2].expand_as(steps[1:]), steps[1:]) and not torch.equal(steps[0], steps[1])
+    assert_same(steps[1:2].expand_as(steps[1:]), steps[1:])
+    assert not torch.equal(steps[0], steps[1])
 
 
 @each_unlike
@@ -64,7 +70,7 @@ def test_the_answer_stays(model, video, monkeypatch):
     every_step(monkeypatch)
     features = model.encode_videos(*taken(video))
     rest = {name: value for name, value in video.items() if name != "pixel_values_videos"}
-    assert torch.equal(once, model.generate(**rest, video_features=features, **call))
+    assert_same(once, model.generate(**rest, video_features=features, **call))
 
 
 @each_unlike
@@ -72,7 +78,7 @@ def test_a_moving_video_is_encoded_as_ever(model, prepare, monkeypatch):
     inputs = prepare("video")
     (once,) = model.encode_videos(*taken(inputs))
     every_step(monkeypatch)
-    assert torch.equal(once, model.encode_videos(*taken(inputs))[0])
+    assert_same(once, model.encode_videos(*taken(inputs))[0])
 
 
 @each_unlike
@@ -89,7 +95,7 @@ def test_gradients_of_repeated_steps_add_up(backbone, processor, video, monkeypa
         every_step(monkeypatch)
     assert gradients[0]
     for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def test_nothing_equals_what_is_not_a_number():

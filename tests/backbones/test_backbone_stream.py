@@ -9,7 +9,7 @@ import torch
 from qtsplus.asking import session
 from qtsplus.asking.question import Question, prompt_inputs
 from qtsplus.live.stream import Stream
-from tiny import compress
+from tiny import assert_same, compress
 
 QUESTION = "What moves?"
 
@@ -24,7 +24,9 @@ def frames(clips, processor):
 @pytest.mark.parametrize("count", [6, 5])
 def test_all_is_remembered(model, processor, frames, count, monkeypatch):
     """The same tokens are kept and the same is said, at the same positions; also where the last step is not full."""
-    stream, prompts, generate_from = Stream(model, processor), [], model.generate_from
+    stream = Stream(model, processor)
+    prompts = []
+    generate_from = model.generate_from
     stream.sized_as = count
     for piece in np.split(frames[:count], [1, 4]):
         stream.append(piece)
@@ -36,14 +38,16 @@ def test_all_is_remembered(model, processor, frames, count, monkeypatch):
         lambda prompt, *a, **more: prompts.append(replace(prompt)) or generate_from(prompt, *a, **more),
     )
     call = {"selection": "uniform", "retention": 0.5, "max_new_tokens": 6}
-    answer, expected = stream.ask(QUESTION, **call), session.ask(model, processor, whole, QUESTION, **call)
-    assert torch.equal(answer.keep_map, expected.keep_map) and answer.answer == expected.answer
+    answer = stream.ask(QUESTION, **call)
+    expected = session.ask(model, processor, whole, QUESTION, **call)
+    assert_same(answer.keep_map, expected.keep_map)
+    assert answer.answer == expected.answer
     assert (answer.frames, expected.frames) == (count, count)
     assert answer.evidence == [replace(one, name="video") for one in expected.evidence]
     inputs = prompt_inputs(processor, [Question({"video": whole}, QUESTION)])
     shown = compress(model.model, **inputs, selection="uniform", retention=0.5)
-    assert torch.equal(prompts[0].input_ids, shown.input_ids)
-    assert torch.equal(prompts[0].position_ids, shown.position_ids)
+    assert_same(prompts[0].input_ids, shown.input_ids)
+    assert_same(prompts[0].position_ids, shown.position_ids)
 
 
 @pytest.mark.parametrize("question", [QUESTION, None])
@@ -57,12 +61,14 @@ def test_some_is_remembered(model, processor, frames, question):
     assert (answer.visual_tokens, answer.kept_tokens) == (20, 10)
     steps = [step * stream.seconds_per_step for step in stream.cameras["video"].tokens.steps.unique().tolist()]
     for one in answer.evidence:
-        assert one.start in steps and one.end - stream.seconds_per_step in steps
+        assert one.start in steps
+        assert one.end - stream.seconds_per_step in steps
 
 
 def test_positions_are_those_of_the_whole_video(model, processor, clips, monkeypatch):
     """Of a part of the first step and a part of the last."""
-    prompts, generate_from = [], model.generate_from
+    prompts = []
+    generate_from = model.generate_from
 
     def note(prompt, *some, **more):
         prompts.append(replace(prompt))  # whose features `generate` forgets
@@ -86,6 +92,6 @@ def test_positions_are_those_of_the_whole_video(model, processor, clips, monkeyp
     (features,), (whole_features,) = (one.features["video"] for one in (prompts[0], expected))
     assert torch.allclose(features, whole_features, atol=1e-4), "encoded again at the same times"
     if model.model.rope_axes == 3 and not model.model.frames_apart:
-        assert torch.equal(prompts[0].position_ids[1:], expected.position_ids[1:])
+        assert_same(prompts[0].position_ids[1:], expected.position_ids[1:])
     else:  # what is missing takes no positions
         assert prompts[0].position_ids.max() <= expected.position_ids.max()

@@ -72,7 +72,8 @@ def test_a_variant_is_complete(variant):
     card = card_data(variant)
     assert {"license", "weights", "training_data", "recipe", "base_model"} <= card.keys()
     recipe, _, setting = card["recipe"].partition(" --set ")
-    assert (ROOT / recipe).exists() and setting == f"model.variant={variant}"
+    assert (ROOT / recipe).exists()
+    assert setting == f"model.variant={variant}"
 
 
 @VARIANT
@@ -99,6 +100,7 @@ def test_a_prompt_fits_the_models_sizes(variant):
 def test_the_recipe_trains_the_selector_alone(variant):
     overrides = ["training.use_cpu=true", f"model.variant={variant}"]
     (recipe,) = load_stages(ROOT / "recipes" / "paper.yaml", overrides)
-    assert recipe.training.freeze_vision_model and recipe.training.freeze_language_model
+    assert recipe.training.freeze_vision_model
+    assert recipe.training.freeze_language_model
     selector, rest = SIZES[variant]
     assert f"{selector:,} trainable parameters ({selector / (selector + rest):.2%}" in make_plan(recipe).lines[0]

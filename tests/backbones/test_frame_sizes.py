@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-import torch
+from torch.testing import assert_close
 
 from clips import read_video, write_mp4
-from tiny import chat_inputs
+from tiny import assert_same, chat_inputs
 
 SIZES = {"wide": (96, 200), "tall": (300, 90), "small": (16, 24), "narrow": (24, 1400), "even": (64, 64)}
 
@@ -22,12 +22,6 @@ def films(tmp_path_factory):
 def prompt(processor, videos=1):
     content = [{"type": "video"}] * videos + [{"type": "text", "text": "Why?"}]
     return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-
-
-def assert_same(inputs, expected):
-    assert inputs.keys() == expected.keys()
-    for name in inputs:
-        assert torch.equal(torch.as_tensor(inputs[name]), torch.as_tensor(expected[name])), name
 
 
 def given_frames(video):
@@ -75,9 +69,10 @@ def test_a_video_of_one_frame_is_answered_as_its_frame_shown_twice(model, proces
         inputs = processor(
             videos=[str(tmp_path / "one.mp4") if source == "file" else frames], fps=2, return_tensors="pt"
         )
-        pixels, grid = inputs["pixel_values_videos"], inputs["video_grid_thw"]
-    assert torch.equal(grid, expected["video_grid_thw"])
-    torch.testing.assert_close(pixels, expected["pixel_values_videos"])
+        pixels = inputs["pixel_values_videos"]
+        grid = inputs["video_grid_thw"]
+    assert_same(grid, expected["video_grid_thw"])
+    assert_close(pixels, expected["pixel_values_videos"])
     video = {"video": str(tmp_path / "one.mp4")} if source == "file" else {"video": frames, "fps": 2}
     asked = chat_inputs(processor, {"type": "video", **video}, "Where is the red ball?")
     asked.pop("mm_token_type_ids", None)

@@ -12,12 +12,15 @@ import torch
 from PIL import Image
 from transformers import pipeline
 
+from tiny import assert_same
+
 NAMES = ("wide.png", "tall.png")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
     for name, size in zip(NAMES, ((40, 64, 3), (72, 36, 3)), strict=True):
         Image.fromarray(random.integers(0, 255, size, np.uint8)).save(folder / name)
     return folder
@@ -47,8 +50,10 @@ def stock_processor(processor, backbone):
 
 
 def given(form, folder, address):
-    path, data = str(folder / NAMES[0]), base64.b64encode((folder / NAMES[0]).read_bytes()).decode()
-    image, other = Image.open(path), Image.open(folder / NAMES[1])
+    path = str(folder / NAMES[0])
+    data = base64.b64encode((folder / NAMES[0]).read_bytes()).decode()
+    image = Image.open(path)
+    other = Image.open(folder / NAMES[1])
     return {
         "path": path,
         "address": f"{address}/{NAMES[0]}",
@@ -64,12 +69,12 @@ def given(form, folder, address):
 
 def assert_as_stock(ours, stock):
     """Ours keeps apart what stock pads: a crop more is all zeros."""
-    assert torch.equal(ours["input_ids"], stock["input_ids"])
+    assert_same(ours["input_ids"], stock["input_ids"])
     pixels = stock["pixel_values"]
     if pixels.ndim == 5:
         counts = ours["image_grid_thw"][:, 0].tolist()
         pixels = torch.cat([one[:count] for one, count in zip(pixels, counts, strict=True)])
-    assert torch.equal(ours["pixel_values"], pixels)
+    assert_same(ours["pixel_values"], pixels)
 
 
 FORMS = ("path", "address", "base64", "data URI", "PIL", "flat paths", "nested paths", "nested PIL", "mixed")

@@ -93,7 +93,13 @@ def test_a_video_does_not_go_on_in_another_row():
         find_spans([types[:4], types[3:]], unplaced((2, 1, 2)))
 
 
-USER, END, BREAK, IMG, IMG_END, PAD, FRAME = 90, 91, 10, 92, 93, 94, 40
+USER = 90
+END = 91
+BREAK = 10
+IMG = 92
+IMG_END = 93
+PAD = 94
+FRAME = 40
 
 
 @pytest.mark.parametrize("count", [1, 3])

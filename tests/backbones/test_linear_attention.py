@@ -15,10 +15,12 @@ def own_processor():
 def test_heads_that_do_not_divide_the_hidden_states(own_processor):
     """As in Qwen3.5-27B: 24 heads of 256 beside 5,120."""
     config = QWEN3_5.config(own_processor, {})
-    config.text_config.num_attention_heads, config.text_config.head_dim = 6, 16
+    config.text_config.num_attention_heads = 6
+    config.text_config.head_dim = 16
     with torch.device("meta"):
         selector = QWEN3_5.model(config).model.qtsplus
-    assert selector.head_dim == 16 and 2 * sum(selector.mrope_section) == 16
+    assert selector.head_dim == 16
+    assert 2 * sum(selector.mrope_section) == 16
 
 
 def test_lora_reaches_every_projection_of_the_language_model(own_processor):
@@ -30,4 +32,5 @@ def test_lora_reaches_every_projection_of_the_language_model(own_processor):
     }
     adapted = add_lora(model, lora_config(2)).get_base_model()
     found = {name.removesuffix(".lora_A") for name, _ in adapted.named_modules() if name.endswith(".lora_A")}
-    assert found == projections and any(".linear_attn." in name for name in found)
+    assert found == projections
+    assert any(".linear_attn." in name for name in found)

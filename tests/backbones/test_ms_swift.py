@@ -18,7 +18,8 @@ from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 
 swift = pytest.importorskip("swift", reason="needs ms-swift")
 PLUGIN = Path(__file__).parents[2] / "recipes/ms_swift.py"
-QUESTION, ANSWERS = "What moves?", {"long": "The red ball.", "short": "Two."}
+QUESTION = "What moves?"
+ANSWERS = {"long": "The red ball.", "short": "Two."}
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +115,12 @@ def test_swift_sft_trains_a_folder(tiny_published, clips, tmp_path):
     with torch.no_grad():
         expected = model.train()(**own_batch(processor, clips)).loss
     assert log[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert log[2]["loss"] < log[0]["loss"] and log[0]["token_acc"] >= 0
+    assert log[2]["loss"] < log[0]["loss"]
+    assert log[0]["token_acc"] >= 0
 
     trained = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
-    before, after = dict(model.named_parameters()), dict(trained.named_parameters())
+    before = dict(model.named_parameters())
+    after = dict(trained.named_parameters())
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     parts = ("language_model", "qtsplus.reencode_layers", "visual")
     assert [any(part in name for name in moved) for part in parts] == [True, True, False]

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from qtsplus.model.layout_qtsplus import lay_out
 from qtsplus.model.mixin_qtsplus import choose
 from qtsplus.model.prompt_qtsplus import IMAGE, VIDEO, splice, take_inputs
-from tiny import compress
+from tiny import assert_same, compress
 from tiny_backbones import each_unlike
 
 
@@ -56,9 +57,9 @@ def test_as_if_the_others_had_not_been_kept(model, encoded):
         some = shortened(model, given, whole, places, selection="all")
     for name in ("input_ids", "attention_mask", "position_ids", "next_position"):
         assert torch.equal(getattr(some, name), getattr(expected, name)), name
-    assert torch.equal(some.qtsplus.columns, expected.qtsplus.columns)
+    assert_same(some.qtsplus.columns, expected.qtsplus.columns)
     for one, other in zip(some.features["video"], expected.features["video"], strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        assert_close(one, other, atol=1e-5, rtol=1e-5)
     counts = [len(own) for own in places]
     assert some.qtsplus.num_tokens.tolist() == [counts[0], counts[1] + counts[2]]
 
@@ -69,7 +70,7 @@ def test_generating(model, encoded):
     call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     prompt = shortened(model, inputs, whole, places, selection="all")
     expected = model.generate(**inputs, **as_if_kept(whole, places), **call)
-    assert torch.equal(model.generate_from(prompt, **call), expected)
+    assert_same(model.generate_from(prompt, **call), expected)
 
 
 @pytest.mark.parametrize("apart", (False, True), ids=("the prompt's question", "a question apart"))
@@ -85,7 +86,7 @@ def test_attention_selects_among_them_as_in_a_prompt_of_them(model, encoded, apa
         expected = model(**inputs, video_features=whole, **call).qtsplus
         given = shortened(model, inputs, whole, every, **call).qtsplus
     for one, other in zip(given.log_relevance, expected.log_relevance, strict=True):
-        torch.testing.assert_close(one, other)
+        assert_close(one, other)
 
 
 @pytest.mark.parametrize("selection", ("qtsplus", "lm_attention", "temporal_redundancy", "uniform"))
@@ -96,7 +97,8 @@ def test_selecting_among_them(model, encoded, selection):
     with torch.no_grad():
         given = shortened(model, inputs, whole, places, **call).qtsplus
     for row, count in enumerate((len(places[0]), len(places[1]) + len(places[2]))):
-        assert len(given.kept_indices[row]) == -(-count // 2) and int(given.kept_indices[row].max()) < count
+        assert len(given.kept_indices[row]) == -(-count // 2)
+        assert int(given.kept_indices[row].max()) < count
 
 
 @each_unlike
@@ -106,7 +108,7 @@ def test_every_token_is_the_whole_video(model, encoded):
     call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     expected = model.generate(**inputs, video_features=whole, **call, retention=0.4)
     prompt = shortened(model, inputs, whole, every, retention=0.4)
-    assert torch.equal(model.generate_from(prompt, **call), expected)
+    assert_same(model.generate_from(prompt, **call), expected)
 
 
 @each_unlike
@@ -116,7 +118,8 @@ def test_whole_steps_stay_neighbours_in_time(model, encoded):
     visual, _ = take_inputs({**inputs, "video_features": whole})
     layout = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"])
     (span, *_) = layout.competing(layout.rows[0])
-    (t, h, w), rest = layout.grids[span.modality][span.index], [torch.arange(len(own)) for own in whole[1:]]
+    (t, h, w) = layout.grids[span.modality][span.index]
+    rest = [torch.arange(len(own)) for own in whole[1:]]
     assert layout.grids_of(span) == [(t, h, w)]
 
     def grids(places):

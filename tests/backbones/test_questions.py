@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtsplus.asking import answers, session
-from tiny import chat_inputs
+from tiny import assert_same, chat_inputs
 from tiny_backbones import each_unlike
 
 QUESTIONS = [
@@ -67,7 +67,7 @@ def test_special_tokens_in_a_question_are_text(model, processor, encoded, asked,
         max_new_tokens=4,
         return_dict_in_generate=True,
     )
-    assert torch.equal(answer.keep_map.flatten().nonzero()[:, 0], output.qtsplus.kept_indices[0])
+    assert_same(answer.keep_map.flatten().nonzero()[:, 0], output.qtsplus.kept_indices[0])
     written = processor.tokenizer.decode(output.sequences[0, len(expected) :], skip_special_tokens=True)
     assert answer.answer == written.strip()
 
@@ -78,8 +78,8 @@ def test_an_ordinary_question_is_tokenized_as_the_chat_template_does(processor, 
     known = {"video_grid_thw": encoded.video_grid_thw, "video_metadata": [encoded.about.metadata]}
     inputs = chat_inputs(processor, {"type": "video"}, question, **known)
     _, given = asked(question)
-    assert torch.equal(given["input_ids"], inputs["input_ids"])
-    assert torch.equal(given["query_mask"], inputs["query_mask"])
+    assert_same(given["input_ids"], inputs["input_ids"])
+    assert_same(given["query_mask"], inputs["query_mask"])
 
 
 @each_unlike

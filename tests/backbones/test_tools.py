@@ -10,6 +10,7 @@ from qtsplus.asking import answers
 from qtsplus.asking.session import VideoSession
 from qtsplus.model.lm_attention_qtsplus import looking_place
 from qtsplus.model.question_qtsplus import find_query_mask, question_token_ids
+from tiny import assert_same
 from tiny_backbones import each_unlike
 
 # Shortened templates of the shapes that are published. Qwen2.5, Qwen3, Qwen3-VL and Qwen3.5: the responses of tools
@@ -85,7 +86,8 @@ TEMPLATES = {
     "own tags": OWN_TAGS,
 }
 TOOLS = [{"type": "function", "function": {"name": "clock", "description": "<tool_response>", "parameters": {}}}]
-ASKED, LATER = "Which shape is red?", "And which one is blue?"
+ASKED = "Which shape is red?"
+LATER = "And which one is blue?"
 VIDEO = {"type": "video"}
 
 
@@ -202,7 +204,7 @@ def test_the_question_of_a_text_and_of_ids(processor, model, prepare, name):
     wanted = dict(zip(every, expected, strict=True))
     assert dict(zip(every, questions(processor, inputs), strict=True)) == wanted
     mask = find_query_mask(inputs["input_ids"], inputs["attention_mask"], **question_token_ids(model.config))
-    assert torch.equal(mask, inputs["query_mask"])
+    assert_same(mask, inputs["query_mask"])
 
 
 @each_unlike
@@ -228,7 +230,8 @@ def test_a_conversation_alone_and_inputs_as_lists(processor, prepare):
     messages, expected = CONVERSATIONS["tags in the result"]
     inputs = prepare(messages, "own tags", return_tensors=None)
     assert isinstance(inputs["query_mask"][0], list)
-    (ids,), (mask,) = inputs["input_ids"], inputs["query_mask"]
+    (ids,) = inputs["input_ids"]
+    (mask,) = inputs["query_mask"]
     assert processor.tokenizer.decode(torch.tensor(ids)[torch.tensor(mask).bool()]).strip() == expected
 
 
@@ -290,7 +293,8 @@ def test_a_tools_answer_chooses_no_tokens(model, prepare):
     without_mask = {name: value for name, value in inputs.items() if name != "query_mask"}
     (found,) = model.generate(**without_mask, **call).qtsplus.kept_indices
     (alone,) = model.generate(**prepare([START], "as user"), **call).qtsplus.kept_indices
-    assert torch.equal(kept, found) and torch.equal(kept, alone)
+    assert_same(kept, found)
+    assert_same(kept, alone)
 
 
 @each_unlike

@@ -142,7 +142,8 @@ def internvl_config(processor, selector) -> qtsplus.InternVLQTSplusConfig:
 def internvl_stock_inputs(model, inputs) -> dict:
     """Tiles and frames in the order of the prompts, all under the placeholder of an image."""
     inputs = dict(inputs)
-    config, ids = model.config, inputs["input_ids"]
+    config = model.config
+    ids = inputs["input_ids"]
     tiles = list(inputs.pop("pixel_values", torch.empty(0)))
     frames = list(inputs.pop("pixel_values_videos", torch.empty(0)))
     pixels = []

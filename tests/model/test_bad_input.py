@@ -21,8 +21,10 @@ from tiny import (
     USER,
     VIDEO_PAD,
     Prompt,
+    assert_same,
     batch,
     prompt,
+    run,
     stock_twin,
     tiny_config,
     tiny_model,
@@ -61,10 +63,14 @@ def only(inputs, *names):
     return {name: inputs[name] for name in names}
 
 
-IDS, VIDEO = ("input_ids", "attention_mask"), ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-TWO, IMAGE = batch(prompt(videos=[GRID, GRID])), batch(prompt(images=[(1, 4, 4)]))
-NOT_FINITE, NO_QUESTION = "NaN or infinity in its pixel values of video 0", "12 visual tokens but no question"
-ONES, SELECTED = torch.ones(1, 3, dtype=torch.long), BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))
+IDS = ("input_ids", "attention_mask")
+VIDEO = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+TWO = batch(prompt(videos=[GRID, GRID]))
+IMAGE = batch(prompt(images=[(1, 4, 4)]))
+NOT_FINITE = "NaN or infinity in its pixel values of video 0"
+NO_QUESTION = "12 visual tokens but no question"
+ONES = torch.ones(1, 3, dtype=torch.long)
+SELECTED = BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))
 # What is wrong with the prompt of one video -> (what is changed, or left out with `None`; the message).
 BAD_CHANGES = {
     "no user turn": (only(without_user_turn(video_inputs()), "input_ids"), f"Row 0 has {NO_QUESTION}"),
@@ -170,7 +176,7 @@ def works_as_before(model):
     before = made()
 
     def check():
-        assert all(map(torch.equal, made(), before))
+        assert_same(made(), before)
         assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
     return check
@@ -193,7 +199,7 @@ def test_a_refused_training_step_leaves_the_running_mean_of_rho():
     for inputs in (video_inputs(retention=1.5), without_user_turn(video_inputs())):
         with pytest.raises(ValueError):
             model(**inputs)
-    assert torch.equal(model.model.qtsplus.rho_history, history)
+    assert_same(model.model.qtsplus.rho_history, history)
 
 
 # The configuration
@@ -282,8 +288,7 @@ def test_a_cache_of_an_earlier_prompt_is_refused_and_left_alone(model):
 
 
 def test_pixels_after_a_cache_are_refused_by_forward(model):
-    with torch.no_grad():
-        cache = model(**batch(prompt(question=3)), use_cache=True).past_key_values
+    cache = run(model, batch(prompt(question=3)), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="New images or videos after a cache: expected an empty one"):
         model(**video_inputs(), past_key_values=cache)
 

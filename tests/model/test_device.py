@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import qtsplus.model.encoding_qtsplus as attention
-from tiny import batch, prompt, tiny_model
+from tiny import assert_same, batch, prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [prompt(videos=[(4, 4, 6), (2, 4, 4)]), prompt(videos=[(6, 6, 4)], question=9, seed=1)]
@@ -33,7 +33,8 @@ def inputs_on(device):
 
 def assert_close(mine, expected, tolerance):
     """By the norm of the difference, since single numbers are rounded in another order."""
-    mine, expected = mine.detach().double().cpu(), expected.detach().double().cpu()
+    mine = mine.detach().double().cpu()
+    expected = expected.detach().double().cpu()
     assert float((mine - expected).norm()) <= tolerance * float(expected.norm())
 
 
@@ -42,7 +43,8 @@ def test_attention_in_pieces_and_its_gradients(dtype):
     torch.manual_seed(0)
     lengths = [64, 64, 32, 7, 1, 300]
     cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    states, weights = torch.randn(3, sum(lengths), 4, 80), torch.randn(sum(lengths), 4, 80)
+    states = torch.randn(3, sum(lengths), 4, 80)
+    weights = torch.randn(sum(lengths), 4, 80)
     results = []
     for device, precision in ((DEVICE, dtype), ("cpu", torch.float64)):
         leaf = states.clone().to(device, precision).requires_grad_()
@@ -57,7 +59,8 @@ def test_attention_in_pieces_and_its_gradients(dtype):
 def test_the_vision_tower_and_its_gradients(models, dtype):
     results = []
     for model, device, precision in ((models[1], DEVICE, dtype), (models[0], "cpu", torch.float32)):
-        model, inputs = copy.deepcopy(model).to(precision), inputs_on(device)
+        model = copy.deepcopy(model).to(precision)
+        inputs = inputs_on(device)
         pixels = inputs["pixel_values_videos"].to(precision)
         encoded = model.model.visual(pixels, grid_thw=inputs["video_grid_thw"]).pooler_output
         encoded.float().square().mean().backward()
@@ -74,19 +77,20 @@ def test_generated_tokens_and_those_kept(models):
         call = {"retention": RETENTION, "max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
         outputs.append(model.generate(**inputs_on(device), **call))
     expected, mine = outputs
-    assert torch.equal(mine.sequences.cpu(), expected.sequences)
+    assert_same(mine.sequences.cpu(), expected.sequences)
     for kept, others in zip(mine.qtsplus.kept_indices, expected.qtsplus.kept_indices, strict=True):
-        assert torch.equal(kept.cpu(), others)
+        assert_same(kept.cpu(), others)
 
 
 def test_features_may_wait_on_the_cpu(models):
-    model, inputs = models[1], inputs_on(DEVICE)
+    model = models[1]
+    inputs = inputs_on(DEVICE)
     call = {"retention": RETENTION, "max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**inputs, **call)
     pixels = inputs.pop("pixel_values_videos").cpu()
     features = model.encode_videos(pixels, inputs["video_grid_thw"].cpu(), device="cpu")
     assert all(video.device.type == "cpu" for video in features)
-    assert torch.equal(model.generate(**inputs, **call, video_features=features), expected)
+    assert_same(model.generate(**inputs, **call, video_features=features), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,7 +99,8 @@ def test_a_training_step(models, dtype, checkpointing):
     """Loss and gradients of every part, with recomputation and without."""
     results = []
     for model, device, precision in ((models[1], DEVICE, dtype), (models[0], "cpu", torch.float32)):
-        model, inputs = copy.deepcopy(model).to(precision).train(), inputs_on(device)
+        model = copy.deepcopy(model).to(precision).train()
+        inputs = inputs_on(device)
         if checkpointing and precision is dtype and device == DEVICE:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         output = model(**inputs, labels=inputs["input_ids"], retention=RETENTION, use_cache=False)
@@ -104,6 +109,7 @@ def test_a_training_step(models, dtype, checkpointing):
         results.append((output.loss, torch.cat([gradient.float().flatten() for gradient in gradients])))
     (loss, gradient), (expected, expected_gradient) = results
     assert_close(loss, expected, HALF.get(dtype, 1e-4))
-    assert len(gradient) == len(expected_gradient) and gradient.isfinite().all()
+    assert len(gradient) == len(expected_gradient)
+    assert gradient.isfinite().all()
     if dtype is torch.float32:  # in half precision other tokens may be kept
         assert_close(gradient, expected_gradient, 1e-3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 import qtsplus.model.encoding_qtsplus as encoding
 from model_checks import mixed_inputs, shared_model, with_labels
@@ -50,7 +51,7 @@ def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():
     assert rows == [25 * 80, 5 * 80 + 16 + 2 * 140]
     with torch.no_grad():
         expected = stock_twin(model).model.visual(pixels, grid_thw=grid).pooler_output
-    torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
+    assert_close(features, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_training_encodes_a_batch_at_once(monkeypatch):
@@ -79,7 +80,7 @@ def test_gradients_reach_the_features():
         if ".visual." in name:  # zeros, so that no process of several waits for it
             assert not gradients[name].any(), name
         elif expected.requires_grad:
-            torch.testing.assert_close(gradients[name], expected.grad, atol=1e-6, rtol=1e-5)
+            assert_close(gradients[name], expected.grad, atol=1e-6, rtol=1e-5)
 
 
 def test_features_of_another_dtype_are_cast():

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from tiny import BOS, EOS, PAD, batch, compress, prompt
+from tiny import BOS, EOS, PAD, assert_same, batch, compress, prompt
 
 VIDEO = (4, 8, 12)
 WIDE = (3, 4, 20)
@@ -106,7 +107,7 @@ def test_greedy_with_scores(model, ragged, call):
     scores = loop.decode(greedy)
     output = model.generate(**ragged, **call, **CALL, return_dict_in_generate=True, output_scores=True)
     check_tokens(output, ragged, loop)
-    torch.testing.assert_close(list(output.scores), scores, atol=1e-4, rtol=1e-4)
+    assert_close(list(output.scores), scores, atol=1e-4, rtol=1e-4)
     assert [len(kept) for kept in output.qtsplus.kept_indices] == output.qtsplus.n.tolist()
     assert output.qtsplus.n[1] == 0
 
@@ -218,7 +219,7 @@ def test_lengths_count_the_callers_prompt(model, ragged):
     expected = model.generate(**ragged, max_new_tokens=6, do_sample=False)
     config = GenerationConfig(max_length=width + 6, do_sample=False)
     for options in ({"max_length": width + 6, "do_sample": False}, {"generation_config": config}):
-        assert torch.equal(model.generate(**ragged, **options), expected)
+        assert_same(model.generate(**ragged, **options), expected)
     assert config.max_length == width + 6, "the caller's configuration is left alone"
     with pytest.raises(ValueError, match="max_new_tokens"):
         model.generate(**ragged, max_length=width)

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.testing import assert_close
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.checkpoint import REFERENCE, our_name
 from qtsplus.hub.convert import convert_reference_config
 from reference import load, meta
-from tiny import compress
+from tiny import assert_same, compress, run
 
 E2E = ("case1", "e2e")
 
@@ -37,7 +38,8 @@ def golden():
 
 def full_prompt(name: str = "inputs") -> dict[str, torch.Tensor]:
     """The reference's prompt has one placeholder per video; ours has one per visual token, as Qwen2.5-VL's does."""
-    inputs, facts = load(*E2E, "inputs"), meta(*E2E, "meta")
+    inputs = load(*E2E, "inputs")
+    facts = meta(*E2E, "meta")
     ids = inputs["input_ids"][0].tolist()
     at = ids.index(facts["video_token_id"])
 
@@ -57,13 +59,12 @@ def full_prompt(name: str = "inputs") -> dict[str, torch.Tensor]:
 
 
 def test_forward(model, golden):
-    with torch.no_grad():
-        output = model(**full_prompt())
+    output = run(model, full_prompt())
     assert output.qtsplus.kept_indices[0].tolist() == golden["indices"].tolist()
     assert output.qtsplus.n.tolist() == golden["n"].tolist()
-    torch.testing.assert_close(output.qtsplus.relevance[0], golden["r"][0], atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(output.qtsplus.rho, golden["rho"], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(output.logits, golden["logits"], atol=5e-4, rtol=1e-5)
+    assert_close(output.qtsplus.relevance[0], golden["r"][0], atol=2e-6, rtol=1e-5)
+    assert_close(output.qtsplus.rho, golden["rho"], atol=1e-6, rtol=1e-6)
+    assert_close(output.logits, golden["logits"], atol=5e-4, rtol=1e-5)
 
 
 def test_compact_prompt(model, golden):
@@ -74,11 +75,11 @@ def test_compact_prompt(model, golden):
             inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
         ).pooler_output[0]
         embeds = model.model.splice(model.get_input_embeddings()(prompt.input_ids), prompt.input_ids, prompt.features)
-    torch.testing.assert_close(features, golden["vision_features"], atol=5e-6, rtol=1e-5)
+    assert_close(features, golden["vision_features"], atol=5e-6, rtol=1e-5)
     # The reference's own float32 is 1.3e-5 from the same weights in float64; so is ours without AVX-512.
-    torch.testing.assert_close(prompt.features["video"][0], golden["Z"], atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(embeds, golden["inputs_embeds"], atol=2e-5, rtol=1e-5)
-    assert torch.equal(prompt.position_ids[1:], golden["position_ids_forward"])
+    assert_close(prompt.features["video"][0], golden["Z"], atol=2e-5, rtol=1e-5)
+    assert_close(embeds, golden["inputs_embeds"], atol=2e-5, rtol=1e-5)
+    assert_same(prompt.position_ids[1:], golden["position_ids_forward"])
 
 
 def test_greedy_tokens(model, golden):
@@ -88,7 +89,7 @@ def test_greedy_tokens(model, golden):
     )
     answer = output.sequences[0, inputs["input_ids"].shape[1] :]
     assert answer.tolist() == golden["generated_new_tokens"].tolist() == meta(*E2E, "meta")["greedy_tokens"]
-    torch.testing.assert_close(torch.cat(output.logits), golden["generate_step_logits"], atol=5e-4, rtol=1e-5)
+    assert_close(torch.cat(output.logits), golden["generate_step_logits"], atol=5e-4, rtol=1e-5)
 
 
 def test_training_step(model, monkeypatch):
@@ -97,12 +98,12 @@ def test_training_step(model, monkeypatch):
     output = model.train()(**full_prompt("train"))
     qtsplus = output.qtsplus
     assert qtsplus.kept_indices[0].tolist() == golden["indices"].tolist()
-    torch.testing.assert_close(qtsplus.threshold, golden["t"], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(output.logits, golden["logits"], atol=5e-4, rtol=1e-5)
-    torch.testing.assert_close(qtsplus.loss_t, golden["loss_flops"], atol=1e-8, rtol=1e-5)
-    torch.testing.assert_close(qtsplus.loss_m, golden["loss_kv"], atol=1e-8, rtol=1e-5)
-    torch.testing.assert_close(qtsplus.loss_s, golden["loss_smooth"], atol=1e-8, rtol=1e-5)
-    torch.testing.assert_close(output.loss, golden["total_loss"], atol=1e-5, rtol=1e-6)
+    assert_close(qtsplus.threshold, golden["t"], atol=1e-6, rtol=1e-6)
+    assert_close(output.logits, golden["logits"], atol=5e-4, rtol=1e-5)
+    assert_close(qtsplus.loss_t, golden["loss_flops"], atol=1e-8, rtol=1e-5)
+    assert_close(qtsplus.loss_m, golden["loss_kv"], atol=1e-8, rtol=1e-5)
+    assert_close(qtsplus.loss_s, golden["loss_smooth"], atol=1e-8, rtol=1e-5)
+    assert_close(output.loss, golden["total_loss"], atol=1e-5, rtol=1e-6)
 
     output.loss.backward()
     parameters = dict(model.named_parameters())
@@ -110,4 +111,4 @@ def test_training_step(model, monkeypatch):
     assert len(gradients) == 7
     for name, gradient in gradients.items():
         mine = parameters[our_name(name, REFERENCE)].grad
-        torch.testing.assert_close(mine, gradient, atol=float(2e-5 * gradient.abs().max()), rtol=1e-4)
+        assert_close(mine, gradient, atol=float(2e-5 * gradient.abs().max()), rtol=1e-4)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
-from tiny import batch, prompt, stock_twin, tiny_model, token_types
+from tiny import assert_same, batch, prompt, stock_twin, tiny_model, token_types
 
 VIDEO = (4, 8, 12)
 WIDE = (3, 4, 20)
@@ -46,7 +47,7 @@ def test_logits(models, case, pad_left):
     ours, theirs = logits_of_both(models, inputs)
     is_real = inputs["attention_mask"].bool()
     assert ours.shape == theirs.shape
-    torch.testing.assert_close(ours[is_real], theirs[is_real], atol=1e-5, rtol=1e-5)
+    assert_close(ours[is_real], theirs[is_real], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,9 +66,9 @@ def test_loss(models):
     labels = everywhere.masked_fill(token_types(everywhere) != 0, -100)
     ours = model(**inputs, labels=labels).loss
     theirs = stock(**stock_inputs(inputs), labels=labels).loss
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     # Labels on placeholders are ignored: which of them the language model sees is not the caller's to know.
-    torch.testing.assert_close(model(**inputs, labels=everywhere).loss, ours, atol=1e-6, rtol=1e-6)
+    assert_close(model(**inputs, labels=everywhere).loss, ours, atol=1e-6, rtol=1e-6)
 
 
 def test_bit_for_bit_with_stock_s_attention_functions(models):
@@ -76,7 +77,7 @@ def test_bit_for_bit_with_stock_s_attention_functions(models):
     model.set_attn_implementation({"vision_config": "sdpa"})
     ours, theirs = logits_of_both(models, batch(*CASES["video"]))
     model.set_attn_implementation({"vision_config": before})
-    assert torch.equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_identity_is_lost_when_tokens_are(models):

@@ -4,7 +4,8 @@ import torch
 
 from tiny import IMAGE_PAD, batch, compress, prompt, tiny_model
 
-IMAGE, VIDEO = (1, 8, 8), (4, 8, 12)
+IMAGE = (1, 8, 8)
+VIDEO = (4, 8, 12)
 
 
 def test_images_pass_untouched_and_take_nothing_of_the_budget():

@@ -4,13 +4,15 @@ import inspect
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import DynamicCache
 
 from model_checks import BACKBONE, CLASSES, build, main_output, shared_model
 from qtsplus.model.prompt_qtsplus import CACHE
-from tiny import batch, prompt, stock_twin, tiny_model
+from tiny import assert_same, batch, prompt, stock_twin, tiny_model
 
-IMAGE, OTHER = (1, 4, 4), (1, 8, 4)
+IMAGE = (1, 4, 4)
+OTHER = (1, 8, 4)
 LENGTHS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 
@@ -36,7 +38,7 @@ def test_embeddings_beside_images_give_what_stock_gives(cls):
     inputs = embedded(model, batch(*image_rows()))
     real = inputs["attention_mask"].bool()
     expected = main_output(stock, inputs)[real]
-    torch.testing.assert_close(main_output(model, inputs)[real], expected, atol=1e-5, rtol=1e-5)
+    assert_close(main_output(model, inputs)[real], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_embeddings_beside_images_and_the_prompts_positions_give_what_the_ids_give():
@@ -47,7 +49,7 @@ def test_embeddings_beside_images_and_the_prompts_positions_give_what_the_ids_gi
     token_types = model.model.token_types(inputs["input_ids"])
     positions, _ = model.model.get_rope_index(mm_token_type_ids=token_types, **inputs)
     again = main_output(model, embedded(model, inputs), position_ids=positions)[real]
-    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+    assert_close(again, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -59,9 +61,9 @@ def test_embeddings_beside_images_generate_what_stock_generates(beams):
     embeds = embedded(model, ids)
     expected = stock.generate(**embeds, **call)
     assert expected.shape == (3, 5)
-    assert torch.equal(model.generate(**embeds, **call), expected)
+    assert_same(model.generate(**embeds, **call), expected)
     both = {**embeds, **ids, "mm_token_type_ids": model.model.token_types(ids["input_ids"])}
-    assert torch.equal(model.generate(**both, **call), model.generate(**ids, **call))
+    assert_same(model.generate(**both, **call), model.generate(**ids, **call))
 
 
 def test_a_training_step_on_embeddings_beside_images_reaches_the_selector():
@@ -100,7 +102,7 @@ def test_images_in_packed_rows_are_read_as_in_padded_rows(attention):
         "image_grid_thw": inputs["image_grid_thw"],
     }
     expected = main_output(model, inputs)[real]
-    torch.testing.assert_close(main_output(model, packed, use_cache=False)[0], expected, atol=1e-5, rtol=1e-5)
+    assert_close(main_output(model, packed, use_cache=False)[0], expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="several sequences packed into one row"):
         model(**packed, use_cache=True)  # stock would attend across the sequences
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,7 +43,8 @@ def test_relevance_of_180_000_tokens_takes_under_100_mb_and_nothing_holds_the_fe
 
 
 def test_the_features_of_several_videos_are_never_joined():
-    model, grid = tiny_model(), (20, 20, 20)
+    model = tiny_model()
+    grid = (20, 20, 20)
     inputs = batch(prompt(videos=[grid, grid], question=2))
     width = model.config.text_config.hidden_size
     features = [torch.randn(2000, width, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
@@ -67,7 +69,8 @@ def test_a_million_visual_tokens_fit():
 @linux_only
 def test_a_film_takes_a_few_chunks_of_it():
     measured = measure("film")
-    assert measured["at once"] > 431 and measured["in chunks"] < 250
+    assert measured["at once"] > 431
+    assert measured["in chunks"] < 250
 
 
 class Sizes(TorchDispatchMode):
@@ -90,7 +93,8 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_the_re_encoder_of_the_3b_model_makes_no_tensor_over_1_gb(training):
-    n, width = 25_600, 2048
+    n = 25_600
+    width = 2048
     with FakeTensorMode():
         layer = QTSplusLayer(width, 16, 2, 1e-6, 0.0)
         tokens = torch.empty(n, width, requires_grad=training)
@@ -101,7 +105,8 @@ def test_the_re_encoder_of_the_3b_model_makes_no_tensor_over_1_gb(training):
                 result.sum().backward()
     assert sizes.largest == n * width * 4
     attention = [name for name, _ in sizes.seen if "scaled_dot_product" in name]
-    assert len(attention) == 1 + training and all("flash_attention_for_cpu" in name for name in attention)
+    assert len(attention) == 1 + training
+    assert all("flash_attention_for_cpu" in name for name in attention)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (28, 4)])
@@ -115,11 +120,11 @@ def test_grouped_attention_is_attention_with_repeated_heads(heads, kv_heads, num
     weights = (queries @ keys.repeat_interleave(groups, 0).transpose(1, 2) / 8**0.5).softmax(-1)
     expected = weights @ values.repeat_interleave(groups, 0)
     result = grouped_attention(queries, keys, values)
-    torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
+    assert_close(result, expected, atol=1e-6, rtol=1e-5)
     for mine, theirs in zip(
         torch.autograd.grad(result.sin().sum(), states), torch.autograd.grad(expected.sin().sum(), states), strict=True
     ):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+        assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rope", [False, True])
@@ -141,7 +146,7 @@ def test_a_layer_in_blocks_of_tokens_is_as_at_once(rope, reduction, monkeypatch)
     whole = outputs()
     monkeypatch.setattr("qtsplus.model.relevance_qtsplus.in_blocks.__defaults__", (16,))
     for mine, expected in zip(outputs(), whole, strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+        assert_close(mine, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

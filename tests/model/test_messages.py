@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from transformers.image_utils import SizeDict
 
 from clips import write_mp4
-from tiny import load_bundled
+from tiny import assert_same, load_bundled
 
 TEXT = {"type": "text", "text": "Why?"}
 
@@ -96,8 +95,8 @@ def test_each_video_has_keys_of_its_own(ask, clip):
     eight = video_of(clip, nframes=8)
     together = ask(slow, eight, video_of(clip), processor_kwargs={"fps": 3})
     grids = together["video_grid_thw"]
-    assert torch.equal(grids[:1], ask(slow)["video_grid_thw"])
-    assert torch.equal(grids[1:2], ask(eight)["video_grid_thw"])
+    assert_same(grids[:1], ask(slow)["video_grid_thw"])
+    assert_same(grids[1:2], ask(eight)["video_grid_thw"])
     assert grids[:, 0].tolist() == [2, 4, 6]
 
 
@@ -109,7 +108,7 @@ def test_what_is_seen_lies_between_two_times(processor, ask, clip):
     assert metadata.frames_indices == list(range(8, 24))
     steps, _, _ = whole["video_grid_thw"][0].tolist()
     pixels = whole["pixel_values_videos"].unflatten(0, (steps, -1))
-    assert torch.equal(part["pixel_values_videos"], pixels[4:12].flatten(0, 1))
+    assert_same(part["pixel_values_videos"], pixels[4:12].flatten(0, 1))
     assert part["second_per_grid_ts"] == pytest.approx(whole["second_per_grid_ts"])
     later = ask(video_of(clip, video_start=2, fps=2))
     assert later["second_per_grid_ts"] == pytest.approx([1])
@@ -208,9 +207,9 @@ def test_images_are_named_as_by_others(ask, tmp_path):
     Image.effect_noise((56, 56), 60).convert("RGB").save(picture)
     expected = ask({"type": "image", "image": picture})["pixel_values"]
     by_qwen = ask({"image": picture})
-    assert torch.equal(by_qwen["pixel_values"], expected)
+    assert_same(by_qwen["pixel_values"], expected)
     by_openai = ask({"type": "image_url", "image_url": {"url": picture}})
-    assert torch.equal(by_openai["pixel_values"], expected)
+    assert_same(by_openai["pixel_values"], expected)
 
 
 def test_a_template_that_is_only_written_out_leaves_keys_to_others(processor, clip):
@@ -242,8 +241,8 @@ def test_a_long_video_is_read_by_the_same_keys(processor, clip):
     chunks = processor.video_chunks(clip, **keys)
     whole = processor(videos=[{"video": clip, **keys}], return_tensors="pt")
     ((pixels, _),) = chunks
-    assert torch.equal(pixels, whole["pixel_values_videos"])
-    assert torch.equal(chunks.video_grid_thw, whole["video_grid_thw"])
+    assert_same(pixels, whole["pixel_values_videos"])
+    assert_same(chunks.video_grid_thw, whole["video_grid_thw"])
     assert chunks.about.start == 1
     assert chunks.second_per_grid_ts == pytest.approx(whole["second_per_grid_ts"])
     with pytest.raises(ValueError, match="expected any of fps, num_frames"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from model_checks import (
     BACKBONE,
@@ -17,7 +18,7 @@ from model_checks import (
     with_labels,
 )
 from qtsplus.model.prompt_qtsplus import CACHE
-from tiny import IMAGE_PAD, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
+from tiny import IMAGE_PAD, VIDEO_PAD, assert_same, batch, prompt, run, stock_twin, tiny_model
 
 # Embeddings ----------------------------------------------------------------------------------------------------------
 
@@ -45,16 +46,16 @@ def test_resized_embeddings_keep_the_old_rows_work_and_are_saved(tmp_path, cls, 
     weight = model.get_input_embeddings().weight
     assert weight.shape == (size, 64)
     assert model.config.text_config.vocab_size == size
-    assert torch.equal(weight[:kept], old[:kept])
+    assert_same(weight[:kept], old[:kept])
     after = main_output(model, inputs)
     if cls is BACKBONE:
-        assert torch.equal(after, before)
+        assert_same(after, before)
         return
     assert (model.lm_head.weight is weight) == tied
     assert after.shape[-1] == size
-    torch.testing.assert_close(after[..., :kept], before[..., :kept], atol=1e-5, rtol=1e-5)
+    assert_close(after[..., :kept], before[..., :kept], atol=1e-5, rtol=1e-5)
     model.save_pretrained(tmp_path)
-    assert torch.equal(main_output(FULL.from_pretrained(tmp_path), inputs), after)
+    assert_same(main_output(FULL.from_pretrained(tmp_path), inputs), after)
     loss = model.train()(**with_labels(inputs)).loss
     loss.backward()
     assert torch.isfinite(loss)
@@ -73,7 +74,7 @@ def test_eager_and_sdpa_attention_agree(tmp_path, cls):
         for config in (model.config, model.config.text_config, model.config.vision_config):
             assert config._attn_implementation == name
         outputs.append(real_output(model, inputs))
-    torch.testing.assert_close(*outputs, atol=1e-4, rtol=0)
+    assert_close(*outputs, atol=1e-4, rtol=0)
 
 
 def test_hidden_states_and_attentions_have_the_shape_of_the_shortened_prompt():
@@ -92,10 +93,10 @@ def test_hidden_states_and_attentions_have_the_shape_of_the_shortened_prompt():
     assert output.logits.shape[:2] == (rows, width)
     assert [states.shape for states in output.hidden_states] == [(rows, width, 64)] * 3
     assert [weights.shape for weights in output.attentions] == [(rows, 4, width, width)] * 2
-    assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
+    assert_same(model.lm_head(output.hidden_states[-1]), output.logits)
     is_real = output.qtsplus.columns >= 0
     sums = output.attentions[0].sum(-1).transpose(1, 2)[is_real]
-    torch.testing.assert_close(sums, torch.ones_like(sums))
+    assert_close(sums, torch.ones_like(sums))
 
 
 @CLASSES
@@ -106,14 +107,13 @@ def test_return_dict_false_gives_the_same_values_as_a_tuple(cls):
     if cls is FULL:
         inputs = with_labels(inputs)
         names[:1] = ["loss", "logits"]
-    with torch.no_grad():
-        named = model(**inputs)
-        plain = model(**inputs, return_dict=False)
+    named = run(model, inputs)
+    plain = run(model, inputs, return_dict=False)
     assert isinstance(plain, tuple)
     assert list(named) == names
     for name, value in zip(names, plain, strict=True):
         if isinstance(value, torch.Tensor):
-            assert torch.equal(value, named[name])
+            assert_same(value, named[name])
 
 
 def test_a_text_takes_a_four_dimensional_mask_as_stock_does():
@@ -126,7 +126,7 @@ def test_a_text_takes_a_four_dimensional_mask_as_stock_does():
     ours = main_output(model, call, position_ids=position_ids)
     stock = main_output(stock_twin(model), call, position_ids=position_ids)
     for other in (stock, main_output(model, inputs)):
-        torch.testing.assert_close(ours, other, atol=1e-4, rtol=0)
+        assert_close(ours, other, atol=1e-4, rtol=0)
 
 
 def test_a_four_dimensional_mask_over_a_video_is_refused():
@@ -146,7 +146,7 @@ def test_embeddings_of_a_text_are_as_good_as_its_ids(cls):
     embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
     again = model(**inputs, inputs_embeds=embeds)
     for name in ("last_hidden_state",) if cls is BACKBONE else ("loss", "logits"):
-        assert torch.equal(again[name], expected[name])
+        assert_same(again[name], expected[name])
 
 
 def test_the_loss_is_the_cross_entropy_of_the_shifted_logits_of_the_shortened_prompt():
@@ -159,7 +159,7 @@ def test_the_loss_is_the_cross_entropy_of_the_shifted_logits_of_the_shortened_pr
     labels = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
     predictions = output.logits[:, :-1].flatten(0, 1)
     expected = nn.functional.cross_entropy(predictions, labels[:, 1:].flatten())
-    torch.testing.assert_close(output.loss, expected)
+    assert_close(output.loss, expected)
 
 
 def without_first_label(inputs):
@@ -186,8 +186,8 @@ def test_at_full_length_every_column_has_a_state_and_the_loss_is_the_same():
     columns = short.qtsplus.columns[is_real]
     rows = is_real.nonzero()[:, 0]
     assert full.logits.shape[:2] == full.hidden_states[0].shape[:2] == inputs["input_ids"].shape
-    assert torch.equal(full.logits[rows, columns], short.logits[is_real])
-    torch.testing.assert_close(full.loss, short.loss)
+    assert_same(full.logits[rows, columns], short.logits[is_real])
+    assert_close(full.loss, short.loss)
     assert int((full.qtsplus.columns >= 0).sum()) == len(columns)
-    assert torch.equal(full.qtsplus.columns[rows, columns], columns)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=3), answer)
+    assert_same(full.qtsplus.columns[rows, columns], columns)
+    assert_same(model.generate(**inputs, max_new_tokens=3), answer)

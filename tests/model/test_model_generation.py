@@ -5,6 +5,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
+from torch.testing import assert_close
 from transformers import (
     ContinuousBatchingConfig,
     DynamicCache,
@@ -15,7 +16,7 @@ from transformers import (
 )
 
 from model_checks import NEW, TRANSFORMERS, greedy, mixed_inputs, shared_model
-from tiny import IM_END, IM_START, NEWLINE, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
+from tiny import IM_END, IM_START, NEWLINE, USER, VIDEO_PAD, assert_same, batch, prompt, stock_twin, tiny_model
 
 CACHES = ("dynamic", "dynamic_full", "static", "sliding_window", "offloaded", "offloaded_static")
 OWN = ("none", "own", "own static")
@@ -36,7 +37,7 @@ def test_every_kind_of_cache_generates_the_same(kind):
         call = {"cache": StaticCache(config=config, max_cache_len=200)}
     else:
         call = {"cache_implementation": kind}
-    assert torch.equal(greedy(**call), greedy())
+    assert_same(greedy(**call), greedy())
     if "own" in kind:
         (own,) = call.values()
         assert int(own.get_seq_length()) > 0
@@ -50,7 +51,8 @@ def test_the_returned_cache_holds_the_shortened_prompt_and_all_but_the_last_new_
 
 
 def test_generate_returns_scores_logits_hidden_states_and_attentions_as_stock_does():
-    model, inputs = tiny_model(), mixed_inputs()
+    model = tiny_model()
+    inputs = mixed_inputs()
     model.set_attn_implementation("eager")
     output = greedy(
         model,
@@ -68,7 +70,7 @@ def test_generate_returns_scores_logits_hidden_states_and_attentions_as_stock_do
         new, seen = (width, width) if step == 0 else (1, width + step)
         assert [tuple(h.shape) for h in output.hidden_states[step]] == [(3, new, 64)] * 3
         assert [tuple(a.shape) for a in output.attentions[step]] == [(3, 4, new, seen)] * 2
-    assert torch.equal(torch.stack(output.scores, 1).argmax(-1), output.sequences[:, -NEW:])
+    assert_same(torch.stack(output.scores, 1).argmax(-1), output.sequences[:, -NEW:])
 
 
 def test_sampling_of_beams_runs():
@@ -82,19 +84,21 @@ def test_sampling_of_beams_runs():
 )
 @pytest.mark.parametrize("seed", [0, 5])
 def test_assisted_decoding_with_a_copy_or_another_model_is_greedy(seed, row):
-    model, inputs = shared_model(), batch(prompt(**row))
-    assert torch.equal(greedy(model, inputs, assistant_model=tiny_model(seed=seed)), greedy(model, inputs))
+    model = shared_model()
+    inputs = batch(prompt(**row))
+    assert_same(greedy(model, inputs, assistant_model=tiny_model(seed=seed)), greedy(model, inputs))
 
 
 def test_embeddings_of_a_text_generate_what_its_ids_generate():
-    model, inputs = shared_model(), batch(prompt(question=5), prompt(question=20, seed=2))
+    model = shared_model()
+    inputs = batch(prompt(question=5), prompt(question=20, seed=2))
     width = inputs["input_ids"].shape[1]
     expected = greedy(model, inputs)[:, width:]
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     stock = greedy(stock_twin(model), {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]})
-    assert torch.equal(stock, expected)
+    assert_same(stock, expected)
     ours = greedy(model, {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]})
-    assert torch.equal(ours, expected)
+    assert_same(ours, expected)
 
 
 CONTINUED = {
@@ -120,13 +124,14 @@ def test_a_cache_from_which_nothing_was_dropped_is_continued(kind, position_ids)
     scores = {"return_dict_in_generate": True, "output_logits": True}
     expected = greedy(model, {**inputs, **conversation}, **call, **scores)
     continued = greedy(model, conversation, past_key_values=cache, **scores)
-    assert torch.equal(continued.sequences, expected.sequences)
-    torch.testing.assert_close(continued.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    assert_same(continued.sequences, expected.sequences)
+    assert_close(continued.logits, expected.logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["conversation", "only what is new"])
 def test_a_continued_conversation_brings_no_new_video(whole):
-    model, inputs = shared_model(), batch(prompt(question=5))
+    model = shared_model()
+    inputs = batch(prompt(question=5))
     cache = DynamicCache(config=model.config.get_text_config())
     begun = greedy(model, inputs, past_key_values=cache)
     new = torch.tensor([[VIDEO_PAD, 40]])
@@ -140,7 +145,7 @@ def test_a_prompt_that_is_prefilled_in_chunks_generates_the_same(chunk):
         with pytest.raises(ValueError, match="needs Transformers 5.23 or later"):
             greedy(prefill_chunk_size=chunk)
     else:
-        assert torch.equal(greedy(prefill_chunk_size=chunk), greedy())
+        assert_same(greedy(prefill_chunk_size=chunk), greedy())
 
 
 def test_generate_passes_the_shortened_prompt_to_logits_processors():
@@ -162,24 +167,28 @@ def test_generate_refuses_an_argument_that_nobody_knows():
 
 
 def test_generate_does_not_change_the_generation_config_or_the_inputs():
-    model, inputs = tiny_model(), mixed_inputs()
-    settings, copies = model.generation_config.to_dict(), {k: v.clone() for k, v in inputs.items()}
+    model = tiny_model()
+    inputs = mixed_inputs()
+    settings = model.generation_config.to_dict()
+    copies = {k: v.clone() for k, v in inputs.items()}
     model.generate(**inputs, max_length=inputs["input_ids"].shape[1] + 3)
     assert model.generation_config.to_dict() == settings
     assert all(torch.equal(inputs[name], value) for name, value in copies.items())
 
 
 def test_generate_in_training_mode_uses_the_gate_of_inference():
-    model, inputs = tiny_model(gate="gumbel"), mixed_inputs()
+    model = tiny_model(gate="gumbel")
+    inputs = mixed_inputs()
     expected = greedy(model, inputs)
     history = model.model.qtsplus.rho_history.clone()
     model.train()
-    assert torch.equal(greedy(model, inputs), expected)
-    assert torch.equal(model.model.qtsplus.rho_history, history)
+    assert_same(greedy(model, inputs), expected)
+    assert_same(model.model.qtsplus.rho_history, history)
 
 
 def test_continuous_batching_answers_text_and_refuses_a_video():
-    model, rows = tiny_model(), [prompt(question=6), prompt(question=9, seed=3)]
+    model = tiny_model()
+    rows = [prompt(question=6), prompt(question=9, seed=3)]
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=511)
     small = {
         "generation_config": config,

@@ -25,7 +25,7 @@ from model_checks import (
 from qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.model.generation_qtsplus import QTSplusPreTrainedMixin
 from qtsplus.model.selector_qtsplus import encode_rows
-from tiny import tiny_config, tiny_model
+from tiny import assert_same, tiny_config, tiny_model
 
 # Signature and configuration -----------------------------------------------------------------------------------------
 
@@ -40,7 +40,8 @@ def test_the_first_argument_of_forward_is_input_ids_and_every_stock_argument_is_
 
 
 def test_only_the_class_with_a_head_generates():
-    assert issubclass(FULL, GenerationMixin) and FULL.can_generate()
+    assert issubclass(FULL, GenerationMixin)
+    assert FULL.can_generate()
     assert not BACKBONE.can_generate()
 
 
@@ -62,15 +63,17 @@ def through_json(config):
 def test_the_configuration_survives_deepcopy_pickle_and_json(clone):
     config = tiny_config(n_max=7, gate="gumbel", rho_prior=0.2)
     twin = clone(config)
-    assert type(twin) is Qwen2_5_VLQTSplusConfig and twin.to_dict() == config.to_dict()
+    assert type(twin) is Qwen2_5_VLQTSplusConfig
+    assert twin.to_dict() == config.to_dict()
     twin.qtsplus_config.n_max = 9
     assert config.qtsplus_config.n_max == 7
 
 
 def test_a_deep_copy_of_the_model_gives_the_same_logits_and_shares_nothing():
-    model, inputs = tiny_model(), mixed_inputs()
+    model = tiny_model()
+    inputs = mixed_inputs()
     twin = copy.deepcopy(model)
-    assert torch.equal(main_output(twin, inputs), main_output(model, inputs))
+    assert_same(main_output(twin, inputs), main_output(model, inputs))
     assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in model.parameters()}
     assert list(trainable(twin)) == list(trainable(model))
 
@@ -81,44 +84,53 @@ def test_a_deep_copy_of_the_model_gives_the_same_logits_and_shares_nothing():
 @CLASSES
 @TIED
 def test_a_saved_model_reloads_to_the_same_bits_under_its_own_names(tmp_path, cls, tied):
-    model, inputs = build(cls, tied=tied, query_states="layer"), mixed_inputs()
+    model = build(cls, tied=tied, query_states="layer")
+    inputs = mixed_inputs()
     model.save_pretrained(tmp_path / "once")
-    state, unsaved = model.state_dict(), {"lm_head.weight"} if cls is FULL and tied else set()
+    state = model.state_dict()
+    unsaved = {"lm_head.weight"} if cls is FULL and tied else set()
     assert set(saved_keys(tmp_path / "once")) == set(state) - unsaved
     with torch.device("cpu"):
         reloaded, info = cls.from_pretrained(tmp_path / "once", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
     assert cls is BACKBONE or (reloaded.lm_head.weight is reloaded.get_input_embeddings().weight) == tied
-    assert not reloaded.training and reloaded.config.qtsplus_config.query_states == "layer"
+    assert not reloaded.training
+    assert reloaded.config.qtsplus_config.query_states == "layer"
     again = reloaded.state_dict()
-    assert again.keys() == state.keys() and all(torch.equal(value, again[name]) for name, value in state.items())
+    assert again.keys() == state.keys()
+    assert all(torch.equal(value, again[name]) for name, value in state.items())
     assert all(parameter.is_contiguous() for parameter in reloaded.parameters())
-    assert torch.equal(main_output(reloaded, inputs), main_output(model, inputs))
+    assert_same(main_output(reloaded, inputs), main_output(model, inputs))
     reloaded.save_pretrained(tmp_path / "twice")
     assert saved_keys(tmp_path / "once") == saved_keys(tmp_path / "twice")
 
 
 @CLASSES
 def test_a_sharded_save_reloads_to_bit_equal_outputs(tmp_path, cls):
-    model, inputs = build(cls), mixed_inputs()
+    model = build(cls)
+    inputs = mixed_inputs()
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert sorted(index["weight_map"]) == sorted(saved_keys(tmp_path))
-    assert torch.equal(main_output(cls.from_pretrained(tmp_path), inputs), main_output(model, inputs))
+    assert_same(main_output(cls.from_pretrained(tmp_path), inputs), main_output(model, inputs))
 
 
 def test_the_backbone_loads_from_a_checkpoint_with_a_head(tmp_path):
-    model, inputs = tiny_model(tie_word_embeddings=False), mixed_inputs()
+    model = tiny_model(tie_word_embeddings=False)
+    inputs = mixed_inputs()
     model.save_pretrained(tmp_path)
     backbone = BACKBONE.from_pretrained(tmp_path)
-    assert torch.equal(main_output(backbone, inputs), main_output(model.model, inputs))
+    assert_same(main_output(backbone, inputs), main_output(model.model, inputs))
 
 
 def test_a_tied_model_loads_from_a_checkpoint_of_its_backbone(tmp_path):
-    model, inputs = tiny_model(), mixed_inputs()
+    model = tiny_model()
+    inputs = mixed_inputs()
     model.model.save_pretrained(tmp_path)
-    assert torch.equal(main_output(FULL.from_pretrained(tmp_path), inputs), main_output(model, inputs))
+    assert_same(main_output(FULL.from_pretrained(tmp_path), inputs), main_output(model, inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,12 +140,14 @@ def test_the_running_mean_of_rho_survives_bfloat16_saving_and_loading(tmp_path, 
         model(**mixed_inputs())
     history = model.model.qtsplus.rho_history.clone()
     main_output(model.eval(), mixed_inputs())  # evaluation leaves it
-    assert history.dtype == torch.int64 and history[1] == 6 and history[0] > 2**32 * 6 * 0.05
+    assert history.dtype == torch.int64
+    assert history[1] == 6
+    assert history[0] > 2**32 * 6 * 0.05
     model.to(dtype).save_pretrained(tmp_path)
     reloaded = FULL.from_pretrained(tmp_path, dtype=dtype)
     for one in (model, reloaded):
         assert one.model.qtsplus.rho_history.dtype == torch.int64
-        assert torch.equal(one.model.qtsplus.rho_history, history)
+        assert_same(one.model.qtsplus.rho_history, history)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])
@@ -141,7 +155,8 @@ def test_a_model_loads_in_the_dtype_that_was_asked_for(tmp_path, dtype):
     tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
     model = FULL.from_pretrained(tmp_path, dtype=dtype)
     expected = torch.bfloat16 if dtype == "auto" else dtype
-    assert {p.dtype for p in model.parameters()} == {expected} and model.dtype == expected
+    assert {p.dtype for p in model.parameters()} == {expected}
+    assert model.dtype == expected
 
 
 def test_a_head_of_another_size_is_refused_unless_mismatches_are_allowed(tmp_path):
@@ -154,7 +169,7 @@ def test_a_head_of_another_size_is_refused_unless_mismatches_are_allowed(tmp_pat
     resized = FULL.from_pretrained(tmp_path, config=config, ignore_mismatched_sizes=True)
     assert resized.get_input_embeddings().weight.shape == resized.lm_head.weight.shape == (520, 64)
     name = "model.qtsplus.budget.mlp.0.weight"
-    assert torch.equal(resized.state_dict()[name], model.state_dict()[name])
+    assert_same(resized.state_dict()[name], model.state_dict()[name])
 
 
 # Initialisation ------------------------------------------------------------------------------------------------------
@@ -193,9 +208,10 @@ def test_weights_that_a_checkpoint_lacks_are_initialised_from_meta(cls):
 def test_a_fresh_re_encoder_is_the_identity():
     torch.manual_seed(0)
     model = BACKBONE(tiny_config()).eval()
-    tokens, selector = torch.randn(9, 64), model.qtsplus
+    tokens = torch.randn(9, 64)
+    selector = model.qtsplus
     (encoded,) = encode_rows(selector, selector.reencode_layers, [tokens], [torch.arange(9).expand(3, -1)])
-    assert torch.equal(encoded, tokens)
+    assert_same(encoded, tokens)
 
 
 def test_a_fresh_re_encoder_still_learns():
@@ -203,4 +219,5 @@ def test_a_fresh_re_encoder_still_learns():
     model = FULL(tiny_config()).train()
     model(**with_labels(mixed_inputs())).loss.backward()
     for layer in model.model.qtsplus.reencode_layers:
-        assert layer.o_proj.weight.grad.abs().sum() > 0 and layer.ffn[-1].weight.grad.abs().sum() > 0
+        assert layer.o_proj.weight.grad.abs().sum() > 0
+        assert layer.ffn[-1].weight.grad.abs().sum() > 0

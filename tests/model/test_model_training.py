@@ -3,9 +3,10 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.testing import assert_close
 
 from model_checks import FULL, greedy, main_output, mixed_inputs, shared_model, trainable, with_labels
-from tiny import batch, prompt, tiny_model
+from tiny import assert_same, batch, prompt, run, tiny_model
 
 # Training ------------------------------------------------------------------------------------------------------------
 
@@ -30,7 +31,8 @@ def test_a_training_step_gives_every_trainable_parameter_a_finite_gradient(selec
     loss.backward()
     assert torch.isfinite(loss)
     for name, parameter in trainable(model).items():
-        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
@@ -59,9 +61,9 @@ def test_gradient_checkpointing_gives_the_same_loss_and_gradients(reentrant):
         loss.backward()
         results.append((loss.detach(), {name: p.grad for name, p in trainable(model).items()}))
     (plain, gradients), (checkpointed, others) = results
-    torch.testing.assert_close(checkpointed, plain)
+    assert_close(checkpointed, plain)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(others[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+        assert_close(others[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("gate", ["soft", "detached", "gumbel"])
@@ -116,11 +118,13 @@ def test_autocast_loses_no_gradient_of_layers_that_lm_attention_runs_first():
     with torch.autocast("cpu", torch.bfloat16):
         model(**with_labels(mixed_inputs())).loss.backward()
     for layer in model.model.language_model.layers:
-        assert layer.self_attn.q_proj.weight.grad.any() and layer.mlp.up_proj.weight.grad.any()
+        assert layer.self_attn.q_proj.weight.grad.any()
+        assert layer.mlp.up_proj.weight.grad.any()
 
 
 def test_autocast_leaves_relevance_and_budget_in_float32():
-    model, inputs = shared_model(), batch(prompt(videos=[(4, 8, 8)], seed=3))
+    model = shared_model()
+    inputs = batch(prompt(videos=[(4, 8, 8)], seed=3))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         qtsplus = model(**inputs).qtsplus
     assert qtsplus.rho.dtype == qtsplus.relevance[0].dtype == torch.float32
@@ -134,7 +138,7 @@ def test_autocast_leaves_the_budget_head_as_it_is():
     with torch.no_grad():
         expected = head(features, 0.05, 0.5)
         with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(head(features, 0.05, 0.5), expected)
+            assert_same(head(features, 0.05, 0.5), expected)
 
 
 # Dtypes, devices, compilation ----------------------------------------------------------------------------------------
@@ -143,9 +147,9 @@ def test_autocast_leaves_the_budget_head_as_it_is():
 def test_in_bfloat16_the_model_runs_trains_and_keeps_relevance_and_budget_in_float32():
     model = tiny_model().to(torch.bfloat16)
     inputs = mixed_inputs()
-    with torch.no_grad():
-        output = model(**inputs)
-    assert output.logits.dtype == torch.bfloat16 and torch.isfinite(output.logits).all()
+    output = run(model, inputs)
+    assert output.logits.dtype == torch.bfloat16
+    assert torch.isfinite(output.logits).all()
     assert output.qtsplus.rho.dtype == torch.float32
     assert all(r.dtype == torch.float32 for r in output.qtsplus.relevance)
     for relevance in (output.qtsplus.relevance[0], output.qtsplus.relevance[2]):
@@ -157,7 +161,8 @@ def test_in_bfloat16_the_model_runs_trains_and_keeps_relevance_and_budget_in_flo
 
 
 def test_in_bfloat16_the_logits_are_near_those_in_float32():
-    model, inputs = tiny_model(), batch(prompt(videos=[(2, 4, 6)]))
+    model = tiny_model()
+    inputs = batch(prompt(videos=[(2, 4, 6)]))
     expected = main_output(model, inputs, retention=1.0)
     half = main_output(model.to(torch.bfloat16), inputs, retention=1.0).float()
     assert (half - expected).abs().max() < 0.1 * expected.abs().max()
@@ -173,12 +178,13 @@ OFFLOADS = {
 
 @pytest.mark.parametrize("where", OFFLOADS)
 def test_a_device_map_gives_the_same_logits_and_ids(tmp_path, where):
-    model, inputs = tiny_model(tie_word_embeddings=False, query_states="layer"), mixed_inputs()
+    model = tiny_model(tie_word_embeddings=False, query_states="layer")
+    inputs = mixed_inputs()
     model.save_pretrained(tmp_path / "model")
     placed = FULL.from_pretrained(tmp_path / "model", device_map=OFFLOADS[where], offload_folder=tmp_path / "offload")
     assert any(p.is_meta for p in placed.parameters()) == ("disk" in where)
     assert (main_output(placed, inputs) - main_output(model, inputs)).abs().max() < 1e-5
-    assert torch.equal(placed.generate(**inputs, max_new_tokens=3), model.generate(**inputs, max_new_tokens=3))
+    assert_same(placed.generate(**inputs, max_new_tokens=3), model.generate(**inputs, max_new_tokens=3))
 
 
 def test_an_automatic_device_map_with_little_memory_never_splits_the_selector(tmp_path):
@@ -220,7 +226,7 @@ def test_a_compiled_selector_gives_the_same_outputs(clean_compiler):
         for one, plain in zip(inputs, expected, strict=True):
             compiled = model(**one)
             assert (compiled.logits - plain.logits).abs().max() < 1e-5
-            assert all(map(torch.equal, compiled.qtsplus.kept_indices, plain.qtsplus.kept_indices))
+            assert_same(compiled.qtsplus.kept_indices, plain.qtsplus.kept_indices)
 
 
 @pytest.mark.slow
@@ -234,7 +240,7 @@ def test_a_compiled_selector_trains(clean_compiler):
         model(**inputs).loss.backward()
         gradients.append({name: p.grad for name, p in trainable(model).items()})
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+        assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
 # PEFT ----------------------------------------------------------------------------------------------------------------
@@ -277,7 +283,8 @@ def test_adapters_on_the_embeddings_take_a_step(settings):
     inputs = with_labels(mixed_inputs())
     model(**inputs).loss.backward()
     trained = {name: p.grad for name, p in trainable(model).items() if "embed_tokens" in name}
-    assert trained and all(
+    assert trained
+    assert all(
         gradient is not None and gradient.any() for name, gradient in trained.items() if "embedding_B" not in name
     )
     assert torch.isfinite(main_output(model.eval(), inputs)).all()
@@ -290,11 +297,12 @@ def test_adapters_on_every_layer_that_begin_as_nothing_answer_as_before(budget):
     expected = main_output(tiny_model(budget=budget).eval(), inputs)
     model = get_peft_model(tiny_model(budget=budget), LoraConfig(target_modules="all-linear", use_dora=True))
     model.train()(**with_labels(inputs)).loss.backward()
-    torch.testing.assert_close(main_output(model.eval(), inputs), expected, rtol=1e-4, atol=1e-4)
+    assert_close(main_output(model.eval(), inputs), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_lora_with_a_trained_selector_trains_saves_loads_and_merges_to_the_same_logits_and_ids(tmp_path):
-    model, inputs = lora_model(), mixed_inputs()
+    model = lora_model()
+    inputs = mixed_inputs()
     optimizer = torch.optim.SGD(trainable(model).values(), lr=1e-2)
     model.train()(**with_labels(inputs)).loss.backward()
     taught = {name for name, parameter in trainable(model).items() if parameter.grad is not None}
@@ -304,17 +312,19 @@ def test_lora_with_a_trained_selector_trains_saves_loads_and_merges_to_the_same_
     assert all(torch.isfinite(parameter.grad).all() for name, parameter in trainable(model).items() if name in taught)
     optimizer.step()
     model.eval()
-    logits, ids = main_output(model, inputs), greedy(model, inputs)
+    logits = main_output(model, inputs)
+    ids = greedy(model, inputs)
     assert (logits[:, -1] - main_output(tiny_model(), inputs)[:, -1]).abs().max() > 1e-3
 
     model.save_pretrained(tmp_path / "adapter")
     reloaded = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter").eval()
-    assert torch.equal(main_output(reloaded, inputs), logits)
-    assert torch.equal(greedy(reloaded, inputs), ids)
+    assert_same(main_output(reloaded, inputs), logits)
+    assert_same(greedy(reloaded, inputs), ids)
 
     merged = reloaded.merge_and_unload()
-    assert type(merged) is FULL and not any("lora" in name for name in merged.state_dict())
+    assert type(merged) is FULL
+    assert not any("lora" in name for name in merged.state_dict())
     assert (main_output(merged, inputs) - logits).abs().max() < 1e-4
     merged.save_pretrained(tmp_path / "merged")
     final = FULL.from_pretrained(tmp_path / "merged")
-    assert torch.equal(main_output(final, inputs), main_output(merged, inputs))
+    assert_same(main_output(final, inputs), main_output(merged, inputs))

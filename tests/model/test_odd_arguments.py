@@ -47,7 +47,8 @@ def calls(tiny_published, tmp_path_factory):
     model, processor = loaded = load(tiny_published, "cpu")
     write_mp4(folder / "film.mp4", FRAMES, 2)
     index(folder, folder / "library", model, processor, name=str(tiny_published), say=lambda _: None)
-    film, library = encode(*loaded, FRAMES, fps=2), Library(folder / "library", *loaded)
+    film = encode(*loaded, FRAMES, fps=2)
+    library = Library(folder / "library", *loaded)
 
     def session(**odd):
         made = VideoSession(*loaded)

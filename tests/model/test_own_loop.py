@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
 
 from qtsplus.model.prompt_qtsplus import CACHE
-from tiny import ASSISTANT, IM_END, IM_START, NEWLINE, USER, batch, prompt, tiny_model
+from tiny import ASSISTANT, IM_END, IM_START, NEWLINE, USER, assert_same, batch, prompt, tiny_model
 
 STEPS = 5
 ROWS = (
@@ -69,7 +70,7 @@ def by_hand(model, inputs, ids, next_mask, cache=None, **call):
 
 
 def close(logits, expected):
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 MASKS = {
@@ -158,7 +159,7 @@ def test_beams_behind_generate_are_reordered():
     model.generate(**batch(*ROWS[:2]), **options, past_key_values=cache)
     cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
     first, second, third, _ = cache.qtsplus_prompt.columns
-    assert torch.equal(first, second)
+    assert_same(first, second)
     assert not torch.equal(first, third)
 
 

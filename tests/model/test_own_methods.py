@@ -60,13 +60,16 @@ def test_in_a_call(mine, folder, tiny_mp4):
         ask(model, processor, video, "What?", selection=selection, **options).keep_map
         for selection in (f"{mine}:latest", lambda candidates, n: torch.arange(candidates.num_tokens)[-n:])
     ]
-    assert torch.equal(*maps) and maps[0].flatten()[-16:].all() and maps[0].sum() == 16
+    assert torch.equal(*maps)
+    assert maps[0].flatten()[-16:].all()
+    assert maps[0].sum() == 16
 
 
 def test_on_the_command_line(mine, folder, tiny_mp4, tmp_path):
     own = ["--model", folder, "--selection", f"{mine}:latest", "--retention", "0.25"]
     answer = json.loads(run("ask", tiny_mp4, "What?", "--json", "--max-new-tokens", "1", *own).stdout)
-    assert answer["kept_tokens"] == 16 and min(one["start"] for one in answer["evidence"]) == 3
+    assert answer["kept_tokens"] == 16
+    assert min(one["start"] for one in answer["evidence"]) == 3
     told = run("chat", tiny_mp4, "--json", "--max-new-tokens", "1", *own, input="What?\n").stdout
     assert min(one["start"] for one in json.loads(told)["evidence"]) == 3
     record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "kind": "mark"}
@@ -98,7 +101,8 @@ def test_in_a_recipe_and_by_convert(mine, folder, tiny_stock, tiny_mp4, tmp_path
     for result in (tmp_path / "run", new):
         question = ["ask", tiny_mp4, "What?", "--model", result, "--max-new-tokens", "1"]
         refused = run(*question)
-        assert refused.exit_code == 2 and f"selection={name!r}" in refused.stderr, refused.output
+        assert refused.exit_code == 2, refused.output
+        assert f"selection={name!r}" in refused.stderr, refused.output
         assert run(*question, "--selection", "uniform").exit_code == 0  # nothing else needs it
         assert run("publish", result, "--to", tmp_path / f"hub-{result.name}").exit_code == 0
         assert run(*question, "--selection", name, "--retention", "0.1").exit_code == 0
@@ -112,7 +116,8 @@ def test_what_a_folder_names_is_never_imported(name, mine, folder, tiny_mp4, tmp
     with_selection(folder, name.format(mine=mine))
     result = run("ask", tiny_mp4, "What?", "--model", folder)
     (line,) = result.stderr.splitlines()
-    assert result.exit_code == 2 and "What is stored imports nothing" in line, result.output
+    assert result.exit_code == 2, result.output
+    assert "What is stored imports nothing" in line, result.output
     assert not (tmp_path / "ran").exists()
 
 
@@ -136,7 +141,8 @@ def test_a_name_of_nothing_is_one_line(name, words, mine, tiny_mp4, tmp_path, mo
     (tmp_path / "broken.py").write_text("def latest(")
     result = run("ask", tiny_mp4, "What?", "--selection", name.format(mine=mine))
     (line,) = result.stderr.splitlines()
-    assert result.exit_code == 2 and words in line, result.output
+    assert result.exit_code == 2, result.output
+    assert words in line, result.output
 
 
 def test_a_configuration_of_an_unknown_method_makes_no_model():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tiny import VIDEO_PAD, batch, compress, prompt, stock_twin, tiny_model, token_types
+from tiny import VIDEO_PAD, assert_same, batch, compress, prompt, stock_twin, tiny_model, token_types
 
 CHAT = 12  # tokens of the prompt before the first placeholder
 
@@ -24,14 +24,14 @@ def test_time_advances_by_tokens_per_second(seconds, times):
     is_video = compact.input_ids[0] == VIDEO_PAD
     positions = compact.position_ids[1:, 0, is_video] - CHAT
     expected = torch.cartesian_prod(torch.tensor(times), torch.arange(2), torch.arange(4))
-    assert torch.equal(positions.T, expected)
+    assert_same(positions.T, expected)
 
 
 def test_text_behind_a_video_goes_on_after_its_larger_side():
     compact = shortened(prompt(videos=[(3, 4, 8)]))
     behind = compact.position_ids[1:, 0, CHAT + 24 :]
     end = CHAT + 4 + behind.shape[1]
-    assert torch.equal(behind, torch.arange(CHAT + 4, end).expand(3, -1))
+    assert_same(behind, torch.arange(CHAT + 4, end).expand(3, -1))
     assert compact.next_position.tolist() == [end]
 
 
@@ -52,7 +52,7 @@ def test_whole_seconds_agree_with_stock():
     expected, deltas = stock_twin(model).model.get_rope_index(**inputs, mm_token_type_ids=types)
     with torch.no_grad():
         compact = compress(model.model, **inputs)
-    assert torch.equal(compact.position_ids[1:], expected)
+    assert_same(compact.position_ids[1:], expected)
     assert deltas.shape == (2, 1)
 
 
@@ -63,7 +63,7 @@ def test_the_callers_positions_are_kept(axes):
     with torch.no_grad():
         compact = compress(tiny_model().model, **inputs, position_ids=position_ids, retention=0.25)
     (columns,) = compact.qtsplus.columns
-    assert torch.equal(compact.position_ids[1:, 0], position_ids[-3:, 0, columns])
+    assert_same(compact.position_ids[1:, 0], position_ids[-3:, 0, columns])
 
 
 def test_decoding_by_hand_goes_on_behind_the_prompt():

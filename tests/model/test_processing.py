@@ -21,6 +21,7 @@ from qtsplus.model.frames_qtsplus import load_frames
 from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.model.question_qtsplus import find_query_mask, question_token_ids
 from qtsplus.model.sampling_qtsplus import choose_frames
+from tiny import assert_same
 
 TINY = hub_configs() / "qtsplus-tiny"
 PROMPT = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Where is it?<|im_end|>\n<|im_start|>assistant\n"
@@ -108,7 +109,7 @@ def test_the_mask_covers_the_last_users_text_and_nothing_else(processor, rows, s
 
     config = Qwen2_5_VLQTSplusConfig(**processor.query_token_ids)
     by_model = find_query_mask(inputs["input_ids"], inputs["attention_mask"], **question_token_ids(config))
-    assert torch.equal(inputs["query_mask"], by_model)
+    assert_same(inputs["query_mask"], by_model)
 
     unpadded = processor(text=texts, **vision)
     for row, mask in enumerate(unpadded["query_mask"]):
@@ -118,7 +119,7 @@ def test_the_mask_covers_the_last_users_text_and_nothing_else(processor, rows, s
 
 def test_a_prompt_without_a_user_has_an_empty_mask(processor):
     inputs = processor(text="<|im_start|>system\nBe brief.<|im_end|>\n", return_tensors="pt")
-    assert torch.equal(inputs["query_mask"], torch.zeros_like(inputs["input_ids"]))
+    assert_same(inputs["query_mask"], torch.zeros_like(inputs["input_ids"]))
 
 
 def test_the_ids_are_those_of_the_configurations(processor):
@@ -146,7 +147,7 @@ def test_a_query_comes_padded_in_the_form_of_the_ids(processor, return_tensors):
 
 def test_one_query_holds_for_all_rows(processor):
     inputs = processor(text=["a", "b"], query="Where?", return_tensors="pt")
-    assert torch.equal(inputs["query_input_ids"][0], inputs["query_input_ids"][1])
+    assert_same(inputs["query_input_ids"][0], inputs["query_input_ids"][1])
 
 
 @pytest.mark.parametrize("as_kwarg", [False, True])
@@ -449,7 +450,9 @@ def with_one(value):
     return frames
 
 
-EMPTY, NARROW, WIDE = (np.zeros((0, 56, 56, 3), np.uint8), np.zeros((28, 28, 3)), np.zeros((56, 28, 3)))
+EMPTY = np.zeros((0, 56, 56, 3), np.uint8)
+NARROW = np.zeros((28, 28, 3))
+WIDE = np.zeros((56, 28, 3))
 
 
 @pytest.mark.parametrize(

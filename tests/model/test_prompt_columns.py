@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from tiny import batch, prompt, stock_twin, token_types
 
@@ -36,7 +37,7 @@ def test_logits_to_keep_means_columns_of_the_full_prompt(model, inputs, kept, co
         logits = model(**inputs, **CALL, logits_to_keep=kept).logits
     is_real = inputs["attention_mask"].bool()[:, columns]
     assert logits.shape == expected.shape
-    torch.testing.assert_close(logits[is_real], expected[is_real], atol=1e-6, rtol=1e-6)
+    assert_close(logits[is_real], expected[is_real], atol=1e-6, rtol=1e-6)
 
 
 def test_with_all_tokens_logits_to_keep_is_as_in_stock(model):
@@ -46,7 +47,7 @@ def test_with_all_tokens_logits_to_keep_is_as_in_stock(model):
     ours = model(**inputs, selection="all", reencode=False, logits_to_keep=columns).logits
     stock = stock_twin(model)(**inputs, mm_token_type_ids=types, logits_to_keep=columns).logits
     is_real = inputs["attention_mask"].bool()[:, columns]
-    torch.testing.assert_close(ours[is_real], stock[is_real], atol=1e-5, rtol=1e-5)
+    assert_close(ours[is_real], stock[is_real], atol=1e-5, rtol=1e-5)
 
 
 def test_a_dropped_token_has_no_logits(model):

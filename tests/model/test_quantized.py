@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtsplus.model.encoding_qtsplus import is_finite, stored_parts
-from tiny import batch, prompt, tiny_model
+from tiny import assert_same, batch, prompt, tiny_model
 
 GRID = (2, 4, 6)  # 48 patches, 12 tokens
 
@@ -56,7 +56,7 @@ def test_hooks_may_make_plain_dicts_of_the_inputs():
     inputs = batch(prompt(videos=[GRID]))
     expected = model.generate(**inputs, max_new_tokens=4)
     hook = model.model.register_forward_pre_hook(lambda _, args, kwargs: (args, plain_dicts(kwargs)), with_kwargs=True)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=4), expected)
+    assert_same(model.generate(**inputs, max_new_tokens=4), expected)
     hook.remove()
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from model_checks import mixed_inputs, mixed_rows, question_mask
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
@@ -11,7 +12,7 @@ from qtsplus.hub.convert import convert, convert_reference_config
 from qtsplus.hub.files import hub_configs
 from qtsplus.model.fields_qtsplus import QUERY_STATES
 from reference import GOLDEN
-from tiny import IM_END, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
+from tiny import IM_END, USER, VIDEO_PAD, assert_same, batch, prompt, run, stock_twin, tiny_model
 
 VIDEO = (2, 4, 8)
 
@@ -26,8 +27,7 @@ def seen(model, inputs, **call):
     """The questions that the selector is given, per row `[L, d]`, and what the model makes of the call."""
     given = []
     hook = model.model.qtsplus.register_forward_pre_hook(lambda _, args: given.append(args[1]))
-    with torch.no_grad():
-        output = model(**inputs, **call)
+    output = run(model, inputs, **call)
     hook.remove()
     return given[0], output
 
@@ -42,13 +42,14 @@ def test_an_earlier_answer_changes_nothing_of_what_is_asked(model):
     other.ids[at + 6] += 1
     (first,), one = seen(model, batch(row))
     (second,), changed = seen(model, batch(other))
-    assert torch.equal(first, second)
-    assert torch.equal(one.qtsplus.relevance[0], changed.qtsplus.relevance[0])
+    assert_same(first, second)
+    assert_same(one.qtsplus.relevance[0], changed.qtsplus.relevance[0])
 
 
 def test_words_of_a_layer_see_each_other_and_their_order(model):
     row = batch(prompt(videos=[VIDEO], question=4))
-    plain, layer = row["input_ids"], model.model.qtsplus.question_layers[0]
+    plain = row["input_ids"]
+    layer = model.model.qtsplus.question_layers[0]
     swapped = plain.clone()
     last = int((plain[0] == IM_END).nonzero()[-1])
     swapped[0, [last - 1, last - 2]] = plain[0, [last - 2, last - 1]]
@@ -66,12 +67,13 @@ def test_the_budget_goes_by_the_same_states():
     """The budget head sees their mean."""
     inputs = batch(prompt(videos=[VIDEO]))
     for kind in QUERY_STATES:
-        model, noted = tiny_model(query_states=kind), []
+        model = tiny_model(query_states=kind)
+        noted = []
         model.model.qtsplus.budget.register_forward_pre_hook(lambda _, args, noted=noted: noted.append(args[0]))
         (states,), _ = seen(model, inputs)
         if kind == "layer":
             states = model.model.qtsplus.contextualise(states)
-        torch.testing.assert_close(noted[0][:64], states.mean(0))
+        assert_close(noted[0][:64], states.mean(0))
 
 
 # The contracts -------------------------------------------------------------------------------------------------------
@@ -98,10 +100,10 @@ def test_batch_is_single(model, pad_left, mask):
         (own,), alone = seen(model, inputs([row], [index])) if row.videos else ((None,), None)
         if alone is None:
             continue
-        torch.testing.assert_close(states[index], own, atol=1e-5, rtol=1e-5)
+        assert_close(states[index], own, atol=1e-5, rtol=1e-5)
         real = together.qtsplus.columns[index] >= 0
-        torch.testing.assert_close(together.logits[index][real], alone.logits[0], atol=1e-4, rtol=1e-4)
-        assert torch.equal(together.qtsplus.kept_indices[index], alone.qtsplus.kept_indices[0])
+        assert_close(together.logits[index][real], alone.logits[0], atol=1e-4, rtol=1e-4)
+        assert_same(together.qtsplus.kept_indices[index], alone.qtsplus.kept_indices[0])
 
 
 # A question that does not stand in the prompt ------------------------------------------------------------------------
@@ -112,11 +114,11 @@ def test_a_question_apart_takes_the_place_of_the_prompts_own_or_of_none(model):
     own = inputs["input_ids"][question_mask(model, inputs).bool()]
     _, expected = seen(model, inputs)
     _, output = seen(model, inputs, query_input_ids=own[None])
-    assert torch.equal(output.qtsplus.relevance[0], expected.qtsplus.relevance[0])
+    assert_same(output.qtsplus.relevance[0], expected.qtsplus.relevance[0])
     others = torch.tensor([[77, 78]])
     for _ in range(2):
         (states,), _ = seen(model, inputs, query_input_ids=others)
-        assert torch.equal(states, model.get_input_embeddings()(others[0]))
+        assert_same(states, model.get_input_embeddings()(others[0]))
         inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == USER, 33)  # no question is left
 
 
@@ -126,7 +128,7 @@ def test_a_mask_of_the_callers_own(model):
     (whole,), _ = seen(model, inputs)
     mask[0, mask[0].nonzero()[[0, 2, 3], 0]] = 0
     (states,), _ = seen(model, inputs, query_mask=mask)
-    assert torch.equal(states, whole[[1, 4, 5]])
+    assert_same(states, whole[[1, 4, 5]])
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_a_fresh_layer_changes_nothing():
     fresh.load_state_dict({k: v for k, v in plain.state_dict().items() if ".reencode_layers." not in k}, strict=False)
     output = seen(fresh, mixed_inputs())[1].qtsplus
     for one, other in zip(output.log_relevance, expected.log_relevance, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+        assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
 # Saving and bad settings ---------------------------------------------------------------------------------------------
@@ -173,9 +175,11 @@ def test_a_stock_model_is_converted_with_them(kind, stock_folder, tmp_path):
     model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder)
     assert model.config.qtsplus_config.query_states == kind
     (states,), output = seen(model, batch(prompt(videos=[VIDEO])), query_input_ids=torch.tensor([[40, 41, 42]]))
-    assert torch.isfinite(output.logits).all() and len(states) == 3
+    assert torch.isfinite(output.logits).all()
+    assert len(states) == 3
     for layer in model.model.qtsplus.question_layers:
-        assert not layer.o_proj.weight.any() and not layer.ffn[-1].weight.any()
+        assert not layer.o_proj.weight.any()
+        assert not layer.ffn[-1].weight.any()
 
 
 def test_a_reference_checkpoint_keeps_the_papers_embeddings():

@@ -27,7 +27,7 @@ from qtsplus.model.methods_qtsplus import (
     top_n,
 )
 from qtsplus.model.prompt_qtsplus import NAMES
-from tiny import batch, compress, prompt, tiny_model
+from tiny import assert_same, batch, compress, prompt, run, tiny_model
 
 WIDTH = 6
 GRIDS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3)
@@ -183,7 +183,7 @@ def test_of_tied_scores_the_earliest_stay_whatever_rounding_does(levels, share, 
     n = max(1, int(share * len(levels)))
     expected = scores.sort(descending=True, stable=True).indices[:n].sort().values
     noise = torch.rand(len(levels), generator=torch.Generator().manual_seed(seed)) - 0.5
-    assert torch.equal(top_n(scores + 5e-5 * noise, n), expected)
+    assert_same(top_n(scores + 5e-5 * noise, n), expected)
 
 
 def test_scores_without_a_chance_come_last_and_in_order():
@@ -238,8 +238,8 @@ def test_a_choice_per_call_is_the_configured_choice(model, inputs, name):
         torch.manual_seed(5)
         ids = chooser.generate(**inputs, **call, max_new_tokens=3)
         results.append((output.logits, *output.qtsplus.kept_indices, ids))
-    assert all(map(torch.equal, *results))
-    assert torch.equal(model(**inputs).logits, before)
+    assert_same(*results)
+    assert_same(model(**inputs).logits, before)
 
 
 def test_methods_choose_differently(model, inputs):
@@ -270,7 +270,8 @@ def test_relevance_is_none_where_nothing_was_scored(model, inputs):
     assert model(**inputs, selection="all").qtsplus.relevance is None
     assert model(**inputs, selection="uniform", retention=0.2).qtsplus.relevance is None
     free = model(**inputs, selection="uniform").qtsplus  # its budget has read the relevance, and the choice has not
-    assert free.relevance is None and free.seen is None
+    assert free.relevance is None
+    assert free.seen is None
     scored = model(**inputs).qtsplus.relevance
     assert [len(row) for row in scored] == [96, 8 * 2 + 4 * 3, 0]
 
@@ -280,13 +281,12 @@ def test_a_function_does_what_it_does_by_its_name(model, inputs, name):
     call = {"retention": 0.3, "max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     by_name = model.generate(**inputs, **call, selection=name)
     by_function = model.generate(**inputs, **call, selection=METHODS[name])
-    assert torch.equal(by_function.sequences, by_name.sequences)
-    assert all(map(torch.equal, by_function.qtsplus.kept_indices, by_name.qtsplus.kept_indices))
+    assert_same(by_function.sequences, by_name.sequences)
+    assert_same(by_function.qtsplus.kept_indices, by_name.qtsplus.kept_indices)
 
 
 def test_a_selection_may_be_a_function_of_a_notebook(model, inputs):
-    with torch.no_grad():
-        chosen = model(**inputs, selection=lambda candidates, n: torch.arange(n), retention=0.1).qtsplus
+    chosen = run(model, inputs, selection=lambda candidates, n: torch.arange(n), retention=0.1).qtsplus
     assert [kept.tolist() for kept in chosen.kept_indices] == [list(range(10)), list(range(3)), []]
     with pytest.raises(ValueError, match=r"selection=7; expected one of .*, or a function like theirs"):
         model(**inputs, selection=7)

@@ -46,7 +46,8 @@ def test_a_new_selector_has_what_was_measured_best_and_an_older_folder_what_it_h
     assert kind(new) == kind(Qwen2_5_VLQTSplusConfig()) == ("soft", "mean", "layer", "loss", True)
     new.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
-    assert content["qtsplus_config"]["reduction"] == "mean" and content["qtsplus_config"]["query_states"] == "layer"
+    assert content["qtsplus_config"]["reduction"] == "mean"
+    assert content["qtsplus_config"]["query_states"] == "layer"
     for name in ("reduction", "query_states", "budget", "null_token"):
         del content["qtsplus_config"][name]
     (tmp_path / "config.json").write_text(json.dumps(content))

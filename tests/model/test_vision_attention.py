@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
 from transformers import Qwen2_5_VLModel
 
 from model_checks import shared_model
@@ -57,7 +58,7 @@ def test_the_numbers_are_stock_s(models, grids):
     grid, pixels = video(*grids)
     with torch.no_grad():
         encoded = [encode(model, grid, pixels) for model in models]
-    torch.testing.assert_close(*encoded, atol=1e-5, rtol=1e-5)
+    assert_close(*encoded, atol=1e-5, rtol=1e-5)
 
 
 def test_the_gradients_are_stock_s():
@@ -67,7 +68,7 @@ def test_the_gradients_are_stock_s():
     for one in (model, stock):
         encode(one, *video((2, 3, 5), (1, 2, 2))).square().sum().backward()
         gradients.append({name: weight.grad for name, weight in one.model.visual.named_parameters()})
-    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+    assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 def one_by_one(query, key, value, lengths):
@@ -92,7 +93,7 @@ def test_by_length_is_one_by_one(lengths, heads):
         attended = attend(*leaf, where)
         (attended * weights).sum().backward()
         results.append([attended.detach(), leaf.grad])
-    torch.testing.assert_close(*results, atol=1e-12, rtol=1e-12)
+    assert_close(*results, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_other_models_can_be_built_from_the_configuration():
     with torch.no_grad():
         theirs = stock.visual(pixels, grid_thw=grid).pooler_output
         for one in (model, copy.deepcopy(model)):
-            torch.testing.assert_close(encode(one, grid, pixels), theirs, atol=1e-5, rtol=1e-5)
+            assert_close(encode(one, grid, pixels), theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -151,5 +152,5 @@ def test_the_patch_projection_is_stock_s_convolution(patches, bias, dtype):
         (output * weights).sum().backward()
         outputs.append(output)
         gradients.append([weight.grad for weight in layer.parameters()])
-    torch.testing.assert_close(*outputs, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(*gradients, atol=10 * tolerance, rtol=tolerance)
+    assert_close(*outputs, atol=tolerance, rtol=tolerance)
+    assert_close(*gradients, atol=10 * tolerance, rtol=tolerance)
