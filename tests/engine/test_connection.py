@@ -150,12 +150,11 @@ def test_what_is_about_no_video_stays_as_it_is(connection):
     assert request(connection, asked=["a"], answers=[b'{"error": {}}'])[2] == b'{"error": {}}'
 
 
-def test_a_request_is_bounded_and_comes_whole(connection, monkeypatch):
-    monkeypatch.setattr(server, "MAX_BODY", 10)
+def test_a_request_is_bounded_and_comes_whole(connection):
+    connection.guard.largest = 10
     assert request(connection, parts=[b"12345", b"67890"], answers=[b"x"])[3] == b"1234567890"
     status, _, body, seen = request(connection, parts=[b"12345", b"67890", b"1"], answers=[b"x"])
     assert (status, seen) == (413, b"") and b"larger than" in body
-    assert connection.guard.coming == 0
 
 
 def test_nobody_hands_the_engine_items_of_his_own(connection):

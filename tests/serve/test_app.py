@@ -200,7 +200,6 @@ def test_no_file_beside_the_films_and_no_address_is_read_for_a_visitor(visit, ad
     anna = visit(address)
     assert anna.page.request.get(f"{address}gradio_api/file={place}").status == 403
     assert anna.page.request.get(f"{address}monitoring/summary").status == 403
-    assert anna.page.request.get(f"{address}gradio_api/deep_link?session_hash=x").status == 404
 
 
 @pytest.fixture
@@ -363,48 +362,25 @@ def test_only_hosts_that_were_named_are_answered(visit, address):
     assert {name: get(address, headers={"Host": name}).status for name in names} == names
 
 
-@pytest.fixture
-def send(monkeypatch, tiny_published, shown) -> Callable[..., int]:
-    """Sends a film of so many bytes to a page that takes little, and gives the status."""
+def test_a_page_elsewhere_sends_nothing_and_a_request_has_a_bound(shown, tiny_published, monkeypatch):
     from qtsplus.asking import session
     from qtsplus.serve import page as app
 
-    monkeypatch.setattr(app, "ALL_FILMS", 100_000)
+    monkeypatch.setattr(app, "LARGEST_REQUEST", 1000)
     port = urlsplit(shown(*session.load(tiny_published, "cpu"))).port
 
-    def post(size: int, name: str = "film.mp4", missing: int = 0, where: str = "upload", **headers: str) -> int:
-        start = f'--B\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'.encode()
-        body = start + name.encode() * (size // len(name)) + b"\r\n--B--\r\n"
+    def send(size: int, site: str) -> int:
+        start = b'--B\r\nContent-Disposition: form-data; name="files"; filename="film.mp4"\r\n\r\n'
+        body = start + bytes(size) + b"\r\n--B--\r\n"
+        headers = {"Content-Type": "multipart/form-data; boundary=B", "Sec-Fetch-Site": site}
         with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-            form = {"Content-Type": "multipart/form-data; boundary=B", "Content-Length": str(len(body))}
-            connection.request("POST", f"/gradio_api/{where}", body[: len(body) - missing], form | headers)
+            connection.request("POST", "/gradio_api/upload", body, headers)
             return connection.getresponse().status
 
-    return post
-
-
-def test_the_films_of_all_visitors_have_so_much_room_and_the_oldest_go(send, tmp_path):
-    for name in ("one.mp4", "two.mp4", "three.mp4"):
-        assert send(40_000, name) == 200
-    assert {path.name for path in (tmp_path / "films").rglob("*.mp4")} == {"two.mp4", "three.mp4"}
-    assert send(120_000) == 413
-
-
-def test_a_film_that_is_not_sent_to_its_end_holds_no_room(send, tmp_path, monkeypatch):
-    from qtsplus.serve import page as app
-
-    with monkeypatch.context() as patch:
-        patch.setattr(app, "LONGEST_UPLOAD", 0.5)
-        assert send(90_000, missing=10_000) >= 400
-    assert send(90_000) == 200
-    assert [path.name for path in (tmp_path / "films").rglob("*") if path.is_file()] == ["film.mp4"]
-
-
-def test_nothing_is_sent_but_what_the_page_sends(send):
-    assert send(1000, where="process_recording") == 404
-    assert send(1000, **{"Sec-Fetch-Site": "cross-site"}) == send(1000, **{"Sec-Fetch-Site": "same-site"}) == 403
-    assert send(1000, **{"Sec-Fetch-Site": "same-origin"}) == 200
-    assert send(1000, **{"Content-Length": "2000000", "Content-Type": "application/json"}, where="queue/join") == 413
+    assert send(100, "same-origin") == 200
+    assert send(100, "same-site") == 403
+    assert send(100, "cross-site") == 403
+    assert send(2000, "same-origin") == 413
 
 
 def test_a_visit_whose_place_others_took_reads_its_film_again(visit, shown, tiny_published, monkeypatch):

@@ -210,15 +210,13 @@ def serve_shelf(
     host, port = place
     app = shelf.streamable_http_app(
         stateless_http=True,
-        max_request_body_size=MAX_MESSAGE,
         transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),  # the guard does that
     )
     guard = Guard(
         app,
         hosts=[host] + list(hosts),
         key=key,
-        most=lambda method, path: MAX_MESSAGE,
-        total=MAX_CONNECTIONS * MAX_MESSAGE,
+        largest=MAX_MESSAGE,
         own_pages=True,
     )
     uvicorn.run(

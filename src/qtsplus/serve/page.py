@@ -1,12 +1,9 @@
 """`qtsplus app`: a page on which people ask about a film, and see in it what each answer rests on."""
 
 import os
-import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,8 @@ from ..video.encoded import FAILURES
 from .door import Guard
 
 LARGEST_FILM = 10**9  # bytes
-ALL_FILMS = 16 * 10**9  # bytes on disk of the films that visitors dropped
+LARGEST_REQUEST = LARGEST_FILM + 10**6  # bytes: a film in its form
 FILM_AGE = 86400  # seconds, after which one of them goes
-LONGEST_UPLOAD = 3600  # seconds
 VISITS = 64  # whose films are held in memory; of others the film is read again
 _HERE = Path(__file__)
 _STYLE = _HERE.with_suffix(".css")
@@ -36,13 +32,6 @@ _THEME = gr.themes.Base(primary_hue="amber", neutral_hue="slate", radius_size="l
 _HEADER = """# Ask a film
 It is read once. For each question the model keeps the few visual tokens that matter, and the film shows which."""
 _FILM = f"A film, of at most {LARGEST_FILM / 10**9:.0f} GB"
-_MOST = {
-    "queue/join": 10**6,
-    "run/predict": 10**6,
-    "cancel": 10**6,
-    "reset": 10**6,
-    "upload": LARGEST_FILM + 10**6,
-}
 _SHARE = "As a share of all, in percent. At 0 the model decides."
 
 
@@ -192,37 +181,6 @@ class Visit:
         return pane
 
 
-def largest_request(method: str, path: str) -> int | None:
-    """The most bytes of a request that the page itself sends; `None` for requests that it does not send."""
-    name = path.rpartition("/gradio_api/")[2]
-    if name == "deep_link":  # it would write to the disk
-        return None
-    if method in ("GET", "HEAD"):
-        return 0
-    return _MOST.get(name)
-
-
-def make_room(folder: Path, coming: int) -> None:
-    """Removes the oldest videos of a folder if they and those that come, in bytes, would be too much."""
-    entries = []
-    total = coming
-    for entry in folder.iterdir():  # a folder with a video, or a file that was not sent whole
-        with suppress(FileNotFoundError):
-            size = entry.stat().st_size
-            size += sum(file.stat().st_size for file in entry.rglob("*"))
-            entries.append((entry.stat().st_mtime, size, entry))
-            total += size
-    oldest = time.time() - FILM_AGE
-    for when, size, entry in sorted(entries):
-        if total <= ALL_FILMS and when >= oldest:
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-        total -= size
-
-
 def build_page(model, processor, hosts: Sequence[str]):
     """The page of [`launch`], and how Gradio is to serve it. What visitors drop goes to GRADIO_TEMP_DIR."""
 
@@ -260,15 +218,7 @@ def build_page(model, processor, hosts: Sequence[str]):
         fields = [visit, film, first, second, share]
         asking.then(partial(Visit.serve, work=Visit.ask), fields, stage, scroll_to_output=True, **in_line)
         stop.click(lambda visit: visit and visit.stop(), visit, **at_once)
-    guard = Middleware(
-        Guard,
-        hosts=hosts,
-        most=largest_request,
-        total=ALL_FILMS,
-        seconds=LONGEST_UPLOAD,
-        own_pages=True,
-        make_room=partial(make_room, Path(os.environ["GRADIO_TEMP_DIR"])),
-    )
+    guard = Middleware(Guard, hosts=hosts, largest=LARGEST_REQUEST, own_pages=True)
     options = {
         "max_file_size": LARGEST_FILM,
         "theme": _THEME,

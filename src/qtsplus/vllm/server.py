@@ -30,10 +30,9 @@ from ..data.media import UNREADABLE
 from ..hub.loading import load_processor
 from ..model.addresses_qtsplus import is_address, is_inline, shown_name
 from ..model.sampling_qtsplus import require_positive
-from ..serve.door import HEALTH, Door, Guard
+from ..serve.door import HEALTH, Door, Guard, refuse
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
-MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
 ASKING = 32  # questions that are made ready at once
 RELEASE_SECONDS = 60
 READ_BYTES = 2 * 2**30  # of main memory, for frames of videos that may be asked about again
@@ -169,8 +168,7 @@ class Connection:
             self._answer,
             hosts=json.loads(os.environ.get(HOSTS, '["*"]')),
             key=os.environ.get(KEY),
-            most=_most,
-            total=MAX_WAITING,
+            largest=MAX_BODY,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,6 +210,8 @@ class Connection:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == HEALTH:
             return await self.app(scope, receive, send)
+        if "/inference/" in scope["path"]:  # there items come of any age and content, which may end the engine
+            return await refuse(404, "There is nothing here for clients.")(scope, receive, send)
         if self.engine is None:
             self._connect(scope["app"].state.engine_client)
         asked: list[str] = []
@@ -266,9 +266,3 @@ def key_of(prompt: Any) -> str:
     """The hash of the video item of what [`processing.QTSplusMultiModalProcessor`] has made; empty if there is none."""
     hashes = prompt.get("mm_hashes", {}) if isinstance(prompt, Mapping) else {}
     return next(iter(hashes.get("video", ())), "")
-
-
-def _most(method: str, path: str) -> int | None:
-    """Bytes of a request."""
-    # There items come of any age and content, which may end the engine.
-    return None if "/inference/" in path else MAX_BODY
