@@ -144,7 +144,7 @@ BAD_ROWS = {
     '{"video": "clip0.mp4", "question": "What?", "retention": true}': "retention is true",
     '{"video": "clip0.mp4", "question": "%s"}' % ("word " * 40000): "tokens",
     '{"question": "What?"}': "is missing",
-    '["clip0.mp4"]': "expected an object",
+    '["clip0.mp4"]': "expected a mapping",
     '{"video": "clip0.mp4", "quest': "no JSON",
 }
 
@@ -214,11 +214,11 @@ def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, tmp_path):
     assert "answer" in whole
 
 
-@pytest.mark.parametrize("header", ["video;question", "video,question,question", "film,question"])
+@pytest.mark.parametrize("header", ["video;question", "film,question"])
 def test_another_header_of_csv_is_refused(batch, tmp_path, header):
     batch.file = tmp_path / "rows.csv"
     batch.file.write_text(f"{header}\nclip0.mp4,What?,Who?\n")
-    assert "expected video,question and others once" in batch.refusal()
+    assert "holds no row with a video and a question. " in batch.refusal()
 
 
 def test_a_row_may_be_about_a_stretch_and_an_unknown_column_is_named(batch, tmp_path):

@@ -38,7 +38,7 @@ def test_questions_and_commands_through_a_pipe(chat, tmp_path):
     assert both["answer"] == MARK and both["visual_tokens"] == 2 * first["visual_tokens"]
     assert both["video"] == "demo.mp4, demo.mp4 (2)"
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".") == [
-        *("answer.json", "frames-1.png", "frames-2.png", "kept-1.mp4", "kept-2.mp4")
+        *("answer.json", "frames-1.png", "frames-2.png")
     ]
 
 

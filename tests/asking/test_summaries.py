@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 import qtsplus.asking.summaries as summaries
@@ -44,20 +43,6 @@ def session_of(loaded, videos):
         return session
 
     return make
-
-
-@pytest.fixture
-def read(monkeypatch):
-    """How many chapters are read at a time."""
-    sizes = []
-    answer = summaries.answer_batch
-
-    def noting(model, processor, questions, **options):
-        sizes.append(len(questions))
-        return answer(model, processor, questions, **options)
-
-    monkeypatch.setattr(summaries, "answer_batch", noting)
-    return sizes
 
 
 def with_steps_of_a_second(features):
@@ -106,20 +91,18 @@ def test_where_nothing_changes_chapters_are_equal():
 
 @pytest.fixture
 def spoken(monkeypatch):
-    """The questions about chapters and the groups of texts that a pretended model joins."""
-    said = SimpleNamespace(questions=[], groups=[])
+    """What a pretended model is asked about chapters, and the groups of texts that it joins."""
+    said = SimpleNamespace(calls=[], groups=[])
 
-    def answer(model, processor, questions, **options):
-        first = len(said.questions) + 1
-        said.questions += questions
-        texts = [f"part {first + number}" for number in range(len(questions))]
-        return [SimpleNamespace(answer=text, kept_tokens=2, visual_tokens=9) for text in texts]
+    def answer(model, processor, videos, questions, **options):
+        said.calls.append(SimpleNamespace(videos=videos, **options))
+        return [SimpleNamespace(answer=f"part {len(said.calls)}", kept_tokens=2, visual_tokens=9)]
 
-    def join(model, processor, groups, options):
-        said.groups += groups
-        return ["joined"] * len(groups)
+    def join(model, processor, group, options):
+        said.groups.append(group)
+        return "joined"
 
-    monkeypatch.setattr(summaries, "answer_batch", answer)
+    monkeypatch.setattr(summaries, "answer_questions", answer)
     monkeypatch.setattr(summaries, "_join", join)
     return said
 
@@ -130,19 +113,19 @@ def test_each_chapter_is_read_from_its_own_tokens(loaded, session_of, spoken):
     assert [(chapter.start, chapter.end) for chapter in summary.chapters] == [(0, 5), (5, 10)], "the scenes' change"
     assert [chapter.text for chapter in summary.chapters] == ["part 1", "part 2"]
     features = []
-    for question in spoken.questions:
-        assert question.choice.selection == "coverage"
-        assert question.choice.retention == loaded[0].config.qtsplus_config.rho_max, "as many as may be"
-        (chapter,) = question.videos.values()
+    for call in spoken.calls:
+        assert call.selection == "coverage"
+        assert call.retention == loaded[0].config.qtsplus_config.rho_max, "as many as may be"
+        (chapter,) = call.videos.values()
         features.append(chapter.features)
     assert torch.equal(torch.cat(features), session.videos["cut.mp4"].features)
 
 
 def test_a_budget_in_tokens_replaces_the_rate(session_of, spoken):
     summarise(session_of("short"), max_visual_tokens=5)
-    (question,) = spoken.questions
-    assert question.choice.retention is None
-    assert question.choice.max_visual_tokens == 5
+    (call,) = spoken.calls
+    assert call.retention is None
+    assert call.max_visual_tokens == 5
     assert not spoken.groups, "one chapter is the summary"
 
 
@@ -174,7 +157,7 @@ def test_the_joining_prompt_has_every_text_with_its_times(loaded, monkeypatch):
         return SimpleNamespace(sequences=input_ids)
 
     monkeypatch.setattr(model, "generate", generate)
-    assert summaries._join(model, processor, [parts_of(3)], {"max_new_tokens": 4}) == [""]
+    assert summaries._join(model, processor, parts_of(3), {"max_new_tokens": 4}) == ""
     (prompt,) = prompts
     said = processor.tokenizer.decode(prompt)
     assert "a.mp4, 0:00 to 1:00: ball 0 <|im_end|>\na.mp4, 1:00 to 2:00: ball 1" in said
@@ -185,51 +168,7 @@ def test_the_joining_prompt_has_every_text_with_its_times(loaded, monkeypatch):
 def test_texts_beyond_the_models_positions_are_refused(loaded, monkeypatch):
     monkeypatch.setattr(loaded[0].config.get_text_config(), "max_position_embeddings", 64)
     with pytest.raises(ValueError, match="texts of 70 chapters take .* joins them 4; the model has 64: ask for less"):
-        summaries._join(*loaded, [parts_of(70)], {"max_new_tokens": 4})
-
-
-# Several chapters at a time -------------------------------------------------------------------------------------------
-
-
-def test_chapters_that_are_read_side_by_side_say_what_each_says_alone(loaded, session_of, read, monkeypatch):
-    session = session_of("cut", "short")
-    options = {"longest": 0.7, "max_new_tokens": 6}
-    together = summarise(session, **options)
-    assert read == [10, 3]
-    tokens = together.chapters[0].kept_tokens + len(loaded[1].text_ids("Summarise the video."))
-    limits = [
-        ("AT_ONCE", 3 * tokens, [3, 3, 3, 1, 3]),
-        ("AT_ONCE", 1, [1] * 13),
-        ("SIDE_BY_SIDE", 1, [1] * 13),
-        ("SIDE_BY_SIDE", 4, [4, 4, 2, 3]),
-    ]
-    for name, most, sizes in limits:
-        read.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(summaries, name, most)
-            assert summarise(session, **options) == together
-        assert read == sizes
-
-
-@pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 2}, {"min_length": 9}, {"max_time": 60.0}], ids=str)
-def test_generation_for_a_single_prompt_reads_chapter_by_chapter(loaded, session_of, read, monkeypatch, option):
-    session = session_of("cut")
-    options = {"longest": 1, "max_new_tokens": 4, "selection": "all"}
-    chapters = summarise(session, **options).chapters
-    assert read == [10]
-    assert summarise(session, **option, **options).chapters == chapters
-    config = GenerationConfig(**option, max_new_tokens=4)
-    assert summarise(session, longest=1, selection="all", generation_config=config).chapters == chapters
-    for name, value in option.items():
-        monkeypatch.setattr(loaded[0].generation_config, name, value)
-    assert summarise(session, **options).chapters == chapters
-    assert read == [10] + [1] * 30
-
-
-def test_a_long_prompt_leaves_room_for_fewer_chapters(session_of, read):
-    summarise(session_of("cut"), "What happens here? " * 400, longest=1, max_new_tokens=1)
-    assert max(read) < 6
-    assert sum(read) == 10
+        summaries._join(*loaded, parts_of(70), {"max_new_tokens": 4})
 
 
 # Sources --------------------------------------------------------------------------------------------------------------
@@ -297,7 +236,6 @@ def test_a_path_is_not_summarised(videos):
         ("longest", True, "longest=True"),
         ("longest", float("nan"), "longest=nan"),
         ("longest", 10**400, "longest=an integer of 1329 bits; expected a finite number"),
-        ("videos", ["frame.mp4"], "Got videos for a summary"),
         ("turns", ["a", "b"], "Got turns for a summary"),
         ("queries", ["c"], "Got queries for a summary"),
         ("past_key_values", None, "Got past_key_values for a summary"),

@@ -14,8 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from clips import make_world, render_world, write_mp4
 from qtsplus.asking import answers, session
-from qtsplus.asking.choice import Choice
-from qtsplus.asking.question import Question, prompt_inputs
+from qtsplus.asking.question import Batch, prompt_inputs
 from qtsplus.asking.session import VideoSession, encode
 from qtsplus.live.stream import Stream
 from qtsplus.video import storage
@@ -96,7 +95,7 @@ def kept_of(answer):
 
 
 def logits_of(made, question):
-    inputs = prompt_inputs(made.processor, [Question(made.videos, question)])
+    inputs = prompt_inputs(made.processor, Batch(made.videos, [question]))
     with torch.no_grad():
         return made.model(**inputs, logits_to_keep=1).logits
 
@@ -215,24 +214,6 @@ def test_many_questions_are_each_question(both):
         together = both.ask_many((question for question in questions), batch_size=batch_size, **SHORT)
         for answer, expected in zip(together, alone, strict=True):
             assert_same(answer, expected)
-
-
-def test_questions_about_videos_of_their_own_are_answered_as_alone(loaded, both):
-    front, back = both.videos.values()
-    choice = Choice(max_visual_tokens=7)
-    questions = [
-        Question({"front": front}, QUESTIONS[0], choice=choice),
-        Question({"front": front, "back": back}, QUESTIONS[1], choice=choice),
-        Question({"back": back}, QUESTIONS[2], choice=choice),
-    ]
-    together = answers.answer_batch(*loaded, questions, **SHORT)
-    for question, answer in zip(questions, together, strict=True):
-        (alone,) = answers.answer_batch(*loaded, [question], **SHORT)
-        assert_same(answer, alone)
-        assert list(answer.keep_maps) == list(question.videos)
-        assert answer.video == alone.video
-    with pytest.raises(ValueError, match="no video to ask about"):
-        answers.answer_batch(*loaded, [questions[0], Question({}, QUESTIONS[1])])
 
 
 def test_a_second_question_asks_no_vision_tower(loaded, both, monkeypatch):
@@ -442,41 +423,30 @@ for number in range(5):
 
 @pytest.mark.parametrize("position_ids", ["original", "sequential"])
 def test_the_oldest_turns_that_have_no_positions_are_left_out(loaded, fresh, positions, monkeypatch, position_ids):
-    """As few as will do; the answer is that of the other turns, and no token is at a further position than counted."""
+    """As few as will do. The answer is that of the other turns, and every token has a position that the model has."""
     model = loaded[0]
     monkeypatch.setattr(model.config.qtsplus_config, "position_ids", position_ids)
-    counts = []
-    count = answers.positions_needed
-
-    def noting(*arguments):
-        counts.append(count(*arguments))
-        return counts[-1]
-
-    monkeypatch.setattr(answers, "positions_needed", noting)
-
-    def ask(turns):
-        counts.clear()
-        options = {"turns": turns, "retention": 0.1, **SHORT}
-        (answer,) = answers.answer_questions(*loaded, fresh.videos, [QUESTIONS[-1]], **options)
-        return answer
-
-    positions(32768)
-    wholes = []
-    needs = []
-    for gone in range(6):
-        wholes.append(ask(TURNS[2 * gone :]))
-        needs.append(counts[0])
-
     reached = []
 
     def note_positions(module, arguments, options):
         reached.append(int(options["position_ids"][-3:].max()))
 
+    def ask(turns):
+        reached.clear()
+        options = {"turns": turns, "retention": 0.1, **SHORT}
+        (answer,) = answers.answer_questions(*loaded, fresh.videos, [QUESTIONS[-1]], **options)
+        return answer
+
     hook = model.model.language_model.register_forward_pre_hook(note_positions, with_kwargs=True)
+    wholes = []
+    needs = []
+    for gone in range(6):
+        wholes.append(ask(TURNS[2 * gone :]))
+        end_of_prompt = reached[0] + 1
+        needs.append(end_of_prompt + SHORT["max_new_tokens"])
     for gone in range(1, 6):
         for most in (needs[gone], needs[gone - 1] - 1):
             positions(most)
-            reached.clear()
             answer = ask(TURNS)
             assert_same(answer, wholes[gone])
             assert answer.warnings[-1].endswith(f"the oldest questions: {gone}.")

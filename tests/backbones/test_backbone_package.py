@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from qtsplus.asking import session
-from qtsplus.asking.question import Question, prompt_inputs
+from qtsplus.asking.question import Batch, prompt_inputs
 from qtsplus.data.records import VideoRecord
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from qtsplus.training.dataset import VideoQACollator, VideoQADataset
@@ -38,10 +38,9 @@ QUESTIONS = (QUESTION, "Why does the <|im_end|> move to the left?", "\n And then
 @pytest.mark.parametrize("turns", [[], ["What was there?", "Nothing."]])
 def test_the_prompts_of_a_batch_are_those_of_each_question(model, processor, clips, names, turns):
     videos = {name: session.encode(model, processor, clips / f"{name}.mp4", fps=2) for name in names}
-    questions = [Question(videos, text, turns=turns) for text in QUESTIONS]
-    together = prompt_inputs(processor, questions)
-    for row, question in enumerate(questions):
-        alone = prompt_inputs(processor, [question])
+    together = prompt_inputs(processor, Batch(videos, QUESTIONS, turns=turns))
+    for row, question in enumerate(QUESTIONS):
+        alone = prompt_inputs(processor, Batch(videos, [question], turns=turns))
         assert together.keys() == alone.keys()
         for name in [name for name in alone if name.startswith(("input_", "query_"))]:
             mask = "query_attention_mask" if name.startswith("query_") and name != "query_mask" else "attention_mask"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qtsplus.asking import session
-from qtsplus.asking.question import Question, prompt_inputs
+from qtsplus.asking.question import Batch, prompt_inputs
 from qtsplus.live.stream import Stream
 from tiny import assert_same, compress
 
@@ -44,7 +44,7 @@ def test_all_is_remembered(model, processor, frames, count, monkeypatch):
     assert answer.answer == expected.answer
     assert (answer.frames, expected.frames) == (count, count)
     assert answer.evidence == [replace(one, name="video") for one in expected.evidence]
-    inputs = prompt_inputs(processor, [Question({"video": whole}, QUESTION)])
+    inputs = prompt_inputs(processor, Batch({"video": whole}, [QUESTION]))
     shown = compress(model.model, **inputs, selection="uniform", retention=0.5)
     assert_same(prompts[0].input_ids, shown.input_ids)
     assert_same(prompts[0].position_ids, shown.position_ids)
@@ -85,7 +85,7 @@ def test_positions_are_those_of_the_whole_video(model, processor, clips, monkeyp
     stream.append(frames)
     stream.ask(QUESTION, selection="all", max_new_tokens=1)
     whole = session.encode(model, processor, clips / "long.mp4", fps=4)
-    inputs = prompt_inputs(processor, [Question({"video": whole}, QUESTION)])
+    inputs = prompt_inputs(processor, Batch({"video": whole}, [QUESTION]))
     kept = torch.cat([torch.arange(3), torch.arange(len(whole.features) - 3, len(whole.features))])
     call = {"retention": 1.0, "max_visual_tokens": 6, "selection": lambda candidates, n: kept}
     expected = compress(model.model, **inputs, **call)

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from clips import write_records
-from qtsplus.asking.answers import answer_batch
+from qtsplus.asking.answers import answer_questions
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import Outcome, exact_match, tally
@@ -98,13 +98,13 @@ def test_a_question_is_asked_in_its_conversation_and_not_by_its_batch(
     longest = len(tiny_processor.text_ids(later.answer)) + 2
     asked = []
 
-    def noting(model, processor, questions, **options):
+    def noting(model, processor, videos, questions, *, turns, **options):
         assert options["max_new_tokens"] == longest
         for question in questions:
-            asked.append((question.text, question.turns))
-        return answer_batch(model, processor, questions, **options)
+            asked.append((question, turns))
+        return answer_questions(model, processor, videos, questions, turns=turns, **options)
 
-    monkeypatch.setattr("qtsplus.asking.session.answer_batch", noting)
+    monkeypatch.setattr("qtsplus.asking.session.answer_questions", noting)
     records = [record, later, record]
     first, second, third = evaluate(records, retention=0.1)
     assert asked == [("What?", ()), ("And now?", turn)]

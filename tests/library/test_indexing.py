@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from clips import LIBRARY, make_world, render_world, write_mp4
 from qtsplus.asking import session
-from qtsplus.asking.picture import draw_evidence
 from qtsplus.asking.summaries import summarise
 from qtsplus.cli import app
 from qtsplus.library import indexing
@@ -144,25 +143,16 @@ def test_links_are_followed_once(mine, tmp_path, build):
     assert list(build().files) == list(LIBRARY)
 
 
-def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, loaded):
-    films = ("disc.VOB", "phone.3gp", "camera.MTS", "loop.gif")
-    for name in films:
+def test_videos_of_any_container_are_found_and_hidden_ones_are_not(mine, loaded):
+    names = ("disc.VOB", "phone.3gp", "camera.MTS", "loop.gif")
+    for name in names:
         shutil.copy(next(mine.glob("**/*.mp4")), mine / name)
     (mine / ".trash").mkdir()
     for name in (".trash/gone.mp4", "._phone.mp4"):
         shutil.copy(mine / "phone.3gp", mine / name)
-    notes = [f"notes-{number:02}.txt" for number in range(22)]
-    for name in (*notes, ".hidden.txt"):
-        (mine / name).write_text("not a film")
-    lines = []
-    for _ in range(2):
-        made = index(mine, mine / "library", *loaded, say=lines.append)
-        assert set(films) < made.entries.keys()
-        hidden = [name for name in made.entries if "gone" in name or "._" in name]
-        assert hidden == []
-        said = f"Left out 22 files without the name of a video: {', '.join(notes[:8])} and 14 more"
-        assert said in lines
-        lines.clear()
+    (mine / "notes.txt").write_text("not a video")
+    made = index(mine, mine / "library", *loaded)
+    assert made.entries.keys() == {*LIBRARY, *names}
 
 
 def test_films_that_cannot_be_read_are_none_of_a_library_s_videos(mine, build):
@@ -295,20 +285,6 @@ def test_a_video_that_is_swapped_while_it_is_encoded_has_no_features_yet(tmp_pat
     again = build().entries["b.mp4"]
     assert again["features"] is not None
     assert again["content"] != first["content"]
-
-
-def test_pictures_of_an_answer_are_no_videos_of_the_library(mine, loaded, build, open_library):
-    talk = session.VideoSession(*loaded)
-    talk.add(str(mine / "a.mp4"))
-    draw_evidence(talk.ask(QUESTION, max_new_tokens=2), talk.videos, mine / "evidence")
-    assert (mine / "evidence/kept.mp4").exists()
-    (mine / "evidence/own.mp4").write_bytes((mine / "b.mp4").read_bytes())
-    for name, text in (("more", "[1]"), (".", '{"videos": [null, {"kept_tokens": null}]}')):
-        (mine / name / "answer.json").write_text(text)
-    lines = []
-    build(say=lines.append)
-    assert "Left out 1 video that `ask --evidence` drew: evidence/kept.mp4" in lines
-    assert open_library().names == ["a.mp4", "b.mp4", "evidence/own.mp4", "more/c.mp4"]
 
 
 def test_two_at_once(build, folder):

@@ -18,19 +18,17 @@ from ..model.prompt_qtsplus import (
     VIDEO,
     CompactPrompt,
     Layout,
-    SelectionInputs,
-    VisualInputs,
     splice,
     take_inputs,
 )
-from ..model.selector_qtsplus import QTSplusOutput, kept_count
+from ..model.selector_qtsplus import QTSplusOutput
 from ..video.encoded import EncodedVideo
 from ..video.grids import keep_maps
 from ..video.subtitles import check_subtitles, near
 from .choice import Choice
 from .evidence import Interval, evidence_intervals
 from .generation import TokenClock, generation_options
-from .question import Question, Videos, prompt_inputs
+from .question import Batch, Videos, prompt_inputs
 from .recall import narrowed
 
 
@@ -77,6 +75,7 @@ class Answer:
         return fields
 
 
+@torch.no_grad()
 def answer_questions(
     model,
     processor,
@@ -88,7 +87,9 @@ def answer_questions(
     retention: float | None = None,
     max_visual_tokens: int | None = None,
     selection: str | Method | None = None,
-    **options,
+    max_new_tokens: int | None = None,
+    subtitles: int | None = None,
+    **generation,
 ) -> list[Answer]:
     """
     Answers questions about videos, whose tokens compete for one budget, in one batch.
@@ -103,67 +104,46 @@ def answer_questions(
         max_visual_tokens: the maximum of visual tokens to keep; if `retention` gives fewer, that applies.
         selection: the method, if not the model's own: a name such as `"uniform"`, or a function that takes `Candidates`
             and a count and returns indices (`methods_qtsplus.py`).
-        options: as for [`answer_batch`], such as `max_new_tokens` and `subtitles`.
+        max_new_tokens: the longest answer; by default what a `generation_config` says, or 128.
+        subtitles: the maximum of subtitle tokens in front of each question. Lines nearest in time to kept tokens are
+            taken first. The videos must have been encoded with their subtitles.
+        generation: as for `generate`.
 
     Raises:
         ValueError: without a video; for `subtitles` if no video was encoded with any; for a prompt that takes more
             positions than the model has; and as [`ask`] does.
     """
-    if not isinstance(queries, (list, tuple)) or len(queries) not in (0, len(questions)):
-        raise ValueError(f"queries={queries!r}; expected a list of texts, one for each question.")
-    choice = Choice(retention, max_visual_tokens, selection)
-    batch = [Question(videos, text, turns=turns, choice=choice) for text in questions]
-    if queries:
-        batch = [replace(question, query=query) for question, query in zip(batch, queries, strict=True)]
-    return answer_batch(model, processor, batch, **options)
-
-
-@torch.no_grad()
-def answer_batch(
-    model,
-    processor,
-    questions: Sequence[Question],
-    *,
-    max_new_tokens: int | None = None,
-    subtitles: int | None = None,
-    **generation,
-) -> list[Answer]:
-    """
-    Answers questions in one batch, each about its own videos.
-
-    Args:
-        questions: with the same turns and the same choice.
-        max_new_tokens: the longest answer; by default what a `generation_config` says, or 128.
-        subtitles: the maximum of subtitle tokens in front of each question. Lines nearest in time to kept tokens are
-            taken first. The videos must have been encoded with their subtitles.
-        generation: as for `generate`.
-    """
-    videos: list[EncodedVideo] = []
-    for question in questions:
-        question.check(model, processor)
-        videos += question.videos.values()
-        if question.remembered and len(questions) > 1:
-            raise ValueError(f"Got {len(questions)} questions to a stream; expected one, which has its own positions.")
-    check_subtitles(subtitles, videos)
-    choice = questions[0].choice
-    selection = choice.selection or model.config.qtsplus_config.selection
-    check_budget(selection, [choice.retention], 1, choice.max_visual_tokens)
-    batch = _Batch(model, processor, questions, generation_options(model, generation, max_new_tokens))
-    prompts = _lay_out(batch)
-    compact = _shorten(model, prompts)
+    batch = Batch(videos, questions, queries, turns)
+    batch.check(model, processor)
+    check_subtitles(subtitles, videos.values())
+    method = selection or model.config.qtsplus_config.selection
+    check_budget(method, [retention], 1, max_visual_tokens)
+    reader = _Reader(
+        model=model,
+        processor=processor,
+        choice=Choice(retention, max_visual_tokens, selection),
+        generation=generation_options(model, generation, max_new_tokens),
+    )
+    prompts = reader.shorten(batch)
     if subtitles:
-        batch = replace(batch, questions=_with_captions(batch, prompts, compact.qtsplus, subtitles))
-        prompts = _lay_out(batch)
-        compact = _shorten(model, prompts)
-    output = model.generate_from(compact, **batch.generation)
-    timings = batch.clock.timings()
+        captions = _captions(processor, batch, prompts, subtitles)
+        prompts = reader.shorten(replace(batch, captions=captions))
+    output = model.generate_from(prompts.compact, **reader.generation)
+    timings = reader.clock.timings()
     new_ids = output.sequences[:, prompts.length :]
     texts = processor.tokenizer.batch_decode(new_ids, skip_special_tokens=True)
     answers = []
     for row, text in enumerate(texts):
-        answer = _answer(batch, prompts, compact.qtsplus, row, bool(subtitles))
+        answer = _answer(reader, batch, prompts, row)
+        if subtitles:
+            answer = replace(answer, unheard=_lacks_words(videos))
         answers.append(replace(answer, answer=text.strip(), timings=timings))
     return answers
+
+
+def _lacks_words(videos: Videos) -> bool:
+    """Whether a video has sound and no subtitles."""
+    return any(video.about.sound and not video.subtitles for video in videos.values())
 
 
 @dataclass(frozen=True)
@@ -195,40 +175,18 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """Questions that are answered together, and how; all of it was checked."""
-
-    model: Any
-    processor: Any
-    questions: Sequence[Question]
-    generation: dict[str, Any]  # as [`generation_options`] gives them
-
-    @property
-    def clock(self) -> TokenClock:
-        return self.generation["streamer"]
-
-    @property
-    def turns(self) -> Sequence[str]:
-        return self.questions[0].turns
-
-    @property
-    def new_tokens(self) -> int:
-        return self.generation["max_new_tokens"]
-
-
-@dataclass(frozen=True)
 class _Prompts:
-    """The prompts of a batch of questions."""
+    """The prompts of a batch of questions, with the visual tokens that stay."""
 
-    length: int  # of the longest prompt, in ids
+    length: int  # of the longest whole prompt, in ids
     layout: Layout
-    visual: VisualInputs
-    selection: SelectionInputs
+    compact: CompactPrompt
     places: Tensor | None  # `[k]` ascending, which tokens of the videos' grids exist; all of them if `None`
     warnings: list[str] = field(default_factory=list)
 
-    def whole(self, kept: Kept) -> Kept:
-        """`kept`, with indices and relevance that count all tokens of the videos' grids."""
+    def kept(self, row: int) -> Kept:
+        """What stays for a question, with indices and relevance that count all tokens of the videos' grids."""
+        kept = Kept.of(self.compact.qtsplus, row)
         if self.places is None:
             return kept
         relevance = kept.relevance
@@ -238,29 +196,63 @@ class _Prompts:
         return replace(kept, indices=self.places[kept.indices], relevance=relevance)
 
 
-def _lay_out(batch: _Batch) -> _Prompts:
-    """The prompts. Without the oldest turns if the positions do not suffice; `ValueError` if they still do not."""
-    positions = batch.model.config.get_text_config().max_position_embeddings
-    left_out = 0
-    while True:
-        questions = [replace(question, turns=question.turns[left_out:]) for question in batch.questions]
-        prompts = _prompts(batch, questions)
-        needed = positions_needed(batch.model, prompts.layout, prompts.selection, batch.new_tokens)
-        if needed <= positions:
-            break
-        if left_out == len(batch.turns):
-            text = max(len(row.columns) - len(row.candidates) for row in prompts.layout.rows)
-            raise ValueError(
-                f"The prompt takes {needed} positions, and the model has {positions}: {text} are for text, "
-                f"{batch.new_tokens} for the answer (max_new_tokens), and the rest for the videos. Ask in fewer words, "
-                "for a shorter answer, or about fewer frames."
+@dataclass(frozen=True)
+class _Reader:
+    """A model and how it reads prompts; all of it was checked."""
+
+    model: Any
+    processor: Any
+    choice: Choice
+    generation: dict[str, Any]  # as [`generation_options`] gives them
+
+    @property
+    def clock(self) -> TokenClock:
+        return self.generation["streamer"]
+
+    def shorten(self, batch: Batch) -> _Prompts:
+        """The prompts, without the oldest turns if the positions do not suffice; `ValueError` if they still do not."""
+        positions = self.model.config.get_text_config().max_position_embeddings
+        new_tokens = self.generation["max_new_tokens"]
+        left_out = 0
+        while True:
+            remaining = replace(batch, turns=batch.turns[left_out:])
+            prompts = self._read(remaining)
+            needed = int(prompts.compact.next_position.max()) + new_tokens
+            if needed <= positions:
+                break
+            if left_out == len(batch.turns):
+                text = max(len(row.columns) - len(row.candidates) for row in prompts.layout.rows)
+                raise ValueError(
+                    f"The prompt takes {needed} positions, and the model has {positions}: {text} are for text, "
+                    f"{new_tokens} for the answer (max_new_tokens), and the rest for the videos. Ask in fewer words, "
+                    "for a shorter answer, or about fewer frames."
+                )
+            left_out = _turns_to_leave_out(batch.turns, left_out, needed - positions)
+        if left_out:
+            prompts.warnings.append(
+                f"The model has {positions} positions. Left out of the conversation, the oldest questions: "
+                f"{left_out // 2}."
             )
-        left_out = _turns_to_leave_out(batch.turns, left_out, needed - positions)
-    if left_out:
-        prompts.warnings.append(
-            f"The model has {positions} positions. Left out of the conversation, the oldest questions: {left_out // 2}."
-        )
-    return prompts
+        return prompts
+
+    def _read(self, batch: Batch) -> _Prompts:
+        """The prompts, whatever positions they take."""
+        backbone = self.model.model
+        inputs = prompt_inputs(self.processor, batch, self.model.device)
+        self.clock.start()
+        visual, selection = take_inputs(inputs | vars(self.choice))
+        input_ids = inputs["input_ids"]
+        layout = lay_out(backbone, visual, input_ids, inputs["attention_mask"])
+        places = None
+        if batch.remembered:
+            new_tokens = self.generation["max_new_tokens"]
+            layout, places = narrowed(self.model, layout, batch.remembered, new_tokens)
+            features = {IMAGE: [], VIDEO: list(visual.video_features or ())}
+        else:
+            features = encode_visual(backbone, visual, layout.grids)
+        selected, chosen = choose(backbone, layout, features, selection, sample_gate=False)
+        compact = splice(backbone, layout, features, selected, chosen, pad_left=True)
+        return _Prompts(input_ids.shape[1], layout, compact, places)
 
 
 def _turns_to_leave_out(turns: Sequence[str], left_out: int, excess: int) -> int:
@@ -273,85 +265,27 @@ def _turns_to_leave_out(turns: Sequence[str], left_out: int, excess: int) -> int
     return left_out
 
 
-def _prompts(batch: _Batch, questions: Sequence[Question]) -> _Prompts:
-    model = batch.model
-    inputs = prompt_inputs(batch.processor, questions, model.device)
-    batch.clock.start()
-    visual, selection = take_inputs(inputs | vars(questions[0].choice))
-    input_ids = inputs["input_ids"]
-    layout = lay_out(model.model, visual, input_ids, inputs["attention_mask"])
-    places = None
-    remembered = questions[0].remembered  # a question to a stream is alone in its batch
-    if remembered:
-        layout, places = narrowed(model, layout, remembered, batch.new_tokens)
-    return _Prompts(input_ids.shape[1], layout, visual, selection, places)
+def _captions(processor, batch: Batch, prompts: _Prompts, most: int) -> list[str]:
+    """For each question, the subtitles near its kept tokens."""
+    captions = []
+    for row in range(len(batch.questions)):
+        indices = prompts.kept(row).indices
+        captions.append(near(indices, batch.videos, processor, most))
+    return captions
 
 
-def positions_needed(model, layout: Layout, selection: SelectionInputs, new_tokens: int) -> int:
-    """How many positions a batch's longest prompt takes with its answer, with as many visual tokens as allowed."""
-    config = model.config.qtsplus_config
-    longest = 0
-    for row in layout.rows:
-        if config.position_ids == "sequential":
-            visual_tokens = len(row.candidates)
-            text_tokens = len(row.columns) - visual_tokens
-            needed = text_tokens + _most_kept(config, selection, visual_tokens) + new_tokens
-        else:
-            positions = row.language_positions
-            end_of_answer = int(positions[:, -1].max()) + new_tokens
-            needed = max(int(positions.max()), end_of_answer) + 1
-        longest = max(longest, needed)
-    return longest
-
-
-def _most_kept(config: QTSplusConfig, selection: SelectionInputs, count: int) -> int:
-    """How many of `count` visual tokens may stay."""
-    if (selection.selection or config.selection) == "all":
-        return count
-    retention: Any = selection.retention or config.rho_max
-    most = min(config.n_max, selection.max_visual_tokens or count)
-    return kept_count(float(retention), count, most)
-
-
-def _shorten(model, prompts: _Prompts) -> CompactPrompt:
-    """What the language model reads."""
-    backbone = model.model
-    layout = prompts.layout
-    if prompts.places is None:
-        features = encode_visual(backbone, prompts.visual, layout.grids)
-    else:
-        features = {IMAGE: [], VIDEO: list(prompts.visual.video_features or ())}
-    selected, chosen = choose(backbone, layout, features, prompts.selection, sample_gate=False)
-    return splice(backbone, layout, features, selected, chosen, pad_left=True)
-
-
-def _with_captions(batch: _Batch, prompts: _Prompts, chosen: QTSplusOutput, most: int) -> list[Question]:
-    """The questions, each preceded by the subtitles near its kept tokens."""
-    questions = []
-    for row, question in enumerate(batch.questions):
-        kept = prompts.whole(Kept.of(chosen, row))
-        caption = near(kept.indices, question.videos, batch.processor, most)
-        questions.append(replace(question, caption=caption))
-    return questions
-
-
-def _answer(batch: _Batch, prompts: _Prompts, chosen: QTSplusOutput, row: int, has_subtitles: bool) -> Answer:
+def _answer(reader: _Reader, batch: Batch, prompts: _Prompts, row: int) -> Answer:
     """An answer without its text."""
-    question = batch.questions[row]
-    config = batch.model.config.qtsplus_config
-    merge_size = batch.processor.video_processor.merge_size
-    kept = prompts.whole(Kept.of(chosen, row))
-    answer = shown_by(question.videos, kept, merge_size, config)
-    if question.remembered:  # cameras on one clock
+    config = reader.model.config.qtsplus_config
+    merge_size = reader.processor.video_processor.merge_size
+    answer = shown_by(batch.videos, prompts.kept(row), merge_size, config)
+    if batch.remembered:  # cameras on one clock
         answer = replace(
             answer,
-            visual_tokens=sum(len(video.features) for video in question.remembered),
-            seconds_of_video=max(video.length for video in question.remembered),
+            visual_tokens=sum(len(video.features) for video in batch.remembered),
+            seconds_of_video=max(video.length for video in batch.remembered),
         )
-    unheard = [video for video in question.videos.values() if video.about.sound]
-    if has_subtitles:
-        unheard = [video for video in unheard if not video.subtitles]
-    return replace(answer, warnings=answer.warnings + prompts.warnings, unheard=bool(unheard))
+    return replace(answer, warnings=answer.warnings + prompts.warnings)
 
 
 def shown_by(videos: Videos, kept: Kept, merge_size: int, config: QTSplusConfig) -> Answer:

@@ -10,7 +10,6 @@ from ..video.grids import token_grids, token_maps
 
 # Of the highest relevance, what a token needs to count as evidence, where a model's configuration says nothing else.
 STRONG = 0.5
-ANSWER = "answer.json"  # beside drawn evidence, what it was drawn for
 SURE = 0.4  # what a token of every stretch needs: weaker ones show how long a thing is there, and not that it is
 
 

@@ -1,4 +1,4 @@
-"""A question about videos, and the prompt in which the model reads it."""
+"""Questions about videos, and the prompts in which the model reads them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,23 +18,39 @@ _ROLES = ("user", "assistant")
 @dataclass(frozen=True)
 class Question:
     """
-    What a prompt is made of. The questions of one batch have the same `turns` and the same `choice`.
+    One of many questions about a video.
 
     Args:
-        videos: those that it is about, at least one; their tokens compete for one budget.
         text: the question itself.
-        query: what to select by, where that is not the question itself.
+        query: what to select tokens by, where that is not the question itself.
         turns: what was asked and answered before, in turn.
         choice: how the visual tokens are chosen.
-        caption: a text in front of the question, such as subtitles.
+    """
+
+    text: str
+    query: str | None = None
+    turns: tuple[str, ...] = ()
+    choice: Choice = Choice()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """
+    What the prompts of questions are made of that are answered together.
+
+    Args:
+        videos: what all questions are about, at least one; their tokens compete for one budget.
+        questions: a text for each prompt.
+        queries: for each question the text to select tokens by, where that is not the question itself.
+        turns: what was asked and answered before, in turn, in front of each question.
+        captions: for each question a text in front of it, such as subtitles.
     """
 
     videos: Videos
-    text: str
-    query: str | None = None
+    questions: Sequence[str]
+    queries: Sequence[str] = ()
     turns: Sequence[str] = ()
-    choice: Choice = Choice()
-    caption: str = ""
+    captions: Sequence[str] = ()
 
     @property
     def remembered(self) -> list[Remembered]:
@@ -42,31 +58,41 @@ class Question:
         return [video for video in self.videos.values() if isinstance(video, Remembered)]
 
     def check(self, model, processor) -> None:
-        """A `ValueError` for a question that cannot be asked."""
-        check_question(model, processor, self.text)
-        if not isinstance(self.turns, (list, tuple)) or len(self.turns) % 2:
+        """A `ValueError` for questions that cannot be asked."""
+        for question in self.questions:
+            check_question(model, processor, question)
+        if not isinstance(self.turns, list | tuple) or len(self.turns) % 2:
             raise ValueError(f"turns={self.turns!r}; expected a list of questions and their answers, in turn.")
+        if not isinstance(self.queries, list | tuple) or len(self.queries) not in (0, len(self.questions)):
+            raise ValueError(f"queries={self.queries!r}; expected a list of texts, one for each question.")
         for turn in self.turns:
             check_text("turn", turn)
-        if self.query is not None:
-            check_text("query", self.query)
+        for query in self.queries:
+            check_text("query", query)
         if not self.videos:
             raise ValueError("There is no video to ask about; add one.")
-        if self.remembered and len(self.remembered) < len(self.videos):
+        if not self.remembered:
+            return
+        if len(self.remembered) < len(self.videos):
             raise ValueError("What a stream remembers stands beside no other videos: ask about it alone, by its name.")
+        if len(self.questions) > 1:
+            raise ValueError(f"Got {len(self.questions)} questions to a stream; expected one at a time.")
 
-    def messages(self) -> list[dict]:
-        """The conversation, with all videos in front of its first text."""
-        contents = [[_text(turn)] for turn in self.turns]
-        own_turn = [_text(self.text)]
-        if self.caption:
-            own_turn.insert(0, _text(self.caption))
-        contents.append(own_turn)
-        contents[0] = self._shown() + contents[0]
-        messages = []
-        for role, content in zip(cycle(_ROLES), contents, strict=False):
-            messages.append({"role": role, "content": content})
-        return messages
+    def conversations(self) -> list[list[dict]]:
+        """The messages of each prompt, with all videos in front of the first text."""
+        conversations = []
+        for row, question in enumerate(self.questions):
+            contents = [[_text(turn)] for turn in self.turns]
+            own_turn = [_text(question)]
+            if self.captions and self.captions[row]:
+                own_turn.insert(0, _text(self.captions[row]))
+            contents.append(own_turn)
+            contents[0] = self._shown() + contents[0]
+            messages = []
+            for role, content in zip(cycle(_ROLES), contents, strict=False):
+                messages.append({"role": role, "content": content})
+            conversations.append(messages)
+        return conversations
 
     def _shown(self) -> list[dict[str, str]]:
         """The parts of a message that show the videos, each of several behind its name."""
@@ -78,26 +104,24 @@ class Question:
         return parts
 
     @property
-    def needs_query(self) -> bool:
-        """Whether something else stands in the last turn, or decides instead of it."""
+    def needs_queries(self) -> bool:
+        """Whether a last turn holds more than its question, or something else selects in place of the question."""
         has_names = len(self.videos) > 1 and not self.turns
-        return self.query is not None or bool(self.caption) or has_names
+        return bool(self.queries) or any(self.captions) or has_names
 
 
 def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def prompt_inputs(processor, questions: Sequence[Question], device: torch.device | str = "cpu") -> dict:
-    """The model's inputs for questions about videos, a row for each. Only a question's own words choose tokens."""
-    videos: list[EncodedVideo] = []
-    for question in questions:
-        videos += question.videos.values()
+def prompt_inputs(processor, batch: Batch, device: torch.device | str = "cpu") -> dict:
+    """The model's inputs for a batch, a row for each question. Only a question's own words choose tokens."""
+    videos = list(batch.videos.values()) * len(batch.questions)
     options = {}
-    if any(question.needs_query for question in questions):
-        options["query"] = [question.text if question.query is None else question.query for question in questions]
+    if batch.needs_queries:
+        options["query"] = list(batch.queries or batch.questions)
     inputs = processor.conversation_inputs(
-        [question.messages() for question in questions],
+        batch.conversations(),
         video_grid_thw=torch.cat([video.video_grid_thw for video in videos]),
         video_metadata=[video.about.metadata for video in videos],
         **options,

@@ -30,7 +30,7 @@ class Piece:
     name: str  # the video's
     first: int  # steps in time; the last one is not part of it
     last: int
-    peak: float  # the highest log-relevance of its tokens
+    peak: float = 0.0  # the highest log-relevance of its tokens
     error: float = 0.0  # how far the peak can be from that of the video's features
 
     @property

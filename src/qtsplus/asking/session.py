@@ -1,7 +1,7 @@
 """Asks a model about videos that are encoded once, any number of times, and says what each answer rests on."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeVar
@@ -13,7 +13,7 @@ from ..hub.loading import load as load
 from ..model.addresses_qtsplus import is_address
 from ..video.encoded import FAILURES, EncodedVideo, encode
 from ..video.sampling import Sampling
-from .answers import Answer, answer_batch, answer_questions
+from .answers import Answer, answer_questions
 from .question import Question, check_name, check_question
 
 T = TypeVar("T")
@@ -67,46 +67,49 @@ def answer_file(
     processor,
     place: str,
     sampling: Sampling,
-    items: Sequence[T],
-    question_about: Callable[[EncodedVideo, T], Question],
+    questions: Sequence[Question],
     *,
+    name: str | None = None,
     batch_size: int = 1,
     **options,
-) -> Iterator[tuple[T, Answer | BaseException]]:
+) -> Iterator[tuple[int, Answer | BaseException]]:
     """
-    Encodes a video once and answers questions about it in batches of those with the same turns and the same choice.
+    Encodes a video once and answers questions about it, in batches of those with the same turns and the same choice.
     What cannot be read or answered ends no other question.
 
     Args:
         place: the video, as for [`encode`].
-        items: what each question is made of.
-        question_about: makes the question of an item about the encoded video.
-        options: as for [`answer_batch`].
+        name: what answers call the video.
+        options: as for [`answer_questions`].
 
     Yields:
-        each item with its answer, or with the error in place of an answer.
+        the place of each question in the list, with its answer or the error in place of an answer.
     """
     try:
         video = encode(model, processor, place, **sampling.options())
     except FAILURES as error:
-        for item in items:
-            yield item, error
+        for number in range(len(questions)):
+            yield number, error
         return
-    groups: dict[tuple, list[tuple[T, Question]]] = {}
-    for item in items:
-        question = question_about(video, item)
-        same_prompt = (tuple(question.turns), question.choice)
-        groups.setdefault(same_prompt, []).append((item, question))
-    for group in groups.values():
-        for batch in batches_of(group, batch_size):
-            questions = [question for _, question in batch]
+    groups: dict[tuple, list[int]] = {}
+    for number, question in enumerate(questions):
+        same_prompt = (question.turns, question.choice)
+        groups.setdefault(same_prompt, []).append(number)
+    videos = {name or video.video: video}
+    for (turns, choice), numbers in groups.items():
+        for batch in batches_of(numbers, batch_size):
+            texts = [questions[number].text for number in batch]
+            queries = [questions[number].query or questions[number].text for number in batch]
+            if queries == texts:
+                queries = []
             results: Sequence[Answer | BaseException]
             try:
-                results = answer_batch(model, processor, questions, **options)
+                results = answer_questions(
+                    model, processor, videos, texts, queries=queries, turns=turns, **vars(choice), **options
+                )
             except FAILURES as error:
                 results = [error] * len(batch)
-            for (item, _), result in zip(batch, results, strict=True):
-                yield item, result
+            yield from zip(batch, results, strict=True)
 
 
 class VideoSession:

@@ -122,7 +122,7 @@ _SAID = {
     "json_invalid": "a text holds half a character (a lone surrogate); expected Unicode",
     "nested": "it holds brackets in brackets, more than 200 deep",
 }
-_EXPECTED = {"string_type": "a text", "dict_type": "a mapping", "tuple_type": "a list"}
+_EXPECTED = {"string_type": "a text", "dict_type": "a mapping", "model_type": "a mapping", "tuple_type": "a list"}
 _WORDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,7 +15,6 @@ from ..data.records import VideoRecord
 from ..model.methods_qtsplus import Method
 from ..training.dataset import require_rates
 from ..training.features import with_bar
-from ..video.encoded import EncodedVideo
 from ..video.sampling import Sampling
 
 Video = tuple[str, float | None]  # its place, and the rate at which it is read
@@ -69,31 +67,24 @@ def exact_match(
         by_video.setdefault(video, []).append(record)
     outcomes: dict[VideoRecord, Outcome] = {}
     for (name, fps), asked in with_bar(by_video.items(), "Asking"):
-        questions = partial(_question, choice)
         results = answer_file(
             model,
             processor,
             name,
             Sampling(fps=fps),
-            asked,
-            questions,
+            [_question(record, choice) for record in asked],
             batch_size=batch_size,
             do_sample=False,
             max_new_tokens=longest + 2,
         )
-        for record, result in results:
-            outcomes[record] = _outcome(record, result)
+        for number, result in results:
+            outcomes[asked[number]] = _outcome(asked[number], result)
     return [outcomes[record] for record in records]
 
 
-def _question(
-    choice: Choice,
-    video: EncodedVideo,
-    record: VideoRecord,
-) -> Question:
-    query = record.query or record.question
+def _question(record: VideoRecord, choice: Choice) -> Question:
     turns = tuple(chain.from_iterable(record.earlier))
-    return Question({video.video: video}, record.question, query, turns, choice)
+    return Question(record.question, record.query, turns, choice)
 
 
 def _outcome(

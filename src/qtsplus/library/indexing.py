@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from rich.progress import track
 from transformers import PreTrainedModel, ProcessorMixin
 from typing_extensions import Unpack
 
-from ..asking.evidence import ANSWER
 from ..asking.ranking import keys_fingerprint, token_keys
 from ..common.files import check_folder, counted, first_line, listed, printable, require_space, size, working_in
 from ..common.journals import file_state
@@ -24,7 +23,6 @@ from ..video.storage import SAMPLING, Stored, fingerprint, load_video, measure, 
 from .library import INDEX, MADE, Entry, Index, known_model, refuse_links
 
 _PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.(safetensors|keys))(\.[\w-]+)+\.part")  # of a killed process
-_DRAWN = re.compile(r"kept(-\d+)?\.mp4")  # beside an `answer.json`, a video that `ask --evidence` drew
 
 
 def index(
@@ -59,7 +57,7 @@ def index(
     """
     videos = Path(videos)
     folder = Path(folder)
-    files = _check_videos(videos, folder, say)
+    files = _check_videos(videos)
     is_new = _check_library_folder(folder)
     made_by = fingerprint(model, processor)
     sampling = Sampling(**options)
@@ -85,25 +83,15 @@ def index(
     return library
 
 
-def _check_videos(
-    folder: Path,
-    library: Path,
-    say: Callable[[str], None],
-) -> dict[str, Path]:
+def _check_videos(folder: Path) -> dict[str, Path]:
     """The videos of a folder, by their paths in it; a `ValueError` if there are none."""
     if not folder.is_dir():
         raise ValueError(f"There is no folder {str(folder)!r}; expected one with videos.")
-    found = _find_videos(folder, library)
-    if found.others:
-        count = counted(len(found.others), "file")
-        say(f"Left out {count} without the name of a video: {listed(sorted(found.others))}")
-    if found.drawn:
-        count = counted(len(found.drawn), "video")
-        say(f"Left out {count} that `ask --evidence` drew: {listed(sorted(found.drawn))}")
-    if not found.videos:
+    videos = _find_videos(folder)
+    if not videos:
         suffixes = ", ".join(VIDEO_SUFFIXES)
         raise ValueError(f"There is no video in {folder}; expected files such as {suffixes}.")
-    return dict(sorted(found.videos.items()))
+    return dict(sorted(videos.items()))
 
 
 def _check_library_folder(folder: Path) -> bool:
@@ -152,22 +140,13 @@ def _note_model(known: Path, say: Callable[[str], None]) -> None:
         say(f"{error.filename} cannot be written: {consequence}.")
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The files of a folder, by their paths in it: without hidden ones, and without the library's own."""
-
-    videos: dict[str, Path] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)  # without the name of a video
-    drawn: list[str] = field(default_factory=list)  # videos that are pictures of an answer
-
-
-def _find_videos(root: Path, library: Path) -> _Found:
-    """The files of a folder and of the folders in it, also behind links to folders."""
+def _find_videos(root: Path) -> dict[str, Path]:
+    """The videos of a folder and of the folders in it, also behind links to folders, by their paths in it."""
 
     def fail(error: OSError) -> None:
         raise error  # else what cannot be read would pass for what is gone
 
-    found = _Found()
+    videos = {}
     seen: set[str] = set()
     for place, folders, names in os.walk(root, onerror=fail, followlinks=True):
         real_place = os.path.realpath(place)
@@ -176,18 +155,12 @@ def _find_videos(root: Path, library: Path) -> _Found:
             continue
         seen.add(real_place)
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for file_name in names:
-            path = Path(place, file_name)
-            if file_name.startswith(".") or not path.is_file():
-                continue
-            name = path.relative_to(root).as_posix()
-            if ANSWER in names and _DRAWN.fullmatch(file_name):
-                found.drawn.append(name)
-            elif path.suffix.lower() in VIDEO_SUFFIXES:
-                found.videos[name] = path
-            elif library.resolve() not in path.resolve().parents:
-                found.others.append(name)
-    return found
+        for name in names:
+            path = Path(place, name)
+            is_video = path.suffix.lower() in VIDEO_SUFFIXES
+            if is_video and not name.startswith(".") and path.is_file():
+                videos[path.relative_to(root).as_posix()] = path
+    return videos
 
 
 @dataclass(frozen=True)
