@@ -5,13 +5,13 @@ import html
 import io
 import os
 import re
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import av
+import numpy as np
 import torch
 from transformers.utils import logging
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 SUFFIXES = (".srt", ".vtt", ".ass", ".ssa")
-MAX_FILE_BYTES = 16 * 2**20
-MAX_SUBTITLES = 100_000  # a day of one per second has 86,400
+MAX_FILE_BYTES = 8 * 2**20  # a day of one subtitle per second has 5 MiB
+# What a file's name may have behind the video's: a language, and that it describes sounds, as in talk.pt-BR.sdh.srt.
+_LANGUAGE = re.compile(r"(\.[a-z]{2,3}([-_][a-z\d]+)?)?(\.(sdh|cc|hi))?", re.IGNORECASE)
 
-_BLANK = codecs.BOM_UTF8 + b" \t\r\n"  # what an empty file may have
 _BITMAPS = ("pgssub", "dvdsub", "dvbsub", "xsub")  # codecs of pictures, which have no text
 # FFmpeg brings other formats to ASS: eight fields, then a text with blocks of `{\\tags}`.
 _ASS_FIELDS = 8
-_BLOCK = re.compile(r"(\{\\[^{}]*\})")  # an override of ASS; other braces are text
-_DRAWING = re.compile(r"\\p(\d+)")
+_BLOCK = re.compile(r"\{\\[^{}]*\}")  # an override of ASS; other braces are text
+_DRAWING = re.compile(r"\{[^{}]*\\p[1-9][^{}]*\}.*?(\{[^{}]*\\p0[^{}]*\}|$)")  # from one override to another
 _BREAK = re.compile(r"\\[Nnh]|<br ?/?>")
 # The tags of SubRip and WebVTT, and WebVTT's timestamps; anything else between angle brackets is text.
 _TAG = re.compile(
@@ -43,16 +43,6 @@ _TAG = re.compile(
 )
 # Codecs whose packets have the text as it was written. FFmpeg's decoders drop `<3 you, 5 >`, which is like a tag.
 _WRITTEN = ("subrip", "srt", "webvtt", "text", "mov_text")
-
-# The parts of a name that tell of the subtitles, not of another video: film.en.srt, film.pt-BR.sdh.srt, film.ger.cc.vtt
-_KINDS = ("sdh", "cc", "hi", "forced", "foreign", "default", "full")
-_CODES_OF_3_LETTERS = (
-    "afr alb ara arm baq bel ben bos bul bur cat ces chi cmn cze dan deu dut ell eng est eus fas fil fin fra fre gai "
-    "geo ger gle glg gre guj heb hin hrv hun hye ice ind isl ita jav jpn kan kat kaz khm kor lao lav lit mac mal mar "
-    "may mkd mon msa mya nep nld nob nor pan per pol por ron rum rus sin slk slo slv som spa sqi srp swa swe tam tel "
-    "tgl tha tur ukr und urd uzb vie wel yue zho zul"
-)
-_REGION = re.compile(r"[-_](?:[a-z]{2,8}|\d{3})")
 
 
 @dataclass(frozen=True)
@@ -69,8 +59,8 @@ class Subtitle:
 
 def read_subtitles(video) -> list[Subtitle]:
     """
-    The subtitles of a video, in order of time: of `talk.srt` or `talk.en.sdh.vtt` beside it, or else those within it,
-    the default track or the first. A file of forced subtitles, which has foreign speech alone, comes last.
+    The subtitles of a video, in order of time: of `talk.srt` or `talk.en.srt` beside it, or else those within it, the
+    default track or the first that has all speech.
 
     Raises:
         ValueError: no subtitles, or subtitles that cannot be read; what is not a file.
@@ -78,61 +68,55 @@ def read_subtitles(video) -> list[Subtitle]:
     if not isinstance(video, (str, Path)) or not os.path.isfile(video):
         raise ValueError("Subtitles are read from a file beside the video, or from within it; expected its path.")
     video = Path(video)
-    files = _files_beside(video)
-    full = [path for path in files if not _is_forced(path)]
-    forced = [path for path in files if _is_forced(path)]
-    for path in full + [video] + forced:
+    for path in _files_beside(video) + [video]:
         subtitles = _read_file(path, is_video=path == video)
         if subtitles:
             return sorted(subtitles, key=lambda subtitle: subtitle.start)
     raise ValueError(f"No subtitles are in {str(video)!r}; expected {video.stem}.srt beside the video, or a track.")
 
 
+def _files_beside(video: Path) -> list[Path]:
+    """The files of a video's subtitles, those with the shortest names first."""
+    files = sorted(video.parent.iterdir(), key=lambda path: (len(path.name), path.name))
+    other_videos = {path.stem for path in files if path.suffix.lower() in VIDEO_SUFFIXES}
+    other_videos.discard(video.stem)
+    beside = []
+    for path in files:
+        is_subtitles = path.suffix.lower() in SUFFIXES and path.stem not in other_videos
+        if is_subtitles and path.stem.startswith(video.stem):
+            behind = path.stem.removeprefix(video.stem)
+            if _LANGUAGE.fullmatch(behind):
+                beside.append(path)
+    return beside
+
+
 def _read_file(path: Path, is_video: bool) -> list[Subtitle]:
     try:
         source: str | io.BytesIO = str(path)
         if not is_video:
-            source = _as_utf8(path)
-            if not source.getvalue().strip(_BLANK):
+            text = _read_text(path).strip("\ufeff \t\r\n")
+            if not text:
                 return []
+            source = io.BytesIO(text.encode())
         with open_container(source) as container:
             track = _full_track(container.streams.subtitles)
             return [] if track is None else list(_lines(container, track))
-    except av.error.FFmpegError as error:
-        raise ValueError(f"The subtitles of {str(path)!r} cannot be read: {error.strerror}.") from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"The subtitles of {str(path)!r} cannot be read: {first_line(error)}.") from error
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise ValueError(f"The subtitles of {str(path)!r} cannot be read: {reason}.") from error
 
 
-def _files_beside(video: Path) -> list[Path]:
-    """The files of a video's subtitles, those with the shortest names first."""
-    files = []
-    other_videos = set()
-    for path in video.parent.iterdir():
-        suffix = path.suffix.lower()
-        if suffix in VIDEO_SUFFIXES and path.stem != video.stem:
-            other_videos.add(path.stem)
-        if suffix in SUFFIXES and f"{path.stem}.".startswith(f"{video.stem}."):
-            parts = path.stem.removeprefix(video.stem).lower().split(".")
-            if all(map(_tells_of_subtitles, parts[1:])):
-                files.append(path)
-    own_files = [path for path in files if path.stem not in other_videos]
-    return sorted(own_files, key=lambda path: (len(path.name), path.name))
-
-
-def _tells_of_subtitles(part: str) -> bool:
-    """Whether a part of a file's name is a language or a kind of subtitles."""
-    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE  # names such as "english"
-
-    language = _REGION.sub("", part)
-    is_code = re.fullmatch("[a-z]{2}", language) or language in _CODES_OF_3_LETTERS.split()
-    return bool(is_code) or part in _KINDS or part in TO_LANGUAGE_CODE
-
-
-def _is_forced(path: Path) -> bool:
-    """Whether a file says that it has foreign speech and signs alone."""
-    parts = path.stem.lower().split(".")
-    return "forced" in parts or "foreign" in parts
+def _read_text(path: Path) -> str:
+    with open_file(str(path)) as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"it is larger than {MAX_FILE_BYTES // 2**20} MiB, which no file of subtitles is")
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        return content.decode("utf-16" if is_utf16 else "utf-8")
+    except UnicodeDecodeError:
+        logger.warning(f"{path} is not UTF-8 and is read as Windows-1252.")
+        return content.decode("cp1252", "replace")
 
 
 def _full_track(tracks: Iterable):
@@ -151,69 +135,36 @@ def _full_track(tracks: Iterable):
     return min(texts, key=preference, default=None)
 
 
-def _as_utf8(path: Path) -> io.BytesIO:
-    with open_file(str(path)) as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"it is larger than {MAX_FILE_BYTES // 2**20} MiB, which no file of subtitles is")
-    try:
-        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            content = content.decode("utf-16").encode()
-        content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        logger.warning(f"{path} is not UTF-8 and is read as Windows-1252.")
-        content = content.decode("cp1252", "replace").encode()
-    return io.BytesIO(content)
-
-
 def _lines(container, track) -> Iterator[Subtitle]:
-    codec = track.codec_context.name
-    count = 0
-    total_bytes = 0
     for packet in container.demux(track):
         if packet.pts is None:
             continue
-        count += 1
-        total_bytes += packet.size
-        if count > MAX_SUBTITLES:
-            raise ValueError(f"it has more than {MAX_SUBTITLES:,} subtitles")
-        if total_bytes > MAX_FILE_BYTES:
-            raise ValueError(f"its subtitles have more than {MAX_FILE_BYTES // 2**20} MiB")
         start = float(packet.pts * packet.time_base)
         end = start + float((packet.duration or 0) * packet.time_base)
-        for written in _texts(packet, codec):
+        for written in _texts(packet, track.codec_context.name):
             text = _plain_text(written)
-            if codec == "webvtt":
-                text = html.unescape(text)
             if text:
                 yield Subtitle(start, end, text)
 
 
 def _texts(packet, codec: str) -> Iterator[str]:
     """The texts of a packet, with their markup."""
+    if codec not in _WRITTEN:
+        for event in packet.decode():
+            fields = event.ass.decode("utf-8", "replace").split(",", _ASS_FIELDS)
+            yield fields[-1]
+        return
     content = bytes(packet)
     if codec == "mov_text":  # how long the text is, the text, and boxes about its style
         length = int.from_bytes(content[:2], "big")
         content = content[2 : 2 + length]
-    if codec in _WRITTEN:
-        yield content.decode("utf-8", "replace")
-        return
-    for event in packet.decode():
-        fields = event.ass.decode("utf-8", "replace").split(",", _ASS_FIELDS)
-        yield fields[-1]
+    text = content.decode("utf-8", "replace")
+    yield html.unescape(text) if codec == "webvtt" else text
 
 
 def _plain_text(written: str) -> str:
     """The words of a subtitle, in one line, without tags and without what ASS draws."""
-    text = ""
-    draws = False
-    for part in _BLOCK.split(written):
-        scales = _DRAWING.findall(part)
-        if not _BLOCK.fullmatch(part):
-            if not draws:
-                text += part
-        elif scales:
-            draws = int(scales[-1]) > 0
+    text = _BLOCK.sub("", _DRAWING.sub("", written))
     words = _TAG.sub("", _BREAK.sub(" ", text))
     return " ".join(words.split())
 
@@ -248,10 +199,15 @@ def near(kept_indices: torch.Tensor, videos: Mapping[str, "EncodedVideo"], proce
     maps = keep_maps(kept_indices, grids, processor.video_processor.merge_size)
     candidates = []
     for number, (video, kept) in enumerate(zip(videos.values(), maps, strict=True)):
-        (kept_steps,) = kept.flatten(1).any(1).nonzero(as_tuple=True)
-        middles = [video.about.start + (step + 0.5) * video.seconds_per_step for step in kept_steps.tolist()]
+        has_kept = kept.flatten(1).any(1).numpy()
+        middles = np.flatnonzero(has_kept) + 0.5
+        seconds = video.about.start + middles * video.seconds_per_step
         for line in video.subtitles:
-            candidates.append(_Candidate(_distance(line, middles), number, line.start, str(line)))
+            distance = line.start
+            if len(seconds):
+                outside = np.maximum(line.start - seconds, seconds - line.end)
+                distance = max(outside.min(), 0.0)
+            candidates.append(_Candidate(distance, number, line.start, str(line)))
     chosen = []
     for candidate in sorted(candidates):
         most -= len(processor.text_ids(f"{candidate.text}\n"))
@@ -263,11 +219,3 @@ def near(kept_indices: torch.Tensor, videos: Mapping[str, "EncodedVideo"], proce
     chosen.sort(key=lambda candidate: (candidate.video, candidate.start))
     texts = [candidate.text for candidate in chosen]
     return "\n".join(["Subtitles:"] + texts) + "\n"
-
-
-def _distance(line: Subtitle, seconds: Sequence[float]) -> float:
-    """How far a subtitle is from the nearest of some ascending times."""
-    place = bisect_left(seconds, line.start)
-    neighbours = seconds[max(place - 1, 0) : place + 1]
-    distances = [max(line.start - second, second - line.end, 0.0) for second in neighbours]
-    return min(distances, default=line.start)
