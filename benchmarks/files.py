@@ -49,9 +49,6 @@ def save_figure(figure: Figure, path: Path) -> None:
     figure.savefig(path.with_name(path.name + ".png"), dpi=150, metadata={"Software": None})
 
 
-__all__ = ["finish", "read_result", "save_figure"]
-
-
 def run_from_command_line(run: Callable[..., Path], description: str | None, *places: str) -> None:
     """`python -m MODULE PLACE ... [--out FOLDER]` in one thread, for a benchmark that is a module of its own."""
     parser = argparse.ArgumentParser(description=description)

@@ -87,6 +87,3 @@ def correlation(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> dict[str,
 
 def _is_constant(values: np.ndarray) -> bool:
     return bool(np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())))
-
-
-__all__ = ["correlation", "paired_gain", "percent", "share_interval"]

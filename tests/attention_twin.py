@@ -3,7 +3,7 @@
 import torch
 
 
-def twin_targets(model, inputs, labels, layers=None, heads=None) -> list[torch.Tensor]:
+def twin_targets(model, inputs, labels, heads=None) -> list[torch.Tensor]:
     """
     As `answer_attention`, from `output_attentions=True`; a row of `labels` supervises one answer. With `heads`, (layer,
     head) pairs, nobody else looks.
@@ -17,7 +17,7 @@ def twin_targets(model, inputs, labels, layers=None, heads=None) -> list[torch.T
     with_attention = [index for index, layer in enumerate(language_model.layers) if hasattr(layer, "self_attn")]
     recorded = [weights for weights in output.attentions if weights is not None]
     by_layer = dict(zip(with_attention, recorded, strict=True))
-    attentions = [by_layer[layer].mean(1) for layer in layers or with_attention]
+    attentions = [by_layer[layer].mean(1) for layer in with_attention]
     if heads is not None:
         attentions = [by_layer[layer][:, head] for layer, head in heads]
     columns = output.qtsplus.columns

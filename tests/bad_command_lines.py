@@ -335,7 +335,7 @@ data.processor_kwargs: 5 | {{fps: fast}} | {{fps: .nan}} | {{num_frames: [4]}} |
 data.features: true | {video}
 training.output_dir: 5 | '' | {video}
 training.bf16: yes | 1 | null
-training.max_steps: 0 | x | true
+training.max_steps: x | true
 training.learning_rate: -1 | true | .nan
 training.seed: 4294967296 | 1.5
 training.num_train_epochs: .nan

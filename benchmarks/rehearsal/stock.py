@@ -162,6 +162,3 @@ def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None
         parts[index : index + 2] = [parts[index] + parts[index + 1]]
     first, second = parts
     return first, second
-
-
-__all__ = ["SPECIAL_TOKENS", "check_wheel", "make_tokenizer", "read_ranks", "write_stock"]

@@ -88,6 +88,3 @@ def _page(curves: dict[str, list[dict[str, Any]]], command: str) -> list[str]:
     columns = ["measured", "frames", "embeddings, stock", "QTSplus", "saved", "seconds, stock", "QTSplus", "saved"]
     head = "Embeddings that the language model reads, and seconds from the file to the first token (medians)."
     return [head, "", f"`{command}`", "", *markdown_table(columns, rows), "", PUBLISHED]
-
-
-__all__ = ["run_efficiency"]

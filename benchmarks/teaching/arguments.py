@@ -11,6 +11,7 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
     [`QTSplusTrainingArguments`], and what teaches a small base to see and to read.
 
     Args:
+        language_model_learning_rate (`float`, *optional*): of the language model or its adapters, if another.
         muon_scale (`float`, *optional*): the weights of linear maps are trained by Muon, at this many times the
             learning rate of their part, and the rest by `optim`; a small model leaves its plateau several times sooner.
         naming_weight (`float`, defaults to 0): weight of the cross-entropy of what every visual token shows, for
@@ -32,6 +33,7 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
         ValueError: a value out of its range, or a loss of a part that is frozen.
     """
 
+    language_model_learning_rate: float | None = field(default=None)
     muon_scale: float | None = field(default=None)
     naming_weight: float = field(default=0.0)
     looking_weight: float = field(default=0.0)
@@ -57,6 +59,3 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
         for name in ("looking_weight", "sparing_weight"):
             if getattr(self, name) and self.freeze_language_model:
                 raise ValueError(f"{name} teaches the language model: set freeze_language_model to false.")
-
-
-__all__ = ["TinyWorldTrainingArguments"]

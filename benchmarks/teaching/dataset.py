@@ -130,6 +130,3 @@ class TinyWorldCollator(VideoQACollator):
         if any("attention" in row for row in rows):
             batch["attention"] = [row.get("attention", torch.zeros(0)) for row in rows]
         return batch
-
-
-__all__ = ["TinyWorldCollator", "TinyWorldDataset", "TinyWorldRecord", "read_tinyworld"]

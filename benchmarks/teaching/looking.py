@@ -14,7 +14,7 @@ import torch
 
 from qtsplus.model.layout_qtsplus import lay_out
 from qtsplus.model.prompt_qtsplus import take_inputs
-from qtsplus.training.attention import AttentionChoice, attention_modules, attention_rows, noting
+from qtsplus.training.attention import attention_modules, attention_rows, noting
 from qtsplus.training.dataset import IGNORED
 
 from .naming import TokenWords
@@ -141,7 +141,7 @@ def watching(
         wanted = torch.zeros(len(followed), int(real.sum()), dtype=torch.bool, device=ids.device)
         wanted[:, tokens] = earlier[followed]
         row.add("following", layer - 1, tokens[followed], wanted)
-    with noting(model.model.language_model, rows, AttentionChoice(layers=layers)):
+    with noting(model.model.language_model, rows, dict.fromkeys(layers)):
         yield rows
 
 
@@ -154,6 +154,3 @@ def looking_losses(rows: Sequence[Looks], kind: str, enough: float | None = None
     shares = [row.by_kind[kind].shares for row in rows if kind in row.by_kind]
     losses = [-(share / enough).clamp(1e-4, 1).log().mean() for share in shares if share is not None]
     return torch.stack(losses) if losses else torch.zeros(0)
-
-
-__all__ = ["LOOKS", "Looks", "looking_losses", "watching"]

@@ -116,6 +116,3 @@ def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
         square = wide @ wide.T
         wide = 3.4445 * wide + (2.0315 * square @ square - 4.775 * square) @ wide
     return wide.T if matrix.shape[0] > matrix.shape[1] else wide
-
-
-__all__ = ["MuonBeside", "MuonSingle", "matrix_names", "split_matrices"]

@@ -265,6 +265,3 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     losses, labels = F.cross_entropy(logits[known], labels[known], reduction="none"), labels[known]
     counts = labels.bincount(minlength=1)
     return (losses / counts[labels]).sum() / (counts > 0).sum().clamp(min=1)
-
-
-__all__ = ["TokenWords", "load_token_words", "naming_loss", "naming_losses", "turns_of", "with_features"]

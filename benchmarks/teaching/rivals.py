@@ -124,6 +124,3 @@ def watching_scores(selector: nn.Module, rivals: Rivals) -> Iterator[Rivals]:
         yield rivals
     finally:
         hook.remove()
-
-
-__all__ = ["About", "Rivals", "may_show", "name_asked", "names_shown", "watching_scores"]

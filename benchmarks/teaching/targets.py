@@ -72,6 +72,3 @@ def note_targets(model: Any, dataset: VideoQADataset, args: QTSplusTrainingArgum
             write_tensors(path, {"attention": attention.cpu()})
     state.wait_for_everyone()
     return targets
-
-
-__all__ = ["AttentionTargets", "note_targets"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtsplus.training.freezing import parameter_groups
+from qtsplus.training.freezing import part_of
 from qtsplus.training.lora import base_model
 from qtsplus.training.trainer import QTSplusTrainer
 
@@ -132,21 +132,31 @@ class TinyWorldTrainer(QTSplusTrainer):
             found["loss_rivals"] = args.relevance_weight, losses
         return found
 
+    def _groups(self, model: Any) -> list[dict[str, Any]]:
+        """The optimizer's groups: with weight decay or without, of the language model or of other parts."""
+        decayed = self.get_decay_parameter_names(model)
+        rates = self.args.learning_rate, self.args.language_model_learning_rate or self.args.learning_rate
+        groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                own = part_of(name) == "language_model"
+                decays = name in decayed
+                group = {"params": [], "weight_decay": self.args.weight_decay * decays, "lr": rates[own]}
+                groups.setdefault((own, decays), group)["params"].append(parameter)
+        return list(groups.values())
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As ever; with a `muon_scale`, Muon for the matrices."""
+        """As ever; with the language model's own rate, and with a `muon_scale` Muon for the matrices."""
         args = self.args
-        if args.muon_scale is None or self.optimizer is not None:
+        if (args.muon_scale is None and args.language_model_learning_rate is None) or self.optimizer is not None:
             return super().create_optimizer(model)
         model = self.model if model is None else model
         kind, settings = self.get_optimizer_cls_and_kwargs(args, model)
-        groups = parameter_groups(model, args, self.get_decay_parameter_names(model))
-        names = matrix_names(model)
+        groups = self._groups(model)
+        names = set() if args.muon_scale is None else matrix_names(model)
         matrices = [parameter for name, parameter in model.named_parameters() if name in names]
-        by_muon, others = split_matrices(groups, matrices, args.muon_scale)
+        by_muon, others = split_matrices(groups, matrices, args.muon_scale or 1)
         self.optimizer = kind(others, **settings)
         if by_muon:
             self.optimizer = MuonBeside(by_muon, self.optimizer)
         return self.optimizer
-
-
-__all__ = ["TinyWorldTrainer"]

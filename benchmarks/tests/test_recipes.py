@@ -21,7 +21,7 @@ def test_every_stage_is_planned(name):
     for stage in load_stages(RECIPES / name, overrides, TinyWorldTrainer):
         assert isinstance(stage.training, TinyWorldTrainer.arguments_class)
         stage.model.weights = None
-        assert "trainable parameters" in make_plan(stage).lines[0]
+        assert "parameters are trained" in make_plan(stage).lines[0]
 
 
 def test_the_library_knows_none_of_its_losses():

@@ -130,6 +130,3 @@ def _conversation(records: list[dict]) -> dict:
     turns = [[record["question"], record["answer"]] for record in records[:-1]]
     dense = {name: [part for record in records for part in record[name]] for name in ("needles", "looks")}
     return {**records[-1], **dense, "earlier": turns}
-
-
-__all__ = ["VARIANTS", "build_open"]

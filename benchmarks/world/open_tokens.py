@@ -104,6 +104,3 @@ def _label_mark(labels: np.ndarray, own: np.ndarray, thing: Thing, marks: np.nda
         return
     most = marks >= np.maximum(0.5 * marks.sum((1, 2), keepdims=True), 1)
     labels[own & most, 2] = OPEN_WORDS.index(thing.mark)
-
-
-__all__ = ["OPEN_ASPECTS", "OPEN_CONTEXT", "OPEN_WORDS", "Shown", "count_pixels", "name_tokens"]

@@ -414,21 +414,3 @@ def _draw_texture(rng: np.random.Generator, world: OpenWorld) -> np.ndarray:
     clouds *= world.clouds / clouds.std(axis=(1, 2), keepdims=True)
     tint = rng.uniform(-20, 20, 3)[:, None, None]
     return np.clip(clouds + world.shade + tint, 0, 255).transpose(1, 2, 0)
-
-
-__all__ = [
-    "OPEN_COLOURS",
-    "OPEN_MARKS",
-    "OPEN_SECONDS",
-    "OPEN_SHAPES",
-    "OPEN_SIZES",
-    "STAYS",
-    "OpenWorld",
-    "Thing",
-    "crossing_frame",
-    "draw_owners",
-    "make_open",
-    "mark_mask",
-    "render_open",
-    "shape_mask",
-]

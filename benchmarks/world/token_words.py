@@ -57,6 +57,3 @@ def read_token_words(path: str | os.PathLike) -> NamedTokens:
             return NamedTokens(labels, content["words"], content["aspects"], content.get("context", ()), things)
     except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"{path} does not name the tokens of a video: {error}.") from error
-
-
-__all__ = ["UNNAMED", "NamedTokens", "read_token_words", "write_token_words"]

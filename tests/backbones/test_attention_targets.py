@@ -18,14 +18,17 @@ def last_words(inputs, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("which", ["all", "last"])
 def test_targets_equal_eager_attention(model, prepare, which):
     with_attention = [i for i, layer in enumerate(model.model.language_model.layers) if hasattr(layer, "self_attn")]
-    layers = None if which == "all" else tuple(with_attention[-1:])
+    heads = None
+    if which == "last":
+        count = model.config.text_config.num_attention_heads
+        heads = tuple((with_attention[-1], head) for head in range(count))
     inputs = prepare("video", "two videos", "text", "earlier turns")
     labels = last_words(inputs, 4)
     before = [model.model.language_model.layers[index].self_attn.config for index in with_attention]
-    targets = answer_attention(model, inputs, labels, AttentionChoice(layers))
+    targets = answer_attention(model, inputs, labels, AttentionChoice(heads))
     after = [model.model.language_model.layers[index].self_attn.config for index in with_attention]
     assert after == before
-    expected = twin_targets(model, inputs, labels, layers)
+    expected = twin_targets(model, inputs, labels, heads)
     assert [len(target) > 0 for target in targets] == [True, True, False, True]
     for mine, theirs in zip(targets, expected, strict=True):
         assert_close(mine, theirs, atol=1e-5, rtol=1e-5)

@@ -13,7 +13,7 @@ from attention_twin import twin_targets
 from clips import write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
-from qtsplus.evaluation.calibration import Recall, best_sum, calibrate, measure_recalls, read_labelled
+from qtsplus.evaluation.calibration import Recall, best_heads, calibrate, measure_recalls, read_labelled
 from qtsplus.evaluation.labelled import Sighting, sighting_tokens
 from qtsplus.training.attention import AttentionChoice
 from qtsplus.training.dataset import VideoQACollator, VideoQADataset
@@ -62,8 +62,7 @@ def calibrated(monkeypatch, tiny, tiny_processor, questions):
 
     def run(
         finders,
-        most_layers=1,
-        most_heads=2,
+        most=2,
         sinks=(),
         asked=questions,
         **of_positions,
@@ -76,7 +75,6 @@ def calibrated(monkeypatch, tiny, tiny_processor, questions):
                     attention[layer][head, [0, 1, 2]] = 5.0
                 yield attention, NEEDLES
 
-        most = {"layers": most_layers, "heads": most_heads}
         monkeypatch.setattr(calibration, "_attention_by_head", attention_by_head)
         monkeypatch.setattr(calibration, "MOST", most)
         return calibrate(tiny, tiny_processor, asked)
@@ -91,12 +89,13 @@ def test_evidence_outside_of_the_frame_is_refused(tiny, tiny_processor, question
         calibrate(tiny, tiny_processor, moved)
 
 
-def test_layers_that_find_little_are_not_summed_with_one_that_finds_all():
-    tokens_of_layers = [0.1, 1.0, 0.6, 0.4]
+def test_heads_that_find_little_are_not_summed_with_one_that_finds_all():
+    tokens_of_heads = [0.1, 1.0, 0.6, 0.4]
     recalls = {}
-    for layer, tokens in enumerate(tokens_of_layers):
-        recalls[AttentionChoice(layers=(layer,))] = Recall(tokens, tokens / 2)
-    assert best_sum(recalls, "layers").layers == (1, 2)
+    for head, tokens in enumerate(tokens_of_heads):
+        recalls[AttentionChoice(((head, 0),))] = Recall(tokens, tokens / 2)
+    assert best_heads(recalls).heads == ((1, 0), (2, 0))
+    assert best_heads(recalls, layer=3).heads == ((3, 0),)
 
 
 def test_the_heads_that_find_the_needles_are_chosen(calibrated, questions):
@@ -106,32 +105,32 @@ def test_the_heads_that_find_the_needles_are_chosen(calibrated, questions):
     assert recall.tokens == pytest.approx(2 / 3)
     assert recall.mass == pytest.approx(2 / 3, abs=0.05)
     assert sum(found.questions) == len(questions)
-    all_layers = next(iter(found.choices.values()))
-    assert all_layers.tokens == recall.tokens
-    assert all_layers.mass < recall.mass  # all layers find as much, but look elsewhere too
+    all_heads = next(iter(found.choices.values()))
+    assert all_heads.tokens == recall.tokens
+    assert all_heads.mass < recall.mass  # all heads find as much, but look elsewhere too
     assert found.fields() == {"relevance_heads": [[0, 3], [2, 1]]}
 
 
-def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(calibrated):
+def test_heads_are_chosen_where_the_sum_over_all_heads_is_led_astray(calibrated):
     sinks = [(1, head) for head in range(HEADS)]
-    found = calibrated([(2, 1)], most_heads=1, sinks=sinks)
+    found = calibrated([(2, 1)], most=1, sinks=sinks)
     assert found.fields() == {"relevance_heads": [[2, 1]]}
 
 
 def test_the_question_s_words_teach_where_they_find_more(calibrated):
-    found = calibrated([], most_heads=1, question=[(1, 2)])
+    found = calibrated([], most=1, question=[(1, 2)])
     assert found.fields() == {"relevance_heads": [[1, 2]], "relevance_positions": "question"}
 
 
 def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(calibrated):
     """From where the answer begins, which knows no answer; the heads that look elsewhere are left out."""
     of_prompt = [(1, 2), (3, 0), (3, 1)]
-    found = calibrated([(0, 0)], most_layers=4, most_heads=20, prompt=of_prompt)
+    found = calibrated([(0, 0)], most=20, prompt=of_prompt)
     assert found.attention_fields() == {"attention_layer": 1, "attention_heads": [2]}
     best = found.readings[found.best_reading]
     assert best.tokens == pytest.approx(2 / 3, abs=1e-4)
     default = next(iter(found.readings))
-    assert default.layers == (2,)
+    assert default.heads == ((2, 0), (2, 1), (2, 2), (2, 3))
     assert found.readings[default].tokens < 0.5
     assert found.fields()["relevance_heads"] == [[0, 0]]
 
@@ -180,9 +179,9 @@ def test_the_command_prints_a_recipes_lines_and_writes_attention(records, tiny_p
         written[name] = after["qtsplus_config"].pop(name)
     assert after == before
     assert written["attention_layer"] in range(4)
-    output = result.stdout.replace("\n", " ")
+    output = " ".join(result.stdout.split())
     assert f"selection=lm_attention: {json.dumps(written)} finds" in output
-    for words in ("measured on", "needle tokens", "all layers: ", "best: ", "relevance_heads: [[0, 3], [2, 1]]"):
+    for words in ("measured on", "needle tokens", "all heads: ", "best: ", "relevance_heads: [[0, 3], [2, 1]]"):
         assert words in output
 
 

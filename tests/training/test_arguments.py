@@ -5,7 +5,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-from accelerate import ParallelismConfig
 from transformers import ProgressCallback, Trainer, TrainingArguments
 
 from qtsplus.model import mixin_qtsplus
@@ -56,17 +55,15 @@ EVALUATION = [
 REFUSED = [
     ({"average_tokens_across_devices": False}, "has no effect here: losses are means over the tokens of all"),
     ({"label_names": ["answers"]}, "has no effect here: the collator gives labels"),
-    ({"length_column_name": "tokens"}, "a record tells no length before"),
     ({"train_sampling_strategy": "group_by_length"}, "a record tells no length before"),
     ({"train_sampling_strategy": "batch_rebalance"}, "a record tells no length before"),
-    ({"use_cache": True}, "training keeps no cache"),
     ({"use_liger_kernel": True}, "Liger has no kernels"),
     ({"remove_unused_columns": True}, "what the collator needs"),
     ({"resume_from_checkpoint": "there"}, "use --resume"),
-    ({"label_smoothing_factor": 1.0}, "at least 0 and less than 1"),
-    ({"neftune_noise_alpha": -1.0}, "at least 0"),
-    ({"optim_target_modules": ["q_proj"]}, "expected a GaLore or APOLLO optim"),
-    ({"optim": "galore_adamw", "optim_target_modules": ["q"], "vision_learning_rate": 1.0}, "of their own|'s own"),
+    ({"learning_rate": -1.0}, "learning_rate=-1.0: expected at least 0"),
+    ({"lora_dropout": 1.0}, "lora_dropout is 1.0; expected less than 1"),
+    ({"sft_loss": "sum"}, "sft_loss is 'sum'; expected 'token_mean' or 'sum_of_sources'"),
+    ({"lora_rank": 4, "freeze_language_model": False}, "lora_rank trains adapters on a frozen language model"),
 ]
 
 
@@ -205,16 +202,6 @@ def test_evaluation_goes_on(kind, tmp_path, settings):
 def test_a_field_without_effect_is_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         QTSplusTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **settings)
-
-
-def test_sequences_are_not_split_over_processes(tmp_path):
-    arguments = {"use_cpu": True, "report_to": []}
-    split = ParallelismConfig.__new__(ParallelismConfig)
-    split.__dict__.update(cp_size=2, sp_size=1)
-    whole = QTSplusTrainingArguments(str(tmp_path), **arguments)
-    whole.parallelism_config = split
-    with pytest.raises(ValueError, match="splits sequences"):
-        whole._check_effects()
 
 
 def test_a_loss_of_ones_own_and_plain_arguments_are_refused(tmp_path):

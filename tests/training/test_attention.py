@@ -24,6 +24,7 @@ from training_examples import (
 )
 
 VIDEO = (2, 4, 8)
+SECOND_LAYER = ((1, 0), (1, 1), (1, 2), (1, 3))
 NO_PENALTIES = {"lambda_t": 0, "lambda_m": 0, "lambda_s": 0}
 
 
@@ -80,10 +81,6 @@ def test_targets_of_chosen_heads_equal_eager_attention(rows, heads):
     inputs, labels = labelled(*rows)
     targets = answer_attention(model, inputs, labels, AttentionChoice(heads=heads))
     assert_near(targets, twin_targets(model, inputs, labels, heads=heads))
-    is_layer = len(heads) == 4
-    if is_layer:
-        of_layer = answer_attention(model, inputs, labels, AttentionChoice(layers=(0,)))
-        assert_near(targets, of_layer)
 
 
 def test_adapters_take_part_in_the_teaching(rows):
@@ -189,7 +186,7 @@ def test_a_teacher_that_looks_mostly_at_text_teaches_the_choice_as_much():
 
 def test_the_words_of_the_question_may_look(rows):
     model = tiny_model()
-    targets = answer_attention(model, *labelled(*rows), AttentionChoice((1,), positions="question"))
+    targets = answer_attention(model, *labelled(*rows), AttentionChoice(SECOND_LAYER, "question"))
     assert list(map(len, targets)) == [16, 8 + 16, 0, 16]
     model.model.language_model.set_attn_implementation("eager")
     everything = {"selection": "all", "reencode": False, "use_cache": False, "output_attentions": True}
@@ -351,14 +348,10 @@ def test_twenty_steps_bring_the_selector_nearer_to_the_teacher(tmp_path, reducti
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"relevance_weight": -1.0}, "relevance_weight=-1.0: expected at least 0"),
+        ({"relevance_weight": -1.0}, "relevance_weight is -1.0; expected at least 0"),
         ({"relevance_weight": 1.0, "freeze_selector": True}, "leave freeze_selector and freeze_scores false"),
-        ({"relevance_layers": []}, r"relevance_layers=\[\]: expected at least one"),
-        ({"relevance_layers": [1, 1]}, r"relevance_layers=\[1, 1\]: .* each once"),
-        ({"relevance_heads": []}, r"relevance_heads=\[\]: expected at least one"),
-        ({"relevance_heads": [[1, 1], [1, 1]]}, "each once"),
-        ({"relevance_heads": [(1, 1)], "relevance_layers": [0]}, "exclude each other"),
-        ({"relevance_positions": "prompt"}, "relevance_positions='prompt': expected 'answer', 'question' or 'both'"),
+        ({"relevance_heads": []}, r"relevance_heads is \[\]; expected .* at least 1 item"),
+        ({"relevance_positions": "prompt"}, "relevance_positions is 'prompt'; expected 'answer', 'question' or 'both'"),
     ],
 )
 def test_arguments_that_teach_nothing_are_refused(tmp_path, arguments, message):
@@ -369,8 +362,7 @@ def test_arguments_that_teach_nothing_are_refused(tmp_path, arguments, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"relevance_layers": [0, 2]}, r"name layer 2; expected layers with attention, of \[0, 1\]"),
-        ({"relevance_heads": [(2, 0)]}, "name layer 2"),
+        ({"relevance_heads": [(2, 0)]}, r"name layer 2; expected layers with attention, which are \[0, 1\]"),
         ({"relevance_heads": [(0, 4)]}, "name head 4; expected heads from 0 to 3"),
         ({"relevance_heads": [(0, -1)]}, "name head -1"),
         ({"selector": {"selection": "all"}}, "selection='all'"),

@@ -45,8 +45,8 @@ lambda_m 0.3 0.17
 lambda_s 0.05 0.05
 """
 COUNTS = {
-    "qtsplus-3b": "129,557,249 trainable parameters (3.34% of 3,884,180,225)",
-    "qtsplus-3b-ft": "3,215,495,937 trainable parameters (82.78% of 3,884,180,225)",
+    "qtsplus-3b": "91,271,681 of 3,884,180,225 parameters are trained (2.35%)",
+    "qtsplus-3b-ft": "3,177,210,369 of 3,884,180,225 parameters are trained (81.80%)",
 }
 REAL = [name for name in variants() if name != "qtsplus-tiny"]
 
@@ -93,11 +93,10 @@ def dry_run(recipe: str, *overrides: str):
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_dry_run_counts_as_the_paper_does(name):
+def test_a_dry_run_counts_what_a_gradient_reaches(name):
     result = dry_run("paper.yaml", f"model.variant={name}")
     assert result.exit_code == 0, result.output
     assert COUNTS[name] in result.output
-    assert "a gradient reaches" in result.output
 
 
 def test_a_dry_run_of_two_stages_needs_no_variant(tmp_path):
@@ -129,7 +128,7 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         assert selector.query_states == "layer"
     from_nothing = replace(relevance.model, weights=None)
     parameters, memory, disk = make_plan(replace(relevance, model=from_nothing)).lines
-    assert "trainable parameters" in parameters
+    assert "parameters are trained" in parameters
     assert "of memory" in memory
     assert "of disk" in disk
 
@@ -143,23 +142,20 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         ("training.bf16=yes", "training.bf16 is 'yes'; expected a valid boolean"),
         ("training.learning_rate=fast", "training.learning_rate is 'fast'; expected a valid number"),
         ("training.max_steps=1.5", "training.max_steps is 1.5; expected a valid integer"),
-        ("training.seed=-1", "seed=-1: expected a whole number from 0"),
         ("data.train_files=data.jsonl", "data.train_files is 'data.jsonl'; expected a valid array"),
         ("data.processor_kwargs={fps: fast}", "processor_kwargs.fps is 'fast'; expected a valid number"),
         ("model.dtype=int8", "model.dtype is 'int8'; expected 'float32'"),
         ("model.selector=[", "is not YAML that can be read"),
         ("model.selector=!!python/name:os.system", "is not YAML that can be read"),
         ("training.deepspeed=none.json", "package that is not installed"),
-        ("training.report_to=wandb", "report_to names wandb, which is not installed"),
         (
             "training.remove_unused_columns=true",
             r"training\.remove_unused_columns=True has no effect here: .*Expected False\.$",
         ),
         ("training.resume_from_checkpoint=/nonexistent", "use --resume"),
-        ("training.load_best_model_at_end=true", "load_best_model_at_end"),
         ("training.eval_strategy=steps", "data.eval_files is empty"),
         ("training.output_dir=", "training.output_dir is empty"),
-        ("training.max_skipped=2", "a share in"),
+        ("training.max_skipped=2", "max_skipped is 2; expected at most 1"),
         ("stages=5", "SECTION.FIELD=VALUE"),
     ],
 )

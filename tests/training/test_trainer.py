@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from qtsplus.model.selector_qtsplus import GATES
-from qtsplus.training import QTSplusTrainingArguments
 from qtsplus.training.trainer import STATE_FILE
 from tiny import tiny_model
 from training_examples import (
@@ -210,15 +209,3 @@ def test_the_longest_video_of_the_training_is_noted(tmp_path):
     longer = trained(tmp_path / "again", selector={"trained_seconds": 3600.0}, max_steps=1)
     longer.save_model()
     assert longer.selector_config.trained_seconds == 3600
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lora_rank": 4, "freeze_language_model": False}, "lora_rank"),
-        ({"sft_loss": "sum"}, "sft_loss"),
-    ],
-)
-def test_arguments_that_exclude_each_other_are_refused(tmp_path, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        QTSplusTrainingArguments(output_dir=str(tmp_path), **arguments)

@@ -73,7 +73,7 @@ def calibrate(
     ],
 ) -> None:
     """
-    Find the layers and heads whose attention finds what an answer rests on, for attention distillation and for
+    Find the heads whose attention finds what an answer rests on, for attention distillation and for
     selection="lm_attention". The latter are written into the configuration of a model's folder.
     """
     with one_line_errors():
@@ -91,9 +91,9 @@ def calibrate(
 def _print_calibration(result: "Calibration") -> None:
     console.print("measured on {} questions, checked on {}".format(*result.questions))
     best = result.choices[result.best]
-    all_layers = next(iter(result.choices.values()))
+    all_heads = next(iter(result.choices.values()))
     console.print(f"distillation, best: {best.tokens:.1%} of the needle tokens")
-    console.print(f"distillation, all layers: {all_layers.tokens:.1%} of the needle tokens")
+    console.print(f"distillation, all heads: {all_heads.tokens:.1%} of the needle tokens")
     recall = result.readings[result.best_reading]
     default = next(iter(result.readings.values()))
     console.print(
@@ -102,7 +102,7 @@ def _print_calibration(result: "Calibration") -> None:
     )
     fields = result.fields()
     if not fields:
-        console.print("All layers are best: a recipe needs no line.")
+        console.print("All heads are best: a recipe needs no line.")
         return
     console.print("training:")
     for name, value in fields.items():

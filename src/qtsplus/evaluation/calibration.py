@@ -1,5 +1,5 @@
 """
-Which layers and heads look at what an answer rests on: needle recall of each, over questions with their evidence.
+Which heads look at what an answer rests on: needle recall of each, over questions with their evidence.
 
 While the model answers and while it reads the question, for attention distillation; and from where the answer begins,
 for `selection="lm_attention"`.
@@ -26,7 +26,7 @@ from ..training.features import VideoFeatures, encode_files, with_bar
 from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
 
 EQUAL = 0.01  # the largest difference of recalls that are taken for the same
-MOST = {"layers": 4, "heads": 20}  # of the best that are summed
+MOST = 20  # of the best heads that are summed
 
 
 class Recall(NamedTuple):
@@ -50,19 +50,19 @@ class Calibration:
 
     # For attention distillation, what the sum over each finds in the half of the videos that did not choose it.
     choices: Recalls
-    # For `selection="lm_attention"`, what each single layer finds there; first that which a model reads without this.
+    # For `selection="lm_attention"`, what the best heads of each layer find there; first that which a model reads
+    # without this.
     readings: Recalls
     questions: tuple[int, int]  # how many were measured, and how many checked
 
     @property
     def best_reading(self) -> AttentionChoice:
-        """The one with the highest recall of tokens; among equals the shallowest, then the one with the most mass."""
+        """The one with the highest recall of tokens; among equals the shallowest."""
         most, _ = max(self.readings.values())
 
-        def rank(choice: AttentionChoice) -> tuple[bool, int, float]:
-            tokens, mass = self.readings[choice]
-            finds_less = tokens < most - EQUAL
-            return finds_less, _layer(choice), -mass
+        def rank(choice: AttentionChoice) -> tuple[bool, int]:
+            finds_less = self.readings[choice].tokens < most - EQUAL
+            return finds_less, _layer(choice)
 
         return min(self.readings, key=rank)
 
@@ -79,15 +79,13 @@ class Calibration:
     def attention_fields(self) -> dict:
         """The best reading as fields of `qtsplus_config`."""
         reading = self.best_reading
-        layer = _layer(reading)
-        return {"attention_layer": layer, "attention_heads": reading.of_layer(layer)}
+        heads = [head for _, head in reading.heads or ()]
+        return {"attention_layer": _layer(reading), "attention_heads": heads}
 
     def fields(self) -> dict:
-        """The best choice as fields of a recipe's `training` section; none if all layers are best."""
+        """The best choice as fields of a recipe's `training` section; none if all heads are best."""
         best = self.best
         fields: dict = {}
-        if best.layers is not None:
-            fields["relevance_layers"] = list(best.layers)
         if best.heads is not None:
             fields["relevance_heads"] = list(map(list, best.heads))
         if best.positions != "answer":
@@ -112,7 +110,7 @@ def calibrate(
     questions: Questions,
 ) -> Calibration:
     """
-    Measures every layer and head on one half of the videos, and the sums over the best of them on the other half;
+    Measures every head on one half of the videos, and the sums over the best of them on the other half;
     a `ValueError` for fewer than two videos that can be read. The model, whose selector takes no part, reads all visual
     tokens of a question and its true answer.
     """
@@ -124,11 +122,7 @@ def calibrate(
         choices: Recalls = {}
         for positions in ("answer", "question", "both"):
             recalls = measure_recalls(model, dataset, measured, positions)
-            sums = [
-                AttentionChoice(positions=positions),
-                best_sum(recalls, "layers"),
-                best_sum(recalls, "heads"),
-            ]
+            sums = [AttentionChoice(positions=positions), best_heads(recalls)]
             choices |= measure_recalls(model, dataset, checked, positions, sums)
         recalls = measure_recalls(model, dataset, measured, "prompt")
         single = _readings(recalls, model.config.text_config)
@@ -161,15 +155,12 @@ def _halves(questions: Questions, features: VideoFeatures) -> list[Questions]:
 
 
 def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
-    """The default layer and the best ones, each with all its heads and with its best ones."""
-    layers = [attention_layer(text_config)]
-    full = full_attention_layers(text_config)
-    best = best_sum(recalls, "layers", full)
-    layers += best.layers or ()
-    choices = []
-    for layer in dict.fromkeys(layers):
-        choices.append(AttentionChoice(layers=(layer,), positions="prompt"))
-        choices.append(best_sum(recalls, "heads", [layer]))
+    """All heads of the default layer, and the best ones of every layer that a model can select by."""
+    default = attention_layer(text_config)
+    heads = tuple((default, head) for head in range(text_config.num_attention_heads))
+    choices = [AttentionChoice(heads, "prompt")]
+    for layer in full_attention_layers(text_config):
+        choices.append(best_heads(recalls, layer))
     return choices
 
 
@@ -192,10 +183,10 @@ def measure_recalls(
     positions: str,
     choices: Sequence[AttentionChoice] = (),
 ) -> Recalls:
-    """The mean needle recall of the attention summed over each choice; without any, of every single layer and head."""
+    """The mean needle recall of the attention summed over each choice; without any, of every single head."""
     recalls: dict[AttentionChoice, list[Recall]] = {}
     for attention, shown in _attention_by_head(model, dataset, questions, positions):
-        for choice in choices or _single_choices(attention, positions):
+        for choice in choices or _single_heads(attention, positions):
             scores = _summed(attention, choice)
             recall = _recall(scores, shown)
             recalls.setdefault(choice, []).append(recall)
@@ -206,30 +197,22 @@ def measure_recalls(
     return means
 
 
-def _single_choices(attention: Attention, positions: str) -> list[AttentionChoice]:
-    """Every layer, then every head."""
-    layers = []
-    heads = []
+def _single_heads(attention: Attention, positions: str) -> list[AttentionChoice]:
+    """Every head by itself."""
+    choices = []
     for layer, weights in attention.items():
-        layers.append(AttentionChoice(layers=(layer,), positions=positions))
         for head in range(len(weights)):
-            heads.append(AttentionChoice(heads=((layer, head),), positions=positions))
-    return layers + heads
+            choices.append(AttentionChoice(((layer, head),), positions))
+    return choices
 
 
 def _summed(attention: Attention, choice: AttentionChoice) -> Tensor:
-    """`[M]`: the attention summed over the layers and heads of a choice."""
-    layers = choice.chosen_layers
-    if layers is None:
-        layers = tuple(attention)
-    weights = []
-    for layer in layers:
-        of_layer = attention[layer]
-        heads = choice.of_layer(layer)
-        if heads is not None:
-            of_layer = of_layer[heads]
-        weights.append(of_layer)
-    return torch.cat(weights).sum(0)
+    """`[M]`: the attention summed over the heads of a choice."""
+    if choice.heads is None:
+        weights = torch.cat(list(attention.values()))
+    else:
+        weights = torch.stack([attention[layer][head] for layer, head in choice.heads])
+    return weights.sum(0)
 
 
 def _attention_by_head(
@@ -281,35 +264,24 @@ def _recall(scores: Tensor, shown: np.ndarray) -> Recall:
 
 
 def _layer(choice: AttentionChoice) -> int:
-    """The one layer of a choice."""
-    (layer,) = choice.chosen_layers or ()
+    """The layer of a choice that has one."""
+    assert choice.heads is not None
+    layer, _ = choice.heads[0]
     return layer
 
 
-def best_sum(
-    recalls: Recalls,
-    kind: str,
-    layers: Sequence[int] | None = None,
-) -> AttentionChoice:
+def best_heads(recalls: Recalls, layer: int | None = None) -> AttentionChoice:
     """
-    The sum of the best of the single "layers" or "heads", of all layers or of some: those with the highest recall of
-    tokens, at least half of the best one's; at most half of all.
+    The sum of the best of the single heads, of a layer if one is given: those with the highest recall of tokens, at
+    least half of the best one's; at most half of all.
     """
-    single = []
-    for choice in recalls:
-        belongs = layers is None or _layer(choice) in layers
-        if belongs and getattr(choice, kind):
-            single.append(choice)
+    single = [choice for choice in recalls if layer is None or _layer(choice) == layer]
     single.sort(key=lambda choice: -recalls[choice].tokens)
-    first = single[0]
+    best = single[0]
+    least = recalls[best].tokens / 2
     half = max(1, len(single) // 2)
-    most = min(MOST[kind], half)
-    least = recalls[first].tokens / 2
-    places: list = []
-    for choice in single[:most]:
+    heads: list[tuple[int, int]] = []
+    for choice in single[: min(MOST, half)]:
         if recalls[choice].tokens >= least:
-            places += getattr(choice, kind)
-    places.sort()
-    if kind == "layers":
-        return replace(first, layers=tuple(places))
-    return replace(first, heads=tuple(places))
+            heads += choice.heads or ()
+    return replace(best, heads=tuple(sorted(heads)))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .lora import base_model
 # A model that reads every visual token and re-encodes none.
 EVERYTHING = {"selection": "all", "reencode": False, "retention": None, "max_visual_tokens": None}
 NOTED_ATTENTION = "qtsplus_noted"
+HeadsByLayer = dict[int, list[int] | None]  # `None` for all heads of a layer
 REST = 1e-6  # the least share that is told from none, in float32
 
 
@@ -35,8 +37,7 @@ REST = 1e-6  # the least share that is told from none, in float32
 class AttentionChoice:
     """Which attention of a language model is a target."""
 
-    layers: tuple[int, ...] | None = None  # whose attention is summed over all heads, counted from 0; all if `None`
-    heads: tuple[tuple[int, int], ...] | None = None  # (layer, head) pairs, in place of whole layers
+    heads: tuple[tuple[int, int], ...] | None = None  # (layer, head) pairs, counted from 0; all if `None`
     # Who looks: what predicts the answer, the "question"'s words, "both", each as much as the other, or of the "prompt"
     # what `lm_attention` looks from.
     positions: str = "answer"
@@ -44,30 +45,35 @@ class AttentionChoice:
     @classmethod
     def of(cls, args: QTSplusTrainingArguments) -> "AttentionChoice":
         """As a recipe has it."""
-        layers = args.relevance_layers
-        heads = args.relevance_heads
-        return cls(
-            layers=None if layers is None else tuple(layers),
-            heads=None if heads is None else tuple((layer, head) for layer, head in heads),
-            positions=args.relevance_positions,
-        )
+        if args.relevance_heads is None:
+            return cls(positions=args.relevance_positions)
+        heads = [(layer, head) for layer, head in args.relevance_heads]
+        return cls(tuple(heads), args.relevance_positions)
 
-    @property
-    def chosen_layers(self) -> tuple[int, ...] | None:
-        """The layers that are read, in order; `None` for all of them."""
+    def by_layer(self, language_model) -> HeadsByLayer:
+        """
+        The chosen heads of a language model; a `ValueError` for a layer that is not there or has no attention, and for
+        a head that is not there.
+        """
+        layers = list(attention_modules(language_model))
         if self.heads is None:
-            return self.layers
-        layers = {layer for layer, _ in self.heads}
-        return tuple(sorted(layers))
+            return dict.fromkeys(layers)
+        most = language_model.config.num_attention_heads - 1
+        chosen: HeadsByLayer = {}
+        for layer, head in sorted(self.heads, key=itemgetter(0)):
+            if layer not in layers:
+                raise ValueError(
+                    f"relevance_heads name layer {layer}; expected layers with attention, which are {layers}."
+                )
+            if not 0 <= head <= most:
+                raise ValueError(f"relevance_heads name head {head}; expected heads from 0 to {most}.")
+            heads = chosen.setdefault(layer, [])
+            assert heads is not None
+            heads.append(head)
+        return chosen
 
-    def of_layer(self, layer: int) -> list[int] | None:
-        """The heads of a chosen layer that count; `None` for all of them."""
-        if self.heads is None:
-            return None
-        return [head for place, head in self.heads if place == layer]
 
-
-EVERY_LAYER = AttentionChoice()
+EVERY_HEAD = AttentionChoice()
 
 
 @contextmanager
@@ -85,7 +91,7 @@ def answer_attention(
     model: nn.Module,
     inputs: Mapping,
     labels: Tensor,
-    choice: AttentionChoice = EVERY_LAYER,
+    choice: AttentionChoice = EVERY_HEAD,
 ) -> list[Tensor]:
     """
     How a model in evaluation mode, with all visual tokens, shares its attention out among them while it answers: per
@@ -104,7 +110,7 @@ def note_attention(
     model: nn.Module,
     inputs: Mapping,
     labels: Tensor,
-    choice: AttentionChoice = EVERY_LAYER,
+    choice: AttentionChoice = EVERY_HEAD,
 ) -> "list[NotedRow]":
     """The rows of a batch, with the attention of [`answer_attention`] by head."""
     base = base_model(model).model
@@ -120,7 +126,7 @@ def note_attention(
             rows.append(NotedRow(seen_from, row.candidates))
         everything = dict(inputs)
         everything.update(EVERYTHING)
-        with noting(base.language_model, rows, choice):
+        with noting(base.language_model, rows, choice.by_layer(base.language_model)):
             model(**everything, use_cache=False, logits_to_keep=1)
     return rows
 
@@ -182,7 +188,7 @@ def check_relevance(model, args: QTSplusTrainingArguments) -> None:
     selection = model.config.qtsplus_config.selection
     if selection != "qtsplus":
         raise ValueError(f"relevance_weight teaches the scores of selection='qtsplus', and here {selection=}.")
-    attention_modules(model.model.language_model, AttentionChoice.of(args))
+    AttentionChoice.of(args).by_layer(model.model.language_model)
 
 
 # --- The rows, noted while the language model runs ---
@@ -286,29 +292,13 @@ def attention_rows(
         return scores.softmax(-1).flatten(0, 1)
 
 
-def attention_modules(language_model, choice: AttentionChoice = EVERY_LAYER) -> dict[int, Any]:
-    """
-    By layer the attention of the chosen layers of a language model, or of all that have one (others are recurrent); a
-    `ValueError` for a layer that is not there or has no attention, or a head that is not there.
-    """
+def attention_modules(language_model) -> dict[int, nn.Module]:
+    """By layer the attention of all layers that have one; others are recurrent."""
     modules = {}
     for index, layer in enumerate(language_model.layers):
         if hasattr(layer, "self_attn"):
             modules[index] = layer.self_attn
-    chosen = choice.chosen_layers
-    if chosen is None:
-        return modules
-    for layer in chosen:
-        if layer not in modules:
-            raise ValueError(
-                f"relevance_layers or relevance_heads name layer {layer}; expected layers with attention, of "
-                f"{list(modules)}."
-            )
-    most = language_model.config.num_attention_heads - 1
-    for _, head in choice.heads or ():
-        if not 0 <= head <= most:
-            raise ValueError(f"relevance_heads name head {head}; expected heads from 0 to {most}.")
-    return {layer: modules[layer] for layer in chosen}
+    return modules
 
 
 def _places(
@@ -344,10 +334,11 @@ def _places(
 def noting(
     language_model,
     rows: Sequence[Any],
-    choice: AttentionChoice = EVERY_LAYER,
+    chosen: HeadsByLayer,
 ) -> Iterator[None]:
-    """While it lasts, every row of a batch notes each chosen layer's queries and keys, as [`NotedRow`] does."""
-    modules = attention_modules(language_model, choice)
+    """While it lasts, every row of a batch notes the queries and keys of the chosen heads, as [`NotedRow`] does."""
+    all_modules: dict[int, Any] = attention_modules(language_model)
+    modules = {layer: all_modules[layer] for layer in chosen}
     configs = {layer: module.config for layer, module in modules.items()}
     taught = {index: row for index, row in enumerate(rows) if row.taught}
 
@@ -361,13 +352,12 @@ def noting(
     hook = language_model.register_forward_pre_hook(find_columns, with_kwargs=True)
     try:
         for layer, module in modules.items():
-            heads = choice.of_layer(layer)
             # A copy, since all layers share one; the mask is still made for the model's own attention function.
             config = copy.copy(configs[layer])
             config._attn_implementation = NOTED_ATTENTION
             config.noted = {}
             for index, row in taught.items():
-                config.noted[index] = partial(row.note, layer, heads)
+                config.noted[index] = partial(row.note, layer, chosen[layer])
             config.own_attention = configs[layer]._attn_implementation
             module.config = config
         yield

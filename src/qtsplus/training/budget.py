@@ -13,6 +13,9 @@ from .arguments import QTSplusTrainingArguments
 
 # The loss in nats at which an answer is wrong; a larger loss says no more.
 LOST = 4.0
+# What the last step's relative excess adds to `alpha * target_n`. Ascent alone would swing around its target for as
+# long as a short training lasts.
+DAMPING = 2.0
 # The lowest price of a token, in nats: the largest budget then costs less than a wrong word.
 CHEAPEST = 1e-5
 
@@ -152,7 +155,7 @@ class RhoControl:
             # The value is the gate's count, at most n_max; the gradient is that of rho M.
             beyond = (soft_n - config.n_max).clamp(min=0)
             excess = (soft_n - beyond.detach() - target).sum()
-            damping = self.args.dual_damping * self.excess / target
+            damping = DAMPING * self.excess / target
             total = total + (self.alpha + damping) * excess
         return total
 

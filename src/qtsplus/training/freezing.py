@@ -1,6 +1,4 @@
-"""Which parameters are trained, at which learning rate, and how many they are."""
-
-from dataclasses import dataclass
+"""Which parameters are trained, and how many they are."""
 
 from peft import PeftModel
 from torch import nn
@@ -66,58 +64,12 @@ def score_parameters(selector) -> list[nn.Parameter]:
     return list(parts.parameters())
 
 
-@dataclass(frozen=True)
-class ParameterCounts:
-    """How many parameters a model has; tied ones count once."""
-
-    total: int
-    named_trainable: int  # of the parts that are not frozen, as the paper counts them
-    trainable: int  # those among them that a gradient reaches
-
-    def describe(self) -> str:
-        share = self.named_trainable / self.total
-        actual = self.trainable / self.total
-        return (
-            f"{self.named_trainable:,} trainable parameters ({share:.2%} of {self.total:,}), as the paper counts; a "
-            f"gradient reaches {self.trainable:,} ({actual:.2%}), for the last scoring layer only gives its attention."
-        )
-
-
-def count_parameters(model: nn.Module) -> ParameterCounts:
-    """Counts a model whose freezing is set; works on the meta device."""
+def trained_and_all(model: nn.Module) -> tuple[int, int]:
+    """How many parameters are trained, and how many there are; works on the meta device."""
+    trained = 0
     total = 0
-    trainable = 0
     for name, weight in model.named_parameters():
         if ".original_module." not in name:  # the untrained copy that PEFT keeps of the selector
             total += weight.numel()
-            trainable += weight.numel() * weight.requires_grad
-    selector = active_selector(model)
-    unused = 0
-    if any(weight.requires_grad for weight in selector.scoring_layers.parameters()):
-        unused = sum(weight.numel() for weight in selector.unused_parameters())
-    return ParameterCounts(total, trainable + unused, trainable)
-
-
-def parameter_groups(
-    model: nn.Module,
-    args: QTSplusTrainingArguments,
-    decayed: list[str],
-) -> list[dict]:
-    """The optimizer's groups: each part with its own learning rate, with decay those whose names are `decayed`."""
-    rates = {
-        "selector": None,
-        "language_model": args.language_model_learning_rate,
-        "vision": args.vision_learning_rate,
-    }
-    with_decay = set(decayed)
-    groups: dict[tuple[str, bool], dict] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        part = part_of(name)
-        decay = args.weight_decay if name in with_decay else 0.0
-        group = groups.setdefault((part, name in with_decay), {"params": [], "weight_decay": decay})
-        rate = rates[part]
-        group["lr"] = args.learning_rate if rate is None else rate
-        group["params"].append(parameter)
-    return list(groups.values())
+            trained += weight.numel() * weight.requires_grad
+    return trained, total

@@ -7,7 +7,7 @@ import torch
 from ..common.files import size
 from ..hub.checkpoint import on_meta
 from .attention import check_relevance
-from .freezing import count_parameters, prepare_parts
+from .freezing import prepare_parts, trained_and_all
 from .models import make_config
 from .recipe import Recipe
 
@@ -29,17 +29,17 @@ def make_plan(recipe: Recipe) -> Plan:
     with torch.device("meta"):
         model = on_meta(config)
         check_relevance(model, training)
-        counts = count_parameters(prepare_parts(model, training))
-    frozen_bytes = getattr(torch, args.dtype).itemsize * (counts.total - counts.trainable)
-    saved = frozen_bytes + 4 * counts.trainable
-    checkpoint = saved + 8 * counts.trainable
-    memory = checkpoint + 4 * counts.trainable
+        trained, total = trained_and_all(prepare_parts(model, training))
+    frozen_bytes = getattr(torch, args.dtype).itemsize * (total - trained)
+    saved = frozen_bytes + 4 * trained
+    checkpoint = saved + 8 * trained
+    memory = checkpoint + 4 * trained
     samples = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     disk = saved
     if training.save_strategy != "no":
         disk += 2 * checkpoint
     lines = [
-        counts.describe(),
+        f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})",
         f"{size(memory)} of memory, and what a step of {samples} records holds beside weights and optimizer",
         f"{size(saved)} of disk for the model in {recipe.output_dir}, and {size(checkpoint)} for each checkpoint",
     ]

@@ -19,7 +19,7 @@ from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
 from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
 from .dataset import IGNORED, VideoQACollator, VideoQADataset
-from .freezing import parameter_groups, prepare_parts, score_parameters
+from .freezing import prepare_parts, score_parameters
 from .lora import active_selector, base_model
 from .sharding import choose_layers, keep_gathered, layer_class
 
@@ -81,7 +81,7 @@ class QTSplusTrainer(Trainer):
 
     alpha >= 0 holds the mean count that is asked for, `n = min(ceil(rho M), n_max)`, at `target_n`. After each step,
     with `excess = mean n / target_n - 1` (at most 1), `alpha += dual_learning_rate * excess / target_n`; and
-    `damping = dual_damping * excess / target_n`, as in the modified differential multiplier method (Platt and Barr,
+    `damping = 2 excess / target_n`, as in the modified differential multiplier method (Platt and Barr,
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     With `budget="loss"` rho has no gradient: in steps whose budget is not drawn the head learns what answers lose with
@@ -351,19 +351,6 @@ class QTSplusTrainer(Trainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         keep_gathered(self.model, layer)
         return prepared
-
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As stock, with a group for every part that has a learning rate of its own."""
-        args = self.args
-        if args.language_model_learning_rate is None and args.vision_learning_rate is None:
-            arguments = () if model is None else (model,)  # the oldest Transformers takes no argument here
-            return super().create_optimizer(*arguments)
-        if self.optimizer is None:
-            model = model or self.model
-            kind, settings = self.get_optimizer_cls_and_kwargs(args, model)
-            groups = parameter_groups(model, args, self.get_decay_parameter_names(model))
-            self.optimizer = kind(groups, **settings)
-        return self.optimizer
 
     def save_model(self, *args, **kwargs) -> None:
         """As stock. The configuration tells the longest video of the training, so that answers about longer ones do."""
