@@ -74,14 +74,6 @@ def test_the_answer_stays(model, video, monkeypatch):
 
 
 @each_unlike
-def test_a_moving_video_is_encoded_as_ever(model, prepare, monkeypatch):
-    inputs = prepare("video")
-    (once,) = model.encode_videos(*taken(inputs))
-    every_step(monkeypatch)
-    assert_same(once, model.encode_videos(*taken(inputs))[0])
-
-
-@each_unlike
 def test_gradients_of_repeated_steps_add_up(backbone, processor, video, monkeypatch):
     gradients = []
     for _ in range(2):

@@ -102,16 +102,6 @@ def test_selecting_among_them(model, encoded, selection):
 
 
 @each_unlike
-def test_every_token_is_the_whole_video(model, encoded):
-    inputs, whole, _ = encoded
-    every = [torch.arange(len(own)) for own in whole]
-    call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    expected = model.generate(**inputs, video_features=whole, **call, retention=0.4)
-    prompt = shortened(model, inputs, whole, every, retention=0.4)
-    assert_same(model.generate_from(prompt, **call), expected)
-
-
-@each_unlike
 def test_whole_steps_stay_neighbours_in_time(model, encoded):
     """For a method that looks at the step before."""
     inputs, whole, _ = encoded

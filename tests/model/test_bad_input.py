@@ -293,17 +293,6 @@ def test_pixels_after_a_cache_are_refused_by_forward(model):
         model(**video_inputs(), past_key_values=cache)
 
 
-@pytest.mark.parametrize("way", ["forward", "generate"])
-@pytest.mark.parametrize("name", ["mm_encoder_outputs", "inputs_embeds"])
-def test_pixels_come_with_ids_alone(model, way, name):
-    inputs = video_inputs()
-    outputs = {"video": BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))}
-    embeds = model.get_input_embeddings()(inputs["input_ids"])
-    beside = {name: {"mm_encoder_outputs": outputs, "inputs_embeds": embeds}[name]}
-    with pytest.raises(ValueError, match="come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs"):
-        getattr(model, way)(**inputs, **beside)
-
-
 def test_a_max_length_shorter_than_the_prompt_is_refused(model):
     inputs = video_inputs()
     length = inputs["input_ids"].shape[1]
@@ -318,16 +307,6 @@ def test_labels_of_another_shape_are_refused(model, rows):
     inputs = rows()
     with pytest.raises(ValueError, match=r"^labels \(1, \d+\): expected the shape of the prompt, \(1, \d+\)"):
         model(**inputs, labels=inputs["input_ids"][:, 1:])
-
-
-def test_another_attention_function_is_set_without_a_warning(caplog):
-    model = tiny_model()
-    for target in (model, model.model):
-        for name in ("eager", "sdpa"):
-            target.set_attn_implementation(name)
-            configs = (model.config, model.model.visual.config, model.config.qtsplus_config)
-            assert [config._attn_implementation for config in configs] == [name] * 3
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -367,11 +346,6 @@ def test_a_method_that_keeps_something_else_than_n_indices_is_named(model, monke
                 model(**call, selection=selection)
 
 
-def test_a_paged_cache_is_refused(model):
-    with pytest.raises(ValueError, match='cache_implementation="paged" cannot'):
-        model.generate(**video_inputs(), cache_implementation="paged", max_new_tokens=2)
-
-
 # Checkpoints
 
 
@@ -407,11 +381,3 @@ def test_a_checkpoint_without_all_of_its_selector_is_refused(tmp_path, model, lo
     with pytest.raises(ValueError, match=r"lacks \d+ of the weights .*model\.qtsplus\..*would stay random") as error:
         Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path)
     assert len(missing) <= int(re.search(r"lacks (\d+)", str(error.value))[1]) <= len(missing) + 1
-
-
-def test_an_untied_checkpoint_without_its_head_is_refused(tmp_path):
-    model = tiny_model(tie_word_embeddings=False)
-    weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
-    model.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(ValueError, match=r"lacks 1 of the weights .*lm_head\.weight"):
-        Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path)

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-import qtsplus.model.encoding_qtsplus as attention
 from tiny import assert_same, batch, prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,39 +35,6 @@ def assert_close(mine, expected, tolerance):
     mine = mine.detach().double().cpu()
     expected = expected.detach().double().cpu()
     assert float((mine - expected).norm()) <= tolerance * float(expected.norm())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_attention_in_pieces_and_its_gradients(dtype):
-    torch.manual_seed(0)
-    lengths = [64, 64, 32, 7, 1, 300]
-    cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    states = torch.randn(3, sum(lengths), 4, 80)
-    weights = torch.randn(sum(lengths), 4, 80)
-    results = []
-    for device, precision in ((DEVICE, dtype), ("cpu", torch.float64)):
-        leaf = states.clone().to(device, precision).requires_grad_()
-        attended = attention.attend_within(*leaf, cu_seq_lens.to(device))
-        (attended * weights.to(device, precision)).sum().backward()
-        results.append((attended, leaf.grad))
-    for mine, expected in zip(*results, strict=True):
-        assert_close(mine, expected, HALF.get(dtype, 1e-5) / 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_vision_tower_and_its_gradients(models, dtype):
-    results = []
-    for model, device, precision in ((models[1], DEVICE, dtype), (models[0], "cpu", torch.float32)):
-        model = copy.deepcopy(model).to(precision)
-        inputs = inputs_on(device)
-        pixels = inputs["pixel_values_videos"].to(precision)
-        encoded = model.model.visual(pixels, grid_thw=inputs["video_grid_thw"]).pooler_output
-        encoded.float().square().mean().backward()
-        gradients = [parameter.grad for parameter in model.model.visual.parameters()]
-        assert all(gradient is not None for gradient in gradients)
-        results.append((encoded, torch.cat([gradient.float().flatten() for gradient in gradients])))
-    for mine, expected in zip(*results, strict=True):
-        assert_close(mine, expected, HALF.get(dtype, 1e-4))
 
 
 def test_generated_tokens_and_those_kept(models):

@@ -1,14 +1,10 @@
 """Prompts with images and without a video: nothing is selected, and everything that stock takes is taken."""
 
-import inspect
-
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import DynamicCache
 
-from model_checks import BACKBONE, CLASSES, build, main_output, shared_model
-from qtsplus.model.prompt_qtsplus import CACHE
+from model_checks import main_output, shared_model
 from tiny import assert_same, batch, prompt, stock_twin, tiny_model
 
 IMAGE = (1, 4, 4)
@@ -27,18 +23,6 @@ def embedded(model, inputs):
     """The same inputs with embeddings instead of ids."""
     others = {name: value for name, value in inputs.items() if name != "input_ids"}
     return {**others, "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
-
-
-@CLASSES
-def test_embeddings_beside_images_give_what_stock_gives(cls):
-    model = build(cls)
-    stock = stock_twin(tiny_model())
-    if cls is BACKBONE:
-        stock = stock.model
-    inputs = embedded(model, batch(*image_rows()))
-    real = inputs["attention_mask"].bool()
-    expected = main_output(stock, inputs)[real]
-    assert_close(main_output(model, inputs)[real], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_embeddings_beside_images_and_the_prompts_positions_give_what_the_ids_give():
@@ -64,16 +48,6 @@ def test_embeddings_beside_images_generate_what_stock_generates(beams):
     assert_same(model.generate(**embeds, **call), expected)
     both = {**embeds, **ids, "mm_token_type_ids": model.model.token_types(ids["input_ids"])}
     assert_same(model.generate(**both, **call), model.generate(**ids, **call))
-
-
-def test_a_training_step_on_embeddings_beside_images_reaches_the_selector():
-    model = tiny_model().train()
-    inputs = batch(*image_rows())
-    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs["input_ids"]).detach()
-    labels = inputs.pop("input_ids")
-    model(**inputs, labels=labels).loss.backward()
-    missing = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
-    assert not missing
 
 
 def test_embeddings_with_another_number_of_placeholders_are_refused():
@@ -105,18 +79,3 @@ def test_images_in_packed_rows_are_read_as_in_padded_rows(attention):
     assert_close(main_output(model, packed, use_cache=False)[0], expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="several sequences packed into one row"):
         model(**packed, use_cache=True)  # stock would attend across the sequences
-
-
-@pytest.mark.skipif(CACHE == "past_key_values", reason="its name before Transformers 5.24")
-@CLASSES
-def test_the_old_name_of_the_cache_gets_the_warning_of_stock(cls, recwarn):
-    model = build(cls)
-    inputs = batch(prompt(images=[IMAGE]))
-    cache = DynamicCache(config=model.config.get_text_config())
-    assert "past_key_values" in inspect.signature(model.forward).parameters
-    output = model(**inputs, past_key_values=cache)
-    messages = [str(warning.message) for warning in recwarn if warning.category is FutureWarning]
-    assert len(messages) == 1
-    assert "`past_key_values` is deprecated" in messages[0]
-    assert output[CACHE] is cache
-    assert cache.get_seq_length() == inputs["input_ids"].shape[1]

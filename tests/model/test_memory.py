@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qtsplus.model.fields_qtsplus import REDUCTIONS
-from qtsplus.model.relevance_qtsplus import QTSplusLayer, grouped_attention, rotary_tables
+from qtsplus.model.relevance_qtsplus import QTSplusLayer, rotary_tables
 from tiny import batch, compress, prompt, tiny_model
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -107,24 +107,6 @@ def test_the_re_encoder_of_the_3b_model_makes_no_tensor_over_1_gb(training):
     attention = [name for name, _ in sizes.seen if "scaled_dot_product" in name]
     assert len(attention) == 1 + training
     assert all("flash_attention_for_cpu" in name for name in attention)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (28, 4)])
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (5, 37), (19, 19)])
-def test_grouped_attention_is_attention_with_repeated_heads(heads, kv_heads, num_queries, num_keys):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(heads, num_queries), (kv_heads, num_keys), (kv_heads, num_keys)]
-    states = [torch.randn(*shape, 8, generator=generator, requires_grad=True) for shape in shapes]
-    queries, keys, values = states
-    groups = heads // kv_heads
-    weights = (queries @ keys.repeat_interleave(groups, 0).transpose(1, 2) / 8**0.5).softmax(-1)
-    expected = weights @ values.repeat_interleave(groups, 0)
-    result = grouped_attention(queries, keys, values)
-    assert_close(result, expected, atol=1e-6, rtol=1e-5)
-    for mine, theirs in zip(
-        torch.autograd.grad(result.sin().sum(), states), torch.autograd.grad(expected.sin().sum(), states), strict=True
-    ):
-        assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rope", [False, True])

@@ -84,12 +84,6 @@ def test_a_key_has_an_effect_in_every_way(ask, clip, way):
         assert with_low != with_high, key
 
 
-@pytest.mark.parametrize("keys", [{"fps": 4}, {"num_frames": 4}, {"max_frames": 4, "fps": 2}], ids=str)
-def test_a_key_does_what_the_call_does(ask, clip, keys):
-    by_call = ask(video_of(clip), processor_kwargs=dict(keys))
-    assert seen(ask(video_of(clip, **keys))) == seen(by_call)
-
-
 def test_each_video_has_keys_of_its_own(ask, clip):
     slow = video_of(clip, fps=1)
     eight = video_of(clip, nframes=8)
@@ -228,12 +222,6 @@ def test_a_message_whose_content_is_no_text_is_refused(processor, content):
     messages = [{"role": "user", "content": [TEXT]}, {"role": "tool", "content": content}]
     with pytest.raises(ValueError, match="A message has the content .*; expected a str, or a list of parts"):
         processor.apply_chat_template(messages, tokenize=True, return_dict=True)
-
-
-def test_the_messages_of_the_caller_stay_as_they_are(ask, clip):
-    part = video_of(clip, nframes=4)
-    ask(part)
-    assert part == video_of(clip, nframes=4)
 
 
 def test_a_long_video_is_read_by_the_same_keys(processor, clip):

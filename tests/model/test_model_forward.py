@@ -24,16 +24,6 @@ from tiny import IMAGE_PAD, VIDEO_PAD, assert_same, batch, prompt, run, stock_tw
 
 
 @CLASSES
-def test_the_input_embeddings_can_be_read_and_replaced(cls):
-    model = build(cls)
-    new = nn.Embedding(512, 64)
-    assert isinstance(model.get_input_embeddings(), nn.Embedding)
-    model.set_input_embeddings(new)
-    assert model.get_input_embeddings() is new
-    assert torch.isfinite(main_output(model, mixed_inputs())).all()
-
-
-@CLASSES
 @TIED
 @pytest.mark.parametrize("size", [530, 506])
 def test_resized_embeddings_keep_the_old_rows_work_and_are_saved(tmp_path, cls, tied, size):

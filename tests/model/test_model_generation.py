@@ -10,13 +10,11 @@ from transformers import (
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     StaticCache,
 )
 
 from model_checks import NEW, TRANSFORMERS, greedy, mixed_inputs, shared_model
-from tiny import IM_END, IM_START, NEWLINE, USER, VIDEO_PAD, assert_same, batch, prompt, stock_twin, tiny_model
+from tiny import IM_END, IM_START, NEWLINE, USER, VIDEO_PAD, assert_same, batch, prompt, tiny_model
 
 CACHES = ("dynamic", "dynamic_full", "static", "sliding_window", "offloaded", "offloaded_static")
 OWN = ("none", "own", "own static")
@@ -43,13 +41,6 @@ def test_every_kind_of_cache_generates_the_same(kind):
         assert int(own.get_seq_length()) > 0
 
 
-def test_the_returned_cache_holds_the_shortened_prompt_and_all_but_the_last_new_token():
-    output = greedy(return_dict_in_generate=True)
-    assert output.past_key_values.get_seq_length() == output.qtsplus.columns.shape[1] + NEW - 1
-    layer = output.past_key_values.layers[0]
-    assert layer.keys.shape == layer.values.shape == (3, 2, output.qtsplus.columns.shape[1] + NEW - 1, 16)
-
-
 def test_generate_returns_scores_logits_hidden_states_and_attentions_as_stock_does():
     model = tiny_model()
     inputs = mixed_inputs()
@@ -73,12 +64,6 @@ def test_generate_returns_scores_logits_hidden_states_and_attentions_as_stock_do
     assert_same(torch.stack(output.scores, 1).argmax(-1), output.sequences[:, -NEW:])
 
 
-def test_sampling_of_beams_runs():
-    torch.manual_seed(0)
-    ids = shared_model().generate(**mixed_inputs(), do_sample=True, num_beams=2, max_new_tokens=NEW)
-    assert len(ids) == 3
-
-
 @pytest.mark.parametrize(
     "row", [{"videos": [(3, 4, 6)], "images": [(1, 4, 4)]}, {"question": 7}], ids=["video", "text"]
 )
@@ -87,18 +72,6 @@ def test_assisted_decoding_with_a_copy_or_another_model_is_greedy(seed, row):
     model = shared_model()
     inputs = batch(prompt(**row))
     assert_same(greedy(model, inputs, assistant_model=tiny_model(seed=seed)), greedy(model, inputs))
-
-
-def test_embeddings_of_a_text_generate_what_its_ids_generate():
-    model = shared_model()
-    inputs = batch(prompt(question=5), prompt(question=20, seed=2))
-    width = inputs["input_ids"].shape[1]
-    expected = greedy(model, inputs)[:, width:]
-    embeds = model.get_input_embeddings()(inputs["input_ids"])
-    stock = greedy(stock_twin(model), {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]})
-    assert_same(stock, expected)
-    ours = greedy(model, {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]})
-    assert_same(ours, expected)
 
 
 CONTINUED = {
@@ -146,24 +119,6 @@ def test_a_prompt_that_is_prefilled_in_chunks_generates_the_same(chunk):
             greedy(prefill_chunk_size=chunk)
     else:
         assert_same(greedy(prefill_chunk_size=chunk), greedy())
-
-
-def test_generate_passes_the_shortened_prompt_to_logits_processors():
-    seen = []
-
-    class Spy(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            seen.append(tuple(input_ids.shape))
-            return scores
-
-    output = greedy(logits_processor=LogitsProcessorList([Spy()]), return_dict_in_generate=True)
-    width = output.qtsplus.columns.shape[1]
-    assert seen == [(3, width + step) for step in range(NEW)]
-
-
-def test_generate_refuses_an_argument_that_nobody_knows():
-    with pytest.raises(ValueError, match="no_such_argument"):
-        shared_model().generate(**mixed_inputs(), no_such_argument=1, max_new_tokens=2)
 
 
 def test_generate_does_not_change_the_generation_config_or_the_inputs():

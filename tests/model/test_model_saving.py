@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from transformers import GenerationMixin, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLModel
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLModel
 
 from model_checks import (
     BACKBONE,
@@ -37,12 +37,6 @@ def test_the_first_argument_of_forward_is_input_ids_and_every_stock_argument_is_
     stock = Qwen2_5_VLForConditionalGeneration if cls is FULL else Qwen2_5_VLModel
     passed_on = {"rope_deltas", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
     assert set(inspect.signature(stock.forward).parameters) - set(names) <= passed_on
-
-
-def test_only_the_class_with_a_head_generates():
-    assert issubclass(FULL, GenerationMixin)
-    assert FULL.can_generate()
-    assert not BACKBONE.can_generate()
 
 
 def test_every_part_of_the_model_shares_one_configuration():
@@ -126,13 +120,6 @@ def test_the_backbone_loads_from_a_checkpoint_with_a_head(tmp_path):
     assert_same(main_output(backbone, inputs), main_output(model.model, inputs))
 
 
-def test_a_tied_model_loads_from_a_checkpoint_of_its_backbone(tmp_path):
-    model = tiny_model()
-    inputs = mixed_inputs()
-    model.model.save_pretrained(tmp_path)
-    assert_same(main_output(FULL.from_pretrained(tmp_path), inputs), main_output(model, inputs))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_running_mean_of_rho_survives_bfloat16_saving_and_loading(tmp_path, dtype):
     model = tiny_model(lambda_s=1.0).train()
@@ -148,28 +135,6 @@ def test_the_running_mean_of_rho_survives_bfloat16_saving_and_loading(tmp_path, 
     for one in (model, reloaded):
         assert one.model.qtsplus.rho_history.dtype == torch.int64
         assert_same(one.model.qtsplus.rho_history, history)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])
-def test_a_model_loads_in_the_dtype_that_was_asked_for(tmp_path, dtype):
-    tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
-    model = FULL.from_pretrained(tmp_path, dtype=dtype)
-    expected = torch.bfloat16 if dtype == "auto" else dtype
-    assert {p.dtype for p in model.parameters()} == {expected}
-    assert model.dtype == expected
-
-
-def test_a_head_of_another_size_is_refused_unless_mismatches_are_allowed(tmp_path):
-    model = tiny_model()
-    model.save_pretrained(tmp_path)
-    config = copy.deepcopy(model.config)
-    config.text_config.vocab_size = 520
-    with pytest.raises(RuntimeError, match="mismatch"):
-        FULL.from_pretrained(tmp_path, config=config)
-    resized = FULL.from_pretrained(tmp_path, config=config, ignore_mismatched_sizes=True)
-    assert resized.get_input_embeddings().weight.shape == resized.lm_head.weight.shape == (520, 64)
-    name = "model.qtsplus.budget.mlp.0.weight"
-    assert_same(resized.state_dict()[name], model.state_dict()[name])
 
 
 # Initialisation ------------------------------------------------------------------------------------------------------

@@ -100,11 +100,6 @@ def test_what_is_no_count_is_never_taken_for_one(calls):
             calls["encode"](max_frames=value)
 
 
-def test_a_fraction_is_no_number_that_tensors_take(calls):
-    with pytest.raises(ValueError, match=r"retention=Fraction\(1, 10\): expected"):
-        calls["ask"](retention=Fraction(1, 10))
-
-
 @pytest.mark.parametrize("frames", [FRAMES[..., 0], np.repeat(FRAMES, 2, axis=-1)[..., :4]], ids=["grey", "rgba"])
 def test_frames_without_three_channels_are_refused(calls, frames):
     with pytest.raises(ValueError, match=r"of the shape .*; expected \[T, H, W, C\] or \[T, C, H, W\] with 1 or 3"):
@@ -118,19 +113,3 @@ def test_frames_of_objects_are_refused(calls):
     for frames in (FRAMES[:4].astype(np.uint16) * 257, FRAMES[:4] > 99):  # which are no numbers from 0 to 255
         with pytest.raises(ValueError, match=r"of the type (uint16|bool); expected numbers, such as uint8"):
             calls["frames"](video=frames)
-
-
-@pytest.mark.parametrize("name", ["num_frames", "min_frames", "max_frames", "frames_per_chunk"])
-def test_a_count_of_frames_is_whole(tiny_published, tmp_path, name):
-    _, processor = load(tiny_published, "cpu")
-    path = str(write_mp4(tmp_path / "film.mp4", FRAMES, 2))
-    said = f"Got {name}=2.5; expected a whole number"
-    with pytest.raises(ValueError, match=said):
-        processor.video_chunks(path, **{name: 2.5})
-    if name == "frames_per_chunk":
-        return
-    text = f"{processor.video_token} What happens?"
-    with pytest.raises(ValueError, match=said):
-        processor(text=text, videos=path, **{name: 2.5})
-    with pytest.raises(ValueError, match=said):
-        processor(text=text, videos={"video": path, name: 2.5})

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from qtsplus import ask, encode, load
 from qtsplus.cli import app
-from qtsplus.model.methods_qtsplus import METHODS, add_method
-from tiny import tiny_model
+from qtsplus.model.methods_qtsplus import METHODS
 
 MINE = """
 from pathlib import Path
@@ -143,20 +142,3 @@ def test_a_name_of_nothing_is_one_line(name, words, mine, tiny_mp4, tmp_path, mo
     (line,) = result.stderr.splitlines()
     assert result.exit_code == 2, result.output
     assert words in line, result.output
-
-
-def test_a_configuration_of_an_unknown_method_makes_no_model():
-    with pytest.raises(ValueError, match="selection='best'; expected one of"):
-        tiny_model(selection="best")
-    with pytest.raises(ValueError, match="selection='best'; expected one of"):
-        add_method("best")
-
-
-def test_a_file_may_hold_what_a_module_may(mine):
-    mine.write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        + MINE
-        + "\n\n@dataclass\nclass One:\n    it: int\n"
-    )
-    add_method(f"{mine}:latest")
-    assert METHODS[f"{mine}:latest"].__name__ == "latest"

@@ -27,14 +27,6 @@ def test_time_advances_by_tokens_per_second(seconds, times):
     assert_same(positions.T, expected)
 
 
-def test_text_behind_a_video_goes_on_after_its_larger_side():
-    compact = shortened(prompt(videos=[(3, 4, 8)]))
-    behind = compact.position_ids[1:, 0, CHAT + 24 :]
-    end = CHAT + 4 + behind.shape[1]
-    assert_same(behind, torch.arange(CHAT + 4, end).expand(3, -1))
-    assert compact.next_position.tolist() == [end]
-
-
 def test_the_first_row_counts_real_tokens():
     compact = shortened(prompt(videos=[(3, 4, 8)]), prompt(seed=1))
     width = compact.input_ids.shape[1]
@@ -64,15 +56,3 @@ def test_the_callers_positions_are_kept(axes):
         compact = compress(tiny_model().model, **inputs, position_ids=position_ids, retention=0.25)
     (columns,) = compact.qtsplus.columns
     assert_same(compact.position_ids[1:, 0], position_ids[-3:, 0, columns])
-
-
-def test_decoding_by_hand_goes_on_behind_the_prompt():
-    """forward with a cache and no position_ids."""
-    model = tiny_model()
-    inputs = batch(prompt(videos=[(4, 8, 12)]))
-    with torch.no_grad():
-        first = model(**inputs, retention=0.2, use_cache=True)
-        token = first.logits[:, -1:].argmax(-1)
-        second = model(input_ids=token, past_key_values=first.past_key_values)
-    answer = model.generate(**inputs, retention=0.2, max_new_tokens=2, do_sample=False)
-    assert answer[0, -2:].tolist() == [int(token), int(second.logits[0, -1].argmax())]

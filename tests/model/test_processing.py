@@ -16,7 +16,6 @@ from clips import read_video, write_mp4
 from qtsplus.hub.files import hub_configs
 from qtsplus.model import sampling_qtsplus
 from qtsplus.model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
-from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.model.frames_qtsplus import load_frames
 from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.model.question_qtsplus import find_query_mask, question_token_ids
@@ -301,18 +300,6 @@ def test_an_undecodable_file_is_named(processor, ramp, tmp_path):
             processor(text=PROMPT, videos=str(tmp_path / name))
 
 
-def test_an_error_without_a_number_is_told_in_its_words(ramp):
-    film = Film(str(ramp))
-    for error in (OSError("it went away"), OSError(5, "it went away"), ValueError("it went away")):
-        with pytest.raises(ValueError, match=r"as a video: it went away\. Expected"), film._naming():
-            raise error
-
-
-def test_a_normal_decode_logs_nothing_above_info(processor, ramp, caplog):
-    processor(text=PROMPT, videos=ramp, return_tensors="pt")
-    assert warnings_of(caplog) == []
-
-
 def warnings_of(caplog):
     return [record.message for record in caplog.records if record.levelno > logging.INFO]
 
@@ -495,11 +482,6 @@ def test_impossible_sampling_is_refused(processor, ramp, sampling, message):
 def test_a_call_is_checked_beside_a_message_with_a_rate_of_its_own(processor, ramp):
     with pytest.raises(ValueError, match="fps=0"):
         processor(text=PROMPT, videos={"video": ramp, "fps": 2}, fps=0)
-
-
-def test_a_grid_of_no_frames_is_refused(processor):
-    with pytest.raises(ValueError, match="empty video"):
-        processor(text=PROMPT, video_grid_thw=torch.tensor([[0, 4, 4]]))
 
 
 def test_placeholders_must_match_the_videos_and_images(processor, ramp):

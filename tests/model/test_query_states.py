@@ -1,18 +1,13 @@
 """What stands for the words of a question: their embeddings, or their states behind a layer of the selector."""
 
-import json
-
 import pytest
 import torch
 from torch.testing import assert_close
 
 from model_checks import mixed_inputs, mixed_rows, question_mask
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.hub.convert import convert, convert_reference_config
 from qtsplus.hub.files import hub_configs
-from qtsplus.model.fields_qtsplus import QUERY_STATES
-from reference import GOLDEN
-from tiny import IM_END, USER, VIDEO_PAD, assert_same, batch, prompt, run, stock_twin, tiny_model
+from tiny import IM_END, USER, VIDEO_PAD, assert_same, batch, prompt, run, tiny_model
 
 VIDEO = (2, 4, 8)
 
@@ -61,19 +56,6 @@ def test_words_of_a_layer_see_each_other_and_their_order(model):
     hook.remove()
     assert (given[0][[0, 1, 3, 2]] - given[1]).abs().max() > 1e-3  # else each word would take its state along
     assert (given[0][0] - given[1][0]).abs().max() > 1e-3
-
-
-def test_the_budget_goes_by_the_same_states():
-    """The budget head sees their mean."""
-    inputs = batch(prompt(videos=[VIDEO]))
-    for kind in QUERY_STATES:
-        model = tiny_model(query_states=kind)
-        noted = []
-        model.model.qtsplus.budget.register_forward_pre_hook(lambda _, args, noted=noted: noted.append(args[0]))
-        (states,), _ = seen(model, inputs)
-        if kind == "layer":
-            states = model.model.qtsplus.contextualise(states)
-        assert_close(noted[0][:64], states.mean(0))
 
 
 # The contracts -------------------------------------------------------------------------------------------------------
@@ -160,36 +142,3 @@ def test_a_fresh_layer_changes_nothing():
 
 
 # Saving and bad settings ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def stock_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stock") / "model"
-    stock_twin(tiny_model()).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("kind", QUERY_STATES)
-def test_a_stock_model_is_converted_with_them(kind, stock_folder, tmp_path):
-    folder = convert(stock_folder, tmp_path / "ours", selector={"query_states": kind, "reencode_layers": 0})
-    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder)
-    assert model.config.qtsplus_config.query_states == kind
-    (states,), output = seen(model, batch(prompt(videos=[VIDEO])), query_input_ids=torch.tensor([[40, 41, 42]]))
-    assert torch.isfinite(output.logits).all()
-    assert len(states) == 3
-    for layer in model.model.qtsplus.question_layers:
-        assert not layer.o_proj.weight.any()
-        assert not layer.ffn[-1].weight.any()
-
-
-def test_a_reference_checkpoint_keeps_the_papers_embeddings():
-    stated, vision = (
-        json.loads((GOLDEN / "case1" / "e2e" / part / "config.json").read_text()) for part in ("checkpoint", "vision")
-    )
-    assert convert_reference_config(stated, vision).qtsplus_config.query_states == "embeddings"
-
-
-@pytest.mark.parametrize("kind", ["words", "language_model"])
-def test_another_name_is_refused(kind):
-    with pytest.raises(ValueError, match=rf"query_states='{kind}'; expected one of \('embeddings', 'layer'\)"):
-        tiny_model(query_states=kind)

@@ -107,12 +107,6 @@ def test_calls_per_layer_do_not_grow_with_the_windows(size, lengths):
         assert count_calls(shared_model(), *video((frames, *size))) == 2 * sum(lengths)
 
 
-def test_stock_calls_once_per_window(models):
-    """The count above can see it."""
-    _, stock = models
-    assert count_calls(stock, *video((6, 8, 8))) == 2 * (6 * 16) + 2 * 6
-
-
 @pytest.mark.parametrize("name", ["eager", {"vision_config": "eager"}])
 def test_another_attention_is_stock_s(tmp_path, name):
     shared_model().save_pretrained(tmp_path)
