@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from transformers import AutoModel
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
+from qtsplus.common.folders import reading
 from qtsplus.hub.loading import check_values, load, load_processor
 from qtsplus.model.encoding_qtsplus import is_finite
 
-ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}x{% endfor %}{% endfor %}"
+ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}{% endfor %}"
+SILENT = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATES = {
+    SILENT: "it takes more than 1,000,000 steps",
     ENDLESS: "it makes more than a prompt of one question",
     "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "RecursionError",
     "{{ ''.__class__.__mro__ }}": "SecurityError",
@@ -42,6 +46,27 @@ def test_a_template_that_cannot_be_used_is_refused(template, folder):
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=f"has a chat template that cannot be used: .*{TEMPLATES[template]}"):
         load_processor(folder)
+
+
+MERGED = """\
+<|im_start|>user
+{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}
+{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}<|im_end|>
+"""
+
+
+def test_a_system_prompt_in_the_users_turn_is_said(folder, caplog):
+    load_processor(folder)
+    assert "system prompt" not in caplog.text
+    (folder / "chat_template.jinja").write_text(MERGED)
+    load_processor(folder)
+    assert "writes a system prompt into the user's turn, where it counts as part of the question" in caplog.text
+
+
+def test_a_package_that_a_folder_needs_is_named():
+    reason = "No module named 'absent_package', which it needs; install it, such as by pip install absent_package"
+    with pytest.raises(ValueError, match=f"The model cannot be used: {reason}"), reading("The model"):
+        import_module("absent_package")
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

@@ -294,6 +294,12 @@ def test_the_name_of_subtitles_may_have_a_language(language, talk):
     assert texts_of(talk) == ["full"]
 
 
+def test_a_folder_named_like_subtitles_is_none(talk):
+    talk.with_suffix(".srt").mkdir()
+    write_srt(talk.with_name("talk.en.srt"), "said")
+    assert texts_of(talk) == ["said"]
+
+
 @pytest.mark.parametrize("name", ["talk.E02", "talk.2", "talk.part.en", "talkdown", "talk.en.forced"])
 def test_subtitles_with_another_name_are_not_taken(name, talk):
     write_srt(talk.with_name(f"{name}.srt"), "of another video, or of its signs alone")

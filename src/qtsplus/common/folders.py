@@ -99,6 +99,8 @@ def reading(what: object) -> Iterator[None]:
         if not is_expected:
             raise
         reason = " ".join(str(error).split())
+        if isinstance(error, ModuleNotFoundError):
+            reason += f", which it needs; install it, such as by pip install {error.name}."
         if not isinstance(error, _SPEAKING):
             reason = f"{type(error).__name__}: {reason}"
         raise ValueError(f"{what} cannot be used: {reason}") from error

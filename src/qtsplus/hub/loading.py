@@ -6,12 +6,15 @@ No folder's own Python runs: that is for Transformers without this package. Its 
 import json
 import math
 import re
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import find_adapter_config_file
+from transformers.utils import find_adapter_config_file, logging
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ..common.files import first_line
@@ -22,14 +25,18 @@ from .checkpoint import INDEX, weight_map
 
 register_backbones()
 
+logger = logging.get_logger(__name__)
+
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # legacy ones without an owner hold none of our models
 
 _PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
 _SIZES = ("patch_size", "merge_size", "temporal_patch_size")
 _KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Who?"}]}]
-# The most characters that a chat template may make of one question.
+_A_SYSTEM_PROMPT = {"role": "system", "content": "Be brief."}
+# The most characters that a chat template may make of one question, and the most steps that it may take for that.
 LONGEST_PROMPT = 10**6
+MOST_STEPS = 10**6
 _MOST_LAYERS = 10_000  # of any model
 
 
@@ -111,6 +118,16 @@ def load_processor(model: str | Path, revision: str | None = None):
         _check_template(template, f"The folder {str(model)!r}", processor.tokenizer.special_tokens_map)
     with reading(f"The processor of {str(model)!r}"):
         processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+    with suppress(TemplateError, TypeError):  # of a template without system prompts
+        prompt = processor.apply_chat_template([_A_SYSTEM_PROMPT, *_A_QUESTION])
+        ids = torch.tensor([processor.prompt_ids(prompt)])
+        is_question = processor.query_mask(ids).bool()
+        question = processor.tokenizer.decode(ids[is_question])
+        if "brief" in question:
+            logger.warning(
+                f"The chat template of {str(model)!r} writes a system prompt into the user's turn, where it counts as "
+                "part of the question. Give no system prompt, or the question itself as `query` of the processor."
+            )
     return processor
 
 
@@ -121,14 +138,31 @@ def _check_template(
 ) -> None:
     """Renders a chat template of one question in Transformers' sandbox; a `ValueError` if it fails or does not end."""
     characters = 0
+    steps = 0
+
+    def count_step(*_):
+        # Python calls this for every line of the template, which may loop without end and write nothing.
+        nonlocal steps
+        steps += 1
+        if steps > MOST_STEPS:
+            raise ValueError(f"it takes more than {MOST_STEPS:,} steps for the prompt of one question.")
+        return count_step
+
     with reading(f"{what} has a chat template that"):
         rendered = _compile_jinja_template(template).generate(
             messages=_A_QUESTION, add_generation_prompt=True, **special_tokens
         )
-        for text in rendered:
-            characters += len(text)
-            if characters > LONGEST_PROMPT:
-                raise ValueError(f"it makes more than a prompt of one question, over {LONGEST_PROMPT:,} characters.")
+        tracer = sys.gettrace()
+        sys.settrace(count_step)
+        try:
+            for text in rendered:
+                characters += len(text)
+                if characters > LONGEST_PROMPT:
+                    raise ValueError(
+                        f"it makes more than a prompt of one question, over {LONGEST_PROMPT:,} characters."
+                    )
+        finally:
+            sys.settrace(tracer)
 
 
 def load_config(model: str | Path, revision: str | None = None):

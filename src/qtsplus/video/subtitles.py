@@ -83,7 +83,7 @@ def _files_beside(video: Path) -> list[Path]:
     beside = []
     for path in files:
         is_subtitles = path.suffix.lower() in SUFFIXES and path.stem not in other_videos
-        if is_subtitles and path.stem.startswith(video.stem):
+        if is_subtitles and path.stem.startswith(video.stem) and not path.is_dir():
             behind = path.stem.removeprefix(video.stem)
             if _LANGUAGE.fullmatch(behind):
                 beside.append(path)
