@@ -83,12 +83,6 @@ def test_no_kept_token_is_no_evidence():
     assert evidence_intervals(nothing, torch.ones(4), torch.tensor([[1, 4, 4]]), [1], MERGE) == []
 
 
-def test_relevance_of_another_length_is_refused():
-    kept = torch.tensor([0])
-    with pytest.raises(ValueError, match="hold 4 tokens, but there are 5 values"):
-        evidence_intervals(kept, torch.ones(5), torch.tensor([[1, 4, 4]]), [1.0], MERGE)
-
-
 @st.composite
 def samples(draw):
     """A sample of 1 to 3 videos with some of their tokens kept: indices, relevance, grids and seconds per step."""

@@ -86,8 +86,8 @@ def test_frames_that_are_not_evenly_apart_keep_their_times(loaded):
             "=9: .* over 10 frames",
         ),
         ({"metadata": {"fps": 30}, "fps": 2}, "expected one of them"),
-        ({"fps": 2, "start": 1}, "Got start for frames"),
-        ({"fps": 2, "max_pixels": 100}, "Got max_pixels for frames"),
+        ({"fps": 2, "start": 1}, "start=1.* for frames; expected `fps` alone"),
+        ({"fps": 2, "max_pixels": 100}, "max_pixels=100.* for frames"),
     ],
 )
 def test_frames_with_what_says_nothing(loaded, options, message):
@@ -128,15 +128,6 @@ def test_a_forecast_counts_what_is_then_read(loaded, noise, monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     with pytest.raises(ValueError, match="fewer frames"):
         session.encode(*loaded, noise, fps=4)
-
-
-def test_a_forecast_counts_the_groups_in_which_attention_is_read(loaded, noise, monkeypatch):
-    model, processor = loaded
-    chunks = processor.video_chunks(noise, fps=4)
-    whole = forecast(model, chunks, retention=0.1, selection="lm_attention")
-    monkeypatch.setattr(model.config.qtsplus_config, "attention_group", 8)
-    in_groups = forecast(model, chunks, retention=0.1, selection="lm_attention")
-    assert in_groups.memory < whole.memory
 
 
 @pytest.mark.parametrize(("trained", "said"), [(5.0, 5.0), (12.0, None), (None, None)])

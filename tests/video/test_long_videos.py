@@ -1,7 +1,6 @@
 """A video that is read chunk by chunk is the video that is read at once, and takes no more memory than a chunk."""
 
 import copy
-import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,25 +177,6 @@ def test_a_video_is_read_ahead_where_the_encoder_leaves_the_processor_free(loade
     assert set(seen) == {0 if device == "cpu" else 1}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_what_ends_the_encoding_leaves_no_reader(loaded, wide_mp4, monkeypatch, error):
-    model, processor = loaded
-    calls = []
-    encode_videos = type(model).encode_videos
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 2:
-            raise error
-        return encode_videos(*args, **kwargs)
-
-    monkeypatch.setattr(type(model), "encode_videos", interrupted)
-    with pytest.raises(error):
-        session.encode(model, processor, wide_mp4, fps=10, frames_per_chunk=2)
-    assert len(calls) == 2
-    assert not readers()
-
-
 def test_what_stands_still_is_encoded_once_in_a_chunk(loaded, tmp_path, monkeypatch):
     model, processor = loaded
     for index in range(40):
@@ -222,21 +202,3 @@ def test_what_stands_still_is_encoded_once_in_a_chunk(loaded, tmp_path, monkeypa
     expected = session.ask(model, processor, every, QUESTION, max_new_tokens=8)
     assert answer.answer == expected.answer
     assert torch.equal(answer.keep_map, expected.keep_map)
-
-
-def test_a_file_that_is_written_while_it_is_read_is_refused(loaded, tiny_mp4, tmp_path, monkeypatch):
-    """Also with its old size and time of modification: what was read may be of two videos."""
-    path = tmp_path / "clip.mp4"
-    path.write_bytes(tiny_mp4.read_bytes())
-    before = path.stat()
-    model, processor = loaded
-    encode_videos = model.encode_videos
-
-    def written_meanwhile(*arguments, **options):
-        path.write_bytes(path.read_bytes())
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        return encode_videos(*arguments, **options)
-
-    monkeypatch.setattr(model, "encode_videos", written_meanwhile)
-    with pytest.raises(ValueError, match=r"clip\.mp4 was changed while it was read"):
-        videos.encode(model, processor, path)

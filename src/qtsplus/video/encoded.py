@@ -1,15 +1,13 @@
 """Encodes videos of any length, chunk by chunk, for any number of questions."""
 
-import os
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 from transformers.image_utils import get_image_size
 from typing_extensions import Unpack
 
-from ..common.journals import State, file_state
 from ..hub.loading import find_device
 from ..model.addresses_qtsplus import shown_name
 from ..model.messages_qtsplus import flatten_videos
@@ -82,26 +79,24 @@ class EncodedVideo:
     def within(self, start: float, end: float) -> tuple[int, int]:
         """The first step of the grid that a player shows between two seconds, and the one behind the last."""
         edges = self.about.start + np.array(self.steps)
-        is_shown = (edges[:-1] < end) & (edges[1:] > start)
-        (shown,) = is_shown.nonzero()
-        if len(shown) == 0:
-            return 0, 0
-        return int(shown[0]), int(shown[-1]) + 1
+        first = np.searchsorted(edges[1:], start, side="right")
+        stop = np.searchsorted(edges[:-1], end)
+        return int(first), int(max(first, stop))
 
     @cached_property
     def steps(self) -> list[float]:
         """When each step of the grid begins, and the last one ends, in seconds from the first frame."""
-        edges = [number * self.seconds_per_step for number in range(self.count)]
+        edges = np.arange(self.count) * self.seconds_per_step
         indices = np.array(self.about.metadata.frames_indices or [])
         if len(indices) >= self.count:
             frames_per_step = ceil(len(indices) / self.count)
             first_frames = indices[::frames_per_step] - indices[0]
             begins = first_frames / self.about.metadata.fps
-            is_uneven = np.abs(begins - edges[: len(begins)]).max() * self.about.metadata.fps > 1
-            if is_uneven:
-                edges = begins.tolist()
+            frames_off = np.abs(begins - edges[: len(begins)]) * self.about.metadata.fps
+            if frames_off.max() > 1:
+                edges = begins
         regular_end = max(self.count * self.seconds_per_step, edges[-1])
-        return edges + [min(regular_end, self.length)]
+        return edges.tolist() + [float(min(regular_end, self.length))]
 
 
 def encode(
@@ -132,7 +127,7 @@ def encode(
         options: the fields of [`Sampling`], such as `fps`.
 
     Raises:
-        ValueError: a video that cannot be read, or that was changed meanwhile; frames without `fps`.
+        ValueError: a video that cannot be read; frames without `fps`.
     """
     lines = read_subtitles(video) if subtitles else ()
     if device is not None:
@@ -143,12 +138,9 @@ def encode(
     if metadata is not None:
         raise ValueError("metadata is about frames that are given; the video says its own.")
     started = time.perf_counter()
-    state = _state_of(video)
     chunks = open_chunks(processor, video, sampling, frames_per_chunk)
     forecast(model, chunks).require_memory(device or model.device)
     features = _encode_chunks(model, processor, chunks, device, progress)
-    if _state_of(video) != state:
-        raise ValueError(f"{shown_name(str(video))} was changed while it was read: encode it again.")
     return EncodedVideo(
         video=shown_name(str(video)),
         features=features,
@@ -160,13 +152,6 @@ def encode(
     )
 
 
-def _state_of(video: str | Path) -> State | None:
-    """The state of a file; `None` for an address, a folder or what is not there."""
-    if not os.path.isfile(video):
-        return None
-    return file_state(video)
-
-
 def open_chunks(processor, video: str | Path, sampling: Sampling, frames_per_chunk: int | None = None) -> VideoChunks:
     """The pieces of a video in which [`encode`] reads it, not decoded yet."""
     return processor.video_chunks(video, frames_per_chunk=frames_per_chunk, **sampling.video_keys())
@@ -175,21 +160,20 @@ def open_chunks(processor, video: str | Path, sampling: Sampling, frames_per_chu
 def _encode_chunks(model, processor, chunks: VideoChunks, device: str | None, progress: bool) -> Tensor:
     """`[M, d]`, the features of all chunks."""
     # A reading thread has OpenMP threads of its own: on a CPU they cost the encoder more than reading ahead saves.
-    reading: Any = nullcontext(chunks) if model.device.type == "cpu" else closing(read_ahead(chunks))
+    pieces = chunks if model.device.type == "cpu" else read_ahead(chunks)
     console = Console(stderr=True)
     is_shown = progress and console.is_terminal
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features = torch.empty(0)
     end = 0
-    with reading as pieces:
-        bar = track(pieces, "Encoding the video", len(chunks), console=console, transient=True, disable=not is_shown)
-        for pixels, grid in bar:
-            (encoded,) = model.encode_videos(pixels, grid, device=device)
-            if end == 0:
-                features = encoded.new_empty(tokens, encoded.shape[-1])
-            start = end
-            end += len(encoded)
-            features[start:end] = encoded
+    bar = track(pieces, "Encoding the video", len(chunks), console=console, transient=True, disable=not is_shown)
+    for pixels, grid in bar:
+        (encoded,) = model.encode_videos(pixels, grid, device=device)
+        if end == 0:
+            features = encoded.new_empty(tokens, encoded.shape[-1])
+        start = end
+        end += len(encoded)
+        features[start:end] = encoded
     return features
 
 
@@ -198,19 +182,17 @@ def _encode_frames(
 ) -> EncodedVideo:
     """[`encode`] of frames that are in memory, which are one chunk."""
     started = time.perf_counter()
-    options_of_files = [name for name in sampling.stated() if name != "fps"]
-    if options_of_files:
-        raise ValueError(f"Got {', '.join(options_of_files)} for frames; expected those to look at, in their size.")
+    if sampling != Sampling(fps=sampling.fps):
+        raise ValueError(f"Got {sampling} for frames; expected `fps` alone: all of them are looked at, in their size.")
+    if metadata is not None and sampling.fps is not None:
+        raise ValueError(f"Got fps={sampling.fps!r} and metadata, which says its own; expected one of them.")
     times: dict = {"fps": sampling.fps}
     if metadata is not None:
-        if sampling.fps is not None:
-            raise ValueError(f"Got fps={sampling.fps!r} and metadata, which says its own; expected one of them.")
         times = {"video_metadata": [dict(metadata)]}
     inputs = processor(videos=frames, return_metadata=True, return_tensors="pt", **times)
-    videos = inputs["video_metadata"]
-    if len(videos) > 1:
-        raise ValueError(f"Got {len(videos)} videos; expected the frames of one.")
-    (of_video,) = videos
+    of_video, *others = inputs["video_metadata"]
+    if others:
+        raise ValueError(f"Got {1 + len(others)} videos; expected the frames of one.")
     first_frame = flatten_videos(frames)[0].video[0]
     of_video.height, of_video.width = get_image_size(np.asarray(first_frame))
     grid = inputs["video_grid_thw"]

@@ -64,11 +64,10 @@ def forecast(
         retention, max_visual_tokens, selection: as for `session.ask`.
     """
     config = model.config.qtsplus_config
-    if selection is None:
-        selection = config.selection
-    tokens = sum(map(prod, model.model.merged_grid(chunks.video_grid_thw)))
+    (grid,) = model.model.merged_grid(chunks.video_grid_thw)
+    tokens = prod(grid)
     rho = retention or config.rho_max
-    if selection == "all":
+    if (selection or config.selection) == "all":
         rho = 1.0
     most = min(max_visual_tokens or config.n_max, config.n_max)
     kept_tokens = kept_count(rho, tokens, most)
@@ -77,11 +76,7 @@ def forecast(
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cache_per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
     layer_per_token = 6 * text.hidden_size + 3 * text.intermediate_size
-    tokens_at_once = kept_tokens
-    if selection == "lm_attention":
-        group = min(tokens, config.attention_group)
-        tokens_at_once = max(group, kept_tokens)
-    values = cache_per_token * (kept_tokens + _TEXT) + layer_per_token * (tokens_at_once + _TEXT)
+    values = (cache_per_token + layer_per_token) * (kept_tokens + _TEXT)
 
     pixels_of_chunk = _BYTES_OF_PIXELS * _VALUES * tokens // len(chunks)
     raw_frame = 3 * prod(chunks.shape[1:])

@@ -13,17 +13,18 @@ def token_grids(video_grid_thw: Tensor, merge_size: int) -> list[Grid]:
     """The grid of visual tokens of each video, from `[N, 3]` patches before the spatial merge."""
     grids = []
     for steps, height, width in video_grid_thw.tolist():
-        grids.append((steps, height // merge_size, width // merge_size))
+        rows = height // merge_size
+        columns = width // merge_size
+        grids.append((steps, rows, columns))
     return grids
 
 
 def token_maps(values: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
     """Cuts one value per visual token of a sample, `[M]`, into one `[T, H, W]` per video."""
     sizes = [prod(grid) for grid in grids]
-    if sum(sizes) != len(values):
-        raise ValueError(f"The video grids {list(grids)} hold {sum(sizes)} tokens, but there are {len(values)} values.")
+    parts = values.split(sizes)
     maps = []
-    for part, grid in zip(values.split(sizes), grids, strict=True):
+    for part, grid in zip(parts, grids, strict=True):
         maps.append(part.reshape(grid))
     return maps
 

@@ -55,13 +55,12 @@ class Sampling:
         """The same as keyword arguments."""
         return cast(SamplingOptions, dict(vars(self)))
 
-    def stated(self) -> list[str]:
-        """The names of the fields that are not `None`."""
-        return [name for name, value in vars(self).items() if value is not None]
-
     def video_keys(self) -> dict[str, float | None]:
         """The same as [`~QTSplusProcessorMixin.video_chunks`] takes it."""
-        keys = dict(vars(self))
-        keys["video_start"] = keys.pop("start")
-        keys["video_end"] = keys.pop("end")
-        return keys
+        return {
+            "fps": self.fps,
+            "video_start": self.start,
+            "video_end": self.end,
+            "max_frames": self.max_frames,
+            "max_pixels": self.max_pixels,
+        }

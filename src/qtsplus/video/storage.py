@@ -23,12 +23,11 @@ from .subtitles import Subtitle
 
 Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 Count = Annotated[int, Field(ge=1, le=2**40)]
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
-Rate = Annotated[float, Field(ge=1e-6, le=1e6)]
 Index = Annotated[int, Field(ge=0, le=2**40)]
 Moment = Annotated[float, Field(ge=-1e9, le=1e9)]  # seconds on a player's clock
-SecondsPerStep = Annotated[float, Field(ge=1e-6, le=1e9)]
+Step = Annotated[float, Field(ge=1e-6, le=1e9)]  # seconds, or frames per second
 Grid = Annotated[list[Count], Field(min_length=3, max_length=3)]
+ONE = Field(min_length=1, max_length=1)
 
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video says its own
 
@@ -77,10 +76,10 @@ class Stored(TypedDict):
 @with_config(STORED)
 class _Metadata(TypedDict):
     total_num_frames: Count
-    fps: Rate
+    fps: Step
     width: Count | None
     height: Count | None
-    duration: Seconds | None
+    duration: Moment | None
     video_backend: str | None
     frames_indices: Annotated[list[Index], Field(min_length=1)]
 
@@ -106,10 +105,10 @@ class _About(TypedDict):
 class _Header(_About):
     """What is stored of a video except its tensor."""
 
-    seconds: Seconds
+    seconds: Moment
     subtitles: list[_Subtitle]
-    video_grid_thw: Annotated[list[Grid], Field(min_length=1, max_length=1)]
-    second_per_grid_ts: Annotated[list[SecondsPerStep], Field(min_length=1, max_length=1)]
+    video_grid_thw: Annotated[list[Grid], ONE]
+    second_per_grid_ts: Annotated[list[Step], ONE]
 
 
 @contextmanager
@@ -149,19 +148,19 @@ def _header(encoded: EncodedVideo) -> str:
 def load_video(path: Path, made_by: str, model, stored: Stored | None = None) -> EncodedVideo:
     """
     Reads a video that [`saved_video`] wrote with a model's vision tower; a `ValueError` for a damaged file or another
-    vision tower. The features stay on disk until they are looked at. The result does not name the video's file.
+    vision tower. The result does not name the video's file.
 
     Args:
-        stored: size and digest that were noted for the file; with them every byte and every feature is checked.
+        stored: size and digest that were noted for the file; `None` for one that was checked before.
     """
     with FEATURES.reading(path) as file:
-        if stored is not None and measure(path) != stored:
-            raise ValueError("it was changed since it was written")
+        features = file.tensors["features"]
         if file.texts["made_by"] != made_by:
             raise ValueError("it was made with another vision tower or processor")
-        features = file.tensors["features"]
         if stored is not None:
             check_numbers("features", features)
+            if measure(path) != stored:
+                raise ValueError("it was changed since it was written")
         return _video(file.texts["about"], features, model, model.model.token_width)
 
 
@@ -171,8 +170,10 @@ def _video(header: str, features: Tensor, model, width: int) -> EncodedVideo:
     about = {name: content[name] for name in _About.__annotations__}
     about["metadata"] = VideoMetadata(**content["metadata"])
     grid = torch.tensor(content["video_grid_thw"])
-    _check_grid(grid, features, model, width)
-    steps = int(grid[0, 0])
+    steps, rows, columns = model.model.merged_grid(grid)[0]
+    expected = [steps * rows * columns, width]
+    if list(features.shape) != expected:
+        raise ValueError(f"features are {list(features.shape)}; expected {expected}, by video_grid_thw")
     frames = len(content["metadata"]["frames_indices"])
     if frames < steps:
         raise ValueError(f"metadata.frames_indices are {frames}; expected some for each of {steps} steps")
@@ -186,16 +187,6 @@ def _video(header: str, features: Tensor, model, width: int) -> EncodedVideo:
         seconds=content["seconds"],
         subtitles=[Subtitle(**line) for line in content["subtitles"]],
     )
-
-
-def _check_grid(grid: Tensor, features: Tensor, model, width: int) -> None:
-    steps, rows, columns = model.model.merged_grid(grid)[0]
-    merge = getattr(model.config.vision_config, "spatial_merge_size", 1)
-    if grid.tolist() != [[steps, rows * merge, columns * merge]]:
-        raise ValueError(f"video_grid_thw is {grid.tolist()}; expected multiples of {merge}")
-    tokens = steps * rows * columns
-    if tokens == 0 or features.shape != (tokens, width):
-        raise ValueError(f"features are {list(features.shape)}; expected {[tokens, width]}, by video_grid_thw")
 
 
 @dataclass(frozen=True)

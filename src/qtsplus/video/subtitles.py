@@ -126,13 +126,9 @@ def _full_track(tracks: Iterable):
     for track in tracks:
         if track.codec_context is not None and track.codec_context.name not in _BITMAPS:
             texts.append(track)
-
-    def preference(track) -> tuple[bool, bool]:
-        is_forced = bool(track.disposition & flags.forced)
-        is_default = bool(track.disposition & flags.default)
-        return is_forced, not is_default
-
-    return min(texts, key=preference, default=None)
+    full = [track for track in texts if not track.disposition & flags.forced] or texts
+    defaults = [track for track in full if track.disposition & flags.default]
+    return next(iter(defaults or full), None)
 
 
 def _lines(container, track) -> Iterator[Subtitle]:
