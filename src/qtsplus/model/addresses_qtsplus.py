@@ -108,23 +108,56 @@ def parse_address(address: str) -> urllib.request.Request:
 Connect = Callable[[http.client.HTTPConnection], socket.socket]
 
 
-class _ToOneHost(urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler):
-    """Opens every connection by `connect`, and follows no redirect."""
+class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler):
+    """
+    Opens every connection by `connect`, if that is given, and then follows no redirect. All responses together have to
+    arrive before one deadline.
+    """
 
-    def __init__(self, connect: Connect):
+    def __init__(self, connect: Connect | None):
         super().__init__()
         self.connect = connect
+        self.deadline = time.monotonic() + ADDRESS_SECONDS
 
     def do_open(self, http_class: Callable, req: urllib.request.Request, **options):
         def open_connection(*arguments, **more) -> http.client.HTTPConnection:
             connection = http_class(*arguments, **more)
-            connection.sock = self.connect(connection)
+            connection.response_class = self.open_response
+            if self.connect is not None:
+                connection.sock = self.connect(connection)
             return connection
 
         return super().do_open(open_connection, req, **options)
 
-    def redirect_request(self, *_) -> None:
-        return None
+    def open_response(self, sock: socket.socket, *arguments, **options) -> http.client.HTTPResponse:
+        response = http.client.HTTPResponse(sock, *arguments, **options)
+        response.fp = io.BufferedReader(_Timed(response.fp.detach(), self.deadline))
+        return response
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        if self.connect is not None or not is_address(newurl):
+            return None
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+class _Timed(io.RawIOBase):
+    """What a server sends, headers included, until a deadline: a slow host could send a few bytes for ever."""
+
+    def __init__(self, raw: io.RawIOBase, deadline: float):
+        self.raw = raw
+        self.deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int | None:
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"it takes longer than {ADDRESS_SECONDS:g} s; download it, and give the file")
+        return self.raw.readinto(buffer)
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
 
 
 def download(address: str) -> io.BytesIO:
@@ -148,9 +181,9 @@ def fetch(address: str, data: IO[bytes], connect: Connect | None = None) -> None
             GiB or longer than half an hour.
     """
     request = parse_address(address)
-    handlers: list[urllib.request.BaseHandler] = []
+    handlers: list[urllib.request.BaseHandler] = [_Handler(connect)]
     if connect is not None:
-        handlers = [_ToOneHost(connect), urllib.request.ProxyHandler({})]
+        handlers.append(urllib.request.ProxyHandler({}))
     try:
         opener = urllib.request.build_opener(*handlers)
         with opener.open(request, timeout=ADDRESS_TIMEOUT) as response:
@@ -161,13 +194,10 @@ def fetch(address: str, data: IO[bytes], connect: Connect | None = None) -> None
 
 
 def _receive(response: http.client.HTTPResponse, data: IO[bytes]) -> None:
-    """Writes what a server sends to `data`; an `OSError` for too much, for too long, and for a part."""
-    deadline = time.monotonic() + ADDRESS_SECONDS
+    """Writes what a server sends to `data`; an `OSError` for too much, and for a part."""
     stated = response.length or 0  # a server need not state it
     size = 0
     while max(size, stated) <= ADDRESS_BYTES:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{size} bytes in {ADDRESS_SECONDS:g} s; download it, and give the file")
         block = response.read1(2**20)
         if not block:
             break
