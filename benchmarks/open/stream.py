@@ -163,8 +163,9 @@ def ask_recording(model: Any, processor: Any, recording: Recording, policy: str)
             question = recording.scenes[group[0]].question
         elif policy == ANOTHER:
             question = recording.scenes[(group[0] + 1) % len(numbers)].question
-        keep = newest if policy == OLDEST_FIRST else None
-        stream = Stream(model, processor, memory_tokens=MEMORY, policy=keep, question=question)
+        stream = Stream(model, processor, memory_tokens=MEMORY, question=question)
+        if policy == OLDEST_FIRST:
+            stream.policy = newest
         asks = [(recording.last_seen(number) + 60 * lag, number, lag) for number in group for lag in LAGS]
         for second in replay(stream, recording.features, {second for second, _, _ in asks}):
             for _, number, lag in [ask for ask in asks if ask[0] == second]:

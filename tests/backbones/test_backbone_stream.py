@@ -80,7 +80,8 @@ def test_positions_are_those_of_the_whole_video(model, processor, clips, monkeyp
         return torch.cat([torch.arange(n // 2), torch.arange(candidates.num_tokens - n // 2, candidates.num_tokens)])
 
     frames = np.stack(list(processor.video_chunks(clips / "long.mp4", fps=4).decode()))
-    stream = Stream(model, processor, memory_tokens=6, policy=ends, fps=4)
+    stream = Stream(model, processor, memory_tokens=6, fps=4)
+    stream.policy = ends
     stream.sized_as = len(frames)
     stream.append(frames)
     stream.ask(QUESTION, selection="all", max_new_tokens=1)

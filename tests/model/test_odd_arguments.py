@@ -27,7 +27,7 @@ ODD = st.one_of(
 )
 ENCODE = ("fps", "max_frames", "frames_per_chunk", "device")
 ASK = ("question", "turns", "retention", "max_visual_tokens", "selection", "max_new_tokens", "subtitles")
-STREAM = ("memory_tokens", "policy", "question", "fps")
+STREAM = ("memory_tokens", "question", "fps")
 ARGUMENTS = (
     *(("load", name) for name in ("model", "device", "dtype", "revision")),
     *(("encode", name) for name in ("video", *ENCODE)),

@@ -12,20 +12,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.utils import logging
 from transformers.video_utils import VideoMetadata
 
 from ..asking.answers import Answer, answer_questions
 from ..asking.question import check_name
 from ..asking.ranking import StandingQuestion
 from ..asking.recall import Remembered, rows_of
-from ..common.files import printable
 from ..common.validation import check_count
 from ..model.frames_qtsplus import stack_frames
 from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, is_number, most_relevant
 from ..model.video_qtsplus import AboutVideo, naming, resize_frame
-
-logger = logging.get_logger(__name__)
 
 STEPS_AT_A_TIME = 8  # that are encoded together
 EARLY = 0.1  # the part of the time between two frames by which one may come too early
@@ -55,20 +51,11 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """A frame of the step in time with this number."""
+class Step:
+    """The frames of one step in time, at least one and at most as many as it has."""
 
-    step: int
-    pixels: np.ndarray  # [H, W, 3] uint8, of the camera's size
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """Frames that have come, step by step."""
-
-    steps: list[list[Frame]]  # those that are full or over
-    waiting: list[Frame]  # those of a step that may go on
-    newest: int  # the number of the newest frame
+    number: int
+    frames: list[np.ndarray]  # [H, W, 3] uint8 each, of the camera's size
 
 
 @dataclass
@@ -79,12 +66,11 @@ class Camera:
     patches: Tensor  # [1, 2], those of its grid in patches
     cells: tuple[int, int]  # those of its grid in tokens
     tokens: Tokens
-    waiting: list[Frame] = field(default_factory=list)  # frames of a step that may go on
-    newest: int = -1  # the number of the newest step
+    waiting: list[np.ndarray] = field(default_factory=list)  # frames of the newest step, which may go on
+    newest: int = -1  # the number of the newest step that was encoded
     missing: int = 0  # frames that it lacks, as at the end of a video
     frame: int = -1  # the number of the newest frame, where there are `fps` a second
     last_time: float = -math.inf  # of the newest frame that came, in seconds
-    is_resized: bool = False  # whether frames of another size came
     begins: dict[int, float] = field(default_factory=dict)  # when the first frame of each step was taken, in seconds
 
 
@@ -96,9 +82,10 @@ class Stream:
         memory_tokens: the most visual tokens that stay, those of all cameras together.
         question: a standing question, to which the tokens that stay matter most; without one they are those that are
             unlike each other. Any other can be asked too.
-        policy: another choice of what stays, a function like those of `methods_qtsplus.py`, which is given what was
-            kept and what is new.
         fps: frames per second, also where more come. A step in time lasts as long as its frames.
+
+    The attribute `policy` chooses what stays: a function like those of `methods_qtsplus.py`, which is given what was
+    kept and what is new.
     """
 
     def __init__(
@@ -108,11 +95,8 @@ class Stream:
         *,
         memory_tokens: int = 4096,
         question: str | None = None,
-        policy: Method | None = None,
         fps: float = 2.0,
     ):
-        if policy is not None and not callable(policy):
-            raise ValueError(f"policy={policy!r}; expected a function from candidates and a count to indices.")
         check_count("memory_tokens", memory_tokens, "tokens")
         if not (is_number(fps) and 1e-3 <= fps <= 1e3):
             raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
@@ -120,11 +104,10 @@ class Stream:
         self.processor = processor
         self.memory_tokens = memory_tokens
         self.question = None
-        default: Method = diversity
+        self.policy: Method = diversity
         if question is not None:
             self.question = StandingQuestion(model, processor, question)
-            default = most_relevant
-        self.policy = policy or default
+            self.policy = most_relevant
         self.frames_per_step = processor.video_processor.temporal_patch_size
         self.fps = fps
         self.seconds_per_step = self.frames_per_step / fps
@@ -149,111 +132,67 @@ class Stream:
         Encodes frames and remembers what the policy says. A frame waits until its step in time is full or over; then it
         stands for those that did not come. Of frames that come faster than `fps`, those between are left out.
 
-        If it fails, the same frames can be appended again with their times: those that were encoded are known.
-
         Args:
             frames: `[H, W, 3]` uint8 each; of another size than the camera's first, they are brought to that.
             times: when each was taken, in seconds from the beginning of the stream, ascending; at `fps` behind those
                 before if absent. Of several cameras, on one clock.
             name: of the camera; that of a new one adds it.
         """
-        if not isinstance(frames, (Sequence, np.ndarray, Tensor)):
-            raise ValueError(f"Got frames of type {type(frames).__name__}; expected a list of arrays.")
+        check_frames(frames, check_name(name))
         if not len(frames):
             return
-        times = self._check(frames, times, name)
+        newest = -1
+        last_time = -math.inf
+        if name in self.cameras:
+            newest = self.cameras[name].frame
+            last_time = self.cameras[name].last_time
+        if times is None:
+            times = [(newest + number) / self.fps for number in range(1, len(frames) + 1)]
+        seconds = seconds_of(times, len(frames), last_time, name)
         camera = self.camera(name, np.shape(frames[0]))
-        arrival = self._into_steps(camera, frames, times, name)
-        for first in range(0, len(arrival.steps), STEPS_AT_A_TIME):
-            self._add(camera, arrival.steps[first : first + STEPS_AT_A_TIME])
-        camera.waiting = arrival.waiting
-        camera.frame = arrival.newest
-        camera.last_time = times[-1]
+        camera.last_time = seconds[-1]
+        steps = []
+        for pixels, time in zip(frames, seconds, strict=True):
+            steps += self._into_steps(camera, np.asarray(pixels), time)
+        for first in range(0, len(steps), STEPS_AT_A_TIME):
+            self._add(camera, steps[first : first + STEPS_AT_A_TIME])
 
     def _into_steps(
         self,
         camera: Camera,
-        frames: Sequence[np.ndarray],
-        times: Sequence[float],
-        name: str,
-    ) -> Arrival:
-        """Puts the frames that wait and the new ones into steps in time; those that come too fast are left out."""
-        steps = []
-        waiting = list(camera.waiting)
-        newest = camera.frame
-        for pixels, time in zip(frames, times, strict=True):
-            number = math.floor(time * self.fps + EARLY)
-            if number <= newest:
-                continue
-            newest = number
-            step = number // self.frames_per_step
-            camera.begins.setdefault(step, time)
-            if waiting and step > waiting[0].step:
-                steps.append(waiting)
-                waiting = []
-            waiting.append(Frame(step, self._resized(camera, pixels, name)))
-            if number % self.frames_per_step == self.frames_per_step - 1:
-                steps.append(waiting)
-                waiting = []
-        return Arrival(steps, waiting, newest)
-
-    def _resized(
-        self,
-        camera: Camera,
         pixels: np.ndarray,
-        name: str,
-    ) -> np.ndarray:
-        """A frame in the size of the camera's first one."""
-        if np.shape(pixels)[:2] != camera.size and not camera.is_resized:
-            camera.is_resized = True
-            logger.warning(f"Frames of {printable(name)} have another size now, and are brought to the first one.")
-        return resize_frame(self.processor.video_processor, camera.size, np.asarray(pixels))
+        time: float,
+    ) -> list[Step]:
+        """Has a frame wait in its step in time, unless it comes too fast; the steps that it ends."""
+        number = math.floor(time * self.fps + EARLY)
+        if number <= camera.frame:
+            return []
+        step = number // self.frames_per_step
+        camera.begins.setdefault(step, time)
+        ended = []
+        if camera.waiting and step > camera.frame // self.frames_per_step:
+            ended.append(self._end_step(camera))
+        camera.frame = number
+        camera.waiting.append(resize_frame(self.processor.video_processor, camera.size, pixels))
+        if number == self._last_frame(step):
+            ended.append(self._end_step(camera))
+        return ended
 
-    def _check(
-        self,
-        frames: Sequence[np.ndarray],
-        times: Sequence[float] | None,
-        name: str,
-    ) -> list[float]:
-        """The frames' times; a `ValueError` for what cannot follow what came before."""
-        for frame in frames:
-            pixels = np.asarray(frame)
-            is_frame = pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size > 0
-            if not is_frame or pixels.dtype != np.uint8:
-                raise ValueError(
-                    f"Got {pixels.dtype} of shape {pixels.shape} of {name!r}; expected (height, width, 3) of uint8."
-                )
-        newest = -1
-        last_time = -math.inf
-        known = self.cameras.get(check_name(name))
-        if known is not None:
-            newest = known.frame
-            last_time = known.last_time
-        if times is None:
-            first = newest + 1
-            times = [number / self.fps for number in range(first, first + len(frames))]
-        try:
-            seconds = np.asarray(times, dtype=np.float64)
-        except (TypeError, ValueError):
-            seconds = np.empty(0)
-        is_good = False
-        if seconds.shape == (len(frames),):
-            ascends = bool((np.diff(seconds, prepend=last_time) > 0).all())
-            is_good = ascends and seconds[0] >= 0 and seconds[-1] < math.inf
-        if not is_good:
-            raise ValueError(
-                f"Got times that do not ascend, or not one for each of {len(frames)} frames of {name!r}; expected "
-                "seconds from the beginning of the stream."
-            )
-        return seconds.tolist()
+    def _end_step(self, camera: Camera) -> Step:
+        """The step of the frames that wait."""
+        step = Step(camera.frame // self.frames_per_step, camera.waiting)
+        camera.waiting = []
+        return step
 
     def finish(self) -> None:
         """Encodes the frames that wait, each step filled up with its last one, as at the end of a video."""
         for camera in self.cameras.values():
             if camera.waiting:
-                last = self._last_frame(camera.waiting[0].step)
+                step = self._end_step(camera)
+                last = self._last_frame(step.number)
                 missing = last - camera.frame
-                self._add(camera, [camera.waiting])
+                camera.frame = last
+                self._add(camera, [step])
                 camera.missing = missing
 
     def _last_frame(self, step: int) -> int:
@@ -272,22 +211,19 @@ class Stream:
             self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), tokens)
         return self.cameras[name]
 
-    def _add(self, camera: Camera, steps: Sequence[list[Frame]]) -> None:
-        """Encodes steps and thins the memory; if encoding fails, all is as it was."""
+    def _add(self, camera: Camera, steps: Sequence[Step]) -> None:
+        """Encodes steps, and thins the memory."""
         frames = []
         for step in steps:
-            missing = self.frames_per_step - len(step)
-            frames += [frame.pixels for frame in step]
-            frames += [step[-1].pixels] * missing
+            missing = self.frames_per_step - len(step.frames)
+            frames += step.frames
+            frames += [step.frames[-1]] * missing
         one_step = torch.ones(1, 1, dtype=torch.long)
         grid = torch.cat([one_step, camera.patches], dim=1)
         pixels, grid = self.processor.preprocess_frames(stack_frames(frames), grid)
         (features,) = self.model.encode_videos(pixels, grid)
-        numbers = [step[0].step for step in steps]
-        camera.waiting = []
         camera.missing = 0
-        camera.frame = self._last_frame(numbers[-1])
-        self.remember(camera, features, numbers)
+        self.remember(camera, features, [step.number for step in steps])
 
     @torch.no_grad()
     def remember(
@@ -321,11 +257,13 @@ class Stream:
             of_camera = kept[(kept >= first) & (kept < end)]
             camera.tokens = camera.tokens.take(of_camera - first)
             first = end
-            # A step ends where the next one begins, so both times stay.
-            bounds = set(camera.tokens.steps.tolist())
-            bounds |= {step + 1 for step in bounds}
-            bounds |= {camera.newest + 1, camera.newest + 2}
-            camera.begins = {step: time for step, time in camera.begins.items() if step in bounds}
+            steps = set(camera.tokens.steps.tolist())
+            begins = {}
+            for step, time in camera.begins.items():
+                # A step ends where the next one begins, so both times stay.
+                if step in steps or step - 1 in steps or step > camera.newest:
+                    begins[step] = time
+            camera.begins = begins
 
     def _competing(self, cameras: Sequence[Camera]) -> Candidates:
         """The whole memory; a camera's tokens are one line of one frame."""
@@ -374,26 +312,23 @@ class Stream:
         """What is left of a camera; its frames have their true times."""
         steps = camera.tokens.steps.tolist()
         rows = rows_of(steps)
-        times = []
-        for row in rows:
-            start = row * self.seconds_per_step
-            times += [start + frame / self.fps for frame in range(self.frames_per_step)]
         missing = 0
         if steps[-1] == camera.newest:
             missing = camera.missing
-        times = times[: len(times) - missing]
-        frames = self._last_frame(camera.newest) + 1 - camera.missing
+        frames = torch.tensor(rows)[:, None] * self.frames_per_step + torch.arange(self.frames_per_step)
+        end = self._last_frame(camera.newest) + 1 - camera.missing
+        ticks_per_frame = _TICKS / self.fps
+        shown = frames.flatten()[: frames.numel() - missing].tolist()
         metadata = VideoMetadata(
-            total_num_frames=round(frames / self.fps * _TICKS),
+            total_num_frames=round(end * ticks_per_frame),
             fps=_TICKS,
-            frames_indices=[round(time * _TICKS) for time in times],
+            frames_indices=[round(frame * ticks_per_frame) for frame in shown],
             height=camera.size[0],
             width=camera.size[1],
         )
         height, width = camera.patches[0].tolist()
         cells = math.prod(camera.cells)
-        row_of = {step: row for row, step in enumerate(rows)}
-        rows_of_tokens = torch.tensor([row_of[step] for step in steps])
+        rows_of_tokens = torch.searchsorted(torch.tensor(rows), camera.tokens.steps)
         return Remembered(
             video=name,
             features=camera.tokens.features,
@@ -408,3 +343,36 @@ class Stream:
             begins=dict(camera.begins),
             places=rows_of_tokens * cells + camera.tokens.cells,
         )
+
+
+def check_frames(frames: Sequence[np.ndarray], name: str) -> None:
+    """A `ValueError` for frames of a camera that are no pictures."""
+    if not isinstance(frames, (Sequence, np.ndarray, Tensor)):
+        raise ValueError(f"Got frames of type {type(frames).__name__}; expected a list of arrays.")
+    for frame in frames:
+        pixels = np.asarray(frame)
+        is_picture = pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size > 0
+        if not is_picture or pixels.dtype != np.uint8:
+            raise ValueError(
+                f"Got {pixels.dtype} of shape {pixels.shape} of {name!r}; expected (height, width, 3) of uint8."
+            )
+
+
+def seconds_of(
+    times: Sequence[float],
+    count: int,
+    last_time: float,
+    name: str,
+) -> list[float]:
+    """The times of so many frames of a camera; a `ValueError` for such as do not follow its last one."""
+    try:
+        seconds = np.asarray(times, dtype=np.float64)
+        waits = np.diff(seconds, prepend=last_time)
+    except (TypeError, ValueError):
+        waits = np.empty(0)
+    if waits.shape != (count,) or not (waits > 0).all() or seconds[0] < 0 or seconds[-1] == math.inf:
+        raise ValueError(
+            f"Got times that do not ascend, or not one for each of {count} frames of {name!r}; expected seconds from "
+            "the beginning of the stream."
+        )
+    return seconds.tolist()

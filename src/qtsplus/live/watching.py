@@ -5,11 +5,11 @@ import heapq
 import os
 import queue
 import re
-import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import av
@@ -29,7 +29,7 @@ from .stream import Stream
 ROOM = 16  # frames of a source that wait to be encoded
 DEVICES = ("v4l2:", "avfoundation:", "dshow:", "x11grab:", "lavfi:")  # of libavdevice, as FORMAT:NAME
 # What an address of a camera, which does not wait for a reader, begins with.
-CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://", "/dev/") + DEVICES
+CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://") + DEVICES
 _HTTP = "http,https,httpproxy,tcp,tls,crypto,data"
 _RTSP = "rtsp,rtsps,rtp,srtp,udp,tcp,tls"
 _RTMP = "rtmp,rtmps,tcp,tls"
@@ -76,7 +76,9 @@ class Source:
         began: float,
         name: str = "",
     ):
-        address = local_path(re.sub("^[A-Za-z]+://", lambda scheme: scheme[0].lower(), address))
+        address = local_path(address)
+        if address.startswith("/dev/"):
+            address = f"v4l2:{address}"
         self.address = address
         self.fps = fps
         self.timeout = timeout
@@ -84,8 +86,9 @@ class Source:
         self.name = name or shown_name(address)
         self.scheme = address.partition("://")[0]
         self.is_camera = address.startswith(CAMERAS)
-        self.is_pipe = address == "-" or (os.path.exists(address) and stat.S_ISFIFO(os.stat(address).st_mode))
-        self.is_file = not (self.is_camera or self.is_pipe or self.scheme in _PROTOCOLS)
+        is_address = self.scheme in _PROTOCOLS
+        self.is_pipe = address == "-" or (not is_address and Path(address).is_fifo())
+        self.is_file = not (self.is_camera or self.is_pipe or is_address)
         if self.is_file and not os.path.isfile(address):
             expected = f"a file, an address ({', '.join(_PROTOCOLS)}), a device such as /dev/video0, or -"
             raise ValueError(f"There is no stream {self.name!r}; expected {expected}.")
@@ -104,25 +107,19 @@ class Source:
             try:
                 item = self._waiting.get(timeout=patience)
             except queue.Empty as error:
-                raise self._silence() from error
+                raise self._failure(error) from error
             if item is None:
                 return
-            if isinstance(item, BaseException):
+            if isinstance(item, _UNREADABLE):
                 raise self._failure(item) from item
+            if isinstance(item, BaseException):
+                raise item
             yield item
 
-    def _silence(self) -> TimeoutError:
-        state = "sends nothing, or too little to be opened within"
-        if self.clock is not None:
-            state = "sent no frame for"
-        return TimeoutError(f"The stream {self.name!r} {state} {self.timeout:g} s.")
-
-    def _failure(self, error: BaseException) -> Exception:
-        """What is raised for an error of the thread that reads."""
-        if isinstance(error, av.error.ExitError):  # FFmpeg's patience, which is the same as ours, ended
-            return self._silence()
-        if not isinstance(error, _UNREADABLE):
-            return RuntimeError(f"Reading the stream {self.name!r} ended with {type(error).__name__}: {error}")
+    def _failure(self, error: Exception) -> Exception:
+        """What is raised for a stream that cannot be read, or for its silence."""
+        if isinstance(error, (queue.Empty, av.error.ExitError)):  # FFmpeg has the same patience as we have
+            return TimeoutError(f"The stream {self.name!r} sent no frame for {self.timeout:g} s.")
         reason = getattr(error, "strerror", None) or error  # without the address
         message = f"Cannot read the stream {self.name!r}: {first_line(reason)}."
         if not (self.is_camera or self.is_file):
@@ -166,8 +163,6 @@ class Source:
     def _open(self):
         if self.is_file:
             return open_container(self.address)
-        if self.address.startswith("/dev/"):
-            return av.open(self.address, format="v4l2", timeout=self.timeout)
         if self.address.startswith(DEVICES):
             kind, _, name = self.address.partition(":")
             return av.open(name, format=kind, timeout=self.timeout)
@@ -257,6 +252,7 @@ class Source:
             yield last
 
 
+@dataclass
 class _CameraClock:
     """
     When the frames of a camera were taken, in seconds of the stream's clock: as far apart as the camera says, and never
@@ -265,20 +261,15 @@ class _CameraClock:
     The first frame that was waited for was taken when it came. Frames that FFmpeg held while it opened the camera were
     taken between the opening and now. A camera without times, such as multipart JPEG at an address, has the time at
     which each frame arrives.
-
-    Args:
-        began: when the clock of the stream was at 0, by `time.monotonic`.
-        opened: the second at which opening the camera began.
     """
 
-    def __init__(self, began: float, opened: float, has_times: bool):
-        self.began = began
-        self.opened = opened
-        self.has_times = has_times
-        self.begin: float | None = None  # what the camera's clock shows when the stream's is at 0
-        self.joins = -1  # how often the camera's clock had been set again when a frame was waited for
-        self.last_arrival = 0.0
-        self.last_time = 0.0
+    began: float  # when the clock of the stream was at 0, by `time.monotonic`
+    opened: float  # the second at which opening the camera began
+    has_times: bool
+    begin: float | None = None  # what the camera's clock shows when the stream's is at 0
+    joins: int = -1  # how often the camera's clock had been set again when a frame was waited for
+    last_arrival: float = 0.0
+    last_time: float = 0.0
 
     def seconds(self, time_of_frame: float, joins: int) -> float:
         """
@@ -334,7 +325,6 @@ def watch(
     max_pixels: int | None = None,
     memory_tokens: int = 4096,
     timeout: float = 10.0,
-    stream: Stream | None = None,
     **choice,
 ) -> Iterator[Answer]:
     """
@@ -347,7 +337,6 @@ def watch(
         max_pixels: the most of one frame; a larger one is looked at smaller.
         fps, memory_tokens: as for [`Stream`].
         timeout: seconds without a frame after which a source that is not a file has failed.
-        stream: the memory, which can be asked meanwhile; without it one is made with `fps` and `memory_tokens`.
         choice: as for [`Stream.ask`].
 
     Yields:
@@ -364,8 +353,7 @@ def watch(
         raise ValueError(f"timeout={timeout!r}: expected seconds above 0, at most a million.")
     if max_pixels is not None:
         check_count("max_pixels", max_pixels, "pixels")
-    if stream is None:
-        stream = Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
+    stream = Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
     began = time.monotonic()
     opened = {name: Source(address, fps, timeout, began, name) for name, address in sources.items()}
 
