@@ -261,6 +261,31 @@ def test_a_folder_that_is_swapped_again_and_again_is_never_left(swapped):
     assert contents <= {b"film"}
 
 
+def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(root, monkeypatch):
+    monkeypatch.setattr(os.path, "isfile", lambda path: True)
+    with pytest.raises(ValueError, match=REFUSED):
+        read(Door(root), f"file://{root}/pipe")
+
+
+def test_links_that_come_later_do_not_move_an_open_file(root, tmp_path, monkeypatch):
+    """As soon as it is known where a file outside is, its folder becomes a link into the root."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "a.mp4").write_bytes(b"secret")
+    read_link = os.readlink
+
+    def read_link_and_swap(path, **options):
+        target = read_link(path, **options)
+        if target == str(outside / "a.mp4"):
+            outside.rename(tmp_path / "moved")
+            outside.symlink_to(root)
+        return target
+
+    monkeypatch.setattr(os, "readlink", read_link_and_swap)
+    with pytest.raises(ValueError, match=REFUSED):
+        read(Door(root), f"file://{outside}/a.mp4")
+
+
 def test_a_system_that_does_not_say_where_an_open_file_is_reads_none(root, monkeypatch):
     monkeypatch.setattr("qtsplus.serve.door.OPEN_FILES", root / "missing")
     with pytest.raises(ValueError, match="This system does not say where an open file is"):

@@ -382,5 +382,5 @@ def test_a_pipe_or_a_device_is_not_read(talk, special):
         os.mkfifo(beside)
     else:
         beside.symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match="it is a pipe or a device"):
+    with pytest.raises(ValueError, match="a pipe or a device"):
         read_subtitles(talk)

@@ -67,13 +67,13 @@ def open_source(source: Source) -> AbstractContextManager[IO[bytes]]:
 
 
 def open_file(path: str) -> IO[bytes]:
-    """Opens a plain file; raises `ValueError` for a pipe or a device, which may have no end. No pipe is waited for."""
+    """Opens a plain file; raises `ValueError` for a folder, and for a pipe, which is not waited for."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    file = os.fdopen(os.open(path, flags), "rb", buffering=0)
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise ValueError("it is a pipe or a device; expected a plain file")
+    descriptor = os.open(path, flags)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb", buffering=0)
+    os.close(descriptor)
+    raise ValueError("it is a folder, a pipe or a device; expected a plain file")
 
 
 def film_stream(container: "av.container.InputContainer") -> "av.VideoStream":

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..common.files import OPEN_FILES, size
 from ..model.addresses_qtsplus import ADDRESS_TIMEOUT, fetch, is_address, is_inline, parse_address, shown_name
+from ..model.containers_qtsplus import open_file
 
 HEALTH = "/health"  # everyone may ask for its status: a cluster's probes name the address of a pod as the host
 MAX_ADDRESS = 8192  # characters of one that is fetched or of a file; a signed one has about 2,000
@@ -176,17 +177,17 @@ class Door:
         parts = urlsplit(url)
         path = unquote(parts.path)
         is_local = parts.scheme == "file" and parts.netloc in ("", "localhost")
-        if self.media_root is None or not is_local or not os.path.isfile(path):
+        if self.media_root is None or not is_local:
             raise _refused(url)
         if not OPEN_FILES.is_dir():
             raise ValueError("This system does not say where an open file is; expected a video as data: or http(s).")
         try:
-            file = open(path, "rb")  # noqa: SIM115, which is closed below
-        except OSError as error:
+            file = open_file(path)  # which is not what was there before, if somebody swaps it
+        except (OSError, ValueError) as error:
             raise _refused(url) from error
         with file:
             opened = OPEN_FILES / str(file.fileno())
-            if not Path(os.path.realpath(opened)).is_relative_to(os.path.realpath(self.media_root)):
+            if not Path(os.readlink(opened)).is_relative_to(os.path.realpath(self.media_root)):
                 raise _refused(url)
             yield str(opened)
 
