@@ -246,11 +246,3 @@ def test_keys_of_a_stranger_are_checked(loaded, tmp_path):
         with pytest.raises(ValueError, match="cannot be used: .*expected"):
             load_keys(tmp_path / "forged", model, width, MADE_FROM)
     assert load_keys(tmp_path / "keys", model, width, MADE_FROM | {"features": "others"}) is None
-
-
-def test_keys_hold_no_words_of_a_video(loaded, tmp_path):
-    """Subtitles are stored once, beside the features."""
-    video = invented(1, 6, 1.0)
-    video.about.warnings.append("a secret")
-    assert stored_keys(video, loaded[0], tmp_path / "keys").video.about.warnings == []
-    assert b"a secret" not in (tmp_path / "keys").read_bytes()

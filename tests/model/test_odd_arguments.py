@@ -96,7 +96,8 @@ def test_what_is_no_count_is_never_taken_for_one(calls):
     for value in (0, "5", True, -1, 2.5, math.nan, math.inf, [1], 2**31, 10**20):
         with pytest.raises(ValueError, match=r"max_new_tokens=.* expected a whole number of tokens, at least 1"):
             calls["ask"](max_new_tokens=value)
-        with pytest.raises(ValueError, match=r"max_frames=.* expected a whole number of frames, at least 1"):
+    for value in (0, "5", True, -1, 2.5, math.nan, math.inf, [1]):
+        with pytest.raises(ValueError, match=r"max_frames=.* expected a (whole|finite) number"):
             calls["encode"](max_frames=value)
 
 

@@ -104,7 +104,7 @@ def test_frames_with_what_says_nothing(loaded, options, message):
         ({"start": -3}, "Got start=-3"),
         ({"end": 0}, "Got end=0"),
         ({"fps": "two"}, "Got fps='two'"),
-        ({"max_frames": 2.5}, "max_frames=2.5: expected a whole number of frames"),
+        ({"max_frames": 2.5}, "max_frames=2.5; expected a whole number"),
         ({"max_pixels": 0}, "max_pixels=0"),
         ({"metadata": {"fps": 30}}, "metadata is about frames"),
     ],

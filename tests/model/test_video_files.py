@@ -43,15 +43,6 @@ def loaded(tiny_published, tiny_processor):
 # Times ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_without_a_time_scale_is_refused(header_first, tmp_path):
-    data = bytearray(header_first)
-    time_scale = data.index(b"mdhd") + 16
-    data[time_scale : time_scale + 4] = bytes(4)
-    (tmp_path / "zero.mp4").write_bytes(data)
-    with pytest.raises(ValueError, match=r"zero\.mp4' as a video: it has no time scale"):
-        open_video(str(tmp_path / "zero.mp4"), every_frame)
-
-
 def test_a_rate_that_was_rounded_costs_no_frame():
     assert len(choose_frames(40, 10.000000000000002, 2)) == len(choose_frames(40, 10, 2)) == 8
 
@@ -129,8 +120,7 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, h
     answer = session.ask(*loaded, path, "What moves?", max_new_tokens=2)
     (warning,) = answer.as_dict()["warnings"]
     assert warning == f"The video {str(path)!r} is incomplete: its header states 48 frames, and 24 can be read."
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert said == [warning, f"Every frame of the video {str(path)!r} is decoded, since it is not whole."]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [warning]
     assert answer.seconds_of_video == 3.0
     frames, metadata = read_video(str(path), every_frame)
     assert len(frames) == metadata.total_num_frames == 24

@@ -24,9 +24,7 @@ _NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS: a bare stream, whose length FFmpeg 
 _AVI_UNKNOWN = 2**30  # as many frames states an AVI that was written to a pipe
 # In ASF (`.wmv`) the object with the length. Where a file is not as long as its header says FFmpeg makes another one.
 _ASF_FILE_PROPERTIES = bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365")
-_ASF_TIMES = struct.Struct("<48x QQQI")  # the length, that of sending, the preroll, and flags
 _ASF_HEADER_BYTES = 2**16
-_ASF_IS_LIVE = 1  # the flag of a header that was written before the length was known
 
 # The tags of older files are no UTF-8; PyAV from 19 on keeps their bytes.
 TAGS: dict = {}
@@ -138,11 +136,10 @@ def _asf_end(source: Source) -> float | None:
         file.seek(0)
         head = file.read(_ASF_HEADER_BYTES)
     _, _, properties = head.partition(_ASF_FILE_PROPERTIES)
-    if len(properties) < _ASF_TIMES.size:
+    if not properties:
         return None
-    length, _, preroll, flags = _ASF_TIMES.unpack_from(properties)
-    seconds = length / 1e7 - preroll / 1e3
-    return None if flags & _ASF_IS_LIVE or seconds <= 0 else seconds
+    length, _, preroll = struct.unpack("<QQQ", properties[48:72])  # ticks of 100 ns, and milliseconds
+    return length / 1e7 - preroll / 1e3
 
 
 def ends_early(

@@ -81,10 +81,6 @@ class Film:
             self.joined = self._is_joined(container)
             self.sound = bool(container.streams.audio)
             stated = read_stated(self.source, container, stream)
-            framerate = stream.codec_context.framerate or 0
-            has_rate = framerate > 1
-            if self.time_base >= 1 and has_rate:
-                raise ValueError("it has no time scale, so when its frames are shown is unknown")
         self._set_clock(stated)
         missing = self._missing(stated)
         self.is_complete = not missing and not self.joined  # its key frames are where the file says
@@ -92,10 +88,8 @@ class Film:
             states.append(f"is incomplete: {missing}")
         pauses = np.diff(self.times, append=self.times[-1])
         longest = pauses.argmax()
-        pause = pauses[longest]
-        if pause > PAUSE:
-            begin = self.times[longest]
-            states.append(f"has no frame for {pause:.0f} s from {begin:.1f} s on")
+        if pauses[longest] > PAUSE:
+            states.append(f"has no frame for {pauses[longest]:.0f} s from {self.times[longest]:.1f} s on")
         if self.joined:
             states.append("is followed by another in the same file, which players pass over; split them")
         for state in states:
@@ -151,9 +145,7 @@ class Film:
         is_shown = self.whole & ~is_hidden  # without what an edit list cuts off
         frames = np.flatnonzero(is_shown)
         if not len(frames):
-            if not pts:
-                raise ValueError("it has 0 frames")
-            raise ValueError(f"all of its {len(pts)} frames are damaged")
+            raise ValueError(f"of its {len(pts)} frames none is whole")
         in_order = np.argsort(self.pts[frames], kind="stable")
         self.order = frames[in_order]
         return clock.states
@@ -186,8 +178,7 @@ class Film:
             clock = regular_clock(self.times, length)
         if clock is None:
             if not stated.fps:
-                states = "states neither times nor a frame rate"
-                raise ValueError(f"The video {self.name!r} {states}; pass its frames, with `fps=`.")
+                raise ValueError(f"The video {self.name!r} states no times and no rate; pass its frames, with `fps=`.")
             clock = len(self.order), float(stated.fps)
         self.total, self.fps = clock
         if not self.timed and self.total == len(self.order):
@@ -282,22 +273,12 @@ class Film:
     def _show(self, instants: np.ndarray) -> Iterator[ShownFrame]:
         """The frames, from what they need alone where the file allows that, else from the whole video."""
         num_shown = 0
-        if not self.timed:
-            reason = "it does not say when each is shown"
-        elif not self.is_complete:
-            reason = "it is not whole"
-        else:
-            reason = "not all follow from its key frames"
+        if self.timed and self.is_complete:
             for shown in self.read(instants, skipping=True):
                 yield shown
                 num_shown += 1
-        if num_shown == len(instants):
-            return
-        packets = np.unique(self._packets(instants))
-        if len(packets) < len(self.order):
-            logger.warning_once(f"Every frame of the video {self.name!r} is decoded, since {reason}.")
-        frames = self.read(instants)
-        yield from itertools.islice(frames, num_shown, None)
+        if num_shown < len(instants):
+            yield from itertools.islice(self.read(instants), num_shown, None)
 
     def _packets(self, instants: np.ndarray) -> np.ndarray:
         """`[T]`, the packets of the frames that are shown at `instants`."""

@@ -71,12 +71,17 @@ def read_keys(keys: Mapping) -> dict:
             name = "num_frames"
         if name not in VIDEO_KEYS:
             raise ValueError(f"Got {name!r} of a video; expected any of {', '.join(VIDEO_KEYS)}.")
-        if name in _COUNTS:
-            require_count(name, value)
-        elif name != "video_start" or value != 0:
-            require_positive(name, value)
+        check_key(name, value)
         given[name] = value
     return given
+
+
+def check_key(name: str, value) -> None:
+    """Raises a `ValueError` for a value that no video can have; `start` or `video_start` may be 0."""
+    if name in _COUNTS:
+        require_count(name, value)
+    elif value != 0 or not name.endswith("start"):
+        require_positive(name, value)
 
 
 def require_positive(name: str, value) -> None:

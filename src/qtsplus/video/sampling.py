@@ -5,8 +5,6 @@ from typing import cast
 
 from typing_extensions import TypedDict
 
-from ..common.validation import check_count
-
 
 class SamplingOptions(TypedDict, total=False):
     """The fields of [`Sampling`], as keyword arguments of functions that encode a video."""
@@ -41,15 +39,11 @@ class Sampling:
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
-        from ..model.sampling_qtsplus import require_positive  # it needs PyTorch, which the commands' help does not
+        from ..model.sampling_qtsplus import check_key  # it needs PyTorch, which the commands' help does not
 
-        for name in ("fps", "start", "end", "max_pixels"):
-            value = getattr(self, name)
-            begins_at_once = name == "start" and value == 0
-            if value is not None and not begins_at_once:
-                require_positive(name, value)
-        if self.max_frames is not None:
-            check_count("max_frames", self.max_frames, "frames")
+        for name, value in vars(self).items():
+            if value is not None:
+                check_key(name, value)
 
     def options(self) -> SamplingOptions:
         """The same as keyword arguments."""

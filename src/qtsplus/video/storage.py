@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -134,8 +134,7 @@ def measure(path: Path) -> Stored:
 
 def _header(encoded: EncodedVideo) -> str:
     """Everything that is stored of a video except its tensor, as JSON."""
-    about = dict(vars(encoded.about))
-    about["metadata"] = vars(encoded.about.metadata)
+    about = asdict(encoded.about)
     header = {
         "seconds": encoded.seconds,
         "video_grid_thw": encoded.video_grid_thw.tolist(),
@@ -216,9 +215,7 @@ def save_keys(path: Path, encoded: EncodedVideo, keys: Tensor, made_from: Mappin
     step = (high - low).clamp(min=1e-6) / 255
     steps = (keys - low) / step
     codes = steps.round().clamp(0, 255).byte()
-    # The words of a video are stored once, beside its features.
-    without_words = replace(encoded, subtitles=(), about=replace(encoded.about, warnings=[]))
-    texts = dict(made_from, about=_header(without_words))
+    texts = dict(made_from, about=_header(encoded))
     KEYS.write(path, {"codes": codes, "low": low, "step": step}, texts)
 
 
