@@ -1,5 +1,7 @@
 """A video of which some tokens were encoded: the others are as if not kept, whatever the backbone."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -7,113 +9,126 @@ from torch.testing import assert_close
 from qtsplus.model.layout_qtsplus import lay_out
 from qtsplus.model.mixin_qtsplus import choose
 from qtsplus.model.prompt_qtsplus import IMAGE, VIDEO, splice, take_inputs
-from tiny import assert_same, compress
+from tiny import assert_same, compress, run
 from tiny_backbones import each_unlike
+
+GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
 
 def scattered(grid):
     """Some tokens of a grid: every third of the first step, and the second half of the last one."""
     t, h, w = grid
-    return torch.cat([torch.arange(0, h * w, 3), torch.arange(t * h * w - h * w // 2, t * h * w)])
+    frame = h * w
+    end = t * frame
+    return torch.cat([torch.arange(0, frame, 3), torch.arange(end - frame // 2, end)])
+
+
+@dataclass
+class Encoded:
+    """A prompt with one video and a prompt with two, encoded, and the places of some tokens of each video."""
+
+    inputs: dict[str, torch.Tensor]
+    features: list[torch.Tensor]
+    places: list[torch.Tensor]
+
+    @property
+    def every_place(self):
+        return [torch.arange(len(tokens)) for tokens in self.features]
+
+    @property
+    def counts(self):
+        """How many tokens of each prompt are there."""
+        first, second, third = map(len, self.places)
+        return [first, second + third]
+
+    def whole(self, **call):
+        """Inputs with all tokens."""
+        return {**self.inputs, "video_features": self.features, **call}
+
+    def as_if_kept(self):
+        """Inputs with all tokens, of which the selection keeps those that are there."""
+        first, second, third = self.places
+        sizes = [len(tokens) for tokens in self.features]
+        kept = {1: first, 2: torch.cat([second, sizes[1] + third])}
+        retention = [len(kept[1]) / sizes[0], len(kept[2]) / (sizes[1] + sizes[2])]
+        return self.whole(selection=lambda candidates, n: kept[len(candidates.visual)], retention=retention)
+
+    def layout(self, model, call):
+        visual, choice = take_inputs(call)
+        return lay_out(model.model, visual, self.inputs["input_ids"], self.inputs["attention_mask"]), choice
+
+    def shortened(self, model, places, **selection):
+        """The prompts, of which only the tokens at `places` are there."""
+        tokens = [whole[own] for whole, own in zip(self.features, places, strict=True)]
+        features = {IMAGE: [], VIDEO: tokens}
+        layout, choice = self.layout(model, {**self.inputs, **selection, "video_features": tokens})
+        layout = layout.narrow(places)
+        selected, qtsplus = choose(model.model, layout, features, choice, sample_gate=False)
+        return splice(model.model, layout, features, selected, qtsplus, pad_left=True)
 
 
 @pytest.fixture
+@torch.no_grad()
 def encoded(model, prepare):
-    """Inputs with features in place of pixels, some tokens of each video, and what a second pass encoded."""
     inputs = prepare("video", "two videos")
     grid = inputs["video_grid_thw"]
-    whole = model.encode_videos(inputs.pop("pixel_values_videos"), grid)
-    return inputs, whole, [scattered(own) for own in model.model.merged_grid(grid)]
-
-
-def shortened(model, inputs, whole, places, **selection):
-    """The shortened prompts, of which only the tokens at `places` are there."""
-    features = {IMAGE: [], VIDEO: [one[own] for one, own in zip(whole, places, strict=True)]}
-    visual, choice = take_inputs({**inputs, **selection, "video_features": features[VIDEO]})
-    layout = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]).narrow(places)
-    selected, qtsplus = choose(model.model, layout, features, choice, sample_gate=False)
-    return splice(model.model, layout, features, selected, qtsplus, pad_left=True)
-
-
-def as_if_kept(whole, places):
-    """A call that keeps these tokens of whole videos: one in the first row, two in the second."""
-    sizes = [len(own) for own in whole]
-    kept = [places[0], torch.cat([places[1], sizes[1] + places[2]])]
-    retention = [len(kept[0]) / sizes[0], len(kept[1]) / sum(sizes[1:])]
-    return {
-        "video_features": whole,
-        "selection": lambda candidates, n: kept[len(candidates.visual) - 1],
-        "retention": retention,
-    }
+    features = model.encode_videos(inputs.pop("pixel_values_videos"), grid)
+    places = [scattered(own) for own in model.model.merged_grid(grid)]
+    return Encoded(inputs, features, places)
 
 
 @each_unlike
 def test_as_if_the_others_had_not_been_kept(model, encoded):
     """At their true positions, for the language model and for the re-encoder."""
-    inputs, whole, places = encoded
-    given = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
-    with torch.no_grad():
-        expected = compress(model.model, **given, **as_if_kept(whole, places), pad_left=True)
-        some = shortened(model, given, whole, places, selection="all")
+    expected = compress(model.model, **encoded.as_if_kept(), pad_left=True)
+    some = encoded.shortened(model, encoded.places, selection="all")
     for name in ("input_ids", "attention_mask", "position_ids", "next_position"):
-        assert torch.equal(getattr(some, name), getattr(expected, name)), name
+        assert_same(getattr(some, name), getattr(expected, name))
     assert_same(some.qtsplus.columns, expected.qtsplus.columns)
-    for one, other in zip(some.features["video"], expected.features["video"], strict=True):
-        assert_close(one, other, atol=1e-5, rtol=1e-5)
-    counts = [len(own) for own in places]
-    assert some.qtsplus.num_tokens.tolist() == [counts[0], counts[1] + counts[2]]
+    assert_close(some.features["video"], expected.features["video"], atol=1e-5, rtol=1e-5)
+    assert some.qtsplus.num_tokens.tolist() == encoded.counts
 
 
 @each_unlike
 def test_generating(model, encoded):
-    inputs, whole, places = encoded
-    call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    prompt = shortened(model, inputs, whole, places, selection="all")
-    expected = model.generate(**inputs, **as_if_kept(whole, places), **call)
-    assert_same(model.generate_from(prompt, **call), expected)
+    prompt = encoded.shortened(model, encoded.places, selection="all")
+    expected = model.generate(**encoded.as_if_kept(), **GREEDY)
+    assert_same(model.generate_from(prompt, **GREEDY), expected)
 
 
-@pytest.mark.parametrize("apart", (False, True), ids=("the prompt's question", "a question apart"))
+@pytest.mark.parametrize("apart", [False, True], ids=["the prompt's question", "a question apart"])
 @each_unlike
 def test_attention_selects_among_them_as_in_a_prompt_of_them(model, encoded, apart):
     """Where all tokens are there, the language model reads the same prompt, with whatever question."""
-    inputs, whole, _ = encoded
     call = {"selection": "lm_attention", "retention": 0.3}
     if apart:
         call["query_input_ids"] = torch.full((2, 3), 30)
-    every = [torch.arange(len(own)) for own in whole]
-    with torch.no_grad():
-        expected = model(**inputs, video_features=whole, **call).qtsplus
-        given = shortened(model, inputs, whole, every, **call).qtsplus
-    for one, other in zip(given.log_relevance, expected.log_relevance, strict=True):
-        assert_close(one, other)
+    expected = run(model, encoded.whole(**call)).qtsplus
+    prompt = encoded.shortened(model, encoded.every_place, **call)
+    assert_close(prompt.qtsplus.log_relevance, expected.log_relevance)
 
 
-@pytest.mark.parametrize("selection", ("qtsplus", "lm_attention", "temporal_redundancy", "uniform"))
+@pytest.mark.parametrize("selection", ["qtsplus", "lm_attention", "temporal_redundancy", "uniform"])
 @each_unlike
 def test_selecting_among_them(model, encoded, selection):
-    inputs, whole, places = encoded
     call = {"selection": selection, "retention": 0.5, "query_input_ids": torch.full((2, 3), 30)}
-    with torch.no_grad():
-        given = shortened(model, inputs, whole, places, **call).qtsplus
-    for row, count in enumerate((len(places[0]), len(places[1]) + len(places[2]))):
-        assert len(given.kept_indices[row]) == -(-count // 2)
-        assert int(given.kept_indices[row].max()) < count
+    prompt = encoded.shortened(model, encoded.places, **call)
+    for kept, count in zip(prompt.qtsplus.kept_indices, encoded.counts, strict=True):
+        assert len(kept) == (count + 1) // 2
+        assert kept.max() < count
 
 
 @each_unlike
 def test_whole_steps_stay_neighbours_in_time(model, encoded):
     """For a method that looks at the step before."""
-    inputs, whole, _ = encoded
-    visual, _ = take_inputs({**inputs, "video_features": whole})
-    layout = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"])
+    layout, _ = encoded.layout(model, encoded.whole())
     (span, *_) = layout.competing(layout.rows[0])
-    (t, h, w) = layout.grids[span.modality][span.index]
-    rest = [torch.arange(len(own)) for own in whole[1:]]
+    t, h, w = layout.grids[span.modality][span.index]
     assert layout.grids_of(span) == [(t, h, w)]
 
     def grids(places):
-        return layout.narrow([torch.tensor(places), *rest]).grids_of(span)
+        narrowed = layout.narrow([torch.tensor(places), *encoded.every_place[1:]])
+        return narrowed.grids_of(span)
 
     frame = h * w
     assert grids(list(range(frame, t * frame))) == [(t - 1, 1, frame)]
