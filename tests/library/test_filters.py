@@ -29,36 +29,44 @@ def spans(pieces):
     return {(piece.first, piece.last) for piece in pieces}
 
 
+@pytest.fixture
+def library(films, loaded, tmp_path):
+    return Library(index(films, tmp_path / "library", *loaded).folder, *loaded)
+
+
+def test_a_window_says_which_steps_are_looked_at(library, monkeypatch):
+    _, inside = library.rank(QUESTIONS[0], window=(2, 4))
+    assert len(inside) == 5
+    assert spans(inside) == {(2, 4)}
+    for moment in library.find(QUESTIONS[0], 9, window=(2, 4)):
+        assert 2 <= moment.start < moment.end <= 4
+    monkeypatch.setattr(ranking, "PIECE", 72)  # two steps
+    _, in_pieces = library.rank(QUESTIONS[0], window=(1, 6))
+    assert spans(in_pieces) == {(1, 3), (3, 5), (5, 6)}
+    with pytest.raises(ValueError, match="shows anything from second 60 to 70"):
+        library.find(QUESTIONS[0], window=(60, 70))
+
+
 @pytest.mark.parametrize("reduction", ["sum", "max"])
-def test_a_window_of_time_is_a_library_of_its_own(films, loaded, tmp_path, monkeypatch, reduction):
-    """What is shown before and after changes nothing, and a piece keeps its place."""
-    library = Library(index(films, tmp_path / "library", *loaded).folder, *loaded)
+def test_a_window_of_time_is_a_library_of_its_own(library, monkeypatch, reduction):
+    """What is shown before and after changes nothing."""
     monkeypatch.setattr(library.model.model.qtsplus.config, "reduction", reduction)
-    _, whole = library._rank(QUESTIONS[0], top=5)
-    _, inside = library._rank(QUESTIONS[0], window=(2, 4), top=5)
-    assert spans(inside.pieces) == {(2, 4)}
-    assert len(inside.pieces) == len(whole.pieces) == 5
+    for path in library.folder.glob("*.keys"):
+        path.unlink()
+    _, inside = library.rank(QUESTIONS[0], window=(2, 4))
     changed = {}
-    for name in library.names:  # the tokens outside of the window are not looked at
+    for name in library.names:
         video = library.stored(name)
         features = video.features.clone()
         features[:72] = 1e3
         features[144:] = 1e3
         changed[name] = replace(video, features=features)
     monkeypatch.setattr(library, "stored", changed.__getitem__)
-    _, again = library._rank(QUESTIONS[0], window=(2, 4), top=5)
+    _, again = library.rank(QUESTIONS[0], window=(2, 4))
     assert again == inside
-    for moment in library.find(QUESTIONS[0], 9, window=(2, 4)):
-        assert 2 <= moment.start < moment.end <= 4
-    monkeypatch.setattr(ranking, "PIECE", 72)  # two steps
-    _, in_pieces = library._rank(QUESTIONS[0], window=(1, 5), top=15)
-    assert spans(in_pieces.pieces) == {(1, 2), (2, 4), (4, 5)}
-    with pytest.raises(ValueError, match="shows anything from second 60 to 70"):
-        library.find(QUESTIONS[0], window=(60, 70))
 
 
-def test_a_pattern_and_a_window_limit_the_search(films, loaded, tiny_published, tmp_path):
-    library = Library(index(films, tmp_path / "library", *loaded).folder, *loaded)
+def test_a_pattern_and_a_window_limit_the_search(library, tiny_published):
     assert library.select("[23].mp4") == ["2.mp4", "3.mp4"]
     find = ["find", str(library.folder), QUESTIONS[0], "--json", "--moments", "9", "--model", str(tiny_published)]
 

@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from clips import LIBRARY, make_world, render_world, write_mp4
 from qtsplus.asking import ranking
-from qtsplus.asking.ranking import Piece, Scorer
+from qtsplus.asking.ranking import Piece
 from qtsplus.asking.session import VideoSession
 from qtsplus.cli import app
-from qtsplus.library import library as library_module
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
 from qtsplus.model.methods_qtsplus import top_n
@@ -48,36 +47,38 @@ def joint_log_relevance(library, question):
     return chosen.log_relevance[0], chosen.kept_indices[0]
 
 
-LONG = f"What is in the {'big ' * 30}red circle?"
-
-
-@pytest.mark.parametrize(
-    ("reduction", "layers", "question"),
-    [("sum", 1, QUESTION), ("max", 1, QUESTION), ("mean", 1, QUESTION), ("sum", 2, QUESTION), ("max", 1, LONG)],
-)
-def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, reduction, layers, question):
+@pytest.mark.parametrize("reduction", ["sum", "max", "mean"])
+def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, reduction):
     model = deepcopy(library.model)
     selector = model.model.qtsplus
     monkeypatch.setattr(selector.config, "reduction", reduction)
-    selector.scoring_layers.extend(deepcopy(selector.scoring_layers[0]) for _ in range(layers - 1))
     monkeypatch.setattr(ranking, "CHUNK", 50)  # no divisor of a video
+    (layer,) = selector.scoring_layers
     with torch.no_grad():
-        selector.scoring_layers[-1].kv_norm.weight.mul_(torch.linspace(0.5, 1.5, 128))
-        selector.scoring_layers[-1].k_proj.bias.add_(1)
-    library = Library(library.folder, model, library.processor)
-    joint, kept = joint_log_relevance(library, question)
-    scorer, ranked = library._rank(question, top=3)
-    assert scorer.scores.folded == (question != LONG)  # a short one has fewer rows than a key numbers
-    with torch.no_grad():
-        streamed = torch.cat([scorer.relevance(library.stored(name).features) for name in library.names])
-    torch.testing.assert_close(streamed - ranked.total, joint, atol=1e-4, rtol=0)
+        layer.kv_norm.weight.mul_(torch.linspace(0.5, 1.5, 128))
+        layer.k_proj.bias.add_(1)
+    changed = Library(library.folder, model, library.processor)
+    joint, kept = joint_log_relevance(changed, QUESTION)
+    scorer, pieces = changed.rank(QUESTION)
+    streamed = torch.cat([scorer.relevance(changed.stored(name).features) for name in changed.names])
+    torch.testing.assert_close(streamed, joint, atol=1e-4, rtol=0)
     assert top_n(streamed, len(kept)).tolist() == kept.tolist()
-    lengths = [len(library.stored(name).features) for name in library.names]
+    lengths = [len(changed.stored(name).features) for name in changed.names]
     peaks = {}
-    for name, part in zip(library.names, joint.split(lengths), strict=True):
+    for name, part in zip(changed.names, joint.split(lengths), strict=True):
         peaks[name] = float(part.max())
     best_first = sorted(peaks, key=peaks.get, reverse=True)
-    assert [piece.name for piece in ranked.pieces] == best_first
+    assert [piece.name for piece in pieces] == best_first
+
+
+def test_several_scoring_layers_are_refused(library, videos, tmp_path):
+    model = deepcopy(library.model)
+    layers = model.model.qtsplus.scoring_layers
+    layers.append(deepcopy(layers[0]))
+    with pytest.raises(ValueError, match="2 scoring layers; a library and a standing question need"):
+        Library(library.folder, model, library.processor)
+    with pytest.raises(ValueError, match="2 scoring layers"):
+        index(videos, tmp_path / "library", model, library.processor)
 
 
 @pytest.mark.parametrize("name", LIBRARY)
@@ -158,58 +159,55 @@ def test_a_pattern_names_some_videos(library, tiny_published):
     assert {moment["name"] for moment in found["moments"]} == {"more/c.mp4"}
 
 
-def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
-    whole = library.stored("a.mp4")
-    monkeypatch.setattr(ranking, "PIECE", 100)  # of 36 tokens a step: two steps
-    _, ranked = library._rank(QUESTION, top=9)
-    pieces = [piece for piece in ranked.pieces if piece.name == "a.mp4"]
+@pytest.fixture
+def in_pieces(library, monkeypatch):
+    """The library, whose videos compete in pieces of two steps."""
+    monkeypatch.setattr(ranking, "PIECE", 100)  # of 36 tokens a step
+    return library
+
+
+def test_a_long_video_competes_in_pieces_at_their_times(in_pieces):
+    whole = in_pieces.stored("a.mp4")
+    _, ranked = in_pieces.rank(QUESTION)
+    pieces = [piece for piece in ranked if piece.name == "a.mp4"]
     pieces.sort(key=lambda piece: piece.first)
-    parts = [piece.cut(whole) for piece in pieces]
     assert [(piece.first, piece.last) for piece in pieces] == [(0, 2), (2, 4), (4, 6)]
-    assert [(part.about.start, part.about.start + part.length) for part in parts] == [(0, 2), (2, 4), (4, 6)]
-    features = torch.cat([part.features for part in parts])
-    assert torch.equal(features, whole.features)
+    features = []
     frames = []
-    for part in parts:
+    for piece in pieces:
+        part = piece.cut(whole)
+        assert (part.about.start, part.length) == (piece.first, 2)
+        features.append(part.features)
         frames += part.about.metadata.frames_indices
+    assert torch.equal(torch.cat(features), whole.features)
     assert frames == whole.about.metadata.frames_indices
+
+
+def test_an_answer_from_a_piece_is_about_the_whole_file(in_pieces):
     item = only_there("a.mp4")
-    best = library.find(f"What is in the {item.name}?")[0]
-    assert best.name == "a.mp4"
-    assert item.appears_at <= best.start < best.end <= item.vanishes_at
-    answer = library.ask(f"What is in the {item.name}?", max_new_tokens=4)
-    assert answer.evidence[0].name == "a.mp4"
-    assert item.appears_at <= answer.evidence[0].start < answer.evidence[0].end <= item.vanishes_at
-    keep_map = answer.keep_map
-    assert keep_map.shape == (6, 6, 6)
-    assert keep_map.sum() == answer.kept_tokens
-    kept_steps = keep_map.nonzero()[:, 0].tolist()
+    question = f"What is in the {item.name}?"
+    best = in_pieces.find(question)[0]
+    answer = in_pieces.ask(question, max_new_tokens=4)
+    for moment in (best, answer.evidence[0]):
+        assert moment.name == "a.mp4"
+        assert item.appears_at <= moment.start < moment.end <= item.vanishes_at
+    assert answer.keep_map.shape == (6, 6, 6)
+    assert answer.keep_map.sum() == answer.kept_tokens
+    kept_steps = answer.keep_map.nonzero()[:, 0].tolist()
     (piece_that_was_read,) = {step // 2 for step in kept_steps}
     assert piece_that_was_read == int(answer.evidence[0].start) // 2, "nothing is kept of the other pieces"
 
 
+def test_several_pieces_of_a_video_are_read_together(in_pieces):
+    answer = in_pieces.ask(QUESTION, pieces=3, names=["a.mp4"], max_new_tokens=1)
+    assert answer.video == "a.mp4"
+    assert answer.visual_tokens == 216
+    assert len(answer.keep_map) == 6
+
+
 def test_a_piece_that_is_the_whole_video_is_the_video(library):
     video = library.stored("b.mp4")
-    assert Piece("b.mp4", 0, 6, 0.0).cut(video) is video
-
-
-def test_pieces_of_one_second_are_told_apart(library):
-    pieces = [Piece("a.mp4", step, step + 1, 0.0) for step in range(3)]
-    library.stored("a.mp4")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library_module, "clock", lambda seconds: "0:00")
-        answer = library.ask_pieces(QUESTION, pieces, max_new_tokens=1)
-    assert len(answer.keep_maps["a.mp4"]) == 6
-    assert answer.visual_tokens == 108
-
-
-def test_a_model_that_is_gone_is_named(library, videos, loaded, tmp_path):
-    (tmp_path / "model").mkdir()
-    index(videos, tmp_path / "library", *loaded, name=str(tmp_path / "model"))
-    (tmp_path / "model").rmdir()
-    with pytest.raises(ValueError, match=r"made with the model in .*model, which is gone"):
-        Library.open(tmp_path / "library")
-    assert Library(tmp_path / "library", *loaded).names == library.names
+    assert Piece("b.mp4", 0, 6).cut(video) is video
 
 
 @pytest.mark.parametrize("call", [{"top": 0}, {"top": -1}, {"pieces": 0}, {"pieces": -1}])
@@ -345,8 +343,3 @@ def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path)
     result = qtsplus("find", tmp_path / "library", QUESTION)
     assert result.exit_code == 2
     assert "holds no video: run" in result.stderr
-
-
-def test_an_empty_scorer_is_refused(loaded):
-    with pytest.raises(ValueError, match="question is empty"):
-        Scorer(*loaded, " ", list)

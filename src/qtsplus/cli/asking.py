@@ -3,8 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
@@ -165,25 +164,20 @@ class Talk:
         from ..asking.picture import draw_evidence
 
         assert self.last is not None
-        with ExitStack() as open_files:
-            videos = {}
-            for name in self.last.keep_maps:
-                videos[name] = open_files.enter_context(self._opened(name))
-            draw_evidence(self.last, videos, folder)
+        videos = {name: self._with_file(name) for name in self.last.keep_maps}
+        draw_evidence(self.last, videos, folder)
         note(f"Wrote {folder}")
 
-    @contextmanager
-    def _opened(self, name: str) -> "Iterator[EncodedVideo]":
+    def _with_file(self, name: str) -> "EncodedVideo":
         """A video with a path, or an address, at which its frames are read."""
         from ..video.encoded import IN_MEMORY
 
         if not self.is_library:  # by the address that was asked for: what it is called may leave out a password
-            yield replace(self.about.film(name), video=self.places[name])
-            return
-        with self.about.opened(name) as video:
-            if video.video == IN_MEMORY:
-                note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
-            yield video
+            return replace(self.about.film(name), video=self.places[name])
+        video = self.about.with_file(name)
+        if video.video == IN_MEMORY:
+            note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
+        return video
 
 
 def chosen_names(library: Any, name: str | None) -> list[str]:

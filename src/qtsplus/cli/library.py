@@ -25,7 +25,7 @@ def index(
     model: Model = None,
     sampling: Sampling,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove videos whose files are gone, even if these are most.")
+        bool, typer.Option("--prune", help="Remove videos whose files are gone, which is an error otherwise.")
     ] = False,
     device: Device = None,
 ) -> None:
@@ -33,7 +33,7 @@ def index(
     Encode the videos of a folder, but for hidden ones, into a library, for `ask` and `chat`.
 
     It can be stopped and goes on with what is missing. Run it again when the folder has changed: a file that was moved
-    is known again by its content, one that was removed leaves the library.
+    is known again by its content, and one that was removed leaves the library with --prune.
     """
     model, revision = split_revision(model)
     with one_line_errors(), resumable():

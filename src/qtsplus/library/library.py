@@ -5,10 +5,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -19,17 +18,16 @@ from typing_extensions import TypedDict
 
 from ..asking.answers import placed
 from ..asking.evidence import Interval, evidence_intervals
-from ..asking.ranking import Piece, Ranking, Scorer, keys_fingerprint
+from ..asking.ranking import Piece, Scorer, keys_fingerprint, scoring_layer
 from ..asking.session import Answer, answer_questions
-from ..common.files import clock, counted, path_of, printable
-from ..common.journals import STORED, Journal, Key, Line, Schema, State, file_state
+from ..common.files import clock, counted, printable
+from ..common.journals import STORED, Journal, Line, Schema, State, file_state
 from ..common.validation import check_count, check_path, show
 from ..data.media import VIDEO_SUFFIXES
 from ..hub.loading import load
-from ..model.containers_qtsplus import open_file
 from ..video.encoded import IN_MEMORY, EncodedVideo
 from ..video.sampling import SamplingOptions
-from ..video.storage import Digest, KeyedVideo, Stored, fingerprint, load_keys, load_video, measure
+from ..video.storage import Digest, KeyedVideo, Stored, fingerprint, load_keys, load_video
 
 Names = Sequence[str] | None  # of videos
 Window = tuple[float, float]  # seconds on a player's clock
@@ -56,15 +54,6 @@ def known_model(made_by: str, name: str, revision: str | None) -> Path:
     identity = json.dumps([made_by, name, revision])
     digest = hashlib.sha256(identity.encode()).hexdigest()
     return Path(cache, "qtsplus", "models", digest)
-
-
-def refuse_links(folder: Path) -> None:
-    """Raises `ValueError` for a library with links, which could lead out of it."""
-    if not folder.is_dir():
-        return
-    for path in folder.iterdir():
-        if path.is_symlink():
-            raise ValueError(f"{str(path)!r} is a link; expected a library, which holds none: remove it.")
 
 
 @with_config(STORED)
@@ -103,13 +92,12 @@ _Line = Annotated[
 class Index(Journal):
     """What a library holds: by the name of each video what is known of it."""
 
-    def __init__(self, folder: Path, settings: dict | None = None, mend: bool = False):
+    def __init__(self, folder: Path, settings: dict | None = None):
         self.folder = folder
-        refuse_links(folder)
         if settings is None and not (folder / INDEX).is_file():
             raise ValueError(f"There is no library in {str(folder)!r}; make it: `qtsplus index VIDEOS --out {folder}`.")
-        schema = Schema(_Settings, _Line, remedy="run `qtsplus index` again")
-        super().__init__(folder / INDEX, settings, schema, mend=mend)
+        schema = Schema(_Settings, _Line, remedy="remove the line, and run `qtsplus index` again")
+        super().__init__(folder / INDEX, settings, schema)
 
     @property
     def made(self) -> Made:
@@ -122,20 +110,15 @@ class Index(Journal):
     def model(self) -> tuple[str | None, str | None]:
         """
         The name and the revision of the model that made the library; no name for the bundled one. A `ValueError` for a
-        model with which this user has not indexed, since a stranger may have written its name, and for a missing one.
+        model with which this user has not indexed, since a stranger may have written its name.
         """
         name = self.made["model"]
         revision = self.made["revision"]
-        if name is None:
-            return None, None
-        known = known_model(self.settings["made_by"], name, revision)
-        if not known.is_file():
+        if name is not None and not known_model(self.settings["made_by"], name, revision).is_file():
             raise ValueError(
                 f"{self.folder} was made with the model {name!r}, with which nothing was indexed on this machine: name "
                 "it with --model if you trust it."
             )
-        if os.path.isabs(name) and not os.path.isdir(name):
-            raise ValueError(f"{self.folder} was made with the model in {name}, which is gone: name where it is now.")
         return name, revision
 
     @property
@@ -143,13 +126,9 @@ class Index(Journal):
         """The folder that was indexed last."""
         return Path(self.made["videos"])
 
-    def add(self, key: Key, value: object) -> None:
-        super().add(key, value)
-        self.__dict__.pop("entries", None)
-
-    @cached_property
+    @property
     def entries(self) -> dict[str, Entry]:
-        """In the order of their names."""
+        """By the names of the videos, in their order."""
         entries = {}
         for name, entry in self.done.items():
             if name != MADE and entry is not None:
@@ -158,16 +137,12 @@ class Index(Journal):
 
     @property
     def files(self) -> dict[str, Path]:
-        """The file with the features of each video that was encoded; a `ValueError` for a damaged file."""
+        """The file with the features of each video that was encoded."""
         files = {}
         for name, entry in self.entries.items():
             file = self.file(entry)
-            features = entry["features"]
-            if features is None or not file.exists():
-                continue
-            if file.stat().st_size != features["size"]:
-                raise ValueError(f"{file}, what was stored of {name}, is damaged: run `qtsplus index` again.")
-            files[name] = file
+            if entry["features"] is not None and file.exists():
+                files[name] = file
         return files
 
     def file(self, entry: Entry) -> Path:
@@ -179,18 +154,17 @@ class Index(Journal):
         """Where the keys of a video are, which a selector compares with a question; in 8 bits."""
         return self.file(entry).with_suffix(".keys")
 
-    def load_keys(self, entry: Entry, model, selector: str | None) -> KeyedVideo | None:
+    def load_keys(self, entry: Entry, model, selector: str) -> KeyedVideo | None:
         """
         The keys of a video for a model's selector, by its [`keys_fingerprint`]; `None` where there are none, a
         `ValueError` for damaged ones.
         """
         path = self.keys_file(entry)
         features = entry["features"]
-        if selector is None or features is None or not path.exists():
+        if features is None or not path.exists():
             return None
         made_from = {"made_by": selector, "features": features["digest"]}
-        layer = model.model.qtsplus.scoring_layers[-1]
-        return load_keys(path, model, layer.k_proj.out_features, made_from)
+        return load_keys(path, model, scoring_layer(model).k_proj.out_features, made_from)
 
     def require(self, made_by: str) -> None:
         if self.settings["made_by"] != made_by:
@@ -212,23 +186,22 @@ class Library:
         self.made_by = fingerprint(model, processor)
         self.selector = keys_fingerprint(model)
         self.index.require(self.made_by)
+        self.entries = self.index.entries
         self.files = self.index.files
         self.names = list(self.files)  # the videos' paths in the folder that was indexed
         if not self.files:
             raise ValueError(f"The library {folder} holds no video: run `qtsplus index` to its end; see what it says.")
         # Neither encoded nor known to be bad, as after an index that was interrupted.
         self.missing = []
-        for name, entry in self.index.entries.items():
+        for name, entry in self.entries.items():
             if name not in self.files and entry["error"] is None:
                 self.missing.append(name)
         self.warnings: list[str] = []  # of every answer
         if self.missing:
             waiting = counted(len(self.missing), "video")
             self.warnings.append(f"Not encoded yet: {waiting} of the library. Run `qtsplus index` again.")
-        self._whole: set[str] = set()  # videos whose every byte was checked
-        self._read_once = lru_cache(maxsize=KEPT)(self._read)
-        self._read_keys_once = lru_cache(maxsize=KEPT)(self._read_keys)
-        self._contents: dict[tuple, Digest] = {}  # of files of videos, by their names and states
+        self.stored = lru_cache(maxsize=KEPT)(self._read)  # a video without its file
+        self._keys = lru_cache(maxsize=KEPT)(self._read_keys)
 
     @classmethod
     def open(cls, folder: str | Path, device: str | None = None) -> "Library":
@@ -253,19 +226,16 @@ class Library:
         """
         The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
         Their `weight` is the relevance of the best token among all tokens that are asked about: those of the library,
-        or of the videos of `names`, that are shown in a window of seconds. Keys in 8 bits estimate it.
+        or of the videos of `names`, that are shown in a window of seconds. Keys in 8 bits say which videos are looked
+        at.
         """
         check_count("top", top, "moments")
-        scorer, ranking = self._rank(question, names, window, top)
+        scorer, pieces = self.rank(question, names, window)
         moments: list[Interval] = []
-        for piece in ranking.pieces[:top]:
-            best_weight = math.exp(piece.peak - ranking.total)
-            if len(moments) == top and moments[-1].weight >= best_weight:
-                break  # nothing in it, or in those behind it, is better
-            moments += self._moments(scorer, piece, ranking.total)
-            moments.sort(key=lambda moment: -moment.weight)
-            moments = moments[:top]
-        return moments
+        for piece in pieces[:top]:
+            moments += self._moments(scorer, piece)
+        moments.sort(key=lambda moment: -moment.weight)
+        return moments[:top]
 
     def ask(
         self,
@@ -285,32 +255,24 @@ class Library:
             options: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
         check_count("pieces", pieces, "videos or pieces of them")
-        _, ranking = self._rank(question, names, window, pieces)
-        return self.ask_pieces(question, ranking.pieces[:pieces], **options)
-
-    def ask_pieces(self, question: str, pieces: list[Piece], **generation) -> Answer:
-        """Answers a question from these pieces alone; the prompt has their names and times."""
-        pieces = sorted(pieces, key=lambda piece: (piece.name, piece.first))
+        _, ranking = self.rank(question, names, window)
+        chosen = sorted(ranking[:pieces], key=lambda piece: (piece.name, piece.first))
         parts: dict[str, EncodedVideo] = {}
-        for piece in pieces:
+        for piece in chosen:
             part = piece.cut(self.stored(piece.name))
             start = part.about.start
-            begin = clock(start)
-            end = clock(start + part.length)
-            label = f"{printable(piece.name)}, {begin} to {end}"
-            if label in parts:
-                label += f" ({len(parts) + 1})"
-            parts[label] = part
-        (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
+            end = start + part.length
+            parts[f"{printable(piece.name)}, {clock(start)} to {clock(end)}"] = part
+        (answer,) = answer_questions(self.model, self.processor, parts, [question], **options)
         maps: dict[str, Tensor] = {}  # of whole videos
-        for piece, kept in zip(pieces, answer.keep_maps.values(), strict=True):
+        for piece, kept in zip(chosen, answer.keep_maps.values(), strict=True):
             if piece.name not in maps:
                 steps = self.stored(piece.name).count
                 maps[piece.name] = kept.new_zeros(steps, *kept.shape[1:])
             maps[piece.name][piece.first : piece.last] = kept
         evidence = []
         for interval in answer.evidence:
-            name = pieces[interval.video].name
+            name = chosen[interval.video].name
             evidence.append(replace(interval, name=name))
         return replace(
             answer,
@@ -324,106 +286,52 @@ class Library:
         """A video, as a session has it."""
         return self.stored(name)
 
-    @contextmanager
-    def opened(self, name: str) -> Iterator[EncodedVideo]:
-        """
-        A video with a path of its open file, to be drawn until the context ends; with [`IN_MEMORY`] if the file is gone
-        or was changed.
-        """
-        video = replace(self.stored(name), video=IN_MEMORY)
+    def with_file(self, name: str) -> EncodedVideo:
+        """A video with the path of its file, to be drawn; with [`IN_MEMORY`] if the file is gone or was changed."""
+        video = self.stored(name)
+        path = self.index.videos / name
         try:
-            file = open_file(str(self.index.videos / name))
-        except (OSError, ValueError):
-            yield video
-            return
-        with file, path_of(file) as path:
-            if self._is_indexed(name, file.fileno(), path):
-                video = replace(video, video=path)
-            yield video
+            is_indexed = file_state(path).items() <= self.entries[name].items()
+        except OSError:
+            is_indexed = False
+        return replace(video, video=str(path) if is_indexed else IN_MEMORY)
 
-    def _is_indexed(self, name: str, descriptor: int, path: str) -> bool:
-        """Whether an open file, which a stranger may have put there, has the content that was indexed."""
-        entry = self.index.entries[name]
-        state = file_state(descriptor)
-        if not state.items() <= entry.items():
-            return False
-        key = (name, tuple(state.values()))
-        if key not in self._contents:
-            self._contents[key] = measure(Path(path))["digest"]
-        return self._contents[key] == entry["content"]
-
-    def stored(self, name: str) -> EncodedVideo:
-        """A video without its file."""
-        return self._read_once(name, _state_of(self.files[name]))
-
-    def _read(self, name: str, state: tuple) -> EncodedVideo:
-        stored = None
-        if name not in self._whole:
-            stored = self.index.entries[name]["features"]
-        video = load_video(self.files[name], self.made_by, self.model, stored)
-        self._whole.add(name)
-        return replace(video, video=name)
-
-    def _read_keys(self, name: str, state: tuple) -> KeyedVideo | None:
-        entry = self.index.entries[name]
-        return self.index.load_keys(entry, self.model, self.selector)
-
-    def _searched(self, name: str) -> EncodedVideo | KeyedVideo:
-        """The keys of a video, or its features if it has no keys for this selector."""
-        keys_file = self.index.keys_file(self.index.entries[name])
-        keyed = self._read_keys_once(name, _state_of(keys_file))
-        if keyed is None:
-            return self.stored(name)
-        return keyed
-
-    @torch.no_grad()
-    def _rank(
-        self,
-        question: str,
-        names: Names = None,
-        window: Window = EVER,
-        top: int = 1,
-    ) -> tuple[Scorer, Ranking]:
-        """The `top` pieces of the videos, best first, and the others that had to be read to know them."""
-        if names is None:
-            names = self.names
-        names = list(dict.fromkeys(names))
+    def rank(self, question: str, names: Names = None, window: Window = EVER) -> tuple[Scorer, list[Piece]]:
+        """The pieces of the videos that a player shows in a window of seconds, best first by their keys."""
+        names = self.names if names is None else list(dict.fromkeys(names))
         if not names or not set(names) <= set(self.names):
             raise ValueError(f"names={show(names)}; expected some of the library's videos, as its `names` lists them.")
-
-        def tokens() -> Iterator[Tensor | KeyedVideo]:
-            for piece, video in self._pieces(names, window):
-                yield piece.tokens(video)
-
-        scorer = Scorer(self.model, self.processor, question, tokens)
-        ranking = scorer.rank(self._pieces(names, window))
-        if not ranking.pieces:
-            begin, end = window
-            raise ValueError(f"No video shows anything from second {begin} to {end}.")
-        pieces = scorer.refine(ranking.pieces, top, self.stored)
-        return scorer, Ranking(pieces, ranking.total)
-
-    def _pieces(
-        self,
-        names: Sequence[str],
-        window: Window,
-    ) -> Iterator[tuple[Piece, EncodedVideo | KeyedVideo]]:
-        """The piece of each video that a player shows in a window of seconds."""
+        pieces = []
         for name in names:
             searched = self._searched(name)
             video = searched.video if isinstance(searched, KeyedVideo) else searched
             first, last = video.within(*window)
             if first < last:
-                yield Piece(name, first, last, 0.0), searched
+                pieces.append(Piece(name, first, last))
+        if not pieces:
+            begin, end = window
+            raise ValueError(f"No video shows anything from second {begin} to {end}.")
+        tokens = (piece.tokens(self._searched(piece.name)) for piece in pieces)
+        scorer = Scorer(self.model, self.processor, question, tokens)
+        return scorer, scorer.rank((piece, self._searched(piece.name)) for piece in pieces)
 
-    @torch.no_grad()
-    def _moments(self, scorer: Scorer, piece: Piece, total: float) -> list[Interval]:
+    def _searched(self, name: str) -> EncodedVideo | KeyedVideo:
+        """The keys of a video, or its features if it has no keys for this selector."""
+        return self._keys(name) or self.stored(name)
+
+    def _read(self, name: str) -> EncodedVideo:
+        video = load_video(self.files[name], self.made_by, self.model, self.entries[name]["features"])
+        return replace(video, video=name)
+
+    def _read_keys(self, name: str) -> KeyedVideo | None:
+        return self.index.load_keys(self.entries[name], self.model, self.selector)
+
+    def _moments(self, scorer: Scorer, piece: Piece) -> list[Interval]:
         """The stretches of a piece that hold strong tokens."""
         part = piece.cut(self.stored(piece.name))
         share = self.model.config.qtsplus_config.evidence_share
         seconds = part.seconds_per_step
-        relevance = scorer.relevance(part.features)
-        relevance = relevance.unflatten(0, (part.count, -1))
+        relevance = scorer.relevance(part.features).unflatten(0, (part.count, -1))
         strongest = relevance.max()
         is_weak = relevance.amax(1) < strongest + math.log(share)
         relevance[is_weak] = -torch.inf
@@ -434,14 +342,7 @@ class Library:
         for interval in evidence_intervals(every_token, shares, part.video_grid_thw, [seconds], merge_size, share):
             first = round(interval.start / seconds)
             last = round(interval.end / seconds)
-            weight = (relevance[first:last].max() - total).exp()
+            weight = relevance[first:last].max().exp()
             interval = replace(interval, weight=min(1.0, float(weight)))
             moments.append(placed(interval, piece.name, part))
         return moments
-
-
-def _state_of(file: Path) -> tuple:
-    """The [`file_state`] as a key, so that a file that was cut off is read again; empty for a missing file."""
-    if not file.exists():
-        return ()
-    return tuple(file_state(file).values())

@@ -152,8 +152,7 @@ class Shelf(MCPServer):
         seconds: float,
         side: int,
     ) -> Image:
-        with library.opened(self._name(video)) as opened:
-            frame = frame_at(opened, seconds)
+        frame = frame_at(library.with_file(self._name(video)), seconds)
         picture = Picture.fromarray(frame)
         file = io.BytesIO()
         picture.thumbnail((side, side))
