@@ -10,7 +10,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any
 
 ADDRESS_TIMEOUT = 30.0  # seconds in which a server may send nothing
 ADDRESS_SECONDS = 1800.0  # in which a whole file has to arrive
@@ -131,33 +131,22 @@ class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.r
 
     def open_response(self, sock: socket.socket, *arguments, **options) -> http.client.HTTPResponse:
         response = http.client.HTTPResponse(sock, *arguments, **options)
-        response.fp = io.BufferedReader(_Timed(response.fp.detach(), self.deadline))
+        raw: Any = response.fp.raw
+        read = raw.readinto
+
+        def read_in_time(buffer) -> int | None:
+            # This reads headers, chunks and trailers too, of which a slow host could send a few bytes for ever.
+            if time.monotonic() > self.deadline:
+                raise TimeoutError(f"it takes longer than {ADDRESS_SECONDS:g} s; download it, and give the file")
+            return read(buffer)
+
+        raw.readinto = read_in_time
         return response
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         if self.connect is not None or not is_address(newurl):
             return None
         return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-class _Timed(io.RawIOBase):
-    """What a server sends, headers included, until a deadline: a slow host could send a few bytes for ever."""
-
-    def __init__(self, raw: io.RawIOBase, deadline: float):
-        self.raw = raw
-        self.deadline = deadline
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int | None:
-        if time.monotonic() > self.deadline:
-            raise TimeoutError(f"it takes longer than {ADDRESS_SECONDS:g} s; download it, and give the file")
-        return self.raw.readinto(buffer)
-
-    def close(self) -> None:
-        self.raw.close()
-        super().close()
 
 
 def download(address: str) -> io.BytesIO:
