@@ -356,13 +356,13 @@ def test_a_frame_after_years_costs_no_memory(tmp_path, loaded):
         loaded[1](videos=path, do_sample_frames=False)
 
 
-def test_what_was_cut_out_of_a_recording_is_said(tmp_path):
+def test_damage_in_a_recording_is_said(tmp_path):
     path = write(tmp_path, "libx264", "ts")
     with av.open(str(path)) as container:
         keys = [packet.pos for packet in container.demux(video=0) if packet.is_keyframe]
     data = path.read_bytes()
     path.write_bytes(data[: keys[2] - 188 * 3 - 50] + data[keys[8] + 90 :])
-    assert "s are missing" in " ".join(warnings_of(path))
+    assert "frames are damaged and left out" in " ".join(warnings_of(path))
 
 
 def test_a_recording_in_pieces_on_one_clock_has_no_damage(tmp_path):

@@ -1,8 +1,6 @@
 """The processor: the question's mask, and videos with their true times."""
 
 import json
-import logging
-import re
 import struct
 
 import numpy as np
@@ -14,7 +12,6 @@ from PIL import Image
 
 from clips import read_video, write_mp4
 from qtsplus.hub.files import hub_configs
-from qtsplus.model import sampling_qtsplus
 from qtsplus.model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.model.frames_qtsplus import load_frames
 from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
@@ -315,28 +312,6 @@ def test_an_undecodable_file_is_named(processor, ramp, tmp_path, damage):
     path.write_bytes(broken[damage])
     with pytest.raises(ValueError, match=r"Cannot decode '.*broken.mp4' as a video: [^\[]*\. Expected"):
         processor(text=PROMPT, videos=str(path))
-
-
-@pytest.mark.parametrize(
-    ("sampling", "said"),
-    [
-        ({"fps": 8, "max_frames": 6}, "fps=8 is 24 frames of this video, but .*max_frames.* makes it 6"),
-        ({"fps": 0.5}, "fps=0.5 is 2 frames of this video, but .*min_frames.* makes it 4"),
-        ({"fps": 4}, None),
-        ({"fps": 100}, None),  # all the frames that there are
-        ({"max_frames": 4}, None),  # no rate was asked for
-    ],
-)
-def test_a_rate_that_is_not_kept_is_said_once(processor, ramp, caplog, sampling, said):
-    sampling_qtsplus.logger.warning_once.cache_clear()
-    for _ in range(2):
-        processor(text=PROMPT, videos=ramp, return_tensors="pt", **sampling)
-    warnings = [record.message for record in caplog.records if record.levelno > logging.INFO]
-    if said is None:
-        assert warnings == []
-    else:
-        (warning,) = warnings
-        assert re.match(said, warning)
 
 
 # Frames ---------------------------------------------------------------------------------------------------------------

@@ -72,12 +72,11 @@ def shown_name(video: str) -> str:
     scheme = re.search(r"[A-Za-z][\w+.-]*://", video)  # also behind white space, and of a stream
     if scheme is None:
         return video
-    start = scheme.end()
-    host = re.split(r"[/?#]", video[start:])[0]
-    is_plain = "@" not in host and re.fullmatch(r"[^:]*(:\d*)?|\[.*", host)
-    if is_plain:
+    rest = video[scheme.end() :]
+    host = re.split(r"[/?#]", rest)[0]
+    if "@" not in host and re.fullmatch(r"[^:]*(:\d*)?|\[.*", host):
         return video
-    return video[:start] + re.sub(r"^.*@", "***@", video[start:], flags=re.DOTALL)
+    return video[: scheme.end()] + re.sub(r"^.*@", "***@", rest, flags=re.DOTALL)
 
 
 def parse_address(address: str) -> urllib.request.Request:
@@ -91,11 +90,8 @@ def parse_address(address: str) -> urllib.request.Request:
             raise ValueError(host)
         if parts.port is not None:
             host = f"{host}:{parts.port}"
-        safe = "%/:=&?~+!$,;'@()*[]"
-        path = urllib.parse.quote(parts.path, safe)
-        query = urllib.parse.quote(parts.query, safe)
-        url = urllib.parse.urlunsplit((parts.scheme, host, path, query, ""))
-        request = urllib.request.Request(url)
+        url = parts._replace(netloc=host, fragment="").geturl()
+        request = urllib.request.Request(urllib.parse.quote(url, safe="%/:=&?~+!$,;'@()*[]"))
     except ValueError as error:
         raise ValueError(f"Cannot load the video at {shown_name(address)!r}: expected http(s)://HOST/PATH.") from error
     if parts.username is not None:

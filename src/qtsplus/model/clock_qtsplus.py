@@ -202,21 +202,16 @@ class Clock:
         off = np.abs(late - usual)
         is_far = off * self.step > LEAP
         decoding_times = set(dts)
-        strays = []
-        for place in np.flatnonzero(is_far):
-            if pts[place] not in decoding_times:
-                strays.append(place)
+        strays = [place for place in np.flatnonzero(is_far) if pts[place] not in decoding_times]
         if not strays or _DAMAGED_SHARE * len(strays) >= len(pts):
             return
         free = sorted(decoding_times.difference(pts))
         first = min(pts) + 1
         mended = 0
         for place in strays:
-            decoded = dts[place]
-            earliest = max(decoded, first)
-            latest = decoded + self._leap
+            earliest = max(dts[place], first)
             index = bisect_left(free, earliest)
-            if index < len(free) and free[index] <= latest:
+            if index < len(free) and free[index] <= dts[place] + self._leap:
                 pts[place] = free.pop(index)
                 mended += 1
         if mended:

@@ -106,28 +106,25 @@ def read_stated(
 ) -> Stated:
     """What the header states; an end only where FFmpeg does not make it from what is there of the file."""
     fps = stream.guessed_rate or stream.average_rate
+    frames = stream.frames
     tick = stream.time_base or Fraction(1)
-    name = container.format.name
-    if container.format.flags & ARBITRARY_CLOCK:
-        begin = (container.start_time or 0) / av.time_base
-        return Stated(fps, stream.frames, begin)
-    if container.format.flags & _NO_TIMESTAMPS:
-        return Stated(fps, stream.frames)
-    if name == "avi":  # counts the frames that were left out too
-        end = None
-        if 0 < stream.frames < _AVI_UNKNOWN:
-            end = float(stream.frames * tick)
+    flags = container.format.flags
+    if flags & ARBITRARY_CLOCK:
+        return Stated(fps, frames, begin=(container.start_time or 0) / av.time_base)
+    if flags & _NO_TIMESTAMPS:
+        return Stated(fps, frames)
+    if container.format.name == "avi":  # counts the frames that were left out too
+        end = float(frames * tick) if 0 < frames < _AVI_UNKNOWN else None
         return Stated(fps, end=end, is_of_video=True)
-    if name != "asf" and stream.duration is not None:
+    if container.format.name == "asf":
+        return Stated(fps, frames, end=_asf_end(source))
+    if stream.duration is not None:
         over = (stream.start_time or 0) + stream.duration
-        end = float(over * tick)
-        return Stated(fps, stream.frames, end=end, is_of_video=True)
+        return Stated(fps, frames, end=float(over * tick), is_of_video=True)
     end = None
-    if name == "asf":
-        end = _asf_end(source)
-    elif container.duration is not None:
+    if container.duration is not None:
         end = container.duration / av.time_base
-    return Stated(fps, stream.frames, end=end)
+    return Stated(fps, frames, end=end)
 
 
 def _asf_end(source: Source) -> float | None:

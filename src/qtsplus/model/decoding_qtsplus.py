@@ -23,7 +23,7 @@ except ImportError:
     av = None  # type: ignore[assignment]
 
 from .addresses_qtsplus import find_video, shown_name
-from .clock_qtsplus import LEAP, NEAR, PAUSE, Clock, regular_clock
+from .clock_qtsplus import NEAR, PAUSE, Clock, regular_clock
 from .containers_qtsplus import (
     UNDECODABLE,
     Stated,
@@ -36,7 +36,6 @@ from .containers_qtsplus import (
 
 logger = logging.get_logger(__name__)
 
-_ORDER = 4  # packets within which the order of decoding is another than that of showing, about
 _ROUNDING = 1e-3  # of a frame, by which times that a caller gives may be off
 _EARLY = 0.5  # seconds by which a video may end before its header says
 _JOIN = 2  # packets before a key frame, of which FFmpeg calls one damaged where two recordings in MPEG-TS meet
@@ -113,8 +112,7 @@ class Film:
             clock.mend(pts, dts)
         table = np.array(flags, bool).reshape(-1, 3)
         key, is_damaged, is_hidden = table.T
-        damaged = np.flatnonzero(is_damaged)
-        for number in damaged:
+        for number in np.flatnonzero(is_damaged):
             behind = number + 1
             next_are_key = key[behind : behind + _JOIN]
             is_damaged[number] = not next_are_key.any()
@@ -125,7 +123,6 @@ class Film:
         if not self.has_times:
             pts = list(range(len(pts)))
         self.pts = np.array(pts, np.int64)
-        self.lost = _seconds_lost(self.pts, damaged, clock.step)
         self.key = key & ~is_damaged
         self.whole = ~is_damaged
         shown = self.pts[~is_hidden]
@@ -207,8 +204,6 @@ class Film:
             states.append(f"nothing after {end:.1f} s can be read")
         if damaged:
             states.append(f"{damaged} of its {packets} frames are damaged and left out")
-        if self.lost:
-            states.append(f"about {self.lost:.1f} s are missing")
         return "; ".join(states)
 
     def _warn(self, state: str) -> None:
@@ -394,16 +389,6 @@ class Film:
                 self.is_hurt = True
             holds_frames = True
         yield from drain(decoder)
-
-
-def _seconds_lost(pts: np.ndarray, damaged: np.ndarray, step: float) -> float:
-    """How long there is no frame beside the `damaged` packets; `pts` are `[P]` ticks of `step` seconds."""
-    order = np.argsort(pts, kind="stable")
-    seconds = np.diff(pts[order]) * step
-    beside = np.add.outer(damaged, np.arange(-_ORDER, _ORDER))
-    is_beside = np.isin(order, beside)
-    is_lost = (seconds > LEAP) & is_beside[:-1] & is_beside[1:]
-    return float(seconds[is_lost].sum())
 
 
 def drain(decoder: "av.VideoCodecContext") -> "list[av.VideoFrame]":

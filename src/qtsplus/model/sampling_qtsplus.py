@@ -1,17 +1,14 @@
 """Which frames of a video are looked at: what calls and messages may ask for, and the frames that follow from it."""
 
-import math
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from transformers.utils import logging
 
 from .methods_qtsplus import is_number
-
-logger = logging.get_logger(__name__)
 
 MOST_FRAMES = 2**20  # of one video that are looked at; a clock of a few bytes may state any number
 DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
@@ -86,13 +83,8 @@ def check_key(name: str, value) -> None:
 
 def require_positive(name: str, value) -> None:
     """Raises a `ValueError` unless the value is a number above 0 that a float can hold."""
-    if is_number(value) and 0 < value <= sys.float_info.max:
-        return
-    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to write out very long ones
-        shown = f"an integer of {value.bit_length()} bits"
-    else:
-        shown = repr(value)
-    raise ValueError(f"Got {name}={shown}; expected a finite number above 0.")
+    if not is_number(value) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"Got {name}={value!r}; expected a finite number above 0.")
 
 
 def require_count(name: str, value: float) -> None:
@@ -157,33 +149,17 @@ def count_frames(
 
 
 def frame_choice(video_processor, request: VideoRequest) -> FrameChoice:
-    """
-    [`choose_frames`] as a request asks for it, with the rest from the video processor. Where `min_frames` or
-    `max_frames` is stronger than the `fps` asked for, it is logged once.
-    """
-    fps = request.fps
+    """[`choose_frames`] as a request asks for it, with the rest from the video processor."""
     num_frames = request.num_frames
-    if fps is not None and num_frames is not None:
-        raise ValueError(f"Got `fps={fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
+    if request.fps is not None and num_frames is not None:
+        raise ValueError(f"Got `fps={request.fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
     if not request.samples:
         num_frames = getattr(video_processor, "num_frames", None)
-    rate = fps or getattr(video_processor, "fps", None) or DEFAULT_FPS
+    rate = request.fps or getattr(video_processor, "fps", None) or DEFAULT_FPS
     bounds = {"temporal_patch_size": video_processor.temporal_patch_size}
     for name in ("min_frames", "max_frames"):
         bound = getattr(request, name) or getattr(video_processor, name, None)
         if bound is not None:
             bounds[name] = bound
 
-    def choose(total_num_frames: int, video_fps: float) -> np.ndarray:
-        indices = choose_frames(total_num_frames, video_fps, rate, num_frames, **bounds)
-        if fps is not None:
-            patch = bounds["temporal_patch_size"]
-            unbounded = count_frames(total_num_frames, video_fps, fps, None, 1, math.inf, patch)
-            if len(indices) != unbounded:
-                logger.warning_once(
-                    f"fps={fps:g} is {unbounded} frames of this video, but `min_frames` or `max_frames` makes it "
-                    f"{len(indices)}; change these, here or in `processor.video_processor`."
-                )
-        return indices
-
-    return choose
+    return functools.partial(choose_frames, fps=rate, num_frames=num_frames, **bounds)
