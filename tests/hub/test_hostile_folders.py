@@ -18,7 +18,7 @@ from qtsplus.model.encoding_qtsplus import is_finite
 ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}{% endfor %}"
 SILENT = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATES = {
-    SILENT: "it takes more than 1,000,000 steps",
+    SILENT: "it makes more than a prompt of one question.*steps of loops",
     ENDLESS: "it makes more than a prompt of one question",
     "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "RecursionError",
     "{{ ''.__class__.__mro__ }}": "SecurityError",

@@ -34,9 +34,8 @@ _SIZES = ("patch_size", "merge_size", "temporal_patch_size")
 _KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Who?"}]}]
 _A_SYSTEM_PROMPT = {"role": "system", "content": "Be brief."}
-# The most characters that a chat template may make of one question, and the most steps that it may take for that.
+# The most characters that a chat template may make of one question, with the steps that it takes for that.
 LONGEST_PROMPT = 10**6
-MOST_STEPS = 10**6
 _MOST_LAYERS = 10_000  # of any model
 
 
@@ -119,11 +118,9 @@ def load_processor(model: str | Path, revision: str | None = None):
     with reading(f"The processor of {str(model)!r}"):
         processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
     with suppress(TemplateError, TypeError):  # of a template without system prompts
-        prompt = processor.apply_chat_template([_A_SYSTEM_PROMPT, *_A_QUESTION])
-        ids = torch.tensor([processor.prompt_ids(prompt)])
-        is_question = processor.query_mask(ids).bool()
-        question = processor.tokenizer.decode(ids[is_question])
-        if "brief" in question:
+        prompt = processor.apply_chat_template([_A_SYSTEM_PROMPT] + _A_QUESTION)
+        _, _, users_turn = prompt.rpartition(processor.user_turn)
+        if _A_SYSTEM_PROMPT["content"] in users_turn:
             logger.warning(
                 f"The chat template of {str(model)!r} writes a system prompt into the user's turn, where it counts as "
                 "part of the question. Give no system prompt, or the question itself as `query` of the processor."
@@ -137,15 +134,19 @@ def _check_template(
     special_tokens: dict,
 ) -> None:
     """Renders a chat template of one question in Transformers' sandbox; a `ValueError` if it fails or does not end."""
-    characters = 0
-    steps = 0
+    spent = 0
+
+    def spend(amount: int) -> None:
+        nonlocal spent
+        spent += amount
+        if spent > LONGEST_PROMPT:
+            raise ValueError(
+                f"it makes more than a prompt of one question, over {LONGEST_PROMPT:,} characters or steps of loops."
+            )
 
     def count_step(*_):
         # Python calls this for every line of the template, which may loop without end and write nothing.
-        nonlocal steps
-        steps += 1
-        if steps > MOST_STEPS:
-            raise ValueError(f"it takes more than {MOST_STEPS:,} steps for the prompt of one question.")
+        spend(1)
         return count_step
 
     with reading(f"{what} has a chat template that"):
@@ -156,11 +157,7 @@ def _check_template(
         sys.settrace(count_step)
         try:
             for text in rendered:
-                characters += len(text)
-                if characters > LONGEST_PROMPT:
-                    raise ValueError(
-                        f"it makes more than a prompt of one question, over {LONGEST_PROMPT:,} characters."
-                    )
+                spend(len(text))
         finally:
             sys.settrace(tracer)
 
