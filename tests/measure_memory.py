@@ -38,7 +38,7 @@ def relevance() -> dict[str, float]:
 
     num_tokens = 180_000
     head_dim = 16
-    queries = torch.randn(16, 64, head_dim)
+    queries = torch.randn(16, 32, head_dim)
     keys = torch.randn(num_tokens, 2, head_dim).transpose(0, 1)
     result = num_tokens * 4 / MB
     fewer = keys[:, : num_tokens // 6]
@@ -148,7 +148,7 @@ def forecasts() -> dict[str, float]:
     with TemporaryDirectory() as folder:
         render_clip(f"{folder}/small.mp4")
         session.ask(model, processor, f"{folder}/small.mp4", "What?", max_new_tokens=1)
-        for frames in (32, 96):
+        for frames in (24, 64):
             path = f"{folder}/{frames}.mp4"
             write_mp4(path, (np.full((720, 1280, 3), index, np.uint8) for index in range(frames)), 2)
             told = forecast(model, processor.video_chunks(path, fps=2)).memory / MB

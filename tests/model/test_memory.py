@@ -38,7 +38,7 @@ def measured():
 def test_relevance_of_180_000_tokens_takes_under_100_mb_and_nothing_holds_the_features_twice(measured):
     assert measured["chunked"] < 100
     assert all(measured[f"training_{reduction}"] < 100 for reduction in REDUCTIONS)
-    assert measured["naive"] > 250
+    assert measured["naive"] > 125
     assert measured["path"] < 0.5 * measured["features"], "from there to the first token"
 
 
@@ -56,7 +56,7 @@ def test_the_features_of_several_videos_are_never_joined():
 
 @linux_only
 def test_what_a_film_takes_is_what_was_forecast(measured):
-    assert all(0.8 < measured[frames] < 1.05 for frames in ("32", "96"))
+    assert all(0.8 < measured[frames] < 1.05 for frames in ("24", "64"))
 
 
 @pytest.mark.slow
