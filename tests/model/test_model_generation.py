@@ -1,8 +1,9 @@
 """What Transformers asks of every model of its own, asked of ours: generation."""
 
+from functools import partial
+
 import pytest
 import torch
-import transformers
 from packaging.version import Version
 from torch import nn
 from torch.testing import assert_close
@@ -12,33 +13,31 @@ from transformers import (
     GenerationConfig,
     StaticCache,
 )
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from model_checks import NEW, TRANSFORMERS, greedy, mixed_inputs, shared_model
 from tiny import IM_END, IM_START, NEWLINE, USER, VIDEO_PAD, assert_same, batch, prompt, tiny_model
 
-CACHES = ("dynamic", "dynamic_full", "static", "sliding_window", "offloaded", "offloaded_static")
-OWN = ("none", "own", "own static")
+CACHES = ("none", "dynamic", "dynamic_full", "static", "sliding_window", "offloaded", "offloaded_static")
 
 
-@pytest.mark.parametrize("kind", [*CACHES, *OWN])
+@pytest.mark.parametrize("kind", CACHES)
 def test_every_kind_of_cache_generates_the_same(kind):
     if "offloaded" in kind and not torch.cuda.is_available():
         pytest.skip("stock offloads to the CPU from an accelerator")
-    if kind not in (*OWN, *transformers.generation.configuration_utils.ALL_CACHE_IMPLEMENTATIONS):
+    if kind not in ("none", *ALL_CACHE_IMPLEMENTATIONS):
         pytest.skip("unknown to this version of Transformers")
-    config = shared_model().config.get_text_config()
-    if kind == "none":
-        call = {"use_cache": False}
-    elif kind == "own":
-        call = {"past_key_values": DynamicCache(config=config)}
-    elif kind == "own static":
-        call = {"cache": StaticCache(config=config, max_cache_len=200)}
-    else:
-        call = {"cache_implementation": kind}
+    call = {"use_cache": False} if kind == "none" else {"cache_implementation": kind}
     assert_same(greedy(**call), greedy())
-    if "own" in kind:
-        (own,) = call.values()
-        assert int(own.get_seq_length()) > 0
+
+
+@pytest.mark.parametrize("make", [DynamicCache, partial(StaticCache, max_cache_len=200)])
+def test_a_cache_of_the_callers_own_is_filled_with_the_shortened_prompt(make):
+    cache = make(config=shared_model().config.get_text_config())
+    output = greedy(past_key_values=cache, return_dict_in_generate=True)
+    assert_same(output.sequences, greedy())
+    width = output.qtsplus.columns.shape[1]
+    assert cache.get_seq_length() == width + NEW - 1
 
 
 def test_generate_returns_scores_logits_hidden_states_and_attentions_as_stock_does():
@@ -55,13 +54,13 @@ def test_generate_returns_scores_logits_hidden_states_and_attentions_as_stock_do
         output_attentions=True,
     )
     width = output.qtsplus.columns.shape[1]
-    assert len(output.scores) == len(output.logits) == NEW
-    assert all(tuple(one.shape) == (3, 512) for one in (*output.scores, *output.logits))
     for step in range(NEW):
-        new, seen = (width, width) if step == 0 else (1, width + step)
-        assert [tuple(h.shape) for h in output.hidden_states[step]] == [(3, new, 64)] * 3
-        assert [tuple(a.shape) for a in output.attentions[step]] == [(3, 4, new, seen)] * 2
-    assert_same(torch.stack(output.scores, 1).argmax(-1), output.sequences[:, -NEW:])
+        new = width if step == 0 else 1
+        assert output.logits[step].shape == (3, 512)
+        assert [states.shape for states in output.hidden_states[step]] == [(3, new, 64)] * 3
+        assert [weights.shape for weights in output.attentions[step]] == [(3, 4, new, width + step)] * 2
+    best = torch.stack(output.scores, 1).argmax(-1)
+    assert_same(best, output.sequences[:, -NEW:])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,8 @@ def test_generate_returns_scores_logits_hidden_states_and_attentions_as_stock_do
 def test_assisted_decoding_with_a_copy_or_another_model_is_greedy(seed, row):
     model = shared_model()
     inputs = batch(prompt(**row))
-    assert_same(greedy(model, inputs, assistant_model=tiny_model(seed=seed)), greedy(model, inputs))
+    assistant = tiny_model(seed=seed)
+    assert_same(greedy(model, inputs, assistant_model=assistant), greedy(model, inputs))
 
 
 CONTINUED = {
@@ -91,9 +91,10 @@ def test_a_cache_from_which_nothing_was_dropped_is_continued(kind, position_ids)
     begun = greedy(model, inputs, past_key_values=cache, **call)
     greedy(model, batch(prompt(images=[(1, 8, 8)])))  # another conversation in between
     next_turn = torch.tensor([[IM_END, NEWLINE, IM_START, USER, 40, 41, 42]]).expand(2, -1)
-    conversation = {"input_ids": torch.cat([begun, next_turn], dim=1)}
-    new = conversation["input_ids"].shape[1] - inputs["input_ids"].shape[1]
-    conversation["attention_mask"] = nn.functional.pad(inputs["attention_mask"], (0, new), value=1)
+    ids = torch.cat([begun, next_turn], dim=1)
+    new = ids.shape[1] - inputs["input_ids"].shape[1]
+    mask = nn.functional.pad(inputs["attention_mask"], (0, new), value=1)
+    conversation = {"input_ids": ids, "attention_mask": mask}
     scores = {"return_dict_in_generate": True, "output_logits": True}
     expected = greedy(model, {**inputs, **conversation}, **call, **scores)
     continued = greedy(model, conversation, past_key_values=cache, **scores)
@@ -125,10 +126,10 @@ def test_generate_does_not_change_the_generation_config_or_the_inputs():
     model = tiny_model()
     inputs = mixed_inputs()
     settings = model.generation_config.to_dict()
-    copies = {k: v.clone() for k, v in inputs.items()}
-    model.generate(**inputs, max_length=inputs["input_ids"].shape[1] + 3)
+    width = inputs["input_ids"].shape[1]
+    model.generate(**inputs, max_length=width + 3)
     assert model.generation_config.to_dict() == settings
-    assert all(torch.equal(inputs[name], value) for name, value in copies.items())
+    assert_same(inputs, mixed_inputs())
 
 
 def test_generate_in_training_mode_uses_the_gate_of_inference():
@@ -145,19 +146,17 @@ def test_continuous_batching_answers_text_and_refuses_a_video():
     model = tiny_model()
     rows = [prompt(question=6), prompt(question=9, seed=3)]
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=511)
-    small = {
-        "generation_config": config,
-        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
-    }
+    sizes = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    small = {"generation_config": config, "continuous_batching_config": sizes}
     # Below 5.24 the attention of stock Qwen2.5-VL fails there.
     texts = rows if Version("5.24") <= TRANSFORMERS else []
     made = model.generate_batch([row.ids for row in texts], **small)
     for row, output in zip(texts, made.values(), strict=True):
-        expected = model.generate(**batch(row), generation_config=config)[0, len(row.ids) :].tolist()
-        assert output.generated_tokens == expected
-    video = prompt(videos=[(2, 4, 4)])
+        (expected,) = model.generate(**batch(row), generation_config=config)
+        assert row.ids + output.generated_tokens == expected.tolist()
+    video = prompt(videos=[(2, 4, 4)]).ids
     with pytest.raises(ValueError, match="8 video placeholders, but no video pixels"):
-        model.generate_batch([rows[0].ids, video.ids], **small)
+        model.generate_batch([rows[0].ids, video], **small)
     manager = model.init_continuous_batching(**small)
     with pytest.raises(ValueError, match="8 video placeholders, but no video pixels"):
-        manager.add_requests([video.ids])
+        manager.add_requests([video])
