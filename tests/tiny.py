@@ -40,6 +40,7 @@ def run(model, inputs, **call):
     return model(**inputs, **call)
 
 
+@torch.no_grad()
 def compress(model, input_ids, attention_mask=None, position_ids=None, pad_left=None, **inputs):
     """The shortened prompts, of a model without a head."""
     return model.shorten(input_ids, attention_mask, position_ids, *take_inputs(inputs), pad_left=pad_left)

@@ -1,11 +1,11 @@
-"""Prompts with images and without a video: nothing is selected, and everything that stock takes is taken."""
+"""Images: without a video nothing is selected, and everything that stock takes is taken."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from model_checks import main_output, shared_model
-from tiny import assert_same, batch, prompt, stock_twin, tiny_model
+from tiny import IMAGE_PAD, assert_same, batch, compress, prompt, stock_twin, tiny_model
 
 IMAGE = (1, 4, 4)
 OTHER = (1, 8, 4)
@@ -79,3 +79,11 @@ def test_images_in_packed_rows_are_read_as_in_padded_rows(attention):
     assert_close(main_output(model, packed, use_cache=False)[0], expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="several sequences packed into one row"):
         model(**packed, use_cache=True)  # stock would attend across the sequences
+
+
+def test_images_beside_videos_pass_untouched_and_take_nothing_of_the_budget():
+    rows = [prompt(images=[(1, 8, 8)], videos=[(4, 8, 12)]), prompt(images=[(1, 8, 8)]), prompt()]
+    compact = compress(shared_model().model, **batch(*rows), retention=0.25)
+    is_image = compact.input_ids == IMAGE_PAD
+    assert is_image.sum(-1).tolist() == [16, 16, 0]
+    assert compact.qtsplus.n.tolist() == [24, 0, 0]
