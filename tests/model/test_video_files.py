@@ -464,49 +464,6 @@ def test_a_server_that_is_silent_is_not_waited_for(loaded, monkeypatch):
         over.set()
 
 
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-DRIPS = {
-    "body": (b"HTTP/1.0 200 OK\r\n\r\n", b"x"),
-    "header": (b"HTTP/1.0 200 OK\r\nX: ", b"x"),
-    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "chunk": (CHUNKED + b"1;", b"x"),
-    "trailers": (CHUNKED + b"0\r\n", b"X: x\r\n"),
-}
-
-
-@pytest.mark.parametrize("place", DRIPS)
-def test_a_server_that_drips_is_not_waited_for(monkeypatch, place):
-    def answer(handler):
-        handler.wfile.write(begin)
-        for _ in range(300):
-            if over.wait(0.01):
-                return
-            handler.wfile.write(drop)
-
-    begin, drop = DRIPS[place]
-    over = threading.Event()
-    monkeypatch.setattr(addresses_qtsplus, "ADDRESS_SECONDS", 0.3)
-    with serving(answer) as address:
-        with pytest.raises(ValueError, match=r"TimeoutError: it takes longer than 0\.3 s; download it"):
-            addresses_qtsplus.download(address)
-        over.set()
-
-
-def test_a_redirect_leads_to_http_alone(tiny_mp4):
-    def answer(handler):
-        if handler.path == "/there":
-            return send(handler, tiny_mp4.read_bytes())
-        handler.send_response(302)
-        handler.send_header("Location", locations[handler.path])
-        handler.end_headers()
-
-    locations = {"/clip.mp4": "/there", "/ftp": "ftp://127.0.0.1:1/there"}
-    with serving(answer) as address:
-        assert addresses_qtsplus.download(address).getvalue() == tiny_mp4.read_bytes()
-        with pytest.raises(ValueError, match="HTTP Error 302"):
-            addresses_qtsplus.download(address.replace("clip.mp4", "ftp"))
-
-
 @pytest.mark.parametrize("states_its_length", [True, False])
 def test_a_video_at_an_address_has_a_largest_size(loaded, monkeypatch, states_its_length):
     monkeypatch.setattr(addresses_qtsplus, "ADDRESS_BYTES", 2**20)
