@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from functools import partial
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,14 +11,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
 
 from qtsplus.model.prompt_qtsplus import CACHE
-from tiny import ASSISTANT, IM_END, IM_START, NEWLINE, USER, assert_same, batch, prompt, tiny_model
+from tiny import ASSISTANT, IM_END, IM_START, NEWLINE, USER, batch, prompt, run, tiny_model
 
 STEPS = 5
-ROWS = (
-    prompt(videos=[(2, 4, 6)], question=4, seed=1, seconds=2.0),
-    prompt(videos=[(3, 4, 10)], question=9, seed=3, seconds=0.5),
-    prompt(question=25, seed=2),
-)
+VIDEO = prompt(videos=[(2, 4, 6)], question=4, seed=1, seconds=2.0)
+OTHER_VIDEO = prompt(videos=[(3, 4, 10)], question=9, seed=3, seconds=0.5)
+TEXT = prompt(question=25, seed=2)
+ROWS = (VIDEO, OTHER_VIDEO, TEXT)
 
 
 def new_cache(model):
@@ -29,25 +28,17 @@ def static_cache(model):
     return StaticCache(model.config.get_text_config(), 128)
 
 
-def by_generate(model, inputs):
-    """The logits of every step, `[B, STEPS, vocabulary]`, and the new ids, `[B, STEPS]`."""
-    options = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
-    result = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
-    return torch.stack(result.logits, dim=1), result.sequences[:, -STEPS:]
-
-
-@torch.no_grad()
 def prefill(model, inputs, cache=None):
     """A cache that holds the prompts."""
     cache = new_cache(model) if cache is None else cache
-    model(**inputs, past_key_values=cache)
+    run(model, inputs, past_key_values=cache)
     return cache
 
 
-@torch.no_grad()
 def step(model, cache, ids, mask, **call):
     """The logits of new ids behind a cache, `[B, new, vocabulary]`."""
-    return model(input_ids=ids, attention_mask=mask, past_key_values=cache, **call).logits
+    inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+    return run(model, inputs, **call).logits
 
 
 def longer(mask, count=1):
@@ -55,158 +46,162 @@ def longer(mask, count=1):
     return torch.nn.functional.pad(mask, (0, count), value=1)
 
 
-@torch.no_grad()
-def by_hand(model, inputs, ids, next_mask, cache=None, **call):
-    """The logits of the same steps, with the mask `[B, width]` that `next_mask` makes of the prompt's."""
-    output = model(**inputs, past_key_values=cache, use_cache=True)
-    mask = next_mask(inputs["attention_mask"], output)
-    logits = [output.logits[:, -1]]
-    for number in range(STEPS - 1):
-        if mask is not None:
-            mask = longer(mask)
-        new = step(model, output[CACHE], ids[:, number : number + 1], mask, **call)
-        logits.append(new[:, -1])
-    return torch.stack(logits, dim=1)
-
-
 def close(logits, expected):
     assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-MASKS = {
-    "the full prompt's": lambda mask, output: mask,
-    "the cached columns'": lambda mask, output: (output.qtsplus.columns >= 0).long(),
-    "ones for the cached columns": lambda mask, output: torch.ones(len(mask), output[CACHE].get_seq_length()),
-    "none": lambda mask, output: None,
-}
+@dataclass
+class Answer:
+    """Prompts, and what `generate` makes of them."""
+
+    model: torch.nn.Module
+    inputs: dict[str, torch.Tensor]
+    logits: torch.Tensor  # [B, STEPS, vocabulary]
+    ids: torch.Tensor  # [B, STEPS]
+
+    def mask(self, count=1):
+        """The mask of the prompts and some new tokens."""
+        return longer(self.inputs["attention_mask"], count)
+
+    def check_second_token(self, cache, mask, **call):
+        """Behind a cache of the prompts, the first token gives the logits of the second."""
+        logits = step(self.model, cache, self.ids[:, :1], mask, **call)
+        close(logits[:, 0], self.logits[:, 1])
+
+    def check_loop(self, next_mask, cache=None, **call):
+        """One token after the other gives the logits; `next_mask` makes the mask `[B, width]` of the first output."""
+        output = run(self.model, self.inputs, past_key_values=cache, use_cache=True)
+        mask = next_mask(self.inputs["attention_mask"], output)
+        close(output.logits[:, -1], self.logits[:, 0])
+        for number in range(1, STEPS):
+            if mask is not None:
+                mask = longer(mask)
+            ids = self.ids[:, number - 1 : number]
+            logits = step(self.model, output[CACHE], ids, mask, **call)
+            close(logits[:, -1], self.logits[:, number])
+
+
+def answer_to(model, *rows):
+    inputs = batch(*rows)
+    options = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+    result = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+    logits = torch.stack(result.logits, dim=1)
+    return Answer(model, inputs, logits, result.sequences[:, -STEPS:])
+
+
+def full_width(mask, output):
+    return mask
+
+
+def cached_columns(mask, output):
+    return (output.qtsplus.columns >= 0).long()
+
+
+def ones(mask, output):
+    return torch.ones(len(mask), output[CACHE].get_seq_length())
+
+
+def no_mask(mask, output):
+    return None
 
 
 @pytest.mark.parametrize("position_ids", ["original", "sequential"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [full_width, cached_columns, ones, no_mask])
 def test_a_loop_gives_what_generate_gives(mask, attention, position_ids):
     model = tiny_model(position_ids=position_ids)
     model.set_attn_implementation(attention)
-    inputs = batch(*ROWS)
-    expected, ids = by_generate(model, inputs)
-    close(by_hand(model, inputs, ids, MASKS[mask]), expected)
+    answer_to(model, *ROWS).check_loop(mask)
 
 
-@pytest.mark.parametrize("mask", ["the full prompt's", "the cached columns'"])
+@pytest.mark.parametrize("mask", [full_width, cached_columns])
 def test_at_full_length_too(mask):
     model = tiny_model()
-    inputs = batch(*ROWS)
-    expected, ids = by_generate(model, inputs)
+    answer = answer_to(model, *ROWS)
     model.model.full_length = True
-    close(by_hand(model, inputs, ids, MASKS[mask]), expected)
+    answer.check_loop(mask)
 
 
 @pytest.mark.parametrize("make_cache", [new_cache, static_cache])
-def test_with_the_callers_own_cache_and_only_the_last_logits(make_cache):
-    model = tiny_model()
-    inputs = batch(*ROWS)
-    expected, ids = by_generate(model, inputs)
-    cache = make_cache(model)
-    close(by_hand(model, inputs, ids, MASKS["the full prompt's"], cache, logits_to_keep=1), expected)
+def test_with_the_callers_own_cache_and_only_the_last_logits(model, make_cache):
+    answer = answer_to(model, *ROWS)
+    answer.check_loop(full_width, make_cache(model), logits_to_keep=1)
 
 
 @pytest.mark.parametrize("width", ["none", "new", "full"])
-def test_several_columns_at_a_time_and_positions_of_the_full_width(width):
-    model = tiny_model()
-    inputs = batch(ROWS[0])
-    expected, ids = by_generate(model, inputs)
-    cache = prefill(model, inputs)
-    first = cache.get_seq_length() + int(cache.qtsplus_prompt.rope_deltas)
-    new = torch.arange(first, first + STEPS - 1)[None]
-    of_prompt = torch.zeros_like(inputs["input_ids"])
-    position_ids = {"none": None, "new": new, "full": torch.cat([of_prompt, new], dim=1)}[width]
-    mask = longer(inputs["attention_mask"], STEPS - 1)
-    close(step(model, cache, ids[:, :-1], mask, position_ids=position_ids), expected[:, 1:])
+def test_several_columns_at_a_time_and_positions_of_the_full_width(model, width):
+    answer = answer_to(model, VIDEO)
+    cache = prefill(model, answer.inputs)
+    first = cache.get_seq_length() + cache.qtsplus_prompt.rope_deltas.item()
+    positions = torch.arange(first, first + STEPS - 1)[None]
+    if width == "none":
+        positions = None
+    elif width == "full":
+        of_prompt = torch.zeros_like(answer.inputs["input_ids"])
+        positions = torch.cat([of_prompt, positions], dim=1)
+    logits = step(model, cache, answer.ids[:, :-1], answer.mask(STEPS - 1), position_ids=positions)
+    close(logits, answer.logits[:, 1:])
+
+
+def repeat_twice(cache, rows):
+    cache.batch_repeat_interleave(2)
+
+
+def repeat_and_reorder(cache, rows):
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(rows * 2)
 
 
 ORDERS = {
-    "repeated as beams are": ([0, 0, 1, 1, 2, 2], lambda cache, rows: cache.batch_repeat_interleave(2)),
+    "repeated as beams are": ([0, 0, 1, 1, 2, 2], repeat_twice),
     "reordered": ([2, 0, 1], lambda cache, rows: cache.reorder_cache(rows)),
     "selected": ([2, 1], lambda cache, rows: cache.batch_select_indices(rows)),
-    "repeated and reordered": (
-        [2, 2, 0, 1, 1, 0],
-        lambda cache, rows: (cache.batch_repeat_interleave(2), cache.reorder_cache(rows * 2)),
-    ),
+    "repeated and reordered": ([2, 2, 0, 1, 1, 0], repeat_and_reorder),
 }
 
 
-@pytest.mark.parametrize("copies", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 @pytest.mark.parametrize("order", ORDERS)
-def test_rows_that_change_between_prompts(order, copies):
-    model = tiny_model()
-    inputs = batch(*ROWS)
-    expected, ids = by_generate(model, inputs)
+def test_rows_that_change_between_prompts(model, order, copied):
+    answer = answer_to(model, *ROWS)
     numbers, change = ORDERS[order]
     rows = torch.tensor(numbers)
-    mask = longer(inputs["attention_mask"])
-    cache = prefill(model, inputs)
-    changed = copies(cache)
+    cache = prefill(model, answer.inputs)
+    changed = copied(cache)
     change(changed, rows)
-    close(step(model, changed, ids[rows, :1], mask[rows])[:, 0], expected[rows, 1])
-    close(step(model, cache, ids[:, :1], mask)[:, 0], expected[:, 1])
-    assert isinstance(changed, DynamicCache)
+    mask = answer.mask()
+    logits = step(model, changed, answer.ids[rows, :1], mask[rows])
+    close(logits[:, 0], answer.logits[rows, 1])
+    answer.check_second_token(cache, mask)
 
 
-def test_beams_behind_generate_are_reordered():
-    model = tiny_model()
-    cache = new_cache(model)
-    options = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 2, "min_new_tokens": 2}
-    model.generate(**batch(*ROWS[:2]), **options, past_key_values=cache)
-    cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
-    first, second, third, _ = cache.qtsplus_prompt.columns
-    assert_same(first, second)
-    assert not torch.equal(first, third)
-
-
-def test_two_conversations_in_turn():
+def test_two_conversations_in_turn(model):
     """Each cache knows its own prompt, whatever the model has read since."""
-    model = tiny_model()
-    prompts = [batch(row) for row in ROWS]
-    wanted = [by_generate(model, inputs) for inputs in prompts]
-    caches = [prefill(model, inputs) for inputs in prompts]
-    for inputs, cache, (expected, ids) in zip(prompts, caches, wanted, strict=True):
-        close(step(model, cache, ids[:, :1], longer(inputs["attention_mask"]))[:, 0], expected[:, 1])
+    answers = [answer_to(model, row) for row in ROWS]
+    caches = [prefill(model, answer.inputs) for answer in answers]
+    for answer, cache in zip(answers, caches, strict=True):
+        answer.check_second_token(cache, answer.mask())
 
 
-def test_a_loop_behind_generate():
-    model = tiny_model()
-    inputs = batch(*ROWS[:2])
-    expected, ids = by_generate(model, inputs)
+def test_a_loop_behind_generate(model):
+    answer = answer_to(model, VIDEO, OTHER_VIDEO)
     cache = new_cache(model)
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=2, min_new_tokens=2, do_sample=False)
-    close(step(model, cache, ids[:, 1:2], longer(inputs["attention_mask"], 2))[:, 0], expected[:, 2])
+    model.generate(**answer.inputs, past_key_values=cache, max_new_tokens=2, min_new_tokens=2, do_sample=False)
+    logits = step(model, cache, answer.ids[:, 1:2], answer.mask(2))
+    close(logits[:, 0], answer.logits[:, 2])
 
 
-def test_a_cache_that_is_filled_anew_forgets_the_prompt():
-    model = tiny_model()
-    text = batch(ROWS[2])
-    cache = prefill(model, batch(ROWS[0]), static_cache(model))
+def test_a_cache_that_is_filled_anew_forgets_the_prompt(model):
+    answer = answer_to(model, TEXT)
+    cache = prefill(model, batch(VIDEO), static_cache(model))
     cache.reset()
-    prefill(model, text, cache)
-    mask = longer(text["attention_mask"])
-    new = torch.tensor([[30]])
-    whole = torch.cat([text["input_ids"], new], dim=1)
-    close(step(model, cache, new, mask), step(model, None, whole, mask)[:, -1:])
+    prefill(model, answer.inputs, cache)
+    answer.check_second_token(cache, answer.mask())
 
 
-def padded_right(inputs):
-    rows = []
-    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
-        rows.append(ids[mask.bool()])
-    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    mask = pad([torch.ones_like(row) for row in rows])
-    return {**inputs, "input_ids": pad(rows), "attention_mask": mask}
-
-
-def test_columns_behind_a_cropped_prompt_are_no_padding():
+def test_columns_behind_a_cropped_prompt_are_no_padding(model):
     """The cropped columns of some rows are padding on the right; those that come in their place are not."""
-    model = tiny_model()
-    cropped = prefill(model, padded_right(batch(*ROWS)))
+    cropped = prefill(model, batch(*ROWS, pad_left=False))
     cropped.crop(-2)
     new = torch.tensor([[30, 31, 32, 33]] * len(ROWS))
     at_once = step(model, copy.deepcopy(cropped), new, None)
@@ -215,15 +210,14 @@ def test_columns_behind_a_cropped_prompt_are_no_padding():
 
 
 def test_generate_goes_on_behind_a_cropped_prompt_that_lost_nothing():
-    model = tiny_model()
-    inputs = batch(ROWS[0])
-    ids = inputs["input_ids"]
-    expected, _ = by_generate(model, {**inputs, "selection": "all"})
-    cache = prefill(model, {**inputs, "selection": "all"})
+    model = tiny_model(selection="all")
+    answer = answer_to(model, VIDEO)
+    cache = prefill(model, answer.inputs)
     cache.crop(-2)
+    text = {name: answer.inputs[name] for name in ("input_ids", "attention_mask")}
     options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True, "do_sample": False}
-    output = model.generate(input_ids=ids, attention_mask=inputs["attention_mask"], past_key_values=cache, **options)
-    close(output.logits[0], expected[:, 0])
+    output = model.generate(**text, past_key_values=cache, **options)
+    close(output.logits[0], answer.logits[:, 0])
 
 
 def rebuilt(cache):
@@ -234,128 +228,104 @@ def rebuilt(cache):
     return copied
 
 
-def test_a_rebuilt_cache_of_a_video_needs_the_positions():
-    model = tiny_model()
-    inputs = batch(ROWS[0])
-    expected, ids = by_generate(model, inputs)
-    cache = prefill(model, inputs)
+def test_a_rebuilt_cache_of_a_video_needs_the_positions(model):
+    answer = answer_to(model, VIDEO)
+    cache = prefill(model, answer.inputs)
     width = cache.get_seq_length()
     mask = torch.ones(1, width + 1)
     with pytest.raises(ValueError, match="not one that forward returned.*qtsplus.columns, or the position_ids"):
-        step(model, rebuilt(cache), ids[:, :1], mask)
+        answer.check_second_token(rebuilt(cache), mask)
     position_ids = width + cache.qtsplus_prompt.rope_deltas
-    close(step(model, rebuilt(cache), ids[:, :1], mask, position_ids=position_ids)[:, 0], expected[:, 1])
+    answer.check_second_token(rebuilt(cache), mask, position_ids=position_ids)
 
 
-def test_a_rebuilt_cache_of_text():
-    model = tiny_model()
-    text = batch(ROWS[2])
-    expected, ids = by_generate(model, text)
-    cache = rebuilt(prefill(model, text))
+def test_a_rebuilt_cache_of_text(model):
+    answer = answer_to(model, TEXT)
+    cache = rebuilt(prefill(model, answer.inputs))
     with pytest.raises(ValueError, match="behind a cache of .* columns: expected"):
-        step(model, cache, ids[:, :1], longer(text["attention_mask"], 3))
-    close(step(model, cache, ids[:, :1], longer(text["attention_mask"]))[:, 0], expected[:, 1])
+        answer.check_second_token(cache, answer.mask(3))
+    answer.check_second_token(cache, answer.mask())
 
 
-@pytest.mark.parametrize("own_cache", [True, False])
-def test_a_cache_of_text_is_known_after_a_video(own_cache):
-    model = tiny_model()
-    text = batch(ROWS[2])
-    expected, ids = by_generate(model, text)
-    cache = new_cache(model) if own_cache else None
-    with torch.no_grad():
-        cache = model(**text, past_key_values=cache, use_cache=True)[CACHE]
-    prefill(model, batch(ROWS[0]))
-    close(step(model, copy.deepcopy(cache), ids[:, :1], None)[:, 0], expected[:, 1])
+@pytest.mark.parametrize("make_cache", [new_cache, lambda model: None])
+def test_a_cache_of_text_is_known_after_a_video(model, make_cache):
+    answer = answer_to(model, TEXT)
+    cache = run(model, answer.inputs, past_key_values=make_cache(model), use_cache=True)[CACHE]
+    prefill(model, batch(VIDEO))
+    answer.check_second_token(copy.deepcopy(cache), None)
 
 
 # --- Prompts and conversations in several calls ---
 
 AFTER_QUESTION = [IM_END, NEWLINE, IM_START, ASSISTANT, NEWLINE]
-USER_TURN = [IM_END, NEWLINE, IM_START, USER, NEWLINE, 31, 32, IM_END, NEWLINE, IM_START, ASSISTANT, NEWLINE]
+BEFORE_QUESTION = [IM_END, NEWLINE, IM_START, USER, NEWLINE]
+USER_TURN = [*BEFORE_QUESTION, 31, 32, *AFTER_QUESTION]
 
 
-def cut(inputs, count):
-    """The prompts without their last columns."""
-    shorter = {**inputs}
-    for name in ("input_ids", "attention_mask"):
-        shorter[name] = inputs[name][:, :-count]
-    return shorter
-
-
-@torch.no_grad()
 def in_two_calls(model, inputs, count, **call):
     """The last logits of a prompt whose last `count` columns come in a second call."""
-    cache = prefill(model, {**cut(inputs, count), **call})
-    return step(model, cache, inputs["input_ids"][:, -count:], inputs["attention_mask"])[:, -1]
+    ids = inputs["input_ids"]
+    mask = inputs["attention_mask"]
+    beginning = {**inputs, "input_ids": ids[:, :-count], "attention_mask": mask[:, :-count]}
+    cache = prefill(model, {**beginning, **call})
+    return step(model, cache, ids[:, -count:], mask)[:, -1]
 
 
-@torch.no_grad()
-def in_one_call(model, inputs, **call):
-    return model(**inputs, **call).logits[:, -1]
+def check_two_calls(model, inputs, count, **call):
+    """Two calls give what one gives."""
+    expected = run(model, inputs, **call).logits[:, -1]
+    close(in_two_calls(model, inputs, count, **call), expected)
 
 
 @pytest.mark.parametrize("words", [1, 3])
-def test_a_question_that_is_cut_is_refused(words):
-    model = tiny_model()
-    for rows in (ROWS[:1], ROWS):
-        with pytest.raises(ValueError, match="the new ids continue it or ask another"):
-            in_two_calls(model, batch(*rows), len(AFTER_QUESTION) + words)
+@pytest.mark.parametrize("rows", [[VIDEO], ROWS], ids=len)
+def test_a_question_that_is_cut_is_refused(model, rows, words):
+    with pytest.raises(ValueError, match="the new ids continue it or ask another"):
+        in_two_calls(model, batch(*rows), len(AFTER_QUESTION) + words)
 
 
 @pytest.mark.parametrize("count", range(2, len(AFTER_QUESTION) + 1))
-def test_a_prompt_may_be_cut_behind_its_question(count):
-    model = tiny_model()
-    inputs = batch(*ROWS)
-    close(in_two_calls(model, inputs, count), in_one_call(model, inputs))
+def test_a_prompt_may_be_cut_behind_its_question(model, count):
+    check_two_calls(model, batch(*ROWS), count)
 
 
-def test_a_question_that_is_given_apart_may_be_cut_in_the_prompt():
-    model = tiny_model()
-    inputs = batch(*ROWS)
-    query = {"query_input_ids": torch.tensor([[40, 41, 42]] * len(ROWS))}
-    close(in_two_calls(model, inputs, 8, **query), in_one_call(model, inputs, **query))
+def test_a_question_that_is_given_apart_may_be_cut_in_the_prompt(model):
+    query_input_ids = torch.tensor([[40, 41, 42]] * len(ROWS))
+    check_two_calls(model, batch(*ROWS), 8, query_input_ids=query_input_ids)
 
 
-def test_a_question_may_be_cut_where_all_tokens_are_kept():
-    model = tiny_model()
-    inputs = batch(*ROWS)
-    close(in_two_calls(model, inputs, 8, selection="all"), in_one_call(model, inputs, selection="all"))
+def test_a_question_may_be_cut_where_all_tokens_are_kept(model):
+    check_two_calls(model, batch(*ROWS), 8, selection="all")
 
 
 @pytest.mark.parametrize("answered", [0, 3], ids=["at once", "after an answer"])
-def test_another_users_turn_is_refused_where_tokens_were_dropped(answered):
-    model = tiny_model()
-    inputs = batch(ROWS[0])
-    _, ids = by_generate(model, inputs)
-    cache = prefill(model, inputs)
-    mask = inputs["attention_mask"]
+def test_another_users_turn_is_refused_where_tokens_were_dropped(model, answered):
+    answer = answer_to(model, VIDEO)
+    cache = prefill(model, answer.inputs)
     for number in range(answered):
-        mask = longer(mask)
-        step(model, cache, ids[:, number : number + 1], mask)
-    turn = torch.tensor([USER_TURN])
+        step(model, cache, answer.ids[:, number : number + 1], answer.mask(number + 1))
+    mask = answer.mask(answered + len(USER_TURN))
     with pytest.raises(ValueError, match="Expected the whole conversation in one call without a cache"):
-        step(model, cache, turn, longer(mask, len(USER_TURN)))
+        step(model, cache, torch.tensor([USER_TURN]), mask)
 
 
-def with_turn(inputs, turn):
-    whole = {**inputs, "attention_mask": longer(inputs["attention_mask"], len(turn))}
-    whole["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([turn])], dim=1)
-    return whole
+def with_turn(row, turn):
+    """The inputs of a row with a turn behind it."""
+    inputs = batch(row)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([turn])], dim=1)
+    inputs["attention_mask"] = longer(inputs["attention_mask"], len(turn))
+    return inputs
 
 
-def test_another_users_turn_where_all_tokens_are_kept():
-    model = tiny_model()
-    whole = with_turn({**batch(ROWS[0]), "selection": "all"}, USER_TURN)
-    close(in_two_calls(model, whole, len(USER_TURN)), in_one_call(model, whole))
+def test_another_users_turn_where_all_tokens_are_kept(model):
+    check_two_calls(model, with_turn(VIDEO, USER_TURN), len(USER_TURN), selection="all")
 
 
 def test_a_tools_response_is_no_question():
     model = tiny_model()
     model.config.tool_response_token_ids = [[40], [41]]
-    turn = [*USER_TURN[:5], 40, 33, 34, 41, *AFTER_QUESTION]
-    whole = with_turn(batch(ROWS[0]), turn)
-    close(in_two_calls(model, whole, len(turn)), in_one_call(model, whole))
+    turn = [*BEFORE_QUESTION, 40, 33, 34, 41, *AFTER_QUESTION]
+    check_two_calls(model, with_turn(VIDEO, turn), len(turn))
 
 
 @pytest.mark.parametrize(
@@ -366,17 +336,15 @@ def test_a_tools_response_is_no_question():
     ],
     ids=["mask", "positions"],
 )
-def test_what_fits_no_width_is_named(call, message):
-    model = tiny_model()
-    cache = prefill(model, batch(ROWS[0]))
+def test_what_fits_no_width_is_named(model, call, message):
+    cache = prefill(model, batch(VIDEO))
     with pytest.raises(ValueError, match=message):
         model(input_ids=torch.tensor([[30]]), past_key_values=cache, **call)
 
 
+@pytest.mark.parametrize("row", [VIDEO, TEXT], ids=["a video", "text"])
 @pytest.mark.parametrize("cache", [((torch.zeros(1), torch.zeros(1)),), {}, 7], ids=["tuple", "dict", "int"])
-def test_what_is_no_cache_is_named(cache):
-    model = tiny_model()
-    for inputs in (batch(ROWS[0]), batch(ROWS[2])):
-        for call in (model, model.generate):
-            with pytest.raises(ValueError, match=f"is a {type(cache).__name__}: expected a Cache of Transformers"):
-                call(**inputs, past_key_values=cache)
+def test_what_is_no_cache_is_named(model, cache, row):
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match=f"is a {type(cache).__name__}: expected a Cache of Transformers"):
+            call(**batch(row), past_key_values=cache)
