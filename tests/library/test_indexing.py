@@ -269,7 +269,7 @@ def test_two_at_once(build, folder):
 
 
 def test_others_may_read_what_the_umask_lets_them(library):
-    rights = {path.stat().st_mode & 0o777 for path in library.files.values()}
+    rights = {path.stat().st_mode & 0o777 for path in library.index.files.values()}
     assert rights == {(library.folder / "library.jsonl").stat().st_mode & 0o777}
 
 
@@ -311,7 +311,7 @@ def test_a_folder_of_other_videos_empties_no_library(library, videos, loaded, tm
     left = Index(library.folder)
     assert encoded(library.folder) == before
     assert list(left.entries) == list(LIBRARY)
-    assert left.videos == videos.resolve()
+    assert left.made["videos"] == str(videos.resolve())
 
 
 def test_other_videos_of_the_same_names_empty_no_library(library, loaded, tmp_path):
@@ -323,13 +323,6 @@ def test_other_videos_of_the_same_names_empty_no_library(library, loaded, tmp_pa
     with pytest.raises(ValueError, match=r"3 of 3 videos of .* are not in .* run the same command with --prune"):
         index(tmp_path, library.folder, *loaded)
     assert encoded(library.folder) == before
-
-
-def test_a_folder_of_other_files_becomes_no_library(videos, loaded, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    with pytest.raises(ValueError, match=r"holds other files, such as model\.safetensors"):
-        index(videos, tmp_path, *loaded)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_folder_without_videos_is_refused(loaded, tmp_path, folder):

@@ -99,10 +99,13 @@ def stored_keys(video, model, path):
 
 def ranked(loaded, videos):
     """The pieces of videos, or of their keys, without the first and the last step."""
-    pieces = {name: Piece(name, 1, 39) for name in videos}
-    tokens = [piece.tokens(videos[name]) for name, piece in pieces.items()]
+    whole = [Piece(name, 1, 39) for name in videos]
+    tokens = [piece.tokens(videos[piece.name]) for piece in whole]
     scorer = Scorer(*loaded, QUESTIONS[0], tokens)
-    return scorer.rank((piece, videos[name]) for name, piece in pieces.items())
+    pieces = []
+    for piece, tokens_of_piece in zip(whole, tokens, strict=True):
+        pieces += scorer.peaks(piece, tokens_of_piece)
+    return sorted(pieces, key=lambda piece: -piece.peak)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "max", "mean"])

@@ -5,6 +5,7 @@ import shlex
 import shutil
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_some_videos_are_a_library_of_their_own(library, tmp_path, loaded):
     """What the others hold changes nothing: neither which moments there are, nor their weights."""
     films = tmp_path / "films"
     films.mkdir()
-    shutil.copy(library.index.videos / "b.mp4", films)
+    shutil.copy(Path(library.index.made["videos"], "b.mp4"), films)
     alone = Library(index(films, tmp_path / "alone", *loaded).folder, *loaded)
     expected = alone.find(QUESTION, 3)
     for names in (["b.mp4"], ("b.mp4", "b.mp4")):

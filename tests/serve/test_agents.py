@@ -61,7 +61,7 @@ def shelf(library, tmp_path) -> Shelf:
 @pytest.fixture
 def videos(library, tmp_path) -> Path:
     """A copy of the library's videos."""
-    return Path(shutil.copytree(library.index.videos, tmp_path / "videos"))
+    return Path(shutil.copytree(library.index.made["videos"], tmp_path / "videos"))
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_a_hostile_call_is_refused(results):
 def test_no_video_is_opened_but_the_one_that_is_looked_at(results, stdio, library):
     opened = Path(stdio.args[2]).read_text().splitlines()  # whatever Python opened since the server started
     videos = {path for path in opened if path.endswith((".mp4", "passwd"))}
-    assert videos == {str(library.index.videos / "a.mp4")}
+    assert videos == {str(Path(library.index.made["videos"], "a.mp4"))}
 
 
 def test_one_call_at_a_time_has_the_model(library, monkeypatch):
@@ -277,7 +277,7 @@ def test_one_call_at_a_time_has_the_model(library, monkeypatch):
 
 
 def test_videos_that_are_not_encoded_are_said(shelf):
-    shelf.library.files["a.mp4"].unlink()
+    shelf.library.index.files["a.mp4"].unlink()
     shelf = Shelf(Library(shelf.library.folder, shelf.library.model, shelf.library.processor))
     listed = said(shelf, "list_videos")
     assert listed["not_encoded_yet"] == ["a.mp4"]

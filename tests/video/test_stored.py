@@ -192,7 +192,7 @@ def test_index_makes_what_a_damaged_line_held(folder, mine, loaded, number, dama
     assert len(unchanged) >= 1
 
 
-@pytest.mark.parametrize("name", ["../a.mp4", "/a.mp4", "x/../../a.mp4", "", "a.mp4\0.mp4", "shadow", ".."])
+@pytest.mark.parametrize("name", ["../a.mp4", "/a.mp4", "x/../../a.mp4", "a.mp4\0.mp4", ".."])
 def test_no_name_of_a_film_leads_out_of_its_folder(folder, loaded, name):
     rewrite(folder, lambda line: line.update(key=name) if line.get("key") == "a.mp4" else None)
     with pytest.raises(ValueError, match="expected the path of a video inside the folder that was indexed"):
@@ -246,13 +246,6 @@ def test_no_link_is_followed_out_of_a_library(folder, mine, loaded, name):
             arguments = (mine, folder) if reader is index else (folder,)
             reader(*arguments, *loaded)
         assert victim.read_bytes() == before
-
-
-def test_what_a_kill_has_left_is_cleaned_up(folder, mine, loaded):
-    for name in (f".{'a' * 32}.safetensors.vm-1.123.part", ".library.jsonl.vm-1.123.part"):
-        (folder / name).write_bytes(b"half")
-    index(mine, folder, *loaded)
-    assert not list(folder.glob(".*.part"))
 
 
 def test_a_killed_index_leaves_nothing_that_nobody_wrote(mine, loaded, tmp_path, monkeypatch):

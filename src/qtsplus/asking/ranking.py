@@ -20,7 +20,7 @@ PIECE = 16384  # tokens; a longer video competes in pieces of this size
 Tokens = Tensor | KeyedVideo  # of a video: features `[M, token_width]`, or the selector's keys in 8 bits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Piece:
     """A video that competes with others, or some of the steps of a long one."""
 
@@ -174,19 +174,23 @@ class Scorer(StandingQuestion):
         parts = [self.log_relevance(scores) for scores in self._chunks(tokens)]
         return torch.cat(parts)
 
-    def rank(self, videos: Iterable[tuple[Piece, EncodedVideo | KeyedVideo]]) -> list[Piece]:
-        """The given piece of each video in pieces of at most [`PIECE`] tokens, the most relevant first."""
+    def peaks(self, asked: Piece, tokens: Tokens) -> list[Piece]:
+        """A piece with these tokens in pieces of at most [`PIECE`], each with the relevance of its best token."""
+        relevance = self.relevance(tokens)
+        count = asked.last - asked.first
+        of_steps = relevance.unflatten(0, (count, -1))
+        size = max(1, PIECE * count // len(relevance))
         pieces = []
-        for asked, video in videos:
-            relevance = self.relevance(asked.tokens(video))
-            count = asked.last - asked.first
-            peaks = relevance.unflatten(0, (count, -1)).amax(1)
-            size = max(1, PIECE * count // len(relevance))
-            for begin in range(0, count, size):
-                end = min(begin + size, count)
-                peak = float(peaks[begin:end].max())
-                pieces.append(Piece(asked.name, asked.first + begin, asked.first + end, peak))
-        return sorted(pieces, key=lambda piece: -piece.peak)
+        for begin in range(0, count, size):
+            end = min(begin + size, count)
+            piece = Piece(
+                name=asked.name,
+                first=asked.first + begin,
+                last=asked.first + end,
+                peak=float(of_steps[begin:end].max()),
+            )
+            pieces.append(piece)
+        return pieces
 
     def _chunks(self, tokens: Tokens) -> Iterator[Tensor]:
         """The scores `[k, rows]` of the tokens, chunk by chunk."""

@@ -1,7 +1,6 @@
 """Encodes the videos of a folder into a library, and keeps the library as the folder is."""
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from ..video.encoded import FAILURES, EncodedVideo, encode, open_chunks
 from ..video.sampling import Sampling, SamplingOptions
 from ..video.storage import SAMPLING, Stored, fingerprint, load_video, measure, save_keys, saved_video
 from .library import INDEX, MADE, Entry, Index, known_model
-
-_PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.(safetensors|keys))(\.[\w-]+)+\.part")  # of a killed process
 
 
 def index(
@@ -49,22 +46,19 @@ def index(
 
     Raises:
         OSError: a folder that cannot be read; a disk that is full.
-        ValueError: no video; a library of another vision tower or settings, or one that another process is writing; a
-            folder of other files; videos of the library are gone; a disk without room for the features; a selector with
-            several scoring layers.
+        ValueError: no video; a library of another vision tower or settings, or one that another process is writing;
+            videos of the library are gone; a disk without room for the features; a selector with several scoring
+            layers.
     """
     videos = Path(videos)
     folder = Path(folder)
     files = _find_videos(videos)
-    _check_library_folder(folder)
+    check_folder(folder)
     made_by = fingerprint(model, processor)
     sampling = Sampling(**options)
     if name and Path(name).is_dir():
         name = str(Path(name).resolve())
     with working_in(folder):
-        for path in folder.iterdir():
-            if _PARTS.fullmatch(path.name):
-                path.unlink()
         journal = folder / INDEX
         if journal.exists() and journal.stat().st_size:
             Index(folder).require(made_by)
@@ -75,9 +69,11 @@ def index(
         indexing = _Indexing(library, model, processor, sampling, say)
         place = str(videos.resolve())
         indexing.recognise(files, place, prune)
-        library.add(MADE, {"model": name, "revision": revision, "videos": place})
+        made = {"model": name, "revision": revision, "videos": place}
+        library.add(MADE, made)
         if name:
-            _note_model(known_model(made_by, name, revision), say)
+            known = known_model(made_by, name, revision)
+            _note_model(known, say)
         waiting = indexing.find_waiting(files)
         indexing.encode_all(waiting)
         indexing.store_keys()
@@ -115,19 +111,11 @@ def _find_videos(root: Path) -> dict[str, Path]:
     return dict(sorted(videos.items()))
 
 
-def _check_library_folder(folder: Path) -> None:
-    """Makes the folder. A `ValueError` for one with other files."""
-    check_folder(folder).mkdir(parents=True, exist_ok=True)
-    others = {path.name for path in folder.iterdir()}
-    others.discard(".lock")
-    if others and INDEX not in others:
-        example = min(others)
-        raise ValueError(f"{folder} holds other files, such as {example}: choose another folder for the library.")
-
-
 def _sampling(processor, stated: Sampling) -> dict:
     """How frames are sampled: as the processor does, unless [`index`] was told otherwise."""
-    sampling = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
+    sampling = {}
+    for name in SAMPLING:
+        sampling[name] = getattr(processor.video_processor, name, None)
     for name, value in vars(stated).items():
         if value is not None or name not in sampling:
             sampling[name] = value
@@ -165,16 +153,29 @@ class _Indexing:
         self.layer = scoring_layer(model)
         self.selector = keys_fingerprint(model)
 
-    def recognise(self, files: dict[str, Path], folder: str, prune: bool) -> None:
+    def recognise(
+        self,
+        files: dict[str, Path],
+        folder: str,
+        prune: bool,
+    ) -> None:
         """Notes the content of each file that is new or was changed, and forgets files that are gone."""
         known = dict(self.entries)
-        encoded: dict[str | None, Stored] = {}
-        for entry in known.values():
-            if entry["features"]:
-                encoded[entry["content"]] = entry["features"]
-        after = {name: self._look(path, known.get(name), encoded) for name, path in files.items()}
+        encoded = {entry["content"]: entry["features"] for entry in known.values()}
+        after = {}
+        for name, path in files.items():
+            earlier = known.get(name)
+            after[name] = self._look(path, earlier, encoded)
         contents = {entry["content"] for entry in after.values()}
-        self._check_lost(after, contents, folder, prune)
+        lost = self._lost(after, contents, folder)
+        what = f"{len(lost)} of {counted(len(known), 'video')}"
+        if lost and not prune:
+            raise ValueError(
+                f"{what} of {self.index.folder} are not in {folder}, or cannot be read: {listed(lost)}. Nothing was "
+                "changed. Is another folder to be mounted there? To let them go, run the same command with --prune."
+            )
+        if lost:
+            self.say(f"The library loses {what}: {listed(lost)}")
         for name, entry in known.items():
             if name not in files:
                 self._note(name, None)
@@ -185,7 +186,12 @@ class _Indexing:
             if entry != known.get(name):
                 self._note(name, entry)
 
-    def _look(self, path: Path, earlier: Entry | None, encoded: dict[str | None, Stored]) -> Entry:
+    def _look(
+        self,
+        path: Path,
+        earlier: Entry | None,
+        encoded: dict[str | None, Stored | None],
+    ) -> Entry:
         """The entry of a file as it is now; the earlier one where the file is unchanged."""
         try:
             state = file_state(path)
@@ -193,29 +199,38 @@ class _Indexing:
                 return earlier
             content = measure(path)["digest"]
         except OSError as error:
-            reason = str(error.strerror)
-            return Entry(size=0, modified=0, inode=0, changed=0, content=None, error=reason, features=None)
-        return Entry(**state, content=content, error=None, features=encoded.get(content))
+            return Entry(
+                size=0,
+                modified=0,
+                inode=0,
+                changed=0,
+                content=None,
+                error=str(error.strerror),
+                features=None,
+            )
+        return Entry(
+            **state,
+            content=content,
+            error=None,
+            features=encoded.get(content),
+        )
 
-    def _check_lost(self, after: dict[str, Entry], contents: set[str | None], folder: str, prune: bool) -> None:
-        """A `ValueError` for videos that would leave the library: another folder may be meant, or is to be mounted."""
-        is_same_folder = MADE in self.index.done and folder == str(self.index.videos)
+    def _lost(
+        self,
+        after: dict[str, Entry],
+        contents: set[str | None],
+        folder: str,
+    ) -> list[str]:
+        """The videos whose content would leave the library; another folder may be meant, or is to be mounted."""
+        is_same_folder = MADE in self.index.done and folder == self.index.made["videos"]
         lost = []
         for name, entry in self.entries.items():
-            is_there = name in after and after[name]["content"] is not None
-            # In another folder, a file of the same name is another video.
-            stays = entry["content"] in contents or (is_there and is_same_folder)
+            stays = entry["content"] in contents
+            if name in after and is_same_folder:  # in another folder, the same name is another video's
+                stays = after[name]["content"] is not None
             if entry["error"] is None and not stays:
                 lost.append(name)
-        if not lost:
-            return
-        count = f"{len(lost)} of {counted(len(self.entries), 'video')}"
-        if not prune:
-            raise ValueError(
-                f"{count} of {self.index.folder} are not in {folder}, or cannot be read: {listed(lost)}. Nothing was "
-                "changed. Is another folder to be mounted there? To let them go, run the same command with --prune."
-            )
-        self.say(f"The library loses {count}: {listed(lost)}")
+        return lost
 
     def find_waiting(self, files: dict[str, Path]) -> dict[str, Path]:
         """The files that are to be encoded, once it is said how large that is."""
@@ -228,28 +243,34 @@ class _Indexing:
             if content is None or self._is_stored(name, entry):
                 continue
             try:
-                grid = open_chunks(self.processor, path, self.sampling).video_grid_thw
+                chunks = open_chunks(self.processor, path, self.sampling)
             except FAILURES as error:
                 self._refuse(name, error)
                 continue
             waiting[name] = path
-            tokens[content] = int(grid.prod()) // patches_per_token
+            patches = int(chunks.video_grid_thw.prod())
+            tokens[content] = patches // patches_per_token
         if waiting:
-            count = sum(tokens.values())
-            bytes_per_token = self.model.model.token_width * self.model.dtype.itemsize
-            needed = count * (bytes_per_token + self.layer.k_proj.out_features)
-            what = f"{len(waiting)} of {counted(len(files), 'video')}"
-            self.say(f"Encoding {what}: {count:,} tokens, {size(needed)} in {self.index.folder}.")
-            require_space(self.index.folder, needed, f"the features of {what}")
+            videos = counted(len(files), "video")
+            self._require_space(sum(tokens.values()), f"{len(waiting)} of {videos}")
         return waiting
+
+    def _require_space(self, tokens: int, what: str) -> None:
+        """Says how large the features and keys of so many tokens are; a `ValueError` for a disk without room."""
+        folder = self.index.folder
+        bytes_of_features = self.model.model.token_width * self.model.dtype.itemsize
+        needed = tokens * (bytes_of_features + self.layer.k_proj.out_features)
+        self.say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {folder}.")
+        require_space(folder, needed, f"the features of {what}")
 
     def _is_stored(self, name: str, entry: Entry) -> bool:
         """Whether its features are there, and as they were written; a damaged file goes."""
         file = self.index.file(entry)
-        if entry["features"] is None or not file.exists():
+        features = entry["features"]
+        if features is None or not file.exists():
             return False
         try:
-            load_video(file, self.made_by, self.model, entry["features"])
+            load_video(file, self.made_by, self.model, features)
         except ValueError:
             self.say(f"What was stored of {printable(name)} is damaged, and is made again.")
             file.unlink()
@@ -262,26 +283,40 @@ class _Indexing:
             if name not in waiting:
                 stored[entry["content"]] = entry["features"]
         console = Console(stderr=True)
-        hidden = not console.is_terminal
-        for name, path in track(waiting.items(), "Encoding", console=console, disable=hidden):
+        bar = track(
+            waiting.items(),
+            "Encoding",
+            console=console,
+            disable=not console.is_terminal,
+        )
+        for name, path in bar:
             entry = self.entries[name]
             content = entry["content"]
-            if stored.get(content):
-                self._note_features(name, stored[content])
+            features = stored.get(content)
+            if features:
+                self._note(name, entry | {"error": None, "features": features})
                 continue
             try:
                 encoded = self._encode(path, entry)
             except FAILURES as error:
                 self._refuse(name, error)
                 continue
-            with saved_video(encoded, self.index.file(entry), self.made_by) as features:
+            file = self.index.file(entry)
+            with saved_video(encoded, file, self.made_by) as features:
                 # Noted before it is there: a file that is there and was not noted would belong to nobody.
-                self._note_features(name, features)
+                self._note(name, entry | {"error": None, "features": features})
             stored[content] = features
 
     def _encode(self, path: Path, entry: Entry) -> EncodedVideo:
-        encoded = encode(self.model, self.processor, path, device="cpu", **self.sampling.options())
-        if not file_state(path).items() <= entry.items():
+        encoded = encode(
+            self.model,
+            self.processor,
+            path,
+            device="cpu",
+            **self.sampling.options(),
+        )
+        state = file_state(path)
+        if not state.items() <= entry.items():
             raise ValueError("It was changed while it was read; run the same command again.")
         if not encoded.features.isfinite().all():
             raise ValueError("Its features hold NaN or infinity.")
@@ -294,13 +329,9 @@ class _Indexing:
         else:
             self.entries[name] = entry
 
-    def _note_features(self, name: str, features: Stored | None) -> None:
-        entry = self.entries[name] | {"error": None, "features": features}
-        self._note(name, entry)
-
     def _refuse(self, name: str, error: BaseException) -> None:
-        entry = self.entries[name] | {"error": first_line(error), "features": None}
-        self._note(name, entry)
+        entry = self.entries[name]
+        self._note(name, entry | {"error": first_line(error), "features": None})
 
     def store_keys(self) -> None:
         """Makes the keys that this model's selector has not made yet."""
@@ -308,14 +339,17 @@ class _Indexing:
             features = entry["features"]
             if features is None or self._has_keys(name, entry):
                 continue
-            video = load_video(self.index.file(entry), self.made_by, self.model, features)
+            file = self.index.file(entry)
+            video = load_video(file, self.made_by, self.model, features)
             keys = token_keys(self.layer, video.features)
             made_from = {"made_by": self.selector, "features": features["digest"]}
-            save_keys(self.index.keys_file(entry), video, keys, made_from)
+            keys_file = self.index.keys_file(entry)
+            save_keys(keys_file, video, keys, made_from)
 
     def _has_keys(self, name: str, entry: Entry) -> bool:
         try:
-            return self.index.load_keys(entry, self.model, self.selector) is not None
+            keys = self.index.load_keys(entry, self.model, self.selector)
         except ValueError:
             self.say(f"The keys of {printable(name)} are damaged, and are made again.")
             return False
+        return keys is not None

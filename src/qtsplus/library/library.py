@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -18,12 +18,11 @@ from typing_extensions import TypedDict
 
 from ..asking.answers import placed
 from ..asking.evidence import Interval, evidence_intervals
-from ..asking.ranking import Piece, Scorer, keys_fingerprint, scoring_layer
+from ..asking.ranking import Piece, Scorer, Tokens, keys_fingerprint, scoring_layer
 from ..asking.session import Answer, answer_questions
 from ..common.files import clock, counted, printable
 from ..common.journals import STORED, Journal, Line, Schema, State, file_state
 from ..common.validation import check_count, check_path, show
-from ..data.media import VIDEO_SUFFIXES
 from ..hub.loading import load
 from ..video.encoded import IN_MEMORY, EncodedVideo
 from ..video.sampling import SamplingOptions
@@ -39,8 +38,7 @@ MADE = 0  # the key of the line on what the library was made of; the other keys 
 
 def _inside(name: str) -> str:
     path = PurePosixPath(name)
-    is_inside = not path.is_absolute() and ".." not in path.parts and "\0" not in name
-    if not is_inside or path.suffix.lower() not in VIDEO_SUFFIXES:
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
         raise ValueError(f"is {show(name)}; expected the path of a video inside the folder that was indexed")
     return name
 
@@ -50,7 +48,7 @@ def known_model(made_by: str, name: str, revision: str | None) -> Path:
     The empty file that exists once this user has indexed with a model of this [`fingerprint`] and name. A library from
     elsewhere cannot make us load any other model.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     identity = json.dumps([made_by, name, revision])
     digest = hashlib.sha256(identity.encode()).hexdigest()
     return Path(cache, "qtsplus", "models", digest)
@@ -82,10 +80,16 @@ class _Settings(SamplingOptions):
     min_frames: int | None
 
 
-_Film = Line[Annotated[str, AfterValidator(_inside)], Entry | None]  # `None` for a video that was removed
+def _kind(line: dict) -> str:
+    return "made" if line.get("key") == MADE else "video"
+
+
+_Name = Annotated[str, AfterValidator(_inside)]
+_LineOfVideo = Line[_Name, Entry | None]  # `None` for a video that was removed
+_LineOfLibrary = Line[Literal[0], Made]
 _Line = Annotated[
-    Annotated[Line[Literal[0], Made], Tag("made")] | Annotated[_Film, Tag("film")],
-    Discriminator(lambda line: "made" if line.get("key") == MADE else "film"),
+    Annotated[_LineOfLibrary, Tag("made")] | Annotated[_LineOfVideo, Tag("video")],
+    Discriminator(_kind),
 ]
 
 
@@ -94,10 +98,15 @@ class Index(Journal):
 
     def __init__(self, folder: Path, settings: dict | None = None):
         self.folder = folder
-        if settings is None and not (folder / INDEX).is_file():
+        path = folder / INDEX
+        if settings is None and not path.is_file():
             raise ValueError(f"There is no library in {str(folder)!r}; make it: `qtsplus index VIDEOS --out {folder}`.")
-        schema = Schema(_Settings, _Line, remedy="remove the line, and run `qtsplus index` again")
-        super().__init__(folder / INDEX, settings, schema)
+        schema = Schema(
+            settings=_Settings,
+            line=_Line,
+            remedy="remove the line, and run `qtsplus index` again",
+        )
+        super().__init__(path, settings, schema)
 
     @property
     def made(self) -> Made:
@@ -114,17 +123,16 @@ class Index(Journal):
         """
         name = self.made["model"]
         revision = self.made["revision"]
-        if name is not None and not known_model(self.settings["made_by"], name, revision).is_file():
+        if name is None:
+            return None, None
+        made_by = self.settings["made_by"]
+        known = known_model(made_by, name, revision)
+        if not known.is_file():
             raise ValueError(
                 f"{self.folder} was made with the model {name!r}, with which nothing was indexed on this machine: name "
                 "it with --model if you trust it."
             )
         return name, revision
-
-    @property
-    def videos(self) -> Path:
-        """The folder that was indexed last."""
-        return Path(self.made["videos"])
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -154,7 +162,12 @@ class Index(Journal):
         """Where the keys of a video are, which a selector compares with a question; in 8 bits."""
         return self.file(entry).with_suffix(".keys")
 
-    def load_keys(self, entry: Entry, model, selector: str) -> KeyedVideo | None:
+    def load_keys(
+        self,
+        entry: Entry,
+        model,
+        selector: str,
+    ) -> KeyedVideo | None:
         """
         The keys of a video for a model's selector, by its [`keys_fingerprint`]; `None` where there are none, a
         `ValueError` for damaged ones.
@@ -164,7 +177,8 @@ class Index(Journal):
         if features is None or not path.exists():
             return None
         made_from = {"made_by": selector, "features": features["digest"]}
-        return load_keys(path, model, scoring_layer(model).k_proj.out_features, made_from)
+        layer = scoring_layer(model)
+        return load_keys(path, model, layer.k_proj.out_features, made_from)
 
     def require(self, made_by: str) -> None:
         if self.settings["made_by"] != made_by:
@@ -187,24 +201,29 @@ class Library:
         self.selector = keys_fingerprint(model)
         self.index.require(self.made_by)
         self.entries = self.index.entries
-        self.files = self.index.files
-        self.names = list(self.files)  # the videos' paths in the folder that was indexed
-        if not self.files:
+        self.names = list(self.index.files)  # the videos' paths in the folder that was indexed
+        if not self.names:
             raise ValueError(f"The library {folder} holds no video: run `qtsplus index` to its end; see what it says.")
         # Neither encoded nor known to be bad, as after an index that was interrupted.
         self.missing = []
         for name, entry in self.entries.items():
-            if name not in self.files and entry["error"] is None:
+            is_good = entry["error"] is None
+            if is_good and name not in self.names:
                 self.missing.append(name)
         self.warnings: list[str] = []  # of every answer
         if self.missing:
             waiting = counted(len(self.missing), "video")
             self.warnings.append(f"Not encoded yet: {waiting} of the library. Run `qtsplus index` again.")
         self.stored = lru_cache(maxsize=KEPT)(self._read)  # a video without its file
+        self.film = self.stored  # as a session has it
         self._keys = lru_cache(maxsize=KEPT)(self._read_keys)
 
     @classmethod
-    def open(cls, folder: str | Path, device: str | None = None) -> "Library":
+    def open(
+        cls,
+        folder: str | Path,
+        device: str | None = None,
+    ) -> "Library":
         """A library with the model that made it; as [`Library`] and `load`."""
         from ..hub.files import bundled_model
 
@@ -256,20 +275,31 @@ class Library:
         """
         check_count("pieces", pieces, "videos or pieces of them")
         _, ranking = self.rank(question, names, window)
-        chosen = sorted(ranking[:pieces], key=lambda piece: (piece.name, piece.first))
+        chosen = sorted(ranking[:pieces])  # by their names and times
         parts: dict[str, EncodedVideo] = {}
         for piece in chosen:
-            part = piece.cut(self.stored(piece.name))
+            video = self.stored(piece.name)
+            part = piece.cut(video)
             start = part.about.start
             end = start + part.length
-            parts[f"{printable(piece.name)}, {clock(start)} to {clock(end)}"] = part
-        (answer,) = answer_questions(self.model, self.processor, parts, [question], **options)
+            name = f"{printable(piece.name)}, {clock(start)} to {clock(end)}"
+            parts[name] = part
+        (answer,) = answer_questions(
+            self.model,
+            self.processor,
+            parts,
+            [question],
+            **options,
+        )
         maps: dict[str, Tensor] = {}  # of whole videos
-        for piece, kept in zip(chosen, answer.keep_maps.values(), strict=True):
+        kept_maps = answer.keep_maps.values()
+        for piece, kept in zip(chosen, kept_maps, strict=True):
             if piece.name not in maps:
                 steps = self.stored(piece.name).count
-                maps[piece.name] = kept.new_zeros(steps, *kept.shape[1:])
-            maps[piece.name][piece.first : piece.last] = kept
+                _, height, width = kept.shape
+                maps[piece.name] = kept.new_zeros(steps, height, width)
+            whole = maps[piece.name]
+            whole[piece.first : piece.last] = kept
         evidence = []
         for interval in answer.evidence:
             name = chosen[interval.video].name
@@ -282,24 +312,26 @@ class Library:
             warnings=answer.warnings + self.warnings,
         )
 
-    def film(self, name: str) -> EncodedVideo:
-        """A video, as a session has it."""
-        return self.stored(name)
-
     def with_file(self, name: str) -> EncodedVideo:
         """A video with the path of its file, to be drawn; with [`IN_MEMORY`] if the file is gone or was changed."""
-        video = self.stored(name)
-        path = self.index.videos / name
-        try:
-            is_indexed = file_state(path).items() <= self.entries[name].items()
-        except OSError:
-            is_indexed = False
-        return replace(video, video=str(path) if is_indexed else IN_MEMORY)
+        path = Path(self.index.made["videos"], name)
+        place = IN_MEMORY
+        if os.path.exists(path) and file_state(path).items() <= self.entries[name].items():
+            place = str(path)
+        return replace(self.stored(name), video=place)
 
-    def rank(self, question: str, names: Names = None, window: Window = EVER) -> tuple[Scorer, list[Piece]]:
+    def rank(
+        self,
+        question: str,
+        names: Names = None,
+        window: Window = EVER,
+    ) -> tuple[Scorer, list[Piece]]:
         """The pieces of the videos that a player shows in a window of seconds, best first by their keys."""
-        names = self.names if names is None else list(dict.fromkeys(names))
-        if not names or not set(names) <= set(self.names):
+        if names is None:
+            names = self.names
+        names = list(dict.fromkeys(names))
+        unknown = set(names) - set(self.names)
+        if unknown or not names:
             raise ValueError(f"names={show(names)}; expected some of the library's videos, as its `names` lists them.")
         pieces = []
         for name in names:
@@ -311,38 +343,58 @@ class Library:
         if not pieces:
             begin, end = window
             raise ValueError(f"No video shows anything from second {begin} to {end}.")
-        tokens = (piece.tokens(self._searched(piece.name)) for piece in pieces)
-        scorer = Scorer(self.model, self.processor, question, tokens)
-        return scorer, scorer.rank((piece, self._searched(piece.name)) for piece in pieces)
+        scorer = Scorer(
+            self.model,
+            self.processor,
+            question,
+            self._tokens(pieces),
+        )
+        peaks = []
+        for piece, tokens in zip(pieces, self._tokens(pieces), strict=True):
+            peaks += scorer.peaks(piece, tokens)
+        return scorer, sorted(peaks, key=lambda piece: -piece.peak)
+
+    def _tokens(self, pieces: Sequence[Piece]) -> Iterator[Tokens]:
+        """The tokens of each piece, read when they are looked at."""
+        for piece in pieces:
+            searched = self._searched(piece.name)
+            yield piece.tokens(searched)
 
     def _searched(self, name: str) -> EncodedVideo | KeyedVideo:
         """The keys of a video, or its features if it has no keys for this selector."""
         return self._keys(name) or self.stored(name)
 
     def _read(self, name: str) -> EncodedVideo:
-        video = load_video(self.files[name], self.made_by, self.model, self.entries[name]["features"])
+        entry = self.entries[name]
+        file = self.index.file(entry)
+        video = load_video(file, self.made_by, self.model, entry["features"])
         return replace(video, video=name)
 
     def _read_keys(self, name: str) -> KeyedVideo | None:
-        return self.index.load_keys(self.entries[name], self.model, self.selector)
+        entry = self.entries[name]
+        return self.index.load_keys(entry, self.model, self.selector)
 
     def _moments(self, scorer: Scorer, piece: Piece) -> list[Interval]:
         """The stretches of a piece that hold strong tokens."""
-        part = piece.cut(self.stored(piece.name))
+        video = self.stored(piece.name)
+        part = piece.cut(video)
         share = self.model.config.qtsplus_config.evidence_share
         seconds = part.seconds_per_step
-        relevance = scorer.relevance(part.features).unflatten(0, (part.count, -1))
-        strongest = relevance.max()
-        is_weak = relevance.amax(1) < strongest + math.log(share)
-        relevance[is_weak] = -torch.inf
-        shares = (relevance - strongest).exp().flatten()
-        every_token = torch.arange(len(shares))
-        merge_size = self.processor.video_processor.merge_size
+        relevance = scorer.relevance(part.features)
+        peaks = relevance.unflatten(0, (part.count, -1)).amax(1)
+        intervals = evidence_intervals(
+            torch.arange(len(relevance)),
+            (relevance - relevance.max()).exp(),
+            part.video_grid_thw,
+            [seconds],
+            self.processor.video_processor.merge_size,
+            share,
+        )
         moments = []
-        for interval in evidence_intervals(every_token, shares, part.video_grid_thw, [seconds], merge_size, share):
+        for interval in intervals:
             first = round(interval.start / seconds)
             last = round(interval.end / seconds)
-            weight = relevance[first:last].max().exp()
-            interval = replace(interval, weight=min(1.0, float(weight)))
+            best = peaks[first:last].max()
+            interval = replace(interval, weight=min(1.0, float(best.exp())))
             moments.append(placed(interval, piece.name, part))
         return moments
