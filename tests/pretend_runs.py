@@ -177,10 +177,16 @@ def test_waits_grow_neither_with_the_steps_of_a_video_nor_with_layers_and_are_ha
         inputs = batch(prompt(videos=[(steps, 8, 8)]))
         waits.append(waits_of(pair.device, inputs, retention=0.3))
     assert waits[0] == waits[1]
-    of_vision = [count for line, count in waits[0].items() if "encoding_qtsplus" in line]
-    assert max(of_vision) <= 2  # windows, and the layers with full attention
     stock = pretend_device.to_device(stock_twin(tiny_model(selection="all", reencode_layers=0)))
     assert waits[0].total() <= waits_of(stock, inputs).total() + 15
+
+
+def test_a_chunk_of_a_video_waits_four_times(pair):
+    inputs = pretend_device.inputs_to_device(batch(prompt(videos=[(16, 8, 8)])))
+    pretend_device.counts.reset()
+    with torch.no_grad():
+        pair.device.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+    assert pretend_device.counts.total_waits <= 4, pretend_device.counts.waits
 
 
 @pytest.mark.parametrize(("method", "most"), [("qtsplus", 12), ("lm_attention", 18)])

@@ -11,12 +11,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention, apply_rotary_pos_emb_vision
+from transformers.utils.generic import is_flash_attention_requested
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
@@ -127,7 +136,7 @@ def _encode_steps(
         grid = grid_thw[indices]
         grid[:, 0] = grid.new_tensor(counts)
         together = join(pixels, pixels[0]).to(home)
-        encoded = model.encode_pixels(modality, together, grid.to(home))
+        encoded = model.encode_pixels(modality, together, grid)
         for piece, piece_pixels, tokens in zip(chunk, pixels, encoded, strict=True):
             index = piece.index
             _check_encoded(tokens, piece_pixels, modality, index)
@@ -266,6 +275,29 @@ def is_finite(values: Tensor) -> bool:
 # --- Vision towers ---
 
 
+def tower_inputs(tower: PreTrainedModel, grid_thw: Tensor) -> dict[str, Any]:
+    """
+    What the vision tower of a Qwen-VL model would compute from its grids, with a wait for the host in each layer:
+    computed on the host, where the grids are, and sent to the tower's device.
+    """
+    merge = tower.spatial_merge_size
+    bounds = {"cu_seqlens": get_vision_cu_seqlens(grid_thw)}
+    indices = {"position_ids": get_vision_position_ids(grid_thw, merge)}
+    if hasattr(tower, "window_size"):
+        order, window_bounds = get_vision_window_index(grid_thw, merge, tower.window_size, tower.patch_size)
+        bounds["cu_window_seqlens"] = window_bounds
+        indices["window_index"] = order
+    if hasattr(tower, "num_grid_per_side"):
+        settings = (tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge)
+        positions, weights = get_vision_interpolation_indices_and_weights(grid_thw, *settings)
+        indices["interp_indices"] = positions
+        indices["interp_weights"] = weights
+    if is_flash_attention_requested(tower.config):
+        indices |= bounds  # Its kernels read them; the other implementations of attention read them on the host.
+    on_device = {name: values.to(tower.device, non_blocking=True) for name, values in indices.items()}
+    return {**bounds, **on_device}
+
+
 class PatchProjection(nn.Conv3d):
     """
     The vision tower's first layer, `[N, channels, time, height, width]` -> `[N, d, 1, 1, 1]`. Its kernel covers a whole
@@ -321,7 +353,7 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> 
     Bidirectional attention within each of many sequences that follow each other, without a mask and without padding:
     `[N, heads, head_dim]` each -> the same. Sequences of equal length attend as a batch.
     """
-    rows_by_length = _rows_by_length(bounds)
+    rows_by_length = _rows_by_length(bounds, query.device)
     if len(rows_by_length) == 1:
         (length,) = rows_by_length
         return _attend_in_batch(query, key, value, length)
@@ -341,10 +373,10 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> 
 _known_rows = WeakTensorKeyDictionary()
 
 
-def _rows_by_length(bounds: Tensor) -> dict[int, Tensor]:
+def _rows_by_length(bounds: Tensor, device: torch.device) -> dict[int, Tensor]:
     """
-    Per length of the sequences, the rows of those that have it, ascending. All layers of a vision tower get the same
-    `bounds`: the host reads them for the first.
+    Per length of the sequences, the rows on a device of those that have it, ascending. All layers of a vision tower get
+    the same `bounds`, so they are read for the first.
     """
     if bounds not in _known_rows:
         on_host = bounds.cpu()
@@ -355,7 +387,7 @@ def _rows_by_length(bounds: Tensor) -> dict[int, Tensor]:
             starts = on_host[:-1][has_length]
             rows_of_each = starts[:, None] + torch.arange(length)
             rows_of_all = rows_of_each.flatten()
-            rows[length] = rows_of_all.to(bounds.device)
+            rows[length] = rows_of_all.to(device)
         _known_rows[bounds] = rows
     return _known_rows[bounds]
 

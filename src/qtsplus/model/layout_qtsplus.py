@@ -222,8 +222,6 @@ class QTSplusBackboneMixin:
     device: torch.device
     training: bool
     get_input_embeddings: Callable[[], nn.Embedding]
-    get_image_features: Callable
-    get_video_features: Callable
 
     def check_arguments(self, call: Mapping[str, object]) -> None:
         """Raises `ValueError` for stock arguments of a call that would have no effect."""
@@ -266,10 +264,11 @@ class QTSplusBackboneMixin:
         return torch.empty(0, self.token_width, device=device, dtype=dtype)
 
     def encode_pixels(self, modality: int, pixels: Tensor, grid_thw: Tensor) -> Sequence[Tensor]:
-        """Per image or video its tokens, `[k, token_width]`, without newlines."""
-        encode = self.get_image_features if modality == IMAGE else self.get_video_features
-        encoded = encode(pixels, grid_thw, return_dict=True)
-        return encoded.pooler_output
+        """
+        Per image or video its tokens, `[k, token_width]`, without newlines. The pixels are on the model's device, the
+        grids on the host.
+        """
+        raise NotImplementedError
 
     # --- Placeholders ---
 

@@ -17,7 +17,7 @@ from .configuration_qtsplus import (
     Qwen3_5QTSplusConfig,
     Qwen3VLQTSplusConfig,
 )
-from .encoding_qtsplus import PatchProjection, WindowsTogether
+from .encoding_qtsplus import PatchProjection, WindowsTogether, tower_inputs
 from .generation_qtsplus import QTSplusPreTrainedMixin
 from .layout_qtsplus import FeaturesOfRows, VisualSpan
 from .mixin_qtsplus import (
@@ -37,6 +37,11 @@ class QwenVLQTSplusModelMixin(QTSplusModelMixin):
     def __init__(self, config):
         super().__init__(config)
         self.visual.patch_embed.proj.__class__ = PatchProjection
+
+    def encode_pixels(self, modality: int, pixels: Tensor, grid_thw: Tensor) -> list[Tensor]:
+        # Videos and images are encoded in the same way.
+        encoded = self.get_image_features(pixels, grid_thw, return_dict=True, **tower_inputs(self.visual, grid_thw))
+        return encoded.pooler_output
 
 
 class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_VLModel):
@@ -106,7 +111,7 @@ class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3V
         return super().token_width * (1 + len(self.config.vision_config.deepstack_visual_indexes))
 
     def encode_pixels(self, modality: int, pixels: Tensor, grid_thw: Tensor) -> list[Tensor]:
-        encoded = self.get_image_features(pixels, grid_thw, return_dict=True)  # videos are encoded the same way
+        encoded = self.get_image_features(pixels, grid_thw, return_dict=True, **tower_inputs(self.visual, grid_thw))
         sizes = [len(tokens) for tokens in encoded.pooler_output]
         layers = [torch.cat(encoded.pooler_output)]
         for layer in encoded.deepstack_features:
