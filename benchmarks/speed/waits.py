@@ -20,20 +20,30 @@ from .shapes import SIDES, build_pair, fill_pixels, find_shape, video_inputs
 FRAMES = (8, 32, 128, 256)
 RETENTIONS = (0.05, 0.1, 0.2, 0.5)
 RETENTION = 0.1  # at each number of frames
+# Layers and blocks of Qwen2.5-VL-3B: a step's kernels are those of its layers, and a few for each call.
+DEEP_TEXT = {"num_hidden_layers": 36, "max_window_layers": 36}
+DEEP_VISION = {"depth": 32, "fullatt_block_indexes": [7, 15, 23, 31]}
 Counts = dict[str, dict[str, tuple[int, int]]]  # (waits, kernels) by step and side
 
 
 def run_waits(out: Path, *, frames: Sequence[int] = FRAMES, retentions: Sequence[float] = RETENTIONS) -> Path:
     """
     Counts with several numbers of frames, and with several fractions kept of the shortest video; writes `waits.json`
-    and `waits.md`. A tiny model of two layers runs on a device that is made of CPU memory (tests/pretend_device.py).
+    and `waits.md`. A model as deep as Qwen2.5-VL-3B, but narrow, runs on a device that is made of CPU memory
+    (tests/pretend_device.py).
     """
     by_frames = {count: in_own_process(count_waits, frames=count, retention=RETENTION) for count in frames}
     by_share = {share: in_own_process(count_waits, frames=frames[0], retention=share) for share in retentions}
     document = {
         "command": "python -m benchmarks waits",
         "environment": environment("cpu"),
-        "settings": {"shape": "tiny", "retention": RETENTION, "frames_of_shares": frames[0]},
+        "settings": {
+            "shape": "tiny",
+            "layers": 36,
+            "vision_blocks": 32,
+            "retention": RETENTION,
+            "frames_of_shares": frames[0],
+        },
         "frames": by_frames,
         "retentions": by_share,
         "figures": {
@@ -45,6 +55,7 @@ def run_waits(out: Path, *, frames: Sequence[int] = FRAMES, retentions: Sequence
     lines = [
         "# Waits for the host",
         "",
+        "A narrow model with the layers of Qwen2.5-VL-3B (36, and 32 of vision).",
         "Each cell: waits, and kernels in brackets. Made by `python -m benchmarks waits`.",
         "",
         *_table([f"{count} frames" for count in frames], list(by_frames.values())),
@@ -74,7 +85,7 @@ def counting(counted: Counts, step: str, side: str) -> Iterator[None]:
 def count_waits(frames: int, retention: float) -> Counts:
     """Both models do each step once on the pretend device; run it in a process of its own."""
     torch.manual_seed(0)
-    shape = replace(find_shape("tiny"), frames=frames)
+    shape = replace(find_shape("tiny"), frames=frames, text=DEEP_TEXT, vision=DEEP_VISION)
     pair = build_pair(shape, "cpu", torch.float32)
     pretend_device.start()
     counted: Counts = {}

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention, apply_rotary_pos_emb_vision
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.vision_utils import (
@@ -275,7 +274,7 @@ def is_finite(values: Tensor) -> bool:
 # --- Vision towers ---
 
 
-def tower_inputs(tower: PreTrainedModel, grid_thw: Tensor) -> dict[str, Any]:
+def tower_inputs(tower: Any, grid_thw: Tensor) -> dict[str, Any]:
     """
     What the vision tower of a Qwen-VL model would compute from its grids, with a wait for the host in each layer:
     computed on the host, where the grids are, and sent to the tower's device.

@@ -2,6 +2,7 @@
 language model. Each has only what differs from layout_qtsplus.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -33,6 +34,7 @@ class QwenVLQTSplusModelMixin(QTSplusModelMixin):
     """What the Qwen-VL models have in common."""
 
     visual: nn.Module
+    get_image_features: Callable
 
     def __init__(self, config):
         super().__init__(config)
