@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 from qtsplus.model import encoding_qtsplus
 from qtsplus.model.encoding_qtsplus import encode_modality
+from qtsplus.model.prompt_qtsplus import VIDEO
 from tiny import assert_same
 from tiny_backbones import each_unlike
 
@@ -16,8 +17,8 @@ def video(model, prepare):
     inputs = prepare("video", "two videos")
     grid = inputs["video_grid_thw"]
     pixels = inputs["pixel_values_videos"].clone()
-    rows = model.model.pixel_rows(grid)
-    first, _, last = (own.unflatten(0, (t, -1)) for own, t in zip(pixels.split(rows), grid[:, 0].tolist(), strict=True))
+    videos = pixels.split(model.model.pixel_rows(grid))
+    first, _, last = (video.unflatten(0, (t, -1)) for video, t in zip(videos, grid[:, 0].tolist(), strict=True))
     first[2:] = first[1]
     last[:] = last[0]
     return {**inputs, "pixel_values_videos": pixels}
@@ -42,25 +43,26 @@ def every_step(monkeypatch):
     monkeypatch.setattr(encoding_qtsplus, "new_steps", lambda steps: torch.ones(len(steps), dtype=torch.bool))
 
 
-def taken(inputs):
-    return inputs["pixel_values_videos"], inputs["video_grid_thw"]
+def encode(model, inputs):
+    return model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
 
 
 @each_unlike
 def test_a_step_is_encoded_once(model, video, seen, monkeypatch):
-    once = model.encode_videos(*taken(video))
-    few = sum(seen)
+    once = encode(model, video)
+    rows = sum(seen)
+    grid = video["video_grid_thw"]
+    steps = grid[:, 0].tolist()
+    rows_of_step = [total // t for total, t in zip(model.model.pixel_rows(grid), steps, strict=True)]
+    assert rows == 2 * rows_of_step[0] + steps[1] * rows_of_step[1] + rows_of_step[2]
     seen.clear()
     every_step(monkeypatch)
-    every = model.encode_videos(*taken(video))
-    grid = taken(video)[1]
-    long, short, _ = (rows // t for rows, t in zip(model.model.pixel_rows(grid), grid[:, 0].tolist(), strict=True))
-    assert few == 2 * long + (int(grid[1, 0]) + 1) * short < sum(seen)
-    for one, other in zip(once, every, strict=True):
-        assert_close(one, other, atol=1e-5, rtol=1e-5)
-    steps = once[0].unflatten(0, (int(grid[0, 0]), -1))
-    assert_same(steps[1:2].expand_as(steps[1:]), steps[1:])
-    assert not torch.equal(steps[0], steps[1])
+    every = encode(model, video)
+    assert rows < sum(seen)
+    assert_close(once, every, atol=1e-5, rtol=1e-5)
+    first, second, *others = once[0].unflatten(0, (steps[0], -1))
+    assert_same(others, [second] * len(others))
+    assert not torch.equal(first, second)
 
 
 @each_unlike
@@ -68,28 +70,26 @@ def test_the_answer_stays(model, video, monkeypatch):
     call = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     once = model.generate(**video, **call)
     every_step(monkeypatch)
-    features = model.encode_videos(*taken(video))
+    features = encode(model, video)
     rest = {name: value for name, value in video.items() if name != "pixel_values_videos"}
     assert_same(once, model.generate(**rest, video_features=features, **call))
 
 
 @each_unlike
 def test_gradients_of_repeated_steps_add_up(backbone, processor, video, monkeypatch):
-    gradients = []
-    for _ in range(2):
+    def gradients():
         model = backbone.build(processor).train()
-        features = encode_modality(model.model, 2, *taken(video))
-        sum(own.square().mean() for own in features).backward()
-        vision = next(part for part in ("visual", "vision_tower") if hasattr(model.model, part))
-        gradients.append(
-            [weight.grad for weight in getattr(model.model, vision).parameters() if weight.grad is not None]
-        )
-        every_step(monkeypatch)
-    assert gradients[0]
-    for one, other in zip(*gradients, strict=True):
-        assert_close(one, other, atol=1e-5, rtol=1e-4)
+        features = encode_modality(model.model, VIDEO, video["pixel_values_videos"], video["video_grid_thw"])
+        sum(tokens.square().mean() for tokens in features).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    once = gradients()
+    every_step(monkeypatch)
+    assert once
+    assert_close(once, gradients(), atol=1e-5, rtol=1e-4)
 
 
 def test_nothing_equals_what_is_not_a_number():
     values = torch.tensor([1.0, 1.0, 2.0, float("nan"), float("nan"), 2.0])
-    assert encoding_qtsplus.new_steps(values[:, None].expand(-1, 6)).tolist() == [True, False, True, True, True, True]
+    steps = values[:, None].expand(-1, 6)
+    assert encoding_qtsplus.new_steps(steps).tolist() == [True, False, True, True, True, True]

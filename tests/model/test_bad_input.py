@@ -20,7 +20,6 @@ from tiny import (
     PATCH_VALUES,
     USER,
     VIDEO_PAD,
-    Prompt,
     assert_same,
     batch,
     prompt,
@@ -31,7 +30,6 @@ from tiny import (
 )
 
 GRID = (2, 4, 6)  # 48 patches, 12 tokens
-PIXEL_FIELDS = ("images", "videos", "image_pixels", "video_pixels", "seconds")
 
 
 def video_inputs(**changes):
@@ -51,12 +49,13 @@ def without_user_turn(inputs):
     return {**inputs, "input_ids": ids.masked_fill(ids == USER, 30)}
 
 
-def with_placeholders(change):
-    """The prompt of a video with some placeholders more, or fewer."""
+def with_placeholders(count):
+    """The prompt of a video with so many placeholders."""
     ids = video_inputs()["input_ids"][0].tolist()
-    at = ids.index(VIDEO_PAD)
-    ids = ids[:at] + [VIDEO_PAD] * change + ids[at:] if change > 0 else ids[:at] + ids[at - change :]
-    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    first = ids.index(VIDEO_PAD)
+    behind = [token for token in ids[first:] if token != VIDEO_PAD]
+    ids = torch.tensor([ids[:first] + [VIDEO_PAD] * count + behind])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def only(inputs, *names):
@@ -80,9 +79,9 @@ BAD_CHANGES = {
         {"video_grid_thw": torch.tensor([[0, 4, 6]]), "pixel_values_videos": torch.zeros(0, PATCH_VALUES)},
         r"video_grid_thw \[\[0, 4, 6\]\]: an empty video",
     ),
-    "a placeholder too many": (with_placeholders(1), r"1 video placeholder\(s\) in a row, but only 1 video\(s\) were"),
+    "a placeholder too many": (with_placeholders(13), r"1 video placeholder\(s\) in a row, but only 1 video\(s\) were"),
     "a placeholder too few": (
-        with_placeholders(-1),
+        with_placeholders(11),
         r"11 video placeholder\(s\) in a row, but video 0 has 2 x 2 x 3 = 12",
     ),
     "more videos than placeholders": (
@@ -103,22 +102,18 @@ BAD_CHANGES = {
         "grid_thw but without pixel values|12 video placeholders, but no video pixels",
     ),
     "placeholders without pixels or grid": (dict.fromkeys(VIDEO), "12 video placeholder"),
-    **{
-        f"{rows} rows of pixels": (
-            {VIDEO[0]: torch.zeros(rows, PATCH_VALUES)},
-            f"{rows} rows of video pixels: expected 48",
-        )
-        for rows in (47, 49)
-    },
-    **{f"a pixel of {one}": ({VIDEO[0]: one_pixel(one)}, NOT_FINITE) for one in (float("nan"), float("inf"))},
-    **{
-        f"retention {one}": ({"retention": one}, rf"retention={one}: expected a fraction .* in \(0, 1\]")
-        for one in (0.0, 1.5, -0.1, float("nan"))
-    },
-    **{
-        f"max_visual_tokens {one}": ({"max_visual_tokens": one}, f"max_visual_tokens={one}: expected a whole number")
-        for one in (0, -3, True, 2.5)
-    },
+    "a row of pixels too few": (
+        {"pixel_values_videos": torch.zeros(47, PATCH_VALUES)},
+        "47 rows of video pixels: expected 48",
+    ),
+    "a pixel that is no number": ({"pixel_values_videos": one_pixel(float("nan"))}, NOT_FINITE),
+    "a pixel without end": ({"pixel_values_videos": one_pixel(float("inf"))}, NOT_FINITE),
+    "retention 0": ({"retention": 0.0}, r"retention=0.0: expected a fraction .* in \(0, 1\]"),
+    "retention above 1": ({"retention": 1.5}, r"retention=1.5: expected a fraction .* in \(0, 1\]"),
+    "a retention that is no number": ({"retention": float("nan")}, r"retention=nan: expected a fraction"),
+    "max_visual_tokens 0": ({"max_visual_tokens": 0}, "max_visual_tokens=0: expected a whole number"),
+    "half a visual token": ({"max_visual_tokens": 2.5}, "max_visual_tokens=2.5: expected a whole number"),
+    "max_visual_tokens as a switch": ({"max_visual_tokens": True}, "max_visual_tokens=True: expected a whole number"),
     "second_per_grid_ts of the wrong length": (
         {VIDEO[2]: torch.ones(2)},
         r"2 second_per_grid_ts: expected one .* \(1\)",
@@ -170,14 +165,13 @@ def works_as_before(model):
     state = {key: value.clone() for key, value in model.state_dict().items()}
 
     def made():
-        with torch.no_grad():
-            return model(**good).logits, model.generate(**good, max_new_tokens=3)
+        return run(model, good).logits, model.generate(**good, max_new_tokens=3)
 
     before = made()
 
     def check():
         assert_same(made(), before)
-        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+        assert_same(dict(model.state_dict()), state)
 
     return check
 
@@ -207,35 +201,22 @@ def test_a_refused_training_step_leaves_the_running_mean_of_rho():
 BAD_CONFIGS = {
     "n_max 0": ({"n_max": 0}, "n_max=0; expected a whole number from 1"),
     "an n_max that is no whole number": ({"n_max": 2.5}, "n_max=2.5; expected a whole number from 1"),
-    "an n_max that is a switch": ({"n_max": True}, "n_max=True; expected a whole number from 1"),
-    "no n_max": ({"n_max": None}, "n_max=None; expected a whole number from 1"),
     "rho_min above rho_max": ({"rho_min": 0.6, "rho_max": 0.5}, "rho_min=0.6, rho_max=0.5; expected rho_min <= rho"),
     "rho_min 0": ({"rho_min": 0.0}, "rho_min=0.0; expected a number from 1e-12 to 1"),
-    "a rho_min that is a text": ({"rho_min": "0.1"}, "rho_min='0.1'; expected a number from 1e-12 to 1"),
-    "rho_max above 1": ({"rho_max": 1.5}, "rho_max=1.5; expected a number from 1e-12 to 1"),
     "a negative rho_prior": ({"rho_prior": -0.1}, "rho_prior=-0.1; expected a number from 0 to 1"),
     "an unknown gate": ({"gate": "softmax"}, "gate='softmax'; expected one of .*detached"),
-    "a gate that is a list": ({"gate": ["soft"]}, "gate=.* expected one of .*detached"),
-    "an unknown reduction": ({"reduction": "median"}, "reduction='median'; expected one of .*sum"),
-    "unknown position_ids": ({"position_ids": "absolute"}, "position_ids='absolute'; expected one of .*sequential"),
     "an unknown selection": ({"selection": "unifrom"}, "selection='unifrom'; expected one of .*uniform"),
     "tau_s 0": ({"tau_s": 0.0}, "tau_s=0.0; expected a number from 1e-12"),
-    "a negative tau_s": ({"tau_s": -1.0}, "tau_s=-1.0; expected a number from 1e-12"),
     "dropout 1": ({"dropout": 1.0}, "dropout=1.0; expected a number from 0 to 0.999"),
     "no scoring layer": ({"scoring_layers": 0}, "scoring_layers=0; expected a whole number from 1"),
     "a null token that is a number": ({"null_token": 10**12}, "null_token=1000000000000; expected true or false"),
     "positions that are a text": ({"reencode_rope": "no"}, "reencode_rope='no'; expected true or false"),
     "a weight without end": ({"lambda_m": float("inf")}, "lambda_m=inf; expected a number from 0"),
-    "a weight that is no number": ({"lambda_m": float("nan")}, "lambda_m=nan; expected a number from 0"),
     "a misspelt field": ({"rho_mim": 0.1}, "no field 'rho_mim'; the nearest are rho_min"),
-    "a field that is nearly two": ({"lambda_tm": 0.1}, "no field 'lambda_tm'; the nearest are .*lambda_t"),
     "an option of a call": ({"retention": 0.1}, "no field 'retention'; the nearest are"),
     "a negative number of re-encoding layers": ({"reencode_layers": -1}, "reencode_layers=-1; expected"),
-    "half a re-encoding layer": ({"reencode_layers": 1.5}, "reencode_layers=1.5; expected a whole number from 0"),
-    "a negative layer": ({"attention_layer": -1}, "attention_layer=-1; expected a whole number from 0"),
     "heads in a list": ({"attention_heads": [[0, 99]]}, r"attention_heads=\[\[0, 99\]\]; expected different whole"),
     "the same head twice": ({"attention_heads": [1, 1]}, "attention_heads=.*expected different whole numbers"),
-    "no heads": ({"attention_heads": []}, "attention_heads=.*expected different whole numbers"),
 }
 
 
@@ -314,10 +295,11 @@ def test_labels_of_another_shape_are_refused(model, rows):
 )
 def test_packed_rows_are_refused_with_images_and_videos(model, modality, axes, with_mask):
     """Two sequences one behind the other, as padding-free training lays them: stock attends within each of them."""
-    rows = prompt(**{modality: [GRID]}), prompt(seed=1)
-    both = Prompt(rows[0].ids + rows[1].ids, *(getattr(rows[0], name) for name in PIXEL_FIELDS))
-    inputs = batch(both)
-    positions = torch.cat([torch.arange(len(row.ids)) for row in rows])[None]
+    row = prompt(**{modality: [GRID]})
+    other = prompt(seed=1)
+    positions = torch.cat([torch.arange(len(row.ids)), torch.arange(len(other.ids))])[None]
+    row.ids += other.ids
+    inputs = batch(row)
     inputs["position_ids"] = positions if axes is None else positions.expand(axes, 1, -1)
     if not with_mask:
         inputs.pop("attention_mask")
@@ -326,24 +308,27 @@ def test_packed_rows_are_refused_with_images_and_videos(model, modality, axes, w
             call(**inputs)
 
 
-def test_a_method_that_keeps_something_else_than_n_indices_is_named(model, monkeypatch):
-    call = {**video_inputs(), "max_visual_tokens": 4, "retention": 1.0}
-    for wrong in (
+@pytest.mark.parametrize(
+    "wrong",
+    [
         torch.arange(5),
         torch.arange(4).flip(0),
         torch.arange(4).float(),
         torch.arange(4) - 1,
         torch.tensor([0, 1, 2, 10**6]),
         [0, 1, 2, 3],
-    ):
+    ],
+)
+def test_a_method_that_keeps_something_else_than_n_indices_is_named(model, monkeypatch, wrong):
+    call = {**video_inputs(), "max_visual_tokens": 4, "retention": 1.0}
 
-        def broken(candidates, n, wrong=wrong):
-            return wrong
+    def broken(candidates, n):
+        return wrong
 
-        monkeypatch.setitem(METHODS, "broken", broken)
-        for selection in ("broken", broken):
-            with pytest.raises(ValueError, match="selection='broken' gave .*; expected 4 ascending int64 indices"):
-                model(**call, selection=selection)
+    monkeypatch.setitem(METHODS, "broken", broken)
+    for selection in ("broken", broken):
+        with pytest.raises(ValueError, match="selection='broken' gave .*; expected 4 ascending int64 indices"):
+            model(**call, selection=selection)
 
 
 # Checkpoints
@@ -368,16 +353,12 @@ def test_without_any_checkpoint_a_model_begins_as_a_new_one(monkeypatch):
     config = tiny_config(query_states="layer", null_token=True)
     new = Qwen2_5_VLQTSplusForConditionalGeneration(config)
     loaded = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(None, config=config, state_dict={})
-    weights = loaded.state_dict()
-    different = [name for name, weight in new.state_dict().items() if not torch.equal(weight, weights[name])]
-    assert not different
+    assert_same(dict(loaded.state_dict()), dict(new.state_dict()))
 
 
 @pytest.mark.parametrize("lost", [r"\.qtsplus\.", r"scoring_layers\.0\.q_norm", r"budget\.mlp\.2\.bias"])
 def test_a_checkpoint_without_all_of_its_selector_is_refused(tmp_path, model, lost):
     weights = {name: value for name, value in model.state_dict().items() if not re.search(lost, name)}
     model.save_pretrained(tmp_path, state_dict=weights)
-    missing = [n for n in model.state_dict() if re.search(lost, n) and n != "model.qtsplus.rho_history"]
-    with pytest.raises(ValueError, match=r"lacks \d+ of the weights .*model\.qtsplus\..*would stay random") as error:
+    with pytest.raises(ValueError, match=r"lacks \d+ of the weights .*model\.qtsplus\..*would stay random"):
         Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path)
-    assert len(missing) <= int(re.search(r"lacks (\d+)", str(error.value))[1]) <= len(missing) + 1
