@@ -174,21 +174,6 @@ def test_a_data_address_without_a_video_is_refused(content, reason):
     assert len(str(refused.value)) < 300
 
 
-def test_what_was_sent_leads_nowhere():
-    """FFmpeg reads lists of other places too."""
-    asked = []
-    with serving(lambda handler: asked.append(handler.path)) as address:
-        lists = [
-            f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2.0,\n{address}\n#EXT-X-ENDLIST\n",
-            f"ffconcat version 1.0\nfile {address}\n",
-            "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 40000 RTP/AVP 96\n",
-        ]
-        for text in lists:
-            with pytest.raises(ValueError, match="Cannot decode.*a list of other places"):
-                Film(inline(text.encode()))
-    assert asked == []
-
-
 def test_a_password_is_used_and_not_said(loaded, clip):
     sent = []
     send_clip = sending(clip)

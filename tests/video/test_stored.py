@@ -2,12 +2,9 @@
 
 import json
 import os
-import re
 import resource
 import shutil
 import socket
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -444,75 +441,3 @@ def test_features_of_another_video_are_found(folder, mine, loaded):
     shutil.copyfile(one, other)
     with pytest.raises(ValueError, match="it was changed since it was written|is damaged"):
         Library(folder, *loaded).find(QUESTION)
-
-
-# --- What the system sees ---
-
-STRACE = "trace=open,openat,openat2,creat,unlink,unlinkat,rename,renameat,renameat2,truncate,mkdir,execve,connect"
-
-
-WRITING = ("O_WRONLY", "O_RDWR", "O_CREAT", "creat(", "unlink", "rename", "truncate", "mkdir")
-
-
-def written_by(call):
-    """The whole paths that a call makes, changes or removes; none of one that failed."""
-    if " = -1 " in call or not any(word in call for word in WRITING):
-        return []
-    return [os.path.join(*place) for place in re.findall(r'(?:[A-Z_0-9]+<([^>]*)>, )?"([^"]*)"', call)]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is missing")
-@pytest.mark.parametrize(
-    ("command", "field"),
-    [
-        ("find {library} What? --moments 3", "model"),
-        ("find {library} What? --moments 3 --model {model}", "videos"),
-        ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "videos"),
-        ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "features"),
-        ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "key"),
-        ("chat {library} --model {model} --max-new-tokens 2", "videos"),
-        ("index {videos} --out {library} --model {model}", "videos"),
-        ("index {videos} --out {library} --model {model}", "content"),
-        ("index {videos} --out {library} --model {model}", "link"),
-    ],
-)
-def test_a_strangers_library_reaches_nothing(folder, mine, tiny_published, tmp_path, command, field):
-    """No file outside the library, the films, the cache, the model and Python's own; no process; no address."""
-    secret = tmp_path / "secret"
-    shutil.copytree(mine, secret)
-    (secret / "model_qtsplus.py").write_text("raise SystemExit('it ran')")
-    shutil.copy(tiny_published / "config.json", secret)
-    rewrite(folder, made_of(model=str(secret) if field == "model" else "stranger/model", videos=str(secret)))
-    if field == "content":
-        rewrite(folder, entry("content", "../secret/a"))
-    elif field == "key":
-        rewrite(folder, lambda line: line.update(key="../secret/a.mp4") if line.get("key") == "a.mp4" else None)
-    elif field == "features":
-        store(folder, about(video=str(secret / "a.mp4"), warnings=[str(secret)]))
-    elif field == "link":
-        (folder / "c.safetensors").symlink_to(secret / "a.mp4")
-    places = {"library": folder, "model": tiny_published, "videos": mine, "out": tmp_path / "out"}
-    line = [sys.executable, "-m", "qtsplus.cli", *(one.format(**places) for one in command.split())]
-    log, before = tmp_path / "log", {path: path.read_bytes() for path in secret.iterdir()}
-    traced = ["strace", "-f", "--seccomp-bpf", "-y", "-qq", "-s", "4096", "-e", STRACE, "-o", str(log), *line]
-    own = [tmp_path / "fonts", tmp_path / "tmp"]
-    own[1].mkdir()
-    environment = {**os.environ, "MPLCONFIGDIR": str(own[0]), "TMPDIR": str(own[1]), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(traced, input="What?\n", capture_output=True, text=True, env=environment)
-    assert done.returncode == (0 if field in ("videos", "features", "link") else 2), done.stderr
-    assert "Traceback" not in done.stderr
-    calls = log.read_text().splitlines()
-    others = ("/ldconfig", "/fc-list")  # by which PyTorch and Matplotlib find libraries and fonts, whatever is asked
-    begun = [call for call in calls if "execve(" in call and " = 0" in call and not any(one in call for one in others)]
-    assert len(begun) == 1 and not [call for call in calls if "AF_INET" in call]
-    assert not [call for call in calls if f'"{secret}' in call or "../secret" in call]
-    if command.startswith("index"):
-        own += [folder, tmp_path / "cache"]
-    elif "{out}" in command:
-        own += [tmp_path / "out", tmp_path / ".out.partial", tmp_path / ".out.lock"]
-    written = [path for call in calls for path in written_by(call)]
-    assert not [
-        path for path in written if path != "/dev/null" and not any(Path(path).is_relative_to(one) for one in own)
-    ]
-    assert before == {path: path.read_bytes() for path in secret.iterdir()}
