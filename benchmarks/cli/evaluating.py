@@ -8,34 +8,33 @@ from rich.table import Table
 
 from qtsplus.cli.console import console, note, one_line_errors, wrote
 from qtsplus.cli.evaluating import fail_run
-from qtsplus.cli.models import Source, name_model, split_revision
-from qtsplus.cli.options import Device, Dtype, Model, Retention, Selection, WeightType
+from qtsplus.cli.models import Source
+from qtsplus.cli.options import Retention, Selection, grouped
 
 _Results = Annotated[Path, typer.Option(help="The folder of the results.")]
 _RESULTS = Path("evaluation")
 
 
+@grouped
 def analysis(
     records: Annotated[
         Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
     ],
-    model: Model = None,
+    *,
+    source: Source,
     out: _Results = _RESULTS,
     work: Annotated[Path, typer.Option(help="Where the features of videos are kept.")] = Path("runs/analysis"),
-    device: Device = None,
 ) -> None:
     """Hold the model's own budget against what it is made from."""
-    model, revision = split_revision(model)
-    with one_line_errors():
-        from qtsplus.data.formats import read_records
+    from qtsplus.data.formats import read_records
 
-        from ..studies.analysis import run_analysis
+    from ..studies.analysis import run_analysis
 
-        questions = read_records(records)
-        target = run_analysis(*Source(model, revision, device).load(), questions, out, work=work)
-    wrote(target)
+    questions = read_records(records)
+    wrote(run_analysis(*source.load(), questions, out, work=work))
 
 
+@grouped
 def evaluate(
     tasks: Annotated[
         str,
@@ -45,7 +44,8 @@ def evaluate(
             show_default=False,
         ),
     ],
-    model: Model = None,
+    *,
+    source: Source,
     retention: Retention = None,
     max_visual_tokens: Annotated[int | None, typer.Option(help="Keep at most this many visual tokens.")] = None,
     selection: Selection = None,
@@ -62,26 +62,23 @@ def evaluate(
     out: Annotated[
         Path, typer.Option(help="The folder for answers, logs and results. A run that was stopped goes on there.")
     ] = Path("evaluation"),
-    device: Device = None,
-    dtype: WeightType = Dtype.auto,
 ) -> None:
     """
     Measure how well a model answers on benchmarks of lmms-eval.
 
     A video that cannot be read does not end the run. Its questions count as wrong, and the exit code is 1.
     """
-    model, revision = split_revision(model)
-    with one_line_errors():
-        from benchmarks.harness.loading import Options
+    from benchmarks.harness.loading import Options
 
-        from ..harness import run as harness
+    from ..harness import run as harness
 
-        options = Options(selection, retention, max_visual_tokens, reencode, fps, num_frames, max_frames, max_pixels)
-        settings = harness.Settings(name_model(model), tasks, vars(options), revision, dtype.value, limit)
-        try:
-            result = harness.run(settings, out, processes=processes, batch_size=batch_size, device=device, say=note)
-        except harness.HarnessError as error:
-            fail_run(str(error))
+    options = Options(selection, retention, max_visual_tokens, reencode, fps, num_frames, max_frames, max_pixels)
+    model, revision = source.name()
+    settings = harness.Settings(model, tasks, vars(options), revision, source.dtype.value, limit)
+    try:
+        result = harness.run(settings, out, processes=processes, batch_size=batch_size, device=source.device, say=note)
+    except harness.HarnessError as error:
+        fail_run(str(error))
     _print_tasks(result["tasks"])
     wrote(out / "run.json")
     if failed := harness.failures(result["tasks"]):

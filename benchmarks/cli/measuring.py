@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from qtsplus.cli.console import console, notes, one_line_errors, resumable, wrote
-from qtsplus.cli.options import Dtype
+from qtsplus.cli.models import Dtype
 
 from .options import RESULTS, Results, typed
 

@@ -71,7 +71,7 @@ def test_a_line_that_fails_is_one_line_and_the_next_is_answered(chat, line):
 
 def test_what_is_no_text_is_one_line(chat):
     result = chat(b"\xff\xfe\n" + INSIDE.encode())
-    assert result.exit_code == 1 and result.stdout.startswith(f"{MARK}\n") and "qtsplus: 'utf-8' codec" in result.stderr
+    assert result.exit_code == 1 and result.stdout.startswith(f"{MARK}\n") and "expected Unicode" in result.stderr
 
 
 def test_a_folder_that_is_the_users_own_is_left_alone(chat, tmp_path):

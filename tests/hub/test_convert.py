@@ -437,7 +437,7 @@ def test_a_model_of_another_type_is_refused(reference_folder, tmp_path):
     [
         (["--variant", "qtsplus-3b"], ["--variant", "new selector"]),
         (["--set", "n_max=3"], ["--set"]),
-        (["--set", "n_max"], ["expected a name and a value"]),
+        (["--set", "n_max"], ["expected NAME=VALUE"]),
     ],
 )
 def test_an_argument_without_a_meaning_is_refused(arguments, words, tmp_path):

@@ -323,7 +323,7 @@ chat {library} {videos}/a.mp4 => is a library, which is asked alone
 chat {videos}/a.mp4 {library} --fps 2 => {library} is a library, which is asked alone
 chat {library} --fps 2 => --fps is about a video
 index {empty} --out {empty}/library => There is no video in
-index {videos} --out {empty}/library --fps 0 => --fps is 0
+index {videos} --out {empty}/library --fps 0 => Got fps=0.0; expected a finite number above 0
 index {videos} --out {videos}/a.mp4 => is a file; expected a folder
 """
 

@@ -1,6 +1,5 @@
 """`qtsplus ask` and `qtsplus demo`: questions to a model."""
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -16,9 +15,9 @@ from ..asking.choice import Choice
 from ..common.files import counted, printable, say_exceeded
 from ..video.sampling import Sampling
 from . import options
-from .console import console, fail, note, notes, one_line_errors, wrote
+from .console import console, fail, note, notes, one_line_errors, print_json, wrote
 from .library import Like
-from .models import Source, name_model, open_library, split_revision
+from .models import Source, open_library
 
 SHOWN = 10  # stretches of evidence in a terminal
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from ..asking.session import Answer
     from ..asking.summaries import Summary
     from ..video.encoded import EncodedVideo
-    from ..video.forecast import Forecast
 
 
 @options.grouped
@@ -34,14 +32,14 @@ def ask(
     video: Annotated[str, typer.Argument(help="A video file, its http(s) address, a folder of frames, or a library.")],
     question: options.Asked,
     *,
-    model: options.Model = None,
+    source: Source,
     choice: Choice,
     sampling: Sampling,
     subtitles: options.Subtitles = None,
     max_new_tokens: options.MaxNewTokens = None,
     evidence: Annotated[
         Path | None,
-        typer.Option(help="A folder for pictures of what the answer rests on."),
+        typer.Option(help="A folder for pictures of what the answer rests on, and for a video of these stretches."),
     ] = None,
     pieces: Annotated[
         int | None,
@@ -49,64 +47,47 @@ def ask(
     ] = None,
     name: Like = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what reading the video will take.")] = False,
-    device: options.Device = None,
-    dtype: options.WeightType = options.Dtype.auto,
     as_json: options.AsJson = False,
 ) -> None:
     """Answer a question about a video or a library, and say which seconds the answer rests on."""
-    model, revision = split_revision(model)
-    if not is_library(video):
-        of_library = {"pieces": pieces, "name": name}
-        refuse(of_library, "is about a library, which `qtsplus index` makes; leave it out")
-    of_videos = sampling
-    if is_library(video):  # of which --start and --end say what is searched
-        of_videos = replace(sampling, start=None, end=None)
-    check_videos([video], of_videos, subtitles=subtitles, dry_run=dry_run or None)
+    from ..common.folders import check_own
+    from ..model.addresses_qtsplus import shown_name
+
+    of_videos = vars(replace(sampling, start=None, end=None))  # of a library these say what is searched
+    of_videos |= {"subtitles": subtitles, "dry_run": dry_run or None}
+    check_videos([video], of_videos, {"pieces": pieces, "name": name})
     if dry_run:
-        of_answers = {
-            "max_new_tokens": max_new_tokens,
-            "evidence": evidence,
-            "pieces": pieces,
-            "subtitles": subtitles,
-        }
+        of_answers = {"max_new_tokens": max_new_tokens, "evidence": evidence, "subtitles": subtitles}
         refuse(of_answers, "has no effect with --dry-run: no answer is written")
-    with one_line_errors():
-        from ..asking.question import check_text
-        from ..common.folders import check_own
-        from ..model.addresses_qtsplus import shown_name
-        from ..model.methods_qtsplus import add_method
-
-        check_text("question", question)
-        add_method(choice.selection)
-        if evidence is not None:
-            check_own(evidence)
-        started = time.perf_counter()
-        source = Source(model, revision, device, dtype.value)
-        if dry_run:
-            expected = foresee(video, source, sampling, choice)
-            if as_json:
-                print(json.dumps(asdict(expected)))
-            else:
-                console.print(str(expected), soft_wrap=True, highlight=False)
-            return
-        talk = Talk(video, source, sampling, subtitles)
-        asking = dict(vars(choice), subtitles=subtitles, max_new_tokens=max_new_tokens or 128)
-        if talk.is_library:
-            asking["pieces"] = pieces or 1
-            asking["names"] = chosen_names(talk.about, name)
-            asking["window"] = window(sampling.start, sampling.end)
-        timings = {"load": time.perf_counter() - started}
-        if not talk.is_library:
-            timings["encode"] = talk.add(video, printable(shown_name(video))).seconds
-        answer = talk.ask(question, asking)
-        answer = talk.last = replace(answer, timings=timings | answer.timings)
-        print_answer(answer, talk.is_library, as_json)
-        if evidence is not None:
-            talk.draw(evidence)
+        print_forecast(video, source, sampling, choice, as_json)
+        return
+    if evidence is not None:
+        check_own(evidence)
+    started = time.perf_counter()
+    talk = Talk(video, source, choice.selection)
+    asking = dict(vars(choice), subtitles=subtitles, max_new_tokens=max_new_tokens or 128)
+    timings = {"load": time.perf_counter() - started}
+    if talk.is_library:
+        asking["pieces"] = pieces or 1
+        asking["names"] = chosen_names(talk.about, name)
+        asking["window"] = window(sampling.start, sampling.end)
+    else:
+        timings["encode"] = talk.add(video, sampling, subtitles, printable(shown_name(video))).seconds
+    answer = talk.ask(question, asking)
+    answer = talk.last = replace(answer, timings=timings | answer.timings)
+    print_answer(answer, talk.is_library, as_json)
+    if evidence is not None:
+        talk.draw(evidence)
 
 
-def foresee(video: str, source: Source, sampling: Sampling, choice: Choice) -> "Forecast":
-    """What reading a video will take, by the configuration and the processor of a model."""
+def print_forecast(
+    video: str,
+    source: Source,
+    sampling: Sampling,
+    choice: Choice,
+    as_json: bool,
+) -> None:
+    """Says what reading a video will take, by the configuration and the processor of a model."""
     import torch
 
     from ..hub.checkpoint import on_meta
@@ -114,36 +95,43 @@ def foresee(video: str, source: Source, sampling: Sampling, choice: Choice) -> "
     from ..video.encoded import open_chunks
     from ..video.forecast import forecast
 
-    name = name_model(source.model)
-    config = load_config(name, source.revision)
+    name, revision = source.name()
+    config = load_config(name, revision)
     dtype = config.dtype or torch.float32
     if source.dtype != "auto":
-        dtype = getattr(torch, source.dtype)
-    chunks = open_chunks(load_processor(name, source.revision), video, sampling)
-    return forecast(on_meta(config).to(dtype), chunks, **vars(choice))
+        dtype = getattr(torch, source.dtype.value)
+    chunks = open_chunks(load_processor(name, revision), video, sampling)
+    expected = forecast(on_meta(config).to(dtype), chunks, **vars(choice))
+    if as_json:
+        print_json(asdict(expected))
+    else:
+        console.print(str(expected), soft_wrap=True, highlight=False)
 
 
 class Talk:
     """Videos that are asked about in a session, or a library; and the answer that came last."""
 
-    def __init__(self, video: str, source: Source, sampling: Sampling, subtitles: int | None = None) -> None:
+    def __init__(self, video: str, source: Source, selection: Any) -> None:
         from ..asking.session import VideoSession
 
         self.is_library = is_library(video)
         if self.is_library:
-            self.about: Any = open_library(Path(video), source)
+            self.about: Any = open_library(Path(video), source, selection)
         else:
-            self.about = VideoSession(*source.load())
-        self.sampling = sampling
-        self.subtitles = subtitles is not None
+            self.about = VideoSession(*source.load(selection))
         self.places: dict[str, str] = {}  # of the videos, as they were named here
         self.warnings = set(self.about.warnings)  # that the log has said
         self.last: Answer | None = None
 
-    def add(self, video: str, name: str | None = None) -> "EncodedVideo":
+    def add(
+        self,
+        video: str,
+        sampling: Sampling,
+        subtitles: int | None = None,
+        name: str | None = None,
+    ) -> "EncodedVideo":
         """Encodes one more video."""
-        options = self.sampling.options()
-        name = self.about.add(video, name, progress=True, subtitles=self.subtitles, **options)
+        name = self.about.add(video, name, progress=True, subtitles=subtitles is not None, **sampling.options())
         self.places[name] = video
         encoded = self.about.film(name)
         self.warnings.update(encoded.about.warnings)
@@ -154,30 +142,32 @@ class Talk:
         ask = self.about.ask if self.is_library else self.about.chat
         with notes.status("Asking"):
             self.last = ask(question, **options)
-        for warning in self.last.warnings:
+        self.note_new(self.last)
+        return self.last
+
+    def note_new(self, read: "Answer | Summary") -> None:
+        """Says the warnings that the log has not said."""
+        for warning in read.warnings:
             if warning not in self.warnings:
                 note(warning)
-        return self.last
 
     def draw(self, folder: Path) -> None:
         """Draws what the last answer rests on."""
         from ..asking.picture import draw_evidence
-
-        assert self.last is not None
-        videos = {name: self._with_file(name) for name in self.last.keep_maps}
-        draw_evidence(self.last, videos, folder)
-        note(f"Wrote {folder}")
-
-    def _with_file(self, name: str) -> "EncodedVideo":
-        """A video with a path, or an address, at which its frames are read."""
         from ..video.encoded import IN_MEMORY
 
-        if not self.is_library:  # by the address that was asked for: what it is called may leave out a password
-            return replace(self.about.film(name), video=self.places[name])
-        video = self.about.with_file(name)
-        if video.video == IN_MEMORY:
-            note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
-        return video
+        assert self.last is not None
+        videos = {}
+        for name in self.last.keep_maps:
+            if self.is_library:
+                video = self.about.with_file(name)
+            else:  # by the address that was asked for: what it is called may leave out a password
+                video = replace(self.about.film(name), video=self.places[name])
+            if video.video == IN_MEMORY:
+                note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
+            videos[name] = video
+        draw_evidence(self.last, videos, folder)
+        note(f"Wrote {folder}")
 
 
 def chosen_names(library: Any, name: str | None) -> list[str]:
@@ -204,22 +194,24 @@ def refuse(options: Mapping[str, object], why: str) -> None:
             fail(f"--{name.replace('_', '-')} {why}")
 
 
-def check_videos(videos: list[str], sampling: Sampling, **others: object) -> None:
-    """Ends the command for videos that are not there, or options about them, before anything heavy is imported."""
-    libraries = [video for video in videos if is_library(video)]
-    if libraries:
-        if len(videos) > 1:
-            fail(f"{libraries[0]} is a library, which is asked alone")
-        refuse(vars(sampling) | others, "is about a video, and those of a library are encoded already; leave it out")
+def check_videos(
+    videos: list[str],
+    of_videos: Mapping[str, object],
+    of_libraries: Mapping[str, object] | None = None,
+) -> None:
+    """Ends the command for videos that are not there, and for options that are about others than these."""
+    if not is_library(videos[0]):
+        refuse(of_libraries or {}, "is about a library, which `qtsplus index` makes; leave it out")
     for video in videos:
+        if is_library(video):
+            if len(videos) > 1:
+                fail(f"{video} is a library, which is asked alone")
+            refuse(of_videos, "is about a video, and those of a library are encoded already; leave it out")
         if video == "-":
             fail("a video is read from a file; `qtsplus watch -` reads one from standard input")
         # os.path answers no where a Path raises, such as for a name that is too long.
         if "://" not in video and not os.path.exists(video):
             fail(f"there is no video at {video!r}")
-        if os.path.isdir(video) and sampling.fps is None and not libraries:
-            rate = "give the rate at which they were taken, such as --fps 2"
-            fail(f"{video} is a folder, of frames or videos: of frames {rate}; of videos run `qtsplus index` first")
 
 
 def demo(out: Annotated[Path, typer.Option(help="The folder for clip, model and pictures.")] = Path("demo")) -> None:
@@ -241,7 +233,7 @@ def place(box: tuple[float, float, float, float]) -> str:
         return "all over the frame"
     row = ("top", "middle", "bottom")[min(int((top + bottom) / 2 * 3), 2)]
     column = ("left", "centre", "right")[min(int((left + right) / 2 * 3), 2)]
-    return f"{row} {column}" if (row, column) != ("middle", "centre") else "centre"
+    return f"{row} {column}"
 
 
 def looked_at(read: "Answer | Summary") -> str:
@@ -258,7 +250,7 @@ def looked_at(read: "Answer | Summary") -> str:
 def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -> None:
     """The answer, and a table of what it rests on; with the names of the videos where there are several, or `named`."""
     if as_json:
-        print(json.dumps(answer.as_dict()), flush=True)
+        print_json(answer.as_dict())
         return
     console.print(answer.answer or "(an empty answer)", style="bold", highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

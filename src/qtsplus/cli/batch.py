@@ -7,9 +7,9 @@ import typer
 
 from ..asking.choice import Choice
 from . import options
-from .console import note, one_line_errors, resumable, wrote
+from .console import note, resumable, wrote
 from .evaluating import fail_run
-from .models import name_model, split_revision
+from .models import Source
 
 
 @options.grouped
@@ -22,13 +22,11 @@ def batch(
     ],
     out: Annotated[Path, typer.Option(help="The JSONL file of the answers. A run that was stopped goes on.")],
     *,
-    model: options.Model = None,
+    source: Source,
     choice: Choice,
     fps: options.Fps = None,
     max_new_tokens: options.MaxNewTokens = 128,
     media_root: options.MediaRoot = None,
-    device: options.Device = None,
-    dtype: options.WeightType = options.Dtype.auto,
 ) -> None:
     """
     Answer the questions of a file. A video that cannot be read is an error in its rows, and the run goes on.
@@ -36,17 +34,17 @@ def batch(
     Each row is answered once, however often the run is stopped and started again. A video is encoded once for all of
     its questions.
     """
-    model, revision = split_revision(model)
-    with one_line_errors(), resumable():
-        from ..asking.batch import Asker, read_questions, run_batch
-        from ..common.files import listed
-        from ..model.methods_qtsplus import add_method
+    from ..asking.batch import Asker, read_questions, run_batch
+    from ..common.files import listed
+    from ..model.methods_qtsplus import add_method
 
+    with resumable():
         add_method(choice.selection)
         questions = read_questions(file, media_root)
         if questions.unused:
             note(f"Not used of {file}: {listed(questions.unused)}")
-        asker = Asker(name_model(model), revision, device, dtype.value, fps, choice, max_new_tokens)
+        model, revision = source.name()
+        asker = Asker(model, revision, source.device, source.dtype.value, fps, choice, max_new_tokens)
         counts = run_batch(questions, out, asker)
     wrote(out)
     if counts["error"]:

@@ -10,8 +10,8 @@ from ..asking.choice import Choice
 from ..video.sampling import Sampling
 from . import options
 from .asking import Talk, check_videos, print_answer
-from .console import complain, describe, fail, note, one_line_errors
-from .models import Source, split_revision
+from .console import complain, describe, note
+from .models import Source
 
 _EVIDENCE = "/evidence FOLDER draws what the last answer rests on"
 _HELP = "Commands: /evidence FOLDER, /quit. Anything else is a question."
@@ -23,13 +23,11 @@ def chat(
         list[str], typer.Argument(help="Video files, http(s) addresses, folders of frames; or a library.")
     ],
     *,
-    model: options.Model = None,
+    source: Source,
     choice: Choice,
     sampling: Sampling,
     subtitles: options.Subtitles = None,
     max_new_tokens: options.MaxNewTokens = 128,
-    device: options.Device = None,
-    dtype: options.WeightType = options.Dtype.auto,
     as_json: options.AsJson = False,
 ) -> None:
     """
@@ -41,19 +39,14 @@ def chat(
     A question stands on a line of its own. /evidence draws what the last answer rests on into a folder; /quit ends.
     From a pipe, a line that fails makes the exit code 1.
     """
-    model, revision = split_revision(model)
-    check_videos(videos, sampling, subtitles=subtitles)
+    check_videos(videos, dict(vars(sampling), subtitles=subtitles))
     asking = dict(vars(choice), max_new_tokens=max_new_tokens, subtitles=subtitles)
     try:
-        with one_line_errors():
-            from ..model.methods_qtsplus import add_method
-
-            add_method(choice.selection)
-            talk = Talk(videos[0], Source(model, revision, device, dtype.value), sampling, subtitles)
-            if not talk.is_library:
-                for video in videos:
-                    encoded = talk.add(video)
-                    note(f"{encoded.video}: {len(encoded.features)} visual tokens")
+        talk = Talk(videos[0], source, choice.selection)
+        if not talk.is_library:
+            for video in videos:
+                encoded = talk.add(video, sampling, subtitles)
+                note(f"{encoded.video}: {len(encoded.features)} visual tokens")
         note(_HELP)
         failed = _listen(talk, asking, as_json)
     except KeyboardInterrupt:
@@ -65,14 +58,11 @@ def chat(
 def _listen(talk: Talk, asking: dict[str, Any], as_json: bool) -> int:
     """Answers line by line until they end; the number of lines that failed."""
     failed = 0
-    stdin = sys.stdin
-    if stdin is None:
-        fail("standard input is closed, so nothing can be asked")
-    stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            text = input("> " if stdin.isatty() else "").strip()
-            text.encode()  # or it was no text
+            text = input(prompt).strip()
             command, folder = (text.split(maxsplit=1) + ["", ""])[:2]
             if text == "/quit":
                 return failed

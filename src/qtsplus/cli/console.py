@@ -1,6 +1,6 @@
 """What the commands print, and how they end."""
 
-import os
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,46 +49,25 @@ def complain(message: str) -> None:
 
 def fail(message: str) -> NoReturn:
     """Ends the command with one line on standard error and exit code 2."""
-    if "tqdm" in sys.modules:
-        for bar in list(sys.modules["tqdm"].tqdm._instances):
-            bar.close()  # a Trainer's bar does not end its line by itself
     complain(message)
     raise typer.Exit(2)
+
+
+def print_json(content: object) -> None:
+    """Prints one line on standard output, at once."""
+    print(json.dumps(content), flush=True)
 
 
 class FilledArguments(TyperGroup):
     """A command without empty arguments: those are a script's unset variables, and none means the current folder."""
 
-    def main(self, *args: Any, **options: Any) -> Any:
-        """As Typer's; where standard output takes no more, one line, or none if nobody reads it."""
-        code: Any = 0
-        try:
-            try:
-                super().main(*args, **options)
-            except SystemExit as end:
-                code = end.code
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except OSError as error:
-            if error.filename is not None or sys.stdout is not sys.__stdout__:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains when it ends
-            if not code and not isinstance(error, BrokenPipeError):
-                complain(f"standard output: {error.strerror}")
-            code = code or 1
-        sys.exit(code)
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        before = ""
         for argument in args:
-            name = before
             value = argument
             if argument.startswith("--"):
-                name, _, value = argument.rpartition("=")
+                value = argument.split("=", 1)[-1]
             if not value.strip():
-                option = name if name.startswith("--") and "=" not in name else "an argument"
-                fail(f"{option} is empty; give a value, or leave it out")
-            before = argument
+                fail("an argument, or an option's value, is empty; fill it in, or leave it out")
         return super().parse_args(ctx, args)
 
 
@@ -97,21 +76,6 @@ def require_fraction(retention: float | None) -> float | None:
     if retention is not None and not 0 < retention <= 1:
         fail(f"--retention is {retention:g}; expected a fraction in (0, 1]")
     return retention
-
-
-def read_pairs(option: str, given: list[str] | None) -> dict[str, str]:
-    """`["n_max=512"]` as `{"n_max": "512"}`; ends the command for what is no such thing."""
-    pairs: dict[str, str] = {}
-    has_twice = False
-    for text in given or ():
-        name, _, value = text.partition("=")
-        if not name or not value:
-            fail(f"{option} is {text!r}; expected a name and a value, such as n_max=512")
-        has_twice = has_twice or name in pairs
-        pairs[name] = value
-    if has_twice:
-        fail(f"{option} has a name twice; expected one value of each")
-    return pairs
 
 
 @contextmanager

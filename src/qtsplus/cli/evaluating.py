@@ -1,6 +1,5 @@
 """`qtsplus eval`: how well a model answers."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -8,20 +7,21 @@ import typer
 from rich.table import Table
 
 from ..common.files import counted
-from .console import complain, console, fail, note, one_line_errors
-from .models import Source, split_revision
-from .options import AsJson, Device, MediaRoot, Model, Retention, Selection
+from .console import complain, console, fail, note, print_json
+from .models import Source
+from .options import AsJson, MediaRoot, Retention, Selection, grouped
 
 
+@grouped
 def evaluate(
     records: Annotated[
         Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
     ],
-    model: Model = None,
+    *,
+    source: Source,
     retention: Retention = None,
     selection: Selection = None,
     media_root: MediaRoot = None,
-    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """
@@ -29,22 +29,17 @@ def evaluate(
 
     The questions of a video that cannot be read count as wrong, and the video is listed.
     """
-    model, revision = split_revision(model)
+    from ..data.formats import read_records
+    from ..evaluation.exact_match import exact_match, tally
+    from ..training.dataset import require_rates
+
     if selection == "all" and retention is not None:
         fail("--retention has no effect with --selection all, which keeps every token")
-    with one_line_errors():
-        from ..data.formats import read_records
-        from ..evaluation.exact_match import exact_match, tally
-        from ..model.methods_qtsplus import add_method
-        from ..training.dataset import require_rates
-
-        add_method(selection)
-        questions = [record for record in read_records(records, media_root) if record.video is not None]
-        if not questions:
-            fail(f"{records} holds no question about a video")
-        require_rates(questions)
-        loaded = Source(model, revision, device).load()
-        asked = exact_match(*loaded, questions, retention=retention, selection=selection)
+    questions = [record for record in read_records(records, media_root) if record.video is not None]
+    if not questions:
+        fail(f"{records} holds no question about a video")
+    require_rates(questions)
+    asked = exact_match(*source.load(selection), questions, retention=retention, selection=selection)
     summary = tally(asked)
     unreadable = []
     for video in summary["unreadable"]:
@@ -56,7 +51,7 @@ def evaluate(
         fail_run(*unreadable, f"no video of {records} can be read, so nothing was asked")
     if as_json:
         answers = [dict(answer.record.row(), said=answer.said, correct=answer.correct) for answer in asked]
-        print(json.dumps(dict(summary, answers=answers)))
+        print_json(dict(summary, answers=answers))
     else:
         _print_summary(summary)
     for line in unreadable:

@@ -1,6 +1,5 @@
 """`qtsplus find`: the moments of a library that matter most for a question."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,44 +10,39 @@ from rich.table import Table
 from ..common.files import printable
 from . import options
 from .asking import chosen_names, is_library, place, window
-from .console import console, fail, one_line_errors
+from .console import console, fail, print_json
 from .library import Like
-from .models import Source, open_library, split_revision
+from .models import Source, open_library
 
 if TYPE_CHECKING:
     from ..asking.evidence import Interval
 
 
+@options.grouped
 def find(
     library: Annotated[str, typer.Argument(help="A library, which `qtsplus index` makes.", show_default=False)],
     question: options.Asked,
-    model: options.Model = None,
+    *,
+    source: Source,
     moments: Annotated[int, typer.Option(min=1, help="How many moments to name at most.")] = 10,
     name: Like = None,
     start: options.Start = None,
     end: options.End = None,
-    device: options.Device = None,
-    dtype: options.WeightType = options.Dtype.auto,
     as_json: options.AsJson = False,
 ) -> None:
     """Name the moments of a library that matter most for a question, best first, and write no answer."""
-    model, revision = split_revision(model)
     if not is_library(library):
         fail(f"{library!r} is not a library; make one of a folder of videos with `qtsplus index`")
-    with one_line_errors():
-        from ..asking.question import check_text
-
-        check_text("question", question)
-        opened = open_library(Path(library), Source(model, revision, device, dtype.value))
-        names = chosen_names(opened, name)
-        found = opened.find(question, moments, names=names, window=window(start, end))
-        print_moments(question, found, as_json)
+    opened = open_library(Path(library), source)
+    names = chosen_names(opened, name)
+    found = opened.find(question, moments, names=names, window=window(start, end))
+    print_moments(question, found, as_json)
 
 
 def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> None:
     if as_json:
         rows = [dict(asdict(moment), video=moment.name) for moment in moments]
-        print(json.dumps({"question": question, "moments": rows}))
+        print_json({"question": question, "moments": rows})
         return
     table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
     for moment in moments:

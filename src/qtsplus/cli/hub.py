@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .console import note, notes, one_line_errors, read_pairs, wrote
+from .console import note, notes, one_line_errors, wrote
 from .models import split_revision
 
 
@@ -36,16 +36,21 @@ def convert(
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint."""
     source, revision = split_revision(source)
-    pairs = read_pairs("--set", settings)
     with one_line_errors(), notes.status("Converting"):
         from ..common.validation import parse_yaml
         from ..hub import convert as conversion
 
+        selector = {}
+        for setting in settings or ():
+            name, _, value = setting.partition("=")
+            if not name or not value or name in selector:
+                raise ValueError(f"--set is {setting!r}; expected NAME=VALUE, once for each name, such as n_max=512.")
+            selector[name] = parse_yaml(value, f"--set {setting}")
         folder = conversion.convert(
             source,
             out,
             variant=variant,
-            selector={name: parse_yaml(value, f"--set {name}={value}") for name, value in pairs.items()} or None,
+            selector=selector or None,
             processor=processor,
             revision=revision,
             say=note,

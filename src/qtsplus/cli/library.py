@@ -7,10 +7,10 @@ import typer
 
 from ..common.files import NAMED, counted, printable
 from ..video.sampling import Sampling
-from .console import note, one_line_errors, resumable, wrote
+from .console import note, resumable, wrote
 from .evaluating import fail_run
-from .models import Source, split_revision
-from .options import Device, Model, grouped
+from .models import Source
+from .options import grouped
 
 Like = Annotated[
     str | None, typer.Option(help="Only videos whose path in the library matches this pattern, such as 'door/*'.")
@@ -22,12 +22,11 @@ def index(
     folder: Annotated[Path, typer.Argument(help="The folder of the videos, with those in it.")],
     out: Annotated[Path, typer.Option(help="The library. What is in it already is not encoded again.")],
     *,
-    model: Model = None,
+    source: Source,
     sampling: Sampling,
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove videos whose files are gone, which is an error otherwise.")
     ] = False,
-    device: Device = None,
 ) -> None:
     """
     Encode the videos of a folder, but for hidden ones, into a library, for `ask` and `chat`.
@@ -35,11 +34,14 @@ def index(
     It can be stopped and goes on with what is missing. Run it again when the folder has changed: a file that was moved
     is known again by its content, and one that was removed leaves the library with --prune.
     """
-    model, revision = split_revision(model)
-    with one_line_errors(), resumable():
-        from ..library import indexing
+    from ..library import indexing
 
-        loaded, processor = Source(model, revision, device).load()
+    with resumable():
+        loaded, processor = source.load()
+        model = None
+        revision = None
+        if source.model is not None:
+            model, revision = source.name()
         made_index = indexing.index(
             folder,
             out,

@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from .console import fail, note, one_line_errors
-from .models import Source, open_library, split_revision
-from .options import HOST, AllowHost, ApiKey, Model
+from .console import fail, note
+from .models import Source, open_library
+from .options import HOST, AllowHost, ApiKey, grouped
 
 
+@grouped
 def mcp(
     library: Annotated[Path, typer.Argument(help="What `qtsplus index` has made.")],
-    model: Model = None,
+    *,
+    source: Source,
     http: Annotated[
         str | None, typer.Option(help="HOST:PORT to serve HTTP at, such as 127.0.0.1:8765; else standard input.")
     ] = None,
@@ -22,7 +24,6 @@ def mcp(
     api_key: ApiKey = None,
 ) -> None:
     """Let an agent look into a library, by the Model Context Protocol. It changes nothing, and names no path."""
-    model, revision = split_revision(model)
     place = re.fullmatch(rf"({HOST}):(\d{{1,5}})", http or "")
     if http is not None and (place is None or not 0 < int(place[2]) < 65536):
         fail(f"--http is {http!r}; expected HOST:PORT, such as 127.0.0.1:8765")
@@ -30,11 +31,10 @@ def mcp(
         fail("--allow-host and --api-key (QTSPLUS_API_KEY) are about --http; give that, or leave them out")
     if find_spec("mcp") is None:
         fail("the package mcp is not installed: pip install -e '.[mcp]' in a clone")
-    with one_line_errors():
-        from ..serve.agents import Shelf, serve_shelf
+    from ..serve.agents import Shelf, serve_shelf
 
-        shelf = Shelf(open_library(library, Source(model, revision, device=None)))
-        if place is None:
-            return serve_shelf(shelf, None)
-        note(f"Serving {library} at http://{http}/mcp")
-        serve_shelf(shelf, (place[1].strip("[]"), int(place[2])), allow_host or [], api_key)
+    shelf = Shelf(open_library(library, source))
+    if place is None:
+        return serve_shelf(shelf, None)
+    note(f"Serving {library} at http://{http}/mcp")
+    serve_shelf(shelf, (place[1].strip("[]"), int(place[2])), allow_host or [], api_key)

@@ -3,23 +3,28 @@
 import os
 import re
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from .console import fail, note, notes
+from .console import note, notes
 
-Name = TypeVar("Name", str, str | None)
+if TYPE_CHECKING:
+    from ..library.library import Library
 
 
-def split_revision(model: Name) -> tuple[Name, str | None]:
+class Dtype(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def split_revision(model: str) -> tuple[str, str | None]:
     """A folder or Hub id, and what stands behind the @ of an id: a commit, branch or tag."""
-    if model is None or os.path.exists(model):
-        return model, None
     match = re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)@(.+)", model)
-    if match is None:
+    if match is None or os.path.exists(model):
         return model, None
-    if os.path.isdir(match[1]):
-        fail(f"{model}: {match[1]} is a folder, and @{match[2]} is about a repository on the Hub; leave it out")
     return match[1], match[2]
 
 
@@ -27,38 +32,40 @@ def split_revision(model: Name) -> tuple[Name, str | None]:
 class Source:
     """Where a model comes from, and how it is loaded; the bundled one without a name."""
 
-    model: str | None
-    revision: str | None
-    device: str | None
-    dtype: str = "auto"
+    model: str | None = None
+    device: str | None = None
+    dtype: Dtype = Dtype.auto
 
-    def load(self) -> tuple[Any, Any]:
-        """The model and its processor. Raises as `loading.load`."""
+    def name(self) -> tuple[str, str | None]:
+        """Its folder or Hub id, and a revision of the latter; the bundled model's, which is announced."""
+        if self.model is not None:
+            return split_revision(self.model)
+        from ..hub.files import bundled_model
+
+        note("No --model given: using the bundled tiny model, which knows only rendered shapes.")
+        return str(bundled_model()), None
+
+    def load(self, selection: str | None = None) -> tuple[Any, Any]:
+        """The model and its processor, once the method that will choose tokens is known. Raises as `loading.load`."""
         from ..hub import loading
+        from ..model.methods_qtsplus import add_method
 
-        name = name_model(self.model)
+        add_method(selection)
+        name, revision = self.name()
         with notes.status("Loading the model"):
-            return loading.load(name, self.device, self.dtype, revision=self.revision)
+            return loading.load(name, self.device, self.dtype.value, revision=revision)
 
 
-def open_library(folder: Path, source: Source) -> Any:
+def open_library(folder: Path, source: Source, selection: str | None = None) -> "Library":
     """A library with the model that made it, or with the one that is named."""
     from ..library.library import Index, Library
 
     if source.model is None:
         name, revision = Index(folder).model
-        source = replace(source, model=name, revision=revision)
-    library = Library(folder, *source.load())
+        if revision is not None:
+            name = f"{name}@{revision}"
+        source = replace(source, model=name)
+    library = Library(folder, *source.load(selection))
     for warning in library.warnings:
         note(warning)
     return library
-
-
-def name_model(model: str | None) -> str:
-    """The folder or Hub id that a command is to load; the bundled model's, which it announces, without a name."""
-    if model is not None:
-        return model
-    from ..hub.files import bundled_model
-
-    note("No --model given: using the bundled tiny model, which knows only rendered shapes.")
-    return str(bundled_model())

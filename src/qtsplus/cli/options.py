@@ -5,7 +5,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,22 +12,10 @@ import typer
 
 from ..asking.choice import Choice
 from ..video.sampling import Sampling
-from .console import fail, require_fraction
+from .console import fail, one_line_errors, require_fraction
+from .models import Dtype, Source
 
 HOST = r"(?:[A-Za-z0-9._-]+|\[[\da-fA-F:.]+\])"
-
-
-class Dtype(str, Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-def _check_rate(fps: float | None) -> float | None:
-    if fps is not None and not 0 < fps < float("inf"):
-        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
-    return fps
 
 
 def _check_hosts(hosts: list[str] | None) -> list[str] | None:
@@ -74,7 +61,7 @@ MaxVisualTokens = Annotated[
 ]
 Fps = Annotated[
     float | None,
-    typer.Option(callback=_check_rate, help="How many frames to look at per second; of a folder, how many it has."),
+    typer.Option(help="How many frames to look at per second; of a folder, how many it has."),
 ]
 Start = Annotated[float | None, typer.Option(min=0, help="Look at the video from this second on.")]
 End = Annotated[float | None, typer.Option(min=0, help="Look at the video up to this second.")]
@@ -114,11 +101,15 @@ RecipeFile = Annotated[Path, typer.Argument(help="A YAML recipe.", show_default=
 _GROUPS: dict[type, dict[str, object]] = {
     Sampling: {"fps": Fps, "start": Start, "end": End, "max_frames": MaxFrames, "max_pixels": MaxPixels},
     Choice: {"retention": Retention, "max_visual_tokens": MaxVisualTokens, "selection": Selection},
+    Source: {"model": Model, "device": Device, "dtype": WeightType},
 }
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of [`Sampling`] and of [`Choice`] in place of a parameter of such a type."""
+    """
+    Gives a command the options of [`Sampling`], [`Choice`] and [`Source`] in place of a parameter of such a type, and
+    has its errors end in one line.
+    """
     signature = inspect.signature(command)
     parameters = []
     groups = {}
@@ -128,17 +119,16 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             continue
         groups[parameter.name] = parameter.annotation
         for name, option in _GROUPS[parameter.annotation].items():
-            parameters.append(inspect.Parameter(name, parameter.kind, default=None, annotation=option))
+            default = getattr(parameter.annotation, name)
+            parameters.append(inspect.Parameter(name, parameter.kind, default=default, annotation=option))
 
     @functools.wraps(command)
     def run(**values: object) -> None:
-        for group, kind in groups.items():
-            fields = {name: values.pop(name) for name in _GROUPS[kind]}
-            try:
+        with one_line_errors():
+            for group, kind in groups.items():
+                fields = {name: values.pop(name) for name in _GROUPS[kind]}
                 values[group] = kind(**fields)
-            except ValueError as error:
-                fail(str(error))
-        command(**values)
+            command(**values)
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -4,9 +4,10 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,7 +29,6 @@ SET_BY_SERVE = {
     "trust-request-mm-kwargs": "nothing",
     "worker-extension-cls": "nothing",
 }
-KNOWN = [*sorted(SET_BY_SERVE), "allowed-origins", "dtype", "mm-processor-kwargs", "served-model-name"]
 
 
 def serve(
@@ -73,36 +73,38 @@ def serve(
         if "longrope" in str(stored_config(model, revision)):  # such as the bundled model
             fail(f"{model} has rotary positions (longrope) that vLLM does not support; qtsplus app, ask and batch do")
         weights = stored_dtype(model, revision)
-    options = server_options(more or [])
-    budget = {"retention": retention, "max_visual_tokens": max_visual_tokens}
-    kwargs = processor_kwargs(options, {name: value for name, value in budget.items() if value is not None})
+    refused = dict(SET_BY_SERVE)
+    options = {
+        "worker-extension-cls": "qtsplus.vllm.worker.Worker",
+        "middleware": "qtsplus.vllm.server.Connection",
+        "model": model,
+        "host": host,
+        "port": str(port),
+        "allowed-origins": "[]",  # web pages of other origins may neither send requests nor read responses
+        "served-model-name": os.path.basename(os.path.abspath(model)),
+        "dtype": weights,
+        "revision": revision,
+    }
+    if allow_media_root is not None:
+        options["allowed-local-media-path"] = str(allow_media_root.resolve())
+    budget = {}
+    if retention is not None:
+        budget["retention"] = retention
+    if max_visual_tokens is not None:
+        budget["max_visual_tokens"] = max_visual_tokens
+    if budget:
+        refused["mm-processor-kwargs"] = "the budget in it, and not in front of --"
+        options["mm-processor-kwargs"] = json.dumps(budget)
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     # With these details, `usage` in a response says how many tokens were kept.
     server += ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
-    server += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
-    server += ["--middleware", "qtsplus.vllm.server.Connection"]
-    server += ["--model", model, "--host", host, "--port", str(port)]
-    # Web pages of other origins may neither send requests nor read responses.
-    defaults = {
-        "allowed-origins": "[]",
-        "served-model-name": os.path.basename(os.path.abspath(model)),
-        "dtype": weights,
-    }
-    for name, value in defaults.items():
-        if name not in options:
-            server += [f"--{name}", value]
-    if revision:
-        server += ["--revision", revision]
-    if allow_media_root is not None:
-        server += ["--allowed-local-media-path", str(allow_media_root.resolve())]
     if domains:
-        server.append("--allowed-media-domains")
-        server += domains
-    if kwargs:
-        server += ["--mm-processor-kwargs", json.dumps(kwargs)]
-    for name, words in options.items():
-        if name != "mm-processor-kwargs":
-            server += words
+        server += ["--allowed-media-domains"] + domains
+    for name, value in options.items():
+        if value is not None:
+            server += [f"--{name}", value]
+    check_more(more or [], refused)
+    server += more or []  # of an option that is given twice vLLM takes the last
     environment = dict(os.environ)
     environment["VLLM_MEDIA_CONNECTOR"] = "qtsplus"
     environment["QTSPLUS_HOSTS"] = json.dumps([host] + (allow_host or []))
@@ -111,36 +113,11 @@ def serve(
     os.execve(sys.executable, server, environment)
 
 
-def server_options(words: list[str]) -> dict[str, list[str]]:
-    """
-    The options after `--` by their names, each with its words as they were given. Words before the first option are
-    under the empty name. An option that `qtsplus serve` sets by itself is refused.
-    """
-    options: dict[str, list[str]] = {}
-    name = ""
+def check_more(words: list[str], refused: Mapping[str, str]) -> None:
+    """Ends the command for an option of vLLM's behind `--` that `qtsplus serve` sets."""
     for word in words:
         if word.startswith("--"):
             stated = re.split(r"[=.]", word.removeprefix("--"))[0].replace("_", "-")
-            name = next((known for known in KNOWN if known.startswith(stated)), stated)  # vLLM takes shortened names
-            if name in SET_BY_SERVE:
-                fail(f"{word} behind -- is set by qtsplus serve; expected {SET_BY_SERVE[name]}")
-        options.setdefault(name, []).append(word)
-    return options
-
-
-def processor_kwargs(options: dict[str, list[str]], budget: dict[str, float]) -> dict[str, Any]:
-    """The defaults of requests: --mm-processor-kwargs, given after `--`, and the budget, given before it."""
-    words = options.get("mm-processor-kwargs", [])
-    if not words:
-        return dict(budget)
-    text = words[0].partition("=")[2] or " ".join(words[1:])
-    try:
-        stated = json.loads(text)
-    except ValueError:
-        stated = None
-    if not isinstance(stated, dict):
-        fail(f'--mm-processor-kwargs is {text!r}; expected one JSON object, such as \'{{"selection": "diversity"}}\'')
-    twice = sorted(stated.keys() & budget.keys())
-    if twice:
-        fail(f"{', '.join(twice)} is given twice, in front of -- and in --mm-processor-kwargs; expected one of them")
-    return stated | budget
+            for name, expected in refused.items():
+                if name.startswith(stated):  # vLLM takes shortened names
+                    fail(f"{word} behind -- is set by qtsplus serve; expected {expected}")

@@ -1,6 +1,5 @@
 """`qtsplus watch`: one question to video that is still coming."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
@@ -10,14 +9,15 @@ import typer
 
 from ..common.files import printable
 from .asking import place
-from .console import console, fail, note, one_line_errors
-from .models import Source, split_revision
-from .options import AsJson, Asked, Device, MaxNewTokens, MaxPixels, Model, Selection
+from .console import console, fail, note, print_json
+from .models import Source
+from .options import AsJson, Asked, MaxNewTokens, MaxPixels, Selection, grouped
 
 if TYPE_CHECKING:
     from ..asking.session import Answer
 
 
+@grouped
 def watch(
     sources: Annotated[
         list[str],
@@ -27,7 +27,8 @@ def watch(
         ),
     ],
     question: Asked,
-    model: Model = None,
+    *,
+    source: Source,
     every: Annotated[float, typer.Option(help="Seconds of video from answer to answer.")] = 10.0,
     memory_tokens: Annotated[int, typer.Option(min=1, help="How many visual tokens are remembered.")] = 4096,
     fps: Annotated[float, typer.Option(help="How many frames to look at per second.")] = 2.0,
@@ -46,52 +47,45 @@ def watch(
             "--when-seen", help="Print an answer only when the video begins to show what the question is about."
         ),
     ] = False,
-    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a question again and again while video comes. Ctrl-C ends it."""
-    model, revision = split_revision(model)
-    named = named_sources(sources)
-    with one_line_errors():
-        from ..asking.question import check_text
-        from ..live import watching
-        from ..model.methods_qtsplus import add_method
+    from ..live import watching
 
-        add_method(selection)
-        check_text("question", question)
-        loaded, processor = Source(model, revision, device).load()
-        if when_seen and not loaded.config.qtsplus_config.says_seen:
-            fail(
-                "--when-seen needs a model with a null token and a calibration, from which on a video shows what is "
-                "asked for; this model has none (seen_threshold in its config.json). Use --on-change."
-            )
-        try:
-            answers = watching.watch(
-                loaded,
-                processor,
-                named,
-                question,
-                memory_tokens=memory_tokens,
-                fps=fps,
-                timeout=timeout,
-                every=every,
-                max_new_tokens=max_new_tokens,
-                selection=selection,
-                max_pixels=max_pixels,
-            )
-            said: list[str] = []
-            for answer in _told(answers, on_change, when_seen):
-                if as_json:
-                    print(json.dumps(answer.as_dict()), flush=True)
-                else:
-                    _print_answer(answer)
-                for warning in answer.warnings:
-                    if warning not in said:
-                        note(warning)
-                        said.append(warning)
-        except KeyboardInterrupt:
-            note("Stopped.")
-            raise typer.Exit(130) from None
+    named = named_sources(sources)
+    loaded, processor = source.load(selection)
+    if when_seen and not loaded.config.qtsplus_config.says_seen:
+        fail(
+            "--when-seen needs a model with a null token and a calibration, from which on a video shows what is "
+            "asked for; this model has none (seen_threshold in its config.json). Use --on-change."
+        )
+    answers = watching.watch(
+        loaded,
+        processor,
+        named,
+        question,
+        memory_tokens=memory_tokens,
+        fps=fps,
+        timeout=timeout,
+        every=every,
+        max_new_tokens=max_new_tokens,
+        selection=selection,
+        max_pixels=max_pixels,
+    )
+    said: set[str] = set()
+    try:
+        for answer in _told(answers, on_change, when_seen):
+            if as_json:
+                print_json(answer.as_dict())
+            else:
+                _print_answer(answer)
+            for warning in answer.warnings:
+                if warning not in said:
+                    note(warning)
+            said.update(answer.warnings)
+    except KeyboardInterrupt:
+        note("Stopped.")
+        raise typer.Exit(130) from None
 
 
 def _told(answers: Iterable["Answer"], on_change: bool, when_seen: bool) -> Iterator["Answer"]:
