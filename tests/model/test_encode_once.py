@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import qtsplus.model.encoding_qtsplus as encoding
-from model_checks import mixed_inputs, shared_model, with_labels
+from model_checks import mixed_inputs, shared_model, trainable, with_labels
 from qtsplus.model.encoding_qtsplus import chunk_steps
 from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_model
 
@@ -25,19 +25,21 @@ def encoded(model, inputs, **options):
 def test_chunks_hold_everything_in_order_and_no_more_than_they_may(sizes, capacity):
     counts = [count for count, _ in sizes]
     costs = [cost for _, cost in sizes]
+    chunks = []
+    for chunk in chunk_steps(counts, capacity, costs):
+        steps = []
+        for piece in chunk:
+            steps += [(piece.index, step) for step in range(piece.first, piece.stop)]
+        chunks.append(steps)
 
-    def cost_of(chunk):
-        return sum(piece.steps * costs[piece.index] for piece in chunk)
+    def cost_of(steps):
+        return sum(costs[index] for index, _ in steps)
 
-    chunks = list(chunk_steps(counts, capacity, costs))
-    steps = [(piece.index, step) for chunk in chunks for piece in chunk for step in range(piece.first, piece.stop)]
-    assert steps == [(index, step) for index, count in enumerate(counts) for step in range(count)]
-    for chunk in chunks:
-        is_single_step = [piece.steps for piece in chunk] == [1]
-        assert is_single_step or cost_of(chunk) <= capacity
+    assert sum(chunks, []) == [(index, step) for index, count in enumerate(counts) for step in range(count)]
+    for steps in chunks:
+        assert len(steps) == 1 or cost_of(steps) <= capacity
     for before, after in pairwise(chunks):
-        next_step = costs[after[0].index]
-        assert cost_of(before) + next_step > capacity, "the next step would have had room in the chunk before"
+        assert cost_of(before + after[:1]) > capacity, "the next step would have had room in the chunk before"
 
 
 def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():
@@ -75,12 +77,12 @@ def test_gradients_reach_the_features():
     from_features(**inputs).loss.backward()
     for features in inputs["video_features"]:
         assert features.grad.any()
-    gradients = {name: parameter.grad for name, parameter in from_features.named_parameters()}
-    for name, expected in from_pixels.named_parameters():
+    for name, parameter in trainable(from_features).items():
         if ".visual." in name:  # zeros, so that no process of several waits for it
-            assert not gradients[name].any(), name
-        elif expected.requires_grad:
-            assert_close(gradients[name], expected.grad, atol=1e-6, rtol=1e-5)
+            assert not parameter.grad.any(), name
+        else:
+            expected = from_pixels.get_parameter(name)
+            assert_close(parameter.grad, expected.grad, atol=1e-6, rtol=1e-5)
 
 
 def test_features_of_another_dtype_are_cast():

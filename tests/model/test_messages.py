@@ -6,7 +6,7 @@ from PIL import Image
 from transformers.image_utils import SizeDict
 
 from clips import write_mp4
-from tiny import assert_same, load_bundled
+from tiny import assert_same, chat_inputs, load_bundled
 
 TEXT = {"type": "text", "text": "Why?"}
 
@@ -21,15 +21,8 @@ def processor():
 def ask(processor):
     """The inputs of a message with some parts and a question."""
 
-    def ask(*parts, **options):
-        content = list(parts) + [TEXT]
-        return processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **options,
-        )
+    def ask(*parts, **sampling):
+        return chat_inputs(processor, *parts, "Why?", **sampling)
 
     return ask
 
@@ -87,7 +80,7 @@ def test_a_key_has_an_effect_in_every_way(ask, clip, way):
 def test_each_video_has_keys_of_its_own(ask, clip):
     slow = video_of(clip, fps=1)
     eight = video_of(clip, nframes=8)
-    together = ask(slow, eight, video_of(clip), processor_kwargs={"fps": 3})
+    together = ask(slow, eight, video_of(clip), fps=3)
     grids = together["video_grid_thw"]
     assert_same(grids[:1], ask(slow)["video_grid_thw"])
     assert_same(grids[1:2], ask(eight)["video_grid_thw"])
@@ -141,10 +134,7 @@ def test_total_pixels_leave_each_frame_what_qwen_vl_utils_leaves_it(processor, a
     assert tokens(total_pixels=1, max_pixels=20 * area_of_token) <= 20
 
 
-BAD_KEYS = (
-    *("start", "end", "resized_height", "resized_width", "min_pixels", "sample_fps", "raw_fps", "nframe", "fp"),
-    *("max_pixel", "uuid", "detail", "num_segments", "video_fps", "quality"),
-)
+BAD_KEYS = ("start", "end", "resized_height", "min_pixels", "sample_fps", "raw_fps", "nframe", "uuid", "detail")
 BAD_PARTS = [
     {"type": "audio", "audio": "a.wav"},
     {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
@@ -200,10 +190,8 @@ def test_images_are_named_as_by_others(ask, tmp_path):
     picture = str(tmp_path / "picture.png")
     Image.effect_noise((56, 56), 60).convert("RGB").save(picture)
     expected = ask({"type": "image", "image": picture})["pixel_values"]
-    by_qwen = ask({"image": picture})
-    assert_same(by_qwen["pixel_values"], expected)
-    by_openai = ask({"type": "image_url", "image_url": {"url": picture}})
-    assert_same(by_openai["pixel_values"], expected)
+    for part in ({"image": picture}, {"type": "image_url", "image_url": {"url": picture}}):
+        assert_same(ask(part)["pixel_values"], expected)
 
 
 def test_a_template_that_is_only_written_out_leaves_keys_to_others(processor, clip):

@@ -62,13 +62,13 @@ def test_the_numbers_are_stock_s(models, grids):
 
 
 def test_the_gradients_are_stock_s():
+    def gradients(model):
+        features = encode(model, *video((2, 3, 5), (1, 2, 2)))
+        features.square().sum().backward()
+        return {name: weight.grad for name, weight in model.model.visual.named_parameters()}
+
     model = tiny_model()
-    stock = stock_twin(model)
-    gradients = []
-    for one in (model, stock):
-        encode(one, *video((2, 3, 5), (1, 2, 2))).square().sum().backward()
-        gradients.append({name: weight.grad for name, weight in one.model.visual.named_parameters()})
-    assert_close(*gradients, atol=1e-4, rtol=1e-4)
+    assert_close(gradients(model), gradients(stock_twin(model)), atol=1e-4, rtol=1e-4)
 
 
 def one_by_one(query, key, value, lengths):
@@ -84,16 +84,15 @@ def one_by_one(query, key, value, lengths):
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), heads=st.integers(1, 3))
 def test_by_length_is_one_by_one(lengths, heads):
     torch.manual_seed(0)
-    states = torch.randn(3, sum(lengths), heads, 8, dtype=torch.float64)
+    states = torch.randn(3, sum(lengths), heads, 8, dtype=torch.float64, requires_grad=True)
     weights = torch.randn_like(states[0])
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    results = []
-    for attend, where in ((attend_within, bounds), (one_by_one, lengths)):
-        leaf = states.clone().requires_grad_(True)
-        attended = attend(*leaf, where)
-        (attended * weights).sum().backward()
-        results.append([attended.detach(), leaf.grad])
-    assert_close(*results, atol=1e-12, rtol=1e-12)
+    attended = attend_within(*states, bounds)
+    expected = one_by_one(*states, lengths)
+    assert_close(attended, expected, atol=1e-12, rtol=1e-12)
+    (gradient,) = torch.autograd.grad((attended * weights).sum(), states)
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), states)
+    assert_close(gradient, expected_gradient, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -124,27 +123,26 @@ def test_other_models_can_be_built_from_the_configuration():
     grid, pixels = video((2, 3, 5))
     with torch.no_grad():
         theirs = stock.visual(pixels, grid_thw=grid).pooler_output
-        for one in (model, copy.deepcopy(model)):
-            assert_close(encode(one, grid, pixels), theirs, atol=1e-5, rtol=1e-5)
+        assert_close(encode(copy.deepcopy(model), grid, pixels), theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("patches", [1, 63])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_patch_projection_is_stock_s_convolution(patches, bias, dtype):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0), (torch.float64, 1e-12), (torch.bfloat16, 0.05)])
+def test_the_patch_projection_is_stock_s_convolution(patches, bias, dtype, tolerance):
     torch.manual_seed(0)
     convolution = torch.nn.Conv3d(3, 40, kernel_size=(2, 14, 14), stride=(2, 14, 14), bias=bias, dtype=dtype)
     projection = copy.deepcopy(convolution)
     projection.__class__ = PatchProjection
     pixels = torch.randn(patches, 3, 2, 14, 14, dtype=dtype)
     weights = torch.randn(patches, 40, 1, 1, 1, dtype=dtype)
-    tolerance = {torch.float32: 0, torch.float64: 1e-12, torch.bfloat16: 0.05}[dtype]
-    outputs = []
-    gradients = []
-    for layer in (convolution, projection):
+
+    def output_and_gradients(layer):
         output = layer(pixels)
-        (output * weights).sum().backward()
-        outputs.append(output)
-        gradients.append([weight.grad for weight in layer.parameters()])
-    assert_close(*outputs, atol=tolerance, rtol=tolerance)
-    assert_close(*gradients, atol=10 * tolerance, rtol=tolerance)
+        gradients = torch.autograd.grad((output * weights).sum(), list(layer.parameters()))
+        return output, gradients
+
+    output, gradients = output_and_gradients(projection)
+    expected, expected_gradients = output_and_gradients(convolution)
+    assert_close(output, expected, atol=tolerance, rtol=tolerance)
+    assert_close(gradients, expected_gradients, atol=10 * tolerance, rtol=tolerance)
