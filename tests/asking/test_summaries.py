@@ -235,7 +235,6 @@ def test_a_path_is_not_summarised(videos):
         ("longest", 0, "longest=0"),
         ("longest", True, "longest=True"),
         ("longest", float("nan"), "longest=nan"),
-        ("longest", 10**400, "longest=an integer of 1329 bits; expected a finite number"),
         ("turns", ["a", "b"], "Got turns for a summary"),
         ("queries", ["c"], "Got queries for a summary"),
         ("past_key_values", None, "Got past_key_values for a summary"),

@@ -466,17 +466,6 @@ def test_a_long_conversation_goes_on(fresh, positions):
     assert len(fresh.turns) == 20
 
 
-def test_a_conversation_keeps_a_bounded_number_of_questions(fresh, monkeypatch):
-    monkeypatch.setattr(session, "EARLIER", 2)
-    warnings = [fresh.chat(question, **SHORT).warnings for question in QUESTIONS[:5]]
-    assert fresh.turns[::2] == QUESTIONS[3:5]
-    assert fresh.left_out == 3
-    kept = "A conversation keeps its last 2 questions. Left out, the oldest: "
-    assert warnings == [[], [], [], [f"{kept}1."], [f"{kept}2."]]
-    fresh.reset()
-    assert fresh.chat(QUESTIONS[0], **SHORT).warnings == []
-
-
 @pytest.mark.parametrize("way", ["ask", "chat", "ask_many", "stream", "one_shot"])
 def test_a_prompt_beyond_the_models_positions_is_refused(loaded, cameras, fresh, stream, positions, way):
     positions(150)

@@ -132,18 +132,20 @@ def answer_questions(
     timings = reader.clock.timings()
     new_ids = output.sequences[:, prompts.length :]
     texts = processor.tokenizer.batch_decode(new_ids, skip_special_tokens=True)
+    unheard = [video for video in videos.values() if video.about.sound]
+    if subtitles:
+        unheard = [video for video in unheard if not video.subtitles]
     answers = []
     for row, text in enumerate(texts):
         answer = _answer(reader, batch, prompts, row)
-        if subtitles:
-            answer = replace(answer, unheard=_lacks_words(videos))
-        answers.append(replace(answer, answer=text.strip(), timings=timings))
+        answer = replace(
+            answer,
+            answer=text.strip(),
+            timings=timings,
+            unheard=bool(unheard),
+        )
+        answers.append(answer)
     return answers
-
-
-def _lacks_words(videos: Videos) -> bool:
-    """Whether a video has sound and no subtitles."""
-    return any(video.about.sound and not video.subtitles for video in videos.values())
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,11 @@ class _Prompts:
         relevance = kept.relevance
         if relevance is not None and len(relevance):
             tokens = sum(map(prod, self.layout.grids[VIDEO]))
-            relevance = torch.zeros(tokens).index_copy(0, self.places, relevance.float().cpu())
-        return replace(kept, indices=self.places[kept.indices], relevance=relevance)
+            whole = torch.zeros(tokens)
+            whole[self.places] = relevance.float().cpu()
+            relevance = whole
+        indices = self.places[kept.indices]
+        return replace(kept, indices=indices, relevance=relevance)
 
 
 @dataclass(frozen=True)
@@ -221,7 +226,8 @@ class _Reader:
             if needed <= positions:
                 break
             if left_out == len(batch.turns):
-                text = max(len(row.columns) - len(row.candidates) for row in prompts.layout.rows)
+                row = prompts.layout.rows[0]
+                text = len(row.columns) - len(row.candidates)
                 raise ValueError(
                     f"The prompt takes {needed} positions, and the model has {positions}: {text} are for text, "
                     f"{new_tokens} for the answer (max_new_tokens), and the rest for the videos. Ask in fewer words, "
@@ -242,7 +248,8 @@ class _Reader:
         self.clock.start()
         visual, selection = take_inputs(inputs | vars(self.choice))
         input_ids = inputs["input_ids"]
-        layout = lay_out(backbone, visual, input_ids, inputs["attention_mask"])
+        mask = inputs["attention_mask"]
+        layout = lay_out(backbone, visual, input_ids, mask)
         places = None
         if batch.remembered:
             new_tokens = self.generation["max_new_tokens"]
@@ -265,7 +272,12 @@ def _turns_to_leave_out(turns: Sequence[str], left_out: int, excess: int) -> int
     return left_out
 
 
-def _captions(processor, batch: Batch, prompts: _Prompts, most: int) -> list[str]:
+def _captions(
+    processor,
+    batch: Batch,
+    prompts: _Prompts,
+    most: int,
+) -> list[str]:
     """For each question, the subtitles near its kept tokens."""
     captions = []
     for row in range(len(batch.questions)):
@@ -274,11 +286,17 @@ def _captions(processor, batch: Batch, prompts: _Prompts, most: int) -> list[str
     return captions
 
 
-def _answer(reader: _Reader, batch: Batch, prompts: _Prompts, row: int) -> Answer:
+def _answer(
+    reader: _Reader,
+    batch: Batch,
+    prompts: _Prompts,
+    row: int,
+) -> Answer:
     """An answer without its text."""
     config = reader.model.config.qtsplus_config
     merge_size = reader.processor.video_processor.merge_size
-    answer = shown_by(batch.videos, prompts.kept(row), merge_size, config)
+    kept = prompts.kept(row)
+    answer = shown_by(batch.videos, kept, merge_size, config)
     if batch.remembered:  # cameras on one clock
         answer = replace(
             answer,
@@ -288,15 +306,29 @@ def _answer(reader: _Reader, batch: Batch, prompts: _Prompts, row: int) -> Answe
     return replace(answer, warnings=answer.warnings + prompts.warnings)
 
 
-def shown_by(videos: Videos, kept: Kept, merge_size: int, config: QTSplusConfig) -> Answer:
+def shown_by(
+    videos: Videos,
+    kept: Kept,
+    merge_size: int,
+    config: QTSplusConfig,
+) -> Answer:
     """An answer without its text, from the kept tokens of its videos. Raises as [`evidence_intervals`] does."""
     names = list(videos)
     encoded = list(videos.values())
     grids = torch.cat([video.video_grid_thw for video in encoded])
     seconds = [video.seconds_per_step for video in encoded]
     evidence = []
-    for interval in evidence_intervals(kept.indices, kept.relevance, grids, seconds, merge_size, config.evidence_share):
-        evidence.append(placed(interval, names[interval.video], encoded[interval.video]))
+    intervals = evidence_intervals(
+        kept.indices,
+        kept.relevance,
+        grids,
+        seconds,
+        merge_size,
+        config.evidence_share,
+    )
+    for interval in intervals:
+        name = names[interval.video]
+        evidence.append(placed(interval, name, videos[name]))
     maps = keep_maps(kept.indices, grids, merge_size)
     warnings = []
     for video in encoded:
@@ -323,14 +355,23 @@ def shown_by(videos: Videos, kept: Kept, merge_size: int, config: QTSplusConfig)
     return replace(answer, seen=kept.seen, seen_threshold=config.seen_threshold)
 
 
-def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
+def placed(
+    interval: Interval,
+    name: str,
+    video: EncodedVideo,
+) -> Interval:
     """The same stretch on a player's clock, with its video's name and the box in pixels."""
     width = video.about.metadata.width
     height = video.about.metadata.height
     pixels = None
     if width and height:
         left, top, right, bottom = interval.box
-        pixels = floor(left * width), floor(top * height), ceil(right * width), ceil(bottom * height)
+        pixels = (
+            floor(left * width),
+            floor(top * height),
+            ceil(right * width),
+            ceil(bottom * height),
+        )
     first = round(interval.start / video.seconds_per_step)
     last = round(interval.end / video.seconds_per_step)
     start, end = video.span(first, last)

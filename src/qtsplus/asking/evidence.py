@@ -12,6 +12,8 @@ from ..video.grids import token_grids, token_maps
 STRONG = 0.5
 SURE = 0.4  # what a token of every stretch needs: weaker ones show how long a thing is there, and not that it is
 
+Box = tuple[float, float, float, float]  # left, top, right and bottom, as fractions of width and height
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -22,7 +24,7 @@ class Interval:
     weight: float  # share of the sample's relevance that lies in it
     video: int = 0  # which of the sample's videos, in prompt order
     # (left, top, right, bottom) of the region in the frame with the most of it, as fractions of its width and height
-    box: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
+    box: Box = (0.0, 0.0, 1.0, 1.0)
     name: str = ""  # in an answer, the video's name
     pixels: tuple[int, int, int, int] | None = None  # in an answer, the box in pixels of the upright frames
 
@@ -72,7 +74,8 @@ def evidence_intervals(
         weights = relevance.detach().cpu().double()
     if weights.sum() == 0:
         weights[kept_indices.cpu()] = 1.0
-    strong = (weights > 0) & (weights >= strong_share * weights.max())
+    highest = weights.max()
+    strong = (weights > 0) & (weights >= strong_share * highest)
     weights = weights / weights.sum()
     sure = SURE * weights.max()
 
@@ -86,7 +89,8 @@ def evidence_intervals(
             stretch = weight[first:end]
             if stretch.max() < sure:
                 continue
-            strong_weight = (weight * is_strong)[first:end].sum(0)
+            strong_stretch = stretch * is_strong[first:end]
+            strong_weight = strong_stretch.sum(0)
             interval = Interval(
                 start=first * float(seconds),
                 end=end * float(seconds),
@@ -111,7 +115,7 @@ def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
         yield first, len(flags)
 
 
-def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
+def _bounding_box(weights: torch.Tensor) -> Box:
     """
     (left, top, right, bottom) as fractions of the whole, of the group with the most weight among the cells `[H, W]`
     that have some. Cells of a group share sides, so that one cell elsewhere does not make the box thrice the object.
@@ -127,7 +131,13 @@ def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
         group_weight = 0.0
         for row, column in group:  # which grows meanwhile
             group_weight += values[row][column]
-            for cell in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
+            neighbours = [
+                (row - 1, column),
+                (row + 1, column),
+                (row, column - 1),
+                (row, column + 1),
+            ]
+            for cell in neighbours:
                 if cell in ungrouped:
                     del ungrouped[cell]
                     group.append(cell)
@@ -135,8 +145,8 @@ def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
             heaviest = group
             most_weight = group_weight
     rows, columns = zip(*heaviest, strict=True)
-    left = min(columns)
-    top = min(rows)
-    right = max(columns) + 1
-    bottom = max(rows) + 1
-    return left / width, top / height, right / width, bottom / height
+    left = min(columns) / width
+    top = min(rows) / height
+    right = (max(columns) + 1) / width
+    bottom = (max(rows) + 1) / height
+    return left, top, right, bottom

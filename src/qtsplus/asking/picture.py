@@ -28,7 +28,7 @@ def lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
     row_count, column_count = kept.shape
     rows = np.arange(height) * row_count // height
     columns = np.arange(width) * column_count // width
-    is_lit = kept[rows][:, columns]
+    is_lit = kept[np.ix_(rows, columns)]
     dimmed = frame >> 2
     dimmed[is_lit] = frame[is_lit]
     return dimmed
@@ -57,9 +57,10 @@ def draw_evidence(
     for name in answer.keep_maps:
         if name not in videos or isinstance(videos[name], Remembered):
             raise ValueError(f"The answer is about {name!r}; expected it among the videos, which are no streams.")
+    are_several = len(answer.keep_maps) > 1
     with whole_folder(folder) as staging:
         about = []
-        for number, (name, kept) in enumerate(answer.keep_maps.items(), 1):
+        for name, kept in answer.keep_maps.items():
             video = videos[name]
             row: dict[str, object] = {
                 "name": name,
@@ -68,15 +69,19 @@ def draw_evidence(
                 "grid": list(kept.shape),
                 "kept": kept.flatten().nonzero()[:, 0].tolist(),
             }
-            evidence = [interval for interval in answer.evidence if interval.name == name]
-            if video.video != IN_MEMORY and evidence:
-                suffix = f"-{number}" if len(answer.keep_maps) > 1 else ""
-                picture = f"frames{suffix}.png"
-                draw_spans(video, kept, evidence, staging / picture)
-                row["frames"] = picture
             about.append(row)
-        text = json.dumps(dict(answer.as_dict(), videos=about))
-        (staging / "answer.json").write_text(text + "\n", encoding="utf-8")
+            evidence = [interval for interval in answer.evidence if interval.name == name]
+            if video.video == IN_MEMORY or not evidence:
+                continue
+            picture = "frames.png"
+            if are_several:
+                picture = f"frames-{len(about)}.png"
+            draw_spans(video, kept, evidence, staging / picture)
+            row["frames"] = picture
+        content = answer.as_dict()
+        content["videos"] = about
+        text = json.dumps(content) + "\n"
+        (staging / "answer.json").write_text(text, encoding="utf-8")
 
 
 def draw_spans(
@@ -99,11 +104,14 @@ def draw_spans(
     for axes, interval in zip(panes, spans, strict=True):
         middle = (interval.start + interval.end) / 2
         frame = frame_at(video, middle)
-        steps_begun = bisect_right(video.steps, middle - video.about.start + 1e-6)
+        elapsed = middle - video.about.start
+        steps_begun = bisect_right(video.steps, elapsed + 1e-6)
         step = min(steps_begun, len(kept)) - 1
-        axes.imshow(lit(frame, kept[step].numpy()))
+        kept_in_step = kept[step].numpy()
+        axes.imshow(lit(frame, kept_in_step))
         axes.add_patch(_box(interval, frame))
-        axes.set_title(f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}", fontsize=8)
+        seconds = f"{interval.start:.1f} to {interval.end:.1f} s"
+        axes.set_title(f"{seconds}, {interval.weight:.0%}", fontsize=8)
         axes.axis("off")
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -113,10 +121,14 @@ def _box(interval: Interval, frame: np.ndarray) -> Rectangle:
     """The box of a stretch of evidence, in pixels of a frame."""
     height, width = frame.shape[:2]
     left, top, right, bottom = interval.box
-    corner = (left * width, top * height)
-    box_width = (right - left) * width
-    box_height = (bottom - top) * height
-    return Rectangle(corner, box_width, box_height, fill=False, color="tab:orange", linewidth=2)
+    return Rectangle(
+        xy=(left * width, top * height),
+        width=(right - left) * width,
+        height=(bottom - top) * height,
+        fill=False,
+        color="tab:orange",
+        linewidth=2,
+    )
 
 
 def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
@@ -128,14 +140,19 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     if not start <= seconds <= end:
         raise ValueError(f"seconds={seconds:g}; expected {start:g} to {end:g}, when the video is shown.")
     fps = video.about.metadata.fps
-    index = int((seconds - start) * fps + 1e-3)
+    elapsed = seconds - start
+    index = int(elapsed * fps + 1e-3)
     if Path(video.video).is_dir():
         paths = image_paths(video.video)
-        return load_frames([paths[min(index, len(paths) - 1)]])[0]
+        last = len(paths) - 1
+        path = paths[min(index, last)]
+        return load_frames([path])[0]
 
     def choose(total: int, _: float) -> np.ndarray:
-        return np.array([min(index, total - 1)])
+        last = total - 1
+        return np.array([min(index, last)])
 
     half_a_frame = 0.5 / fps
-    opened = open_video(video.video, choose, (start, end - half_a_frame))
+    whole = (start, end - half_a_frame)
+    opened = open_video(video.video, choose, whole)
     return next(opened.decode())

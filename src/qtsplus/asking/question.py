@@ -61,9 +61,12 @@ class Batch:
         """A `ValueError` for questions that cannot be asked."""
         for question in self.questions:
             check_question(model, processor, question)
-        if not isinstance(self.turns, list | tuple) or len(self.turns) % 2:
+        is_list = isinstance(self.turns, list | tuple)
+        if not is_list or len(self.turns) % 2:
             raise ValueError(f"turns={self.turns!r}; expected a list of questions and their answers, in turn.")
-        if not isinstance(self.queries, list | tuple) or len(self.queries) not in (0, len(self.questions)):
+        counts = (0, len(self.questions))
+        is_list = isinstance(self.queries, list | tuple)
+        if not is_list or len(self.queries) not in counts:
             raise ValueError(f"queries={self.queries!r}; expected a list of texts, one for each question.")
         for turn in self.turns:
             check_text("turn", turn)
@@ -81,11 +84,13 @@ class Batch:
     def conversations(self) -> list[list[dict]]:
         """The messages of each prompt, with all videos in front of the first text."""
         conversations = []
-        for row, question in enumerate(self.questions):
+        captions = self.captions or [""] * len(self.questions)
+        for question, caption in zip(self.questions, captions, strict=True):
             contents = [[_text(turn)] for turn in self.turns]
-            own_turn = [_text(question)]
-            if self.captions and self.captions[row]:
-                own_turn.insert(0, _text(self.captions[row]))
+            own_turn = []
+            if caption:
+                own_turn.append(_text(caption))
+            own_turn.append(_text(question))
             contents.append(own_turn)
             contents[0] = self._shown() + contents[0]
             messages = []
@@ -106,17 +111,23 @@ class Batch:
     @property
     def needs_queries(self) -> bool:
         """Whether a last turn holds more than its question, or something else selects in place of the question."""
-        has_names = len(self.videos) > 1 and not self.turns
-        return bool(self.queries) or any(self.captions) or has_names
+        if self.queries or any(self.captions):
+            return True
+        return len(self.videos) > 1 and not self.turns  # then the names of the videos are there
 
 
 def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def prompt_inputs(processor, batch: Batch, device: torch.device | str = "cpu") -> dict:
+def prompt_inputs(
+    processor,
+    batch: Batch,
+    device: torch.device | str = "cpu",
+) -> dict:
     """The model's inputs for a batch, a row for each question. Only a question's own words choose tokens."""
-    videos = list(batch.videos.values()) * len(batch.questions)
+    videos = list(batch.videos.values())
+    videos = videos * len(batch.questions)
     options = {}
     if batch.needs_queries:
         options["query"] = list(batch.queries or batch.questions)
@@ -133,14 +144,19 @@ def prompt_inputs(processor, batch: Batch, device: torch.device | str = "cpu") -
     )
 
 
-def check_question(model, processor, question: str) -> None:
+def check_question(
+    model,
+    processor,
+    question: str,
+) -> None:
     """A `ValueError` for an empty question, and for one that is longer than the model's positions."""
     if not check_text("question", question).strip():
         raise ValueError("The question is empty; expected some text.")
     most = model.config.get_text_config().max_position_embeddings
     if 4 * len(question.encode()) < most:  # a token is at least a byte, of which normalising makes three at most
         return
-    tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
+    encoded = processor.tokenizer(question, add_special_tokens=False)
+    tokens = len(encoded["input_ids"])
     if tokens >= most:
         raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
 

@@ -41,15 +41,22 @@ class Piece:
         last_frame = self.last * frames_per_step
         metadata = copy(video.about.metadata)
         metadata.frames_indices = metadata.frames_indices[first_frame:last_frame]
-        metadata.total_num_frames = round((end - begin) * metadata.fps)
+        seconds = end - begin
+        metadata.total_num_frames = round(seconds * metadata.fps)
         grid = video.video_grid_thw.clone()
         grid[0, 0] = self.last - self.first
-        features_of_steps = video.features.unflatten(0, (steps, -1))
+        of_steps = video.features.unflatten(0, (steps, -1))
+        features = of_steps[self.first : self.last].flatten(0, 1)
+        about = replace(
+            video.about,
+            metadata=metadata,
+            start=video.about.start + begin,
+        )
         return replace(
             video,
-            features=features_of_steps[self.first : self.last].flatten(0, 1),
+            features=features,
             video_grid_thw=grid,
-            about=replace(video.about, metadata=metadata, start=video.about.start + begin),
+            about=about,
         )
 
     def tokens(self, video: EncodedVideo | KeyedVideo) -> Tokens:
@@ -87,10 +94,11 @@ def keys_fingerprint(model) -> str:
 @torch.no_grad()
 def token_keys(layer: QTSplusLayer, features: Tensor) -> Tensor:
     """`[M, key_width]` float32 on the CPU, the keys of tokens `[M, token_width]`."""
-    weight = layer.k_proj.weight
-    tokens = features[:, : weight.shape[1]].to(weight.device, weight.dtype)
-    keys = layer.keys(tokens)
-    return keys.transpose(0, 1).flatten(1).float().cpu()
+    width = layer.k_proj.in_features
+    tokens = features[:, :width].to(layer.k_proj.weight)
+    keys_of_heads = layer.keys(tokens)
+    keys = keys_of_heads.transpose(0, 1).flatten(1)
+    return keys.float().cpu()
 
 
 class StandingQuestion:
@@ -110,8 +118,9 @@ class StandingQuestion:
         ids = torch.tensor(processor.text_ids(question), device=model.device)
         words = model.get_input_embeddings()(ids)
         states = selector.contextualise(words)
-        projected = layer.q_proj(layer.q_norm(states))
-        queries = projected.float().cpu().unflatten(-1, (-1, layer.head_dim)).transpose(0, 1)
+        normed = layer.q_norm(states)
+        projected = layer.q_proj(normed).float().cpu()
+        queries = projected.unflatten(-1, (-1, layer.head_dim)).transpose(0, 1)
         queries = queries / layer.head_dim**0.5
         self.reduction = selector.config.reduction
         if self.reduction == "sum":  # the sum of the scores is the score of the sum
@@ -134,13 +143,16 @@ class StandingQuestion:
         """`[k]` log-relevance of tokens with these scores `[k, rows]`, among all tokens so far."""
         log_attention = scores - self.total
         if self.reduction == "mean":
-            return log_attention.logsumexp(1) - math.log(scores.shape[1])
+            rows = scores.shape[1]
+            return log_attention.logsumexp(1) - math.log(rows)
         return log_attention.amax(1)
 
     def _scores(self, keys: Tensor) -> Tensor:
         """`[k, rows]` of keys `[k, key_width]`."""
-        keys_of_heads = keys.unflatten(1, (len(self.queries), -1)).permute(1, 2, 0)
-        scores = (self.queries @ keys_of_heads).flatten(0, 1).T
+        heads = len(self.queries)
+        keys_of_heads = keys.unflatten(1, (heads, -1)).permute(1, 2, 0)
+        products = self.queries @ keys_of_heads
+        scores = products.flatten(0, 1).T
         if self.reduction == "sum":
             return scores.logsumexp(1, keepdim=True)
         return scores
@@ -162,7 +174,13 @@ class Scorer(StandingQuestion):
     """
 
     @torch.no_grad()
-    def __init__(self, model, processor, question: str, videos: Iterable[Tokens]):
+    def __init__(
+        self,
+        model,
+        processor,
+        question: str,
+        videos: Iterable[Tokens],
+    ):
         super().__init__(model, processor, question)
         for tokens in videos:
             for scores in self._chunks(tokens):
@@ -196,7 +214,9 @@ class Scorer(StandingQuestion):
         """The scores `[k, rows]` of the tokens, chunk by chunk."""
         if isinstance(tokens, KeyedVideo):
             for codes in tokens.video.features.split(CHUNK):
-                yield self._scores(tokens.low + tokens.step * codes.float())
+                keys = tokens.low + tokens.step * codes.float()
+                yield self._scores(keys)
         else:
             for features in tokens.split(CHUNK):
-                yield self._scores(token_keys(self.layer, features))
+                keys = token_keys(self.layer, features)
+                yield self._scores(keys)

@@ -18,8 +18,6 @@ from .question import Question, check_name, check_question
 
 T = TypeVar("T")
 
-EARLIER = 100  # questions of a conversation that the next one knows, with their answers
-
 
 def ask(
     model,
@@ -48,11 +46,24 @@ def ask(
     check_question(model, processor, question)
     timings: dict[str, float] = {}
     if not isinstance(video, EncodedVideo):
-        video = encode(model, processor, video, fps=fps, subtitles=subtitles is not None)
+        video = encode(
+            model,
+            processor,
+            video,
+            fps=fps,
+            subtitles=subtitles is not None,
+        )
         timings["encode"] = video.seconds
     elif fps is not None:
         raise ValueError(f"Got {fps=} for a video that was encoded before; give it to `encode`.")
-    (answer,) = answer_questions(model, processor, {video.video: video}, [question], subtitles=subtitles, **options)
+    (answer,) = answer_questions(
+        model,
+        processor,
+        {video.video: video},
+        [question],
+        subtitles=subtitles,
+        **options,
+    )
     return replace(answer, timings=timings | answer.timings)
 
 
@@ -98,14 +109,22 @@ def answer_file(
     videos = {name or video.video: video}
     for (turns, choice), numbers in groups.items():
         for batch in batches_of(numbers, batch_size):
-            texts = [questions[number].text for number in batch]
-            queries = [questions[number].query or questions[number].text for number in batch]
+            asked = [questions[number] for number in batch]
+            texts = [question.text for question in asked]
+            queries = [question.query or question.text for question in asked]
             if queries == texts:
                 queries = []
             results: Sequence[Answer | BaseException]
             try:
                 results = answer_questions(
-                    model, processor, videos, texts, queries=queries, turns=turns, **vars(choice), **options
+                    model,
+                    processor,
+                    videos,
+                    texts,
+                    queries=queries,
+                    turns=turns,
+                    **vars(choice),
+                    **options,
                 )
             except FAILURES as error:
                 results = [error] * len(batch)
@@ -120,7 +139,6 @@ class VideoSession:
         self.processor = processor
         self.videos: dict[str, EncodedVideo] = {}
         self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
-        self.left_out = 0  # questions of the conversation that `turns` no longer holds
         self.warnings: list[str] = []  # of every answer, as a library has them
         self._talking = threading.Lock()
 
@@ -145,7 +163,7 @@ class VideoSession:
         Raises:
             ValueError: a name that is empty or taken; options for what was encoded before; as [`encode`].
         """
-        if name is not None and check_name(name) in self.names:
+        if name is not None and check_name(name) in self.videos:
             raise ValueError(f"The name {name!r} is taken; name the video otherwise.")
         if options and isinstance(video, EncodedVideo):
             raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
@@ -172,12 +190,23 @@ class VideoSession:
         self._check_names([name])
         del self.videos[name]
 
-    def ask(self, question: str, videos: Sequence[str] | None = None, **generation) -> Answer:
+    def ask(
+        self,
+        question: str,
+        videos: Sequence[str] | None = None,
+        **generation,
+    ) -> Answer:
         """Answers a question about all or some `videos`, by name, as [`answer_questions`] does."""
-        return self.ask_many([question], videos, **generation)[0]
+        (answer,) = self.ask_many([question], videos, **generation)
+        return answer
 
     def ask_many(
-        self, questions: Sequence[str], videos: Sequence[str] | None = None, *, batch_size: int = 16, **generation
+        self,
+        questions: Sequence[str],
+        videos: Sequence[str] | None = None,
+        *,
+        batch_size: int = 16,
+        **generation,
     ) -> list[Answer]:
         """As [`VideoSession.ask`] for each question, `batch_size` of them in one batch."""
         if isinstance(questions, str) or not isinstance(questions, Iterable):
@@ -189,7 +218,13 @@ class VideoSession:
         chosen = {name: self.videos[name] for name in videos}
         answers = []
         for batch in batches_of(list(questions), batch_size):
-            answers += answer_questions(self.model, self.processor, chosen, batch, **generation)
+            answers += answer_questions(
+                self.model,
+                self.processor,
+                chosen,
+                batch,
+                **generation,
+            )
         return answers
 
     def chat(self, question: str, **generation) -> Answer:
@@ -197,28 +232,23 @@ class VideoSession:
         Answers a question that knows those before and their answers.
 
         The model reads the whole conversation, with the visual tokens that this question's own words choose: a
-        follow-up should name what it is about. The oldest turns are left out where there are more than 100 questions,
-        or where the model has no positions for them; a warning of the answer says so. Threads take turns.
+        follow-up should name what it is about. The oldest turns are left out where the model has no positions for them;
+        a warning of the answer says so. Threads take turns.
         """
         with self._talking:
             answer = self.ask(question, turns=self.turns, **generation)
-            if self.left_out:
-                warning = f"A conversation keeps its last {EARLIER} questions. Left out, the oldest: {self.left_out}."
-                answer = replace(answer, warnings=answer.warnings + [warning])
-            turns = self.turns + [question, answer.answer]
-            self.turns = turns[-2 * EARLIER :]
-            self.left_out += (len(turns) - len(self.turns)) // 2
+            self.turns = self.turns + [question, answer.answer]
         return answer
 
     def reset(self) -> None:
         """Ends the conversation; the videos stay."""
         with self._talking:
             self.turns = []
-            self.left_out = 0
 
     def _check_names(self, names: Sequence[str]) -> None:
         if not isinstance(names, (list, tuple)):
             raise ValueError(f"videos={names!r}; expected a list of names.")
+        known = ", ".join(self.names)
         for name in names:
             if name not in self.names:
-                raise ValueError(f"There is no video {name!r}; expected some of {', '.join(self.names) or 'none'}.")
+                raise ValueError(f"There is no video {name!r}; expected some of {known or 'none'}.")

@@ -124,7 +124,14 @@ def summarise(
                     **generation,
                 )
                 start, end = video.span(first, last)
-                chapter = Chapter(name, start, end, answer.answer, answer.kept_tokens, answer.visual_tokens)
+                chapter = Chapter(
+                    video=name,
+                    start=start,
+                    end=end,
+                    text=answer.answer,
+                    kept_tokens=answer.kept_tokens,
+                    visual_tokens=answer.visual_tokens,
+                )
                 chapters.append(chapter)
                 bar.advance(task, 1 / len(edges))
     warnings = list(about.warnings)
@@ -141,12 +148,17 @@ def summarise(
     )
 
 
-def _check_names(names: Sequence[str] | None, known: Sequence[str]) -> Sequence[str]:
+def _check_names(
+    names: Sequence[str] | None,
+    known: Sequence[str],
+) -> Sequence[str]:
     """The videos to summarise, all that are known by default."""
     if names is None:
         names = known
-    is_list = isinstance(names, list | tuple)
-    if not is_list or not names or not all(name in known for name in names):
+    are_good = False
+    if isinstance(names, list | tuple) and names:
+        are_good = all(name in known for name in names)
+    if not are_good:
         raise ValueError(f"names={show(names)}: no video to summarise; expected a list, some of {show(known)}.")
     return names
 
@@ -154,13 +166,17 @@ def _check_names(names: Sequence[str] | None, known: Sequence[str]) -> Sequence[
 def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, int]]:
     """The chapters of a video in turn, each by its first step of the grid and the step behind its last."""
     edges = video.steps
-    tokens = video.features.unflatten(0, (len(edges) - 1, -1)).float()
-    likeness = F.cosine_similarity(tokens[1:], tokens[:-1], dim=-1)
-    changes = [0.0] + (1 - likeness).mean(1).tolist()  # of each step from the one before
+    steps = len(edges) - 1
+    tokens = video.features.unflatten(0, (steps, -1)).float()
+    later = tokens[1:]
+    earlier = tokens[:-1]
+    difference = 1 - F.cosine_similarity(later, earlier, dim=-1)
+    changes = [0.0] + difference.mean(1).tolist()  # of each step from the one before
 
     def parted(first: int, last: int) -> Iterator[tuple[int, int]]:
         count = last - first
-        if count < 2 or edges[last] - edges[first] <= longest:
+        seconds = edges[last] - edges[first]
+        if count < 2 or seconds <= longest:
             yield first, last
             return
         shortest = max(1, count // 8)  # steps of either part
@@ -168,29 +184,43 @@ def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, in
 
         def preference(step: int) -> tuple[float, float]:
             """The largest change; among equal ones, the nearest to the middle."""
-            return round(changes[step], 4), -abs(step - middle)
+            change = round(changes[step], 4)
+            return change, -abs(step - middle)
 
-        cut = max(range(first + shortest, last - shortest + 1), key=preference)
+        candidates = range(first + shortest, last - shortest + 1)
+        cut = max(candidates, key=preference)
         yield from parted(first, cut)
         yield from parted(cut, last)
 
-    return parted(0, len(edges) - 1)
+    return parted(0, steps)
 
 
-def _join_all(model, processor, chapters: Sequence[Chapter], options: dict[str, Any]) -> str:
+def _join_all(
+    model,
+    processor,
+    chapters: Sequence[Chapter],
+    options: dict[str, Any],
+) -> str:
     """One text of all chapters: of groups of them, then of groups of what was said of those, until one is left."""
     parts = [Part(chapter, chapter, chapter.text) for chapter in chapters]
     while len(parts) > 1:
         joined = []
         for group in batches_of(parts, TOGETHER):
             text = _join(model, processor, group, options)
-            joined.append(Part(group[0].first, group[-1].last, text))
+            first = group[0].first
+            last = group[-1].last
+            joined.append(Part(first, last, text))
         parts = joined
     return parts[0].text
 
 
 @torch.no_grad()
-def _join(model, processor, parts: Sequence[Part], options: dict[str, Any]) -> str:
+def _join(
+    model,
+    processor,
+    parts: Sequence[Part],
+    options: dict[str, Any],
+) -> str:
     """One text that the model makes from the texts of parts and their times."""
     lines = [JOIN]
     for first, last, text in parts:
@@ -200,7 +230,9 @@ def _join(model, processor, parts: Sequence[Part], options: dict[str, Any]) -> s
             end = f"{printable(last.video)}, {end}"
         lines.append(f"{begin} to {end}: {text}")
     content = {"type": "text", "text": "\n".join(lines)}
-    inputs = processor.conversation_inputs([[{"role": "user", "content": [content]}]]).to(model.device)
+    message = {"role": "user", "content": [content]}
+    inputs = processor.conversation_inputs([[message]])
+    inputs = inputs.to(model.device)
     new_tokens = options["max_new_tokens"]
     length = inputs["input_ids"].shape[1]
     positions = model.config.get_text_config().max_position_embeddings
@@ -209,5 +241,7 @@ def _join(model, processor, parts: Sequence[Part], options: dict[str, Any]) -> s
             f"The texts of {len(parts)} chapters take {length} positions and what joins them {new_tokens}; the model "
             f"has {positions}: ask for less (max_new_tokens)."
         )
-    ids = model.generate(**inputs, **options).sequences[0, length:]
-    return processor.tokenizer.decode(ids, skip_special_tokens=True).strip()
+    output = model.generate(**inputs, **options)
+    new_ids = output.sequences[0, length:]
+    text = processor.tokenizer.decode(new_ids, skip_special_tokens=True)
+    return text.strip()
