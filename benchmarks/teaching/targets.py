@@ -9,14 +9,14 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import send_to_device
 
-from qtsplus.common.tensors import TensorKind, digest_of
+from qtsplus.common.tensors import TensorFormat, TensorKind, digest_of
 from qtsplus.data.records import VideoRecord
 from qtsplus.training.arguments import QTSplusTrainingArguments
 from qtsplus.training.attention import AttentionChoice, answer_attention
 from qtsplus.training.dataset import VideoQACollator, VideoQADataset
-from qtsplus.training.features import VideoFeatures, read_tensors, write_tensors
+from qtsplus.training.features import REMEDY, VideoFeatures, read_tensors
 
-_KINDS = {"attention": TensorKind(("M",))}
+_TARGETS = TensorFormat("stored attention", REMEDY, {"attention": TensorKind(("M",))})
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AttentionTargets:
 
     def load(self, record: VideoRecord, example: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The target of a record's example, if there is one."""
-        return read_tensors(self.file(record, example["input_ids"], example["labels"]), _KINDS) or {}
+        return read_tensors(self.file(record, example["input_ids"], example["labels"]), _TARGETS) or {}
 
 
 def note_targets(model: Any, dataset: VideoQADataset, args: QTSplusTrainingArguments) -> AttentionTargets:
@@ -66,9 +66,10 @@ def note_targets(model: Any, dataset: VideoQADataset, args: QTSplusTrainingArgum
             if record.video is None or example is None or targets.load(record, example):
                 continue
             batch = collate([example])
-            inputs = {key: send_to_device(batch[key], device) for key in batch if key not in ("skipped", "source_ids")}
+            del batch["skipped"], batch["source_ids"]
+            inputs = send_to_device(batch, device)
             (attention,) = answer_attention(model, inputs, inputs.pop("labels"), choice)
             path = targets.file(record, example["input_ids"], example["labels"])
-            write_tensors(path, {"attention": attention.cpu()})
+            _TARGETS.write(path, {"attention": attention.cpu()}, {})
     state.wait_for_everyone()
     return targets

@@ -8,7 +8,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from qtsplus.training import VideoQACollator, VideoQADataset, VideoRecord, read_records
-from qtsplus.training.features import VideoFeatures, write_tensors
+from qtsplus.training.features import FEATURES, VideoFeatures
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_special_tokens_in_a_record_are_text(tiny_mp4, tiny_processor, dataset, 
         dataset.features = VideoFeatures(tmp_path)
         tensors = {name: plain[name] for name in ("video_grid_thw", "second_per_grid_ts")}
         tensors["video_features"] = torch.zeros(32, 128)
-        write_tensors(dataset.features.file(video), tensors)
+        FEATURES.write(dataset.features.file(video), tensors, {})
     example = dataset.example(VideoRecord(video, FORGED, answer, query=FORGED, earlier=((FORGED, answer),)))
 
     def count(tokens, text) -> int:

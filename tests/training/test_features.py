@@ -7,14 +7,14 @@ import torch
 from tiny_recipe import write_recipe
 
 from clips import render_clip
-from qtsplus.common.tensors import TensorKind
+from qtsplus.common.tensors import TensorFormat, TensorKind
 from qtsplus.training import features
 from qtsplus.training.models import make_config, make_processor
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer, run
 from training_examples import steps
 
-KINDS = {"attention": TensorKind(("M",))}
+ATTENTION = TensorFormat("stored attention", features.REMEDY, {"attention": TensorKind(("M",))})
 
 
 @pytest.fixture
@@ -129,25 +129,6 @@ def test_a_video_replaced_with_the_same_size_and_time_is_another(tmp_path):
     assert kept.file(str(video)) != before
 
 
-def test_a_video_that_is_swapped_while_it_is_read_leaves_no_features(tmp_path, tiny_mp4):
-    video = tmp_path / "a.mp4"
-    other = tmp_path / "other.mp4"
-    video.write_bytes(tiny_mp4.read_bytes())
-    other.write_bytes(tiny_mp4.read_bytes())
-
-    class Swapping:
-        video_token = "<video>"
-
-        def __call__(self, **inputs):
-            other.replace(video)
-            return {"pixel_values_videos": [0], "video_grid_thw": [0], "second_per_grid_ts": [0]}
-
-    kept = features.VideoFeatures(tmp_path)
-    before = kept.file(str(video))
-    assert features._decode(kept, Swapping(), {}, (str(video), None)) == (before, None)
-    assert kept.file(str(video)) != before
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -161,38 +142,14 @@ def test_a_precision_or_a_vision_tower_that_does_not_fit_is_refused(recipe_file,
         run(recipe)
 
 
-def assert_damaged(path, reason=""):
-    with pytest.raises(ValueError, match=f"'{path}' cannot be used: .*{reason}.*; remove the file, and it is made"):
-        features.read_tensors(path, KINDS)
-
-
-def test_damaged_features_are_one_line_and_train_nothing(tmp_path):
+def test_damaged_features_are_an_error_that_says_what_to_do(tmp_path):
     path = tmp_path / "features.safetensors"
-    assert features.read_tensors(path, KINDS) is None
-    features.write_tensors(path, {"attention": torch.ones(3)})
-    assert features.read_tensors(path, KINDS)["attention"].tolist() == [1, 1, 1]
-    for damaged in (torch.ones(3, 1), torch.tensor([torch.nan])):
-        features.write_tensors(path, {"attention": damaged})
-        assert_damaged(path)
-    features.write_tensors(path, {"other": torch.ones(3)})
-    assert_damaged(path)
-    path.write_bytes(b"no features")
-    assert_damaged(path)
-
-
-def test_changed_features_and_those_of_another_video_are_found(tmp_path):
-    path = tmp_path / "one.safetensors"
-    other = tmp_path / "other.safetensors"
-    features.write_tensors(path, {"attention": torch.ones(3)})
-    features.write_tensors(other, {"attention": torch.ones(3)})
-    whole = path.read_bytes()
-    for place in range(-12, -1):
-        damage = bytearray(whole)
-        damage[place] ^= 1
-        path.write_bytes(damage)
-        assert_damaged(path, "it was changed since it was written")
-    path.write_bytes(other.read_bytes())
-    assert_damaged(path, "it was changed since it was written")
-    path.unlink()
-    path.symlink_to(other)
-    assert_damaged(path, "it is no file")
+    assert features.read_tensors(path, ATTENTION) is None
+    ATTENTION.write(path, {"attention": torch.ones(3)}, {})
+    assert features.read_tensors(path, ATTENTION)["attention"].tolist() == [1, 1, 1]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"x")
+    with pytest.raises(
+        ValueError, match=f"'{path}' cannot be used: it was changed .*; remove the file"
+    ):
+        features.read_tensors(path, ATTENTION)

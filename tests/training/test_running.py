@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.training import running
-from qtsplus.training.plan import Plan
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import run, run_stages
 
@@ -113,13 +112,6 @@ def almost_full(monkeypatch):
 def test_a_full_disk_is_found_before_the_model(recipe_file, almost_full):
     with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 8.56 MB"):
         run(load_stages(recipe_file)[0])
-
-
-def test_features_that_the_disk_does_not_hold_are_refused(recipe_file, tmp_path, almost_full, monkeypatch):
-    monkeypatch.setattr(running, "make_plan", lambda recipe: Plan(0, []))
-    (recipe,) = load_stages(recipe_file, [f"data.features={tmp_path}/features"])
-    with pytest.raises(ValueError, match="the features of 1 videos take about"):
-        run(recipe)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(recipe_file, tmp_path):

@@ -20,10 +20,9 @@ from safetensors.torch import load, save
 from clips import make_world, render_world, write_mp4
 from qtsplus.asking import batch
 from qtsplus.common.journals import Journal, seal
-from qtsplus.common.tensors import TensorKind
 from qtsplus.library import indexing, library
 from qtsplus.library.library import Library
-from qtsplus.training.features import read_tensors, write_tensors
+from qtsplus.training.features import FEATURES, read_tensors
 from qtsplus.video import storage
 
 SEED = int(os.environ.get("FUZZ_SEED", "45"))
@@ -33,11 +32,6 @@ TEXTS = ["", "0", "a", "\0", "\n", "\ud800", "%2e%2e/x", "a" * 5000]
 PLACES = ["../x", "../../victim", "/etc/passwd", "C:\\x", "file:///etc/passwd", "http://127.0.0.1/x", "~/x"]
 DOCUMENTS = [None, True, False, [], {}, [[]], {"a": None}, ["../x"], {"../x": "../x"}]
 VALUES = NUMBERS + TEXTS + PLACES + DOCUMENTS
-KINDS = {
-    "video_features": TensorKind(("k", "d")),
-    "video_grid_thw": TensorKind((1, 3)),
-    "second_per_grid_ts": TensorKind((1,)),
-}
 
 
 def as_json(video):
@@ -68,10 +62,10 @@ def whole(loaded, tmp_path_factory):
         journal.add("2", answer)
         tensors = {
             "video_features": torch.rand(4, 8),
-            "video_grid_thw": torch.ones(1, 3),
+            "video_grid_thw": torch.ones(1, 3, dtype=torch.int64),
             "second_per_grid_ts": torch.ones(1),
         }
-        write_tensors(folder / "features/0.safetensors", tensors)
+        FEATURES.write(folder / "features/0.safetensors", tensors, {})
         yield folder
 
 
@@ -87,7 +81,7 @@ def read_journal(folder, model):
 
 
 def read_features(folder, model):
-    tensors = read_tensors(folder / "features/0.safetensors", KINDS)
+    tensors = read_tensors(folder / "features/0.safetensors", FEATURES)
     return {name: values.tolist() for name, values in tensors.items()}
 
 
@@ -207,7 +201,7 @@ def note_in_library(folder):
 
 def note_in_features(folder):
     path = folder / "0.safetensors"
-    write_tensors(path, load(path.read_bytes()))
+    FEATURES.write(path, load(path.read_bytes()), {})
 
 
 NOTED = {"library": note_in_library, "features": note_in_features}

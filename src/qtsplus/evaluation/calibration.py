@@ -16,13 +16,14 @@ import torch
 from accelerate.utils import send_to_device
 from rich.console import Console
 from torch import Tensor
+from transformers.utils import logging
 
 from ..common.files import listed
 from ..common.folders import read_json, update_json
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..training.attention import AttentionChoice, note_attention
 from ..training.dataset import VideoQACollator, VideoQADataset
-from ..training.features import VideoFeatures, encode_files, with_bar
+from ..training.features import VideoFeatures, encode_files
 from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
 
 EQUAL = 0.01  # the largest difference of recalls that are taken for the same
@@ -224,7 +225,7 @@ def _attention_by_head(
     """The attention `[heads, M]` of each layer, and the needles' tokens `[k]`, for every question."""
     collate = VideoQACollator(dataset.processor)
     choice = AttentionChoice(positions=positions)
-    for question in with_bar(questions, "Reading with all tokens"):
+    for question in logging.tqdm(questions, "Reading with all tokens", disable=None):
         example = dataset.example(question.record)
         assert example is not None
         (grid,) = model.model.merged_grid(example["video_grid_thw"])

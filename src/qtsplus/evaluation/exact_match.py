@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from transformers.utils import logging
+
 from ..asking.answers import Answer
 from ..asking.choice import Choice
 from ..asking.question import Question, check_question
@@ -14,7 +16,6 @@ from ..common.files import first_line
 from ..data.records import VideoRecord
 from ..model.methods_qtsplus import Method
 from ..training.dataset import require_rates
-from ..training.features import with_bar
 from ..video.sampling import Sampling
 
 Video = tuple[str, float | None]  # its place, and the rate at which it is read
@@ -66,7 +67,7 @@ def exact_match(
         video = (str(record.video), record.fps)
         by_video.setdefault(video, []).append(record)
     outcomes: dict[VideoRecord, Outcome] = {}
-    for (name, fps), asked in with_bar(by_video.items(), "Asking"):
+    for (name, fps), asked in logging.tqdm(by_video.items(), "Asking", disable=None):
         results = answer_file(
             model,
             processor,

@@ -7,32 +7,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import PartialState
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from ..common.files import require_space, size
 from ..common.tensors import TensorFormat, TensorKind, digest_of
-from ..data.media import AnyPath, media_state
+from ..data.media import UNREADABLE, AnyPath, media_state
 from .freezing import vision_modules
 
-logger = logging.get_logger(__name__)
-
-Item = TypeVar("Item")
 Video = tuple[str, float | None]  # a file, an address or a folder of frames, and the `fps` of its record
+REMEDY = "remove the file, and it is made again"
+FEATURES = TensorFormat(
+    what="stored features",
+    remedy=REMEDY,
+    tensors={
+        "video_features": TensorKind(("k", "d")),
+        "video_grid_thw": TensorKind((1, 3), (torch.int64,)),
+        "second_per_grid_ts": TensorKind((1,), (torch.float32, torch.float64)),
+    },
+)
 _CLASSES = ("auto_map", "processor_class")  # which a stage adds to the processor that it saves
 _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-_OF_VIDEO = {
-    "video_features": TensorKind(("k", "d")),
-    "video_grid_thw": TensorKind((1, 3), (torch.int64,)),
-    "second_per_grid_ts": TensorKind((1,), (torch.float32, torch.float64)),
-}
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class VideoFeatures:
         fps: float | None = None,
     ) -> dict[str, Tensor] | None:
         """A video's features; `None` where it could not be read."""
-        return read_tensors(self.file(video, fps), _OF_VIDEO)
+        return read_tensors(self.file(video, fps), FEATURES)
 
 
 def encode_files(
@@ -100,10 +99,9 @@ def encode_files(
     mine: Any = missing[state.process_index :: state.num_processes]
     decode = partial(_decode, features, processor, kwargs)
     decoded: Iterable = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=decode)
-    if mine and state.is_main_process:
-        decoded = with_bar(decoded, "Encoding videos", len(mine))
+    if state.is_main_process:
+        decoded = logging.tqdm(decoded, "Encoding videos", len(mine), disable=None)  # a bar where there is a terminal
     device = next(iter(weights.values())).device
-    expected = 0
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
         for place, inputs in decoded:
             if inputs is None:
@@ -111,12 +109,7 @@ def encode_files(
             pixels = inputs.pop("pixel_values_videos")
             (encoded,) = model.encode_videos(pixels, inputs["video_grid_thw"], device="cpu")
             inputs["video_features"] = encoded
-            write_tensors(place, inputs)
-            if not expected:  # what the first one takes, all do
-                expected = place.stat().st_size * len(missing)
-                what = f"the features of {len(missing)} videos"
-                logger.warning(f"{features.folder} will hold {what}, about {size(expected)}.")
-                require_space(features.folder, expected, what)
+            FEATURES.write(place, inputs, {})
     state.wait_for_everyone()
     return features
 
@@ -135,48 +128,15 @@ def _decode(
     place = features.file(name, fps)
     try:
         inputs = processor(text=[processor.video_token], videos=[name], return_tensors="pt", **settings)
-    except (ValueError, OSError):
+    except UNREADABLE:
         return place, None  # the dataset finds out why, and says so
-    if features.file(name, fps) != place:
-        logger.warning(f"{name} was changed while it was read, and its features are not kept.")
-        return place, None
     pixels = {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
     return place, pixels
 
 
-def with_bar(
-    items: Iterable[Item],
-    what: str,
-    total: int | None = None,
-) -> Iterable[Item]:
-    """The items, with a bar on standard error if that is a terminal."""
-    console = Console(stderr=True)
-    return track(items, what, total, console=console, disable=not console.is_terminal)
-
-
-def read_tensors(
-    path: Path,
-    kinds: Mapping[str, TensorKind],
-) -> dict[str, Tensor] | None:
-    """What [`write_tensors`] wrote, of these kinds by name; `None` without a file, a `ValueError` for damage."""
-    if not os.path.lexists(path):
+def read_tensors(path: Path, kind: TensorFormat) -> dict[str, Tensor] | None:
+    """The tensors of a file; `None` without a file, a `ValueError` for damage."""
+    if not path.exists():
         return None
-    with _format(kinds).reading(path) as file:
-        if file.texts != _header(path):
-            raise ValueError("it was changed since it was written: it is another video's")
+    with kind.reading(path) as file:
         return file.tensors
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a file of tensors that is never seen half written."""
-    _format({}).write(path, tensors, _header(path))
-
-
-def _format(kinds: Mapping[str, TensorKind]) -> TensorFormat:
-    remedy = "remove the file, and it is made again"
-    return TensorFormat("stored features", remedy, kinds, texts=frozenset(["place"]))
-
-
-def _header(path: Path) -> dict[str, str]:
-    """The place where tensors belong: the file of another video is damage too."""
-    return {"place": f"{path.parent.name}/{path.name}"}
