@@ -149,7 +149,5 @@ def test_damaged_features_are_an_error_that_says_what_to_do(tmp_path):
     assert features.read_tensors(path, ATTENTION)["attention"].tolist() == [1, 1, 1]
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"x")
-    with pytest.raises(
-        ValueError, match=f"'{path}' cannot be used: it was changed .*; remove the file"
-    ):
+    with pytest.raises(ValueError, match=f"'{path}' cannot be used: it was changed .*; remove the file"):
         features.read_tensors(path, ATTENTION)

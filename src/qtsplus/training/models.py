@@ -36,18 +36,10 @@ def make_config(
         config = backbone_of(kind).config(**stock.to_dict())
     changes = dict(selector or {})
     check_types("selector.", QTSplusConfig, changes)
-    settings = {}
-    for name, value in config.qtsplus_config.to_dict().items():
-        if hasattr(QTSplusConfig, name):
-            settings[name] = value
     add_method(changes.get("selection"))
-    most = max(config.text_config.num_hidden_layers, settings["reencode_layers"])
-    settings.update(changes)
-    config.qtsplus_config = QTSplusConfig(**settings)
-    for name in ("scoring_layers", "reencode_layers"):
-        layers = getattr(config.qtsplus_config, name)
-        if layers > most:
-            raise ValueError(f"selector.{name} is {layers}; expected at most {most}, as many as the language model.")
+    fields = config.qtsplus_config.to_dict()
+    settings = {name: value for name, value in fields.items() if hasattr(QTSplusConfig, name)}
+    config.qtsplus_config = QTSplusConfig(**settings | changes)
     return config
 
 

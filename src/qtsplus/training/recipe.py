@@ -1,18 +1,18 @@
 """Recipes: a YAML file with a model, data and training section, and perhaps several stages that change them."""
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, PositiveInt, with_config
 from typing_extensions import TypedDict
 
-from ..common.validation import STRICT, build, parse_yaml, show
+from ..common.validation import STRICT, build, parse_yaml
 from ..data.media import AnyPath
 from ..data.records import Rate, Text
-from ..hub.files import hub_configs, variants
+from ..hub.files import hub_configs
 from .arguments import QTSplusTrainingArguments
 from .trainer import QTSplusTrainer
 
@@ -144,93 +144,88 @@ def load_stages(
     others to folders of their names in it. `{variant}` in a folder stands for the variant's name.
 
     Args:
-        overrides: such as `"training.max_steps=10"`, for every stage; the value is YAML.
+        overrides: such as `"training.max_steps=10"`, for every stage; the value is YAML, and fields of a mapping are
+            added to those of the recipe.
         trainer_class: what is to run it; the `training` section has the fields of its arguments.
 
     Raises:
         ValueError: what is not YAML; an unknown section or field; a value of another type, or one that a section
             refuses.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ValueError(f"There is no file {str(path)!r}; expected a recipe in YAML.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file; expected a recipe in YAML.") from error
-    content = parse_yaml(text, str(path))
+    content = _read_yaml(Path(path))
     content = dict(build(f"{path}: ", File, content))
-    stages = content.pop("stages", {"": {}})
-    if not stages:
-        raise ValueError(f"{path}: stages is empty; expected sections by the name of each stage.")
+    stages = content.pop("stages", None) or {"": {}}
     last = list(stages)[-1]
+    changes_of_all = [_parse_override(override) for override in overrides]
     recipes: list[Recipe] = []
     for stage, changes in stages.items():
-        sections = _merge({"model": {}, "data": {}, "training": {}}, content)
-        sections = _merge(sections, changes)
-        for override in overrides:
-            _apply(override, sections)
-        sections = _merge(_variant_defaults(sections["model"]), sections)
+        stated = _merge_all([content, changes, *changes_of_all])
+        variant = stated.get("model", {}).get("variant")
+        sections = _merge_all([{"model": {}, "data": {}, "training": {}}, _variant_defaults(variant), stated])
         if recipes:
-            before = recipes[-1]
-            sections["model"]["weights"] = str(before.output_dir)
-        _name_folders(sections, "" if stage == last else stage)
+            before = recipes[-1].output_dir
+            sections = _merge(sections, {"model": {"weights": str(before)}})
+        sections = _merge(sections, _folders(sections, "" if stage == last else stage))
         recipes.append(_build(path, sections, stage, trainer_class))
     return recipes
 
 
-def _variant_defaults(model: Fields) -> Fields:
-    """What a recipe leaves to its variant."""
-    variant = model.get("variant")
-    if variant not in variants():
-        return {}  # the section says what is wrong with it
-    path = hub_configs() / variant / "recipe.yaml"
-    if not path.exists():
-        return {}
+def _read_yaml(path: Path) -> Fields:
     text = path.read_text(encoding="utf-8")
     return parse_yaml(text, str(path))
 
 
-def _merge(base: Fields, changes: Mapping) -> Fields:
-    """`base` with the fields of `changes`, section by section; nothing is shared with either."""
-    merged = copy.deepcopy(base)
+def _variant_defaults(variant) -> Fields:
+    """What a recipe leaves to its variant."""
+    path = hub_configs() / str(variant) / "recipe.yaml"
+    return _read_yaml(path) if path.exists() else {}
+
+
+def _merge(base: Mapping, changes: Mapping) -> Fields:
+    """`base` with the fields of `changes`, section by section."""
+    merged = dict(base)
     for name, value in changes.items():
         before = merged.get(name)
         if isinstance(value, dict) and isinstance(before, dict):
-            merged[name] = _merge(before, value)
-        else:
-            merged[name] = copy.deepcopy(value)
+            value = _merge(before, value)
+        merged[name] = value
     return merged
 
 
-def _apply(override: str, sections: Fields) -> None:
-    """Sets the one field that an override names."""
-    key, separator, value = override.partition("=")
-    *parents, field_name = key.split(".")
-    is_field = parents and parents[0] in sections and all(parents) and field_name
+def _merge_all(sections: Iterable[Mapping]) -> Fields:
+    return reduce(_merge, sections, {})
+
+
+def _parse_override(override: str) -> Fields:
+    """The one field that an override names, in its section."""
+    key, separator, text = override.partition("=")
+    names = key.split(".")
+    is_field = names[0] in Sections.__annotations__ and len(names) > 1 and all(names)
     if not separator or not is_field:
         raise ValueError(f"{override!r}: expected SECTION.FIELD=VALUE in the section model, data or training.")
-    target = sections
-    for parent in parents:
-        target = target.setdefault(parent, {})
-        if not isinstance(target, dict):
-            raise ValueError(f"{override!r}: {parent} is {show(target)}, which has no fields.")
-    target[field_name] = parse_yaml(value, repr(override))
+    value = parse_yaml(text, repr(override))
+    for name in reversed(names):
+        value = {name: value}
+    return value
 
 
-def _name_folders(sections: Fields, stage: str) -> None:
+def _folders(sections: Fields, stage: str) -> Fields:
     """
-    Puts the variant's name, or else that of the weights, into the folders that a recipe writes to, and gives a stage
-    before the last a folder of its own.
+    The folders that a recipe writes to, with the variant's name, or else that of the weights. A stage before the last
+    has a folder of its own.
     """
     model = sections["model"]
-    variant = model.get("variant") or Path(str(model.get("weights"))).name
+    variant = str(model.get("variant") or Path(str(model.get("weights"))).name)
+    folders: Fields = {}
     for section, name in (("training", "output_dir"), ("data", "features")):
         folder = sections[section].get(name)
         if isinstance(folder, str):
-            sections[section][name] = folder.replace("{variant}", str(variant))
-    folder = sections["training"].get("output_dir")
-    if stage and isinstance(folder, str) and folder.strip():
-        sections["training"]["output_dir"] = str(Path(folder) / stage)
+            folder = folder.replace("{variant}", variant)
+            folders[section] = {name: folder}
+    if stage and "training" in folders:
+        folder = folders["training"]["output_dir"]
+        folders["training"]["output_dir"] = str(Path(folder) / stage)
+    return folders
 
 
 def _build(
@@ -242,10 +237,9 @@ def _build(
     model = build(f"{path}: model.", ModelArguments, sections["model"])
     data = build(f"{path}: data.", DataArguments, sections["data"])
     training = build(f"{path}: training.", trainer_class.arguments_class, sections["training"])
-    output_dir = sections["training"].get("output_dir", training.output_dir)
-    if not str(output_dir or "").strip():
-        raise ValueError(f"{path}: training.output_dir is empty; expected the folder to write to.")
-    evaluates = training.eval_strategy != "no" or training.load_best_model_at_end
-    if evaluates and not data.eval_files:
+    if training.eval_strategy != "no" and not data.eval_files:
         raise ValueError(f"{path}: training asks for evaluation, but data.eval_files is empty: name files there.")
+    output_dir = sections["training"].get("output_dir")
+    if output_dir is None or str(output_dir).strip() == "":
+        raise ValueError(f"{path}: training.output_dir is empty; expected the folder to write to.")
     return Recipe(model, data, training, Path(path), stage, trainer_class)

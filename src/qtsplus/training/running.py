@@ -29,23 +29,20 @@ logger = logging.get_logger(__name__)
 
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
-    """Runs stages as [`run`] does, and gives the folder of the last; with `resume` finished ones are left out."""
+    """
+    Runs stages as [`run`] does, and gives the folder of the last; with `resume` finished ones are left out, and one
+    without a checkpoint starts from its first step.
+    """
     if not resume:
         for stage in stages:
             require_free(stage.output_dir)
-    first = stages[0]
     last = stages[-1]
     for stage in stages:
-        finished = is_finished(stage.output_dir)
-        if resume and finished and stage is not last:
+        if resume and is_finished(stage.output_dir) and stage is not last:
             logger.warning(f"{stage.name} is finished: {stage.output_dir}.")
             continue
-        begun = stage is first or finished or last_checkpoint(stage.output_dir) is not None
-        if resume and not begun:
-            logger.warning(f"{stage.name} has no checkpoint yet and starts from its first step.")
         # A copy of the arguments prepares the process again: a Trainer leaves its sharding behind.
-        stage = replace(stage, training=replace(stage.training))
-        run(stage, resume and begun)
+        run(replace(stage, training=replace(stage.training)), resume)
         gc.collect()  # a Trainer refers to itself, and holds its model until the collector finds it
     PartialState().destroy_process_group()
     return last.output_dir
@@ -53,21 +50,14 @@ def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
 
 def run(recipe: Recipe, resume: bool = False) -> Path:
     """
-    Trains, and saves the model to the recipe's `output_dir`; or goes on from the last complete checkpoint there.
-
-    Raises:
-        ValueError: `output_dir` cannot be written, or holds files and `resume` is false; or there is nothing to resume.
+    Trains, and saves the model to the recipe's `output_dir`; with `resume` from the last complete checkpoint there, if
+    there is one. A `ValueError` for an `output_dir` that cannot be written, or that holds other files.
     """
     unset_hf_deepspeed_config()  # Transformers would share out the model before it is whole
     output_dir = check_folder(recipe.output_dir)
-    checkpoint = last_checkpoint(output_dir)
-    if not resume:
+    checkpoint = last_checkpoint(output_dir) if resume else None
+    if checkpoint is None:
         require_free(output_dir)
-    elif checkpoint is None:
-        raise ValueError(
-            f"There is nothing to resume: {output_dir} holds no complete checkpoint. Leave out --resume to start from "
-            "the first step; a save_strategy other than 'no' makes checkpoints."
-        )
     require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
     trainer = build_trainer(recipe)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -79,13 +69,12 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
 def require_free(output_dir: Path) -> None:
     """Raises `ValueError` for a folder that holds more than folders of other stages, for nothing is replaced."""
     for path in sorted(output_dir.glob("*")):
-        is_run = path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR)
-        if not is_run:
-            continue
-        what = "a finished model" if is_finished(output_dir) else path.name
-        raise ValueError(
-            f"{output_dir} holds {what}, which is not replaced: choose another output_dir, or go on with --resume."
-        )
+        if path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR):
+            what = "a finished model" if is_finished(output_dir) else path.name
+            raise ValueError(
+                f"{output_dir} holds {what}, which is not replaced: choose another output_dir, or, where it holds a "
+                "checkpoint, go on with --resume."
+            )
 
 
 def is_finished(output_dir: Path) -> bool:
