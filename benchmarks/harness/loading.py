@@ -27,7 +27,7 @@ class Options:
 
     def __post_init__(self) -> None:
         add_method(self.selection)
-        check_budget(self.selection or "qtsplus", [self.retention], 1, self.max_visual_tokens)
+        check_budget(self.selection or "qtsplus", [self.retention], self.max_visual_tokens)
         for name in ("fps", "num_frames", "max_frames", "max_pixels"):
             if (value := getattr(self, name)) is not None:
                 require_positive(name, value)

@@ -63,9 +63,6 @@ def budgets(model: Any, tests: dict[str, OpenTest]) -> dict[str, Any]:
             for factor in (4, 2, 0.5):
                 price = {"token_price": config.token_price * factor}
                 note(f"a price {factor} times as high", _asked_with(model, test, price))
-        for mass in (0.7, 0.8, 0.9):
-            budget = {"budget": "mass", "relevance_mass": mass}
-            note(f"{mass:.0%} of the relevance", _asked_with(model, test, budget))
         note("all tokens", test.ask(model, selection="all"))
         note("a share of the tokens", test.ask(model, retention=_share(asked["its own"])))
     right = np.concatenate([np.array(ladder).T for ladder in ladders])

@@ -115,10 +115,9 @@ def selection_of(model, inputs, **options):
     return model(**inputs, **options).qtsplus
 
 
-@pytest.mark.parametrize("budget", ["mass", "loss"])
 @pytest.mark.parametrize("null_token", [False, True])
-def test_a_batch_chooses_as_its_rows_do(rows, inputs, budget, null_token):
-    settings = {**LOSS, "budget": budget, "null_token": null_token, "reduction": "mean", "token_price": 0.01}
+def test_a_batch_chooses_as_its_rows_do(rows, inputs, null_token):
+    settings = {**LOSS, "null_token": null_token, "reduction": "mean", "token_price": 0.01}
     model = tiny_model(**settings)
     together = selection_of(model, inputs)
     for index, row in enumerate(rows[:2]):
@@ -228,18 +227,11 @@ def test_a_batch_of_text_alone_teaches_no_budget(tmp_path):
     assert has_budget == {True, False}
 
 
-def test_a_budget_without_a_head_leaves_the_head_alone(tmp_path):
-    trainer = trained(tmp_path, selector={**LOSS, "budget": "mass"})
-    assert not any(parameter.requires_grad for parameter in trainer.selector.budget.parameters())
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"budget": "head"}, "budget"),
         ({"token_price": 0.0}, "token_price"),
-        ({"relevance_mass": 1.5}, "relevance_mass"),
-        ({"budget": "mass", "target_n": 7}, "target_n=7, budget='mass'; expected a target_n with another budget"),
     ],
 )
 def test_fields_out_of_range_are_refused(fields, message):

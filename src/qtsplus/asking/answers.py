@@ -117,7 +117,7 @@ def answer_questions(
     batch.check(model, processor)
     check_subtitles(subtitles, videos.values())
     method = selection or model.config.qtsplus_config.selection
-    check_budget(method, [retention], 1, max_visual_tokens)
+    check_budget(method, [retention], max_visual_tokens)
     reader = _Reader(
         model=model,
         processor=processor,

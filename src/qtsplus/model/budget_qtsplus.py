@@ -163,8 +163,7 @@ def share_of_mass(log_shares: Tensor, mass: float) -> float:
     The smallest fraction of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
 
     Args:
-        log_shares: `[M]`; the shares sum to 1, or to less where the null token took the rest, which counts as kept. The
-            shares of the reduction `"max"` sum to more and are normalised.
+        log_shares: `[M]`; the shares sum to 1, or to less where something else took the rest, which counts as kept.
     """
     shares = log_shares.exp().sort(descending=True).values
     shares = shares / shares.sum().clamp(min=1)

@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass
 
-from packaging.version import parse
 from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
-from transformers.utils import logging
 
-from .fields_qtsplus import are_ids, check_fields, check_names, require, unknown_fields
+from .fields_qtsplus import are_ids, check_fields, check_names, require
 
 # Lists of token ids, which JSON brings as lists; of a response's two tags, the ids of each.
 Ids = list[int] | tuple[int, ...]
@@ -40,11 +38,9 @@ class QTSplusConfig(PreTrainedConfig):
         budget (`str`, defaults to `"loss"`): where rho comes from. With `"loss"` a head over the question and its
             relevance predicts how much the answer would lose with 1, 2, 4, ... tokens, and the budget is the count at
             which this loss and the price of the tokens are least together. Only `QTSplusTrainer` teaches that head;
-            untaught it keeps `rho_min`. With the paper's `"rho"` the head predicts rho. `"mass"` needs no head: the
-            fewest tokens whose relevance, with the null token's, sums to `relevance_mass`.
+            untaught it keeps `rho_min`. With the paper's `"rho"` the head predicts rho.
         token_price (`float`, defaults to 0.02): for `budget="loss"`, the gain that one more token must bring, in nats
             of the answer's log-probability; the lambdas add to it. Training sets it if there is a `target_n`.
-        relevance_mass (`float`, defaults to 0.8): for `budget="mass"`.
         budget_hidden_size (`int`, defaults to 256): width of the budget head's hidden layer.
 
     > The gate and the method
@@ -103,7 +99,7 @@ class QTSplusConfig(PreTrainedConfig):
 
         lambda_t, lambda_m, lambda_s (`float`): weights of attention time, of key/value memory and of the prior on rho.
         rho_prior (`float`, *optional*): the prior's mean; `None` takes the running mean of rho over training.
-        target_n (`float`, *optional*): dataset-level mean of kept tokens to aim at; not with `budget="mass"`.
+        target_n (`float`, *optional*): dataset-level mean of kept tokens to aim at.
 
     Raises:
         ValueError: a value out of its range, named with the range.
@@ -117,7 +113,6 @@ class QTSplusConfig(PreTrainedConfig):
     n_max: int = 25600
     budget: str = "loss"
     token_price: float = 0.02
-    relevance_mass: float = 0.8
     budget_hidden_size: int = 256
     tau_s: float = 0.5
     gate: str = "soft"
@@ -154,8 +149,6 @@ class QTSplusConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         check_fields(self, QTSplusConfig.__annotations__)
         require(self, self.rho_min <= self.rho_max, ["rho_min", "rho_max"], "rho_min <= rho_max")
-        can_reach_target = self.target_n is None or self.budget != "mass"
-        require(self, can_reach_target, ["target_n", "budget"], "a target_n with another budget, which training moves")
         is_whole_calibration = (self.seen_threshold is None) == (self.seen_area is None)
         require(self, is_whole_calibration, ["seen_threshold", "seen_area"], "both or neither")
 
@@ -204,13 +197,9 @@ class QTSplusConfigMixin:
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """
-        As [`QTSplusConfig.from_dict`]; a stock configuration has no selector yet and gets a new one. A configuration of
-        a later version is a `ValueError` if it has fields that this version does not know, and is logged otherwise.
-        """
+        """As [`QTSplusConfig.from_dict`]; a stock configuration has no selector yet and gets a new one."""
         selector = config_dict.get("qtsplus_config")
         if isinstance(selector, dict):
-            _check_version(config_dict.get("qtsplus_version"), selector)
             config_dict = config_dict | {"qtsplus_config": _BEFORE | selector}
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
@@ -280,19 +269,6 @@ class Qwen3_5QTSplusConfig(QTSplusConfigMixin, Qwen3_5Config):
     special_token_ids: Ids = tuple(range(248044, 248058))
     tool_response_token_ids: Tags = ((248066,), (248067,))
     frame_text_token_ids: Ids = (27,)
-
-
-def _check_version(written: str | None, selector: dict) -> None:
-    if written is None or parse(str(written)) <= parse(VERSION):
-        return
-    unknown = unknown_fields(selector, QTSplusConfig.__annotations__)
-    versions = f"The model was written by qtsplus {written}, and this is {VERSION}"
-    if unknown:
-        raise ValueError(
-            f"{versions}, which does not know {', '.join(unknown)}: install {written}, or load the model where no "
-            "qtsplus is installed, with trust_remote_code=True."
-        )
-    logging.get_logger(__name__).warning_once(f"{versions}: it loads, but install {written} if something is odd.")
 
 
 __all__ = [

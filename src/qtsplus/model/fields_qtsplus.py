@@ -1,4 +1,4 @@
-"""The fields of a [`QTSplusConfig`]: the values that each may have, and fields of other versions."""
+"""The fields of a [`QTSplusConfig`] and the values that each may have."""
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -9,13 +9,6 @@ from transformers import PreTrainedConfig
 QUERY_STATES = ("embeddings", "layer")
 REDUCTIONS = ("max", "mean", "sum")
 POSITION_IDS = ("original", "sequential")
-CHOICES: dict[str, tuple[str, ...]] = {
-    "budget": ("rho", "mass", "loss"),
-    "query_states": QUERY_STATES,
-    "reduction": REDUCTIONS,
-    "gate": ("gumbel", "detached", "soft"),
-    "position_ids": POSITION_IDS,
-}
 # The names of methods_qtsplus.METHODS. `selection` also takes `module:function` and `file.py:function`.
 SELECTIONS = (
     "qtsplus",
@@ -27,32 +20,24 @@ SELECTIONS = (
     "temporal_redundancy",
     "lm_attention",
 )
+CHOICES: dict[str, tuple[str, ...]] = {
+    "budget": ("rho", "loss"),
+    "query_states": QUERY_STATES,
+    "reduction": REDUCTIONS,
+    "gate": ("gumbel", "detached", "soft"),
+    "position_ids": POSITION_IDS,
+    "selection": SELECTIONS,
+}
 _ABOVE_0 = 1e-12
 _LARGEST = 2**31 - 1
-# The range of every numeric field. Its annotation says whether only whole numbers are allowed, and whether `None` is.
-_RANGES: dict[str, tuple[float, float]] = {
-    "rho_min": (_ABOVE_0, 1),
-    "rho_max": (_ABOVE_0, 1),
-    "n_max": (1, _LARGEST),
-    "token_price": (_ABOVE_0, 10**9),
-    "relevance_mass": (_ABOVE_0, 1),
-    "budget_hidden_size": (1, _LARGEST),
-    "tau_s": (_ABOVE_0, 10**9),
-    "attention_layer": (0, _LARGEST),
-    "attention_group": (1, _LARGEST),
-    "attention_mass": (_ABOVE_0, 1),
-    "scoring_layers": (1, _LARGEST),
-    "reencode_layers": (0, _LARGEST),
-    "dropout": (0, 0.999),
-    "evidence_share": (_ABOVE_0, 1),
-    "seen_threshold": (_ABOVE_0, 1),
-    "seen_area": (_ABOVE_0, 1),
-    "trained_seconds": (_ABOVE_0, 10**9),
-    "lambda_t": (0, 10**9),
-    "lambda_m": (0, 10**9),
-    "lambda_s": (0, 10**9),
-    "rho_prior": (0, 1),
-    "target_n": (_ABOVE_0, _LARGEST),
+# The numeric fields by their range. The annotation of a field says whether only whole numbers are allowed.
+_RANGES: dict[tuple[float, float], tuple[str, ...]] = {
+    (_ABOVE_0, 1): ("rho_min", "rho_max", "attention_mass", "evidence_share", "seen_threshold", "seen_area"),
+    (_ABOVE_0, _LARGEST): ("token_price", "tau_s", "trained_seconds", "target_n"),
+    (1, _LARGEST): ("n_max", "budget_hidden_size", "attention_group", "scoring_layers"),
+    (0, _LARGEST): ("attention_layer", "reencode_layers", "lambda_t", "lambda_m", "lambda_s"),
+    (0, 1): ("rho_prior",),
+    (0, 0.999): ("dropout",),
 }
 
 
@@ -63,28 +48,27 @@ def check_fields(config: PreTrainedConfig, kinds: Mapping) -> None:
     Args:
         kinds: the annotations of the fields, by their names.
     """
-    for name, kind in kinds.items():
+    for name in ("null_token", "reencode_rope"):
+        holds = isinstance(getattr(config, name), bool)
+        require(config, holds, [name], "true or false")
+    for name, choices in CHOICES.items():
         value = getattr(config, name)
-        if name in CHOICES:
-            holds = value in CHOICES[name]
-            expected = f"one of {CHOICES[name]}"
-        elif name in _RANGES:
-            is_absent = value is None and type(None) in get_args(kind)
+        is_own_method = name == "selection" and isinstance(value, str) and ":" in value
+        require(config, is_own_method or value in choices, [name], f"one of {choices}")
+    for (least, most), names in _RANGES.items():
+        for name in names:
+            value = getattr(config, name)
+            kind = kinds[name]
+            if value is None and type(None) in get_args(kind):
+                continue
             is_whole = kind in (int, int | None)
-            least, most = _RANGES[name]
-            holds = is_absent or (_is_number(value, is_whole) and least <= value <= most)
+            holds = _is_number(value, is_whole) and least <= value <= most
             noun = "a whole number" if is_whole else "a number"
-            expected = f"{noun} from {least:,} to {most:,}"
-        elif name == "selection":
-            holds = isinstance(value, str) and (value in SELECTIONS or ":" in value)
-            expected = f"one of {SELECTIONS}, or the 'module:function' of another method"
-        elif name == "attention_heads":
-            holds = value is None or (are_ids(value) and 0 < len(set(value)) == len(value))
-            expected = "different whole numbers from 0 on, at least one"
-        else:
-            holds = isinstance(value, bool)
-            expected = "true or false"
-        require(config, holds, [name], expected)
+            require(config, holds, [name], f"{noun} from {least:,} to {most:,}")
+    heads = config.attention_heads
+    if heads is not None:
+        are_different = are_ids(heads) and 0 < len(set(heads)) == len(heads)
+        require(config, are_different, ["attention_heads"], "different whole numbers from 0 on, at least one")
 
 
 def require(
@@ -112,19 +96,14 @@ def are_ids(value) -> bool:
     return all(_is_number(number, is_whole=True) and number >= 0 for number in value)
 
 
-def unknown_fields(names: Iterable[str], kinds: Mapping) -> list[str]:
-    """The `names`, sorted, that neither [`QTSplusConfig`] nor every configuration of Transformers has as a field."""
-    unknown = []
+def check_names(names: Iterable[str], kinds: Mapping) -> None:
+    """Raises `ValueError` for a field that neither [`QTSplusConfig`] nor every configuration of Transformers has."""
     for name in sorted(names):
         is_inherited = hasattr(PreTrainedConfig, name) or hasattr(PreTrainedConfig, f"_{name}")
         is_internal = name.startswith("_") or name == "auto_map"
         if name not in kinds and not is_inherited and not is_internal:
-            unknown.append(name)
-    return unknown
-
-
-def check_names(names: Iterable[str], kinds: Mapping) -> None:
-    """Raises `ValueError` for a field that no [`QTSplusConfig`] has."""
-    for name in unknown_fields(names, kinds):
-        nearest = get_close_matches(name, kinds, n=2, cutoff=0)
-        raise ValueError(f"QTSplusConfig has no field {name!r}; the nearest are {' and '.join(nearest)}.")
+            nearest = get_close_matches(name, kinds, n=2, cutoff=0)
+            raise ValueError(
+                f"QTSplusConfig has no field {name!r}; the nearest are {' and '.join(nearest)}. If another version of "
+                "qtsplus wrote it (`qtsplus_version` in config.json), install that version."
+            )

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from inspect import signature
 from itertools import accumulate
 from numbers import Real
 from pkgutil import resolve_name
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -378,27 +376,15 @@ def add_method(name: str | Method | None) -> None:
     """
     if name is None or callable(name):
         return
-    place, colon, _ = name.rpartition(":")
+    place, colon, function = name.rpartition(":")
     if colon and name not in METHODS:
         try:
-            METHODS[name] = _import_method(name)
-        except (ImportError, AttributeError, OSError, SyntaxError, TypeError, ValueError) as error:
-            hint = "" if place.endswith(".py") else "; a file is named as FILE.py:FUNCTION"
-            raise ValueError(f"selection={name!r} cannot be imported: {error}{hint}") from error
+            METHODS[name] = runpy.run_path(place)[function] if place.endswith(".py") else resolve_name(name)
+        except (ImportError, AttributeError, KeyError, OSError, SyntaxError, ValueError) as error:
+            raise ValueError(
+                f"selection={name!r} cannot be imported: {error!r}; expected MODULE:FUNCTION or FILE.py:FUNCTION."
+            ) from error
     find_method(name)
-
-
-def _import_method(name: str) -> Method:
-    """Runs the module or the file at the beginning of the name, and returns the function."""
-    place, _, function = name.rpartition(":")
-    if place.endswith(".py"):
-        method = getattr(SimpleNamespace(**runpy.run_path(place)), function)
-    else:
-        method = resolve_name(name)
-    if not callable(method):
-        raise ValueError("it is no function")
-    signature(method).bind("candidates", 1)
-    return method
 
 
 def no_question(row: int, num_tokens: int) -> ValueError:
@@ -417,41 +403,31 @@ def check_kept(choices: Sequence[tuple[Tensor, int, int]], selection: str | Meth
     Args:
         choices: the result of each row, with n and M.
     """
-    is_wrong = []
+    are_wrong = []
     for kept, n, num_tokens in choices:
-        if not isinstance(kept, Tensor):
-            raise _wrong_choice(type(kept).__name__, n, num_tokens, selection)
-        if kept.shape != (n,) or kept.dtype != torch.int64:
-            raise _wrong_choice(f"{kept.dtype} of shape {tuple(kept.shape)}", n, num_tokens, selection)
+        if not isinstance(kept, Tensor) or kept.shape != (n,) or kept.dtype != torch.int64:
+            raise _wrong_choice(selection)
         descends = (kept.diff() < 1).any()
         is_outside = (kept[0] < 0) | (kept[-1] >= num_tokens)
-        is_wrong.append(descends | is_outside)
-    if not is_wrong:
-        return
-    for (_, n, num_tokens), wrong in zip(choices, torch.stack(is_wrong).tolist(), strict=True):
-        if wrong:
-            raise _wrong_choice("some that do not ascend, or are not there", n, num_tokens, selection)
+        are_wrong.append(descends | is_outside)
+    if are_wrong and torch.stack(are_wrong).any():
+        raise _wrong_choice(selection)
 
 
-def _wrong_choice(
-    result: str,
-    n: int,
-    num_tokens: int,
-    selection: str | Method,
-) -> ValueError:
-    name = selection if isinstance(selection, str) else getattr(selection, "__name__", selection)
-    return ValueError(f"selection={name!r} gave {result}; expected {n} ascending int64 indices below {num_tokens}.")
+def _wrong_choice(selection: str | Method) -> ValueError:
+    name = getattr(selection, "__name__", selection)
+    return ValueError(
+        f"selection={name!r} gave something else than indices; expected a tensor of n ascending int64 indices for each "
+        "row, from 0 on and below the number of its tokens."
+    )
 
 
 def check_budget(
     selection: str | Method,
     retentions: Sequence[float | None],
-    rows: int,
     max_visual_tokens: int | None,
 ) -> None:
     """Validates how many tokens a call asks for; see `QTSplusSelector.forward`."""
-    if len(retentions) != rows:
-        raise ValueError(f"{len(retentions)} retentions for {rows} rows: expected one for all, or one for each.")
     for retention in retentions:
         if retention is not None and not (is_number(retention) and 0 < retention <= 1):
             raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens, a number in (0, 1].")
@@ -459,10 +435,8 @@ def check_budget(
         is_count = is_number(max_visual_tokens) and max_visual_tokens >= 1 and max_visual_tokens % 1 == 0
         if not is_count:
             raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
-    if selection != "all":
-        return
-    fixed = [retention for retention in retentions if retention not in (None, 1.0)]
-    if fixed or max_visual_tokens is not None:
+    is_bounded = max_visual_tokens is not None or set(retentions) - {None, 1.0}
+    if selection == "all" and is_bounded:
         raise ValueError(
             'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '
             "leave retention and max_visual_tokens out."

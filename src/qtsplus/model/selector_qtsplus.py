@@ -107,16 +107,13 @@ def predict_budget(
     if call.selection == "lm_attention":
         log_shares = candidates.log_attention.log_softmax(0)
         share = share_of_mass(log_shares, config.attention_mass)
-    elif config.budget == "mass":
-        share = share_of_mass(candidates.log_relevance.detach(), config.relevance_mass)
-    elif config.budget == "loss":
+        rounded = torch.tensor(share)  # a share of the tokens is rounded as a predicted rho is
+        rho_within_bounds = float(rounded.clamp(config.rho_min, config.rho_max))
+        return stated(rho_within_bounds, kept_count(rho_within_bounds, num_tokens, call.cap))
+    if config.budget == "loss":
         return predict_by_losses(selector, candidates, call.cap)
-    else:
-        rho = predict_rho(selector, candidates)
-        return Budget(rho, kept_count(float(rho.detach()), num_tokens, call.cap), no_losses)
-    rounded = torch.tensor(share)  # a share of the tokens is rounded as a predicted rho is
-    rho_within_bounds = float(rounded.clamp(config.rho_min, config.rho_max))
-    return stated(rho_within_bounds, kept_count(rho_within_bounds, num_tokens, call.cap))
+    rho = predict_rho(selector, candidates)
+    return Budget(rho, kept_count(float(rho.detach()), num_tokens, call.cap), no_losses)
 
 
 def predict_rho(selector: "QTSplusSelector", candidates: Candidates) -> Tensor:
@@ -408,11 +405,9 @@ class QTSplusSelector(nn.Module):
         self.freeze_unused()
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """The parameters that never get a gradient: the last scoring layer's beyond attention, and an unused head's."""
+        """The parameters that never get a gradient: the last scoring layer's beyond attention."""
         last = cast(QTSplusLayer, self.scoring_layers[-1])
         unused = nn.ModuleList([last.v_proj, last.o_proj, last.ffn_norm, last.ffn])
-        if self.config.budget == "mass":
-            unused.append(self.budget)
         return list(unused.parameters())
 
     def freeze_unused(self):
@@ -506,7 +501,7 @@ class QTSplusSelector(nn.Module):
         retentions: Any = retention
         if not isinstance(retention, (list, tuple)):
             retentions = [retention] * num_rows
-        check_budget(selection, retentions, num_rows, max_visual_tokens)
+        check_budget(selection, retentions, max_visual_tokens)
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
         return Call(selection, retentions, cap, self.training if sample_gate is None else sample_gate)
 

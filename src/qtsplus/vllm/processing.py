@@ -53,7 +53,7 @@ def check_settings(settings: Fields) -> None:
         raise ValueError(f"selection={selection!r}: expected one of {', '.join(sorted(METHODS))}.")
     if not isinstance(settings.get("reencode", True), bool):
         raise ValueError(f"reencode={settings['reencode']!r}: expected true or false.")
-    check_budget(selection, [settings.get("retention")], 1, settings.get("max_visual_tokens"))
+    check_budget(selection, [settings.get("retention")], settings.get("max_visual_tokens"))
 
 
 def count_kept(config, num_tokens: int, settings: Fields) -> int:
