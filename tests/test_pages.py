@@ -69,7 +69,7 @@ def snippets():
 @pytest.fixture(scope="module")
 def after_demo(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
-    run_demo(folder / "demo", say=lambda line: None)
+    run_demo(folder / "demo")
     return folder
 
 

@@ -9,13 +9,13 @@ from rich.table import Table
 from qtsplus.cli.console import console, note, one_line_errors, wrote
 from qtsplus.cli.evaluating import fail_run
 from qtsplus.cli.models import Source
-from qtsplus.cli.options import Retention, Selection, grouped
+from qtsplus.cli.options import Retention, Selection, command
 
 _Results = Annotated[Path, typer.Option(help="The folder of the results.")]
 _RESULTS = Path("evaluation")
 
 
-@grouped
+@command
 def analysis(
     records: Annotated[
         Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
@@ -34,7 +34,7 @@ def analysis(
     wrote(run_analysis(*source.load(), questions, out, work=work))
 
 
-@grouped
+@command
 def evaluate(
     tasks: Annotated[
         str,

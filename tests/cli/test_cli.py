@@ -24,7 +24,7 @@ from qtsplus.asking.evidence import Interval
 from qtsplus.cli import app
 from qtsplus.cli.asking import place, print_answer
 from qtsplus.cli.demonstration import CLIP, run_demo
-from qtsplus.cli.options import grouped
+from qtsplus.cli.options import command
 from qtsplus.hub import loading
 from qtsplus.video.sampling import Sampling
 from refusals import fill
@@ -54,12 +54,12 @@ def read_json(result):
 def test_a_command_takes_whole_how_frames_are_sampled_and_tokens_are_chosen():
     given = []
 
-    @grouped
-    def command(*, sampling: Sampling, choice: Choice) -> None:
+    @command
+    def note(*, sampling: Sampling, choice: Choice) -> None:
         given.append((sampling, choice))
 
     own = typer.Typer()
-    own.command()(command)
+    own.command()(note)
     sampled = ["--fps", "2", "--start", "1", "--end", "5", "--max-frames", "4", "--max-pixels", "999"]
     chosen = ["--retention", "0.5", "--max-visual-tokens", "7", "--selection", "uniform"]
     assert CliRunner().invoke(own, sampled + chosen).exit_code == 0
@@ -225,7 +225,7 @@ def test_the_weights_dtype_can_be_chosen(ask, tiny_mp4):
 
 
 def test_the_demo_answers_two_questions_rightly_from_different_tokens(tmp_path):
-    answers = run_demo(tmp_path, lambda line: None)
+    answers = run_demo(tmp_path)
     assert [answer.answer for _, answer in answers] == [question.answer for question, _ in answers]
     one, other = (answer.keep_map for _, answer in answers)
     assert (one & other).sum() < 0.5 * one.sum()

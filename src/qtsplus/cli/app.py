@@ -7,10 +7,10 @@ import typer
 
 from .console import fail, note
 from .models import Source
-from .options import AllowHost, grouped
+from .options import AllowHost, command
 
 
-@grouped
+@command
 def app(
     *,
     source: Source,

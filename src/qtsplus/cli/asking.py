@@ -15,7 +15,7 @@ from ..asking.choice import Choice
 from ..common.files import counted, printable, say_exceeded
 from ..video.sampling import Sampling
 from . import options
-from .console import console, fail, note, notes, one_line_errors, print_json, wrote
+from .console import console, fail, note, notes, print_json, wrote
 from .library import Like
 from .models import Source, open_library
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..video.encoded import EncodedVideo
 
 
-@options.grouped
+@options.command
 def ask(
     video: Annotated[str, typer.Argument(help="A video file, its http(s) address, a folder of frames, or a library.")],
     question: options.Asked,
@@ -214,12 +214,12 @@ def check_videos(
             fail(f"there is no video at {video!r}")
 
 
+@options.command
 def demo(out: Annotated[Path, typer.Option(help="The folder for clip, model and pictures.")] = Path("demo")) -> None:
     """Ask the bundled tiny model two questions about a clip, and draw what each answer rests on."""
-    with one_line_errors():
-        from .demonstration import run_demo
+    from .demonstration import run_demo
 
-        answers = run_demo(out, note)
+    answers = run_demo(out)
     wrote(out)
     for question, answer in answers:
         console.print(f"\nQuestion: {question.question} (In truth: {question.answer})", highlight=False)

@@ -12,7 +12,7 @@ from .evaluating import fail_run
 from .models import Source
 
 
-@options.grouped
+@options.command
 def batch(
     file: Annotated[
         Path,

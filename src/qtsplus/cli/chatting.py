@@ -17,7 +17,7 @@ _EVIDENCE = "/evidence FOLDER draws what the last answer rests on"
 _HELP = "Commands: /evidence FOLDER, /quit. Anything else is a question."
 
 
-@options.grouped
+@options.command
 def chat(
     videos: Annotated[
         list[str], typer.Argument(help="Video files, http(s) addresses, folders of frames; or a library.")
@@ -63,7 +63,7 @@ def _listen(talk: Talk, asking: dict[str, Any], as_json: bool) -> int:
     while True:
         try:
             text = input(prompt).strip()
-            command, folder = (text.split(maxsplit=1) + ["", ""])[:2]
+            command, _, folder = text.partition(" ")
             if text == "/quit":
                 return failed
             if command == "/evidence":

@@ -112,7 +112,4 @@ def describe(error: Exception) -> str:
     """What went wrong, for people."""
     if isinstance(error, OSError) and error.strerror:  # without "[Errno 21]"
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    text = str(error).strip()
-    if text.startswith("Caught ") and "DataLoader worker" in text:
-        text = text.splitlines()[-1]  # PyTorch puts the worker's traceback in front of what happened
-    return text or type(error).__name__
+    return str(error).strip() or type(error).__name__

@@ -6,14 +6,15 @@ from typing import Annotated
 
 import typer
 
-from ..common.files import printable
-from .console import fail, one_line_errors
-from .options import MediaRoot
+from ..common.files import counted, printable
+from .console import fail
+from .options import MediaRoot, command
 
 data_app = typer.Typer(help="Check training data.", no_args_is_help=True)
 
 
 @data_app.command()
+@command
 def check(
     path: Annotated[Path, typer.Argument(help="JSONL, JSON or Parquet.", metavar="SET")],
     media_root: MediaRoot = None,
@@ -35,17 +36,17 @@ def check(
     # Nothing is written that could be left half done: Ctrl-C ends the process, whatever its threads do.
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        with one_line_errors():
-            from ..data.check import check_set
+        from ..data.check import check_set
 
-            checked = check_set(path, media_root, against, media)
+        checked = check_set(path, media_root, against, media)
     finally:
         signal.signal(signal.SIGINT, interrupt)
     for bad in checked.bad:
         name = "" if bad.id is None else f" ({bad.id})"
         print(f"Row {bad.row}{name}, {bad.check}: {printable(' '.join(bad.reason.split()))}")
     bad_rows = len({bad.row for bad in checked.bad})
-    rows = f"{checked.rows} row{'' if checked.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
-    print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")
+    rows = counted(checked.rows, "row")
+    videos = counted(checked.videos, "video")
+    print(f"{rows}, {bad_rows or 'none'} of them bad; {videos} looked at.", flush=True)
     if checked.bad:
         raise typer.Exit(1)

@@ -1,7 +1,6 @@
 """`qtsplus demo`: the bundled tiny model as a Hub folder, and what it sees in a clip."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ QUESTIONS = (
 )
 
 
-def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Example, session.Answer]]:
+def run_demo(out: Path) -> list[tuple[Example, session.Answer]]:
     """
     Publishes the tiny model, loads it back, asks two questions about a clip, and draws what it kept.
 
@@ -42,16 +41,13 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Example, sessi
 
     with whole_folder(out) as staging:
         shutil.copyfile(CLIP, staging / "clip.mp4")
-        say(f"Copied {out / 'clip.mp4'}, an 8 s H.264 clip that the model has never seen.")
         folder = assemble_folder(TINY, staging / TINY)
-        say(f"Published {TINY} to {out / TINY}.")
 
         model, processor = loading.load(folder)
-        say(f"Loaded it back: {type(model).__name__}.")
         encoded = session.encode(model, processor, CLIP)
-        answers = [session.ask(model, processor, encoded, one.question, max_new_tokens=16) for one in QUESTIONS]
-
-        for number, one in enumerate(answers, 1):
-            draw_spans(encoded, one.keep_map, one.evidence, staging / f"evidence-{number}.png")
-        say(f"Drew what the answers rest on to {out / 'evidence-1.png'} and {out / 'evidence-2.png'}.")
-    return list(zip(QUESTIONS, answers, strict=True))
+        answered = []
+        for number, example in enumerate(QUESTIONS, 1):
+            answer = session.ask(model, processor, encoded, example.question, max_new_tokens=16)
+            draw_spans(encoded, answer.keep_map, answer.evidence, staging / f"evidence-{number}.png")
+            answered.append((example, answer))
+    return answered

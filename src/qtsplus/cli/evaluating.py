@@ -9,10 +9,10 @@ from rich.table import Table
 from ..common.files import counted
 from .console import complain, console, fail, note, print_json
 from .models import Source
-from .options import AsJson, MediaRoot, Retention, Selection, grouped
+from .options import AsJson, MediaRoot, Retention, Selection, command
 
 
-@grouped
+@command
 def evaluate(
     records: Annotated[
         Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
@@ -41,21 +41,16 @@ def evaluate(
     require_rates(questions)
     asked = exact_match(*source.load(selection), questions, retention=retention, selection=selection)
     summary = tally(asked)
-    unreadable = []
     for video in summary["unreadable"]:
-        questions_of_video = counted(video["questions"], "question")
-        unreadable.append(
-            f"{questions_of_video} counted as wrong, since the video {video['video']} cannot be read: {video['reason']}"
-        )
+        wrong = counted(video["questions"], "question")
+        note(f"{wrong} counted as wrong, since the video {video['video']} cannot be read: {video['reason']}")
     if summary["kept"] is None:
-        fail_run(*unreadable, f"no video of {records} can be read, so nothing was asked")
+        fail_run(f"no video of {records} can be read, so nothing was asked")
     if as_json:
         answers = [dict(answer.record.row(), said=answer.said, correct=answer.correct) for answer in asked]
         print_json(dict(summary, answers=answers))
     else:
         _print_summary(summary)
-    for line in unreadable:
-        note(line)
 
 
 def fail_run(*lines: str) -> NoReturn:

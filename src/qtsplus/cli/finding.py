@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..asking.evidence import Interval
 
 
-@options.grouped
+@options.command
 def find(
     library: Annotated[str, typer.Argument(help="A library, which `qtsplus index` makes.", show_default=False)],
     question: options.Asked,

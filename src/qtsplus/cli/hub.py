@@ -5,10 +5,12 @@ from typing import Annotated
 
 import typer
 
-from .console import note, notes, one_line_errors, wrote
+from .console import note, notes, wrote
 from .models import split_revision
+from .options import command
 
 
+@command
 def convert(
     source: Annotated[
         str,
@@ -36,7 +38,7 @@ def convert(
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint."""
     source, revision = split_revision(source)
-    with one_line_errors(), notes.status("Converting"):
+    with notes.status("Converting"):
         from ..common.validation import parse_yaml
         from ..hub import convert as conversion
 
@@ -58,6 +60,7 @@ def convert(
     wrote(folder)
 
 
+@command
 def publish(
     model: Annotated[
         str, typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.", show_default=False)
@@ -70,7 +73,6 @@ def publish(
 
     `hf upload ORG/NAME FOLDER` puts it on the Hub.
     """
-    with one_line_errors():
-        from ..hub import publish as publishing
+    from ..hub import publish as publishing
 
-        wrote(publishing.assemble_folder(model, to, repository=repo, say=note).resolve())
+    wrote(publishing.assemble_folder(model, to, repository=repo, say=note).resolve())

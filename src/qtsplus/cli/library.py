@@ -10,14 +10,14 @@ from ..video.sampling import Sampling
 from .console import note, resumable, wrote
 from .evaluating import fail_run
 from .models import Source
-from .options import grouped
+from .options import command
 
 Like = Annotated[
     str | None, typer.Option(help="Only videos whose path in the library matches this pattern, such as 'door/*'.")
 ]
 
 
-@grouped
+@command
 def index(
     folder: Annotated[Path, typer.Argument(help="The folder of the videos, with those in it.")],
     out: Annotated[Path, typer.Option(help="The library. What is in it already is not encoded again.")],

@@ -9,10 +9,10 @@ import typer
 
 from .console import fail, note
 from .models import Source, open_library
-from .options import HOST, AllowHost, ApiKey, grouped
+from .options import HOST, AllowHost, ApiKey, command
 
 
-@grouped
+@command
 def mcp(
     library: Annotated[Path, typer.Argument(help="What `qtsplus index` has made.")],
     *,

@@ -105,12 +105,12 @@ _GROUPS: dict[type, dict[str, object]] = {
 }
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
+def command(function: Callable[..., None]) -> Callable[..., None]:
     """
     Gives a command the options of [`Sampling`], [`Choice`] and [`Source`] in place of a parameter of such a type, and
     has its errors end in one line.
     """
-    signature = inspect.signature(command)
+    signature = inspect.signature(function)
     parameters = []
     groups = {}
     for parameter in signature.parameters.values():
@@ -122,13 +122,13 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             default = getattr(parameter.annotation, name)
             parameters.append(inspect.Parameter(name, parameter.kind, default=default, annotation=option))
 
-    @functools.wraps(command)
+    @functools.wraps(function)
     def run(**values: object) -> None:
         with one_line_errors():
             for group, kind in groups.items():
                 fields = {name: values.pop(name) for name in _GROUPS[kind]}
                 values[group] = kind(**fields)
-            command(**values)
+            function(**values)
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from .console import fail, one_line_errors
+from .console import fail
 from .models import split_revision
-from .options import HOST, AllowHost, ApiKey, MaxVisualTokens, Retention, check_key
+from .options import HOST, AllowHost, ApiKey, MaxVisualTokens, Retention, check_key, command
 
 # Options of vLLM's server that cannot be given behind `--`, and what to give in place of them.
 SET_BY_SERVE = {
@@ -31,6 +31,7 @@ SET_BY_SERVE = {
 }
 
 
+@command
 def serve(
     model: Annotated[str, typer.Argument(help="A folder, or a Hub id, with @COMMIT or without.")],
     more: Annotated[list[str] | None, typer.Argument(help="More options for vLLM's server, after --.")] = None,
@@ -60,19 +61,16 @@ def serve(
     for domain in domains:
         if not re.fullmatch(rf"{HOST}(:\d{{1,5}})?", domain):
             fail(f"--allow-media-domain is {domain!r}; expected a host, such as videos.example.org or a.org:8443")
-    if not host.strip():  # vLLM would let every machine in
-        fail("--host is empty; expected an address, such as 127.0.0.1")
     if api_key is None:
         check_key("VLLM_API_KEY", os.environ.get("VLLM_API_KEY"))
     if find_spec("vllm") is None:
         fail("vLLM is not installed: pip install vllm; qtsplus app, ask and batch work without it")
-    with one_line_errors():
-        from ..hub.loading import check_model, stored_config, stored_dtype
+    from ..hub.loading import check_model, stored_config, stored_dtype
 
-        check_model(model, revision)
-        if "longrope" in str(stored_config(model, revision)):  # such as the bundled model
-            fail(f"{model} has rotary positions (longrope) that vLLM does not support; qtsplus app, ask and batch do")
-        weights = stored_dtype(model, revision)
+    check_model(model, revision)
+    if "longrope" in str(stored_config(model, revision)):  # such as the bundled model
+        fail(f"{model} has rotary positions (longrope) that vLLM does not support; qtsplus app, ask and batch do")
+    weights = stored_dtype(model, revision)
     refused = dict(SET_BY_SERVE)
     options = {
         "worker-extension-cls": "qtsplus.vllm.worker.Worker",

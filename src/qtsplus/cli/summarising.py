@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..asking.summaries import Summary
 
 
-@options.grouped
+@options.command
 def summarise(
     video: Annotated[str, typer.Argument(help="A video file, its http(s) address, a folder of frames, or a library.")],
     prompt: Annotated[str | None, typer.Argument(help="What to say of each chapter.", show_default=False)] = None,
@@ -53,18 +53,10 @@ def print_summary(summary: "Summary", as_json: bool) -> None:
         print_json(asdict(summary))
         return
     console.print(summary.text or "(an empty answer)", style="bold", highlight=False)
-    has_several = len({chapter.video for chapter in summary.chapters}) > 1
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    if has_several:
-        table.add_column("video")
-    for heading in ("seconds", "kept", "chapter"):
-        table.add_column(heading)
+    table = Table("video", "seconds", "kept", "chapter", box=None, padding=(0, 2, 0, 0))
     for chapter in summary.chapters:
         span = f"{chapter.start:.1f} to {chapter.end:.1f}"
         kept = f"{chapter.kept_tokens} of {chapter.visual_tokens}"
-        row = [span, kept, chapter.text]
-        if has_several:
-            row.insert(0, printable(chapter.video))
-        table.add_row(*row)
+        table.add_row(printable(chapter.video), span, kept, chapter.text)
     console.print(table)
     console.print(looked_at(summary), highlight=False)

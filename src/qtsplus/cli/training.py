@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import console, one_line_errors, wrote
-from .options import Overrides, RecipeFile
+from .console import console, wrote
+from .options import Overrides, RecipeFile, command
 
 if TYPE_CHECKING:
     from ..evaluation.calibration import Calibration
@@ -24,12 +24,12 @@ Resume = Annotated[
 ]
 
 
+@command
 def train(recipe: RecipeFile, dry_run: DryRun = False, resume: Resume = False, overrides: Overrides = None) -> None:
     """Train a model by a recipe, stage by stage. The result is a complete Hub folder."""
-    with one_line_errors():
-        from ..training.trainer import QTSplusTrainer
+    from ..training.trainer import QTSplusTrainer
 
-        train_by(QTSplusTrainer, recipe, dry_run, resume, overrides or ())
+    train_by(QTSplusTrainer, recipe, dry_run, resume, overrides or ())
 
 
 def train_by(kind: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: bool, overrides: Sequence[str]) -> None:
@@ -62,6 +62,7 @@ def results_only() -> AbstractContextManager[object]:
     return redirect_stdout(sys.stderr)
 
 
+@command
 def calibrate(
     model: Annotated[
         str,
@@ -76,34 +77,24 @@ def calibrate(
     Find the heads whose attention finds what an answer rests on, for attention distillation and for
     selection="lm_attention". The latter are written into the configuration of a model's folder.
     """
-    with one_line_errors():
-        from ..evaluation import calibration
-        from ..training.models import load_either
+    from ..evaluation import calibration
+    from ..training.models import load_either
 
-        questions = calibration.read_labelled(records)
-        result = calibration.calibrate(*load_either(model), questions)
-        _print_calibration(result)
-        configuration = calibration.write_attention(Path(model), result)
-        if configuration is not None:
-            wrote(configuration)
+    questions = calibration.read_labelled(records)
+    result = calibration.calibrate(*load_either(model), questions)
+    _print_calibration(result)
+    configuration = calibration.write_attention(Path(model), result)
+    if configuration is not None:
+        wrote(configuration)
 
 
 def _print_calibration(result: "Calibration") -> None:
     console.print("measured on {} questions, checked on {}".format(*result.questions))
     best = result.choices[result.best]
-    all_heads = next(iter(result.choices.values()))
-    console.print(f"distillation, best: {best.tokens:.1%} of the needle tokens")
-    console.print(f"distillation, all heads: {all_heads.tokens:.1%} of the needle tokens")
-    recall = result.readings[result.best_reading]
-    default = next(iter(result.readings.values()))
-    console.print(
-        f"selection=lm_attention: {json.dumps(result.attention_fields())} finds {recall.tokens:.1%} of the needle "
-        f"tokens; the default layer {default.tokens:.1%}"
-    )
-    fields = result.fields()
-    if not fields:
-        console.print("All heads are best: a recipe needs no line.")
-        return
+    console.print(f"distillation, best: {best.tokens:.1%} of the needle tokens, with these lines of a recipe:")
     console.print("training:")
-    for name, value in fields.items():
+    for name, value in result.fields().items():
         console.print(f"  {name}: {json.dumps(value)}")
+    reading = result.readings[result.best_reading]
+    fields = json.dumps(result.attention_fields())
+    console.print(f"selection=lm_attention: {fields} finds {reading.tokens:.1%} of the needle tokens")

@@ -11,13 +11,13 @@ from ..common.files import printable
 from .asking import place
 from .console import console, fail, note, print_json
 from .models import Source
-from .options import AsJson, Asked, MaxNewTokens, MaxPixels, Selection, grouped
+from .options import AsJson, Asked, MaxNewTokens, MaxPixels, Selection, command
 
 if TYPE_CHECKING:
     from ..asking.session import Answer
 
 
-@grouped
+@command
 def watch(
     sources: Annotated[
         list[str],
