@@ -1,4 +1,4 @@
-"""How a film is read: from when to when, how many frames and pixels, frames of uneven times; and what it will take."""
+"""How a video is read: from when to when, how many frames and pixels, frames of uneven times; and what it will take."""
 
 import json
 import shutil
@@ -19,7 +19,10 @@ from qtsplus.hub.loading import load
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
 from qtsplus.live.watching import watch
+from qtsplus.video.encoded import encode
 from qtsplus.video.forecast import forecast
+
+FEW_PIXELS = 56 * 84
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +34,14 @@ def noise(tmp_path_factory):
     return path
 
 
-def test_a_stretch_has_the_features_of_its_frames_and_the_times_of_the_film(loaded, noise):
-    part = session.encode(*loaded, noise, fps=2, start=4, end=7.9)
+def test_a_stretch_has_the_features_of_its_frames_and_the_times_of_the_video(loaded, noise):
+    part = encode(*loaded, noise, fps=2, start=4, end=7.9)
     assert part.about.start == pytest.approx(4)
     assert part.length == pytest.approx(4)
-    whole = session.encode(*loaded, noise, fps=2)
-    steps, _, _ = whole.video_grid_thw[0].tolist()
-    features = whole.features.unflatten(0, (steps, -1))
-    assert torch.allclose(part.features, features[4:8].flatten(0, 1), atol=1e-4)
+    whole = encode(*loaded, noise, fps=2)
+    features_of_steps = whole.features.unflatten(0, (whole.count, -1))
+    expected = features_of_steps[4:8].flatten(0, 1)
+    assert torch.allclose(part.features, expected, atol=1e-4)
     answer = session.ask(*loaded, part, "What is in the yellow ring?", selection="all", max_new_tokens=1)
     (interval,) = answer.evidence
     assert interval.start == pytest.approx(4)
@@ -53,13 +56,16 @@ def test_frames_and_pixels_are_bounded(loaded, noise):
         _, rows, columns = video.video_grid_thw[0].tolist()
         return rows * columns * area_of_patch
 
-    few = session.encode(*loaded, noise, max_frames=4)
+    few = encode(*loaded, noise, max_frames=4)
     assert few.about.frames == 4
-    whole = session.encode(*loaded, noise, fps=1)
-    small = session.encode(*loaded, noise, fps=1, max_pixels=56 * 84)
-    assert pixels_of(small) <= 56 * 84 < pixels_of(whole)
+    whole = encode(*loaded, noise, fps=1)
+    small = encode(*loaded, noise, fps=1, max_pixels=FEW_PIXELS)
+    assert pixels_of(small) <= FEW_PIXELS < pixels_of(whole)
     metadata = small.about.metadata
     assert (metadata.height, metadata.width) == (112, 168)  # in which boxes are told
+
+
+# --- Frames in memory ---
 
 
 def test_frames_that_are_not_evenly_apart_keep_their_times(loaded):
@@ -69,34 +75,45 @@ def test_frames_that_are_not_evenly_apart_keep_their_times(loaded):
     talk.add(frames, "shots", metadata={"fps": 30, "frames_indices": indices})
     assert talk.videos["shots"].steps == [0, 9, 19, 29, 47]  # the last lasts as long as most
     answer = talk.ask("What?", max_new_tokens=1)
-    assert {interval.start for interval in answer.evidence} <= {1, 10, 20, 30}
-    by_indices = session.encode(*loaded, frames, metadata={"fps": 30, "frames_indices": range(0, 240, 30)})
-    assert by_indices.steps == [0, 2, 4, 6, 8]
-    by_rate = session.encode(*loaded, frames, fps=1)
-    assert by_rate.steps == [0, 2, 4, 6, 8]
+    begins = {interval.start for interval in answer.evidence}
+    assert begins <= {1, 10, 20, 30}
+
+
+@pytest.mark.parametrize("times", [{"fps": 1}, {"metadata": {"fps": 30, "frames_indices": range(0, 240, 30)}}], ids=str)
+def test_frames_that_are_evenly_apart_have_steps_of_one_length(loaded, times):
+    frames = np.zeros((8, 56, 56, 3), np.uint8)
+    assert encode(*loaded, frames, **times).steps == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"metadata": {"fps": 30, "frames_indices": [3, 2, 1, 0]}}, "expected as many, ascending"),
         ({"metadata": {"fps": 30, "frames_indices": [0, 1, 2]}}, "of 4 frames; expected as many"),
-        (
-            {"metadata": {"fps": 30, "frames_indices": [0, 1, 2, 9], "total_num_frames": 9}},
-            "=9: .* over 10 frames",
-        ),
+        ({"metadata": {"fps": 30, "frames_indices": [0, 1, 2, 9], "total_num_frames": 9}}, "=9: .* over 10 frames"),
         ({"metadata": {"fps": 30}, "fps": 2}, "expected one of them"),
         ({"fps": 2, "start": 1}, "start=1.* for frames; expected `fps` alone"),
         ({"fps": 2, "max_pixels": 100}, "max_pixels=100.* for frames"),
     ],
 )
-def test_frames_with_what_says_nothing(loaded, options, message):
+def test_options_that_do_not_fit_frames_are_refused(loaded, options, message):
+    frames = np.zeros((4, 56, 56, 3), np.uint8)
     with pytest.raises(ValueError, match=message):
-        session.encode(*loaded, np.zeros((4, 56, 56, 3), np.uint8), **options)
+        encode(*loaded, frames, **options)
+
+
+@pytest.mark.parametrize("shape", [(4, 0, 56, 3), (4, 56, 0, 3), (4, 3, 56, 0)])
+@pytest.mark.parametrize("zeros", [np.zeros, torch.zeros])
+def test_frames_without_pixels_are_refused(loaded, shape, zeros):
+    with pytest.raises(ValueError, match="expected some pixels"):
+        encode(*loaded, zeros(shape), fps=2)
+
+
+# --- What says nothing ---
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"start": 13}, "shows no frame from 13 to its end"),
         ({"start": 5, "end": 4}, "shows no frame from 5 to 4 s"),
@@ -109,16 +126,28 @@ def test_frames_with_what_says_nothing(loaded, options, message):
         ({"metadata": {"fps": 30}}, "metadata is about frames"),
     ],
 )
-def test_a_film_with_what_says_nothing(loaded, noise, options, message):
+def test_options_that_do_not_fit_a_video_are_refused(loaded, noise, options, message):
     with pytest.raises(ValueError, match=message):
-        session.encode(*loaded, noise, **options)
+        encode(*loaded, noise, **options)
+
+
+@pytest.mark.parametrize("options", [{"max_frames": 2}, {"start": 1}], ids=str)
+def test_all_frames_of_a_folder_are_looked_at(loaded, tmp_path, options):
+    image = Image.new("RGB", (56, 56))
+    image.save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match="all frames are looked at"):
+        encode(*loaded, tmp_path, fps=2, **options)
+
+
+# --- What reading takes ---
 
 
 def test_a_forecast_counts_what_is_then_read(loaded, noise, monkeypatch):
     model, processor = loaded
-    expected = forecast(model, processor.video_chunks(noise, fps=4), retention=0.25)
-    video = session.encode(*loaded, noise, fps=4)
-    answer = session.ask(model, processor, video, "What?", retention=0.25, max_new_tokens=1)
+    chunks = processor.video_chunks(noise, fps=4)
+    expected = forecast(model, chunks, retention=0.25)
+    video = encode(*loaded, noise, fps=4)
+    answer = session.ask(*loaded, video, "What?", retention=0.25, max_new_tokens=1)
     assert expected.frames == answer.frames
     assert expected.visual_tokens == answer.visual_tokens
     assert expected.kept_tokens == answer.kept_tokens
@@ -127,76 +156,65 @@ def test_a_forecast_counts_what_is_then_read(loaded, noise, monkeypatch):
     free = SimpleNamespace(available=expected.features - 1)
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     with pytest.raises(ValueError, match="fewer frames"):
-        session.encode(*loaded, noise, fps=4)
+        encode(*loaded, noise, fps=4)
 
 
 @pytest.mark.parametrize(("trained", "said"), [(5.0, 5.0), (12.0, None), (None, None)])
 def test_a_video_that_is_longer_than_those_of_the_training_is_said(loaded, noise, trained, said, monkeypatch, capsys):
     model, processor = loaded
     monkeypatch.setattr(model.config.qtsplus_config, "trained_seconds", trained)
-    clause = ", at most 0.5 s apart, longer than the 5 s that the model was trained on"
     expected = forecast(model, processor.video_chunks(noise, fps=2))
-    answer = session.ask(model, processor, str(noise), "What?", fps=2, max_new_tokens=1)
+    answer = session.ask(*loaded, str(noise), "What?", fps=2, max_new_tokens=1)
     print_answer(answer)
     printed = " ".join(capsys.readouterr().out.split())
     assert expected.trained_seconds == said
     assert answer.as_dict()["trained_seconds"] == said
+    clause = ", at most 0.5 s apart, longer than the 5 s that the model was trained on"
     is_said = said is not None
     assert (clause in str(expected)) == is_said
     assert (clause in printed) == is_said
 
 
+def ask_by_command(video, *options):
+    return CliRunner().invoke(app, ["ask", str(video), "What?"] + list(options))
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_a_forecast_needs_no_weights(tiny_published, noise, tmp_path, dtype, capfd):
-    folder = shutil.copytree(tiny_published, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+def test_a_forecast_needs_no_weights(tiny_published, noise, tmp_path, dtype):
+    without_weights = shutil.ignore_patterns("*.safetensors")
+    folder = shutil.copytree(tiny_published, tmp_path / "model", ignore=without_weights)
     model, processor = load(tiny_published, "cpu", dtype)
     expected = forecast(model, processor.video_chunks(noise))
-
-    def run(*options):
-        line = ["ask", str(noise), "What?", "--model", str(folder), "--dtype", dtype]
-        return CliRunner().invoke(app, line + list(options))
-
-    dry = run("--dry-run", "--json")
+    options = ["--model", str(folder), "--dtype", dtype]
+    dry = ask_by_command(noise, "--dry-run", "--json", *options)
     assert json.loads(dry.stdout) == asdict(expected)
-    assert run().exit_code == 2, "the answer needs them"
+    assert ask_by_command(noise, *options).exit_code == 2, "the answer needs them"
     (folder / "adapter_config.json").write_text("{}")
-    assert run("--dry-run").exit_code == 2, "an adapter would change what is answered"
+    dry = ask_by_command(noise, "--dry-run", *options)
+    assert dry.exit_code == 2, "an adapter would change what is answered"
 
 
 def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published, noise):
-    def run(*options):
-        return CliRunner().invoke(app, ["ask", str(noise), "What?", "--model", str(tiny_published), *options])
-
-    dry = run("--dry-run", "--fps", "4")
+    model = ["--model", str(tiny_published)]
+    dry = ask_by_command(noise, "--dry-run", "--fps", "4", *model)
     assert dry.exit_code == 0
     assert "48 frames of 12.0 s, at most 0.25 s apart; " in dry.output
     assert "of memory beside" in dry.output
-    part = run("--start", "4", "--end", "7.9", "--max-frames", "6", "--max-pixels", "4000")
-    assert part.exit_code == 0, part.output
+    stretch = ["--start", "4", "--end", "7.9", "--max-frames", "6", "--max-pixels", "4000"]
+    part = ask_by_command(noise, *stretch, *model)
+    assert part.exit_code == 0
     assert "4.0 s, 6 frames looked at, at most 0." in part.output
-    assert run("--start", "20").exit_code == 2
+    assert ask_by_command(noise, "--start", "20", *model).exit_code == 2
 
 
-@pytest.mark.parametrize("shape", [(4, 0, 56, 3), (4, 56, 0, 3), (4, 3, 56, 0)])
-def test_frames_without_pixels(loaded, shape):
-    for frames in (np.zeros(shape, np.uint8), torch.zeros(shape, dtype=torch.uint8)):
-        with pytest.raises(ValueError, match="expected some pixels"):
-            session.encode(*loaded, frames, fps=2)
-
-
-def test_all_frames_of_a_folder_are_looked_at(loaded, tmp_path):
-    for number in range(4):
-        Image.new("RGB", (56, 56)).save(tmp_path / f"{number}.png")
-    for options in ({"max_frames": 2}, {"start": 1}):
-        with pytest.raises(ValueError, match="all frames are looked at"):
-            session.encode(*loaded, tmp_path, fps=2, **options)
+# --- Elsewhere ---
 
 
 def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, noise, tmp_path):
-    reading = {"fps": 2, "start": 4, "end": 7.9, "max_pixels": 56 * 84}
+    reading = {"fps": 2, "start": 4, "end": 7.9, "max_pixels": FEW_PIXELS}
     index(noise.parent, tmp_path / "library", *loaded, **reading)
     stored = Library(tmp_path / "library", *loaded).film(noise.name)
-    encoded = session.encode(*loaded, noise, **reading)
+    encoded = encode(*loaded, noise, **reading)
     assert torch.equal(stored.features, encoded.features)
     assert stored.about.start == encoded.about.start == pytest.approx(4)
     reading["start"] = 5
@@ -206,6 +224,6 @@ def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, 
 
 def test_frames_of_a_stream_are_looked_at_smaller(loaded, noise):
     options = {"every": 100, "timeout": 0.2, "max_new_tokens": 1}
-    (answer,) = watch(*loaded, {"film": str(noise)}, "What?", max_pixels=56 * 84, **options)
+    (answer,) = watch(*loaded, {"film": str(noise)}, "What?", max_pixels=FEW_PIXELS, **options)
     tokens_of_step = 2 * 3
     assert answer.visual_tokens == answer.frames // 2 * tokens_of_step
