@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 from PIL import Image
-from transformers.image_utils import SizeDict
 
-from clips import write_mp4
 from tiny import assert_same, chat_inputs, load_bundled
 
 TEXT = {"type": "text", "text": "Why?"}
@@ -115,25 +113,6 @@ def test_pixels_of_frames_are_bounded(processor, ask, clip):
     assert 1 < height * width <= (60 / processor.video_processor.patch_size) ** 2
 
 
-def test_total_pixels_leave_each_frame_what_qwen_vl_utils_leaves_it(processor, ask, tmp_path, monkeypatch):
-    """128 tokens and a twentieth, however few pixels are asked for."""
-    path = tmp_path / "large.mp4"
-    write_mp4(path, np.random.default_rng(0).integers(0, 255, (8, 448, 448, 3), np.uint8), 2)
-    settings = processor.video_processor
-    area_of_token = (settings.patch_size * settings.merge_size) ** 2
-    monkeypatch.setattr(settings, "size", SizeDict(shortest_edge=56**2, longest_edge=8 * 448**2))
-
-    def tokens(**keys):
-        grid = ask(video_of(str(path), **keys))["video_grid_thw"][0]
-        return int(grid[1] * grid[2]) // settings.merge_size**2
-
-    floor = tokens(max_pixels=int(1.05 * 128 * area_of_token))
-    assert tokens(total_pixels=1) == floor
-    assert tokens(total_pixels=100) == floor
-    assert floor < tokens(total_pixels=4 * 200 * area_of_token) < tokens()
-    assert tokens(total_pixels=1, max_pixels=20 * area_of_token) <= 20
-
-
 BAD_KEYS = ("start", "end", "resized_height", "min_pixels", "sample_fps", "raw_fps", "nframe", "uuid", "detail")
 BAD_PARTS = [
     {"type": "audio", "audio": "a.wav"},
@@ -161,7 +140,7 @@ def test_an_unknown_key_is_refused(ask, clip, key):
     refuse(ask, video_of(clip, **{key: 1}))
 
 
-@pytest.mark.parametrize("key", [*KEYS, "total_pixels"])
+@pytest.mark.parametrize("key", KEYS)
 def test_a_value_that_says_nothing_is_refused(ask, clip, key):
     for value in ("2", -1, float("nan"), [2]):
         refuse(ask, video_of(clip, **{key: value}))

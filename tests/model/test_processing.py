@@ -13,7 +13,7 @@ from PIL import Image
 from clips import read_video, write_mp4
 from qtsplus.hub.files import hub_configs
 from qtsplus.model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
-from qtsplus.model.frames_qtsplus import load_frames
+from qtsplus.model.frames_qtsplus import image_paths, load_frames
 from qtsplus.model.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.model.question_qtsplus import find_query_mask, question_token_ids
 from qtsplus.model.sampling_qtsplus import choose_frames
@@ -367,7 +367,7 @@ def test_metadata_that_does_not_fit_is_refused(processor, metadata, message):
 def test_a_folder_of_frames_in_natural_order(processor, tmp_path):
     as_files(tmp_path, [f"frame{index}.png" for index in range(12)])
     (tmp_path / "notes.txt").write_text("not a frame")
-    frames = load_frames(str(tmp_path))
+    frames = load_frames(image_paths(str(tmp_path)))
     assert read_shades(frames) == list(range(12))
     inputs = processor(text=PROMPT, videos=tmp_path, fps=2, return_tensors="pt")
     assert steps_and_seconds(inputs) == (6, 1.0)
@@ -392,16 +392,16 @@ def test_a_list_of_images_is_a_video(processor, tmp_path):
 )
 def test_odd_digits_have_a_reading_order(tmp_path, names):
     as_files(tmp_path, names)
-    frames = load_frames(str(tmp_path))
+    frames = load_frames(image_paths(str(tmp_path)))
     assert read_shades(frames) == list(range(len(names)))
 
 
 def test_a_folder_without_frames_or_with_a_broken_one_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path.name}' holds no frames"):
-        load_frames(str(tmp_path))
+        load_frames(image_paths(str(tmp_path)))
     (tmp_path / "broken.jpg").write_bytes(b"not an image")
     with pytest.raises(ValueError, match="Cannot read the frame '.*broken.jpg'"):
-        load_frames(str(tmp_path))
+        load_frames(image_paths(str(tmp_path)))
 
 
 def with_one(value):

@@ -17,7 +17,7 @@ from qtsplus.cli import app
 from qtsplus.live.watching import Source
 from qtsplus.model.containers_qtsplus import TAGS
 from qtsplus.model.decoding_qtsplus import Film
-from qtsplus.model.frames_qtsplus import load_frames
+from qtsplus.model.frames_qtsplus import image_paths, load_frames
 from qtsplus.model.sampling_qtsplus import choose_frames
 from qtsplus.video.subtitles import read_subtitles
 
@@ -81,7 +81,7 @@ def test_every_kind_of_image_is_a_frame_and_hidden_files_are_none(tmp_path):
         image.save(tmp_path / f"{shade}.{kind}")
     hidden = tmp_path / "._0.png"
     hidden.write_bytes(b"of another system")
-    frames = load_frames(str(tmp_path))
+    frames = load_frames(image_paths(str(tmp_path)))
     assert frames[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -90,7 +90,7 @@ def test_an_animation_is_no_frame(tmp_path, kind):
     first, *others = [Image.new("RGB", (56, 56), (shade, 0, 0)) for shade in (0, 90, 180)]
     first.save(tmp_path / f"0.{kind}", save_all=True, append_images=others)
     with pytest.raises(ValueError, match=rf"0\.{kind}' is an animation; expected one"):
-        load_frames(str(tmp_path))
+        load_frames(image_paths(str(tmp_path)))
 
 
 def test_an_image_too_large_to_be_meant_is_unreadable(tiny_processor, tmp_path):

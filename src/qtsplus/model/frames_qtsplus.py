@@ -20,14 +20,11 @@ FRAME_SUFFIXES = IMAGE_SUFFIXES + (".gif",)  # in a folder; elsewhere a GIF is a
 # --- Images ---
 
 
-def load_frames(images: str | Sequence[str]) -> np.ndarray:
+def load_frames(paths: Sequence[str]) -> np.ndarray:
     """
-    A video that is stored as images, `[T, H, W, 3]` uint8 RGB: in a folder, in natural order (`frame2.jpg` before
-    `frame10.jpg`), or in a list. `ValueError` for images that are missing, cannot be read or differ in size.
+    A video that is stored as images, `[T, H, W, 3]` uint8 RGB. `ValueError` for images that are missing, cannot be read
+    or differ in size.
     """
-    paths = images
-    if isinstance(images, str):
-        paths = image_paths(images)
     return stack_frames([_load_frame(path) for path in paths])
 
 
@@ -62,7 +59,7 @@ def decode_images(paths: Sequence[str], size: tuple[int, int]) -> Iterator[np.nd
 
 
 def image_paths(folder: str) -> list[str]:
-    """The images of a folder in natural order; raises `ValueError` if there is none."""
+    """The images of a folder in natural order (`frame2.jpg` before `frame10.jpg`); a `ValueError` if there is none."""
     names = []
     for name in os.listdir(folder):
         is_hidden = name.startswith(".")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from .addresses_qtsplus import local_path
-from .frames_qtsplus import ARRAYS, IMAGE_SUFFIXES, load_frames, stack_frames
+from .frames_qtsplus import ARRAYS, IMAGE_SUFFIXES, image_paths, load_frames, stack_frames
 from .sampling_qtsplus import VideoRequest, read_keys
 
 _SOURCES = ("video", "url", "path")
@@ -55,7 +55,7 @@ def _flatten(videos) -> list[VideoRequest]:
         video = os.fspath(videos)
         folder = local_path(video)
         if os.path.isdir(folder):
-            video = load_frames(folder)
+            video = load_frames(image_paths(folder))
         return [VideoRequest(video)]
     if isinstance(videos, Mapping):
         return [_read_video(videos)]

@@ -1,7 +1,6 @@
 """Reads the videos and images of one call of a processor, at the size that the model needs."""
 
 import functools
-import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,7 +21,6 @@ from .video_qtsplus import VideoChunks, VideoFile, naming, open_folder, open_vid
 if TYPE_CHECKING:
     from .processing_qtsplus import QTSplusProcessorMixin
 
-_LEAST_TOKENS = 128  # of a frame, the fewest to which qwen-vl-utils holds the frames of a video by `total_pixels`
 # What a call says about sampling; the video processor gets frames that are sampled already.
 _SAMPLING = ("fps", "num_frames", "do_sample_frames", "video_metadata")
 
@@ -177,18 +175,12 @@ def size_for(
     """The height and width of a video's frames for the model, or smaller where a message limits their pixels."""
     with naming(video.name):
         size = processor.frame_size(*video.shape, **options)
-    if request.max_pixels is None and request.total_pixels is None:
+    if request.max_pixels is None:
         return size
     if not (processor.native_resolution and options.get("do_resize", True)):
-        raise ValueError("max_pixels and total_pixels of a video have no effect on frames of one size.")
+        raise ValueError("max_pixels of a video has no effect on frames of one size.")
     settings = processor.video_processor
-    side = settings.patch_size * settings.merge_size
-    most = request.max_pixels or math.inf
-    if request.total_pixels is not None:
-        share_of_total = request.total_pixels * settings.temporal_patch_size / video.shape[0]
-        floor = int(1.05 * _LEAST_TOKENS * side**2)
-        most = min(most, max(share_of_total, floor))
-    return shrink(size, most, side)
+    return shrink(size, request.max_pixels, settings.patch_size * settings.merge_size)
 
 
 def stand_ins(

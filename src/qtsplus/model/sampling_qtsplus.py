@@ -29,7 +29,6 @@ class VideoRequest:
     video_start: float | None = None  # seconds on a player's clock
     video_end: float | None = None
     max_pixels: float | None = None  # of one frame
-    total_pixels: float | None = None  # of one frame per temporal patch, all together
 
     @property
     def within(self) -> tuple[float | None, float | None]:
