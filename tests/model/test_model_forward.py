@@ -1,5 +1,7 @@
 """What Transformers asks of every model of its own, asked of ours: embeddings and the forward pass."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -181,3 +183,32 @@ def test_at_full_length_every_column_has_a_state_and_the_loss_is_the_same():
     assert int((full.qtsplus.columns >= 0).sum()) == len(columns)
     assert_same(full.qtsplus.columns[rows, columns], columns)
     assert_same(model.generate(**inputs, max_new_tokens=3), answer)
+
+
+class Logits(nn.Module):
+    """What is exported: a model that returns one tensor."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, about Transformers' own code
+def test_a_text_only_forward_is_exported_and_traced():
+    model = Logits(shared_model())
+    input_ids = torch.arange(5, 25)[None]
+    inputs = (input_ids, torch.ones_like(input_ids))
+    with torch.no_grad():
+        expected = model(*inputs)
+        exported = torch.export.export(model, inputs).module()
+        traced = torch.jit.trace(model, inputs)
+        assert_same(exported(*inputs), expected)
+        assert_same(traced(*inputs), expected)
+
+
+def test_the_members_of_a_model_can_be_listed():
+    members = dict(inspect.getmembers(shared_model().model))
+    assert "qtsplus" in members

@@ -109,7 +109,7 @@ def test_a_continued_conversation_brings_no_new_video(whole):
     cache = DynamicCache(config=model.config.get_text_config())
     begun = greedy(model, inputs, past_key_values=cache)
     new = torch.tensor([[VIDEO_PAD, 40]])
-    with pytest.raises(ValueError, match="1 video placeholders, but no video pixels"):
+    with pytest.raises(ValueError, match="video placeholders, but no video pixels"):
         model.generate(input_ids=torch.cat([begun, new], dim=1) if whole else new, past_key_values=cache)
 
 
@@ -155,8 +155,8 @@ def test_continuous_batching_answers_text_and_refuses_a_video():
         (expected,) = model.generate(**batch(row), generation_config=config)
         assert row.ids + output.generated_tokens == expected.tolist()
     video = prompt(videos=[(2, 4, 4)]).ids
-    with pytest.raises(ValueError, match="8 video placeholders, but no video pixels"):
+    with pytest.raises(ValueError, match="video placeholders, but no video pixels"):
         model.generate_batch([rows[0].ids, video], **small)
     manager = model.init_continuous_batching(**small)
-    with pytest.raises(ValueError, match="8 video placeholders, but no video pixels"):
+    with pytest.raises(ValueError, match="video placeholders, but no video pixels"):
         manager.add_requests([video])

@@ -217,6 +217,8 @@ class QTSplusBackboneMixin:
     frames_apart = False  # whether there is text between the frames of a video
     fixed_arguments: tuple[str, ...] = ()  # of the stock `forward`: what the configuration alone decides here
 
+    line_end: Tensor  # [d], the features of a newline, where there are newlines among the placeholders
+
     # What the Transformers class brings that this mixin is put in front of
     config: Any
     device: torch.device
@@ -281,11 +283,6 @@ class QTSplusBackboneMixin:
     def line_length(self, modality: int, grid: Grid) -> int:
         """Tokens in front of each newline among the placeholders; 0 where there are none."""
         return 0
-
-    @property
-    def line_end(self) -> Tensor:
-        """`[d]`, the features of a newline."""
-        raise NotImplementedError
 
     def visual_spans(self, modality: int, grids: Sequence[Grid]) -> list[VisualSpan]:
         """The images or videos of a batch as spans whose place in the prompt is still to be found."""

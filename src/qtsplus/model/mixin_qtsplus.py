@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
+from transformers.utils.import_utils import torch_compilable_check
 
 from .columns_qtsplus import CachedPrompt, KeptColumns, check_cache
 from .encoding_qtsplus import encode_modality, encode_visual
@@ -429,9 +430,9 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if input_ids is None:
             return
         for modality, name in MODALITIES.items():
-            count = int((self.token_types(input_ids) == modality).sum())
-            if count:
-                raise ValueError(f"The prompt has {count} {name} placeholders, but no {name} pixels were given.")
+            is_other = self.token_types(input_ids) != modality
+            message = f"The prompt has {name} placeholders, but no {name} pixels were given."
+            torch_compilable_check(is_other.all(), message)
 
     def _positions_after(
         self, past_length: int, inputs_embeds: Tensor, attention_mask, rope_deltas: Tensor | None

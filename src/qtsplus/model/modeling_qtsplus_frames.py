@@ -311,7 +311,7 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
         return math.prod(grid) if self.config.video_newline == "video" else grid[2]
 
     @property
-    def line_end(self) -> torch.Tensor:
+    def line_end(self) -> torch.Tensor:  # type: ignore[override]
         return self.image_newline
 
     def encode_pixels(
