@@ -101,7 +101,7 @@ BAD_CHANGES = {
         {"pixel_values_videos": None},
         "grid_thw but without pixel values|video placeholders, but no video pixels",
     ),
-    "placeholders without pixels or grid": (dict.fromkeys(VIDEO), "12 video placeholder"),
+    "placeholders without pixels or grid": (dict.fromkeys(VIDEO), "video placeholders, but no video pixels"),
     "a row of pixels too few": (
         {"pixel_values_videos": torch.zeros(47, PATCH_VALUES)},
         "47 rows of video pixels: expected 48",
