@@ -101,7 +101,7 @@ BAD_CHANGES = {
         {"pixel_values_videos": None},
         "grid_thw but without pixel values|video placeholders, but no video pixels",
     ),
-    "placeholders without pixels or grid": (dict.fromkeys(VIDEO), "video placeholders, but no video pixels"),
+    "placeholders without pixels or grid": (dict.fromkeys(VIDEO), "video placeholder"),
     "a row of pixels too few": (
         {"pixel_values_videos": torch.zeros(47, PATCH_VALUES)},
         "47 rows of video pixels: expected 48",
@@ -154,7 +154,7 @@ BAD_INPUTS = {
     ),
     "an empty image": ({**IMAGE, "image_grid_thw": torch.tensor([[1, 0, 4]])}, r"\[\[1, 0, 4\]\]: an empty image"),
     "image pixels without a grid": (only(IMAGE, *IDS, "pixel_values"), "images came with .* but without grid_thw"),
-    "image placeholders without pixels or grid": (only(IMAGE, *IDS), "4 image placeholder"),
+    "image placeholders without pixels or grid": (only(IMAGE, *IDS), "image placeholder"),
 }
 
 
