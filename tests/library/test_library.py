@@ -30,21 +30,50 @@ def only_there(name):
     for other, world in LIBRARY.items():
         if other != name:
             others |= {item.name for item in world.objects}
-    return next(item for item in LIBRARY[name].objects if item.name not in others)
+    for item in LIBRARY[name].objects:
+        if item.name not in others:
+            return item
+    raise ValueError(name)
+
+
+def question_about(item):
+    return f"What is in the {item.name}?"
+
+
+def assert_within(moment, item):
+    """A moment is one at which a player shows the item."""
+    assert item.appears_at <= moment.start < moment.end <= item.vanishes_at
+
+
+def qtsplus(*arguments, **more):
+    words = [str(argument) for argument in arguments]
+    return CliRunner().invoke(app, words, **more)
+
+
+def printed(*arguments, **more):
+    """What a command that succeeds prints, as JSON."""
+    result = qtsplus(*arguments, "--json", **more)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 # --- Ranking ---
 
 
-def joint_log_relevance(library, question):
-    """What the selector says of all tokens at once, `[M]`."""
+def joint_choice(library, question):
+    """What the selector says of all tokens at once: log-relevance `[M]`, and the tokens that it keeps."""
     model = library.model
     words = torch.tensor(library.processor.text_ids(question))
     features = [library.stored(name).features for name in library.names]
-    positions = torch.zeros(3, sum(map(len, features)), dtype=torch.long)
-    query = model.get_input_embeddings()(words)
+    tokens = sum(len(part) for part in features)
     with torch.no_grad():
-        _, chosen = model.model.qtsplus([features], [query], [positions], retention=0.1, selection="qtsplus")
+        _, chosen = model.model.qtsplus(
+            [features],
+            [model.get_input_embeddings()(words)],
+            [torch.zeros(3, tokens, dtype=torch.long)],
+            retention=0.1,
+            selection="qtsplus",
+        )
     return chosen.log_relevance[0], chosen.kept_indices[0]
 
 
@@ -59,15 +88,17 @@ def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, 
         layer.kv_norm.weight.mul_(torch.linspace(0.5, 1.5, 128))
         layer.k_proj.bias.add_(1)
     changed = Library(library.folder, model, library.processor)
-    joint, kept = joint_log_relevance(changed, QUESTION)
+    joint, kept = joint_choice(changed, QUESTION)
     scorer, pieces = changed.rank(QUESTION)
-    streamed = torch.cat([scorer.relevance(changed.stored(name).features) for name in changed.names])
+    parts = []
+    peaks = {}
+    for name in changed.names:
+        relevance = scorer.relevance(changed.stored(name).features)
+        peaks[name] = float(relevance.max())
+        parts.append(relevance)
+    streamed = torch.cat(parts)
     torch.testing.assert_close(streamed, joint, atol=1e-4, rtol=0)
     assert top_n(streamed, len(kept)).tolist() == kept.tolist()
-    lengths = [len(changed.stored(name).features) for name in changed.names]
-    peaks = {}
-    for name, part in zip(changed.names, joint.split(lengths), strict=True):
-        peaks[name] = float(part.max())
     best_first = sorted(peaks, key=peaks.get, reverse=True)
     assert [piece.name for piece in pieces] == best_first
 
@@ -76,28 +107,31 @@ def test_several_scoring_layers_are_refused(library, videos, tmp_path):
     model = deepcopy(library.model)
     layers = model.model.qtsplus.scoring_layers
     layers.append(deepcopy(layers[0]))
-    with pytest.raises(ValueError, match="2 scoring layers; a library and a standing question need"):
+    reason = "2 scoring layers; a library and a standing question need one"
+    with pytest.raises(ValueError, match=reason):
         Library(library.folder, model, library.processor)
-    with pytest.raises(ValueError, match="2 scoring layers"):
+    with pytest.raises(ValueError, match=reason):
         index(videos, tmp_path / "library", model, library.processor)
 
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_find_names_the_file_the_seconds_and_the_place(library, name):
     item = only_there(name)
-    best, *others = library.find(f"What is in the {item.name}?")
+    best, *others = library.find(question_about(item))
     assert best.name == name
-    assert item.appears_at <= best.start < best.end <= item.vanishes_at
+    assert_within(best, item)
     left, top, right, bottom = best.pixels
     x, y = item.start
     assert left <= x <= right
     assert top <= y <= bottom
-    assert all(best.weight >= other.weight for other in others)
+    for other in others:
+        assert best.weight >= other.weight
 
 
 def test_find_names_as_many_moments_as_were_asked_for(library):
     assert len(library.find(QUESTION, top=1)) == 1
-    assert {moment.name for moment in library.find(QUESTION, top=100)} == set(LIBRARY)
+    every_moment = library.find(QUESTION, top=100)
+    assert {moment.name for moment in every_moment} == set(LIBRARY)
 
 
 @pytest.mark.parametrize("question", ["", "  "])
@@ -106,58 +140,117 @@ def test_an_empty_question_is_refused(library, question):
         library.find(question)
 
 
+@pytest.mark.parametrize("call", [{"top": 0}, {"top": -1}, {"pieces": 0}, {"pieces": -1}], ids=str)
+def test_numbers_below_one_are_refused(library, call):
+    method = library.find if "top" in call else library.ask
+    with pytest.raises(ValueError, match="expected a whole number of"):
+        method(QUESTION, **call)
+
+
+# --- Some of a library ---
+
+
+def alone_with(name, library, folder):
+    """A library of one of the videos."""
+    films = folder / "films"
+    films.mkdir()
+    shutil.copy(Path(library.index.made["videos"], name), films)
+    index(films, folder / "alone", library.model, library.processor)
+    return Library(folder / "alone", library.model, library.processor)
+
+
+def test_some_videos_are_a_library_of_their_own(library, tmp_path):
+    """What the others hold changes nothing: neither which moments there are, nor their weights."""
+    expected = alone_with("b.mp4", library, tmp_path).find(QUESTION, 3)
+    found = library.find(QUESTION, 3, ("b.mp4", "b.mp4"))
+    for own, other in zip(found, expected, strict=True):
+        assert replace(own, weight=0) == replace(other, weight=0)
+        assert own.weight == pytest.approx(other.weight)
+    answer = library.ask(QUESTION, names=["b.mp4"], max_new_tokens=2)
+    assert answer.video == "b.mp4"
+
+
+@pytest.mark.parametrize("names", [[], ["d.mp4"], "b.mp4", ["b.mp4", "../b.mp4"]], ids=str)
+def test_names_of_other_videos_are_refused(library, names):
+    with pytest.raises(ValueError, match="expected some of the library's videos"):
+        library.find(QUESTION, names=names)
+
+
+def steps_of(pieces):
+    return {(piece.first, piece.last) for piece in pieces}
+
+
+def test_a_window_says_which_steps_are_looked_at(library, monkeypatch):
+    _, inside = library.rank(QUESTION, window=(2, 4))
+    assert [piece.name for piece in sorted(inside)] == list(LIBRARY)
+    assert steps_of(inside) == {(2, 4)}
+    for moment in library.find(QUESTION, 9, window=(2, 4)):
+        assert 2 <= moment.start < moment.end <= 4
+    monkeypatch.setattr(ranking, "PIECE", 72)  # two steps
+    _, in_pieces = library.rank(QUESTION, window=(1, 6))
+    assert steps_of(in_pieces) == {(1, 3), (3, 5), (5, 6)}
+    with pytest.raises(ValueError, match="shows anything from second 60 to 70"):
+        library.find(QUESTION, window=(60, 70))
+
+
+def test_what_is_shown_before_and_after_a_window_changes_nothing(library, monkeypatch):
+    opened = Library(library.folder, library.model, library.processor)
+    monkeypatch.setattr(opened, "_keys", lambda name: None)
+    _, expected = opened.rank(QUESTION, window=(2, 4))
+    changed = {}
+    for name in opened.names:
+        video = opened.stored(name)
+        features = video.features.clone()
+        features[:72] = 1e3
+        features[144:] = 1e3
+        changed[name] = replace(video, features=features)
+    monkeypatch.setattr(opened, "stored", changed.__getitem__)
+    _, again = opened.rank(QUESTION, window=(2, 4))
+    assert again == expected
+
+
+def test_a_pattern_and_a_window_limit_the_search(library, tiny_published):
+    assert library.select("[ab].mp4") == ["a.mp4", "b.mp4"]
+    call = [library.folder, QUESTION, "--name", "more/*", "--model", tiny_published]
+    window = ["--start", 1, "--end", 4]
+    answer = printed("ask", *call, "--max-new-tokens", 2)
+    assert answer["video"] == "more/c.mp4"
+    found = printed("find", *call, *window, "--moments", 9)
+    assert found["moments"]
+    for moment in found["moments"]:
+        assert moment["video"] == "more/c.mp4"
+        assert 1 <= moment["start"] < moment["end"] <= 4
+
+
 # --- Asking ---
 
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_ask_answers_from_the_right_file(library, name):
     item = only_there(name)
-    answer = library.ask(f"What is in the {item.name}?", max_new_tokens=4)
+    answer = library.ask(question_about(item), max_new_tokens=4)
     assert answer.answer.rstrip(".") == item.mark
-    assert answer.evidence[0].name == answer.video == name
+    assert answer.video == name
+    assert answer.evidence[0].name == name
 
 
 def test_ask_is_a_session_of_the_files_that_rank_first(library):
-    answer = library.ask("What?", pieces=3, max_visual_tokens=20, max_new_tokens=4)
+    options = {"max_visual_tokens": 20, "max_new_tokens": 4}
+    answer = library.ask("What?", pieces=3, **options)
     session = VideoSession(library.model, library.processor)
     for name in library.names:
         session.add(library.stored(name), f"{name}, 0:00 to 0:06")
-    wanted = session.ask("What?", max_visual_tokens=20, max_new_tokens=4)
-    assert answer.answer == wanted.answer
-    assert answer.kept_tokens == wanted.kept_tokens
-    assert answer.rho == wanted.rho
+    expected = session.ask("What?", **options)
+    assert answer.answer == expected.answer
+    assert answer.kept_tokens == expected.kept_tokens
+    assert answer.rho == expected.rho
     assert list(answer.keep_maps) == library.names
     assert answer.video == ", ".join(library.names)
-    for keep_map, wanted_map in zip(answer.keep_maps.values(), wanted.keep_maps.values(), strict=True):
-        assert torch.equal(keep_map, wanted_map)
+    for name in library.names:
+        kept = answer.keep_maps[name]
+        assert torch.equal(kept, expected.keep_maps[f"{name}, 0:00 to 0:06"])
     for interval in answer.evidence:
         assert interval.name in LIBRARY
-
-
-def test_some_videos_are_a_library_of_their_own(library, tmp_path, loaded):
-    """What the others hold changes nothing: neither which moments there are, nor their weights."""
-    films = tmp_path / "films"
-    films.mkdir()
-    shutil.copy(Path(library.index.made["videos"], "b.mp4"), films)
-    alone = Library(index(films, tmp_path / "alone", *loaded).folder, *loaded)
-    expected = alone.find(QUESTION, 3)
-    for names in (["b.mp4"], ("b.mp4", "b.mp4")):
-        found = library.find(QUESTION, 3, names)
-        for own, other in zip(found, expected, strict=True):
-            assert replace(own, weight=0) == replace(other, weight=0)
-            assert own.weight == pytest.approx(other.weight)
-    assert library.ask(QUESTION, names=["b.mp4"], max_new_tokens=2).video == "b.mp4"
-    for wrong in ([], ["d.mp4"], "b.mp4", ["b.mp4", "../b.mp4"]):
-        with pytest.raises(ValueError, match="expected some of the library's videos"):
-            library.find(QUESTION, names=wrong)
-
-
-def test_a_pattern_names_some_videos(library, tiny_published):
-    call = (library.folder, QUESTION, "--json", "--name", "more/*", "--model", tiny_published)
-    answer = json.loads(qtsplus("ask", *call, "--max-new-tokens=2").stdout)
-    found = json.loads(qtsplus("find", *call, "--moments=9").stdout)
-    assert answer["video"] == "more/c.mp4"
-    assert {moment["name"] for moment in found["moments"]} == {"more/c.mp4"}
 
 
 @pytest.fixture
@@ -169,15 +262,14 @@ def in_pieces(library, monkeypatch):
 
 def test_a_long_video_competes_in_pieces_at_their_times(in_pieces):
     whole = in_pieces.stored("a.mp4")
-    _, ranked = in_pieces.rank(QUESTION)
-    pieces = [piece for piece in ranked if piece.name == "a.mp4"]
-    pieces.sort(key=lambda piece: piece.first)
-    assert [(piece.first, piece.last) for piece in pieces] == [(0, 2), (2, 4), (4, 6)]
+    _, pieces = in_pieces.rank(QUESTION, ["a.mp4"])
+    assert steps_of(pieces) == {(0, 2), (2, 4), (4, 6)}
     features = []
     frames = []
-    for piece in pieces:
+    for piece in sorted(pieces):
         part = piece.cut(whole)
-        assert (part.about.start, part.length) == (piece.first, 2)
+        assert part.about.start == piece.first
+        assert part.length == 2
         features.append(part.features)
         frames += part.about.metadata.frames_indices
     assert torch.equal(torch.cat(features), whole.features)
@@ -186,12 +278,11 @@ def test_a_long_video_competes_in_pieces_at_their_times(in_pieces):
 
 def test_an_answer_from_a_piece_is_about_the_whole_file(in_pieces):
     item = only_there("a.mp4")
-    question = f"What is in the {item.name}?"
-    best = in_pieces.find(question)[0]
-    answer = in_pieces.ask(question, max_new_tokens=4)
+    best = in_pieces.find(question_about(item))[0]
+    answer = in_pieces.ask(question_about(item), max_new_tokens=4)
     for moment in (best, answer.evidence[0]):
         assert moment.name == "a.mp4"
-        assert item.appears_at <= moment.start < moment.end <= item.vanishes_at
+        assert_within(moment, item)
     assert answer.keep_map.shape == (6, 6, 6)
     assert answer.keep_map.sum() == answer.kept_tokens
     kept_steps = answer.keep_map.nonzero()[:, 0].tolist()
@@ -211,93 +302,90 @@ def test_a_piece_that_is_the_whole_video_is_the_video(library):
     assert Piece("b.mp4", 0, 6).cut(video) is video
 
 
-@pytest.mark.parametrize("call", [{"top": 0}, {"top": -1}, {"pieces": 0}, {"pieces": -1}])
-def test_numbers_below_one_are_refused(library, call):
-    method = library.find if "top" in call else library.ask
-    with pytest.raises(ValueError, match="expected a whole number of"):
-        method(QUESTION, **call)
-
-
 # --- The commands ---
 
 
-def test_names_of_any_kind_are_shown_and_asked_about(videos, tiny_published, tmp_path):
+def test_names_of_any_kind_are_shown_and_asked_about(tiny_published, tmp_path):
     """Brackets and colons are no styles, and bytes that are no text end nothing."""
     names = ["a [bold].mp4", ":smile:.mp4", "x[/y].mp4", "bad\udcff.mp4"]
-    (tmp_path / "films" / "x[").mkdir(parents=True)
+    films = tmp_path / "films"
+    (films / "x[").mkdir(parents=True)
     for number, name in enumerate(names):
-        write_mp4(tmp_path / "films" / name, render_world(make_world(120 + number, 6)), 2)
-    wide = {"env": {"COLUMNS": "150"}}
+        frames = render_world(make_world(120 + number, 6))
+        write_mp4(films / name, frames, 2)
     folder = tmp_path / "library"
-    assert qtsplus("index", tmp_path / "films", "--out", folder, "--model", tiny_published).exit_code == 0
-    found = qtsplus("find", folder, QUESTION, "--moments", 10, **wide)
+    assert qtsplus("index", films, "--out", folder, "--model", tiny_published).exit_code == 0
+    wide = {"COLUMNS": "150"}
+    found = qtsplus("find", folder, QUESTION, "--moments", 10, env=wide)
     assert found.exit_code == 0
-    assert all(name in found.stdout for name in [*names[:3], "bad\\xff.mp4"])
-    asked = qtsplus("ask", folder, QUESTION, "--pieces", 4, "--evidence", tmp_path / "drawn", **wide)
+    for shown in ("a [bold].mp4", ":smile:.mp4", "x[/y].mp4", "bad\\xff.mp4"):
+        assert shown in found.stdout
+    drawn = tmp_path / "drawn"
+    asked = qtsplus("ask", folder, QUESTION, "--pieces", 4, "--evidence", drawn, env=wide)
     assert asked.exit_code == 0, asked.stderr
-    assert len(json.loads((tmp_path / "drawn/answer.json").read_text())["videos"]) == 4
+    answer = json.loads((drawn / "answer.json").read_text())
+    assert len(answer["videos"]) == 4
 
 
-def qtsplus(*arguments, **more):
-    return CliRunner().invoke(app, list(map(str, arguments)), **more)
+def visible_names(folder):
+    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
 
 
 def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     (mine / "bad.mp4").write_bytes(b"no video")
     folder = tmp_path / "library"
     item = only_there("a.mp4")
-    question = f"What is in the {item.name}?"
     made = qtsplus("index", mine, "--out", folder, "--model", tiny_published)
     assert made.exit_code == 0, made.stderr
     assert made.stdout == f"Wrote {folder}, a library of 3 videos\n"
     assert "Encoding 3 of 4 videos: 648 tokens, 373 kB" in made.stderr
     assert "Left out bad.mp4: Cannot decode" in made.stderr
 
-    (mine / "more/c.mp4").write_bytes(b"another film")
-    call = ["ask", folder, question, "--max-new-tokens", 4, "--pieces", 2, "--evidence", tmp_path / "drawn", "--json"]
-    asked = qtsplus(*call)
+    (mine / "more/c.mp4").write_bytes(b"another video")
+    drawn = tmp_path / "drawn"
+    call = ["ask", folder, question_about(item), "--max-new-tokens", 4]
+    drawing = [*call, "--pieces", 2, "--evidence", drawn, "--json"]
+    asked = qtsplus(*drawing)
     assert asked.exit_code == 0, asked.stderr
-    drawn = json.loads((tmp_path / "drawn/answer.json").read_text())
-    assert drawn["evidence"] == json.loads(asked.stdout)["evidence"]
-    assert [one["name"] for one in drawn["videos"]] == ["a.mp4", "more/c.mp4"]
-    left = {path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != "."}
-    assert left == {"answer.json", "frames-1.png"}, "c.mp4 was changed"
+    content = json.loads((drawn / "answer.json").read_text())
+    assert content["evidence"] == json.loads(asked.stdout)["evidence"]
+    assert [video["name"] for video in content["videos"]] == ["a.mp4", "more/c.mp4"]
+    assert visible_names(drawn) == {"answer.json", "frames-1.png"}, "c.mp4 was changed"
     assert "The file of more/c.mp4 is gone or was changed, so its frames are not drawn.\n" in asked.stderr
 
     shutil.rmtree(mine)
-    moments = json.loads(qtsplus("find", folder, question, "--json", "--moments", 2).stdout)["moments"]
-    assert len(moments) == 2
-    assert moments[0]["name"] == "a.mp4"
-    assert item.appears_at <= moments[0]["start"] < moments[0]["end"] <= item.vanishes_at
-    answer = json.loads(qtsplus("ask", folder, question, "--json", "--max-new-tokens", 4).stdout)
+    found = printed("find", folder, question_about(item), "--moments", 2)
+    best, _ = found["moments"]
+    assert best["name"] == "a.mp4"
+    assert item.appears_at <= best["start"] < best["end"] <= item.vanishes_at
+    answer = printed(*call)
     assert answer["answer"].rstrip(".") == item.mark
     assert answer["evidence"][0]["video"] == "a.mp4"
-    asked = qtsplus(*call)
+    asked = qtsplus(*drawing)
     assert asked.exit_code == 0
     assert asked.stderr.count("so its frames are not drawn") == 2, asked.stderr
-    left = {path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != "."}
-    assert left == {"answer.json"}
+    assert visible_names(drawn) == {"answer.json"}
 
 
 def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published, tmp_path):
-    items = [only_there(name) for name in LIBRARY]
-    questions = [f"What is in the {item.name}?" for item in items]
-    lines = [*questions, f"/evidence {tmp_path / 'drawn'}"]
-    call = ["chat", str(library.folder), "--model", str(tiny_published), "--max-new-tokens", "4"]
-    result = CliRunner().invoke(app, [*call, "--json"], input="\n".join(lines))
+    items = {name: only_there(name) for name in LIBRARY}
+    lines = [question_about(item) for item in items.values()]
+    lines.append(f"/evidence {tmp_path / 'drawn'}")
+    call = ["chat", library.folder, "--model", tiny_published, "--max-new-tokens", 4]
+    result = qtsplus(*call, "--json", input="\n".join(lines))
     assert result.exit_code == 0, result.stderr
-    answers = map(json.loads, result.stdout.splitlines())
-    for answer, question, item, name in zip(answers, questions, items, LIBRARY, strict=True):
-        alone = library.ask(question, max_new_tokens=4)
-        assert answer["answer"] == alone.answer
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    for answer, (name, item) in zip(answers, items.items(), strict=True):
+        alone = library.ask(question_about(item), max_new_tokens=4)
         assert alone.answer.rstrip(".") == item.mark
+        assert answer["answer"] == alone.answer
         assert answer["video"] == name
         assert answer["evidence"] == alone.as_dict()["evidence"]
         assert answer["kept_tokens"] == alone.kept_tokens
     assert (tmp_path / "drawn/frames.png").is_file()
-    result = CliRunner().invoke(app, call, input=questions[1])
-    assert result.exit_code == 0
-    assert "b.mp4, " in result.stdout, "the file is named"
+    shown = qtsplus(*call, input=lines[1])
+    assert shown.exit_code == 0
+    assert "b.mp4, " in shown.stdout, "the file is named"
 
 
 BAD_LINES = """
@@ -330,7 +418,8 @@ index {videos} --out {videos}/a.mp4 => is a file; expected a folder
 
 @pytest.mark.parametrize("row", BAD_LINES.strip().splitlines())
 def test_bad_command_lines_end_in_one_line(library, videos, tiny_published, tmp_path, row):
-    line, reason = row.format(library=library.folder, videos=videos, empty=tmp_path).split(" => ")
+    places = {"library": library.folder, "videos": videos, "empty": tmp_path}
+    line, reason = row.format(**places).split(" => ")
     result = qtsplus(*shlex.split(line), "--model", tiny_published)
     assert result.exit_code == 2, result.output
     assert reason in result.stderr.splitlines()[-1]
