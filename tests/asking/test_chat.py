@@ -18,41 +18,71 @@ from qtsplus.cli.demonstration import CLIP, QUESTIONS
 (INSIDE, MARK), (COLOURS, TAKEN) = QUESTIONS
 
 
+def run(command, model, *arguments, text=None):
+    words = [command, *arguments, "--model", model]
+    line = [str(word) for word in words]
+    return CliRunner().invoke(app, line, input=text)
+
+
 @pytest.fixture
 def chat(tiny_published, shared_model):
-    def run(lines, *arguments, videos=(CLIP,)):
-        named = [*map(str, videos), "--model", str(tiny_published), *map(str, arguments)]
-        return CliRunner().invoke(app, ["chat", *named], input=lines if isinstance(lines, bytes) else "\n".join(lines))
+    """Runs `chat` about videos, with these lines from a pipe."""
 
-    return run
+    def run_chat(lines, *options, videos=(CLIP,)):
+        text = "\n".join(lines)
+        return run("chat", tiny_published, *videos, *options, text=text)
+
+    return run_chat
 
 
-def test_questions_and_commands_through_a_pipe(chat, tmp_path):
+def visible_names(folder):
+    names = [path.name for path in folder.iterdir()]
+    return sorted(name for name in names if not name.startswith("."))
+
+
+def assert_answered_after_an_error(result, reason):
+    """One line on standard error is about the line that failed, and the next line was answered."""
+    assert result.exit_code == 1
+    assert result.stdout.startswith(f"{MARK}\n")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")]
+    (error,) = errors
+    assert reason in error
+
+
+def test_questions_through_a_pipe(chat):
     result = chat([INSIDE, COLOURS, "/quit", "never asked"], "--json")
     assert result.exit_code == 0, result.stderr
-    first, second = map(json.loads, result.stdout.splitlines())
-    assert [one["answer"] for one in (first, second)] == [MARK, TAKEN]
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    first, second = answers
+    assert first["answer"] == MARK
+    assert second["answer"] == TAKEN
     assert first["evidence"][0]["video"] == "demo.mp4"
-    both = chat([INSIDE, f"/evidence {tmp_path / 'drawn'}"], "--json", videos=(CLIP, CLIP))
-    both = json.loads(both.stdout)
-    assert both["answer"] == MARK and both["visual_tokens"] == 2 * first["visual_tokens"]
-    assert both["video"] == "demo.mp4, demo.mp4 (2)"
-    assert sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".") == [
-        *("answer.json", "frames-1.png", "frames-2.png")
-    ]
+
+
+def test_what_an_answer_about_two_videos_rests_on_is_drawn(chat, tmp_path):
+    drawn = tmp_path / "drawn"
+    result = chat([INSIDE, f"/evidence {drawn}"], "--json", videos=(CLIP, CLIP))
+    answer = json.loads(result.stdout)
+    assert answer["answer"] == MARK
+    assert answer["video"] == "demo.mp4, demo.mp4 (2)"
+    assert visible_names(drawn) == ["answer.json", "frames-1.png", "frames-2.png"]
 
 
 def test_a_conversation_that_is_too_long_says_what_is_left_out(tiny_published, tmp_path):
     folder = shutil.copytree(tiny_published, tmp_path / "short")
-    config = json.loads((folder / "config.json").read_text())
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
     config["text_config"]["max_position_embeddings"] = 100
-    (folder / "config.json").write_text(json.dumps(config))
-    line = ["chat", str(CLIP), "--model", str(folder), "--max-new-tokens", "8"]
-    result = CliRunner().invoke(app, line, input="\n".join([INSIDE] * 6))
-    assert result.exit_code == 0 and result.stdout.count(MARK) == 6
+    path.write_text(json.dumps(config))
+    six_times = "\n".join([INSIDE] * 6)
+    result = run("chat", folder, CLIP, "--max-new-tokens", 8, text=six_times)
+    assert result.exit_code == 0
+    assert result.stdout.count(MARK) == 6
     assert "The model has 100 positions. Left out of the conversation, the oldest questions: 1." in result.stderr
-    result = CliRunner().invoke(app, [*line[:-1], "90"], input=INSIDE)
-    assert result.exit_code == 1 and "positions, and the model has 100" in result.stderr and not result.stdout
+    result = run("chat", folder, CLIP, "--max-new-tokens", 90, text=INSIDE)
+    assert result.exit_code == 1
+    assert "positions, and the model has 100" in result.stderr
+    assert not result.stdout
 
 
 BAD_LINES = {
@@ -64,33 +94,42 @@ BAD_LINES = {
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_a_line_that_fails_is_one_line_and_the_next_is_answered(chat, line):
     result = chat([line, INSIDE])
-    assert result.exit_code == 1 and result.stdout.startswith(f"{MARK}\n"), result.stderr
-    (error,) = (one for one in result.stderr.splitlines() if one.startswith("qtsplus: "))
-    assert BAD_LINES[line] in error
+    assert_answered_after_an_error(result, BAD_LINES[line])
 
 
-def test_what_is_no_text_is_one_line(chat):
-    result = chat(b"\xff\xfe\n" + INSIDE.encode())
-    assert result.exit_code == 1 and result.stdout.startswith(f"{MARK}\n") and "expected Unicode" in result.stderr
+def test_bytes_that_are_no_text_are_one_line(tiny_published, shared_model):
+    text = b"\xff\xfe\n" + INSIDE.encode()
+    result = run("chat", tiny_published, CLIP, text=text)
+    assert_answered_after_an_error(result, "expected Unicode")
 
 
 def test_a_folder_that_is_the_users_own_is_left_alone(chat, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     result = chat([INSIDE, f"/evidence {tmp_path}", COLOURS])
-    assert result.exit_code == 1 and "mine.txt" in result.stderr and TAKEN in result.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert result.exit_code == 1
+    assert "mine.txt" in result.stderr
+    assert TAKEN in result.stdout
+    assert visible_names(tmp_path) == ["mine.txt"]
 
 
 def test_a_video_that_is_not_there_ends_before_anything_is_loaded(chat):
     result = chat([INSIDE], videos=(CLIP, "/nowhere.mp4"))
-    assert (result.exit_code, result.stdout) == (2, "") and "there is no video at '/nowhere.mp4'" in result.stderr
+    assert result.exit_code == 2
+    assert not result.stdout
+    assert "there is no video at '/nowhere.mp4'" in result.stderr
+
+
+def interrupt(*arguments, **options):
+    signal.raise_signal(signal.SIGINT)
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback(chat, monkeypatch):
     """While an answer is made; signals themselves are sent in the tests of `qtsplus watch` and `qtsplus index`."""
-    monkeypatch.setattr(VideoSession, "chat", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(VideoSession, "chat", interrupt)
     result = chat([INSIDE])
-    assert (result.exit_code, result.stdout) == (130, "") and "Traceback" not in result.stderr
+    assert result.exit_code == 130
+    assert not result.stdout
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow
@@ -98,15 +137,21 @@ def test_in_a_terminal_there_is_a_prompt_and_ctrl_d_ends(tiny_published):
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "qtsplus.cli", "chat", str(CLIP), "--model", str(tiny_published)]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        close_fds=True,
+    )
     os.close(theirs)
-    shown, until = "", time.monotonic() + 120
+    deadline = time.monotonic() + 120
+    shown = []
 
     def wait_for(words):
-        nonlocal shown
-        while words not in shown:
-            assert time.monotonic() < until, shown
-            shown += os.read(ours, 4096).decode()
+        while words not in "".join(shown):
+            assert time.monotonic() < deadline, shown
+            shown.append(os.read(ours, 4096).decode())
 
     wait_for("> ")
     os.write(ours, b"/nope\n")
@@ -119,16 +164,16 @@ def test_in_a_terminal_there_is_a_prompt_and_ctrl_d_ends(tiny_published):
 
 
 def test_ask_draws_its_evidence_and_refuses_a_folder_beforehand(tiny_published, shared_model, tmp_path):
-    def ask(*arguments):
-        named = ["ask", str(CLIP), INSIDE, "--model", str(tiny_published), *map(str, arguments)]
-        return CliRunner().invoke(app, named)
-
+    drawn = tmp_path / "drawn"
+    ask = ["ask", tiny_published, CLIP, INSIDE, "--evidence", drawn]
     for _ in range(2):  # what it wrote itself, it replaces
-        result = ask("--evidence", tmp_path / "drawn", "--json")
+        result = run(*ask, "--json")
         assert result.exit_code == 0, result.stderr
-        drawn = json.loads((tmp_path / "drawn" / "answer.json").read_text())
-        assert drawn["evidence"] == json.loads(result.stdout)["evidence"]
-        assert len(drawn["videos"][0]["kept"]) == drawn["kept_tokens"]
-    (tmp_path / "drawn" / "mine.txt").write_text("mine")
-    result = ask("--evidence", tmp_path / "drawn")
-    assert (result.exit_code, result.stdout) == (2, "") and "mine.txt" in result.stderr
+        content = json.loads((drawn / "answer.json").read_text())
+        assert content["evidence"] == json.loads(result.stdout)["evidence"]
+        assert len(content["videos"][0]["kept"]) == content["kept_tokens"]
+    (drawn / "mine.txt").write_text("mine")
+    result = run(*ask)
+    assert result.exit_code == 2
+    assert not result.stdout
+    assert "mine.txt" in result.stderr

@@ -9,78 +9,114 @@ from qtsplus.asking.evidence import STRONG, evidence_intervals
 from qtsplus.video.grids import keep_maps, token_grids, token_maps
 
 MERGE = 2
-FOUR_STEPS = torch.tensor([[4, 4, 4]])  # 4 steps of 2 x 2 tokens
+
+
+def grid_of(*sizes):
+    """The patches `[N, 3]` of videos whose grids have these sizes in tokens."""
+    return torch.tensor(sizes) * torch.tensor([1, MERGE, MERGE])
+
+
+FOUR_STEPS = grid_of((4, 2, 2))
+TWO_VIDEOS = grid_of((2, 2, 2), (2, 1, 2))
+
+
+def intervals_of(kept, relevance, grid, seconds=(1.0,), **options):
+    return evidence_intervals(torch.tensor(kept), relevance, grid, seconds, MERGE, **options)
 
 
 def spans_of(intervals):
     return [(interval.start, interval.end) for interval in intervals]
 
 
+def weights_of(intervals):
+    return [interval.weight for interval in intervals]
+
+
+def relevance_of(count, values):
+    """`[count]`: these values by their places, and zeros."""
+    relevance = torch.zeros(count)
+    for place, value in values.items():
+        relevance[place] = value
+    return relevance
+
+
 def test_neighbouring_steps_form_one_interval():
-    kept = torch.tensor([0, 5, 12, 15])  # steps 0, 1 and 3
-    relevance = torch.zeros(16)
-    relevance[kept] = torch.tensor([0.21, 0.23, 0.25, 0.27])
-    intervals = evidence_intervals(kept, relevance, FOUR_STEPS, [0.5], MERGE)
-    assert spans_of(intervals) == [(1.5, 2.0), (0.0, 1.0)]
-    assert [interval.weight for interval in intervals] == pytest.approx([0.52 / 0.96, 0.44 / 0.96])
-    assert [interval.box for interval in intervals] == [(0.5, 0.5, 1.0, 1.0), (0.0, 0.0, 1.0, 0.5)]
+    values = {0: 0.21, 5: 0.23, 12: 0.25, 15: 0.27}  # in the steps 0, 1 and 3
+    relevance = relevance_of(16, values)
+    last, first = intervals_of(list(values), relevance, FOUR_STEPS, [0.5])
+    assert spans_of([first, last]) == [(0.0, 1.0), (1.5, 2.0)]
+    assert first.weight == pytest.approx(0.44 / 0.96)
+    assert last.weight == pytest.approx(0.52 / 0.96)
+    assert first.box == (0.0, 0.0, 1.0, 0.5)
+    assert last.box == (0.5, 0.5, 1.0, 1.0)
 
 
 def test_what_was_kept_since_there_was_room_is_no_evidence():
     relevance = torch.full((16,), 0.01)
-    relevance[[5, 9, 12]] = torch.tensor([0.4, 0.21, 0.19])  # half of the highest is enough
-    every_token = torch.arange(16)
-    (interval,) = evidence_intervals(every_token, relevance, FOUR_STEPS, [1.0], MERGE)
-    assert (interval.start, interval.end) == (1.0, 3.0)
+    relevance[5] = 0.4
+    relevance[9] = 0.21  # half of the highest is enough
+    relevance[12] = 0.19
+    every_token = list(range(16))
+    (interval,) = intervals_of(every_token, relevance, FOUR_STEPS)
+    assert spans_of([interval]) == [(1.0, 3.0)]
     assert interval.box == (0.5, 0.0, 1.0, 0.5)
     assert interval.weight == pytest.approx(0.67 / relevance.sum().item())
 
 
 def test_tokens_weigh_the_same_where_the_selection_did_not_look():
-    kept = torch.tensor([0, 1, 8])
     unknown = torch.empty(0)
-    intervals = evidence_intervals(kept, unknown, torch.tensor([[3, 4, 4]]), [1.0], MERGE)
-    assert [interval.weight for interval in intervals] == pytest.approx([2 / 3, 1 / 3])
+    intervals = intervals_of([0, 1, 8], unknown, grid_of((3, 2, 2)))
+    assert weights_of(intervals) == pytest.approx([2 / 3, 1 / 3])
 
 
 def test_a_second_video_counts_from_its_own_beginning():
-    grids = torch.tensor([[2, 4, 4], [2, 2, 4]])  # 8 and 4 tokens
-    kept = torch.tensor([1, 10])
-    intervals = evidence_intervals(kept, None, grids, [1.0, 0.25], MERGE)
-    assert [interval.video for interval in intervals] == [0, 1]
-    assert spans_of(intervals) == [(0.0, 1.0), (0.25, 0.5)]
+    first, second = intervals_of([1, 10], None, TWO_VIDEOS, [1.0, 0.25])
+    assert first.video == 0
+    assert second.video == 1
+    assert spans_of([first, second]) == [(0.0, 1.0), (0.25, 0.5)]
 
 
-@pytest.mark.parametrize(
-    ("strong_share", "spans"),
-    [(STRONG, [(1.0, 2.0), (3.0, 4.0)]), (0.2, [(1.0, 4.0)])],
-)
-def test_what_shows_it_is_evidence_though_an_answer_needs_less_of_it(strong_share, spans):
-    kept = torch.tensor([1])
+SHARES = [
+    (STRONG, [(1.0, 2.0), (3.0, 4.0)]),
+    (0.2, [(1.0, 4.0)]),
+]
+
+
+@pytest.mark.parametrize(("share", "spans"), SHARES)
+def test_what_shows_it_is_evidence_though_an_answer_needs_less_of_it(share, spans):
     relevance = torch.tensor([0.0, 0.3, 0.1, 0.3, 0.0, 0.1])
-    grid = torch.tensor([[6, 2, 2]])
-    assert spans_of(evidence_intervals(kept, relevance, grid, [1.0], MERGE, strong_share)) == spans
+    grid = grid_of((6, 1, 1))
+    intervals = intervals_of([1], relevance, grid, strong_share=share)
+    assert spans_of(intervals) == spans
 
 
 def test_weak_tokens_lengthen_a_stretch_and_make_none():
-    kept = torch.tensor([12])
-    relevance_of_steps = torch.tensor([0.3, 0.0, 0.3, 1.0, 0.2, 0.0, 0.3])
-    relevance = relevance_of_steps.repeat_interleave(4) / 8.4
-    grid = torch.tensor([[7, 4, 4]])
-    intervals = evidence_intervals(kept, relevance, grid, [1.0], MERGE, strong_share=0.2)
+    of_steps = torch.tensor([0.3, 0.0, 0.3, 1.0, 0.2, 0.0, 0.3])
+    relevance = of_steps.repeat_interleave(4) / 8.4
+    grid = grid_of((7, 2, 2))
+    intervals = intervals_of([12], relevance, grid, strong_share=0.2)
     assert spans_of(intervals) == [(2.0, 5.0)]
-
-
-def test_the_keep_map_is_laid_out_as_time_height_width():
-    (kept,) = keep_maps(torch.tensor([0, 3, 7]), torch.tensor([[2, 4, 4]]), MERGE)
-    first_step = [[True, False], [False, True]]
-    second_step = [[False, False], [False, True]]
-    assert kept.tolist() == [first_step, second_step]
 
 
 def test_no_kept_token_is_no_evidence():
     nothing = torch.empty(0, dtype=torch.long)
-    assert evidence_intervals(nothing, torch.ones(4), torch.tensor([[1, 4, 4]]), [1], MERGE) == []
+    relevance = torch.ones(4)
+    intervals = evidence_intervals(nothing, relevance, grid_of((1, 2, 2)), [1], MERGE)
+    assert intervals == []
+
+
+def test_a_box_is_of_the_group_with_the_most_and_joins_no_cell_elsewhere():
+    values = {
+        6: 0.6,  # an object in the first step
+        7: 0.7,
+        24: 1.0,  # a far cell
+        25 + 7: 0.7,  # the object has moved in the second step
+        25 + 12: 0.6,
+    }
+    relevance = relevance_of(50, values)
+    (interval,) = intervals_of(list(values), relevance, grid_of((2, 5, 5)))
+    assert interval.box == (0.2, 0.2, 0.6, 0.6)
+    assert interval.weight == pytest.approx(1)
 
 
 @st.composite
@@ -88,20 +124,24 @@ def samples(draw):
     """A sample of 1 to 3 videos with some of their tokens kept: indices, relevance, grids and seconds per step."""
     steps = st.integers(1, 6)
     side = st.integers(1, 3)
-    grids = torch.tensor(draw(st.lists(st.tuples(steps, side, side), min_size=1, max_size=3)))
-    tokens = int(grids.prod(1).sum())
+    sizes = st.tuples(steps, side, side)
+    grids = draw(st.lists(sizes, min_size=1, max_size=3))
     videos = len(grids)
+    patches = grid_of(*grids)
+    tokens = int(patches.prod(1).sum()) // MERGE**2
     kept = draw(st.sets(st.integers(0, tokens - 1), min_size=1))
-    relevance = draw(st.lists(st.floats(0, 1, width=32), min_size=tokens, max_size=tokens))
-    seconds = draw(st.lists(st.floats(0.01, 100), min_size=videos, max_size=videos))
-    patches = grids * torch.tensor([1, MERGE, MERGE])
+    values = st.floats(0, 1, width=32)
+    relevance = draw(st.lists(values, min_size=tokens, max_size=tokens))
+    lengths = st.floats(0.01, 100)
+    seconds = draw(st.lists(lengths, min_size=videos, max_size=videos))
     return torch.tensor(sorted(kept)), torch.tensor(relevance), patches, seconds
 
 
 def strong_maps(kept_indices, relevance, grid_thw):
     """Per video bool `[T, H, W]`: the tokens that count as evidence."""
     relevance = relevance.double()
-    strong = (relevance >= STRONG * relevance.max()) & (relevance > 0)
+    is_enough = relevance >= STRONG * relevance.max()
+    strong = is_enough & (relevance > 0)
     if not strong.any():
         strong[kept_indices] = True
     return token_maps(strong, token_grids(grid_thw, MERGE))
@@ -111,7 +151,8 @@ def strong_maps(kept_indices, relevance, grid_thw):
 def test_keep_maps_hold_the_kept_tokens(sample):
     kept_indices, _, grid_thw, _ = sample
     maps = keep_maps(kept_indices, grid_thw, MERGE)
-    assert [tuple(kept.shape) for kept in maps] == token_grids(grid_thw, MERGE)
+    grids = [tuple(kept.shape) for kept in maps]
+    assert grids == token_grids(grid_thw, MERGE)
     flat = torch.cat([kept.flatten() for kept in maps])
     assert flat.nonzero()[:, 0].tolist() == kept_indices.tolist()
 
@@ -120,39 +161,33 @@ def test_keep_maps_hold_the_kept_tokens(sample):
 def test_intervals_cover_exactly_the_steps_with_strong_tokens(sample):
     kept_indices, relevance, grid_thw, seconds = sample
     intervals = evidence_intervals(kept_indices, relevance, grid_thw, seconds, MERGE)
-    weights = [interval.weight for interval in intervals]
+    weights = weights_of(intervals)
     assert 0 < sum(weights) < 1 + 1e-6
     assert weights == sorted(weights, reverse=True)
-    for video, is_strong in enumerate(strong_maps(kept_indices, relevance, grid_thw)):
-        covered = [False] * len(is_strong)
+    maps = strong_maps(kept_indices, relevance, grid_thw)
+    for video, is_strong in enumerate(maps):
+        covered = torch.zeros(len(is_strong), dtype=torch.bool)
         for interval in intervals:
             if interval.video != video:
                 continue
             first = round(interval.start / seconds[video])
             last = round(interval.end / seconds[video])
-            assert not any(covered[max(first - 1, 0) : last + 1]), "neighbours were not merged"
-            covered[first:last] = [True] * (last - first)
+            around = slice(max(first - 1, 0), last + 1)
+            assert not covered[around].any(), "neighbours were not merged"
+            covered[first:last] = True
             check_box(interval.box, is_strong[first:last].any(0))
-        assert covered == is_strong.any(2).any(1).tolist()
+        has_strong = is_strong.flatten(1).any(1)
+        assert torch.equal(covered, has_strong)
 
 
 def check_box(box, is_strong):
     """Every row and every column of a box holds something strong."""
     height, width = is_strong.shape
     left, top, right, bottom = box
-    rows = slice(round(top * height), round(bottom * height))
-    columns = slice(round(left * width), round(right * width))
-    inside = is_strong[rows, columns]
+    first_row = round(top * height)
+    last_row = round(bottom * height)
+    first_column = round(left * width)
+    last_column = round(right * width)
+    inside = is_strong[first_row:last_row, first_column:last_column]
     assert inside.any(0).all()
     assert inside.any(1).all()
-
-
-def test_a_box_is_of_the_group_with_the_most_and_joins_no_cell_elsewhere():
-    relevance = torch.zeros(2 * 25)
-    relevance[[6, 7]] = torch.tensor([0.6, 0.7])  # an object in the first step
-    relevance[[25 + 7, 25 + 12]] = torch.tensor([0.7, 0.6])  # it has moved in the second
-    relevance[24] = 1.0  # a far cell
-    kept = relevance.nonzero()[:, 0]
-    (interval,) = evidence_intervals(kept, relevance, torch.tensor([[2, 10, 10]]), [1.0], MERGE)
-    assert interval.box == (0.2, 0.2, 0.6, 0.6)
-    assert interval.weight == pytest.approx(1)
