@@ -7,10 +7,11 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors import safe_open
+from torch.testing import assert_close
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
 from qtsplus.model.question_qtsplus import find_query_mask
-from tiny import batch, prompt, tiny_model
+from tiny import assert_same, batch, prompt, tiny_model
 
 FULL = Qwen2_5_VLQTSplusForConditionalGeneration
 BACKBONE = Qwen2_5_VLQTSplusModel
@@ -79,6 +80,14 @@ def saved_keys(folder):
 
 def trainable(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_row_is_alone(together, row, alone, tolerance=1e-4):
+    """A row's logits without the padding, and the tokens that were kept, are those of the row alone."""
+    is_real = together.qtsplus.columns[row] >= 0
+    assert_close(together.logits[row][is_real], alone.logits[0], atol=tolerance, rtol=tolerance)
+    if alone.qtsplus is not None:
+        assert_same(together.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])
 
 
 def assert_trained(model):

@@ -34,6 +34,15 @@ def assert_same(actual, expected) -> None:
     assert_close(actual, expected, rtol=0, atol=0)
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def without(inputs, name: str) -> dict:
+    """The inputs but one."""
+    return {key: value for key, value in inputs.items() if key != name}
+
+
 @torch.no_grad()
 def run(model, inputs, **call):
     """A model's output, without gradients."""
@@ -173,7 +182,7 @@ def prompt(
         question: words in the last user turn.
         turns: earlier question-and-answer turns (the first one holds the images and videos).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
 
     def words(count):
         return torch.randint(*WORDS, (count,), generator=generator).tolist()

@@ -31,18 +31,22 @@ def test_a_token_sees_what_its_place_in_the_grid_shows(backbone, processor):
     plain, inputs = encode(frames)
     (grid,) = model.model.merged_grid(inputs["video_grid_thw"])
     assert len(plain) == math.prod(grid)
-    cell = [FRAME_SIZE / side for side in grid[1:]]
-    for frame, row, column in ((0, 0, grid[2] - 1), (3, grid[1] - 1, 1)):
-        top = row * cell[0]
-        left = column * cell[1]
-        box = (left + 0.3 * cell[1], top + 0.3 * cell[0], left + 0.7 * cell[1], top + 0.7 * cell[0])
+    _, rows, columns = grid
+    height = FRAME_SIZE / rows
+    width = FRAME_SIZE / columns
+    for frame, row, column in ((0, 0, columns - 1), (3, rows - 1, 1)):
+        left = (column + 0.3) * width
+        right = (column + 0.7) * width
+        top = (row + 0.3) * height
+        bottom = (row + 0.7) * height
         spotted = frames.copy()
-        x0, y0, x1, y1 = map(round, box)
-        spotted[frame, y0:y1, x0:x1] = 255
+        spotted[frame, round(top) : round(bottom), round(left) : round(right)] = 255
+        box = (left, top, right, bottom)
         seen = [Sighting(frame / 2, (frame + 1) / 2, box, frame=(FRAME_SIZE, FRAME_SIZE))]
         (expected,) = sighting_tokens(seen, grid, float(inputs["second_per_grid_ts"][0]))
-        changed = (encode(spotted)[0] - plain).abs().sum(1)
-        assert int(changed.argmax()) == expected
+        features, _ = encode(spotted)
+        change = (features - plain).abs().sum(1)
+        assert change.argmax() == expected
 
 
 def test_answers_say_what_was_kept(model, processor, clips):
@@ -62,15 +66,15 @@ def test_the_command_answers(backbone, processor, clips, tmp_path):
     backbone.build(processor).save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     video = str(clips / "long.mp4")
-    call = ["ask", video, "What moves?", "--fps", "2", "--retention", "0.3", "--max-new-tokens", "5", "--json"]
-    result = CliRunner().invoke(app, [*call, "--model", str(tmp_path), "--device", "cpu"])
+    call = f"ask --fps 2 --retention 0.3 --max-new-tokens 5 --json --model {tmp_path} --device cpu".split()
+    result = CliRunner().invoke(app, [*call, video, "What moves?"])
     assert result.exit_code == 0, result.output
     got = json.loads(result.stdout)
-    encoded = session.encode(*session.load(tmp_path, "cpu"), video, fps=2)
-    expected = session.ask(
-        *session.load(tmp_path, "cpu"), encoded, "What moves?", retention=0.3, max_new_tokens=5
-    ).as_dict()
-    del got["timings"], expected["timings"]
+    loaded = session.load(tmp_path, "cpu")
+    encoded = session.encode(*loaded, video, fps=2)
+    expected = session.ask(*loaded, encoded, "What moves?", retention=0.3, max_new_tokens=5).as_dict()
+    del got["timings"]
+    del expected["timings"]
     assert got == expected
     assert got["kept_tokens"] == math.ceil(0.3 * got["visual_tokens"])
     assert got["evidence"]

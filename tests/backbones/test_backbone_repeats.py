@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from qtsplus.model import encoding_qtsplus
 from qtsplus.model.encoding_qtsplus import encode_modality
 from qtsplus.model.prompt_qtsplus import VIDEO
-from tiny import assert_same
+from tiny import assert_same, without
 from tiny_backbones import each_unlike
 
 
@@ -71,7 +71,7 @@ def test_the_answer_stays(model, video, monkeypatch):
     once = model.generate(**video, **call)
     every_step(monkeypatch)
     features = encode(model, video)
-    rest = {name: value for name, value in video.items() if name != "pixel_values_videos"}
+    rest = without(video, "pixel_values_videos")
     assert_same(once, model.generate(**rest, video_features=features, **call))
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from model_checks import assert_trained, with_labels
+from model_checks import assert_row_is_alone, assert_trained, with_labels
 from qtsplus.model.methods_qtsplus import METHODS, Candidates
 from qtsplus.model.prompt_qtsplus import CACHE, IMAGE, VIDEO
-from tiny import assert_same, chat_inputs, compress, run
+from tiny import assert_same, chat_inputs, compress, run, without
 from tiny_backbones import each_unlike
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
@@ -39,7 +39,7 @@ def encoded_video(model, inputs, **options):
 def with_features(model, inputs, **options):
     """The inputs with features in place of the videos' pixels."""
     features = encoded_video(model, inputs, **options)
-    others = {name: value for name, value in inputs.items() if name != "pixel_values_videos"}
+    others = without(inputs, "pixel_values_videos")
     return {**others, "video_features": features}
 
 
@@ -92,10 +92,7 @@ class TestBackbone:
         tolerance = 5e-4 if is_recurrent else 1e-4
         for row, name in enumerate(NAMES):
             alone = run(model, prepare(name))
-            is_real = together.qtsplus.columns[row] >= 0
-            close(together.logits[row][is_real], alone.logits[0], tolerance)
-            if alone.qtsplus is not None:
-                assert_same(together.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])
+            assert_row_is_alone(together, row, alone, tolerance)
 
     @each_unlike
     def test_generate_batch_is_single(self, model, prepare):
@@ -328,7 +325,7 @@ class TestBackbone:
             question = last_turn["content"][-1]["text"]
             words = inputs["input_ids"][row][mask[row]]
             assert processor.tokenizer.decode(words).strip() == question
-        derived = {name: value for name, value in inputs.items() if name != "query_mask"}
+        derived = without(inputs, "query_mask")
         assert_close(logits(model, derived), logits(model, inputs))
         for key, value in processor.query_token_ids.items():
             assert getattr(model.config, key) == value, key

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from model_checks import assert_row_is_alone
 from qtsplus.model.layout_qtsplus import lay_out
 from qtsplus.model.lm_attention_qtsplus import attention_layer, frame_groups
 from qtsplus.model.prompt_qtsplus import take_inputs
@@ -126,10 +127,7 @@ def test_batch_is_single(in_groups, prepare):
     tolerance = 5e-4 if is_recurrent else 1e-4
     for row, name in enumerate(NAMES):
         alone = run(in_groups, prepare(name), retention=0.3)
-        is_real = together.qtsplus.columns[row] >= 0
-        close(together.logits[row][is_real], alone.logits[0], tolerance, tolerance)
-        if alone.qtsplus is not None:
-            assert_same(together.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])
+        assert_row_is_alone(together, row, alone, tolerance)
 
 
 @each_unlike

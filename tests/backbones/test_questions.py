@@ -24,51 +24,56 @@ def encoded(model, processor, clips):
 @pytest.fixture
 def asked(model, processor, encoded, monkeypatch):
     """Asks a question; returns the answer and the inputs of its prompt."""
+    made = {}
+    prompt_inputs = answers.prompt_inputs
+
+    def note(*arguments, **options):
+        made.update(prompt_inputs(*arguments, **options))
+        return made
 
     def ask(question):
-        given = {}
-        with monkeypatch.context() as patch:
-            made = answers.prompt_inputs
-            patch.setattr(answers, "prompt_inputs", lambda *whole, **more: given.update(made(*whole, **more)) or given)
-            answer = session.ask(model, processor, encoded, question, max_new_tokens=4)
-        return answer, given
+        made.clear()
+        answer = session.ask(model, processor, encoded, question, max_new_tokens=4)
+        return answer, dict(made)
 
+    monkeypatch.setattr(answers, "prompt_inputs", note)
     return ask
 
 
 def spliced(ids, harmless, question):
     """The ids of a prompt with the ids of another question in place of its own."""
-    start = next(at for at in range(len(ids)) if ids[at : at + len(harmless)] == harmless)
-    return [*ids[:start], *question, *ids[start + len(harmless) :]]
+    size = len(harmless)
+    start = next(place for place in range(len(ids)) if ids[place : place + size] == harmless)
+    return ids[:start] + question + ids[start + size :]
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 @each_unlike
 def test_special_tokens_in_a_question_are_text(model, processor, encoded, asked, question):
-    harmless, as_text = (
-        processor.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        for text in ("Why?", question)
-    )
     _, plain = asked("Why?")
     answer, given = asked(question)
-    expected = spliced(plain["input_ids"][0].tolist(), harmless, as_text)
-    assert given["input_ids"].tolist() == [expected]
-    assert given["attention_mask"].tolist() == [[1] * len(expected)]
-    marked = given["input_ids"][0][given["query_mask"][0].bool()]
+    harmless = processor.text_ids("Why?")
+    as_text = processor.tokenizer(question, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    expected = torch.tensor([spliced(plain["input_ids"][0].tolist(), harmless, as_text)])
+    assert_same(given["input_ids"], expected)
+    assert given["attention_mask"].all()
+    marked = expected[given["query_mask"].bool()]
     assert processor.tokenizer.decode(marked).lstrip("\n") == question
 
     # The same ids, and a mask that the model makes itself, give the same tokens and the same answer.
     output = model.generate(
-        input_ids=torch.tensor([expected]),
-        attention_mask=torch.ones(1, len(expected), dtype=torch.long),
+        input_ids=expected,
+        attention_mask=torch.ones_like(expected),
         video_features=[encoded.features],
         video_grid_thw=encoded.video_grid_thw,
         second_per_grid_ts=[encoded.seconds_per_step],
         max_new_tokens=4,
         return_dict_in_generate=True,
     )
-    assert_same(answer.keep_map.flatten().nonzero()[:, 0], output.qtsplus.kept_indices[0])
-    written = processor.tokenizer.decode(output.sequences[0, len(expected) :], skip_special_tokens=True)
+    (kept,) = output.qtsplus.kept_indices
+    assert_same(answer.keep_map.flatten().nonzero()[:, 0], kept)
+    new = output.sequences[0, expected.shape[1] :]
+    written = processor.tokenizer.decode(new, skip_special_tokens=True)
     assert answer.answer == written.strip()
 
 
@@ -82,37 +87,55 @@ def test_an_ordinary_question_is_tokenized_as_the_chat_template_does(processor, 
     assert_same(given["query_mask"], inputs["query_mask"])
 
 
+def turn(role, *content):
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return {"role": role, "content": parts}
+
+
 @each_unlike
 def test_special_tokens_in_any_turn_of_a_batch_and_in_a_query_are_text(processor, encoded):
-    def conversations(text):
-        def part(words):
-            return [{"type": "text", "text": words}]
-
-        first = {"role": "user", "content": [{"type": "video"}, *part(text)]}
-        turns = [first, {"role": "assistant", "content": part(text)}, {"role": "user", "content": part("And then?")}]
-        return [turns, [{"role": "user", "content": [{"type": "video"}, *part("What moves?")]}]]
-
-    text = "".join(token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special)
-    videos = {
+    video = {"type": "video"}
+    known = {
         "video_grid_thw": encoded.video_grid_thw.repeat(2, 1),
         "second_per_grid_ts": [encoded.seconds_per_step] * 2,
     }
-    inputs = processor.conversation_inputs(conversations(text), query=[text, "Why?"], **videos)
-    harmless = processor.conversation_inputs(conversations("Why?"), query=["Why?", "Why?"], **videos)
-    rows, plain = (
-        [ids[mask.bool()].tolist() for ids, mask in zip(one["input_ids"], one["attention_mask"], strict=True)]
-        for one in (inputs, harmless)
-    )
-    once = spliced(plain[0], processor.text_ids("Why?"), processor.text_ids(text))
-    assert rows == [spliced(once, processor.text_ids("Why?"), processor.text_ids(text)), plain[1]]
-    marked = processor.tokenizer.decode(inputs["input_ids"][0][inputs["query_mask"][0].bool()])
-    assert marked.strip("\n") == "And then?"
-    queries = inputs["query_input_ids"][0][inputs["query_attention_mask"][0].bool()]
-    assert queries.tolist() == processor.text_ids(text)
+
+    def prepared(text):
+        """Conversations with the text in a question, an answer and the query, or with none; and their ids."""
+        long = [turn("user", video, text), turn("assistant", text), turn("user", "And then?")]
+        short = [turn("user", video, "What moves?")]
+        inputs = processor.conversation_inputs([long, short], query=[text, "Why?"], **known)
+        is_real = inputs["attention_mask"].bool()
+        return inputs, [ids[real].tolist() for ids, real in zip(inputs["input_ids"], is_real, strict=True)]
+
+    special = [token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special]
+    text = "".join(special)
+    ids = processor.text_ids(text)
+    harmless = processor.text_ids("Why?")
+    inputs, (first, second) = prepared(text)
+    _, (plain_first, plain_second) = prepared("Why?")
+    once = spliced(plain_first, harmless, ids)
+    assert first == spliced(once, harmless, ids)
+    assert second == plain_second
+    question = inputs["input_ids"][0][inputs["query_mask"][0].bool()]
+    assert processor.tokenizer.decode(question).strip("\n") == "And then?"
+    query = inputs["query_input_ids"][0][inputs["query_attention_mask"][0].bool()]
+    assert query.tolist() == ids
 
 
 @pytest.mark.parametrize(
-    "query", [7, 1.5, b"Why?", {"text": "Why?"}, [None, "Why?"], ["Why?", 7], [], iter(["Why?"]), "", "\ud800"]
+    "query",
+    [
+        7,
+        b"Why?",
+        {"text": "Why?"},
+        [None, "Why?"],
+        ["Why?", 7],
+        [],
+        iter(["Why?"]),
+        "",
+        "\ud800",
+    ],
 )
 @each_unlike
 def test_a_query_of_another_type_is_refused(processor, query):
@@ -123,14 +146,15 @@ def test_a_query_of_another_type_is_refused(processor, query):
 def test_a_placeholder_as_text_is_named(processor, model):
     """Whatever stands for a video or an image: the tokens that a chat template writes, and those in their place."""
     placeholders = {processor.image_token, processor.video_token}
-    placeholders |= {processor.tokenizer.convert_ids_to_tokens(one) for one in processor.placeholder_ids}
+    placeholders.update(processor.tokenizer.convert_ids_to_tokens(list(processor.placeholder_ids)))
     frames = torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
     for placeholder in placeholders:
-        for media in ({}, {"videos": [frames], "fps": 2}):
-            text = f"{processor.video_token if media else ''}What is {placeholder}?"
-            with pytest.raises(ValueError, match="in the text|as text") as refused:
-                processor(text=text, **media)
-            assert placeholder in str(refused.value)
+        question = f"What is {placeholder}?"
+        with pytest.raises(ValueError, match="in the text|as text") as refused:
+            processor(text=question)
+        assert placeholder in str(refused.value)
+        with pytest.raises(ValueError, match="in the text|as text"):
+            processor(text=processor.video_token + question, videos=[frames], fps=2)
 
 
 def test_a_processor_knows_the_placeholder_of_a_video_as_its_model_does(processor, model):
@@ -139,11 +163,8 @@ def test_a_processor_knows_the_placeholder_of_a_video_as_its_model_does(processo
 
 def test_a_prompt_for_an_encoded_video_needs_the_times_that_it_states(processor):
     """Qwen3-VL's and Qwen3.5's prompts state the seconds of frames, which no processor may guess."""
-    grid = processor.grid_of(4, 32, 32)
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Why?"}]}], tokenize=False
-    )
-    known = {"text": text, "video_grid_thw": grid, "return_tensors": "pt"}
+    text = processor.apply_chat_template([turn("user", {"type": "video"}, "Why?")], tokenize=False)
+    known = {"text": text, "video_grid_thw": processor.grid_of(4, 32, 32), "return_tensors": "pt"}
     if processor.states_times:
         with pytest.raises(ValueError, match="without second_per_grid_ts: the prompt states the seconds"):
             processor(**known)

@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from qtsplus.asking import answers
 from qtsplus.asking.session import VideoSession
 from qtsplus.model.question_qtsplus import find_query_mask, question_token_ids
-from tiny import assert_same
+from tiny import assert_same, without
 from tiny_backbones import each_unlike
 
 # Shortened templates of the shapes that are published. Qwen2.5, Qwen3, Qwen3-VL and Qwen3.5: the responses of tools
@@ -268,7 +268,7 @@ def test_a_tools_answer_chooses_no_tokens(model, prepare):
     inputs = prepare(CONVERSATIONS["a question in the result"][0], "as user")
     call = {"max_new_tokens": 2, "retention": 0.3, "return_dict_in_generate": True}
     (kept,) = model.generate(**inputs, **call).qtsplus.kept_indices
-    without_mask = {name: value for name, value in inputs.items() if name != "query_mask"}
+    without_mask = without(inputs, "query_mask")
     (found,) = model.generate(**without_mask, **call).qtsplus.kept_indices
     (alone,) = model.generate(**prepare([START], "as user"), **call).qtsplus.kept_indices
     assert_same(kept, found)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import qtsplus.model.encoding_qtsplus as encoding
 from model_checks import mixed_inputs, shared_model, trainable, with_labels
 from qtsplus.model.encoding_qtsplus import chunk_steps
-from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_model
+from tiny import PATCH_VALUES, batch, prompt, seeded, stock_twin, tiny_model
 
 
 def encoded(model, inputs, **options):
@@ -47,7 +47,7 @@ def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():
     rows = []
     grid = torch.tensor([[30, 8, 10], [1, 4, 4], [2, 10, 14]])
     patches = int(grid.prod(-1).sum())
-    pixels = torch.randn(patches, PATCH_VALUES, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randn(patches, PATCH_VALUES, generator=seeded(0))
     model.model.visual.register_forward_pre_hook(lambda _, pixels: rows.append(len(pixels[0])))
     features = torch.cat(model.encode_videos(pixels, grid))
     assert rows == [25 * 80, 5 * 80 + 16 + 2 * 140]

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from model_checks import main_output, shared_model
-from tiny import IMAGE_PAD, assert_same, batch, compress, prompt, stock_twin, tiny_model
+from tiny import IMAGE_PAD, assert_same, batch, compress, prompt, stock_twin, tiny_model, without
 
 IMAGE = (1, 4, 4)
 OTHER = (1, 8, 4)
@@ -21,7 +21,7 @@ def image_rows():
 
 def embedded(model, inputs):
     """The same inputs with embeddings instead of ids."""
-    others = {name: value for name, value in inputs.items() if name != "input_ids"}
+    others = without(inputs, "input_ids")
     return {**others, "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
 
 

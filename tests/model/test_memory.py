@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from qtsplus.model.fields_qtsplus import REDUCTIONS
 from qtsplus.model.relevance_qtsplus import QTSplusLayer, rotary_tables
-from tiny import batch, compress, prompt, tiny_model
+from tiny import batch, compress, prompt, seeded, tiny_model
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -47,7 +47,7 @@ def test_the_features_of_several_videos_are_never_joined():
     grid = (20, 20, 20)
     inputs = batch(prompt(videos=[grid, grid], question=2))
     width = model.config.text_config.hidden_size
-    features = [torch.randn(2000, width, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    features = [torch.randn(2000, width, generator=seeded(seed)) for seed in range(2)]
     inputs.pop("pixel_values_videos")
     with torch.no_grad(), Sizes() as sizes:
         compress(model.model, **inputs, video_features=features, retention=0.1)

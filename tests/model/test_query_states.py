@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from model_checks import mixed_inputs, mixed_rows, question_mask
+from model_checks import assert_row_is_alone, mixed_inputs, mixed_rows, question_mask
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.files import hub_configs
 from tiny import IM_END, USER, VIDEO_PAD, assert_same, batch, prompt, run, tiny_model
@@ -90,9 +90,7 @@ def test_batch_is_single(model, pad_left, question):
         inputs = batch(row)
         (own,), alone = seen(model, inputs, **question(model, inputs, [index]))
         assert_close(states[index], own, atol=1e-5, rtol=1e-5)
-        is_real = together.qtsplus.columns[index] >= 0
-        assert_close(together.logits[index][is_real], alone.logits[0], atol=1e-4, rtol=1e-4)
-        assert_same(together.qtsplus.kept_indices[index], alone.qtsplus.kept_indices[0])
+        assert_row_is_alone(together, index, alone)
 
 
 # A question that does not stand in the prompt ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from qtsplus import QTSplusConfig, QTSplusSelector
 from qtsplus.model.fields_qtsplus import POSITION_IDS, REDUCTIONS
 from qtsplus.model.methods_qtsplus import METHODS, TIE, Candidates
 from qtsplus.model.selector_qtsplus import find_threshold, gumbel_gate, gumbel_noise, soft_gate
-from tiny import PAD, PAPER, assert_same, batch, prompt, run, tiny_model
+from tiny import PAD, PAPER, assert_same, batch, prompt, run, seeded, tiny_model
 
 
 def examples(count):
@@ -179,10 +179,6 @@ def selector_with(**config):
             is_norm = parameter.ndim == 1 and "norm" in name
             parameter.normal_(1.0 if is_norm else 0.0, 0.3)
     return selector.eval()
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def tokens(count, seed):

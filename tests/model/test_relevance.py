@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from naive import assert_equal_to_twin, naive_log_relevance, states
 from qtsplus.model.fields_qtsplus import REDUCTIONS
 from qtsplus.model.relevance_qtsplus import log_relevance
+from tiny import seeded
 
 HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (12, 3), (16, 2), (28, 4)]
 each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -51,19 +52,19 @@ def test_70_001_tokens(heads, num_queries, reduction):
 @pytest.mark.parametrize("kernel", [naive_log_relevance, log_relevance])
 def test_of_equal_maxima_the_first_takes_the_gradient(kernel):
     # Whole numbers, so that equal scores are equal in any order of addition; head_dim 4 halves them exactly.
-    queries = torch.randint(-3, 4, (2, 3, 4), generator=torch.Generator().manual_seed(0)).float()
+    queries = torch.randint(-3, 4, (2, 3, 4), generator=seeded(0)).float()
     queries[:, 2] = queries[:, 0]  # a word that the question has twice
     queries[1] = queries[0]  # and two heads that agree
-    keys = torch.randint(-3, 4, (1, 9, 4), generator=torch.Generator().manual_seed(1)).float()
+    keys = torch.randint(-3, 4, (1, 9, 4), generator=seeded(1)).float()
     keys[:, 5] = keys[:, 2]  # two visual tokens alike: one score each, no tie among rows
-    queries = queries.requires_grad_()
-    keys = keys.requires_grad_()
     weights = torch.arange(1.0, 10.0)
-    gradient, grad_keys = torch.autograd.grad((kernel(queries, keys) * weights).sum(), (queries, keys))
 
-    one_each = queries[:1, :2].detach().requires_grad_()
-    log_r = kernel(one_each, keys)
-    expected, expected_keys = torch.autograd.grad((log_r * weights).sum(), (one_each, keys))
+    def gradients(queries):
+        inputs = (queries.requires_grad_(), keys.requires_grad_())
+        return torch.autograd.grad((kernel(*inputs) * weights).sum(), inputs)
+
+    gradient, grad_keys = gradients(queries)
+    expected, expected_keys = gradients(queries[:1, :2].detach())
     assert_close(gradient[0, :2], expected[0])
     assert not gradient[0, 2].any()
     assert not gradient[1].any()

@@ -25,7 +25,7 @@ from qtsplus.model.methods_qtsplus import (
     top_n,
 )
 from qtsplus.model.prompt_qtsplus import NAMES
-from tiny import assert_same, batch, compress, prompt, run, tiny_model
+from tiny import assert_same, batch, compress, prompt, run, seeded, tiny_model
 
 WIDTH = 6
 GRIDS = lists(tuples(integers(1, 4), integers(1, 3), integers(1, 3)), min_size=1, max_size=3)
@@ -36,10 +36,6 @@ WITHOUT_BUDGET = "all"
 
 def never(_):
     raise AssertionError("a method that does not look at the question asked for its relevance")
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from transformers import Qwen2_5_VLModel
 from model_checks import shared_model
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.model.encoding_qtsplus import PatchProjection, attend_within
-from tiny import PATCH_VALUES, stock_twin, tiny_model
+from tiny import PATCH_VALUES, seeded, stock_twin, tiny_model
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
@@ -43,7 +43,7 @@ def video(*grids):
     """(t, h, w) in merged tokens -> grids in patches and pixels."""
     grid = torch.tensor(grids) * torch.tensor([1, 2, 2])
     patches = int(grid.prod(-1).sum())
-    return grid, torch.randn(patches, PATCH_VALUES, generator=torch.Generator().manual_seed(0))
+    return grid, torch.randn(patches, PATCH_VALUES, generator=seeded(0))
 
 
 @pytest.fixture(scope="module")
