@@ -13,7 +13,7 @@ from PIL import Image
 from clips import write_mp4
 from qtsplus.asking import session
 from qtsplus.model import encoding_qtsplus
-from qtsplus.video import encoded as videos
+from qtsplus.video.encoded import encode, read_ahead
 from tiny import chat_inputs
 
 QUESTION = "What moves?"
@@ -23,11 +23,13 @@ QUESTION = "What moves?"
 def wide_mp4(tmp_path_factory):
     """30 frames of noise, 96 x 200 pixels, 10 a second."""
     path = tmp_path_factory.mktemp("wide") / "wide.mp4"
-    write_mp4(path, np.random.default_rng(0).integers(0, 255, (30, 96, 200, 3), np.uint8), 10)
+    frames = np.random.default_rng(0).integers(0, 255, (30, 96, 200, 3), np.uint8)
+    write_mp4(path, frames, 10)
     return path
 
 
 def prepared(processor, video, **options):
+    """What the processor makes of a whole video."""
     return chat_inputs(processor, Path(video), QUESTION, return_metadata=True, **options)
 
 
@@ -45,7 +47,8 @@ def assert_same(processor, video, frames_per_chunk, **options):
     assert torch.equal(torch.cat(pixels), whole["pixel_values_videos"])
     assert torch.equal(chunks.video_grid_thw, whole["video_grid_thw"])
     assert steps == whole["video_grid_thw"][0, 0]
-    assert chunks.second_per_grid_ts == pytest.approx([float(whole["second_per_grid_ts"][0])])
+    (seconds,) = whole["second_per_grid_ts"]
+    assert chunks.second_per_grid_ts == pytest.approx([float(seconds)])
     (metadata,) = whole["video_metadata"]
     metadata.height = chunks.about.metadata.height  # frames in memory state no size
     metadata.width = chunks.about.metadata.width
@@ -54,78 +57,96 @@ def assert_same(processor, video, frames_per_chunk, **options):
 
 
 @pytest.mark.parametrize(("frames_per_chunk", "count"), [(1, 15), (2, 15), (7, 5), (28, 2), (30, 1), (None, 1)])
-def test_chunks_are_the_whole(loaded, wide_mp4, frames_per_chunk, count):
-    assert assert_same(loaded[1], wide_mp4, frames_per_chunk, fps=10) == count
+def test_chunks_are_the_whole(tiny_processor, wide_mp4, frames_per_chunk, count):
+    assert assert_same(tiny_processor, wide_mp4, frames_per_chunk, fps=10) == count
 
 
 @pytest.mark.parametrize("options", [{}, {"num_frames": 6}, {"fps": 10, "max_frames": 8}], ids=str)
-def test_chunks_are_sampled_as_the_whole(loaded, wide_mp4, options):
-    assert_same(loaded[1], wide_mp4, 4, **options)
+def test_chunks_are_sampled_as_the_whole(tiny_processor, wide_mp4, options):
+    assert_same(tiny_processor, wide_mp4, 4, **options)
 
 
-def test_chunks_are_resized_as_the_whole(loaded, wide_mp4):
+def test_chunks_are_resized_as_the_whole(tiny_processor, wide_mp4):
     """Qwen's resizing looks at the number of frames, which would make a chunk's frames larger."""
-    processor = copy.deepcopy(loaded[1])
+    processor = copy.deepcopy(tiny_processor)
     processor.video_processor.max_video_tokens = 100
-    few = prepared(processor, wide_mp4, num_frames=2)["video_grid_thw"]
-    many = prepared(processor, wide_mp4, num_frames=30)["video_grid_thw"]
-    assert few[0, 1:].prod() > many[0, 1:].prod()
+    few = prepared(processor, wide_mp4, num_frames=2)
+    many = prepared(processor, wide_mp4, num_frames=30)
+    patches_of_few = few["video_grid_thw"][0, 1:].prod()
+    patches_of_many = many["video_grid_thw"][0, 1:].prod()
+    assert patches_of_few > patches_of_many
     assert_same(processor, wide_mp4, 2, fps=10)
 
 
-def test_a_folder_with_an_odd_number_of_frames(loaded, tmp_path):
+def test_a_folder_with_an_odd_number_of_frames(tiny_processor, tmp_path):
     for index in range(7):
-        Image.new("RGB", (56, 84), (30 * index, 90, 200)).save(tmp_path / f"frame{index}.png")
-    assert assert_same(loaded[1], tmp_path, 4, fps=2) == 2
+        image = Image.new("RGB", (56, 84), (30 * index, 90, 200))
+        image.save(tmp_path / f"frame{index}.png")
+    assert assert_same(tiny_processor, tmp_path, 4, fps=2) == 2
 
 
-def test_chunks_can_be_read_again(loaded, tiny_mp4):
-    chunks = loaded[1].video_chunks(tiny_mp4, frames_per_chunk=2)
-    for (first, _), (second, _) in zip(chunks, chunks, strict=True):
-        assert torch.equal(first, second)
+def test_chunks_can_be_read_again(tiny_processor, tiny_mp4):
+    chunks = tiny_processor.video_chunks(tiny_mp4, frames_per_chunk=2)
+    first_time = [pixels for pixels, _ in chunks]
+    second_time = [pixels for pixels, _ in chunks]
+    assert torch.equal(torch.cat(first_time), torch.cat(second_time))
 
 
 @pytest.mark.parametrize(
-    ("video", "options", "message"),
+    ("options", "message"),
     [
-        ("none.mp4", {}, "no video at"),
-        (None, {"fps": 1, "num_frames": 4}, "expected one of them"),
-        (None, {"fps": 0}, "fps=0"),
-        (None, {"frames_per_chunk": 0}, "frames_per_chunk=0"),
+        ({"fps": 1, "num_frames": 4}, "expected one of them"),
+        ({"fps": 0}, "fps=0"),
+        ({"frames_per_chunk": 0}, "frames_per_chunk=0"),
     ],
 )
-def test_what_cannot_be_read_in_chunks(loaded, tiny_mp4, video, options, message):
+def test_options_without_sense_are_refused(tiny_processor, tiny_mp4, options, message):
     with pytest.raises(ValueError, match=message):
-        loaded[1].video_chunks(tiny_mp4 if video is None else video, **options)
+        tiny_processor.video_chunks(tiny_mp4, **options)
 
 
-def test_a_prompt_for_a_video_that_was_encoded_before(loaded, tiny_mp4):
-    processor = loaded[1]
-    whole = prepared(processor, tiny_mp4)
-    later = chat_inputs(processor, {"type": "video"}, QUESTION, video_grid_thw=whole["video_grid_thw"])
+def test_a_video_that_is_not_there_is_named(tiny_processor):
+    with pytest.raises(ValueError, match="no video at 'none.mp4'"):
+        tiny_processor.video_chunks("none.mp4")
+
+
+def test_a_prompt_for_a_video_that_was_encoded_before(tiny_processor, tiny_mp4):
+    whole = prepared(tiny_processor, tiny_mp4)
+    grid = whole["video_grid_thw"]
+    later = chat_inputs(tiny_processor, {"type": "video"}, QUESTION, video_grid_thw=grid)
     for name in ("input_ids", "attention_mask", "query_mask", "video_grid_thw"):
-        assert torch.equal(later[name], whole[name]), name
-    assert set(whole) - set(later) == {"pixel_values_videos", "second_per_grid_ts", "video_metadata"}
+        assert torch.equal(later[name], whole[name])
+    left_out = set(whole) - set(later)
+    assert left_out == {"pixel_values_videos", "second_per_grid_ts", "video_metadata"}
     with pytest.raises(ValueError, match="in place of `videos`, with `text`"):
-        processor(text="<|video_pad|>", videos=str(tiny_mp4), video_grid_thw=whole["video_grid_thw"])
+        tiny_processor(text="<|video_pad|>", videos=str(tiny_mp4), video_grid_thw=grid)
     with pytest.raises(ValueError, match="Got 1 videos and 0 placeholders"):
-        processor(text="no video", video_grid_thw=whole["video_grid_thw"])
+        tiny_processor(text="no video", video_grid_thw=grid)
 
 
 def test_one_video_and_many_questions(loaded, tiny_mp4, monkeypatch):
-    model, processor = loaded
-    whole = session.ask(model, processor, tiny_mp4, QUESTION, max_new_tokens=8)
+    model, _ = loaded
+    whole = session.ask(*loaded, tiny_mp4, QUESTION, max_new_tokens=8)
     assert set(whole.timings) == {"encode", "first_token", "generate"}
-    video = session.encode(model, processor, tiny_mp4, device="cpu")
+    video = encode(*loaded, tiny_mp4, device="cpu")
     monkeypatch.setattr(type(model), "encode_videos", None)
-    again = session.ask(model, processor, video, QUESTION, max_new_tokens=8)
+    again = session.ask(*loaded, video, QUESTION, max_new_tokens=8)
     assert again.answer == whole.answer
     assert again.evidence == whole.evidence
     assert again.video == whole.video
     assert set(again.timings) == {"first_token", "generate"}
-    assert session.ask(model, processor, video, "Which colour?", max_new_tokens=8).visual_tokens == len(video.features)
+    other = session.ask(*loaded, video, "Which colour?", max_new_tokens=8)
+    assert other.visual_tokens == len(video.features)
     with pytest.raises(ValueError, match="fps=1 .*for a video that was encoded before"):
-        session.ask(model, processor, video, QUESTION, fps=1)
+        session.ask(*loaded, video, QUESTION, fps=1)
+
+
+# --- The next chunk is read while one is encoded ---
+
+
+def readers():
+    """The threads that read ahead."""
+    return [thread for thread in threading.enumerate() if "qtsplus-read-ahead" in thread.name]
 
 
 def test_the_next_chunk_is_read_meanwhile_and_only_the_next():
@@ -136,69 +157,76 @@ def test_the_next_chunk_is_read_meanwhile_and_only_the_next():
             begun[index].set()
             yield index
 
-    for index in videos.read_ahead(chunks()):
+    for index in read_ahead(chunks()):
         if index < 3:
             assert begun[index + 1].wait(timeout=30)
-        assert not any(event.is_set() for event in begun[index + 2 :])
-
-
-def readers():
-    return [thread for thread in threading.enumerate() if "qtsplus-read-ahead" in thread.name]
+        for later in begun[index + 2 :]:
+            assert not later.is_set()
 
 
 def test_an_error_of_the_reader_reaches_the_caller():
+    broken = (1 // (2 - index) for index in range(4))
     with pytest.raises(ZeroDivisionError):
-        list(videos.read_ahead(1 // (2 - index) for index in range(4)))
+        list(read_ahead(broken))
     assert not readers()
 
 
 def test_whoever_stops_in_between_ends_the_reader():
-    ahead = videos.read_ahead(range(4))
+    ahead = read_ahead(range(4))
     next(ahead)
     assert readers()
     ahead.close()
     assert not readers()
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_video_is_read_ahead_where_the_encoder_leaves_the_processor_free(loaded, wide_mp4, device):
+@pytest.mark.parametrize(("device", "expected"), [("cpu", {0}), ("meta", {1})])
+def test_a_video_is_read_ahead_where_the_encoder_leaves_the_processor_free(loaded, wide_mp4, device, expected):
     model, processor = loaded
-    seen = []
+    readers_while_encoding = []
 
-    def encode_videos(*args, **kwargs):
-        seen.append(len(readers()))
-        return model.encode_videos(*args, **kwargs)
+    def encode_videos(*arguments, **options):
+        readers_while_encoding.append(len(readers()))
+        return model.encode_videos(*arguments, **options)
 
-    parts = {"config": model.config, "dtype": model.dtype, "model": model.model, "parameters": model.parameters}
-    somewhere = SimpleNamespace(device=torch.device(device), encode_videos=encode_videos, **parts)
-    features = session.encode(somewhere, processor, wide_mp4, fps=10, frames_per_chunk=2).features
-    assert torch.equal(features, session.encode(model, processor, wide_mp4, fps=10, frames_per_chunk=2).features)
-    assert len(seen) > 2
-    assert set(seen) == {0 if device == "cpu" else 1}
+    elsewhere = SimpleNamespace(
+        device=torch.device(device),
+        encode_videos=encode_videos,
+        config=model.config,
+        dtype=model.dtype,
+        model=model.model,
+        parameters=model.parameters,
+    )
+    video = encode(elsewhere, processor, wide_mp4, fps=10, frames_per_chunk=2)
+    same_video = encode(model, processor, wide_mp4, fps=10, frames_per_chunk=2)
+    assert torch.equal(video.features, same_video.features)
+    assert len(readers_while_encoding) > 2
+    assert set(readers_while_encoding) == expected
 
 
 def test_what_stands_still_is_encoded_once_in_a_chunk(loaded, tmp_path, monkeypatch):
-    model, processor = loaded
+    model, _ = loaded
     for index in range(40):
-        Image.new("RGB", (84, 56), (200, 20 * (index >= 20), 20)).save(tmp_path / f"{index:02d}.png")
-    times = []
+        green = 20 if index >= 20 else 0
+        image = Image.new("RGB", (84, 56), (200, green, 20))
+        image.save(tmp_path / f"{index:02d}.png")
+    steps_encoded = []
     encode_pixels = model.model.encode_pixels
 
     def noting(*arguments):
         grids = arguments[2]
-        times.extend(grids[:, 0].tolist())
+        steps_encoded.extend(grids[:, 0].tolist())
         return encode_pixels(*arguments)
 
     monkeypatch.setattr(model.model, "encode_pixels", noting)
     options = {"fps": 2, "frames_per_chunk": 16}
-    once = session.encode(model, processor, tmp_path, **options)
-    assert times == [1, 2, 1], "two pictures in three chunks"
-    times.clear()
+    once = encode(*loaded, tmp_path, **options)
+    assert steps_encoded == [1, 2, 1], "two pictures in three chunks"
+    steps_encoded.clear()
     monkeypatch.setattr(encoding_qtsplus, "new_steps", lambda steps: torch.ones(len(steps), dtype=torch.bool))
-    every = session.encode(model, processor, tmp_path, **options)
-    assert times == [8, 8, 4]
+    every = encode(*loaded, tmp_path, **options)
+    assert steps_encoded == [8, 8, 4]
     torch.testing.assert_close(once.features, every.features, atol=5e-5, rtol=1e-4)
-    answer = session.ask(model, processor, once, QUESTION, max_new_tokens=8)
-    expected = session.ask(model, processor, every, QUESTION, max_new_tokens=8)
+    answer = session.ask(*loaded, once, QUESTION, max_new_tokens=8)
+    expected = session.ask(*loaded, every, QUESTION, max_new_tokens=8)
     assert answer.answer == expected.answer
     assert torch.equal(answer.keep_map, expected.keep_map)

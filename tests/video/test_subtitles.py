@@ -262,13 +262,6 @@ def test_brackets_and_braces_that_are_no_markup_are_text(written, expected, plac
     assert texts_of(video) == [expected]
 
 
-def test_a_text_track_of_mp4_is_read_as_it_was_written():
-    """A packet of `mov_text` begins with the length of its text and ends with boxes about its style."""
-    written = b"I <3 {you}, 5 > 4"
-    packet = av.Packet(len(written).to_bytes(2, "big") + written + b"\0\0\0\x16styl" + bytes(14))
-    assert list(reader._texts(packet, "mov_text")) == [written.decode()]
-
-
 def write_srt(path, *texts):
     blocks = []
     for number, text in enumerate(texts, start=1):

@@ -42,7 +42,7 @@ _TAG = re.compile(
     r"</?(?:b|i|u|s|c|v|font|ruby|rt|lang|span|em|strong)(?:[.\s][^<>]*)?>|<\d[\d:]*\.\d+>", re.IGNORECASE
 )
 # Codecs whose packets have the text as it was written. FFmpeg's decoders drop `<3 you, 5 >`, which is like a tag.
-_WRITTEN = ("subrip", "srt", "webvtt", "text", "mov_text")
+_WRITTEN = ("subrip", "srt", "webvtt", "text")
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,7 @@ def _texts(packet, codec: str) -> Iterator[str]:
             fields = event.ass.decode("utf-8", "replace").split(",", _ASS_FIELDS)
             yield fields[-1]
         return
-    content = bytes(packet)
-    if codec == "mov_text":  # how long the text is, the text, and boxes about its style
-        length = int.from_bytes(content[:2], "big")
-        content = content[2 : 2 + length]
-    text = content.decode("utf-8", "replace")
+    text = bytes(packet).decode("utf-8", "replace")
     yield html.unescape(text) if codec == "webvtt" else text
 
 
