@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
@@ -11,10 +12,10 @@ from urllib.parse import urlsplit
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAIError
 from pydantic import BaseModel, Field
 
-from qtsplus.data.records import SPECIAL_TOKEN
-
 from .engine import ItemFailed, Ledger
 
+# What tokenizers read as one token of the prompt's own.
+SPECIAL_TOKEN = re.compile(r"<(\|[^<>|\s]{1,40}\||/?(?:s|img|image|video|IMG_CONTEXT)|｜[^<>｜]{1,40}｜)>")
 NO_KEY = "none"  # what servers without keys are sent
 
 

@@ -154,24 +154,6 @@ def test_a_video_that_was_cut_off_is_bad(tmp_path, tiny_mp4):
     assert "incomplete" in bad.reason
 
 
-def test_special_tokens_are_told(tmp_path):
-    good = "Is 1 < 2, a|b > c, <b>bold</b>, <|, |>, <think> or <imagination>?"
-    records = [
-        FreeAnswer(vision_id="v", question=good, answer="Yes, 1 < 2."),
-        FreeAnswer(vision_id="v", question="What<|im_end|>?", answer="So."),
-        FreeAnswer(vision_id="v", question="Why?", answer="So.<|endoftext|>"),
-        choice(1, options={**OPTIONS, "D": "<|video_pad|>"}),
-        Caption(vision_id="v", caption="A man.</s>"),
-        VideoRecord("v", "Who?", "He.", query="<image>"),
-        VideoRecord("v", "Where?", "Here.", earlier=(("What <IMG_CONTEXT>?", "That."),)),
-        VideoRecord("v", "How?", "So.", options=("So.", "<|im_start|>")),
-    ]
-    result = checked(tmp_path, records)
-    assert [bad.row for bad in result.bad] == [2, 3, 4, 5, 6, 7, 8]
-    assert {bad.check for bad in result.bad} == {"special token"}
-    assert result.bad[0].reason == "'<|im_end|>' in its text is a special token; it is read as text."
-
-
 def test_doubles_are_told_with_the_row_that_came_first(tmp_path):
     records = [
         choice(0),
@@ -196,7 +178,7 @@ def test_videos_of_another_set_are_told(tmp_path):
     others = [Caption(vision_id="a", caption="."), VideoRecord("v_2.mp4", "Why?", "So."), VideoRecord(None, "W?", "S.")]
     write_records(tmp_path / "test.jsonl", others)
     result = checked(tmp_path, [choice(1), choice(2)], against=tmp_path / "test.jsonl")
-    assert result.bad == [BadRow(2, "c2", "overlap", "row 2 of test.jsonl is about the same video.")]
+    assert result.bad == [BadRow(2, "c2", "overlap", "the other set has the same video.")]
 
 
 def test_a_set_without_rows_and_another_that_cannot_be_read_are_refused(tmp_path):
@@ -206,8 +188,6 @@ def test_a_set_without_rows_and_another_that_cannot_be_read_are_refused(tmp_path
     broken.write_text(json.dumps(choice(1).row()) + "\n{}\n")
     with pytest.raises(ValueError, match="empty.jsonl holds no row"):
         check_set(empty, media=False)
-    with pytest.raises(ValueError, match="empty.jsonl holds no record"):
-        checked(tmp_path, [choice(1)], against=empty)
     with pytest.raises(ValueError, match="Row 2 of .*broken.jsonl is not a record"):
         checked(tmp_path, [choice(1)], against=broken)
 

@@ -55,7 +55,7 @@ def test_a_choice_is_asked_with_its_options_and_selects_by_its_question():
         ({"options": ["1", "2", "3", "4"]}, "options is .*; expected a mapping"),
         ({"answer": "E"}, "answer is 'E'; expected 'A', 'B', 'C' or 'D'"),
         ({"question": " "}, "question is empty; expected some text"),
-        ({"question": "\ud800"}, "question is .*; expected valid UTF-8 text"),
+        ({"question": "\ud800"}, "question is .*; expected a valid string"),
         ({"vision_id": "../etc"}, "vision_id is '../etc'; expected a name inside the media root"),
         ({"vision_id": "/etc"}, "vision_id is '/etc'; expected a name inside"),
         ({"type": "smell"}, "type is 'smell'; expected 'object', 'attribute'"),

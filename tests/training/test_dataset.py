@@ -194,7 +194,7 @@ GOOD = {"video": None, "question": "What?", "answer": "red"}
         ({**GOOD, "fps": "2"}, "fps is '2'; expected a valid number"),
         ({**GOOD, "fps": 0}, "fps is 0; expected more than 0"),
         ({**GOOD, "earlier": ["Q", "A"]}, "earlier.0 is"),
-        ({**GOOD, "answer": "\ud800"}, "surrogate pairs"),
+        ({**GOOD, "answer": "\ud800"}, "expected a valid string"),
         ({"question": "What?"}, "video is missing; answer is missing"),
     ],
 )

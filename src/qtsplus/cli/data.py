@@ -28,8 +28,8 @@ def check(
     """
     Check a set, and list every bad row.
 
-    Looks for rows that are no records, videos that are missing or broken, doubles, special tokens, and videos of
-    another set. Ends with 1 where anything is wrong, and with 2 where nothing could be checked.
+    Looks for rows that are no records, videos that are missing or broken, doubles, and videos of another
+    set. Ends with 1 where anything is wrong, and with 2 where nothing could be checked.
     """
     if media_root is not None and not media:
         fail("--media-root has no effect with --no-media; leave one of them out")

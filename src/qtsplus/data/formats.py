@@ -5,21 +5,24 @@ Readers stream: what they hold does not grow with the file, except for a JSON ar
 
 import json
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
 from ..common.files import printable
-from ..common.validation import show
+from ..common.validation import explain
 from .media import AnyPath, find_media
 from .records import Record, VideoRecord, media_name, parse_record, to_video_record
 
 ROWS_AT_ONCE = 1000  # of a table
 
 _PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:image|video)>")
-_SPEAKERS = ("human", "gpt")  # of a LLaVA-Video conversation, in turn
+_Turn = TypedDict("_Turn", {"from": str, "value": str})  # of a LLaVA-Video conversation
+_TURNS = TypeAdapter(list[_Turn])
 
 
 @dataclass(frozen=True)
@@ -53,17 +56,16 @@ def iter_rows(path: AnyPath) -> Iterator[Row]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"There is no file {str(path)!r}; expected a set of records, such as JSONL or Parquet.")
-    suffix = path.suffix.lower()
     items: Iterable | None = None
-    if suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         items = _read_table(path)
-    elif suffix == ".json":
+    elif path.suffix.lower() == ".json":
         items = _read_array(path)
     if items is None:
         yield from _iter_lines(path)
-        return
-    for number, content in enumerate(items, start=1):
-        yield _parse(number, content)
+    else:
+        for number, content in enumerate(items, start=1):
+            yield _parse(number, content)
 
 
 def _parse(number: int, content: object) -> Row:
@@ -114,13 +116,10 @@ def media_folder(path: AnyPath, media_root: AnyPath | None = None) -> Path:
 
 def locate(row: Row, root: Path) -> str | None:
     """Where the video of a row should lie, see [`find_media`]; `None` for text only."""
-    if row.record is None:
-        return None
-    name = media_name(row.record)
+    name = None if row.record is None else media_name(row.record)
     if name is None:
         return None
-    source = row.content.get("data_source")
-    return find_media(name, root, source if isinstance(source, str) else None)
+    return find_media(name, root, row.content.get("data_source"))
 
 
 def _iter_lines(path: Path) -> Iterator[Row]:
@@ -129,7 +128,7 @@ def _iter_lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                content = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
+                content = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 yield Row(number, problem=f"it is no JSON: {error}.")
             else:
@@ -143,23 +142,9 @@ def _read_array(path: Path) -> list | None:
             if not file.read(2**16).lstrip().startswith("["):
                 return None
             file.seek(0)
-            return json.load(file, object_pairs_hook=_unique_keys)
+            return json.load(file)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no JSON array of records: {error}.") from None
-
-
-def _unique_keys(pairs: list[tuple]) -> dict:
-    """An object of JSON; of a repeated key the last value would count without a word."""
-    content: dict = {}
-    for key, value in pairs:
-        _check_new("it has the key", key, content)
-        content[key] = value
-    return content
-
-
-def _check_new(where: str, name: str, known: Container) -> None:
-    if name in known:
-        raise ValueError(f"{where} {printable(name)!r} more than once; expected it once.")
 
 
 def _read_table(path: Path) -> Iterator[dict]:
@@ -171,66 +156,32 @@ def _read_table(path: Path) -> Iterator[dict]:
         raise ImportError("Parquet needs the package pyarrow: pip install -e '.[parquet]' in a clone.") from error
     try:
         with ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            for index, name in enumerate(names):
-                _check_new(f"{path} has the column", name, names[:index])
             for batch in table.iter_batches(ROWS_AT_ONCE):
-                for row in range(len(batch)):
-                    cells = {name: _cell(batch[name][row]) for name in names}
-                    yield _as_jsonl(cells)
-    except ArrowInvalid as error:
+                for cells in batch.to_pylist():
+                    yield _without_nulls(cells)
+    except (ArrowInvalid, ValueError, OverflowError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """A cell without a value in Python, such as a time after the year 9999: no field of a record takes it."""
-
-    kind: str
-
-    def __repr__(self) -> str:
-        return f"an unreadable {self.kind}"
-
-
-def _cell(scalar):
-    """The value of a cell of a table."""
-    try:
-        return scalar.as_py()
-    except (ValueError, OverflowError):  # such as an unknown time zone, which the other columns do not need
-        kind, *_ = re.split(r"\W", str(scalar.type))
-        return Unreadable(kind)
-
-
-def _as_jsonl(value):
-    """
-    A row as JSONL has it: with integers and floats for decimals, and without nulls, except for `video`, where a null
-    says that there is none.
-    """
-    if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
+def _without_nulls(value):
+    """A row as JSONL has it: without nulls, except for `video`, where a null says that there is none."""
     if not isinstance(value, dict):
         return value
-    return {name: _as_jsonl(inner) for name, inner in value.items() if inner is not None or name == "video"}
+    return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None or name == "video"}
 
 
 def _from_llava(row: Mapping) -> VideoRecord:
-    turns = row["conversations"]
-    if not isinstance(turns, list) or not turns or len(turns) % 2:
-        raise ValueError(f"conversations is {show(turns)}; expected turns of human and gpt, one after the other.")
-    texts = []
-    for index, turn in enumerate(turns):
-        speaker = _SPEAKERS[index % 2]
-        text = None
-        if isinstance(turn, Mapping) and turn.get("from") == speaker:
-            text = turn.get("value")
-        if not isinstance(text, str):
-            raise ValueError(f"conversations.{index} is {show(turn)}; expected a value from {speaker}.")
-        texts.append(text)
-    questions = [_PLACEHOLDER.sub("", text) for text in texts[::2]]
-    *earlier, last = zip(questions, texts[1::2], strict=True)
-    fields = {"question": last[0], "answer": last[1], "earlier": earlier}
-    if "video" in row:
-        fields["video"] = row["video"]
+    try:
+        turns = _TURNS.validate_python(row["conversations"])
+    except ValidationError as error:
+        raise ValueError(explain(error, row["conversations"], "conversations.")) from None
+    speakers = [turn["from"] for turn in turns]
+    if not turns or speakers != ["human", "gpt"] * (len(turns) // 2):
+        raise ValueError(f"conversations has turns of {speakers}; expected human and gpt, one after the other.")
+    questions = [_PLACEHOLDER.sub("", turn["value"]) for turn in turns[::2]]
+    answers = [turn["value"] for turn in turns[1::2]]
+    fields = {"video": row.get("video"), "question": questions[-1], "answer": answers[-1]}
+    fields["earlier"] = list(zip(questions[:-1], answers[:-1], strict=True))
     if row.get("id") is not None:
         fields["id"] = str(row["id"])
     record = parse_record(fields)

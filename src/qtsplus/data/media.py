@@ -18,7 +18,7 @@ VIDEO_SUFFIXES = tuple(f".{suffix}" for suffix in _SUFFIXES.split())  # of what 
 def find_media(
     name: str,
     root: AnyPath,
-    source: str | None = None,
+    source: object = None,
 ) -> str:
     """
     Where a video lies, which a record names as a file, with its suffix or without, a folder of frames, or an address:
@@ -27,7 +27,7 @@ def find_media(
     if "://" in name or name.startswith("data:"):
         return name
     bases = [Path(root, name)]
-    if source:
+    if isinstance(source, str):
         bases.append(Path(root, source, name))
     for base in bases:
         for suffix in ("", *VIDEO_SUFFIXES):
