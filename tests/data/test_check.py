@@ -188,6 +188,8 @@ def test_a_set_without_rows_and_another_that_cannot_be_read_are_refused(tmp_path
     broken.write_text(json.dumps(choice(1).row()) + "\n{}\n")
     with pytest.raises(ValueError, match="empty.jsonl holds no row"):
         check_set(empty, media=False)
+    with pytest.raises(ValueError, match="empty.jsonl holds no record"):
+        checked(tmp_path, [choice(1)], against=empty)
     with pytest.raises(ValueError, match="Row 2 of .*broken.jsonl is not a record"):
         checked(tmp_path, [choice(1)], against=broken)
 

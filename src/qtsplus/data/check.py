@@ -46,6 +46,8 @@ def check_set(
     other_videos: set[str] = set()
     if against is not None:
         other_videos = {_video_key(record) for record in iter_records(against)}
+        if not other_videos:
+            raise ValueError(f"{against} holds no record; expected a set that shares no video with this one.")
     first_rows: dict[str, int] = {}
     rows_of_video: dict[str, list[tuple[int, str | None]]] = {}  # numbers and names, by the place of the video
     bad: list[BadRow] = []
