@@ -41,7 +41,8 @@ class Tokens:
         return len(self.features)
 
     def take(self, kept: Tensor) -> "Tokens":
-        return Tokens(*[tensor[kept] for tensor in vars(self).values()])
+        tensors = vars(self).values()
+        return Tokens(*[tensor[kept] for tensor in tensors])
 
     def join(self, newer: "Tokens") -> "Tokens":
         if len(self) == 0:
@@ -112,7 +113,8 @@ class Stream:
         self.fps = fps
         self.seconds_per_step = self.frames_per_step / fps
         # As large as in a video of so many: backbones such as Qwen3-VL share a number of pixels among its frames.
-        self.sized_as = int(getattr(processor.video_processor, "max_frames", None) or 768)
+        max_frames = getattr(processor.video_processor, "max_frames", None)
+        self.sized_as = int(max_frames or 768)
         self.cameras: dict[str, Camera] = {}
         self._changing = threading.Lock()  # the memory, of which another thread may ask
         self._width = model.config.text_config.hidden_size  # a backbone may put more behind a token
@@ -125,7 +127,7 @@ class Stream:
     def append(
         self,
         frames: Sequence[np.ndarray],
-        times: Sequence[float] | None = None,
+        times: Sequence[float] | np.ndarray | None = None,
         name: str = "video",
     ) -> None:
         """
@@ -147,7 +149,8 @@ class Stream:
             newest = self.cameras[name].frame
             last_time = self.cameras[name].last_time
         if times is None:
-            times = [(newest + number) / self.fps for number in range(1, len(frames) + 1)]
+            first = newest + 1
+            times = np.arange(first, first + len(frames)) / self.fps
         seconds = seconds_of(times, len(frames), last_time, name)
         camera = self.camera(name, np.shape(frames[0]))
         camera.last_time = seconds[-1]
@@ -155,7 +158,8 @@ class Stream:
         for pixels, time in zip(frames, seconds, strict=True):
             steps += self._into_steps(camera, np.asarray(pixels), time)
         for first in range(0, len(steps), STEPS_AT_A_TIME):
-            self._add(camera, steps[first : first + STEPS_AT_A_TIME])
+            batch = steps[first : first + STEPS_AT_A_TIME]
+            self._add(camera, batch)
 
     def _into_steps(
         self,
@@ -164,7 +168,8 @@ class Stream:
         time: float,
     ) -> list[Step]:
         """Has a frame wait in its step in time, unless it comes too fast; the steps that it ends."""
-        number = math.floor(time * self.fps + EARLY)
+        exact = time * self.fps
+        number = math.floor(exact + EARLY)
         if number <= camera.frame:
             return []
         step = number // self.frames_per_step
@@ -173,7 +178,8 @@ class Stream:
         if camera.waiting and step > camera.frame // self.frames_per_step:
             ended.append(self._end_step(camera))
         camera.frame = number
-        camera.waiting.append(resize_frame(self.processor.video_processor, camera.size, pixels))
+        resized = resize_frame(self.processor.video_processor, camera.size, pixels)
+        camera.waiting.append(resized)
         if number == self._last_frame(step):
             ended.append(self._end_step(camera))
         return ended
@@ -208,19 +214,26 @@ class Stream:
             features = self.model.model.no_features(self.model.device)
             no_places = torch.empty(0, dtype=torch.long)
             tokens = Tokens(features, no_places, no_places, torch.empty(0, 0))
-            self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), tokens)
+            self.cameras[name] = Camera(
+                size=(shape[0], shape[1]),
+                patches=grid[:, 1:],
+                cells=(height, width),
+                tokens=tokens,
+            )
         return self.cameras[name]
 
     def _add(self, camera: Camera, steps: Sequence[Step]) -> None:
         """Encodes steps, and thins the memory."""
         frames = []
         for step in steps:
+            last = step.frames[-1]
             missing = self.frames_per_step - len(step.frames)
             frames += step.frames
-            frames += [step.frames[-1]] * missing
+            frames += [last] * missing
         one_step = torch.ones(1, 1, dtype=torch.long)
         grid = torch.cat([one_step, camera.patches], dim=1)
-        pixels, grid = self.processor.preprocess_frames(stack_frames(frames), grid)
+        stacked = stack_frames(frames)
+        pixels, grid = self.processor.preprocess_frames(stacked, grid)
         (features,) = self.model.encode_videos(pixels, grid)
         camera.missing = 0
         self.remember(camera, features, [step.number for step in steps])
@@ -236,9 +249,11 @@ class Stream:
         cells = len(features) // len(steps)
         scores = torch.empty(len(features), 0)
         if self.question is not None:
-            scores = self.question.add(features[:, : self._width])
+            visual = features[:, : self._width]
+            scores = self.question.add(visual)
+        count = len(steps)
         step_of = torch.tensor(list(steps)).repeat_interleave(cells)
-        cell_of = torch.arange(cells).repeat(len(steps))
+        cell_of = torch.arange(cells).repeat(count)
         new = Tokens(features, step_of, cell_of, scores)
         with self._changing:
             camera.tokens = camera.tokens.join(new)
@@ -249,13 +264,15 @@ class Stream:
     def _forget(self, count: int) -> None:
         """Keeps so many tokens of all cameras together, those that the policy chooses."""
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
-        kept = self.policy(self._competing(cameras), count).cpu()
+        candidates = self._competing(cameras)
+        kept = self.policy(candidates, count).cpu()
         check_kept([(kept, count, self.num_tokens)], self.policy)
         first = 0
         for camera in cameras:
             end = first + len(camera.tokens)
-            of_camera = kept[(kept >= first) & (kept < end)]
-            camera.tokens = camera.tokens.take(of_camera - first)
+            is_of_camera = (kept >= first) & (kept < end)
+            kept_of_camera = kept[is_of_camera] - first
+            camera.tokens = camera.tokens.take(kept_of_camera)
             first = end
             steps = set(camera.tokens.steps.tolist())
             begins = {}
@@ -275,7 +292,9 @@ class Stream:
             tokens = camera.tokens
             width = camera.cells[1]
             visual.append(tokens.features[:, : self._width])
-            positions.append(torch.stack([tokens.steps, tokens.cells // width, tokens.cells % width]))
+            rows = tokens.cells // width
+            columns = tokens.cells % width
+            positions.append(torch.stack([tokens.steps, rows, columns]))
             scores.append(tokens.scores)
             lines.append((1, 1, len(tokens)))
 
@@ -285,7 +304,8 @@ class Stream:
             return self.question.log_relevance(torch.cat(scores))
 
         no_text = visual[0][:0]
-        return Candidates(visual, no_text, torch.cat(positions, dim=1), lines, score)
+        all_positions = torch.cat(positions, dim=1)
+        return Candidates(visual, no_text, all_positions, lines, score)
 
     def ask(self, question: str, **options) -> Answer:
         """
@@ -294,7 +314,8 @@ class Stream:
         The evidence has the seconds of the stream and the names of the cameras. The keep maps have a row for each step
         of which something is in memory, and one that is empty where others are missing.
         """
-        (answer,) = answer_questions(self.model, self.processor, self.videos(), [question], **options)
+        videos = self.videos()
+        (answer,) = answer_questions(self.model, self.processor, videos, [question], **options)
         return answer
 
     def videos(self) -> dict[str, Remembered]:
@@ -315,20 +336,25 @@ class Stream:
         missing = 0
         if steps[-1] == camera.newest:
             missing = camera.missing
-        frames = torch.tensor(rows)[:, None] * self.frames_per_step + torch.arange(self.frames_per_step)
-        end = self._last_frame(camera.newest) + 1 - camera.missing
+        frames: list[int] = []
+        for row in rows:
+            first = row * self.frames_per_step
+            frames += range(first, first + self.frames_per_step)
+        count = len(frames) - missing
+        full_end = self._last_frame(camera.newest) + 1
+        end = full_end - camera.missing
         ticks_per_frame = _TICKS / self.fps
-        shown = frames.flatten()[: frames.numel() - missing].tolist()
         metadata = VideoMetadata(
             total_num_frames=round(end * ticks_per_frame),
             fps=_TICKS,
-            frames_indices=[round(frame * ticks_per_frame) for frame in shown],
+            frames_indices=[round(frame * ticks_per_frame) for frame in frames[:count]],
             height=camera.size[0],
             width=camera.size[1],
         )
         height, width = camera.patches[0].tolist()
         cells = math.prod(camera.cells)
-        rows_of_tokens = torch.searchsorted(torch.tensor(rows), camera.tokens.steps)
+        steps_of_rows = torch.tensor(rows)
+        rows_of_tokens = torch.searchsorted(steps_of_rows, camera.tokens.steps)
         return Remembered(
             video=name,
             features=camera.tokens.features,
@@ -359,7 +385,7 @@ def check_frames(frames: Sequence[np.ndarray], name: str) -> None:
 
 
 def seconds_of(
-    times: Sequence[float],
+    times: Sequence[float] | np.ndarray,
     count: int,
     last_time: float,
     name: str,
@@ -370,7 +396,9 @@ def seconds_of(
         waits = np.diff(seconds, prepend=last_time)
     except (TypeError, ValueError):
         waits = np.empty(0)
-    if waits.shape != (count,) or not (waits > 0).all() or seconds[0] < 0 or seconds[-1] == math.inf:
+    ascends = bool((waits > 0).all())
+    is_good = waits.shape == (count,) and ascends
+    if not is_good or seconds[0] < 0 or seconds[-1] == math.inf:
         raise ValueError(
             f"Got times that do not ascend, or not one for each of {count} frames of {name!r}; expected seconds from "
             "the beginning of the stream."

@@ -99,7 +99,8 @@ class Source:
         self._states: list[str] = []
         self._waiting: queue.Queue[Any] = queue.Queue(ROOM)
         self._closed = False
-        threading.Thread(target=self._read, daemon=True, name=f"qtsplus-watch {self.name}").start()
+        reader = threading.Thread(target=self._read, daemon=True, name=f"qtsplus-watch {self.name}")
+        reader.start()
 
     def __iter__(self) -> Iterator[tuple[float, np.ndarray]]:
         patience = None if self.is_file else self.timeout
@@ -355,14 +356,17 @@ def watch(
         check_count("max_pixels", max_pixels, "pixels")
     stream = Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
     began = time.monotonic()
-    opened = {name: Source(address, fps, timeout, began, name) for name, address in sources.items()}
+    opened = {}
+    for name, address in sources.items():
+        opened[name] = Source(address, fps, timeout, began, name)
 
     def answer() -> Answer:
         warnings = []
         for source in opened.values():
             warnings += source.warnings
         unheard = any(source.sound for source in opened.values())
-        return replace(stream.ask(question, **choice), warnings=warnings, unheard=unheard)
+        answer = stream.ask(question, **choice)
+        return replace(answer, warnings=warnings, unheard=unheard)
 
     try:
         due = every
