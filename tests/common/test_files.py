@@ -2,17 +2,17 @@
 
 import os
 import resource
-import socket
-import subprocess
-import sys
 import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtsplus.common import files as output
-from qtsplus.common.files import check_folder, check_output, first_line, printable, whole_file, working_in
+from qtsplus.common.files import check_folder, check_output, first_line, printable, whole_file
+
+HOSTILE = ["a\x1b[31mb", "\u202egpj.mp4", "a\nb", "\udcff"]
+OBEYED = {"Cc", "Cs", "Zl", "Zp"}  # controls, halves of characters and the ends of lines
+TURNING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI"}  # the direction of writing
 
 
 @pytest.mark.parametrize(("mode", "content"), [("w", "ä\n"), ("wb", b"\xff")])
@@ -21,45 +21,9 @@ def test_a_file_appears_whole(tmp_path, mode, content):
     with whole_file(target, mode) as file:
         file.write(content)
         assert not target.exists()
-    assert target.read_bytes() == (content if mode == "wb" else content.encode())
+    written = content if mode == "wb" else content.encode()
+    assert target.read_bytes() == written
     assert os.listdir(target.parent) == ["file"]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="asks whether a process is there")
-def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
-    """And what belongs to one that is at work stays."""
-    script = """
-import os, sys
-from qtsplus.common.files import whole_file
-with whole_file(sys.argv[1]):
-    os.kill(os.getpid(), 9)
-"""
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "file [1]")])
-    (left,) = os.listdir(tmp_path)
-    other = f".file [1].{output._HOST}.{os.getppid()}.part"
-    (tmp_path / other).touch()
-    with whole_file(tmp_path / "file [1]") as file:
-        file.write("whole")
-    assert sorted(os.listdir(tmp_path)) == sorted(["file [1]", other])
-
-
-def test_a_lock_is_no_link(tmp_path):
-    """Which a stranger may have put there, to make a file elsewhere."""
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work/.lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError), working_in(tmp_path / "work"):
-        pass
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_what_another_machine_writes_is_left_to_it(tmp_path):
-    """Its processes cannot be asked whether they are there."""
-    other = tmp_path / ".file.elsewhere.1.part"
-    other.touch()
-    with whole_file(tmp_path / "file") as file:
-        assert all(socket.gethostname() in path.name for path in tmp_path.iterdir() if path != other)
-        file.write("whole")
-    assert sorted(os.listdir(tmp_path)) == [other.name, "file"]
 
 
 def test_a_failure_leaves_what_was_there(tmp_path):
@@ -68,24 +32,37 @@ def test_a_failure_leaves_what_was_there(tmp_path):
     with pytest.raises(KeyboardInterrupt), whole_file(target) as file:
         file.write("half")
         raise KeyboardInterrupt
-    assert target.read_text() == "before" and os.listdir(tmp_path) == ["file"]
+    assert target.read_text() == "before"
+    assert os.listdir(tmp_path) == ["file"]
 
 
-def test_outputs_that_cannot_be(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert check_output(tmp_path / "new" / "file") == tmp_path / "new" / "file"
-    assert check_output(tmp_path / "file", overwrite=True) and check_folder(tmp_path / "new")
-    for path, message in (
-        (" ", "is empty"),
-        (tmp_path, "is a folder"),
-        (tmp_path / "file", "there already"),
-        (tmp_path / "file" / "below", "is a file"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_output(path)
-    for path, message in (("", "is empty"), (tmp_path / "file", "is a file")):
-        with pytest.raises(ValueError, match=message):
-            check_folder(path)
+def test_outputs_that_can_be(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    below = tmp_path / "new" / "file"
+    assert check_output(below) == below
+    assert check_output(file, overwrite=True) == file
+    assert check_folder(below) == below
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "message"),
+    [
+        (check_output, "", "is a folder"),
+        (check_output, "file", "there already"),
+        (check_output, "file/below", "is a file"),
+        (check_folder, "file", "is a file"),
+    ],
+)
+def test_outputs_that_cannot_be(tmp_path, check, name, message):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=message):
+        check(tmp_path / name)
+
+
+def test_an_empty_name_is_no_folder():
+    with pytest.raises(ValueError, match="is empty"):
+        check_folder(" ")
 
 
 def test_a_place_without_permission(tmp_path, monkeypatch):
@@ -94,40 +71,32 @@ def test_a_place_without_permission(tmp_path, monkeypatch):
         check_output(tmp_path / "file")
 
 
-@given(
-    st.text(st.characters(exclude_categories=())) | st.sampled_from(["a\x1b[31mb", "\u202egpj.mp4", "a\nb", "\udcff"])
-)
+@given(st.text(st.characters(exclude_categories=())) | st.sampled_from(HOSTILE))
 def test_what_is_printed_is_one_line_that_a_terminal_does_not_obey(text):
     shown = printable(text)
     shown.encode()
-    assert (
-        not {unicodedata.category(one) for one in shown} & {"Cc", "Cs", "Zl", "Zp"} and len([*shown.splitlines()]) < 2
-    )
-    assert not {unicodedata.bidirectional(one) for one in shown} & {
-        "LRE",
-        "RLE",
-        "LRO",
-        "RLO",
-        "PDF",
-        "LRI",
-        "RLI",
-        "FSI",
-    }
-    assert printable(shown) == shown and (shown == text or not text.isprintable() or "\u200e" in text)
+    assert len(shown.splitlines()) < 2
+    assert OBEYED.isdisjoint(map(unicodedata.category, shown))
+    assert TURNING.isdisjoint(map(unicodedata.bidirectional, shown))
+    assert printable(shown) == shown
+    if text.isprintable():
+        assert shown == text
 
 
-def test_texts():
-    assert first_line(ValueError("one\ntwo")) == "one" and first_line(ValueError()) == "ValueError"
+def test_an_error_is_its_first_line_or_its_kind():
+    assert first_line(ValueError("first\nsecond")) == "first"
+    assert first_line(ValueError()) == "ValueError"
 
 
 @pytest.mark.parametrize("mode", ["w", "wb"])
 def test_a_disk_without_room_is_named(tmp_path, mode):
+    content = "a" * 2000
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    refused = pytest.raises(OSError, match=f"File too large: '{tmp_path}/file'")
     try:
-        refused = pytest.raises(OSError, match=f"File too large: '{tmp_path}/file'")
         with refused, whole_file(tmp_path / "file", mode) as file:
-            file.write("a" * 2000 if mode == "w" else b"a" * 2000)
+            file.write(content if mode == "w" else content.encode())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(tmp_path) == []

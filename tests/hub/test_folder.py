@@ -3,16 +3,14 @@
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from qtsplus.common.folders import WRITTEN, whole_folder
+from qtsplus.common.folders import whole_folder
 
 # Writes the half of a folder, says so, and waits.
 WRITER = """
@@ -43,23 +41,15 @@ def write(folder):
         (staging / "config.json").write_text("{}")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_what_a_killed_process_left_is_gone_after_the_next_run(writer, how, tmp_path):
-    writer.send_signal(how)
-    writer.wait()
-    left = list(tmp_path.iterdir())
-    assert left and tmp_path / "hub" not in left
-    write(tmp_path / "hub")
-    assert sorted(tmp_path.rglob("*")) == [
-        tmp_path / "hub",
-        tmp_path / "hub" / WRITTEN,
-        tmp_path / "hub" / "config.json",
-    ]
-
-
-def test_what_a_living_process_writes_is_left_alone(writer, tmp_path):
+def test_what_another_process_writes_is_left_alone(writer, tmp_path):
+    """Also when it was killed: only its user knows that."""
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match=r"Another process is writing .*hub"):
+    refusal = r"Another process is writing .*hub, or was stopped while it did: wait for it, or remove .*\.hub\.partial"
+    with pytest.raises(FileExistsError, match=refusal):
+        write(tmp_path / "hub")
+    writer.kill()
+    writer.wait()
+    with pytest.raises(FileExistsError, match=refusal):
         write(tmp_path / "hub")
     assert sorted(tmp_path.rglob("*")) == before
     write(tmp_path / "other")
@@ -70,8 +60,6 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file is a file; expected a folder"):
         write(tmp_path / "file" / "hub")
-    with pytest.raises(ValueError, match="cannot be written"):
-        write(tmp_path / ("x" * 250))
 
 
 def lines(folder):
@@ -117,7 +105,9 @@ def test_a_disk_without_room_for_a_folder_is_named(tmp_path, fill):
     (tmp_path / "large").write_bytes(b"a" * 4000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    refused = pytest.raises(OSError, match=f"File too large: '{tmp_path}/hub'")
+    refused = pytest.raises(
+        OSError, match=f"{tmp_path}/hub.* cannot be written: .*File too large|File too large: '{tmp_path}/hub'"
+    )
     try:
         with refused, whole_folder(tmp_path / "hub") as staging:
             fill(staging)
@@ -132,9 +122,3 @@ def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, name):
     with pytest.raises(ValueError, match="name of the output is empty"):
         write(name)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a place where nobody can make a file")
-def test_a_place_where_no_file_can_be_made_is_not_another_process():
-    with pytest.raises(ValueError, match="cannot be written"), whole_folder("/proc/qtsplus"):
-        pass

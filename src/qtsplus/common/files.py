@@ -1,22 +1,18 @@
 """What commands leave behind: files that are never seen half written, and texts about them."""
 
 import errno
-import glob
 import os
 import re
 import shutil
-import socket
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+from uuid import uuid4
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-OPEN_FILES = Path("/proc/self/fd")  # on Linux, where a process finds the files that it has opened
-_HOST = re.sub(r"\W", "-", socket.gethostname())  # whose processes can be asked whether they are there
 NAMED = 8  # the most names that a message lists
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, or the largest file that is allowed
 
@@ -29,9 +25,7 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if os.name == "posix":  # elsewhere a process cannot be asked whether it is there
-        _remove_left(target)
-    part = target.with_name(f".{target.name}.{_HOST}.{os.getpid()}.part")
+    part = target.with_name(f".{target.name}.{uuid4().hex}.part")
     try:
         encoding = None if "b" in mode else "utf-8"
         with naming_full_disk(target), part.open(mode, encoding=encoding) as file:
@@ -47,89 +41,31 @@ def naming_full_disk(path: Path) -> Iterator[None]:
     """Raises an `OSError` that names what is written, for a disk without room. Others name the source, or nothing."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        code = error.errno if isinstance(error, OSError) else _system_error(error)
-        if code not in _FULL:
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {first_line(error)}") from error
+    except OSError as error:
+        if error.errno not in _FULL:
             raise
-        raise OSError(code, os.strerror(code), str(path)) from error
-
-
-def _system_error(error: SafetensorError) -> int | None:
-    """The number of the system's error, which is in the text of Rust's."""
-    number = re.search(r"os error (\d+)", str(error))
-    return int(number[1]) if number else None
-
-
-def _remove_left(target: Path) -> None:
-    """Removes what a process left of a file when it was killed."""
-    prefix = glob.escape(f".{target.name}.{_HOST}.")
-    for part in target.parent.glob(prefix + "*.part"):
-        try:
-            process = int(part.stem.rpartition(".")[2])
-            os.kill(process, 0)
-        except ProcessLookupError:
-            part.unlink(missing_ok=True)
-        except (ValueError, PermissionError):
-            pass  # not of ours, or of another user who is still at work
-
-
-def locked(path: Path, busy: str) -> AbstractContextManager:
-    """
-    Holds the lock of a file, which the system takes from a process that dies, until the context ends: a `ValueError`
-    that says what another process does that holds it, an `OSError` where it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A FileLock takes some places that cannot be written for ones that are locked. A stranger's link leads anywhere.
-    flags = os.O_CREAT | os.O_WRONLY
-    flags |= getattr(os, "O_NOFOLLOW", 0)
-    flags |= getattr(os, "O_NONBLOCK", 0)  # a stranger's pipe is not waited for
-    os.close(os.open(path, flags, 0o666))
-    try:
-        return FileLock(path).acquire(timeout=0)
-    except Timeout as error:
-        raise ValueError(f"Another process {busy}: wait for it, or choose another folder.") from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """
-    A folder for one process at a time, whose work goes on where it stopped: a `ValueError` for a second one, and an
-    `OSError` that says how to go on for a full disk.
-    """
+    """A folder for one process at a time, whose work goes on where it stopped; a `ValueError` for a second process."""
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(folder / ".lock", f"works in {folder}"):
-            yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise OSError(
-            f"{folder} cannot be written ({error.strerror}). Nothing that was finished is lost: make room, and run the "
-            "same command again."
-        ) from error
-
-
-@contextmanager
-def path_of(file: IO[bytes]) -> Iterator[str]:
-    """
-    A path of an open file, for what takes no other, until the context ends. It leads to the file that was opened,
-    whatever is put in its place meanwhile.
-    """
-    if OPEN_FILES.is_dir():
-        yield str(OPEN_FILES / str(file.fileno()))
-        return
-    with tempfile.NamedTemporaryFile(prefix="qtsplus-") as copy:
-        shutil.copyfileobj(file, copy)
-        copy.flush()
-        yield copy.name
+        lock = FileLock(folder / ".lock").acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"Another process works in {folder}: wait for it, or choose another folder.") from error
+    with lock:
+        yield
 
 
 def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:
     """
-    The path of a file that is about to be made, before anything is computed for it; a `ValueError` for an empty one, a
-    folder, a file that is there already and may not be overwritten, or a place that cannot be written.
+    The path of a file that is about to be made, before anything is computed for it; a `ValueError` for a folder, a file
+    that is there already and may not be overwritten, or a place that cannot be written.
     """
-    if not str(path).strip():
-        check_folder("")  # raises
     target = Path(path)
     if target.is_dir():
         raise ValueError(f"{target} is a folder; expected the name of a file to write.")
@@ -140,7 +76,7 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:
 
 
 def check_folder(path: str | os.PathLike) -> Path:
-    """The path of a folder for results, which need not be there yet; a `ValueError` as [`check_output`] raises."""
+    """The path of a folder for results, which need not be there yet; a `ValueError` for one that cannot be written."""
     if not str(path).strip():
         raise ValueError("The name of the output is empty; expected a file or a folder (. is this one).")
     existing = _existing(Path(path))
@@ -157,11 +93,7 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def require_space(
-    folder: Path,
-    needed: float,
-    what: str,
-) -> None:
+def require_space(folder: Path, needed: float, what: str) -> None:
     """Raises `ValueError` for a disk without so many free bytes."""
     free = shutil.disk_usage(_existing(folder.absolute())).free
     if needed > free:
@@ -220,11 +152,4 @@ _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 
 def printable(text: str) -> str:
     """A text of others, such as a file's name, on one line: what a terminal would obey, or cannot show, written out."""
-
-    def written_out(character: re.Match[str]) -> str:
-        code = ord(character[0])
-        if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is not UTF-8
-            return f"\\x{code - 0xDC00:02x}"
-        return character[0].encode("unicode_escape").decode()
-
-    return _UNSEEN.sub(written_out, text)
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .files import first_line, naming_full_disk, whole_file
-from .journals import is_plain_file
+from .files import first_line, whole_file
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 LARGE = 1e15  # no model computes such a number: its square would be infinite in a sum
@@ -110,11 +109,7 @@ class TensorFormat:
         if self.has_digest:
             header["digest"] = digest_of(ordered, header)
         with whole_file(path, "wb") as part:
-            try:
-                with naming_full_disk(path):
-                    save_file(ordered, part.name, header)
-            except SafetensorError as error:
-                raise OSError(f"{path} cannot be written: {first_line(error)}") from error
+            save_file(ordered, part.name, header)
             yield Path(part.name)
 
     def write(self, path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
@@ -135,8 +130,6 @@ class TensorFormat:
             raise ValueError(f"The {self.what} {str(path)!r} cannot be used: {reason}; {self.remedy}.") from error
 
     def _read(self, path: Path) -> TensorFile:
-        if not is_plain_file(path):
-            raise ValueError("it is no file")
         tensors = {}
         with safe_open(path, "pt") as file:
             texts = file.metadata() or {}

@@ -16,8 +16,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTe
 
 from ..common.files import check_folder, first_line
 from ..common.folders import read_json, reading, whole_folder
-from ..common.validation import check_types
-from ..model.configuration_qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig
+from ..model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from ..model.lm_attention_qtsplus import attention_layer, check_attention
 from ..model.methods_qtsplus import add_method
 from .backbones import OURS, backbone_of, model_types
@@ -214,7 +213,6 @@ def _config_from_base(
                 values[field.name] = stated[field.name]
     if selector.get("selection", settings.get("selection")) == "lm_attention":
         settings["reencode_layers"] = 0  # they would have to be trained
-    check_types("selector.", QTSplusConfig, selector)
     add_method(selector.get("selection"))
     settings.update(selector)
     values["qtsplus_config"] = settings

@@ -18,10 +18,11 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..common.files import OPEN_FILES, size
+from ..common.files import size
 from ..model.addresses_qtsplus import ADDRESS_TIMEOUT, fetch, is_address, is_inline, parse_address, shown_name
 from ..model.containers_qtsplus import open_file
 
+OPEN_FILES = Path("/proc/self/fd")  # on Linux, where a process finds the files that it has opened
 HEALTH = "/health"  # everyone may ask for its status: a cluster's probes name the address of a pod as the host
 MAX_ADDRESS = 8192  # characters of one that is fetched or of a file; a signed one has about 2,000
 _PORTS = {"http": ":80", "https": ":443"}  # that an address has without saying so

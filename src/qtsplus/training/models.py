@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from ..common.validation import check_types
 from ..hub.backbones import OURS, backbone_of
 from ..hub.checkpoint import read_checkpoint
 from ..hub.convert import fresh_selector
@@ -35,7 +34,6 @@ def make_config(
         stock = AutoConfig.from_pretrained(source)
         config = backbone_of(kind).config(**stock.to_dict())
     changes = dict(selector or {})
-    check_types("selector.", QTSplusConfig, changes)
     add_method(changes.get("selection"))
     fields = config.qtsplus_config.to_dict()
     settings = {name: value for name, value in fields.items() if hasattr(QTSplusConfig, name)}
