@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.files import NAMED, counted, printable
+from ..common.files import counted, printable
 from ..video.sampling import Sampling
 from .console import note, resumable, wrote
 from .evaluating import fail_run
@@ -53,14 +53,9 @@ def index(
             say=note,
             **sampling.options(),
         )
-    left_out = 0
     for video, entry in made_index.entries.items():
         if entry["error"] is not None:
-            left_out += 1
-            if left_out <= NAMED:
-                note(f"Left out {printable(video)}: {entry['error']}")
-    if left_out > NAMED:
-        note(f"Left out {left_out - NAMED:,} more.")
+            note(f"Left out {printable(video)}: {entry['error']}")
     if not made_index.files:
         fail_run(f"no video of {folder} could be encoded")
     wrote(f"{out}, a library of {counted(len(made_index.files), 'video')}")

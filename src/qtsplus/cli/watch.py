@@ -95,11 +95,9 @@ def _told(answers: Iterable["Answer"], on_change: bool, when_seen: bool) -> Iter
     for answer in answers:
         was_seen = is_seen
         is_seen = answer.seen is not None and answer.seen >= (answer.seen_threshold or 0.0)
-        is_new = on_change and answer.answer != last
-        begins = is_seen and not was_seen
-        is_told = is_new or not on_change
+        is_told = not on_change or answer.answer != last
         if when_seen:
-            is_told = begins or (is_seen and is_new)
+            is_told = is_seen and (not was_seen or (on_change and is_told))
         if is_told:
             last = answer.answer
             yield answer
