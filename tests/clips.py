@@ -30,6 +30,11 @@ FPS = 2  # pixels of a frame, 6 x 6 visual tokens; frames per second
 _ROOM = 56  # pixels of a place, in which one thing is at a time
 
 
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    """Frames, `[T, H, W, 3]` uint8."""
+    return np.random.default_rng(seed).integers(0, 255, (*shape, 3), np.uint8)
+
+
 def write_mp4(
     path: str | os.PathLike,
     frames: Iterable[np.ndarray],

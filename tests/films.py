@@ -60,3 +60,20 @@ def write_film(path, codec, milliseconds, rate=None, later=0, **options):
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
+
+
+def packets_of(path):
+    """Where the packets of a video begin in its file, and what is in them."""
+    with av.open(str(path)) as container:
+        return [(packet.pos, bytes(packet)) for packet in container.demux(video=0) if packet.size]
+
+
+def spoil(path, numbers, kept):
+    """Writes zeros over packets of a video, except over so many bytes at their beginning."""
+    packets = packets_of(path)
+    data = path.read_bytes()
+    for number in numbers:
+        _, packet = packets[number]
+        spoilt = packet[:kept].ljust(len(packet), b"\0")
+        data = data.replace(packet, spoilt)
+    path.write_bytes(data)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from clips import write_mp4
+from clips import noise, write_mp4
 from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.cli.asking import print_answer
@@ -26,19 +26,18 @@ FEW_PIXELS = 56 * 84
 
 
 @pytest.fixture(scope="module")
-def noise(tmp_path_factory):
+def long_video(tmp_path_factory):
     """12 s of noise, 8 frames a second, 112 x 168 pixels."""
     path = tmp_path_factory.mktemp("noise") / "noise.mp4"
-    frames = np.random.default_rng(0).integers(0, 255, (96, 112, 168, 3), np.uint8)
-    write_mp4(path, frames, 8)
+    write_mp4(path, noise(96, 112, 168), 8)
     return path
 
 
-def test_a_stretch_has_the_features_of_its_frames_and_the_times_of_the_video(loaded, noise):
-    part = encode(*loaded, noise, fps=2, start=4, end=7.9)
+def test_a_stretch_has_the_features_of_its_frames_and_the_times_of_the_video(loaded, long_video):
+    part = encode(*loaded, long_video, fps=2, start=4, end=7.9)
     assert part.about.start == pytest.approx(4)
     assert part.length == pytest.approx(4)
-    whole = encode(*loaded, noise, fps=2)
+    whole = encode(*loaded, long_video, fps=2)
     features_of_steps = whole.features.unflatten(0, (whole.count, -1))
     expected = features_of_steps[4:8].flatten(0, 1)
     assert torch.allclose(part.features, expected, atol=1e-4)
@@ -48,7 +47,7 @@ def test_a_stretch_has_the_features_of_its_frames_and_the_times_of_the_video(loa
     assert interval.end == pytest.approx(8)
 
 
-def test_frames_and_pixels_are_bounded(loaded, noise):
+def test_frames_and_pixels_are_bounded(loaded, long_video):
     _, processor = loaded
     area_of_patch = processor.video_processor.patch_size**2
 
@@ -56,10 +55,10 @@ def test_frames_and_pixels_are_bounded(loaded, noise):
         _, rows, columns = video.video_grid_thw[0].tolist()
         return rows * columns * area_of_patch
 
-    few = encode(*loaded, noise, max_frames=4)
+    few = encode(*loaded, long_video, max_frames=4)
     assert few.about.frames == 4
-    whole = encode(*loaded, noise, fps=1)
-    small = encode(*loaded, noise, fps=1, max_pixels=FEW_PIXELS)
+    whole = encode(*loaded, long_video, fps=1)
+    small = encode(*loaded, long_video, fps=1, max_pixels=FEW_PIXELS)
     assert pixels_of(small) <= FEW_PIXELS < pixels_of(whole)
     metadata = small.about.metadata
     assert (metadata.height, metadata.width) == (112, 168)  # in which boxes are told
@@ -69,7 +68,7 @@ def test_frames_and_pixels_are_bounded(loaded, noise):
 
 
 def test_frames_that_are_not_evenly_apart_keep_their_times(loaded):
-    frames = np.random.default_rng(1).integers(0, 255, (8, 56, 56, 3), np.uint8)
+    frames = noise(8, 56, 56)
     indices = [30, 60, 300, 330, 600, 660, 900, 1200]
     talk = session.VideoSession(*loaded)
     talk.add(frames, "shots", metadata={"fps": 30, "frames_indices": indices})
@@ -126,9 +125,9 @@ def test_frames_without_pixels_are_refused(loaded, shape, zeros):
         ({"metadata": {"fps": 30}}, "metadata is about frames"),
     ],
 )
-def test_options_that_do_not_fit_a_video_are_refused(loaded, noise, options, message):
+def test_options_that_do_not_fit_a_video_are_refused(loaded, long_video, options, message):
     with pytest.raises(ValueError, match=message):
-        encode(*loaded, noise, **options)
+        encode(*loaded, long_video, **options)
 
 
 @pytest.mark.parametrize("options", [{"max_frames": 2}, {"start": 1}], ids=str)
@@ -142,11 +141,11 @@ def test_all_frames_of_a_folder_are_looked_at(loaded, tmp_path, options):
 # --- What reading takes ---
 
 
-def test_a_forecast_counts_what_is_then_read(loaded, noise, monkeypatch):
+def test_a_forecast_counts_what_is_then_read(loaded, long_video, monkeypatch):
     model, processor = loaded
-    chunks = processor.video_chunks(noise, fps=4)
+    chunks = processor.video_chunks(long_video, fps=4)
     expected = forecast(model, chunks, retention=0.25)
-    video = encode(*loaded, noise, fps=4)
+    video = encode(*loaded, long_video, fps=4)
     answer = session.ask(*loaded, video, "What?", retention=0.25, max_new_tokens=1)
     assert expected.frames == answer.frames
     assert expected.visual_tokens == answer.visual_tokens
@@ -156,15 +155,17 @@ def test_a_forecast_counts_what_is_then_read(loaded, noise, monkeypatch):
     free = SimpleNamespace(available=expected.features - 1)
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     with pytest.raises(ValueError, match="fewer frames"):
-        encode(*loaded, noise, fps=4)
+        encode(*loaded, long_video, fps=4)
 
 
 @pytest.mark.parametrize(("trained", "said"), [(5.0, 5.0), (12.0, None), (None, None)])
-def test_a_video_that_is_longer_than_those_of_the_training_is_said(loaded, noise, trained, said, monkeypatch, capsys):
+def test_a_video_that_is_longer_than_those_of_the_training_is_said(
+    loaded, long_video, trained, said, monkeypatch, capsys
+):
     model, processor = loaded
     monkeypatch.setattr(model.config.qtsplus_config, "trained_seconds", trained)
-    expected = forecast(model, processor.video_chunks(noise, fps=2))
-    answer = session.ask(*loaded, str(noise), "What?", fps=2, max_new_tokens=1)
+    expected = forecast(model, processor.video_chunks(long_video, fps=2))
+    answer = session.ask(*loaded, str(long_video), "What?", fps=2, max_new_tokens=1)
     print_answer(answer)
     printed = " ".join(capsys.readouterr().out.split())
     assert expected.trained_seconds == said
@@ -180,50 +181,50 @@ def ask_by_command(video, *options):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_a_forecast_needs_no_weights(tiny_published, noise, tmp_path, dtype):
+def test_a_forecast_needs_no_weights(tiny_published, long_video, tmp_path, dtype):
     without_weights = shutil.ignore_patterns("*.safetensors")
     folder = shutil.copytree(tiny_published, tmp_path / "model", ignore=without_weights)
     model, processor = load(tiny_published, "cpu", dtype)
-    expected = forecast(model, processor.video_chunks(noise))
+    expected = forecast(model, processor.video_chunks(long_video))
     options = ["--model", str(folder), "--dtype", dtype]
-    dry = ask_by_command(noise, "--dry-run", "--json", *options)
+    dry = ask_by_command(long_video, "--dry-run", "--json", *options)
     assert json.loads(dry.stdout) == asdict(expected)
-    assert ask_by_command(noise, *options).exit_code == 2, "the answer needs them"
+    assert ask_by_command(long_video, *options).exit_code == 2, "the answer needs them"
     (folder / "adapter_config.json").write_text("{}")
-    dry = ask_by_command(noise, "--dry-run", *options)
+    dry = ask_by_command(long_video, "--dry-run", *options)
     assert dry.exit_code == 2, "an adapter would change what is answered"
 
 
-def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published, noise):
+def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published, long_video):
     model = ["--model", str(tiny_published)]
-    dry = ask_by_command(noise, "--dry-run", "--fps", "4", *model)
+    dry = ask_by_command(long_video, "--dry-run", "--fps", "4", *model)
     assert dry.exit_code == 0
     assert "48 frames of 12.0 s, at most 0.25 s apart; " in dry.output
     assert "of memory beside" in dry.output
     stretch = ["--start", "4", "--end", "7.9", "--max-frames", "6", "--max-pixels", "4000"]
-    part = ask_by_command(noise, *stretch, *model)
+    part = ask_by_command(long_video, *stretch, *model)
     assert part.exit_code == 0
     assert "4.0 s, 6 frames looked at, at most 0." in part.output
-    assert ask_by_command(noise, "--start", "20", *model).exit_code == 2
+    assert ask_by_command(long_video, "--start", "20", *model).exit_code == 2
 
 
 # --- Elsewhere ---
 
 
-def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, noise, tmp_path):
+def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, long_video, tmp_path):
     reading = {"fps": 2, "start": 4, "end": 7.9, "max_pixels": FEW_PIXELS}
-    index(noise.parent, tmp_path / "library", *loaded, **reading)
-    stored = Library(tmp_path / "library", *loaded).film(noise.name)
-    encoded = encode(*loaded, noise, **reading)
+    index(long_video.parent, tmp_path / "library", *loaded, **reading)
+    stored = Library(tmp_path / "library", *loaded).film(long_video.name)
+    encoded = encode(*loaded, long_video, **reading)
     assert torch.equal(stored.features, encoded.features)
     assert stored.about.start == encoded.about.start == pytest.approx(4)
     reading["start"] = 5
     with pytest.raises(ValueError, match=r"start=4.*and with.*|was begun with"):
-        index(noise.parent, tmp_path / "library", *loaded, **reading)
+        index(long_video.parent, tmp_path / "library", *loaded, **reading)
 
 
-def test_frames_of_a_stream_are_looked_at_smaller(loaded, noise):
+def test_frames_of_a_stream_are_looked_at_smaller(loaded, long_video):
     options = {"every": 100, "timeout": 0.2, "max_new_tokens": 1}
-    (answer,) = watch(*loaded, {"film": str(noise)}, "What?", max_pixels=FEW_PIXELS, **options)
+    (answer,) = watch(*loaded, {"film": str(long_video)}, "What?", max_pixels=FEW_PIXELS, **options)
     tokens_of_step = 2 * 3
     assert answer.visual_tokens == answer.frames // 2 * tokens_of_step

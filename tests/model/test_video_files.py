@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from clips import write_mp4
-from films import write_film
+from clips import noise, write_mp4
+from films import packets_of, spoil, write_film
 from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.live.watching import Source
@@ -34,12 +34,6 @@ def watch(path):
     source = Source(str(path), 8.0, 10.0, 0.0)
     frames = list(source)
     return source, frames
-
-
-def packets_of(path):
-    """Where the packets of a file begin, and how long they are."""
-    with av.open(str(path)) as container:
-        return [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
 
 
 def cut(whole, folder, length):
@@ -87,8 +81,9 @@ def test_every_kind_of_image_is_a_frame_and_hidden_files_are_none(tmp_path):
 
 @pytest.mark.parametrize("kind", ["webp", "gif", "png"])
 def test_an_animation_is_no_frame(tmp_path, kind):
-    first, *others = [Image.new("RGB", (56, 56), (shade, 0, 0)) for shade in (0, 90, 180)]
-    first.save(tmp_path / f"0.{kind}", save_all=True, append_images=others)
+    first = Image.new("RGB", (56, 56), "red")
+    second = Image.new("RGB", (56, 56), "blue")
+    first.save(tmp_path / f"0.{kind}", save_all=True, append_images=[second])
     with pytest.raises(ValueError, match=rf"0\.{kind}' is an animation; expected one"):
         load_frames(image_paths(str(tmp_path)))
 
@@ -105,8 +100,7 @@ def test_an_image_too_large_to_be_meant_is_unreadable(tiny_processor, tmp_path):
 
 def write(path, **muxer):
     """48 frames of noise at 8 a second: 6 s."""
-    frames = np.random.default_rng(0).integers(0, 255, (48, 64, 64, 3), np.uint8)
-    write_mp4(path, frames, 8, muxer=muxer, g="8")
+    write_mp4(path, noise(48, 64, 64), 8, muxer=muxer, g="8")
     return path
 
 
@@ -119,12 +113,12 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("beyond", [0, 1, 200], ids=["between frames", "in a header", "in a frame"])
 def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, whole, tmp_path, caplog, beyond):
-    start, size = packets_of(whole)[23]
-    path = cut(whole, tmp_path, start + size + beyond)
+    start, _ = packets_of(whole)[24]
+    path = cut(whole, tmp_path, start + beyond)
     answer = session.ask(*loaded, path, "What moves?", max_new_tokens=2)
     expected = f"The video {str(path)!r} is incomplete: its header states 48 frames, and 24 can be read."
     assert answer.as_dict()["warnings"] == [expected]
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [expected]
+    assert caplog.messages.count(expected) == 1
     assert answer.seconds_of_video == 3.0
     film = Film(str(path))
     assert film.total == 24
@@ -136,8 +130,7 @@ def test_the_command_line_says_it_once(whole, tiny_published, tmp_path, caplog):
     path = cut(whole, tmp_path, start)
     options = ["--max-new-tokens", "1", "--model", str(tiny_published)]
     result = CliRunner().invoke(app, ["ask", str(path), "What moves?"] + options)
-    logged = [record.message for record in caplog.records]
-    said = result.stderr + "".join(logged)
+    said = result.stderr + caplog.text
     assert result.exit_code == 0
     assert said.count("header states 48 frames") == 1
 
@@ -146,7 +139,8 @@ def test_a_file_that_states_only_its_length(tmp_path):
     whole = write(tmp_path / "whole.mkv")
     assert Film(str(whole)).warnings == []
     half = whole.stat().st_size // 2
-    (warning,) = Film(str(cut(whole, tmp_path, half))).warnings
+    film = Film(str(cut(whole, tmp_path, half)))
+    (warning,) = film.warnings
     assert "its header states 6.0 s, and 2." in warning
 
 
@@ -161,8 +155,8 @@ def test_a_cut_off_video_says_how_long_its_header_states_that_it_is(tmp_path, ki
     assert Film(str(whole)).warnings == []
     packets = packets_of(whole)
     for number in (160, 100, 60):
-        start, size = packets[number]
-        path = cut(whole, tmp_path, start + size + 3)
+        start, packet = packets[number]
+        path = cut(whole, tmp_path, start + len(packet) + 3)
         (warning,) = Film(str(path)).warnings
         assert re.search("its header states (20|21)[.][0-9] s, and [0-9]{1,2}[.][0-9] s can be read", warning)
     stream, _ = watch(path)
@@ -241,7 +235,8 @@ def test_a_video_with_longer_sound_is_whole(tmp_path, kind, video_codec, sound_c
 def test_the_length_of_a_wmv_is_that_in_its_header(tmp_path):
     """FFmpeg makes another one of the rate of bits where little is left of a file."""
     whole = write_with_sound(tmp_path / "whole.wmv", "wmv2", "mp2")
-    (warning,) = Film(str(cut(whole, tmp_path, 5000))).warnings
+    film = Film(str(cut(whole, tmp_path, 5000)))
+    (warning,) = film.warnings
     assert re.search("its header states 9[.][0-9] s, and 0[.][0-9] s can be read", warning)
 
 
@@ -286,16 +281,8 @@ def test_a_damaged_end_is_left_out_and_said(tmp_path):
 )
 def test_frames_that_cannot_be_decoded_whole_are_said(loaded, tmp_path, kind, codec):
     path = tmp_path / f"damaged.{kind}"
-    noise = np.random.default_rng(0).integers(0, 255, (24, 64, 64, 3), np.uint8)
-    write_mp4(path, noise, 8, codec, g="12")
-    with av.open(str(path)) as container:
-        packets = [bytes(packet) for packet in container.demux(video=0) if packet.size]
-    packet = packets[5]
-    whole_bytes = 1 if codec == "mpeg4" else 40
-    damaged = packet[:whole_bytes].ljust(len(packet), b"\0")
-    data = path.read_bytes()
-    assert data.count(packet) == 1
-    path.write_bytes(data.replace(packet, damaged))
+    write_mp4(path, noise(24, 64, 64), 8, codec, g="12")
+    spoil(path, [5], kept=1 if codec == "mpeg4" else 40)
 
     video = session.encode(*loaded, path, fps=8)
     (warning,) = video.about.warnings
@@ -372,8 +359,10 @@ def test_an_edit_list_is_followed(tmp_path, name, b_frames):
             shown.append(frame.to_ndarray(format="rgb24").mean())
     film = Film(str(path))
     assert film.warnings == []
-    assert film.times == pytest.approx(np.array(times) - times[0], abs=0.03)
-    assert [frame.mean() for frame in frames_of(film)] == pytest.approx(shown, abs=1)
+    expected = np.array(times) - times[0]
+    assert film.times == pytest.approx(expected, abs=0.03)
+    means = [frame.mean() for frame in frames_of(film)]
+    assert means == pytest.approx(shown, abs=1)
 
 
 @pytest.mark.parametrize("part", [(3, 0), (2, 2), (3, 3)], ids=str)
@@ -394,7 +383,8 @@ def test_the_frames_of_a_large_video_are_never_all_there(tiny_processor, tmp_pat
     path = str(tmp_path / "large.mp4")
     shape = (720, 1280, 3)
     count = 16
-    write_mp4(path, (np.full(shape, 9 * number, np.uint8) for number in range(count)), 8)
+    shades = (np.full(shape, 9 * number, np.uint8) for number in range(count))
+    write_mp4(path, shades, 8)
 
     def read():
         if is_in_chunks:
@@ -416,7 +406,9 @@ def test_the_frames_of_a_large_video_are_never_all_there(tiny_processor, tmp_pat
 def test_tags_that_are_no_utf8_cost_no_film(tmp_path, tiny_mp4):
     path = tmp_path / "film.mkv"
     bytes_as_they_are = {"metadata_errors": "surrogateescape"} if TAGS else {}
-    with av.open(str(tiny_mp4)) as film, av.open(str(path), "w", **bytes_as_they_are) as copy:
+    original_file = av.open(str(tiny_mp4))
+    copied_file = av.open(str(path), "w", **bytes_as_they_are)
+    with original_file as film, copied_file as copy:
         copy.metadata["title"] = b"Caf\xe9 du monde".decode(errors="surrogateescape")
         original = film.streams.video[0]
         stream = copy.add_stream_from_template(original)

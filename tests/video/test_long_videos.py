@@ -5,12 +5,11 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from clips import write_mp4
+from clips import noise, write_mp4
 from qtsplus.asking import session
 from qtsplus.model import encoding_qtsplus
 from qtsplus.video.encoded import encode, read_ahead
@@ -23,8 +22,7 @@ QUESTION = "What moves?"
 def wide_mp4(tmp_path_factory):
     """30 frames of noise, 96 x 200 pixels, 10 a second."""
     path = tmp_path_factory.mktemp("wide") / "wide.mp4"
-    frames = np.random.default_rng(0).integers(0, 255, (30, 96, 200, 3), np.uint8)
-    write_mp4(path, frames, 10)
+    write_mp4(path, noise(30, 96, 200), 10)
     return path
 
 
