@@ -95,7 +95,7 @@ def test_a_frame_goes_with_its_text_behind_the_first(frames, tokens, text, draws
 def test_a_video_does_not_go_on_in_another_row():
     first = torch.tensor([TEXT, VIDEO, VIDEO, TEXT])
     second = torch.tensor([VIDEO, VIDEO, TEXT])
-    with pytest.raises(ValueError, match="Row 1: 2 video placeholder"):
+    with pytest.raises(ValueError, match="Row 1 has 2 video placeholder"):
         find_spans([first, second], unplaced((2, 1, 2)))
 
 

@@ -29,6 +29,7 @@ from transformers.vision_utils import (
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
 from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs, join
+from .sampling_qtsplus import require_count
 
 # Few rows fill a CPU, and their memory is reused. The C library maps blocks above 32 MB anew each time: page faults and
 # cold caches then cost a third of the vision tower's time.
@@ -174,9 +175,7 @@ def _chunks(
     """The chunks in which the steps are encoded: of so many frames, or as large as the device handles well."""
     counts = [len(steps_of_one) for steps_of_one in steps]
     if frames_per_chunk is not None:
-        is_whole = not isinstance(frames_per_chunk, bool) and frames_per_chunk == int(frames_per_chunk)
-        if not is_whole or frames_per_chunk < 1:
-            raise ValueError(f"frames_per_chunk={frames_per_chunk!r}: expected a whole number, at least 1.")
+        require_count("frames_per_chunk", frames_per_chunk)
         frames_per_step = getattr(model.config.vision_config, "temporal_patch_size", 1)
         costs = [frames_per_step] * len(counts)
         return chunk_steps(counts, frames_per_chunk, costs)
@@ -198,20 +197,14 @@ def _checked(
     """`[k, token_width]` features of videos that the caller has encoded before."""
     if len(video_features) != len(grids):
         raise ValueError(f"{len(video_features)} video_features: expected one per video ({len(grids)}).")
-    finite: set[int] = set()  # questions about one video share its features
     for index, tokens in enumerate(video_features):
-        grid = grids[index]
         shape = tuple(tokens.shape)
-        expected = (math.prod(grid), model.token_width)
+        expected = (math.prod(grids[index]), model.token_width)
         if shape != expected:
-            lengths = " x ".join(map(str, grid))
             raise ValueError(
-                f"video_features {index} has shape {shape}: expected {expected}, the merged tokens of its grid, "
-                f"{lengths}, by the model's width."
+                f"video_features {index} has shape {shape}: expected {expected}, the merged tokens of its grid by the "
+                "model's width."
             )
-        if id(tokens) not in finite and not is_finite(tokens):
-            raise ValueError(f"NaN or infinity in video_features {index}: expected finite numbers.")
-        finite.add(id(tokens))
     dtype = model.get_input_embeddings().weight.dtype
     return [tokens.to(dtype) for tokens in video_features]
 

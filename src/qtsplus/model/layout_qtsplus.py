@@ -153,19 +153,12 @@ def _count(spans: Sequence[VisualSpan] | Iterator[VisualSpan]) -> int:
 
 def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan | None, count: int) -> ValueError:
     name = MODALITIES[modality]
-    if span is None:
-        expected = f"only {count} {name}(s) were given"
-    else:
-        grid = " x ".join(map(str, span.grid))
-        tokens = f"{grid} = {span.tokens} tokens"
-        if span.line:
-            tokens += f" and {span.lines} newlines"
-        expected = f"{name} {span.index} has {tokens}"
-    title = name.capitalize()
+    expected = f"only {count} {name}(s) were given"
+    if span is not None:
+        expected = f"{name} {span.index} needs {span.length} of them"
     return ValueError(
-        f"{title} features and {name} tokens do not match. Row {row}: {placeholders} {name} placeholder(s) "
-        f"in a row, but {expected}. Make input_ids and {name}_grid_thw with the same processor call, and give every "
-        f"{name} its pixels."
+        f"Row {row} has {placeholders} {name} placeholder(s) side by side, but {expected}. Make input_ids and "
+        f"{name}_grid_thw with the same processor call, and give every {name} its pixels."
     )
 
 
@@ -534,22 +527,14 @@ def _seconds(model: QTSplusBackboneMixin, seconds: Seconds | None, grids: Sequen
                 "tokens' positions depend on: pass all that the processor returned, through your collator too."
             )
         return [1] * len(grids)
-    if isinstance(seconds, Tensor):
-        seconds = seconds.cpu()
     try:
-        values = torch.as_tensor(seconds, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        values = torch.zeros(0, 0)
-    is_list = isinstance(seconds, Sequence) and values.ndim == 1
-    is_column = isinstance(seconds, Tensor) and values.ndim > 0 and values.numel() == len(values)
-    if not is_list and not is_column:
-        raise ValueError(f"second_per_grid_ts={seconds!r}: expected a list with the seconds of each video.")
-    if len(seconds) != len(grids):
-        raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids)}).")
-    is_good = (values > 0) & values.isfinite()
-    if not is_good.all():
-        raise ValueError(f"second_per_grid_ts={values.tolist()}: expected finite seconds above 0.")
-    return seconds
+        values = torch.as_tensor(seconds, dtype=torch.float64).flatten().tolist()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"second_per_grid_ts={seconds!r}: expected the seconds of each video.") from error
+    are_positive = all(0 < value < math.inf for value in values)
+    if len(values) != len(grids) or not are_positive:
+        raise ValueError(f"second_per_grid_ts={values}: expected finite seconds above 0, one per video ({len(grids)}).")
+    return values
 
 
 def check_grids(
@@ -561,24 +546,20 @@ def check_grids(
 ) -> list[Grid]:
     """The grids of all images or videos in tokens; `ValueError` where pixels, features and grids do not fit."""
     name = MODALITIES[modality]
-    values = "pixel values" if features is None else "features"
-    has_values = pixels is not None or features is not None
     if pixels is not None and features is not None:
         raise ValueError(f"Got {name} pixels and {name}_features: pass one of them.")
-    if grid_thw is None:
-        if has_values:
-            raise ValueError(f"The {name}s came with {values} but without grid_thw: pass all the processor returned.")
+    has_values = pixels is not None or features is not None
+    if grid_thw is None and not has_values:
         return []
-    if not has_values:
-        raise ValueError(f"The {name}s came with grid_thw but without {values}: pass all the processor returned.")
-    if not isinstance(grid_thw, Tensor) or grid_thw.is_floating_point():
-        raise ValueError(f"{name}_grid_thw={grid_thw!r}: expected a tensor of whole numbers, [{name}s, 3].")
+    if grid_thw is None or not has_values:
+        given = f"{name} pixels or features" if has_values else f"{name}_grid_thw"
+        raise ValueError(f"Got {given} alone: expected pixels and grids, as the processor gives them.")
+    check_tensors(**{f"{name}_grid_thw": grid_thw})
     grid_thw = grid_thw.cpu()
     is_empty = grid_thw < 1
-    if is_empty.any():
-        raise ValueError(f"{name}_grid_thw {grid_thw.tolist()}: an empty {name}; expected at least 1 x 1 x 1 patches.")
-    rows_of_each = model.pixel_rows(grid_thw)
-    patches = sum(rows_of_each)
+    if grid_thw.is_floating_point() or is_empty.any():
+        raise ValueError(f"{name}_grid_thw={grid_thw.tolist()}: expected whole numbers of patches, at least 1.")
+    patches = sum(model.pixel_rows(grid_thw))
     if pixels is not None and len(pixels) != patches:
         raise ValueError(f"{len(pixels)} rows of {name} pixels: expected {patches}, the patches of {name}_grid_thw.")
     return model.merged_grid(grid_thw, modality)
