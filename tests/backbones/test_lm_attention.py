@@ -212,7 +212,7 @@ def test_scores_are_taught_nothing_and_the_model_is_left_alone(in_groups, prepar
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"attention_layer": 7}, r"attention_layer=7, which is none of the \d layers; expected a layer"),
+        ({"attention_layer": 7}, "attention_layer=7; expected a layer"),
         ({"attention_heads": [0, 4]}, r"attention_heads=\[0, 4\]; expected heads from 0 to 3"),
     ],
 )
@@ -224,5 +224,5 @@ def test_a_layer_or_head_that_is_not_there_is_refused(backbone, processor, setti
 def test_a_layer_of_linear_attention_is_refused(backbone, processor):
     if backbone.name != "qwen3_5":
         pytest.skip("all of its layers have attention")
-    with pytest.raises(ValueError, match="attention_layer=0, which is linear_attention; expected"):
+    with pytest.raises(ValueError, match="attention_layer=0; expected a layer"):
         backbone.build(processor, attention_layer=0)

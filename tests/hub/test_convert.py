@@ -169,7 +169,7 @@ def test_attention_selects_without_training(stock_folder, tmp_path):
     assert torch.equal(first.logits, second.logits) and all(first.qtsplus.n[:2] > 0)
     assert "**Nothing is trained:**" in (tmp_path / "ours" / "README.md").read_text()
     assert (tmp_path / "ours" / "lm_attention_qtsplus.py").exists()
-    for setting, words in (("attention_layer=2", "none of the 2 layers"), ("attention_heads=[9]", "heads from 0 to 3")):
+    for setting, words in (("attention_layer=2", "expected a layer"), ("attention_heads=[9]", "heads from 0 to 3")):
         target = tmp_path / "other"
         assert_refused(run(stock_folder, "--out", target, "--set", "selection=lm_attention", "--set", setting), words)
     assert_refused(run(stock_folder, "--out", tmp_path / "other", "--set", "selection=best"), "selection='best'")

@@ -7,6 +7,7 @@ FlexSelect does the same (arXiv 2506.00993); here groups are compared by how muc
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AttentionInterface
 from .layout_qtsplus import QTSplusBackboneMixin, lay_out_again
 from .methods_qtsplus import no_question, take_rows
 from .prompt_qtsplus import (
+    VIDEO,
     CompactPrompt,
     Features,
     Grid,
@@ -41,20 +43,16 @@ def attention_layer(text_config, layer: int | None = None) -> int:
     The layer whose attention is read, counted from 0: the given one, or the full-attention layer nearest to [`DEPTH`].
     `ValueError` for a layer that does not exist or has no full attention.
     """
-    depth = text_config.num_hidden_layers
     full = full_attention_layers(text_config)
     if layer is None:
-        target = int(DEPTH * depth)
-        return min(full, key=lambda index: (abs(index - target), index))
-    if layer in full:
-        return layer
-    problem = f"is none of the {depth} layers"
-    if 0 <= layer < depth:
-        problem = f"is {text_config.layer_types[layer]}"
-    raise ValueError(
-        f"QTSplusConfig got attention_layer={layer}, which {problem}; expected a layer of the language model with "
-        f"full attention, one of {full}."
-    )
+        target = int(DEPTH * text_config.num_hidden_layers)
+        return min(full, key=lambda index: abs(index - target))
+    if layer not in full:
+        raise ValueError(
+            f"QTSplusConfig got attention_layer={layer}; expected a layer of the language model with full attention, "
+            f"one of {full}."
+        )
+    return layer
 
 
 def full_attention_layers(text_config) -> list[int]:
@@ -71,7 +69,7 @@ def check_attention(text_config, selector) -> None:
         attention_layer(text_config, selector.attention_layer)
     heads = selector.attention_heads
     last = text_config.num_attention_heads - 1
-    if heads and (min(heads) < 0 or max(heads) > last):
+    if heads and max(heads) > last:
         raise ValueError(f"QTSplusConfig got attention_heads={list(heads)}; expected heads from 0 to {last}.")
 
 
@@ -110,33 +108,42 @@ class GroupAttention:
 
 
 def look(
-    query: Tensor,
+    queries: Tensor,
     keys: Tensor,
     place: Tensor,
     visual: Tensor,
     scaling: float,
+    heads: Sequence[int] | None,
 ) -> GroupAttention:
     """
     The attention of a word of a prompt to a group's tokens in it.
 
     Args:
-        query: `[heads, 1, head_dim]`, of the word.
-        keys: `[kv_heads, S, head_dim]`, of all tokens of the prompt.
-        place: `[1]`, the place of the word.
+        queries, keys: `[heads, S, head_dim]` and `[kv_heads, S, head_dim]`, of all tokens of the prompt.
+        place: `[1]`, the place of the word; it and `visual` may be on another device.
         visual: `[m]`, the places of the group's tokens.
+        heads: those that count; `None` for all.
     """
+    home = visual.device
+    place = place.to(keys.device)
+    visual = visual.to(keys.device)
+    if heads is not None:
+        chosen = torch.tensor(heads, device=keys.device)
+        keys = keys[chosen // (len(queries) // len(keys))]
+        queries = queries[chosen]
     with torch.autocast(keys.device.type, enabled=False):
-        grouped = query.float().reshape(len(keys), -1, query.shape[-1]) * scaling
+        query = queries[:, place].float()
+        grouped = query.reshape(len(keys), -1, query.shape[-1]) * scaling
         scores = grouped @ keys.float().transpose(1, 2)
         is_later = torch.arange(keys.shape[1], device=keys.device) > place
-        scores = scores.reshape(len(query), 1, -1).masked_fill(is_later, -torch.inf)
-        visual_scores = scores[..., visual]
-        text_total = scores.index_fill(-1, visual, -torch.inf).logsumexp(-1)
-        visual_total = visual_scores.logsumexp(-1)
+        scores = scores.reshape(len(query), -1).masked_fill(is_later, -torch.inf)
+        visual_scores = scores[:, visual]
+        text_total = scores.index_fill(-1, visual, -torch.inf).logsumexp(-1, keepdim=True)
+        visual_total = visual_scores.logsumexp(-1, keepdim=True)
         total = torch.logaddexp(visual_total, text_total)
-        log_weights = (visual_scores - total[..., None]).flatten(0, 1).logsumexp(0)
-        log_heads = torch.tensor(float(len(query))).log()
-        return GroupAttention(log_weights - log_heads, visual_total - text_total)
+        log_weights = (visual_scores - total).logsumexp(0) - math.log(len(query))
+        log_odds = visual_total - text_total
+    return GroupAttention(log_weights.to(home), log_odds.to(home))
 
 
 # --- The first layers of the language model ---
@@ -197,12 +204,11 @@ def reading_of(
     looking = []
     for input_ids, row, question in zip(layout.input_ids, layout.rows, questions, strict=True):
         ids = input_ids[row.columns]
+        is_video = row.types == VIDEO
         # One transfer to the host for everything that is read there.
-        values = torch.cat([ids, question.to(ids), row.candidates[-1:]]).tolist()
-        is_question = values[len(ids) : 2 * len(ids)]
-        last_candidate = max(values[2 * len(ids) :], default=-1)
-        user_turn = model.config.user_turn_token_ids
-        looking.append(looking_place(values[: len(ids)], is_question, last_candidate, user_turn))
+        tokens = torch.stack([ids, question.to(ids), is_video.to(ids)])
+        place = looking_place(*tokens.tolist(), model.config.user_turn_token_ids)
+        looking.append(place)
     return Reading(layout, looking)
 
 
@@ -215,20 +221,17 @@ def _with_queries(
     """The layout of the prompts with other questions in place of their own, and which of its tokens they are."""
     prompts = []
     starts = []
-    for input_ids, mask, row, question, query in zip(
-        layout.input_ids, layout.mask, layout.rows, questions, queries, strict=True
-    ):
+    for index, query in enumerate(queries):
         # The whole prompt is laid out again, also where only a part of a video's tokens is there.
-        is_question = torch.zeros_like(mask, dtype=torch.bool)
-        is_question[row.columns[question]] = True
-        is_real = mask.bool()
-        ids = input_ids[is_real]
-        is_word = is_question[is_real]
-        places = is_word.tolist()
-        start = places.index(True) if True in places else len(ids)
-        rest = ids[~is_word]
-        prompts.append(torch.cat([rest[:start], query.to(ids), rest[start:]]))
-        starts.append(start)
+        ids = layout.input_ids[index]
+        is_real = layout.mask[index].bool()
+        words = layout.rows[index].columns[questions[index]]
+        is_word = torch.zeros_like(is_real).index_fill(0, words, True)
+        is_before = is_word.cumsum(0) == 0
+        before = ids[is_real & is_before]
+        behind = ids[is_real & ~is_before & ~is_word]
+        prompts.append(torch.cat([before, query.to(ids), behind]))
+        starts.append(len(before))
     replaced = lay_out_again(model, layout, prompts)
     masks = []
     for row, start, query in zip(replaced.rows, starts, queries, strict=True):
@@ -237,9 +240,9 @@ def _with_queries(
 
 
 def looking_place(
-    ids: Sequence[int],
-    question: Sequence[int],
-    last_candidate: int,
+    ids: list[int],
+    is_question: list[int],
+    is_video: list[int],
     user_turn: Sequence[int],
 ) -> int | None:
     """
@@ -249,19 +252,18 @@ def looking_place(
 
     Args:
         ids: the prompt of a row, without padding.
-        question: for each of them, whether it belongs to the question.
-        last_candidate: the place of the last visual token; -1 for none.
+        is_question, is_video: 1 for each of them that belongs to the question, or to a video.
         user_turn: the ids that open a user's turn.
     """
-    words = [place for place, is_word in enumerate(question) if is_word]
-    if not words:
+    if 1 not in is_question:
         return None
     end = len(ids) - 1
-    place = words[-1]
-    headers = [place for place in range(place + 1, len(ids)) if ids[place] == user_turn[0]]
-    if headers:
-        place = min(headers[-1] + len(user_turn), end)
-    if place < last_candidate:
+    place = end - is_question[::-1].index(1)
+    behind = ids[place + 1 :][::-1]
+    if user_turn[0] in behind:
+        header = end - behind.index(user_turn[0])
+        place = min(header + len(user_turn), end)
+    if 1 in is_video[place:]:
         return end
     return place
 
@@ -294,13 +296,16 @@ def log_attention(
         raise no_question(index, len(row.candidates))
     device = row.columns.device
     groups = frame_groups(grids, model.config.qtsplus_config.attention_group, device)
-    input_ids = reading.layout.input_ids[index : index + 1]
-    mask = reading.layout.mask[index : index + 1]
+    one_row = replace(
+        reading.layout,
+        input_ids=reading.layout.input_ids[index : index + 1],
+        mask=reading.layout.mask[index : index + 1],
+    )
     log_shares = torch.empty(len(row.candidates), device=device)
     log_odds = []
     for group in groups:
         row_of_group = row.only(group)
-        alone = replace(reading.layout, input_ids=input_ids, mask=mask, rows=[row_of_group])
+        alone = replace(one_row, rows=[row_of_group])
         everything = QTSplusOutput(kept_indices=(torch.arange(len(group), device=device),))
         prompt = splice(model, alone, features, [take_rows(sources, group)], everything, pad_left=False)
         place = row.keep(group).cumsum(0) - 1
@@ -316,24 +321,6 @@ def log_attention(
     return log_shares
 
 
-def look_with_heads(
-    heads: Sequence[int] | None,
-    queries: Tensor,
-    keys: Tensor,
-    place: Tensor,
-    visual: Tensor,
-    scaling: float,
-) -> GroupAttention:
-    """As [`look`], by some of the heads, or by all without `heads`. `place` and `visual` may be on another device."""
-    if heads is not None:
-        chosen = torch.tensor(heads, device=keys.device)
-        keys = keys[chosen // (len(queries) // len(keys))]
-        queries = queries[chosen]
-    here = place.to(keys.device)
-    attention = look(queries[:, here], keys, here, visual.to(keys.device), scaling)
-    return GroupAttention(attention.log_weights.to(visual.device), attention.log_odds.to(visual.device))
-
-
 def read_group(model: Any, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
     """The attention of the word at `place` `[1]` of a prompt to its tokens at `visual` `[m]`."""
     config = model.config.qtsplus_config
@@ -341,7 +328,7 @@ def read_group(model: Any, prompt: CompactPrompt, visual: Tensor, place: Tensor)
     attentions = []
 
     def read(queries: Tensor, keys: Tensor, scaling: float) -> None:
-        attentions.append(look_with_heads(config.attention_heads, queries, keys, place, visual, scaling))
+        attentions.append(look(queries, keys, place, visual, scaling, config.attention_heads))
 
     last = attention_layer(model.config.text_config, config.attention_layer)
     first_layers = model.language_model.layers[:last]

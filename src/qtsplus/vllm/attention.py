@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..model.lm_attention_qtsplus import GroupAttention, attention_layer, full_attention_layers, look_with_heads
+from ..model.lm_attention_qtsplus import GroupAttention, attention_layer, full_attention_layers, look
 from ..model.prompt_qtsplus import CompactPrompt
 
 
@@ -99,7 +99,7 @@ def read_group(hooks: Any, layers: Any, prompt: CompactPrompt, visual: Tensor, p
     attentions: list[GroupAttention] = []
 
     def read(queries: Tensor, keys: Tensor, scaling: float) -> None:
-        attentions.append(look_with_heads(selector.attention_heads, queries, keys, place, visual, scaling))
+        attentions.append(look(queries, keys, place, visual, scaling, selector.attention_heads))
 
     embeds = hooks.get_input_embeddings()(prompt.input_ids)
     inputs = hooks.language_inputs(embeds, prompt.input_ids, prompt.features)
