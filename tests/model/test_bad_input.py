@@ -131,10 +131,6 @@ BAD_CHANGES = {
         {"query_input_ids": torch.full((2, 4), 30)},
         r"2 rows of query_input_ids: expected one per prompt \(1\)",
     ),
-    "query_attention_mask of another shape": (
-        {"query_input_ids": torch.full((1, 4), 30), "query_attention_mask": ONES},
-        r"query_attention_mask \(1, 3\): expected",
-    ),
     "attention_mask of another shape": (
         {"attention_mask": ONES},
         r"attention_mask \(1, 3\): expected input_ids' shape",

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
-from transformers.utils.deprecation import deprecate_kwarg
 
 from .methods_qtsplus import Method
 from .question_qtsplus import find_query_mask, question_token_ids
@@ -82,13 +81,9 @@ NAMES = _STOCK + _VISUAL + _SELECTION
 
 def take_inputs(kwargs: dict) -> tuple[VisualInputs, SelectionInputs]:
     """Takes the arguments that are named here out of a call's `kwargs`."""
-    visual = _take(kwargs, _VISUAL)
-    selection = _take(kwargs, _SELECTION)
+    visual = {name: kwargs.pop(name) for name in _VISUAL if name in kwargs}
+    selection = {name: kwargs.pop(name) for name in _SELECTION if name in kwargs}
     return VisualInputs(**visual), SelectionInputs(**selection)
-
-
-def _take(kwargs: dict, names: Sequence[str]) -> dict:
-    return {name: kwargs.pop(name) for name in names if name in kwargs}
 
 
 def take_cache(kwargs: dict) -> Cache | None:
@@ -101,12 +96,9 @@ def take_cache(kwargs: dict) -> Cache | None:
 def names_inputs(forward: T) -> T:
     """
     Puts the arguments that are named here into the signature of a `forward` that takes them as `**kwargs`. What the
-    signature does not name, the Trainer drops from a batch, and `generate` refuses. The old name of the cache gets the
-    warning that the installed Transformers gives.
+    signature does not name, the Trainer drops from a batch, and `generate` refuses.
     """
     signature = inspect.signature(forward)
-    if CACHE == "cache":
-        forward = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
     parameters = list(signature.parameters.values())
     rest = parameters.pop()
     for name in NAMES:
@@ -192,12 +184,7 @@ class Layout:
 
     def competing(self, row: PromptRow) -> "list[VisualSpan]":
         """The first span of each video of a row; their tokens compete for its budget."""
-        spans = []
-        for span in row.spans:
-            is_first = not span.frame
-            if span.modality == VIDEO and is_first:
-                spans.append(span)
-        return spans
+        return [span for span in row.spans if span.modality == VIDEO and span.frame == 0]
 
     def grids_of(self, span: "VisualSpan") -> list[Grid]:
         """
@@ -211,12 +198,8 @@ class Layout:
         per_step = grid[1] * grid[2]
         _, counts = torch.unique_consecutive(tokens // per_step, return_counts=True)
         steps = (tokens % per_step).split(counts.tolist())
-        places_of_steps = [step.tolist() for step in steps]
-        grids = []
-        for places, run in itertools.groupby(places_of_steps):
-            num_steps = len(list(run))
-            grids.append((num_steps, 1, len(places)))
-        return grids
+        runs = itertools.groupby(step.tolist() for step in steps)
+        return [(len(list(run)), 1, len(places)) for places, run in runs]
 
     def narrow(self, present: Sequence[Tensor]) -> "Layout":
         """As if only the tokens `present` `[k]`, ascending, of each video had been kept; they keep their positions."""
@@ -245,12 +228,7 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[Tensor] | None:
         raise ValueError(f"{len(ids)} rows of query_input_ids: expected one per prompt ({rows}).")
     if mask is None:
         return list(ids)
-    if mask.shape != ids.shape:
-        raise ValueError(f"query_attention_mask {tuple(mask.shape)}: expected query_input_ids' {tuple(ids.shape)}.")
-    queries = []
-    for row, is_real in zip(ids, mask.bool(), strict=True):
-        queries.append(row[is_real])
-    return queries
+    return [row[is_real] for row, is_real in zip(ids, mask.bool(), strict=True)]
 
 
 def find_questions(
@@ -270,21 +248,18 @@ def find_questions(
         token_ids = question_token_ids(model.config)
         by_ids = find_query_mask(ids, layout.mask, **token_ids)
         query_mask = by_ids if query_mask is None else _widen(query_mask, by_ids)
-    questions = []
-    for row, is_question in zip(layout.rows, query_mask.bool(), strict=True):
-        questions.append(is_question[row.columns])
-    return questions
+    return [is_question[row.columns] for row, is_question in zip(layout.rows, query_mask.bool(), strict=True)]
 
 
 def _widen(query_mask: Tensor, by_ids: Tensor) -> Tensor:
     """A mask for the prompts alone, widened to the answers behind them, in which the ids must find no question."""
-    rows, width = query_mask.shape
-    shape = tuple(by_ids.shape)
-    missing = shape[1] - width
-    of_answers = by_ids[:, width:]
-    if rows != shape[0] or missing < 0 or of_answers.any():
-        raise ValueError(f"query_mask {(rows, width)}: expected input_ids' shape, {shape}.")
-    return nn.functional.pad(query_mask, (0, missing))
+    width = query_mask.shape[1]
+    missing = by_ids.shape[1] - width
+    widened = nn.functional.pad(query_mask, (0, missing))
+    if missing < 0 or widened.shape != by_ids.shape or by_ids[:, width:].any():
+        shape = tuple(query_mask.shape)
+        raise ValueError(f"query_mask {shape}: expected input_ids' shape, {tuple(by_ids.shape)}.")
+    return widened
 
 
 def query_embeds(
@@ -293,9 +268,9 @@ def query_embeds(
     selection: SelectionInputs,
 ) -> list[Tensor]:
     """Per row `[L_b, d]`, the embeddings of the question that is passed separately, or else of the prompt's own."""
-    questions = find_questions(model, layout, selection.query_mask)
     queries = given_queries(selection, len(layout.rows))
     if queries is None:
+        questions = find_questions(model, layout, selection.query_mask)
         queries = []
         for ids, row, question in zip(layout.input_ids, layout.rows, questions, strict=True):
             queries.append(ids[row.columns[question]])
@@ -394,8 +369,12 @@ class CompactPrompt:
     next_position: Tensor  # [B], the first one after the prompt
     source_ids: Tensor  # [B, S], the caller's prompt
     qtsplus: QTSplusOutput
-    selected: dict[str, SelectedFeatures]  # the features as `mm_encoder_outputs`
     is_asked_apart: bool = False  # whether the question came as `query_input_ids`
+
+    @property
+    def selected(self) -> dict[str, SelectedFeatures]:
+        """The features as `mm_encoder_outputs`."""
+        return {name: SelectedFeatures(pooler_output=tuple(rows)) for name, rows in self.features.items()}
 
 
 def splice(
@@ -427,16 +406,10 @@ def splice(
         positions_of_row = row.language_positions.T
         positions.append(positions_of_row[stays])
         last_positions.append(positions_of_row[-1].max())
-        features_of_row = []
-        has_lines = False
-        for span in row.spans:
-            has_lines |= bool(span.line)
-            if span.modality == IMAGE:
-                features_of_row.append(features[IMAGE][span.index])
-        if has_lines:
-            is_video = keep & (row.types == VIDEO)
-            tokens = _with_line_ends(model, row, is_video, tokens)
-        image_features.append(join(features_of_row, tokens[:0]))
+        images = [features[IMAGE][span.index] for span in row.spans if span.modality == IMAGE]
+        image_features.append(join(images, tokens[:0]))
+        if any(span.line for span in row.spans):
+            tokens = _with_line_ends(model, row, keep, tokens)
         video_features.append(tokens)
 
     if pad_left is None:
@@ -455,19 +428,14 @@ def splice(
         next_position = torch.stack(last_positions) + 1
     padding_id = model.config.text_config.pad_token_id or 0
     input_ids = layout.input_ids.gather(1, source)
-    by_modality = {MODALITIES[IMAGE]: image_features, MODALITIES[VIDEO]: video_features}
-    selected_features = {}
-    for name, of_rows in by_modality.items():
-        selected_features[name] = SelectedFeatures(pooler_output=tuple(of_rows))
     return CompactPrompt(
         input_ids=input_ids.masked_fill(is_padding, padding_id),
         attention_mask=attention_mask,
         position_ids=lay_positions(order, language),
-        features=by_modality,
+        features={MODALITIES[IMAGE]: image_features, MODALITIES[VIDEO]: video_features},
         next_position=next_position,
         source_ids=layout.input_ids,
         qtsplus=qtsplus,
-        selected=selected_features,
     )
 
 
@@ -481,13 +449,10 @@ def _with_line_ends(
     The features of a row's kept video tokens: its kept candidates `[k, d]`, with the newlines that stay among them.
 
     Args:
-        keep: `[S_b]` bool, the video tokens of the row that stay, newlines included.
+        keep: `[S_b]` bool, the tokens of the row that stay.
     """
-    is_candidate = torch.zeros_like(keep)
-    is_candidate[row.candidates] = True
-    is_candidate = is_candidate[keep].to(tokens.device)
-    if len(is_candidate) <= len(tokens):
-        return tokens
+    is_candidate = torch.zeros_like(keep).index_fill(0, row.candidates, True)
+    is_candidate = is_candidate[keep & (row.types == VIDEO)].to(tokens.device)
     line_end = model.line_end.to(tokens.device, tokens.dtype)
     with_lines = line_end.expand(len(is_candidate), -1).clone()
     with_lines[is_candidate] = tokens
