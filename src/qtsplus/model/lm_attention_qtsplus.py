@@ -207,8 +207,8 @@ def reading_of(
         is_video = row.types == VIDEO
         # One transfer to the host for everything that is read there.
         tokens = torch.stack([ids, question.to(ids), is_video.to(ids)])
-        place = looking_place(*tokens.tolist(), model.config.user_turn_token_ids)
-        looking.append(place)
+        ids_of_row, is_word, is_of_video = tokens.tolist()
+        looking.append(looking_place(ids_of_row, is_word, is_of_video, model.config.user_turn_token_ids))
     return Reading(layout, looking)
 
 
