@@ -115,25 +115,33 @@ def replace_with_its_times(path, content):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+def assert_is_answer_of_ask(answer, row, alone):
+    assert set(answer) == FIELDS
+    assert answer["video"] == row["video"]
+    assert answer["question"] == row["question"]
+    for name in ("answer", "kept_tokens", "visual_tokens", "warnings", "unheard"):
+        assert answer[name] == alone[name]
+    for place, expected in zip(answer["evidence"], alone["evidence"], strict=True):
+        assert place["weight"] == pytest.approx(expected["weight"], abs=1e-5)
+
+
 def test_answers_are_those_of_ask_and_a_video_is_encoded_once(batch, videos, rows, encoded):
     rows[1] |= {"id": "mine", "retention": 0.5, "answer": "ignored"}
     write(batch.file, rows)
     answers = batch.answers("--retention", "0.25")
     assert sorted(encoded) == ["clip0.mp4", "clip1.mp4", "clip2.mp4"]
     assert [answer["id"] for answer in answers] == [1, "mine", 3, 4, 5, 6, 7, 8, 9]
-
     model, processor = session.load(batch.model, "cpu")
     for answer, row in zip(answers, rows, strict=True):
-        path = videos / row["video"]
-        retention = row.get("retention", 0.25)
-        alone = session.ask(model, processor, path, row["question"], retention=retention, max_new_tokens=3).as_dict()
-        assert set(answer) == FIELDS
-        assert answer["video"] == row["video"]
-        assert answer["question"] == row["question"]
-        for name in ("answer", "kept_tokens", "visual_tokens", "warnings", "unheard"):
-            assert answer[name] == alone[name]
-        weights = [place["weight"] for place in answer["evidence"]]
-        assert weights == pytest.approx([place["weight"] for place in alone["evidence"]], abs=1e-5)
+        alone = session.ask(
+            model,
+            processor,
+            videos / row["video"],
+            row["question"],
+            retention=row.get("retention", 0.25),
+            max_new_tokens=3,
+        )
+        assert_is_answer_of_ask(answer, row, alone.as_dict())
 
 
 BAD_ROWS = {
@@ -164,9 +172,12 @@ def test_bad_videos_and_bad_rows_are_rows_with_their_error(batch, rows):
         assert "\n" not in row["error"]
 
 
+COLUMNS = ["video", "question", "id", "retention", "max_visual_tokens", "fps"]
+
+
 def write_csv(path, rows):
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["video", "question", "id", "retention", "max_visual_tokens", "fps"])
+        writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
 
@@ -175,9 +186,11 @@ def write_parquet(path, rows):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    texts = [(name, pyarrow.string()) for name in ("video", "question", "id")]
-    numbers = [("retention", pyarrow.float64()), ("max_visual_tokens", pyarrow.int64()), ("fps", pyarrow.int64())]
-    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(texts + numbers))
+    kinds = ["string", "string", "string", "float64", "int64", "int64"]
+    fields = []
+    for name, kind in zip(COLUMNS, kinds, strict=True):
+        fields.append((name, getattr(pyarrow, kind)()))
+    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(fields))
     parquet.write_table(table, path)
 
 
@@ -185,18 +198,21 @@ def write_json(path, rows):
     path.write_text(json.dumps(rows))
 
 
-@pytest.mark.parametrize("kind, write_rows", [("csv", write_csv), ("parquet", write_parquet), ("json", write_json)])
-def test_other_formats_give_what_jsonl_gives(batch, rows, tmp_path, kind, write_rows):
+WRITERS = {"csv": write_csv, "parquet": write_parquet, "json": write_json}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_other_formats_give_what_jsonl_gives(batch, rows, tmp_path, kind):
     rows = rows[:3]
     rows[1] |= {"id": "007", "retention": 0.5, "max_visual_tokens": 3, "fps": 1}
     rows[2] |= {"id": "a, b", "question": 'What is "it",\nand where?'}
     write(batch.file, rows)
     expected = batch.answers()
+    assert expected[1]["kept_tokens"] == 3
     batch.file = tmp_path / f"rows.{kind}"
     batch.out = tmp_path / "other.jsonl"
-    write_rows(batch.file, rows)
+    WRITERS[kind](batch.file, rows)
     assert batch.answers() == expected
-    assert expected[1]["kept_tokens"] == 3
 
 
 def test_csv_as_spreadsheets_write_it(batch, tmp_path):
@@ -254,13 +270,6 @@ def test_output_in_the_present_folder_does_not_end_a_second_run(batch, rows, tmp
         assert "1 of 3 rows have an error" in result.stderr
 
 
-def test_output_may_have_the_name_of_the_rows_in_another_folder(batch, videos, rows, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    batch.file = write(videos / "here.jsonl", rows[:1])
-    batch.out = Path("here.jsonl")
-    assert batch.answers()
-
-
 def test_without_a_root_videos_are_beside_the_rows(batch, videos, rows, monkeypatch):
     write(videos / "here.jsonl", rows[:1])
     monkeypatch.chdir(videos)
@@ -286,9 +295,12 @@ app()
 
 
 def test_a_killed_run_goes_on_where_it_stopped(batch, rows, tmp_path, encoded):
-    again = [{**row, "question": f"{row['question']} Look again."} for row in rows]
-    questions = write(batch.file, rows + again)
-    result = subprocess.run([sys.executable, "-c", KILLED, *batch.line()], capture_output=True, text=True)
+    for row in list(rows):
+        again = f"{row['question']} Look again."
+        rows.append({**row, "question": again})
+    write(batch.file, rows)
+    command = [sys.executable, "-c", KILLED, *batch.line()]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == -signal.SIGKILL, result.stderr
     done = batch.entries()
     assert len(done) == 5
@@ -297,7 +309,8 @@ def test_a_killed_run_goes_on_where_it_stopped(batch, rows, tmp_path, encoded):
         journal.write('{"key": 18, "value": {"ans')  # half of a line, as a crash leaves it
 
     answers = batch.answers()
-    assert [row["question"] for row in answers] == [row["question"] for row in read(questions)]
+    for answer, row in zip(answers, rows, strict=True):
+        assert answer["question"] == row["question"]
     assert len(encoded) == len(set(encoded))
     entries = batch.entries()
     assert entries[:5] == done
@@ -362,7 +375,14 @@ def test_a_bad_id_is_the_error_of_its_row_alone(batch, text, encoded):
     assert "answer" in second
 
 
-STRANGE = [b"\xff", Decimal("1.5"), float("nan"), datetime(2026, 1, 1), [1], {"a": 1}]
+STRANGE = [
+    b"\xff",
+    Decimal("1.5"),
+    float("nan"),
+    datetime(2026, 1, 1),
+    [1],
+    {"a": 1},
+]
 
 
 def write_table(batch, tmp_path, column, value):
@@ -370,10 +390,13 @@ def write_table(batch, tmp_path, column, value):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    good = {"video": "clip0.mp4", "question": "Who?", "id": "mine"}
-    other = {name: text for name, text in good.items() if name != column}
+    strange = {"video": "clip0.mp4", "question": "Who?", "id": "mine"}
+    good = dict(strange)
+    good.pop(column, None)
+    strange[column] = value
     batch.file = tmp_path / "rows.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist([{**good, column: value}, other]), batch.file)
+    table = pyarrow.Table.from_pylist([strange, good])
+    parquet.write_table(table, batch.file)
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=repr)
@@ -385,33 +408,27 @@ def test_a_table_with_a_strange_cell_has_one_bad_row(batch, tmp_path, value, col
     assert "answer" in good
 
 
-@pytest.mark.parametrize("value", STRANGE, ids=repr)
-@pytest.mark.parametrize("column", ["video", "question"])
-def test_a_table_without_a_good_row_is_refused_in_one_line(batch, tmp_path, value, column):
-    write_table(batch, tmp_path, column, value)
-    assert batch.refusal().count("\n") == 1
-
-
-def without_ids(answers):
-    return [{**answer, "id": None} for answer in answers]
+def without_id(answer):
+    return {name: value for name, value in answer.items() if name != "id"}
 
 
 def test_rows_that_were_answered_are_not_asked_again_in_a_corrected_file(batch, rows, encoded):
     """The corrected file has some of the rows in another order, another id, a new question, and each row twice."""
     write(batch.file, [*rows, {"video": "clip0.mp4"}])
-    before = without_ids(batch.answers())
+    before = batch.answers()
     encoded.clear()
     renamed = {**rows[8], "id": "same"}
     new = {"video": "clip0.mp4", "question": "Where?"}
-    write(batch.file, [renamed, new, rows[0], renamed, new, rows[0]])
+    corrected = [renamed, new, rows[0]]
+    write(batch.file, corrected + corrected)
     after = batch.answers()
     assert [row["id"] for row in after] == ["same", 2, 3, "same", 5, 6]
-    after = without_ids(after)
     assert encoded == ["clip0.mp4"]
     assert len(batch.entries()) == len(rows) + 1
-    assert after[:3] == after[3:]
-    assert after[0] == before[8]
-    assert after[2] == before[0]
+    assert without_id(after[0]) == without_id(before[8])
+    assert without_id(after[2]) == without_id(before[0])
+    for first, second in zip(after[:3], after[3:], strict=True):
+        assert without_id(first) == without_id(second)
 
 
 def test_a_video_that_was_changed_under_its_name_is_asked_again(batch, videos, rows, tmp_path):
@@ -435,22 +452,13 @@ def test_a_video_that_was_changed_under_its_name_is_asked_again(batch, videos, r
     assert len(batch.entries()) == 4
 
 
-UNREADABLE = [
-    ('{"input": "ab", "model": "m"}\n{"key": 1, "value": {"answer": "red"}}\n', "another version"),
-    ("no journal\n", "not JSON"),
-    (None, "was changed since it was written"),
-]
-
-
-@pytest.mark.parametrize("content, words", UNREADABLE)
-def test_a_journal_that_cannot_be_read_is_refused_and_left_alone(batch, rows, content, words):
+def test_a_journal_that_was_changed_is_refused_and_left_alone(batch, rows):
     write(batch.file, rows[:1])
     batch.answers()
-    if content is None:
-        content = batch.journal.read_text().replace("answer", "anzwer")
-    batch.journal.write_text(content)
-    assert words in batch.refusal()
-    assert batch.journal.read_text() == content
+    changed = batch.journal.read_text().replace("answer", "anzwer")
+    batch.journal.write_text(changed)
+    assert "was changed since it was written" in batch.refusal()
+    assert batch.journal.read_text() == changed
 
 
 def test_a_run_without_an_answer_has_failed(batch):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -17,11 +16,12 @@ from qtsplus.asking import answers, session
 from qtsplus.asking.question import Batch, prompt_inputs
 from qtsplus.asking.session import VideoSession, encode
 from qtsplus.live.stream import Stream
-from qtsplus.video import storage
 
 FRONT = make_world(10)
 BACK = make_world(11)
-QUESTIONS = [thing.question for thing in FRONT.objects + BACK.objects]
+THINGS = FRONT.objects + BACK.objects
+QUESTIONS = [thing.question for thing in THINGS]
+FIRST, SECOND, *_, LAST = QUESTIONS
 SHORT = {"max_new_tokens": 8}
 
 
@@ -73,8 +73,9 @@ def positions(loaded, monkeypatch):
 def one_shot(loaded, content, **options):
     """The answer, the kept indices and the logits of the prompt, from pixels through the chat template."""
     model, processor = loaded
+    message = {"role": "user", "content": content}
     inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
+        [message],
         tokenize=True,
         add_generation_prompt=True,
         return_dict=True,
@@ -85,7 +86,8 @@ def one_shot(loaded, content, **options):
     with torch.no_grad():
         logits = model(**inputs, logits_to_keep=1).logits
     prompt_length = inputs["input_ids"].shape[1]
-    text = processor.decode(output.sequences[0, prompt_length:], skip_special_tokens=True)
+    new_ids = output.sequences[0, prompt_length:]
+    text = processor.decode(new_ids, skip_special_tokens=True)
     return text.strip(), output.qtsplus.kept_indices[0], logits
 
 
@@ -95,9 +97,18 @@ def kept_of(answer):
 
 
 def logits_of(made, question):
-    inputs = prompt_inputs(made.processor, Batch(made.videos, [question]))
+    batch = Batch(made.videos, [question])
+    inputs = prompt_inputs(made.processor, batch)
     with torch.no_grad():
         return made.model(**inputs, logits_to_keep=1).logits
+
+
+def assert_is_one_shot(made, question, answer, expected):
+    """A session's answer is the one from pixels: with the same text, tokens and logits."""
+    text, kept, logits = expected
+    assert answer.answer == text
+    assert torch.equal(kept_of(answer), kept)
+    assert torch.allclose(logits_of(made, question), logits, atol=1e-4)
 
 
 def assert_same_tokens(answer, expected):
@@ -143,24 +154,21 @@ def as_pictures(frames, folder):
 def test_a_session_of_one_video_is_one_shot(loaded, tmp_path, kind):
     video = kind(render_world(FRONT), tmp_path)
     options = {} if kind == as_file else {"fps": 2}
-    question = QUESTIONS[0]
+    question = FIRST
     made = VideoSession(*loaded)
-    name = made.add(video, **options)
+    made.add(video, **options)
     answer = made.ask(question, **SHORT)
-
     content = [{"type": "video", "video": video}, {"type": "text", "text": question}]
-    text, kept, logits = one_shot(loaded, content, **options)
-    assert answer.answer == text
-    assert torch.equal(kept_of(answer), kept)
-    assert answer.kept_tokens == len(kept)
-    assert torch.allclose(logits_of(made, question), logits, atol=1e-4)
+    expected = one_shot(loaded, content, **options)
+    assert_is_one_shot(made, question, answer, expected)
+    assert answer.kept_tokens == len(kept_of(answer))
+    for place in answer.evidence:
+        cells = [round(168 * side) for side in place.box]
+        assert place.pixels == tuple(cells), "cells are 28 of 168 pixels"
 
     alone = session.ask(*loaded, video, question, **options, **SHORT)
-    assert alone.answer == text
-    assert torch.equal(alone.keep_map, answer.keep_maps[name])
-    assert [place.pixels for place in alone.evidence] == [place.pixels for place in answer.evidence]
-    for place in answer.evidence:
-        assert place.pixels == tuple(round(168 * side) for side in place.box), "cells are 28 of 168 pixels"
+    assert alone.answer == answer.answer
+    assert torch.equal(alone.keep_map, answer.keep_map)
 
 
 @pytest.mark.parametrize("question", QUESTIONS[::4])
@@ -170,11 +178,21 @@ def test_a_session_of_two_videos_is_one_shot(loaded, cameras, both, question):
         content.append({"type": "text", "text": f"{name}: "})
         content.append({"type": "video", "video": str(cameras / name)})
     content.append({"type": "text", "text": question})
-    text, kept, logits = one_shot(loaded, content, query=question)
+    expected = one_shot(loaded, content, query=question)
     answer = both.ask(question, **SHORT)
-    assert answer.answer == text
-    assert torch.equal(kept_of(answer), kept)
-    assert torch.allclose(logits_of(both, question), logits, atol=1e-4)
+    assert_is_one_shot(both, question, answer, expected)
+
+
+def things_of_one_video():
+    """The things that only one of the videos shows, each with the name of the video."""
+    names_in_front = {thing.name for thing in FRONT.objects}
+    names_in_back = {thing.name for thing in BACK.objects}
+    for thing in FRONT.objects:
+        if thing.name not in names_in_back:
+            yield "front.mp4", thing
+    for thing in BACK.objects:
+        if thing.name not in names_in_front:
+            yield "back.mp4", thing
 
 
 def test_evidence_names_the_video_whatever_the_order(loaded, both):
@@ -182,51 +200,50 @@ def test_evidence_names_the_video_whatever_the_order(loaded, both):
     for name in ("back.mp4", "front.mp4"):
         turned.add(both.videos[name], name)
     right = 0
-    for name, world, other in (("front.mp4", FRONT, BACK), ("back.mp4", BACK, FRONT)):
-        other_names = {thing.name for thing in other.objects}
-        for thing in world.objects:
-            if thing.name in other_names:
-                continue
-            for made in (both, turned):
-                answer = made.ask(thing.question, **SHORT)
-                if answer.answer == thing.mark:
-                    assert answer.evidence[0].name == name
-                    right += 1
+    for name, thing in things_of_one_video():
+        for made in (both, turned):
+            answer = made.ask(thing.question, **SHORT)
+            if answer.answer == thing.mark:
+                assert answer.evidence[0].name == name
+                right += 1
     assert right >= 8
 
 
 @pytest.mark.parametrize("name", ["front.mp4", "back.mp4"])
 def test_a_question_about_some_of_the_videos(both, name):
-    answer = both.ask(QUESTIONS[0], [name], **SHORT)
+    answer = both.ask(FIRST, [name], **SHORT)
     assert list(answer.keep_maps) == [name]
     assert {place.name for place in answer.evidence} == {name}
 
 
 def test_a_question_about_an_unknown_video_is_refused(both):
     with pytest.raises(ValueError, match=r"no video 'left.mp4'; expected some of front.mp4, back.mp4"):
-        both.ask(QUESTIONS[0], ["left.mp4"])
+        both.ask(FIRST, ["left.mp4"])
 
 
-def test_many_questions_are_each_question(both):
+@pytest.mark.parametrize("batch_size", [3, 16])
+def test_many_questions_are_each_question(both, batch_size):
     questions = [*QUESTIONS, "What?", f"Is this {'very ' * 40}long?"]
-    alone = [both.ask(question, **SHORT) for question in questions]
-    for batch_size in (3, 16):
-        together = both.ask_many((question for question in questions), batch_size=batch_size, **SHORT)
-        for answer, expected in zip(together, alone, strict=True):
-            assert_same(answer, expected)
+    together = both.ask_many(iter(questions), batch_size=batch_size, **SHORT)
+    for question, answer in zip(questions, together, strict=True):
+        assert_same(answer, both.ask(question, **SHORT))
 
 
 def test_a_second_question_asks_no_vision_tower(loaded, both, monkeypatch):
     monkeypatch.setattr(type(loaded[0]), "encode_videos", None)
-    assert both.ask(QUESTIONS[1], **SHORT).answer
+    assert both.ask(SECOND, **SHORT).answer
     _, answer = both.ask_many(QUESTIONS[:2], retention=0.1, **SHORT)
     assert answer.rho == pytest.approx(0.1)
 
 
 def test_a_batch_projects_the_keys_of_its_videos_once(both):
     projected = []
-    layer = both.model.model.qtsplus.scoring_layers[-1]
-    hook = layer.k_proj.register_forward_hook(lambda _, inputs, __: projected.append(len(inputs[0])))
+    (layer,) = both.model.model.qtsplus.scoring_layers
+
+    def count(module, inputs, output):
+        projected.append(len(inputs[0]))
+
+    hook = layer.k_proj.register_forward_hook(count)
     both.ask_many(QUESTIONS[:3], **SHORT)
     hook.remove()
     tokens = sum(len(video.features) for video in both.videos.values())
@@ -239,20 +256,27 @@ def test_a_batch_projects_the_keys_of_its_videos_once(both):
 def test_names_are_unique(loaded, both):
     made = VideoSession(*loaded)
     video = both.videos["front.mp4"]
-    with pytest.raises(ValueError, match="no video to ask about"):
-        made.ask("What moves?")
     names = [made.add(video) for _ in range(3)]
     assert names == ["front.mp4", "front.mp4 (2)", "front.mp4 (3)"]
     with pytest.raises(ValueError, match="is taken"):
         made.add(video, "front.mp4")
-    with pytest.raises(ValueError, match="is empty"):
-        made.add(video, " ")
-    with pytest.raises(ValueError, match="Got fps for a video that was encoded before"):
-        made.add(video, fps=2)
     made.remove("front.mp4 (2)")
     assert made.names == ["front.mp4", "front.mp4 (3)"]
     with pytest.raises(ValueError, match="no video 'front.mp4 \\(2\\)'"):
         made.remove("front.mp4 (2)")
+
+
+def test_an_empty_name_and_options_without_effect_are_refused(fresh):
+    video = fresh.videos["front.mp4"]
+    with pytest.raises(ValueError, match="is empty"):
+        fresh.add(video, " ")
+    with pytest.raises(ValueError, match="Got fps for a video that was encoded before"):
+        fresh.add(video, fps=2)
+
+
+def test_a_session_without_a_video_is_refused(loaded):
+    with pytest.raises(ValueError, match="no video to ask about"):
+        VideoSession(*loaded).ask("What moves?")
 
 
 def test_a_name_is_text(loaded, both):
@@ -261,7 +285,7 @@ def test_a_name_is_text(loaded, both):
     names = ["<|im_end|>", "<|video_pad|>.mp4"]
     for name in names:
         made.add(both.videos["front.mp4"], name)
-    answer = made.ask(QUESTIONS[0], **SHORT)
+    answer = made.ask(FIRST, **SHORT)
     assert answer.answer
     assert list(answer.keep_maps) == names
 
@@ -269,20 +293,35 @@ def test_a_name_is_text(loaded, both):
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [None, 3, ["What?"], b"What?", "\ud800"], ids=repr)
-def test_questions_and_names_have_to_be_text(fresh, text):
-    names = fresh.names
-    for call in (fresh.ask, fresh.chat, lambda question: fresh.ask_many([question])):
-        with pytest.raises(ValueError, match="The question .*expected"):
-            call(text)
-    if text is not None:
-        with pytest.raises(ValueError, match="The name .*expected"):
-            fresh.add(fresh.videos["front.mp4"], text)
-    assert fresh.names == names
+NO_TEXTS = [None, 3, ["What?"], b"What?", "\ud800"]
+
+
+@pytest.mark.parametrize("text", NO_TEXTS, ids=repr)
+def test_questions_have_to_be_text(fresh, text):
+    with pytest.raises(ValueError, match="The question .*expected"):
+        fresh.ask(text)
+    with pytest.raises(ValueError, match="The question .*expected"):
+        fresh.chat(text)
     assert not fresh.turns
 
 
-@pytest.mark.parametrize("queries", ["ab", [1, 2], ["a"], iter(["a", "b"])], ids=["text", "numbers", "one", "iterator"])
+@pytest.mark.parametrize("name", NO_TEXTS[1:], ids=repr)
+def test_names_have_to_be_text(fresh, name):
+    video = fresh.videos["front.mp4"]
+    with pytest.raises(ValueError, match="The name .*expected"):
+        fresh.add(video, name)
+    assert fresh.names == ["front.mp4", "back.mp4"]
+
+
+BAD_QUERIES = {
+    "text": "ab",
+    "numbers": [1, 2],
+    "one": ["a"],
+    "iterator": iter(["a", "b"]),
+}
+
+
+@pytest.mark.parametrize("queries", BAD_QUERIES.values(), ids=BAD_QUERIES)
 def test_queries_are_a_text_for_each_question(loaded, both, queries):
     with pytest.raises(ValueError, match="quer.*expected a "):
         answers.answer_questions(*loaded, both.videos, QUESTIONS[:2], queries=queries)
@@ -299,33 +338,24 @@ def test_a_text_is_not_a_list_of_questions(fresh):
         fresh.ask_many("What?")
 
 
-@pytest.mark.parametrize("settings", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+SEVERAL_ANSWERS = [
+    {"num_beams": 2},
+    {"num_return_sequences": 2, "do_sample": True},
+]
+
+
+@pytest.mark.parametrize("settings", SEVERAL_ANSWERS, ids=str)
 def test_a_question_has_one_answer(fresh, monkeypatch, settings):
     config = GenerationConfig(**settings)
-    with pytest.raises(ValueError, match="a question has one answer"):
-        fresh.ask_many(QUESTIONS[:1], **settings)
-    with pytest.raises(ValueError, match="a question has one answer"):
-        fresh.chat(QUESTIONS[0], **settings)
-    with pytest.raises(ValueError, match="a question has one answer"):
-        fresh.ask(QUESTIONS[0], generation_config=config)
-    assert fresh.chat(QUESTIONS[0], **SHORT).answer
+    reason = "a question has one answer"
+    with pytest.raises(ValueError, match=reason):
+        fresh.chat(FIRST, **settings)
+    with pytest.raises(ValueError, match=reason):
+        fresh.ask(FIRST, generation_config=config)
     monkeypatch.setattr(fresh.model, "generation_config", config)
-    with pytest.raises(ValueError, match="a question has one answer"):
-        fresh.ask(QUESTIONS[0])
-
-
-@pytest.mark.parametrize("frames", [0, -2])
-def test_a_video_has_frames(loaded, cameras, frames):
-    with pytest.raises(ValueError, match=f"max_frames={frames}"):
-        encode(*loaded, cameras / "front.mp4", max_frames=frames)
-
-
-def test_frames_without_their_rate_and_a_list_of_videos_are_refused(loaded):
-    frames = render_world(FRONT)
-    with pytest.raises(ValueError, match="frames without their times"):
-        encode(*loaded, frames)
-    with pytest.raises(ValueError, match="Got 2 videos; expected the frames of one"):
-        encode(*loaded, [frames, frames], fps=2)
+    with pytest.raises(ValueError, match=reason):
+        fresh.ask(FIRST)
+    assert not fresh.turns
 
 
 # Generation -----------------------------------------------------------------------------------------------------------
@@ -341,9 +371,9 @@ def test_a_generation_configuration_says_how_long_an_answer_is(fresh, monkeypatc
 
     monkeypatch.setattr(fresh.model, "generate_from", noting)
     config = GenerationConfig(max_new_tokens=3, eos_token_id=fresh.model.generation_config.eos_token_id)
-    fresh.ask(QUESTIONS[0], generation_config=config)
-    fresh.ask(QUESTIONS[0], generation_config=config, max_new_tokens=2)
-    fresh.ask(QUESTIONS[0])
+    fresh.ask(FIRST, generation_config=config)
+    fresh.ask(FIRST, generation_config=config, max_new_tokens=2)
+    fresh.ask(FIRST)
     assert lengths == [3, 2, 128]
 
 
@@ -368,7 +398,7 @@ class Words(BaseStreamer):
 def test_a_streamer_is_fed(fresh, stream):
     for ask in (fresh.ask, fresh.chat, stream.ask):
         words = Words()
-        answer = ask(QUESTIONS[0], streamer=words, **SHORT)
+        answer = ask(FIRST, streamer=words, **SHORT)
         assert words.text(fresh.processor) == answer.answer
         assert words.ended == 1
         assert answer.timings["first_token"] > 0
@@ -382,16 +412,16 @@ def interrupt(*_):
 
 
 def test_an_interrupted_turn_leaves_no_trace(loaded, fresh):
-    fresh.chat(QUESTIONS[0], **SHORT)
+    fresh.chat(FIRST, **SHORT)
     turns = list(fresh.turns)
     hook = loaded[0].model.language_model.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         fresh.chat("What is in the purple circle?", **SHORT)
     hook.remove()
     assert fresh.turns == turns
-    answer = fresh.chat(QUESTIONS[1], **SHORT)
-    assert_same(answer, fresh.ask(QUESTIONS[1], turns=turns, **SHORT))
-    assert fresh.turns == [*turns, QUESTIONS[1], answer.answer]
+    answer = fresh.chat(SECOND, **SHORT)
+    assert_same(answer, fresh.ask(SECOND, turns=turns, **SHORT))
+    assert fresh.turns == [*turns, SECOND, answer.answer]
 
 
 def test_a_follow_up_keeps_what_its_own_words_ask_for(fresh):
@@ -406,13 +436,13 @@ def test_a_follow_up_keeps_what_its_own_words_ask_for(fresh):
 def test_a_video_that_comes_during_a_conversation(loaded, both):
     made = VideoSession(*loaded)
     made.add(both.videos["front.mp4"])
-    made.chat(QUESTIONS[0], selection="all", **SHORT)
+    made.chat(FIRST, selection="all", **SHORT)
     made.add(both.videos["back.mp4"])
-    answer = made.chat(QUESTIONS[-1], selection="all", **SHORT)
+    answer = made.chat(LAST, selection="all", **SHORT)
     assert list(answer.keep_maps) == ["front.mp4", "back.mp4"]
     assert answer.kept_tokens == answer.visual_tokens
     made.remove("front.mp4")
-    answer = made.chat(QUESTIONS[-1], selection="all", **SHORT)
+    answer = made.chat(LAST, selection="all", **SHORT)
     assert list(answer.keep_maps) == ["back.mp4"]
 
 
@@ -421,140 +451,146 @@ for number in range(5):
     TURNS += [QUESTIONS[number], "a mark\n" * (1 + 9 * number)]
 
 
-@pytest.mark.parametrize("position_ids", ["original", "sequential"])
-def test_the_oldest_turns_that_have_no_positions_are_left_out(loaded, fresh, positions, monkeypatch, position_ids):
-    """As few as will do. The answer is that of the other turns, and every token has a position that the model has."""
-    model = loaded[0]
-    monkeypatch.setattr(model.config.qtsplus_config, "position_ids", position_ids)
-    reached = []
+@pytest.fixture
+def reached(loaded):
+    """The furthest position of each step of the language model."""
+    positions = []
 
     def note_positions(module, arguments, options):
-        reached.append(int(options["position_ids"][-3:].max()))
+        furthest = options["position_ids"][-3:].max()
+        positions.append(int(furthest))
+
+    language_model = loaded[0].model.language_model
+    hook = language_model.register_forward_pre_hook(note_positions, with_kwargs=True)
+    yield positions
+    hook.remove()
+
+
+@pytest.mark.parametrize("position_ids", ["original", "sequential"])
+def test_the_oldest_turns_that_have_no_positions_are_left_out(fresh, positions, reached, monkeypatch, position_ids):
+    """As few as will do. The answer is that of the other turns, and every token has a position that the model has."""
+    monkeypatch.setattr(fresh.model.config.qtsplus_config, "position_ids", position_ids)
 
     def ask(turns):
         reached.clear()
-        options = {"turns": turns, "retention": 0.1, **SHORT}
-        (answer,) = answers.answer_questions(*loaded, fresh.videos, [QUESTIONS[-1]], **options)
-        return answer
+        return fresh.ask(LAST, turns=turns, retention=0.1, **SHORT)
 
-    hook = model.model.language_model.register_forward_pre_hook(note_positions, with_kwargs=True)
-    wholes = []
-    needs = []
+    expected = []
+    needed = []  # positions without the oldest questions
     for gone in range(6):
-        wholes.append(ask(TURNS[2 * gone :]))
+        answer = ask(TURNS[2 * gone :])
+        expected.append(answer)
         end_of_prompt = reached[0] + 1
-        needs.append(end_of_prompt + SHORT["max_new_tokens"])
+        needed.append(end_of_prompt + SHORT["max_new_tokens"])
     for gone in range(1, 6):
-        for most in (needs[gone], needs[gone - 1] - 1):
+        for most in (needed[gone], needed[gone - 1] - 1):
             positions(most)
             answer = ask(TURNS)
-            assert_same(answer, wholes[gone])
+            assert_same(answer, expected[gone])
             assert answer.warnings[-1].endswith(f"the oldest questions: {gone}.")
             assert max(reached) < most
-    hook.remove()
-    positions(needs[5] - 1)
-    with pytest.raises(ValueError, match=rf"takes {needs[5]} positions, and the model has {needs[5] - 1}: .* 8 for"):
+    least = needed[5]
+    positions(least - 1)
+    with pytest.raises(ValueError, match=rf"takes {least} positions, and the model has {least - 1}: .* 8 for"):
         ask(TURNS)
 
 
 def test_a_long_conversation_goes_on(fresh, positions):
     positions(160)
-    gone = [bool(fresh.chat(question, selection="all", **SHORT).warnings) for question in QUESTIONS[:10]]
-    assert gone == sorted(gone)
-    assert not gone[2]
-    assert gone[-1]
+    warned = []
+    for question in QUESTIONS[:10]:
+        answer = fresh.chat(question, selection="all", **SHORT)
+        warned.append(bool(answer.warnings))
+    assert warned == sorted(warned)
+    assert not warned[2]
+    assert warned[-1]
     assert len(fresh.turns) == 20
 
 
-@pytest.mark.parametrize("way", ["ask", "chat", "ask_many", "stream", "one_shot"])
+@pytest.mark.parametrize("way", ["ask", "chat", "stream", "one_shot"])
 def test_a_prompt_beyond_the_models_positions_is_refused(loaded, cameras, fresh, stream, positions, way):
     positions(150)
+
+    def ask_once(question, **options):
+        return session.ask(*loaded, cameras / "front.mp4", question, **options)
+
     asks = {
         "ask": fresh.ask,
         "chat": fresh.chat,
-        "ask_many": lambda question, **options: fresh.ask_many([question, "What?"], **options),
         "stream": stream.ask,
-        "one_shot": lambda question, **options: session.ask(*loaded, cameras / "front.mp4", question, **options),
+        "one_shot": ask_once,
     }
-    ask = asks[way]
+    question = FIRST + " word" * 30
     with pytest.raises(ValueError, match=r"takes \d+ positions, and the model has 150: \d+ are for text, 60 for"):
-        ask(f"{QUESTIONS[0]} {'word ' * 30}", max_new_tokens=60)
-    if way != "chat":
-        with pytest.raises(ValueError, match="turns=.* expected a list of questions and their answers"):
-            ask("What?", turns=["What?"])
+        asks[way](question, max_new_tokens=60)
     assert not fresh.turns
+
+
+def test_turns_are_questions_with_their_answers(fresh):
+    with pytest.raises(ValueError, match="turns=.* expected a list of questions and their answers"):
+        fresh.ask("What?", turns=["What?"])
 
 
 def test_threads_talk_in_turn(fresh):
     """Their questions and answers are a conversation that one thread could have had."""
+
+    def chat(question):
+        return fresh.chat(question, **SHORT).answer
+
+    asked = QUESTIONS[:8]
     with ThreadPoolExecutor(8) as threads:
-        said = list(threads.map(lambda question: fresh.chat(question, **SHORT).answer, QUESTIONS[:8]))
+        said = list(threads.map(chat, asked))
     questions = fresh.turns[::2]
     replies = fresh.turns[1::2]
-    assert dict(zip(questions, replies, strict=True)) == dict(zip(QUESTIONS[:8], said, strict=True))
+    reply_to = dict(zip(questions, replies, strict=True))
+    assert reply_to == dict(zip(asked, said, strict=True))
     fresh.reset()
-    assert [fresh.chat(question, **SHORT).answer for question in questions] == replies
-
-
-# On disk --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_broken_stored_video_is_named(loaded, both, tmp_path):
-    made_by = storage.fingerprint(*loaded)
-    video = both.videos["front.mp4"]
-    with storage.saved_video(video, tmp_path / "video", made_by) as stored:
-        pass
-    whole = (tmp_path / "video").read_bytes()
-    (tmp_path / "cut").write_bytes(whole[:-1000])
-    (tmp_path / "empty").touch()
-    (tmp_path / "text").write_bytes(b"no safetensors" * 9)
-    save_file(load_file(tmp_path / "video"), tmp_path / "foreign")
-    for name in ("missing", "cut", "empty", "text", "foreign"):
-        with pytest.raises(ValueError, match=f"The stored video '.*{name}' cannot be used: .*; encode the video again"):
-            storage.load_video(tmp_path / name, made_by, loaded[0])
-    back = storage.load_video(tmp_path / "video", made_by, loaded[0], stored)
-    assert torch.equal(back.features, video.features)
-    assert back.about.metadata == video.about.metadata
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "foreign", "text", "video"]
+    assert [chat(question) for question in questions] == replies
 
 
 # A player's clock -----------------------------------------------------------------------------------------------------
 
 
+SIXTEENTH = Fraction(1, 16)
+
+
 def write_at(path, frames, times):
     """Each frame at its time, in seconds."""
-    sixteenth = Fraction(1, 16)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=16)
-        stream.height = frames.shape[1]
-        stream.width = frames.shape[2]
+        stream.height, stream.width, _ = frames[0].shape
         stream.pix_fmt = "yuv420p"
         stream.options = {"crf": "10"}
-        stream.time_base = sixteenth
-        stream.codec_context.time_base = sixteenth
+        stream.time_base = SIXTEENTH
+        stream.codec_context.time_base = SIXTEENTH
         for frame, time in zip(frames, times, strict=True):
             picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
             picture.pts = round(16 * time)
-            picture.time_base = sixteenth
-            container.mux(stream.encode(picture))
+            picture.time_base = SIXTEENTH
+            packets = stream.encode(picture)
+            container.mux(packets)
         container.mux(stream.encode())
 
 
 @pytest.mark.parametrize("late", [0.0, 3.0])
 def test_evidence_of_a_variable_rate_is_on_the_players_clock(loaded, tmp_path, late):
     """Four frames a second at first and sixteen later: most of the frames show the second half."""
-    times = np.concatenate([np.arange(0, 4, 0.25), np.arange(4, 8, 0.0625)])
-    shown = render_world(FRONT)[(2 * times).astype(int)]
-    write_at(tmp_path / "video.mp4", shown, late + times)
-    made = VideoSession(*loaded)
-    made.add(tmp_path / "video.mp4")
+    slow = np.arange(0, 4, 0.25)
+    fast = np.arange(4, 8, 0.0625)
+    times = np.concatenate([slow, fast])
+    world = render_world(FRONT)
+    shown = world[(2 * times).astype(int)]
+    path = tmp_path / "video.mp4"
+    write_at(path, shown, late + times)
+    video = encode(*loaded, path)
     answered = 0
     for thing in FRONT.objects:
-        answer = made.ask(thing.question, **SHORT)
-        if answer.answer == thing.mark:
-            answered += 1
-            place = answer.evidence[0]
-            assert late <= place.start < place.end <= late + 8.1
-            assert place.start - late < thing.vanishes_at
-            assert place.end - late > thing.appears_at
+        answer = session.ask(*loaded, video, thing.question, **SHORT)
+        if answer.answer != thing.mark:
+            continue
+        answered += 1
+        place = answer.evidence[0]
+        assert late <= place.start < place.end <= late + 8.1
+        assert place.start - late < thing.vanishes_at
+        assert place.end - late > thing.appears_at
     assert answered >= 3
