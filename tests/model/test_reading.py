@@ -114,8 +114,8 @@ def test_frames_without_pixels_are_refused(loaded, shape, zeros):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"start": 13}, "shows no frame from 13 to its end"),
-        ({"start": 5, "end": 4}, "shows no frame from 5 to 4 s"),
+        ({"start": 13}, "shows no frame from 13 s to its end"),
+        ({"start": 5, "end": 4}, "shows no frame from 5 s to 4 s"),
         ({"start": float("nan")}, "Got start=nan"),
         ({"start": -3}, "Got start=-3"),
         ({"end": 0}, "Got end=0"),

@@ -78,8 +78,10 @@ class Clock:
         """What warnings say of the clock, to follow "The video ...": for example "has a clock that ..."."""
         states = []
         if self.joins:
-            restarts = f"{self.joins[0]:.1f} s (restarts: {len(self.joins)})"
-            states.append(f"has a clock that is set anew after {restarts}; what follows is put behind that")
+            first = self.joins[0]
+            restarts = len(self.joins)
+            behind = "what follows is put behind that"
+            states.append(f"has a clock that is set anew after {first:.1f} s (restarts: {restarts}); {behind}")
         if self.strays:
             shown = "which are shown where their neighbours say"
             states.append(f"has {self.strays} damaged times among its frames, {shown}")
@@ -209,9 +211,11 @@ class Clock:
         first = min(pts) + 1
         mended = 0
         for place in strays:
-            earliest = max(dts[place], first)
+            decoded = dts[place]
+            latest = decoded + self._leap
+            earliest = max(decoded, first)
             index = bisect_left(free, earliest)
-            if index < len(free) and free[index] <= dts[place] + self._leap:
+            if index < len(free) and free[index] <= latest:
                 pts[place] = free.pop(index)
                 mended += 1
         if mended:

@@ -87,8 +87,10 @@ class Film:
             states.append(f"is incomplete: {missing}")
         pauses = np.diff(self.times, append=self.times[-1])
         longest = pauses.argmax()
-        if pauses[longest] > PAUSE:
-            states.append(f"has no frame for {pauses[longest]:.0f} s from {self.times[longest]:.1f} s on")
+        pause = pauses[longest]
+        if pause > PAUSE:
+            begin = self.times[longest]
+            states.append(f"has no frame for {pause:.0f} s from {begin:.1f} s on")
         if self.joined:
             states.append("is followed by another in the same file, which players pass over; split them")
         for state in states:
@@ -231,23 +233,20 @@ class Film:
         The first frame of the clock, and the one behind the last, that come up in a player between two times; the one
         that it shows all the while where none does.
         """
-        first = 0
-        last = self.total - 1
-        video_end = self.start + self.total / self.fps
-        if start is not None:
-            begin = (start - self.start) * self.fps - _ROUNDING
-            first = math.ceil(np.clip(begin, 0, self.total))
-        if end is not None:
-            until = (end - self.start) * self.fps + _ROUNDING
-            last = math.floor(np.clip(until, -1, last))
+        begin = self.start if start is None else start
+        until = math.inf if end is None else end
+        first_number = (begin - self.start) * self.fps - _ROUNDING
+        last_number = (until - self.start) * self.fps + _ROUNDING
+        first = math.ceil(np.clip(first_number, 0, self.total))
+        last = math.floor(np.clip(last_number, -1, self.total - 1))
         if first <= last:
             return first, last + 1
-        is_in_video = start is not None and self.start <= start < video_end
-        if start is not None and is_in_video and (end is None or start <= end):
+        length = self.total / self.fps
+        if self.start <= begin <= until and begin < self.start + length:
             return first - 1, first
-        stretch = f"from {start or 0:g} to {'its end' if end is None else f'{end:g} s'}"
-        has = f"it has {self.total / self.fps:.1f} s from {self.start:.1f} s on"
-        raise ValueError(f"The video {self.name!r} shows no frame {stretch}; {has}.")
+        has = f"it has {length:.1f} s from {self.start:.1f} s on"
+        stop = "its end" if end is None else f"{end:g} s"
+        raise ValueError(f"The video {self.name!r} shows no frame from {begin:g} s to {stop}; {has}.")
 
     # --- Frames ---
 

@@ -74,7 +74,9 @@ class EncodedVideo:
         """When a player shows the steps from `first` on, without `last`, in seconds."""
         final_edge = len(self.steps) - 1
         last = min(last, final_edge)  # the last step is padded where the frames are odd in number
-        return self.about.start + self.steps[first], self.about.start + self.steps[last]
+        begin = self.about.start + self.steps[first]
+        end = self.about.start + self.steps[last]
+        return begin, end
 
     def within(self, start: float, end: float) -> tuple[int, int]:
         """The first step of the grid that a player shows between two seconds, and the one behind the last."""
@@ -86,14 +88,15 @@ class EncodedVideo:
     @cached_property
     def steps(self) -> list[float]:
         """When each step of the grid begins, and the last one ends, in seconds from the first frame."""
+        fps = self.about.metadata.fps
         edges = np.arange(self.count) * self.seconds_per_step
         indices = np.array(self.about.metadata.frames_indices or [])
         if len(indices) >= self.count:
             frames_per_step = ceil(len(indices) / self.count)
             first_frames = indices[::frames_per_step] - indices[0]
-            begins = first_frames / self.about.metadata.fps
-            frames_off = np.abs(begins - edges[: len(begins)]) * self.about.metadata.fps
-            if frames_off.max() > 1:
+            begins = first_frames / fps
+            seconds_off = np.abs(begins - edges[: len(begins)])
+            if seconds_off.max() * fps > 1:
                 edges = begins
         regular_end = max(self.count * self.seconds_per_step, edges[-1])
         return edges.tolist() + [float(min(regular_end, self.length))]

@@ -77,7 +77,8 @@ def read_subtitles(video) -> list[Subtitle]:
 
 def _files_beside(video: Path) -> list[Path]:
     """The files of a video's subtitles, those with the shortest names first."""
-    files = sorted(video.parent.iterdir(), key=lambda path: (len(path.name), path.name))
+    files = sorted(video.parent.iterdir())
+    files.sort(key=lambda path: len(path.name))
     other_videos = {path.stem for path in files if path.suffix.lower() in VIDEO_SUFFIXES}
     other_videos.discard(video.stem)
     beside = []
