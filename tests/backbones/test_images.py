@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import pipeline
 
 from tiny import assert_same
 
@@ -103,20 +102,6 @@ def test_the_chat_template_takes_images_as_stock_does(processor, stock_processor
         return one.apply_chat_template(messages, add_generation_prompt=True, **options)
 
     assert_as_stock(prepared(processor), prepared(stock_processor))
-
-
-@pytest.mark.usefixtures("stock_processor")  # which skips where there are none
-@pytest.mark.parametrize("form", ["path", "address", "base64", "PIL"])
-def test_the_pipeline_takes_images(model, processor, folder, address, form):
-    """The same answer whatever the image comes as."""
-    answers = set()
-    ask = pipeline("image-text-to-text", model=model, processor=processor)
-    for image in (given("PIL", folder, address), given(form, folder, address)):
-        content = [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
-        messages = [{"role": "user", "content": content}]
-        (result,) = ask(text=messages, max_new_tokens=4, return_full_text=False)
-        answers.add(result["generated_text"])
-    assert len(answers) == 1
 
 
 @pytest.mark.parametrize("folder", ["a", "aa", "aaa", "aaaa"])  # some paths of a length can be read as base64

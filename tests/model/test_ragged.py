@@ -298,8 +298,6 @@ def test_each_row_may_have_a_retention_of_its_own(counts, seed, data):
         _, alone = selector(*row_alone, retention=own)
         assert_same(together.kept_indices[row], alone.kept_indices[0])
         assert together.rho[row] == alone.rho[0]
-    with pytest.raises(ValueError, match="expected one for all, or one for each"):
-        selector(*inputs, retention=[*retention, 0.5])
 
 
 @examples(60)
@@ -428,22 +426,6 @@ def check_even_spread(kept, num_tokens):
     if len(kept) > 1:
         gaps = kept.diff()
         assert gaps.max() - gaps.min() <= 1
-
-
-@examples(25)
-@given(
-    counts=counts_of_tokens,
-    selection=sampled_from(["qtsplus", "uniform", "random"]),
-    training=booleans(),
-    seed=a_seed,
-)
-def test_retention_one_keeps_all_and_equals_selection_all(counts, selection, training, seed):
-    inputs = ragged_tokens(counts, seed)
-    kept_all, everything = selector_with(selection="all")(*inputs)
-    kept_one, chosen = selector_with(selection=selection)(*inputs, retention=1.0, sample_gate=training)
-    assert_same(everything.kept_indices, [torch.arange(count) for count in counts])
-    assert_same(chosen.kept_indices, everything.kept_indices)
-    assert_close(kept_one, kept_all, atol=1e-4, rtol=1e-5)  # of numbers up to 20
 
 
 @examples(25)
