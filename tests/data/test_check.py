@@ -1,13 +1,9 @@
 """`qtsplus data check` on rows that are built to fail each of its checks, and on sets that are good."""
 
 import json
-import signal
 import struct
-import subprocess
-import sys
 import zlib
 
-import av
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -134,26 +130,6 @@ def test_a_bad_video_is_told_for_each_row_about_it(tmp_path, media, name, reason
     assert not checked(tmp_path, records, media=False).bad
 
 
-def copy_packets(source, target) -> None:
-    """Copies a video into another container."""
-    with av.open(str(source)) as reader, av.open(str(target), "w") as writer:
-        stream = writer.add_stream_from_template(reader.streams.video[0])
-        for packet in reader.demux(reader.streams.video[0]):
-            if packet.dts is not None:
-                packet.stream = stream
-                writer.mux(packet)
-
-
-def test_a_video_that_was_cut_off_is_bad(tmp_path, tiny_mp4):
-    copy_packets(tiny_mp4, tmp_path / "whole.mkv")
-    content = (tmp_path / "whole.mkv").read_bytes()
-    length = len(content) * 2 // 3
-    (tmp_path / "cut.mkv").write_bytes(content[:length])
-    (bad,) = checked(tmp_path, questions_about("whole", "cut"), media=True).bad
-    assert bad.row == 2
-    assert "incomplete" in bad.reason
-
-
 def test_doubles_are_told_with_the_row_that_came_first(tmp_path):
     records = [
         choice(0),
@@ -195,36 +171,6 @@ def test_a_set_without_rows_and_another_that_cannot_be_read_are_refused(tmp_path
 
 
 # --- The command ---
-
-ENDLESS = """
-import sys
-import time
-from qtsplus.cli import app
-from qtsplus.data import check
-
-def look(place):
-    print("looking", flush=True)
-    time.sleep(600)
-
-check.media_problem = look
-app(["data", "check", sys.argv[1]])
-"""
-
-
-@pytest.mark.slow
-def test_an_interruption_ends_the_check_at_once(tmp_path, tiny_mp4):
-    """Also while a video is being looked at, which may take as long as it likes."""
-    (tmp_path / "v_1.mp4").write_bytes(tiny_mp4.read_bytes())
-    write_records(tmp_path / "set.jsonl", [choice(1)])
-    command = [sys.executable, "-c", ENDLESS, str(tmp_path / "set.jsonl")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "looking\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) != 0
-    finally:
-        process.kill()
-        process.stdout.close()
 
 
 def run(*arguments):

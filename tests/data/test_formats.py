@@ -2,7 +2,6 @@
 
 import json
 import sys
-import tracemalloc
 from typing import get_args
 
 import pytest
@@ -253,28 +252,3 @@ def test_a_cell_that_python_cannot_hold_is_named_with_its_file(arrow, tmp_path):
     write_table(path, arrow.table({"video": ["a.mp4"] * 2, "when": late}))
     with pytest.raises(ValueError, match=r"set\.parquet cannot be read as Parquet"):
         list(iter_rows(path))
-
-
-def peak_of_reading(path) -> int:
-    """The bytes that reading a file holds at most."""
-    peaks = []
-    for _ in range(4):  # the first imports, and what another test left running may allocate in between
-        tracemalloc.start()
-        for _ in iter_rows(path):
-            pass
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    return min(peaks)
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_readers_hold_no_more_of_a_longer_file(arrow, ending, tmp_path):
-    captions = [Caption(vision_id=f"v{index}", caption="A man climbs a wall. " * 5) for index in range(6_000)]
-    short = tmp_path / f"short.{ending}"
-    long = tmp_path / f"long.{ending}"
-    for path, records in ((short, captions[:1_000]), (long, captions)):
-        if ending == "jsonl":
-            write_records(path, records)
-        else:
-            write_table_of_records(arrow, path, records)
-    assert peak_of_reading(long) < 1.5 * peak_of_reading(short) + 2**20

@@ -13,7 +13,7 @@ from attention_twin import twin_targets
 from clips import write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
-from qtsplus.evaluation.calibration import Recall, best_heads, calibrate, measure_recalls, read_labelled
+from qtsplus.evaluation.calibration import best_heads, calibrate, measure_recalls, read_labelled
 from qtsplus.evaluation.labelled import Sighting, sighting_tokens
 from qtsplus.training.attention import AttentionChoice
 from qtsplus.training.dataset import VideoQACollator, VideoQADataset
@@ -93,7 +93,7 @@ def test_heads_that_find_little_are_not_summed_with_one_that_finds_all():
     tokens_of_heads = [0.1, 1.0, 0.6, 0.4]
     recalls = {}
     for head, tokens in enumerate(tokens_of_heads):
-        recalls[AttentionChoice(((head, 0),))] = Recall(tokens, tokens / 2)
+        recalls[AttentionChoice(((head, 0),))] = tokens
     assert best_heads(recalls).heads == ((1, 0), (2, 0))
     assert best_heads(recalls, layer=3).heads == ((3, 0),)
 
@@ -102,12 +102,10 @@ def test_the_heads_that_find_the_needles_are_chosen(calibrated, questions):
     found = calibrated([(2, 1), (0, 3)])
     assert found.best.heads == ((0, 3), (2, 1))
     recall = found.choices[found.best]
-    assert recall.tokens == pytest.approx(2 / 3)
-    assert recall.mass == pytest.approx(2 / 3, abs=0.05)
+    assert recall == pytest.approx(2 / 3)
     assert sum(found.questions) == len(questions)
     all_heads = next(iter(found.choices.values()))
-    assert all_heads.tokens == recall.tokens
-    assert all_heads.mass < recall.mass  # all heads find as much, but look elsewhere too
+    assert all_heads == recall
     assert found.fields() == {"relevance_heads": [[0, 3], [2, 1]]}
 
 
@@ -128,10 +126,10 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(calibrated):
     found = calibrated([(0, 0)], most=20, prompt=of_prompt)
     assert found.attention_fields() == {"attention_layer": 1, "attention_heads": [2]}
     best = found.readings[found.best_reading]
-    assert best.tokens == pytest.approx(2 / 3, abs=1e-4)
+    assert best == pytest.approx(2 / 3, abs=1e-4)
     default = next(iter(found.readings))
     assert default.heads == ((2, 0), (2, 1), (2, 2), (2, 3))
-    assert found.readings[default].tokens < 0.5
+    assert found.readings[default] < 0.5
     assert found.fields()["relevance_heads"] == [[0, 0]]
 
 
@@ -150,10 +148,8 @@ def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questi
         (target,) = twin_targets(tiny, inputs, labels, heads=[pair])
         kept = target.topk(len(wanted)).indices.tolist()
         found = wanted.intersection(kept)
-        mass = target[list(wanted)].sum() / target.sum()
         recall = measured[AttentionChoice(heads=(pair,))]
-        assert recall.tokens == pytest.approx(len(found) / len(wanted))
-        assert recall.mass == pytest.approx(float(mass), rel=1e-4)
+        assert recall == pytest.approx(len(found) / len(wanted))
 
 
 # --- The command ---

@@ -91,10 +91,10 @@ def calibrate(
 def _print_calibration(result: "Calibration") -> None:
     console.print("measured on {} questions, checked on {}".format(*result.questions))
     best = result.choices[result.best]
-    console.print(f"distillation, best: {best.tokens:.1%} of the needle tokens, with these lines of a recipe:")
+    console.print(f"distillation, best: {best:.1%} of the needle tokens, with these lines of a recipe:")
     console.print("training:")
     for name, value in result.fields().items():
         console.print(f"  {name}: {json.dumps(value)}")
     reading = result.readings[result.best_reading]
     fields = json.dumps(result.attention_fields())
-    console.print(f"selection=lm_attention: {fields} finds {reading.tokens:.1%} of the needle tokens")
+    console.print(f"selection=lm_attention: {fields} finds {reading:.1%} of the needle tokens")

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,18 +29,9 @@ EQUAL = 0.01  # the largest difference of recalls that are taken for the same
 MOST = 20  # of the best heads that are summed
 
 
-class Recall(NamedTuple):
-    """Means over questions."""
-
-    # The share of a question's needle tokens among as many with the most attention: a tenth may hold all that is shown.
-    tokens: float
-    # The share of the attention to all visual tokens that goes to the needles'. Layers that look everywhere lower it,
-    # and blur what a selector learns from the sum.
-    mass: float
-
-
 Questions = Sequence[LabelledQuestion]
-Recalls = dict[AttentionChoice, Recall]
+# The mean share of a question's needle tokens among as many tokens with the most attention.
+Recalls = dict[AttentionChoice, float]
 Attention = dict[int, Tensor]  # [heads, M] of each layer
 
 
@@ -58,22 +48,17 @@ class Calibration:
 
     @property
     def best_reading(self) -> AttentionChoice:
-        """The one with the highest recall of tokens; among equals the shallowest."""
-        most, _ = max(self.readings.values())
-
-        def rank(choice: AttentionChoice) -> tuple[bool, int]:
-            finds_less = self.readings[choice].tokens < most - EQUAL
-            return finds_less, _layer(choice)
-
-        return min(self.readings, key=rank)
+        """The choice with the highest recall; among equals that with the shallowest layer."""
+        least = max(self.readings.values()) - EQUAL
+        good = [choice for choice, recall in self.readings.items() if recall >= least]
+        return min(good, key=_layer)
 
     @property
     def best(self) -> AttentionChoice:
-        """The choice with the highest recall of tokens; among equals (to 1%) the one with the most mass on needles."""
+        """The choice with the highest recall; among equals one that names heads, which blur less."""
 
-        def rank(choice: AttentionChoice) -> tuple[float, float]:
-            tokens, mass = self.choices[choice]
-            return round(tokens, 2), mass
+        def rank(choice: AttentionChoice) -> tuple[float, bool]:
+            return round(self.choices[choice], 2), choice.heads is not None
 
         return max(self.choices, key=rank)
 
@@ -134,25 +119,21 @@ def calibrate(
 
 def _halves(questions: Questions, features: VideoFeatures) -> list[Questions]:
     """The questions about every second video with features, and those about the others; says which are left out."""
-    halves: list[list[LabelledQuestion]] = [[], []]
-    readable: dict[str, int] = {}  # the half of each video
-    unreadable: list[str] = []
-    for question in questions:
-        name, rate = question.video
+    readable = []
+    unreadable = []
+    for name, rate in dict.fromkeys(question.video for question in questions):
         if features.file(name, rate).exists():
-            half = readable.setdefault(name, len(readable) % 2)
-            halves[half].append(question)
-        elif name not in unreadable:
+            readable.append((name, rate))
+        else:
             unreadable.append(name)
-    left_out = ""
-    if unreadable:
-        left_out = f"Left out, for they cannot be read: {listed(unreadable)}."
+    left_out = f"Left out, for they cannot be read: {listed(unreadable)}." if unreadable else ""
     if len(readable) < 2:
         message = f"{len(readable)} of the videos can be read; expected two or more, to check with. {left_out}"
         raise ValueError(message.rstrip())
     if left_out:
         Console(stderr=True).print(left_out, markup=False)
-    return list(halves)
+    halves = [readable[::2], readable[1::2]]
+    return [[question for question in questions if question.video in half] for half in halves]
 
 
 def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
@@ -185,17 +166,13 @@ def measure_recalls(
     choices: Sequence[AttentionChoice] = (),
 ) -> Recalls:
     """The mean needle recall of the attention summed over each choice; without any, of every single head."""
-    recalls: dict[AttentionChoice, list[Recall]] = {}
+    recalls: dict[AttentionChoice, list[float]] = {}
     for attention, shown in _attention_by_head(model, dataset, questions, positions):
         for choice in choices or _single_heads(attention, positions):
             scores = _summed(attention, choice)
             recall = _recall(scores, shown)
             recalls.setdefault(choice, []).append(recall)
-    means = {}
-    for choice, of_questions in recalls.items():
-        tokens, mass = np.mean(of_questions, axis=0).tolist()
-        means[choice] = Recall(tokens, mass)
-    return means
+    return {choice: float(np.mean(of_questions)) for choice, of_questions in recalls.items()}
 
 
 def _single_heads(attention: Attention, positions: str) -> list[AttentionChoice]:
@@ -254,14 +231,10 @@ def _needle_tokens(
     return np.unique(np.concatenate(tokens))
 
 
-def _recall(scores: Tensor, shown: np.ndarray) -> Recall:
-    """How much the tokens with the highest `scores` `[M]` have of those `[k]` that show the answer."""
+def _recall(scores: Tensor, shown: np.ndarray) -> float:
+    """The share of the tokens `[k]` that show the answer among as many with the highest `scores` `[M]`."""
     kept = scores.topk(len(shown)).indices.cpu().numpy()
-    needles = torch.from_numpy(shown).to(scores.device)
-    total = scores.sum().clamp(min=1e-30)
-    mass = scores[needles].sum() / total
-    tokens = np.isin(shown, kept).mean()
-    return Recall(float(tokens), float(mass))
+    return float(np.isin(shown, kept).mean())
 
 
 def _layer(choice: AttentionChoice) -> int:
@@ -277,12 +250,12 @@ def best_heads(recalls: Recalls, layer: int | None = None) -> AttentionChoice:
     least half of the best one's; at most half of all.
     """
     single = [choice for choice in recalls if layer is None or _layer(choice) == layer]
-    single.sort(key=lambda choice: -recalls[choice].tokens)
+    single.sort(key=recalls.__getitem__, reverse=True)
     best = single[0]
-    least = recalls[best].tokens / 2
+    least = recalls[best] / 2
     half = max(1, len(single) // 2)
     heads: list[tuple[int, int]] = []
     for choice in single[: min(MOST, half)]:
-        if recalls[choice].tokens >= least:
+        if recalls[choice] >= least:
             heads += choice.heads or ()
     return replace(best, heads=tuple(sorted(heads)))
