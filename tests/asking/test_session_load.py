@@ -1,7 +1,6 @@
 """What cannot be loaded ends in one sentence that says what was given and what to do."""
 
 import json
-import os
 import pickle
 import shutil
 
@@ -34,12 +33,6 @@ def ask_on_command_line(video, model, *options):
     words = ["ask", video, "What?", "--model", model, *options]
     line = [str(word) for word in words]
     return CliRunner().invoke(app, line)
-
-
-@pytest.mark.parametrize("name", ["", "  "])
-def test_no_name(name):
-    with pytest.raises(ValueError, match="name is empty; expected a folder or a Hub id"):
-        loading.load(name)
 
 
 @pytest.mark.parametrize("name", ["/nonexistent", "./nowhere", "../a/b", "a/b/c", "nope", "qtsplus-3b"])
@@ -178,15 +171,6 @@ def test_a_repository_that_the_hub_does_not_give(monkeypatch):
         loading.load("org/nothing")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
-def test_a_pipe_in_a_folder_is_not_waited_for(folder, name):
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-    with pytest.raises(ValueError, match=f"{name} is a pipe or a device; expected the files of a model"):
-        loading.load(folder)
-
-
 @pytest.mark.parametrize("size", [0, -4, 1.5, "x", None])
 def test_a_model_of_no_width(folder, size):
     edit_config(folder, lambda config: config["text_config"].update(hidden_size=size))
@@ -206,11 +190,6 @@ def test_weights_that_hold_nan(folder, name):
 def test_a_revision_of_a_folder(folder):
     with pytest.raises(ValueError, match="is a folder, and revision='main' is about a repository"):
         loading.load(folder, revision="main")
-
-
-def test_a_device_without_values(tiny_published):
-    with pytest.raises(ValueError, match="The device 'meta' holds no values"):
-        loading.load(tiny_published, device="meta")
 
 
 def test_a_revision_goes_to_the_model_and_its_processor(tiny_published, monkeypatch):

@@ -143,7 +143,6 @@ def test_a_new_selector_is_the_same_each_time(stock_folder, tmp_path):
 def test_a_variant_gives_the_hyperparameters_and_settings_come_on_top(stock_folder, tmp_path):
     result = run(stock_folder, "--out", tmp_path / "ours", "--variant", "qtsplus-3b-ft", "--set", "n_max=77")
     assert result.exit_code == 0, result.output
-    assert "only that one's selector hyperparameters" in result.stderr
     selector = Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path / "ours").qtsplus_config
     assert (selector.lambda_t, selector.lambda_m, selector.n_max) == (0.2, 0.3, 77)
 
@@ -267,7 +266,7 @@ def test_what_a_reference_does_not_say_is_as_its_code_has_it(reference_folder, t
     silent = {key: value for key, value in config.items() if key not in selector}
     (reference_folder / "config.json").write_text(json.dumps({**silent, "qts_plus_n_heads": 8}))
     result = run(reference_folder, "--out", tmp_path / "ours")
-    assert_refused(result, "unexpected", "model.qts_plus.selector.reencode_layers.1.core.q_proj.weight")
+    assert_refused(result, "unexpected", "model.qtsplus.reencode_layers.1.q_proj.weight")
     second = ".reencode_layers.1."
     rewrite(reference_folder, lambda tensors: {key: t for key, t in tensors.items() if second not in key})
     selector = Qwen2_5_VLQTSplusConfig.from_pretrained(convert(reference_folder, tmp_path / "ours")).qtsplus_config
@@ -335,9 +334,7 @@ def test_a_wrong_vision_configuration_is_named_by_what_does_not_fit(reference_fo
     config = json.loads((reference_folder / "vision_config.json").read_text())
     (reference_folder / "vision_config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     result = run(reference_folder, "--out", tmp_path / "ours")
-    assert_refused(
-        result, "misshapen", "model.vision_tower.blocks.3.mlp.gate_proj.weight", "[48, 32], expected [64, 32]"
-    )
+    assert_refused(result, "size mismatch for model.visual.blocks.3.mlp.gate_proj.weight", "[48, 32]", "[64, 32]")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -345,40 +342,38 @@ def test_a_wrong_vision_configuration_is_named_by_what_does_not_fit(reference_fo
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def test_every_key_that_is_missing_unexpected_or_misshapen_is_listed(reference_folder, tmp_path):
+def test_every_key_that_is_missing_or_unexpected_is_listed(reference_folder, tmp_path):
     lost = [
         "model.qts_plus.selector.budget.mlp.2.bias",
         "model.qts_plus.selector.reencode_layers.1.core.ffn.net.0.weight",
         "model.vision_tower.merger.ln_q.weight",
         "model.layers.1.self_attn.k_proj.bias",
     ]
-    names = [our_name(name, REFERENCE) for name in lost]
+    missing = [our_name(name, REFERENCE) for name in lost]
 
     def spoil(tensors):
         for name in lost:
             del tensors[name]
-        cut = tensors["model.norm.weight"][:3].clone()
-        whole = {"model.layers.0.input_layernorm.weight": torch.ones(64, dtype=torch.int64)}
-        strange = {"model.rotary.inv_freq": cut.clone(), "extra": cut.clone()}
-        return {**tensors, **whole, **strange, "model.norm.weight": cut}
+        tensors["model.extra"] = torch.ones(3)
+        return tensors
 
     rewrite(reference_folder, spoil)
     result = run(reference_folder, "--out", tmp_path / "ours")
-    assert_refused(result, *names, "4 missing", "2 unexpected: extra, model.rotary.inv_freq", "2 misshapen")
-    assert "model.norm.weight (torch.float32 [3], expected [64])" in result.stderr
-    assert "model.layers.0.input_layernorm.weight (torch.int64 [64], expected [64])" in result.stderr
+    assert_refused(result, *missing, "4 missing", "1 unexpected: model.extra")
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("changed", [torch.ones(3), torch.ones(64, dtype=torch.int64)], ids=["shape", "dtype"])
+def test_a_weight_of_another_shape_or_kind_is_named(changed, stock_folder, tmp_path):
+    name = "model.norm.weight"
+    rewrite(stock_folder, lambda tensors: dict(tensors, **{name: changed}))
+    result = run(stock_folder, "--out", tmp_path / "ours")
+    assert_refused(result, f"The weights in {stock_folder} cannot be used", "language_model.norm.weight")
 
 
 def test_a_stock_checkpoints_missing_keys_are_listed(stock_folder, tmp_path):
     rewrite(stock_folder, lambda tensors: {k: t for k, t in tensors.items() if k != "visual.blocks.0.norm1.weight"})
     assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "1 missing: model.visual.blocks.0.norm1.weight")
-
-
-def test_the_same_weight_under_two_names_is_refused(stock_folder, tmp_path):
-    name = "model.norm.weight"
-    rewrite(stock_folder, lambda tensors: {**tensors, "model.language_model.norm.weight": tensors[name].clone()})
-    assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "twice", name, "model.language_model.norm.weight")
 
 
 def test_a_head_against_a_configuration_that_ties_it_is_refused(reference_folder, tmp_path):
@@ -435,7 +430,7 @@ def test_a_model_of_another_type_is_refused(reference_folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--variant", "qtsplus-3b"], ["--variant", "new selector"]),
+        (["--variant", "qtsplus-3b"], ["--variant", "a new selector"]),
         (["--set", "n_max=3"], ["--set"]),
         (["--set", "n_max"], ["expected NAME=VALUE"]),
     ],
@@ -464,7 +459,7 @@ def test_a_quantized_checkpoint_is_refused(stock_folder, tmp_path):
 def test_a_source_that_is_nowhere_or_is_the_target_is_refused(stock_folder, tmp_path):
     assert_refused(run(tmp_path / "none" / "here", "--out", tmp_path / "ours"), "neither a folder nor")
     assert_refused(run("lab/none", "--out", tmp_path / "ours"), "no folder lab/none", "Hub")
-    assert_refused(run(stock_folder / "model.safetensors", "--out", tmp_path / "ours"), "is a file")
+    assert_refused(run(stock_folder / "model.safetensors", "--out", tmp_path / "ours"), "neither a folder nor")
     before = {path.name for path in stock_folder.iterdir()}
     assert_refused(run(stock_folder, "--out", stock_folder), "source itself")
     assert {path.name for path in stock_folder.iterdir()} == before

@@ -101,8 +101,6 @@ def test_many_large_weights_of_few_bits_are_finite():
         ("config.json", ["text_config", "rope_parameters"], "mrope_section", [16, 24, 24]),
         ("config.json", [], "initial", 10**400),
         ("config.json", [], "model_type", ["qwen2_5_vl"]),
-        ("processor_config.json", ["video_processor"], "patch_size", "x"),
-        ("processor_config.json", ["video_processor"], "merge_size", 0),
         ("tokenizer.json", ["model"], "merges", [["zzzz", "qqqq"]]),
         ("tokenizer.json", ["model"], "vocab", {"a": -1}),
     ],
@@ -124,5 +122,5 @@ def test_good_values_are_no_problem():
 @pytest.mark.parametrize("count", [-5, 10_001])
 def test_a_model_of_endless_layers_is_refused_before_it_is_built(name, count):
     check_values("It", {"section": {name: 10_000}})
-    with pytest.raises(ValueError, match=f"It has {name}={count}; expected from 0 to 10,000 layers"):
+    with pytest.raises(ValueError, match=f"It has {name}={count}, which no model can use"):
         check_values("It", {"section": {name: count}})

@@ -95,57 +95,36 @@ def check_weights(
     without: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """
-    The stored tensors under our names and in the model's order, if they are exactly what the model needs; a
-    `ValueError` that lists those that are missing, unexpected or of another shape. A head beside tied embeddings is
-    dropped where the two are equal. Weights whose names begin as `without` says are not expected.
+    The stored tensors under our names, if they are exactly what the model needs; a `ValueError` that lists those that
+    are missing, unexpected or of another shape. A head beside tied embeddings is dropped where the two are equal.
+    Weights whose names begin as `without` says are not expected.
     """
     with reading(Path(folder, "config.json")):
         model = on_meta(config)
-    expected = {}
-    for name, tensor in model.state_dict().items():
-        if without is None or not name.startswith(without):
-            expected[name] = tensor
     tensors: dict[str, torch.Tensor] = {}
-    sources: dict[str, str] = {}
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # as Qwen3.5's heads for several tokens at a time
     for key, tensor in stored.items():
-        if any(re.search(pattern, key) for pattern in ignored):
-            continue
-        name = our_name(key, rules)
-        if name in tensors:
-            raise ValueError(f"{folder} holds {name} twice, as {sources[name]} and as {key}.")
-        tensors[name] = tensor
-        sources[name] = key
-    if config.tie_word_embeddings:
-        expected.pop(HEAD)
-        if HEAD in tensors and EMBEDDINGS in tensors:
-            _check_tied(tensors.pop(HEAD), tensors[EMBEDDINGS], folder)
-
-    missing = [name for name in expected if name not in tensors]
-    unexpected = []
-    misshapen = []
-    for name, tensor in tensors.items():
-        if name not in expected:
-            unexpected.append(sources[name])
-            continue
-        needed = expected[name]
-        if tensor.shape != needed.shape or tensor.is_floating_point() != needed.is_floating_point():
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            misshapen.append(f"{sources[name]} ({found}, expected {list(needed.shape)})")
-    wrong = {"missing": missing, "unexpected": sorted(unexpected), "misshapen": misshapen}
-    problems = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in wrong.items() if names]
+        if not any(re.search(pattern, key) for pattern in ignored):
+            tensors[our_name(key, rules)] = tensor
+    if config.tie_word_embeddings and EMBEDDINGS in tensors:
+        embeddings = tensors[EMBEDDINGS]
+        head = tensors.setdefault(HEAD, embeddings)
+        if head is not embeddings and not torch.equal(head, embeddings):
+            raise ValueError(
+                f"{folder} has a {HEAD} that differs from its embeddings, but its configuration ties the two: set "
+                "tie_word_embeddings to false in its config.json, or remove the head."
+            )
+    with reading(f"The weights in {folder}"):
+        difference = model.load_state_dict(tensors, strict=False, assign=True)
+    missing = [name for name in difference.missing_keys if without is None or not name.startswith(without)]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing: {', '.join(missing)}")
+    unexpected = sorted(difference.unexpected_keys)
+    if unexpected:
+        problems.append(f"{len(unexpected)} unexpected: {', '.join(unexpected)}")
     if problems:
         raise ValueError(f"The weights in {folder} do not fit their configuration. {'; '.join(problems)}.")
-    return {name: tensors[name] for name in expected}
-
-
-def _check_tied(
-    head: torch.Tensor,
-    embeddings: torch.Tensor,
-    folder: Path,
-) -> None:
-    if not torch.equal(head, embeddings):
-        raise ValueError(
-            f"{folder} has a {HEAD} that differs from its embeddings, but its configuration ties the two: set "
-            "tie_word_embeddings to false in its config.json, or remove the head."
-        )
+    if config.tie_word_embeddings:
+        del tensors[HEAD]
+    return tensors

@@ -114,11 +114,8 @@ def convert(
     refuse_adapter(folder)
     model_type = read_json(folder / "config.json").get("model_type")
     from_stock = model_type in _STOCK
-    if not from_stock:
-        if variant is not None:
-            raise ValueError(f"--variant starts a new selector, and {folder} is of type {model_type!r}.")
-        if selector is not None:
-            raise ValueError(f"--set starts a new selector, and {folder} is of type {model_type!r}.")
+    if not from_stock and (variant is not None or selector is not None):
+        raise ValueError(f"--variant and --set start a new selector, and {folder} is of type {model_type!r}.")
     if from_stock:
         made = _from_base(folder, str(source), variant, selector or {}, say)
     elif model_type == REFERENCE_TYPE:
@@ -163,9 +160,6 @@ def _from_base(
     """A stock model with a fresh selector."""
     config = _config_from_base(folder, variant, selector)
     known = matching_variant(config, variant)
-    if variant is not None and known != variant:
-        size = f"{config.text_config.num_hidden_layers} layers of width {config.text_config.hidden_size}"
-        say(f"{folder} has {size}, another size than {variant}: only that one's selector hyperparameters are taken.")
     tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
     config.dtype = tensors[EMBEDDINGS].dtype
     tensors.update(fresh_selector(config, tensors[EMBEDDINGS].dtype))
@@ -329,8 +323,6 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
         if revision is not None:
             raise ValueError(f"--revision is about a repository on the Hub, and {source} is a folder.")
         return Path(source)
-    if Path(source).exists():
-        raise ValueError(f"{source} is a file; expected the folder that it stands in, with its config.json.")
     try:
         return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(_DOWNLOADED)))
     except HFValidationError as error:

@@ -13,7 +13,7 @@ from ..common.files import check_folder
 from ..common.folders import read_json, update_json, whole_folder
 from ..model.generation_qtsplus import auto_map, code_of
 from .backbones import backbone_of, model_types
-from .card import card_data, matching_variant, model_card
+from .card import card_data, model_card
 from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
 from .files import hub_configs, variants
 from .loading import load_config, load_generation_config, processor_of, refuse_adapter
@@ -66,12 +66,7 @@ def assemble_folder(
     elif bundled:
         about = card_data(source.name)
     else:
-        known = matching_variant(config)
-        about = card_data(known, "license", "license_name", "license_link", "base_model")
-        licence = "no licence, as none is known"
-        if about:
-            licence = f"the licence of {known}, which has the same sizes"
-        say(f"{source} has no README.md: the card is a new one, with {licence}.")
+        say(f"{source} has no README.md: the card is a new one. Add the licence and the base model of the weights.")
     with whole_folder(folder) as staging:
         if stored.keys() != tensors.keys():
             save_torch_state_dict(tensors, staging)
