@@ -134,7 +134,6 @@ def test_special_tokens_in_any_turn_of_a_batch_and_in_a_query_are_text(processor
         [],
         iter(["Why?"]),
         "",
-        "\ud800",
     ],
 )
 @each_unlike
@@ -144,16 +143,14 @@ def test_a_query_of_another_type_is_refused(processor, query):
 
 
 def test_a_placeholder_as_text_is_named(processor, model):
-    """Whatever stands for a video or an image: the tokens that a chat template writes, and those in their place."""
-    placeholders = {processor.image_token, processor.video_token}
-    placeholders.update(processor.tokenizer.convert_ids_to_tokens(list(processor.placeholder_ids)))
+    """The tokens that a chat template writes."""
     frames = torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
-    for placeholder in placeholders:
+    for placeholder in (processor.image_token, processor.video_token):
         question = f"What is {placeholder}?"
-        with pytest.raises(ValueError, match="in the text|as text") as refused:
+        with pytest.raises(ValueError, match="in the text") as refused:
             processor(text=question)
         assert placeholder in str(refused.value)
-        with pytest.raises(ValueError, match="in the text|as text"):
+        with pytest.raises(ValueError, match="in the text"):
             processor(text=processor.video_token + question, videos=[frames], fps=2)
 
 

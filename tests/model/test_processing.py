@@ -173,9 +173,9 @@ def test_a_query_goes_through_the_chat_template(processor, ramp, as_kwarg):
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("", "has no token"),
-        ("  \n", "has no token"),
-        (["Where?", ""], "has no token"),
+        ("", "expected a question, a str"),
+        ("  \n", "expected a question, a str"),
+        (["Where?", ""], "expected a question, a str"),
         (["a", "b", "c"], "3 queries for 2 rows"),
     ],
 )

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from tokenizers import AddedToken
 from transformers import BatchFeature
 
 from .question_qtsplus import find_places
@@ -30,16 +29,12 @@ def question_turns(processor: "QTSplusProcessorMixin", conversation: list, *args
     Per conversation, which of the turns that the chat template writes as a user's is the last message of a user, as
     [`find_query_mask`] takes it; `args` and `kwargs` are those of `apply_chat_template`.
     """
-    conversations = [conversation]
-    first = conversation[0]
-    if isinstance(first, (list, tuple)) or hasattr(first, "messages"):
-        conversations = conversation
+    is_one = isinstance(conversation[0], Mapping)
     turns: list[int | None] = []
-    for member in conversations:
-        messages = getattr(member, "messages", member)
+    for messages in [conversation] if is_one else conversation:
         question = None
         for index, message in enumerate(messages):
-            if _role(message) == "user":
+            if message["role"] == "user":
                 question = index
         if question is None:
             turns.append(None)
@@ -52,10 +47,6 @@ def question_turns(processor: "QTSplusProcessorMixin", conversation: list, *args
                 turn -= _count_user_turns(processor, messages, *args, **kwargs)
             turns.append(turn)
     return turns
-
-
-def _role(message) -> str:
-    return message["role"] if isinstance(message, Mapping) else message.role
 
 
 def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args, **kwargs) -> int:
@@ -95,20 +86,19 @@ def plain_inputs(processor: "QTSplusProcessorMixin", conversations: Sequence[lis
     [`QTSplusProcessorMixin.conversation_inputs`]: each text that holds special tokens is left blank in the prompt, and
     its ids take the place of the blank.
     """
-    added = list(processor.tokenizer.added_tokens_decoder.values())
     prompts = []
     turns = []
     ids_of_texts: list[list[list[int]]] = []  # per conversation the ids of the texts that were left blank
     for messages in conversations:
         texts: list[list[int]] = []
-        blanked = [_blank_texts(processor, message, added, texts) for message in messages]
+        blanked = [_blank_texts(processor, message, texts) for message in messages]
         prompts.append(processor.apply_chat_template(blanked, tokenize=False, add_generation_prompt=True))
         turns += question_turns(processor, blanked)
         ids_of_texts.append(texts)
 
     # A special token holds the place of such a text, so that its neighbours are tokenized separately from it.
     candidates = [processor.tokenizer.pad_token]
-    candidates += [token.content for token in added if token.special]
+    candidates += [token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special]
     written = "".join(prompts)
     blank = next(token for token in candidates if token not in written)
     prompts = [prompt.replace(_BLANK, blank) for prompt in prompts]
@@ -123,19 +113,13 @@ def plain_inputs(processor: "QTSplusProcessorMixin", conversations: Sequence[lis
 def _blank_texts(
     processor: "QTSplusProcessorMixin",
     message: dict,
-    added: list[AddedToken],
     texts: list[list[int]],
 ) -> dict:
     """A message with a blank for every text that holds special tokens; the ids of those texts go to `texts`."""
 
     def without(text: str) -> str:
-        # This quick test clears most texts before the tokenizer has to look at them.
-        has_blank = _BLANK in text
-        may_hold_token = any(token.normalized or token.content in text for token in added)
-        if not has_blank and not may_hold_token:
-            return text
         ids = processor.text_ids(text)
-        if not has_blank and ids == processor.prompt_ids(text):
+        if _BLANK not in text and ids == processor.prompt_ids(text):
             return text
         texts.append(ids)
         return _BLANK

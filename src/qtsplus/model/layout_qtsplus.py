@@ -49,11 +49,6 @@ class VisualSpan:
     line: int = 0
 
     @property
-    def source(self) -> tuple[int, int]:
-        """Which image or video of the batch it is of."""
-        return self.modality, self.index
-
-    @property
     def tokens(self) -> int:
         return math.prod(self.grid)
 
@@ -140,9 +135,7 @@ def _fits(span: VisualSpan, placeholders: int, placed: list[VisualSpan]) -> bool
     if span.frame == 0:
         return True
     # A later frame follows a frame of its own video.
-    if not placed:
-        return False
-    return placed[-1].source == span.source
+    return bool(placed) and placed[-1].modality == span.modality and placed[-1].index == span.index
 
 
 def _count(spans: Sequence[VisualSpan] | Iterator[VisualSpan]) -> int:
@@ -366,11 +359,17 @@ class QTSplusBackboneMixin:
         return torch.cat(parts, dim=1)
 
     def language_positions(self, spans: list[VisualSpan], positions: Tensor) -> Tensor:
-        """`[rope_axes, S_b]`: where the language model puts the tokens of a row; `positions` are those of its grids."""
-        if self.rope_axes == 3:
-            return positions
+        """
+        `[rope_axes, S_b]`: where the language model puts the tokens of a row; `positions` are those of its grids. Where
+        it does not measure seconds, every temporal patch is one step, as an image is.
+        """
         length = positions.shape[1]
-        return torch.arange(length, device=positions.device)[None]
+        if self.rope_axes == 1:
+            return torch.arange(length, device=positions.device)[None]
+        if self.language_seconds:
+            return positions
+        images = [replace(span, modality=IMAGE, frame=0) for span in spans]
+        return self.row_positions(images, length, [], positions.device)
 
     def language_axes(self, position_ids: Tensor) -> Tensor:
         """`[rope_axes, B, S]` of `position_ids`."""
@@ -388,28 +387,18 @@ class QTSplusBackboneMixin:
     def splice(self, inputs_embeds: Tensor, input_ids: Tensor, features: FeaturesOfRows) -> Tensor:
         """Puts features in place of the placeholders' embeddings `[B, S, d]`."""
         types = self.token_types(input_ids)
-        masks = {}
         for modality, name in MODALITIES.items():
             if name not in features:
                 continue
-            mask = types == modality
+            is_placeholder = types == modality
             rows = features[name]
             if len(rows) == len(types):
                 # A placeholder behind the prompt's own is a token that was generated, or guessed by a lookup there.
                 lengths = [[len(row)] for row in rows]
                 most = torch.tensor(lengths, device=types.device)
-                mask &= mask.cumsum(1) <= most
-            masks[name] = mask
-        # The host waits once for the counts of all masks.
-        counts = torch.stack([mask.sum() for mask in masks.values()])
-        for name, count in zip(masks, counts.tolist(), strict=True):
-            rows_of_all = list(features[name])
-            packed = torch.cat(rows_of_all)
-            if count != len(packed):
-                raise ValueError(f"{count} {name} placeholders in the prompt for {len(packed)} features.")
-            places = masks[name][..., None]
-            packed = packed.to(inputs_embeds)
-            inputs_embeds = inputs_embeds.masked_scatter(places, packed)
+                is_placeholder &= is_placeholder.cumsum(1) <= most
+            packed = torch.cat(list(rows)).to(inputs_embeds)
+            inputs_embeds = inputs_embeds.masked_scatter(is_placeholder[..., None], packed)
         return inputs_embeds
 
 

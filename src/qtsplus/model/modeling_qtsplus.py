@@ -3,7 +3,6 @@ language model. Each has only what differs from layout_qtsplus.py.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +19,14 @@ from .configuration_qtsplus import (
 )
 from .encoding_qtsplus import PatchProjection, WindowsTogether, tower_inputs
 from .generation_qtsplus import QTSplusPreTrainedMixin
-from .layout_qtsplus import FeaturesOfRows, VisualSpan
+from .layout_qtsplus import FeaturesOfRows
 from .mixin_qtsplus import (
     QTSplusCausalLMOutputWithPast,
     QTSplusHeadMixin,
     QTSplusModelMixin,
     QTSplusModelOutputWithPast,
 )
-from .prompt_qtsplus import IMAGE, TEXT
+from .prompt_qtsplus import TEXT
 
 
 class QwenVLQTSplusModelMixin(QTSplusModelMixin):
@@ -74,11 +73,6 @@ class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2
 
     config: Qwen2VLQTSplusConfig
 
-    def language_positions(self, spans: list[VisualSpan], positions: Tensor) -> Tensor:
-        """One position per temporal patch, as along an image, where Qwen2.5-VL measures seconds."""
-        images = [replace(span, modality=IMAGE) for span in spans]
-        return self.row_positions(images, positions.shape[1], [], positions.device)
-
 
 class Qwen2VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen2VLForConditionalGeneration):
     """Qwen2-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
@@ -93,11 +87,6 @@ class Qwen3QTSplusModelMixin(QwenVLQTSplusModelMixin):
     """Every temporal patch of a video has its time as text ("<0.5 seconds>") in front."""
 
     frames_apart = True
-
-    def language_positions(self, spans: list[VisualSpan], positions: Tensor) -> Tensor:
-        """Time is text here: every frame stands like an image."""
-        images = [replace(span, modality=IMAGE, frame=0) for span in spans]
-        return self.row_positions(images, positions.shape[1], [], positions.device)
 
 
 class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLModel):

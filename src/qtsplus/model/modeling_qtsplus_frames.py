@@ -180,26 +180,11 @@ class _ApartProcessor(InternVLProcessor):
     video_placeholder_id: int
 
     def __call__(self, images=None, text=None, videos=None, **kwargs):
-        if text is not None and not kwargs.get("sanitize_control_tokens"):
-            self._check_text([text] if isinstance(text, str) else text)
         # The stock method would mix the pixels of images and videos.
         inputs = ProcessorMixin.__call__(self, images=images, text=text, videos=videos, **kwargs)
         if videos is not None and text is not None:
             inputs["input_ids"] = self._mark_videos(inputs["input_ids"])
         return inputs
-
-    def _check_text(self, rows):
-        """`ValueError` for a text with the token that stands for a video's tokens, other than where a video is put."""
-        placeholder = self.tokenizer.convert_ids_to_tokens(self.video_placeholder_id)
-        if placeholder == self.video_token:
-            return
-        for index, row in enumerate(rows):
-            if placeholder in row:
-                raise ValueError(
-                    f"The text of row {index} contains {placeholder}, the placeholder of a video's tokens, as text: "
-                    f"expected {self.video_token} where a video is. Leave it out of the message, or make the inputs "
-                    "with conversation_inputs, where all text is text."
-                )
 
     def _check_special_mm_tokens(self, text, text_inputs, modalities):
         # The tokens of videos are marked later; the model counts them.

@@ -274,15 +274,15 @@ class QTSplusProcessorMixin(ProcessorMixin):
         `question_turns` are those of [`find_query_mask`].
         """
         token_ids = self.query_token_ids
-        if torch.is_tensor(input_ids):
-            return find_query_mask(input_ids, None, **token_ids, question_turns=question_turns)
         masks = []
         for row, ids in enumerate(input_ids):
             turns = None if question_turns is None else [question_turns[row]]
             row_ids = torch.as_tensor(ids)[None]
             (mask,) = find_query_mask(row_ids, None, **token_ids, question_turns=turns)
-            masks.append(mask.tolist())
-        return masks
+            masks.append(mask)
+        if torch.is_tensor(input_ids):
+            return torch.stack(masks)
+        return [mask.tolist() for mask in masks]
 
 
 def _blank_frames(

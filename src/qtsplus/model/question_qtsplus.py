@@ -197,7 +197,8 @@ def tokenize_query(tokenizer, query: str | list[str], rows: int | None, like) ->
     if not isinstance(queries, (list, tuple)) or not queries:
         raise ValueError(f"query={query!r}: expected a question as a str, or a list with one for each row.")
     for row, question in enumerate(queries):
-        _check_query(question, row)
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f"The query of row {row} is {question!r}; expected a question, a str that has tokens.")
     if rows is not None and len(queries) != rows:
         raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
     tokens = tokenizer(
@@ -210,15 +211,3 @@ def tokenize_query(tokenizer, query: str | list[str], rows: int | None, like) ->
         return_tensors="pt" if torch.is_tensor(like) else None,
     )
     return {"query_input_ids": tokens["input_ids"], "query_attention_mask": tokens["attention_mask"]}
-
-
-def _check_query(question, row: int) -> None:
-    if not isinstance(question, str):
-        raise ValueError(f"The query of row {row} is {question!r}; expected a question as a str.")
-    if not question.strip():
-        raise ValueError(f"The query {question!r} of row {row} has no token; expected a question.")
-    try:
-        question.encode()
-    except UnicodeEncodeError as error:
-        problem = "holds half a character (a lone surrogate)"
-        raise ValueError(f"The query of row {row}, {question!r}, {problem}; expected a question in Unicode.") from error
