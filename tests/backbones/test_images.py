@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tiny import assert_same
+from tiny import assert_same, chat_inputs
 
 NAMES = ("wide.png", "tall.png")
 
@@ -44,25 +44,29 @@ def stock_processor(processor, backbone):
         with pytest.raises(ValueError, match="read videos alone here: expected no images"):
             processor(images=Image.new("RGB", (60, 40)), text=processor.image_token)
         pytest.skip("takes no images")
-    names = inspect.signature(processor.stock_class).parameters
-    return processor.stock_class(**{name: getattr(processor, name) for name in names if hasattr(processor, name)})
+    parts = {}
+    for name in inspect.signature(processor.stock_class).parameters:
+        if hasattr(processor, name):
+            parts[name] = getattr(processor, name)
+    return processor.stock_class(**parts)
 
 
 def given(form, folder, address):
-    path = str(folder / NAMES[0])
-    data = base64.b64encode((folder / NAMES[0]).read_bytes()).decode()
+    path, other_path = (str(folder / name) for name in NAMES)
     image = Image.open(path)
-    other = Image.open(folder / NAMES[1])
+    other = Image.open(other_path)
+    with open(path, "rb") as file:
+        data = base64.b64encode(file.read()).decode()
     return {
         "path": path,
         "address": f"{address}/{NAMES[0]}",
         "base64": data,
         "data URI": f"data:image/png;base64,{data}",
         "PIL": image,
-        "flat paths": [path, str(folder / NAMES[1])],
-        "nested paths": [[path], [str(folder / NAMES[1])]],
+        "flat paths": [path, other_path],
+        "nested paths": [[path], [other_path]],
         "nested PIL": [[image], [other]],
-        "mixed": [[image], [str(folder / NAMES[1])]],
+        "mixed": [[image], [other_path]],
     }[form]
 
 
@@ -71,8 +75,9 @@ def assert_as_stock(ours, stock):
     assert_same(ours["input_ids"], stock["input_ids"])
     pixels = stock["pixel_values"]
     if pixels.ndim == 5:
-        counts = ours["image_grid_thw"][:, 0].tolist()
-        pixels = torch.cat([one[:count] for one, count in zip(pixels, counts, strict=True)])
+        counts = ours["image_grid_thw"][:, 0]
+        is_real = torch.arange(pixels.shape[1]) < counts[:, None]
+        pixels = pixels[is_real]
     assert_same(ours["pixel_values"], pixels)
 
 
@@ -83,25 +88,27 @@ FORMS = ("path", "address", "base64", "data URI", "PIL", "flat paths", "nested p
 def test_a_call_takes_images_as_stock_does(processor, stock_processor, folder, address, form):
     images = given(form, folder, address)
     rows = len(images) if isinstance(images, list) else 1
-    (prompt,) = processor.apply_chat_template(
-        [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Why?"}]}]]
-    )
-    options = {"text": [prompt] * rows, "padding": True, "return_tensors": "pt"}
-    assert_as_stock(processor(images=images, **options), stock_processor(images=images, **options))
+    content = [{"type": "image"}, {"type": "text", "text": "Why?"}]
+    prompt = processor.apply_chat_template([{"role": "user", "content": content}])
+    call = {"images": images, "text": [prompt] * rows, "padding": True, "return_tensors": "pt"}
+    assert_as_stock(processor(**call), stock_processor(**call))
 
 
 @pytest.mark.parametrize(
-    ("key", "form"), [("image", "PIL"), ("image", "path"), ("url", "address"), ("path", "path"), ("base64", "base64")]
+    ("key", "form"),
+    [
+        ("image", "PIL"),
+        ("image", "path"),
+        ("url", "address"),
+        ("path", "path"),
+        ("base64", "base64"),
+    ],
 )
 def test_the_chat_template_takes_images_as_stock_does(processor, stock_processor, folder, address, form, key):
-    content = [{"type": "image", key: given(form, folder, address)}, {"type": "text", "text": "What is it?"}]
-
-    def prepared(one):
-        messages = [{"role": "user", "content": list(content)}]
-        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        return one.apply_chat_template(messages, add_generation_prompt=True, **options)
-
-    assert_as_stock(prepared(processor), prepared(stock_processor))
+    image = given(form, folder, address)
+    ours = chat_inputs(processor, {"type": "image", key: image}, "What is it?")
+    stock = chat_inputs(stock_processor, {"type": "image", key: image}, "What is it?")
+    assert_as_stock(ours, stock)
 
 
 @pytest.mark.parametrize("folder", ["a", "aa", "aaa", "aaaa"])  # some paths of a length can be read as base64

@@ -44,9 +44,9 @@ ARGUMENTS = (
 def calls(tiny_published, tmp_path_factory):
     """By name, a call with one argument of any kind among good ones."""
     folder = tmp_path_factory.mktemp("films")
-    model, processor = loaded = load(tiny_published, "cpu")
+    loaded = load(tiny_published, "cpu")
     write_mp4(folder / "film.mp4", FRAMES, 2)
-    index(folder, folder / "library", model, processor, name=str(tiny_published), say=lambda _: None)
+    index(folder, folder / "library", *loaded, name=str(tiny_published), say=lambda _: None)
     film = encode(*loaded, FRAMES, fps=2)
     library = Library(folder / "library", *loaded)
 
@@ -108,7 +108,8 @@ def test_frames_without_three_channels_are_refused(calls, frames):
 
 
 def test_frames_of_objects_are_refused(calls):
-    for frames in (FRAMES.astype(object), np.array([None] * 4), [frame.astype(object) for frame in FRAMES[:4]]):
+    objects = FRAMES[:4].astype(object)
+    for frames in (objects, list(objects), np.array([None] * 4)):
         with pytest.raises(ValueError, match=r"object.*expected|expected.*frames"):
             calls["frames"](video=frames)
     for frames in (FRAMES[:4].astype(np.uint16) * 257, FRAMES[:4] > 99):  # which are no numbers from 0 to 255
