@@ -333,6 +333,16 @@ def test_no_more_is_lost_than_is_looked_at(tmp_path):
     assert warning.endswith(" is damaged, and with it 1 of the 1 frames that are looked at.")
 
 
+def test_a_packet_that_a_decoder_drops_is_said(tmp_path):
+    """In an AVI nothing tells which frame is missing: as many come out as are expected."""
+    path = write(tmp_path, "libx264", "avi")
+    spoil(path, [2], kept=6)
+    film = Film(str(path))
+    list(film.show(film.times))
+    (warning,) = film.warnings
+    assert warning.endswith(" is damaged, and with it 1 of the 100 frames that are looked at.")
+
+
 def test_what_follows_from_a_damaged_frame_is_counted(tmp_path):
     """Of two in five frames none is the damaged one, whose blocks they show until the next key frame."""
     path = write(tmp_path, "libx264 without B", "mkv", g="50", sc_threshold="0")

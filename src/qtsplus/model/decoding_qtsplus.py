@@ -257,10 +257,13 @@ class Film:
         as far as it goes, or else the one before it, and `warnings` say how many.
         """
         damaged = 0
+        readable = int(self.whole.sum())
         with self._naming():
             for frame, is_whole in self._show(instants):
                 yield frame
                 damaged += not is_whole
+        found_broken = readable - int(self.whole.sum())
+        damaged = damaged or min(found_broken, len(instants))
         if damaged:
             self._warn(f"is damaged, and with it {damaged} of the {len(instants)} frames that are looked at")
 
