@@ -12,8 +12,6 @@ from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from tiny import tiny_model
 from training_examples import collate, examples, make_trainer, steps
 
-OURS = "QTSplusTrainer"
-PLAIN = "Trainer"
 NAMES = {field.name for field in fields(TrainingArguments)}
 
 # What changes two steps of training, and what leaves them as they are.
@@ -73,26 +71,19 @@ def plain_collate(rows):
     return inputs
 
 
-def trainer_of(kind, folder, **settings):
-    if kind == OURS:
-        return make_trainer(folder, max_steps=2, **settings)
-    run = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "report_to": [],
-        "remove_unused_columns": False,
-        "train_sampling_strategy": "sequential",
+def plain_trainer(folder, **settings):
+    """The Trainer of Transformers."""
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        max_steps=2,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+        remove_unused_columns=False,
         **settings,
-    }
-    model = tiny_model(gate="noiseless", rho_min=0.1, rho_max=0.9, n_max=10)
-    arguments = TrainingArguments(str(folder), **run)
-    trainer = Trainer(model, arguments, train_dataset=examples(12), data_collator=plain_collate)
+    )
+    trainer = Trainer(tiny_model(n_max=10), arguments, train_dataset=examples(12), data_collator=plain_collate)
     trainer.remove_callback(ProgressCallback)
     return trainer
 
@@ -103,14 +94,9 @@ def losses(trainer):
     return [line["loss"] for line in steps(trainer)]
 
 
-@pytest.fixture(scope="module", params=[OURS, pytest.param(PLAIN, marks=pytest.mark.slow)])
-def kind(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def expected(kind, tmp_path_factory):
-    return losses(trainer_of(kind, tmp_path_factory.mktemp("expected")))
+def expected(tmp_path_factory):
+    return losses(make_trainer(tmp_path_factory.mktemp("expected"), max_steps=2))
 
 
 def supported(settings):
@@ -120,10 +106,8 @@ def supported(settings):
 
 
 @pytest.mark.parametrize("settings", CHANGES, ids=lambda settings: next(iter(settings)))
-def test_a_field_changes_the_training(kind, expected, tmp_path, settings):
-    trainer = trainer_of(kind, tmp_path, **settings)
-    if kind == PLAIN and "label_smoothing_factor" in settings:
-        trainer.model.model.full_length = True
+def test_a_field_changes_the_training(expected, tmp_path, settings):
+    trainer = make_trainer(tmp_path, max_steps=2, **settings)
     assert losses(trainer) != pytest.approx(expected, rel=1e-5)
 
 
@@ -135,11 +119,11 @@ def warnings(monkeypatch) -> list[str]:
 
 
 def smoothing(folder):
-    return trainer_of(PLAIN, folder, label_smoothing_factor=0.3)
+    return plain_trainer(folder, label_smoothing_factor=0.3)
 
 
 def own_loss(folder):
-    trainer = trainer_of(PLAIN, folder)
+    trainer = plain_trainer(folder)
 
     def compute_loss(outputs, labels, **kwargs):
         return trainer.model.loss_function(outputs.logits, labels, vocab_size=outputs.logits.shape[-1])
@@ -160,7 +144,7 @@ def test_a_trainer_that_takes_the_labels_is_told_of_the_lengths(tmp_path, make, 
 
 
 def test_our_trainer_is_not_told(tmp_path, warnings):
-    losses(trainer_of(OURS, tmp_path))
+    losses(make_trainer(tmp_path, max_steps=2))
     assert not warnings
 
 
@@ -169,9 +153,9 @@ def test_our_trainer_is_not_told(tmp_path, warnings):
     [pytest.param(one, marks=[pytest.mark.slow] * ("torch_compile" in one)) for one in SAME],
     ids=lambda settings: next(iter(settings)),
 )
-def test_a_field_leaves_the_loss_as_it_is(kind, expected, tmp_path, settings):
+def test_a_field_leaves_the_loss_as_it_is(expected, tmp_path, settings):
     supported(settings)
-    trainer = trainer_of(kind, tmp_path, **settings)
+    trainer = make_trainer(tmp_path, max_steps=2, **settings)
     assert losses(trainer) == pytest.approx(expected, rel=1e-5)
     if "include_num_input_tokens_seen" in settings:
         mask = collate(examples(8))["attention_mask"]
@@ -179,8 +163,8 @@ def test_a_field_leaves_the_loss_as_it_is(kind, expected, tmp_path, settings):
 
 
 @pytest.mark.parametrize("settings", EVALUATION, ids=lambda settings: next(iter(settings)))
-def test_evaluation_goes_on(kind, tmp_path, settings):
-    trainer = trainer_of(kind, tmp_path, per_device_eval_batch_size=2, **settings)
+def test_evaluation_goes_on(tmp_path, settings):
+    trainer = make_trainer(tmp_path, per_device_eval_batch_size=2, **settings)
     seen = []
 
     def compute_metrics(prediction, compute_result=True):
@@ -204,11 +188,9 @@ def test_a_field_without_effect_is_refused(tmp_path, settings, message):
         QTSplusTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **settings)
 
 
-def test_a_loss_of_ones_own_and_plain_arguments_are_refused(tmp_path):
+def test_a_loss_of_ones_own_is_refused(tmp_path):
     with pytest.raises(ValueError, match="compute_loss_func has no effect here"):
         QTSplusTrainer(tiny_model(), QTSplusTrainingArguments(str(tmp_path)), compute_loss_func=print)
-    with pytest.raises(ValueError, match="Got args of the type TrainingArguments; expected QTSplusTrainingArguments"):
-        QTSplusTrainer(tiny_model(), TrainingArguments(str(tmp_path)))
 
 
 def test_smoothed_labels_give_the_loss_of_transformers(tmp_path):

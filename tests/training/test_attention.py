@@ -270,13 +270,6 @@ def test_micro_batches_add_up_to_one_big_batch(tmp_path, freeze):
     assert_same_training(whole, split)
 
 
-def test_a_batch_of_text_alone_adds_nothing(tmp_path):
-    trainer = trained(tmp_path, relevance_weight=1.0, per_device_train_batch_size=1, max_steps=1)
-    (line,) = steps(trainer)
-    assert "loss_relevance" not in line
-    assert line["loss"] == pytest.approx(line["loss_lm"], rel=1e-5)
-
-
 def overlap_and_divergence(model, inputs, labels) -> tuple[float, float]:
     """Share of the teacher's top quarter among the selector's, and the divergence."""
     model.eval()

@@ -165,22 +165,6 @@ def write_lines(folder, *rows):
     return path
 
 
-def test_records_are_read_from_beside_their_file(tmp_path):
-    line = {
-        "video": "clips/a.mp4",
-        "question": "What?",
-        "answer": "B",
-        "source": "mcq",
-        "options": ["x", "y"],
-        "seed": 3,
-    }
-    path = write_lines(tmp_path, line, {**line, "video": None, "query": "Q"})
-    first, second = read_records(path)
-    assert first.video == str(tmp_path / "clips/a.mp4")
-    assert second.video is None
-    assert second.query == "Q"
-
-
 GOOD = {"video": None, "question": "What?", "answer": "red"}
 
 

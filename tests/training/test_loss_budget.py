@@ -114,19 +114,6 @@ def test_a_batch_chooses_as_its_rows_do(rows, inputs, null_token):
         assert together.seen is None
 
 
-def test_another_cap_leaves_the_head_as_it_is(inputs, tmp_path):
-    model = tiny_model(**LOSS)
-    model.save_pretrained(tmp_path)
-    other = type(model).from_pretrained(tmp_path)
-    other.config.qtsplus_config.n_max = 3
-    with_retention = selection_of(other, inputs, retention=[0.5, 0.5, 0.5])
-    assert with_retention.n.max() <= 3
-    assert selection_of(other, inputs).n.max() <= 3
-    assert with_retention.predicted_losses.shape == (3, DOUBLINGS)
-    larger = tiny_model(**{**LOSS, "n_max": 99_999})
-    assert larger.load_state_dict(model.state_dict())
-
-
 def test_an_untaught_head_keeps_the_least(inputs):
     model = tiny_model(budget="loss", rho_min=0.25, rho_max=0.9).eval()
     assert selection_of(model, inputs).n.tolist() == [16, 6, 0]

@@ -265,12 +265,6 @@ def test_a_run_ends_in_a_hub_folder_and_can_go_on(recipe_file):
     assert torch.isfinite(weights["model.qtsplus.budget.mlp.0.weight"]).all()
 
 
-def test_training_goes_on_from_the_result_of_another_run(recipe_file, tiny_published, tmp_path):
-    settings = [f"model.weights={tiny_published}", "model.variant=null", f"training.output_dir={tmp_path}/run"]
-    (recipe,) = load_stages(recipe_file, settings)
-    assert (run(recipe) / "config.json").exists()
-
-
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path):
     states = {2: "{}", 4: '{"glo', 6: None}
     for step, state in states.items():

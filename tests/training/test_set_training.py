@@ -127,9 +127,3 @@ def test_a_set_that_cannot_train_ends_in_one_line(record, message, sets, tmp_pat
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
     assert re.search(message, result.stderr)
-
-
-def test_an_empty_media_root_is_refused(sets, tmp_path):
-    result = train(sets, tmp_path / "run", ["vqa.jsonl"], "data.media_root=' '")
-    assert result.exit_code == 2
-    assert "data.media_root is empty" in result.stderr

@@ -202,26 +202,6 @@ def test_both_stages_from_pixels(mode, pixels, run_by):
     assert torch.equal(answer(folder, video), answer(one, video))
 
 
-@pytest.fixture(scope="module")
-def by_loss(tmp_path_factory, tiny_published, tiny_processor) -> Path:
-    """The recipe of a model with a new selector's budget, and its run in one process."""
-    folder = tmp_path_factory.mktemp("by_loss")
-    selector = {"budget": "loss", "null_token": True, "target_n": 6.0, "rho_max": 0.3}
-    model = make_model(folder / "model", tiny_published, tiny_processor, tied=True, **selector)
-    recipe = make_recipe(folder, model, PIXELS)
-    train_well(recipe, folder / "run")
-    return recipe
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_null_token_and_the_predicted_losses_are_taught_by_all(mode, by_loss, tmp_path):
-    train_well(by_loss, tmp_path / "run", mode)
-    one = by_loss.parent / "run"
-    assert any("loss_budget" in line for line in steps(one))
-    assert_same_run(tmp_path / "run/relevance", one / "relevance")
-    assert_same_run(tmp_path / "run", one)
-
-
 @pytest.fixture(scope="module", params=BACKBONES[1:], ids=lambda backbone: backbone.name)
 def other(request, tmp_path_factory) -> Path:
     """The recipe of another backbone, and its run in one process."""

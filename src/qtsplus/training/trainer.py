@@ -107,8 +107,6 @@ class QTSplusTrainer(Trainer):
     model: Any  # a model or a PeftModel, never None here
 
     def __init__(self, model: nn.Module, args: QTSplusTrainingArguments, **kwargs):
-        if not isinstance(args, QTSplusTrainingArguments):
-            raise ValueError(f"Got args of the type {type(args).__name__}; expected QTSplusTrainingArguments.")
         model = prepare_parts(model, args)
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("compute_loss_func has no effect here: add losses in a subclass's compute_loss.")
@@ -145,7 +143,8 @@ class QTSplusTrainer(Trainer):
         size = len(SOURCES) + 2
         counts = torch.zeros(size, dtype=torch.int64, device=self.args.device)
         for batch in batches:
-            counts += self._count(batch).to(counts.device)
+            of_batch = self._count(batch)
+            counts += of_batch.to(counts.device)
             longest = _longest_video(batch).to(self._longest)
             self._longest = torch.maximum(self._longest, longest)
             self.skipped += batch.get("skipped", 0)
@@ -189,11 +188,13 @@ class QTSplusTrainer(Trainer):
             weight = args.relevance_weight
             if weight > 0:
                 divergences = self._relevance_divergences(qtsplus, inputs, labels)
-                loss = loss + self._mean("loss_relevance", divergences, weight, counts.answered)
+                loss_relevance = self._mean("loss_relevance", divergences, weight, counts.answered)
+                loss = loss + loss_relevance
             teaches_budget = self.selector_config.budget == "loss" and not args.freeze_selector
             if unlimited and teaches_budget:
                 errors = self._predicted_losses(inputs, labels, qtsplus)
-                loss = loss + self._mean("loss_budget", errors, 1.0, counts.with_vision)
+                loss_budget = self._mean("loss_budget", errors, 1.0, counts.with_vision)
+                loss = loss + loss_budget
             # Distributed training averages gradients over the processes, which here are parts of one sum.
             loss = (loss + budget) * self.accelerator.num_processes
         outputs["loss"] = loss
@@ -221,12 +222,14 @@ class QTSplusTrainer(Trainer):
         running = self.running[training]
         running.add("loss_lm", token_losses)
         for index, source in enumerate(SOURCES):
-            running.add(f"loss_{source}", token_losses[sources == index])
+            losses_of_source = token_losses[sources == index]
+            running.add(f"loss_{source}", losses_of_source)
         tokens = counts.tokens
         if self.args.sft_loss == "token_mean":
             tokens = tokens.sum().expand(len(tokens))
         tokens = tokens.clamp(min=1)
-        return (token_losses / tokens[sources]).sum()
+        shares = token_losses / tokens[sources]
+        return shares.sum()
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """As stock; the labels are those of the shortened prompt, column for column beside the logits."""
@@ -282,7 +285,8 @@ class QTSplusTrainer(Trainer):
                 measured[:, step].index_add_(0, rows, token_losses)
         if qtsplus is None:
             return measured[:0, 0]
-        return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
+        predicted = qtsplus.predicted_losses[:, :steps]
+        return loss_differences(predicted, measured, most)
 
     def attention_targets(self, inputs: Mapping, labels: Tensor) -> Sequence[Tensor]:
         """What teaches the scores of each row, see [`answer_attention`]."""
@@ -295,7 +299,8 @@ class QTSplusTrainer(Trainer):
         if qtsplus is None or qtsplus.log_relevance is None:
             return torch.zeros(0, device=labels.device)
         null_token = self.selector_config.null_token
-        return relevance_divergences(qtsplus.log_relevance, targets, null_token).to(labels.device)
+        divergences = relevance_divergences(qtsplus.log_relevance, targets, null_token)
+        return divergences.to(labels.device)
 
     def _count(self, batch: Mapping) -> Tensor:
         """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, those with an answer too."""
