@@ -1,6 +1,7 @@
 """Which answers `qtsplus watch` tells, and what it runs for them."""
 
 import json
+from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,8 @@ from typer.testing import CliRunner
 from qtsplus.cli import app
 from qtsplus.cli.watch import _told
 
-ANSWERS = [
-    SimpleNamespace(answer=text, seen=seen, seen_threshold=0.8)
-    for text, seen in [("a", 0.1), ("a", 0.9), ("b", 0.8), ("b", 0.2), ("c", 0.85)]
-]
+SEEN = {"a": 0.1, "A": 0.9, "b": 0.8, "B": 0.2, "c": 0.85}
+ANSWERS = [SimpleNamespace(answer=text.lower(), seen=seen, seen_threshold=0.8) for text, seen in SEEN.items()]
 
 
 @pytest.mark.parametrize(
@@ -30,10 +29,15 @@ def test_which_answers_are_told(on_change, when_seen, numbers):
 
 
 def test_only_a_new_answer_is_told(tiny_published, tiny_mp4):
-    line = ["watch", str(tiny_mp4), "What?", "--model", str(tiny_published), "--every", "1", "--timeout", "0.2"]
-    told = [CliRunner().invoke(app, [*line, "--json", *more]).stdout.splitlines() for more in ([], ["--on-change"])]
-    every, new = ([json.loads(one) for one in lines] for lines in told)
-    assert [one["seconds_of_video"] for one in every] == [1, 2, 3, 4]
-    said = [one["answer"] for one in every]
-    changes = [text for number, text in enumerate(said) if not number or text != said[number - 1]]
-    assert [one["answer"] for one in new] == changes
+    line = ["watch", str(tiny_mp4), "What?", "--model", str(tiny_published), "--every", "1", "--json"]
+
+    def answers(options):
+        result = CliRunner().invoke(app, line + options)
+        return [json.loads(text) for text in result.stdout.splitlines()]
+
+    every = answers([])
+    times = [answer["seconds_of_video"] for answer in every]
+    assert times == [1, 2, 3, 4]
+    changes = [text for text, _ in groupby(answer["answer"] for answer in every)]
+    new = [answer["answer"] for answer in answers(["--on-change"])]
+    assert new == changes
