@@ -154,7 +154,7 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         ),
         ("training.resume_from_checkpoint=/nonexistent", "use --resume"),
         ("training.eval_strategy=steps", "data.eval_files is empty"),
-        ("training.output_dir=", "training.output_dir is empty"),
+        ("training.output_dir=", "training.output_dir is null; expected the folder"),
         ("training.max_skipped=2", "max_skipped is 2; expected at most 1"),
         ("stages=5", "SECTION.FIELD=VALUE"),
     ],
@@ -173,7 +173,7 @@ def test_mistakes_in_a_recipe_are_named(override, message):
         ("model: 5", "model is 5; expected a mapping"),
         ("stages: 5", "stages is 5"),
         ("stages: {one: {models: {}}}", "stages.one.models is no field"),
-        ("model: {variant: qtsplus-tiny}", "data.train_files is missing"),
+        ("model: {variant: qtsplus-tiny}\ntraining: {output_dir: out}", "data.train_files is missing"),
     ],
 )
 def test_what_is_no_recipe_is_said(tmp_path, text, message):

@@ -186,7 +186,7 @@ def test_a_stage_uses_the_features_of_the_one_before_and_none_of_its_memory(tmp_
     ("setting", "message"),
     [
         ("data.processor_kwargs={nonsense: 1}", "processor_kwargs.nonsense is no setting of"),
-        ("training.output_dir=", "training.output_dir is empty"),
+        ("training.output_dir=", "training.output_dir is null"),
     ],
 )
 def test_settings_that_nobody_reads_are_refused(recipe_file, setting, message):

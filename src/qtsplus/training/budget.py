@@ -228,8 +228,10 @@ def loss_differences(
     counts = 2**steps
     within = counts <= most[:, None]
     largest = within.sum(1, keepdim=True) - 1
-    excess = measured - measured.gather(1, largest)
+    with_most = measured.gather(1, largest)
+    excess = measured - with_most
     excess = excess.clamp(0, LOST)
     errors = F.smooth_l1_loss(predicted, excess, reduction="none")
-    means = (errors * within).sum(1) / within.sum(1)
+    total = (errors * within).sum(1)
+    means = total / within.sum(1)
     return means[most > 1]

@@ -112,10 +112,12 @@ class VideoQADataset(Dataset):
         prompt = inputs["input_ids"][0]
         answer = list(self.processor.text_ids(record.answer))
         target = torch.tensor(answer + [self.end_of_turn])
+        labels = self._earlier_answers(prompt)
+        query_mask = inputs["query_mask"][0]
         example: Inputs = {
             "input_ids": torch.cat([prompt, target]),
-            "labels": torch.cat([self._earlier_answers(prompt), target]),
-            "query_mask": F.pad(inputs["query_mask"], (0, len(target)))[0],
+            "labels": torch.cat([labels, target]),
+            "query_mask": F.pad(query_mask, (0, len(target))),
         }
         if self.model_max_length is not None:
             is_text = ~torch.isin(example["input_ids"], self.placeholders)
@@ -162,11 +164,13 @@ class VideoQADataset(Dataset):
         labels = torch.full_like(prompt, IGNORED)
         header = self.answer_header
         windows = prompt.unfold(0, len(header), 1)
-        opens = (windows == header).all(-1).nonzero()[:, 0]
+        is_header = (windows == header).all(-1)
+        opens = is_header.nonzero()[:, 0]
         starts = opens + len(header)
         for start in starts.tolist()[:-1]:
-            ends = prompt[start:] == self.end_of_turn
-            length = int(ends.int().argmax()) + 1
+            is_end = prompt[start:] == self.end_of_turn
+            first_end = is_end.int().argmax()
+            length = int(first_end) + 1
             stop = start + length
             labels[start:stop] = prompt[start:stop]
         return labels
@@ -216,7 +220,8 @@ class VideoQACollator:
             padding["query_input_ids"] = self.pad_token_id
             padding["query_attention_mask"] = 0
         for row in rows:
-            question = row["input_ids"][row["query_mask"].bool()]
+            is_question = row["query_mask"].bool()
+            question = row["input_ids"][is_question]
             query = row.setdefault("query_input_ids", question)
             row["attention_mask"] = torch.ones_like(row["input_ids"])
             row["query_attention_mask"] = torch.ones_like(query)

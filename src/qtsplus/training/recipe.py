@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, PositiveInt, with_config
 from typing_extensions import TypedDict
 
-from ..common.validation import STRICT, build, parse_yaml
+from ..common.validation import STRICT, build, parse_yaml, show
 from ..data.media import AnyPath
 from ..data.records import Rate, Text
 from ..hub.files import hub_configs
@@ -141,7 +141,7 @@ def load_stages(
 
     `stages` names what runs one after the other, with the fields in which each differs from the sections above. Every
     stage but the first starts from what the one before has written. The last one writes to `training.output_dir`, the
-    others to folders of their names in it. `{variant}` in a folder stands for the variant's name.
+    others to folders of their names in it. `{variant}` in it stands for the variant's name.
 
     Args:
         overrides: such as `"training.max_steps=10"`, for every stage; the value is YAML, and fields of a mapping are
@@ -165,7 +165,9 @@ def load_stages(
         if recipes:
             before = recipes[-1].output_dir
             sections = _merge(sections, {"model": {"weights": str(before)}})
-        sections = _merge(sections, _folders(sections, "" if stage == last else stage))
+        _check_output_dir(path, sections["training"].get("output_dir"))
+        output_dir = _output_dir(sections, "" if stage == last else stage)
+        sections = _merge(sections, {"training": {"output_dir": output_dir}})
         recipes.append(_build(path, sections, stage, trainer_class))
     return recipes
 
@@ -209,23 +211,20 @@ def _parse_override(override: str) -> Fields:
     return value
 
 
-def _folders(sections: Fields, stage: str) -> Fields:
+def _check_output_dir(path: AnyPath, folder) -> None:
+    if not isinstance(folder, str) or folder.strip() == "":
+        raise ValueError(f"{path}: training.output_dir is {show(folder)}; expected the folder to write to.")
+
+
+def _output_dir(sections: Fields, stage: str) -> str:
     """
-    The folders that a recipe writes to, with the variant's name, or else that of the weights. A stage before the last
+    The folder that a recipe writes to, with the variant's name, or else that of the weights. A stage before the last
     has a folder of its own.
     """
     model = sections["model"]
-    variant = str(model.get("variant") or Path(str(model.get("weights"))).name)
-    folders: Fields = {}
-    for section, name in (("training", "output_dir"), ("data", "features")):
-        folder = sections[section].get(name)
-        if isinstance(folder, str):
-            folder = folder.replace("{variant}", variant)
-            folders[section] = {name: folder}
-    if stage and "training" in folders:
-        folder = folders["training"]["output_dir"]
-        folders["training"]["output_dir"] = str(Path(folder) / stage)
-    return folders
+    variant = model.get("variant") or Path(str(model.get("weights"))).name
+    folder = sections["training"]["output_dir"].replace("{variant}", str(variant))
+    return str(Path(folder) / stage) if stage else folder
 
 
 def _build(
@@ -239,7 +238,4 @@ def _build(
     training = build(f"{path}: training.", trainer_class.arguments_class, sections["training"])
     if training.eval_strategy != "no" and not data.eval_files:
         raise ValueError(f"{path}: training asks for evaluation, but data.eval_files is empty: name files there.")
-    output_dir = sections["training"].get("output_dir")
-    if output_dir is None or str(output_dir).strip() == "":
-        raise ValueError(f"{path}: training.output_dir is empty; expected the folder to write to.")
     return Recipe(model, data, training, Path(path), stage, trainer_class)
