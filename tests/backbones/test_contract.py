@@ -195,19 +195,20 @@ class TestBackbone:
 
     def test_a_prompt_in_two_calls_is_cut_behind_its_question_alone(self, model, prepare):
         inputs = prepare("video")
-        whole = run(model, inputs).logits[:, -1:]
-        last_word = int(inputs["query_mask"].nonzero()[-1, 1])
-        for stop in (last_word + 1, last_word):
+        (ids,) = inputs["input_ids"]
+
+        def in_two_calls(stop):
             begin = dict(inputs)
             for name in ("input_ids", "attention_mask", "query_mask"):
                 begin[name] = inputs[name][:, :stop]
             cache = run(model, begin, use_cache=True)[CACHE]
-            rest = {"input_ids": inputs["input_ids"][:, stop:], "attention_mask": inputs["attention_mask"]}
-            if stop > last_word:
-                close(run(model, rest, **{CACHE: cache}).logits[:, -1:], whole, 1e-4)
-            else:
-                with pytest.raises(ValueError, match="the new ids continue it or ask another"):
-                    run(model, rest, **{CACHE: cache})
+            rest = {"input_ids": ids[None, stop:], "attention_mask": inputs["attention_mask"]}
+            return logits(model, rest, **{CACHE: cache})[0, -1]
+
+        last_word = inputs["query_mask"][0].nonzero().max().item()
+        close(in_two_calls(last_word + 1), logits(model, inputs)[0, -1], 1e-4)
+        with pytest.raises(ValueError, match="the new ids continue it or ask another"):
+            in_two_calls(last_word)
 
     def test_seconds_that_a_collator_dropped_are_named(self, model, prepare):
         inputs = prepare("video", "two videos")

@@ -55,29 +55,33 @@ def test_in_a_call(mine, folder, tiny_mp4):
     model, processor = load(folder)
     video = encode(model, processor, tiny_mp4)
     options = {"retention": 0.25, "max_new_tokens": 1}
-    maps = [
-        ask(model, processor, video, "What?", selection=selection, **options).keep_map
-        for selection in (f"{mine}:latest", lambda candidates, n: torch.arange(candidates.num_tokens)[-n:])
-    ]
-    assert torch.equal(*maps)
-    assert maps[0].flatten()[-16:].all()
-    assert maps[0].sum() == 16
+
+    def kept(selection):
+        return ask(model, processor, video, "What?", selection=selection, **options).keep_map
+
+    by_name = kept(f"{mine}:latest")
+    assert by_name.flatten()[-16:].all()
+    assert by_name.sum() == 16
+    by_function = kept(lambda candidates, n: torch.arange(candidates.num_tokens)[-n:])
+    assert torch.equal(by_function, by_name)
 
 
 def test_on_the_command_line(mine, folder, tiny_mp4, tmp_path):
     own = ["--model", folder, "--selection", f"{mine}:latest", "--retention", "0.25"]
-    answer = json.loads(run("ask", tiny_mp4, "What?", "--json", "--max-new-tokens", "1", *own).stdout)
+    one_token = ["--json", "--max-new-tokens", "1"]
+    answer = json.loads(run("ask", tiny_mp4, "What?", *one_token, *own).stdout)
     assert answer["kept_tokens"] == 16
-    assert min(one["start"] for one in answer["evidence"]) == 3
-    told = run("chat", tiny_mp4, "--json", "--max-new-tokens", "1", *own, input="What?\n").stdout
-    assert min(one["start"] for one in json.loads(told)["evidence"]) == 3
+    assert min(moment["start"] for moment in answer["evidence"]) == 3
+    turn = json.loads(run("chat", tiny_mp4, *one_token, *own, input="What?\n").stdout)
+    assert min(moment["start"] for moment in turn["evidence"]) == 3
+    records = tmp_path / "records.jsonl"
     record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "kind": "mark"}
-    (tmp_path / "records.jsonl").write_text(json.dumps(record))
-    for command in (["batch", "--out", tmp_path / "out.jsonl"], ["eval", "--json"]):
-        result = run(*command, tmp_path / "records.jsonl", *own)
-        assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "out.jsonl").read_text())["evidence"] == answer["evidence"]
-    assert json.loads(result.stdout)["kept"] == pytest.approx(0.25)
+    records.write_text(json.dumps(record))
+    answers = tmp_path / "answers.jsonl"
+    run("batch", records, "--out", answers, *own)
+    assert json.loads(answers.read_text())["evidence"] == answer["evidence"]
+    evaluated = json.loads(run("eval", records, "--json", *own).stdout)
+    assert evaluated["kept"] == pytest.approx(0.25)
 
 
 def test_in_a_recipe_and_by_convert(mine, folder, tiny_stock, tiny_mp4, tmp_path):
