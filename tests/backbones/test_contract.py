@@ -229,7 +229,7 @@ class TestBackbone:
     def test_a_grid_that_is_no_tensor_of_numbers_is_refused(self, model, prepare, change):
         inputs = prepare("video")
         inputs["video_grid_thw"] = change(inputs["video_grid_thw"])
-        with pytest.raises(ValueError, match="expected a tensor of whole numbers"):
+        with pytest.raises(ValueError, match="video_grid_thw.*expected"):
             model(**inputs)
 
     def test_padding_without_its_mask_is_named(self, model, prepare):
