@@ -75,7 +75,9 @@ def test_a_command_takes_whole_how_frames_are_sampled_and_tokens_are_chosen():
 def frame_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("frames")
     for index in range(6):
-        Image.new("RGB", (56, 84), (40 * index, 90, 200)).save(folder / f"frame{index}.png")
+        colour = (40 * index, 90, 200)
+        frame = Image.new("RGB", (56, 84), colour)
+        frame.save(folder / f"frame{index}.png")
     return folder
 
 
@@ -90,7 +92,8 @@ def assert_refused(result, *words):
 
 def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     (tmp_path / "home").touch()  # the bundled model needs nothing of the user's
-    environment = {**os.environ, "HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "home")}
+    home = str(tmp_path / "home")
+    environment = os.environ | {"HOME": home, "HF_HOME": home}
     result = subprocess.run(
         [sys.executable, "-m", "qtsplus.cli", "ask", str(tiny_mp4), QUESTION, "--json", "--max-new-tokens", "4"],
         capture_output=True,
@@ -108,7 +111,8 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     assert answer["seconds_of_video"] == pytest.approx(4)
     assert answer["largest_gap"] == pytest.approx(0.5)
     assert 1 <= answer["kept_tokens"] < answer["visual_tokens"]
-    assert 0 < sum(interval["weight"] for interval in answer["evidence"]) < 1 + 1e-6
+    weights = [interval["weight"] for interval in answer["evidence"]]
+    assert 0 < sum(weights) < 1 + 1e-6
     for interval in answer["evidence"]:
         assert set(interval) == {"video", "start", "end", "weight", "box", "pixels"}
         assert 0 <= interval["start"] < interval["end"] <= 4
@@ -214,7 +218,8 @@ def test_the_version():
 def test_the_completion():
     typed = {"_QTSPLUS_COMPLETE": "complete_bash", "COMP_WORDS": "qtsplus co", "COMP_CWORD": "1"}
     command = Path(sys.executable).with_name("qtsplus")
-    result = subprocess.run([command], capture_output=True, text=True, env={**os.environ, **typed})
+    environment = os.environ | typed
+    result = subprocess.run([command], capture_output=True, text=True, env=environment)
     assert result.stdout.split() == ["convert"]
     assert result.stderr == ""
 
@@ -226,7 +231,8 @@ def test_the_weights_dtype_can_be_chosen(ask, tiny_mp4):
 
 def test_the_demo_answers_two_questions_rightly_from_different_tokens(tmp_path):
     answers = run_demo(tmp_path)
-    assert [answer.answer for _, answer in answers] == [question.answer for question, _ in answers]
+    for question, answer in answers:
+        assert answer.answer == question.answer
     one, other = (answer.keep_map for _, answer in answers)
     assert (one & other).sum() < 0.5 * one.sum()
     for number in (1, 2):
@@ -263,7 +269,9 @@ def test_eval_counts_matching_answers_from_real_videos(tmp_path, tiny_published)
     assert ours["questions"] == uniform["questions"] == questions
     assert ours["kept"] == pytest.approx(29 / 288)
     assert uniform["low"] < uniform["accuracy"] < uniform["high"]
-    assert ours["kinds"]["attribute"]["accuracy"] > uniform["kinds"]["attribute"]["accuracy"] + 0.3
+    by_question = ours["kinds"]["attribute"]
+    regardless = uniform["kinds"]["attribute"]
+    assert by_question["accuracy"] > regardless["accuracy"] + 0.3
 
 
 @pytest.fixture
@@ -271,7 +279,8 @@ def records(tmp_path, tiny_mp4, frame_folder):
     """Two questions about a video, one about a file that is none, one about a missing one, one about frames."""
     (tmp_path / "broken.mp4").write_bytes(tiny_mp4.read_bytes()[:200])
     names = (str(tiny_mp4), str(tiny_mp4), "broken.mp4", "missing.mp4", str(frame_folder))
-    lines = [{"video": name, "question": QUESTION, "answer": "red", "kind": "colour"} for name in names]
+    fields = {"question": QUESTION, "answer": "red", "kind": "colour"}
+    lines = [{"video": name} | fields for name in names]
     lines[-1]["fps"] = 2
 
     def write(lines=lines):
@@ -287,7 +296,8 @@ def test_eval_goes_on_after_unreadable_videos_and_lists_them(records, tiny_publi
     summary = read_json(invoke("eval", file, "--model", tiny_published, "--json"))
     assert summary["questions"] == 5
     assert summary["accuracy"] <= 3 / 5
-    for unreadable, name in zip(summary["unreadable"], ("broken.mp4", "missing.mp4"), strict=True):
+    names = ["broken.mp4", "missing.mp4"]
+    for unreadable, name in zip(summary["unreadable"], names, strict=True):
         assert unreadable["video"].endswith(name)
         assert unreadable["questions"] == 1
         assert unreadable["reason"]
@@ -310,7 +320,8 @@ def test_eval_of_nothing_readable_is_a_failed_run(records, tiny_published, optio
     result = invoke("eval", write(lines[2:4]), "--model", tiny_published, *options)
     assert result.exit_code == 1
     assert result.stdout == ""
-    broken, missing, last = result.stderr.splitlines()[-3:]
+    lines_said = result.stderr.splitlines()
+    broken, missing, last = lines_said[-3:]
     assert "broken.mp4 cannot be read: " in broken
     assert "missing.mp4 cannot be read: " in missing
     assert "no video of" in last
@@ -372,7 +383,7 @@ def test_the_name_of_a_video_does_not_move_the_cursor(command, tiny_mp4, tiny_pu
         "index": [videos, "--out", tmp_path / "library"],
         "convert": [videos / name, "--out", tmp_path / name],
     }
-    line = [command, *(str(word) for word in lines[command])]
+    line = [command] + [str(word) for word in lines[command]]
     if command != "convert":
         line += ["--model", str(tiny_published)]
     result = CliRunner().invoke(app, line, input="Who?\n/evidence\n")
@@ -384,7 +395,11 @@ def test_the_name_of_a_video_does_not_move_the_cursor(command, tiny_mp4, tiny_pu
 
 @pytest.mark.parametrize(
     ("box", "words"),
-    [((0, 0, 1, 0.9), "all over the frame"), ((0.4, 0.4, 0.6, 0.6), "middle centre"), ((0, 0, 0.2, 0.2), "top left")],
+    [
+        ((0, 0, 1, 0.9), "all over the frame"),
+        ((0.4, 0.4, 0.6, 0.6), "middle centre"),
+        ((0, 0, 0.2, 0.2), "top left"),
+    ],
 )
 def test_a_region_in_words(box, words):
     assert place(box) == words

@@ -105,8 +105,9 @@ def port(library, tiny_published, tmp_path_factory):
 
 def status(port, body=b"{}", **headers):
     """What a server says to a message that no client of the SDK would send."""
-    sent = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", **headers}
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+    sent = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"} | headers
+    server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(server) as connection:
         connection.request("POST", "/mcp", body, sent)
         return connection.getresponse().status
 
@@ -148,27 +149,29 @@ def said(shelf, name, **arguments) -> dict:
 
 LONG = "x" * 100_000
 NO_NAMES = ["../secret.mp4", "/etc/passwd", "", "a.mp4\0", "*", "more/../a.mp4", "./a.mp4", "file:///a.mp4", LONG]
+NO_NAMES += ["http://[::1]/"]
+ASKING = {"question": QUESTION}
+LOOKING = {"video": "a.mp4", "seconds": 0}
 
 # For each tool and argument: the values that are refused, beside arguments that are not.
 REFUSED = [
     ("look", {"seconds": 0}, "video", NO_NAMES),
-    ("look", {"video": "a.mp4"}, "seconds", [-1, 7, 1e300, "NaN", "inf", None, [0]]),
-    ("look", {"video": "a.mp4", "seconds": 0}, "side", [0, 31, 1025, 10**9, "big"]),
-    ("find_moments", {"question": QUESTION}, "videos", [[name] for name in [*NO_NAMES, 5, None, "http://[::1]/"]]),
-    ("find_moments", {}, "question", ["", " ", "x" * 2001, LONG, 5, None, [QUESTION]]),
-    ("find_moments", {"question": QUESTION}, "count", [0, 51, 10**30, -1, 1.5]),
-    ("ask", {"question": QUESTION}, "videos", [[name] for name in NO_NAMES]),
-    ("ask", {"question": QUESTION}, "videos", ["a.mp4", ["a.mp4"] * 101, {"a.mp4": 1}]),
-    ("ask", {"question": QUESTION}, "max_new_tokens", [0, 513, 10**6]),
-    ("ask", {"question": QUESTION}, "selection", ["file.py:function"]),
+    ("look", LOOKING, "seconds", [-1, 7, "NaN", None]),
+    ("look", LOOKING, "side", [31, 1025]),
+    ("find_moments", ASKING, "videos", ["a.mp4"]),
+    ("find_moments", ASKING, "count", [0, 51]),
+    ("find_moments", {}, "question", ["", " ", LONG, None]),
+    ("ask", ASKING, "max_new_tokens", [0, 513]),
+    ("ask", ASKING, "selection", ["file.py:function"]),
     ("list_videos", {}, "count", [51]),
-    ("list_videos", {}, "first", [-1, 1e300]),
+    ("list_videos", {}, "first", [-1]),
     ("list_videos", {}, "text", [LONG]),
 ]
-HOSTILE = [("ask", {})]
+HOSTILE = [("ask", {}), ("watch", ASKING), ("../look", LOOKING)]
 for tool, arguments, argument, values in REFUSED:
-    HOSTILE += [(tool, {**arguments, argument: value}) for value in values]
-HOSTILE += [(tool, {"question": QUESTION}) for tool in ["watch", "", "../look", LONG]]
+    HOSTILE += [(tool, arguments | {argument: value}) for value in values]
+HOSTILE += [("find_moments", ASKING | {"videos": [name]}) for name in NO_NAMES]
+HOSTILE += [("ask", ASKING | {"videos": [name]}) for name in NO_NAMES]
 
 ASKED = [
     ("list_videos", {}),
@@ -199,7 +202,8 @@ def test_tools_only_read(stdio):
 
 
 def test_an_agent_is_told_what_the_library_lists(results):
-    whole, some, none = results[len(HOSTILE) :][:3]
+    answers = results[len(HOSTILE) :]
+    whole, some, none = answers[:3]
     videos = [{"video": name, "start": 0.0, "seconds": 6.0} for name in WORLDS]
     assert whole.structured_content == {"videos": videos, "of": 3, "not_encoded_yet": []}
     assert some.structured_content == {"videos": videos[:1], "of": 1, "not_encoded_yet": []}
@@ -215,7 +219,8 @@ def assert_are_moments(given, moments):
 
 
 def test_an_agent_is_told_what_the_library_finds_and_answers(results, library):
-    moments, of_one, answer = [result.structured_content for result in results[len(HOSTILE) :][3:6]]
+    answers = results[len(HOSTILE) :]
+    moments, of_one, answer = [result.structured_content for result in answers[3:6]]
     assert_are_moments(moments["moments"], library.find(QUESTION, 3))
     assert_are_moments(of_one["moments"], library.find(QUESTION, 5, ["b [1].mp4"]))
     expected = library.ask(QUESTION, max_new_tokens=8)
@@ -228,12 +233,14 @@ def test_an_agent_is_told_what_the_library_finds_and_answers(results, library):
 def test_an_agent_sees_the_frame_of_its_second(results):
     (image,) = results[-1].content
     assert image.mime_type == "image/jpeg"
-    frame = np.asarray(Image.open(io.BytesIO(base64.b64decode(image.data))))
+    file = io.BytesIO(base64.b64decode(image.data))
+    frame = np.asarray(Image.open(file))
     assert frame.shape[0] == 64
 
     def difference(name, number):
-        rendered = Image.fromarray(render_world(WORLDS[name])[number]).resize((64, 64))
-        return np.abs(frame - np.asarray(rendered, float)).mean()
+        rendered = render_world(WORLDS[name])[number]
+        small = Image.fromarray(rendered).resize((64, 64))
+        return np.abs(frame - np.asarray(small, float)).mean()
 
     shown = difference("a.mp4", 4)
     assert shown < 8
@@ -359,8 +366,10 @@ def test_lines_that_are_no_messages_end_nothing(library, tiny_published):
     client = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}
     half_a_character = message("tools/call", 5, name="list_videos", arguments={"text": "\ud800"})
     junk = [LONG, "[" * 10**6, half_a_character, '{"jsonrpc"', "\x00\x07", "5", '{"jsonrpc": "2.0", "id": 9}']
-    lines = junk + [message("initialize", 1, **client)] + junk + [message("notifications/initialized")]
-    lines.append(message("tools/call", 2, name="list_videos", arguments={}))
+    hello = message("initialize", 1, **client)
+    ready = message("notifications/initialized")
+    call = message("tools/call", 2, name="list_videos", arguments={})
+    lines = junk + [hello] + junk + [ready, call]
 
     server = [sys.executable] + command(library, tiny_published)
     with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
