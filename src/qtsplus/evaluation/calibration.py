@@ -55,12 +55,8 @@ class Calibration:
 
     @property
     def best(self) -> AttentionChoice:
-        """The choice with the highest recall; among equals one that names heads, which blur less."""
-
-        def rank(choice: AttentionChoice) -> tuple[float, bool]:
-            return round(self.choices[choice], 2), choice.heads is not None
-
-        return max(self.choices, key=rank)
+        """The choice with the highest recall, to 1%; among equals the first, which is of fewer heads."""
+        return max(self.choices, key=lambda choice: round(self.choices[choice], 2))
 
     def attention_fields(self) -> dict:
         """The best reading as fields of `qtsplus_config`."""
@@ -108,7 +104,7 @@ def calibrate(
         choices: Recalls = {}
         for positions in ("answer", "question", "both"):
             recalls = measure_recalls(model, dataset, measured, positions)
-            sums = [AttentionChoice(positions=positions), best_heads(recalls)]
+            sums = [best_heads(recalls), AttentionChoice(positions=positions)]
             choices |= measure_recalls(model, dataset, checked, positions, sums)
         recalls = measure_recalls(model, dataset, measured, "prompt")
         single = _readings(recalls, model.config.text_config)
@@ -126,12 +122,10 @@ def _halves(questions: Questions, features: VideoFeatures) -> list[Questions]:
             readable.append((name, rate))
         else:
             unreadable.append(name)
-    left_out = f"Left out, for they cannot be read: {listed(unreadable)}." if unreadable else ""
+    if unreadable:
+        Console(stderr=True).print(f"Left out, for they cannot be read: {listed(unreadable)}.", markup=False)
     if len(readable) < 2:
-        message = f"{len(readable)} of the videos can be read; expected two or more, to check with. {left_out}"
-        raise ValueError(message.rstrip())
-    if left_out:
-        Console(stderr=True).print(left_out, markup=False)
+        raise ValueError(f"{len(readable)} of the videos can be read; expected two or more, to check with.")
     halves = [readable[::2], readable[1::2]]
     return [[question for question in questions if question.video in half] for half in halves]
 
@@ -224,8 +218,9 @@ def _needle_tokens(
     """`[k]`: the visual tokens that show any needle of a question; a `ValueError` for one that no token shows."""
     tokens = []
     for needle in question.needles:
-        tokens.append(sighting_tokens(needle, grid, seconds))
-        if not len(tokens[-1]):
+        of_needle = sighting_tokens(needle, grid, seconds)
+        tokens.append(of_needle)
+        if len(of_needle) == 0:
             record = question.record
             raise ValueError(f"The evidence of {record.question!r} lies outside of {record.video}.")
     return np.unique(np.concatenate(tokens))

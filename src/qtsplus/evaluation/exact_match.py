@@ -28,13 +28,8 @@ class Outcome:
     record: VideoRecord
     said: str = ""
     visual_tokens: int = 0
-    rho: float = 0.0  # the fraction that the selection aimed at
     kept_indices: tuple[int, ...] = ()  # of the visual tokens, those that the language model read
     unreadable: str | None = None  # why its video could not be read
-
-    @property
-    def kept_tokens(self) -> int:
-        return len(self.kept_indices)
 
     @property
     def correct(self) -> bool:
@@ -99,7 +94,6 @@ def _outcome(
         record,
         said=result.answer,
         visual_tokens=result.visual_tokens,
-        rho=result.rho,
         kept_indices=tuple(kept),
     )
 
@@ -132,6 +126,9 @@ def _row(outcomes: Sequence[Outcome]) -> dict:
         correct += outcome.correct
         visual_tokens += outcome.visual_tokens
         kept_tokens += len(outcome.kept_indices)
+    kept = None
+    if visual_tokens > 0:
+        kept = kept_tokens / visual_tokens
     accuracy = correct / len(outcomes)
     low, high = _wilson_interval(accuracy, len(videos))
     return {
@@ -140,7 +137,7 @@ def _row(outcomes: Sequence[Outcome]) -> dict:
         "accuracy": accuracy,
         "low": low,
         "high": high,
-        "kept": kept_tokens / visual_tokens if visual_tokens else None,
+        "kept": kept,
     }
 
 

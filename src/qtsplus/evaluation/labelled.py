@@ -49,8 +49,10 @@ def sighting_tokens(
     steps, rows, columns = grid
     shown = np.zeros((steps, rows, columns), dtype=bool)
     for sighting in seen:
-        first = int(sighting.start / seconds_per_grid + 1e-6)
-        last = int(np.ceil(sighting.end / seconds_per_grid - 1e-6))
+        start = sighting.start / seconds_per_grid
+        end = sighting.end / seconds_per_grid
+        first = int(start + 1e-6)
+        last = int(np.ceil(end - 1e-6))
         first = min(first, steps - 1)
         last = max(last, first + 1)
         shown[first:last] |= _cells(sighting, rows, columns)
@@ -68,10 +70,12 @@ def _cells(
     row_shares = _shares(rows, height, top, bottom)
     column_shares = _shares(columns, width, left, right)
     box_area = (bottom - top) * (right - left)
-    cell_in_boxes = height / rows * width / columns / box_area
+    cell_area = height / rows * width / columns
+    cell_in_boxes = cell_area / box_area
     shares = np.outer(row_shares, column_shares)
     shares /= min(1.0, cell_in_boxes)
-    least = min(LEAST_SHARE, float(shares.max()))
+    most = float(shares.max())
+    least = min(LEAST_SHARE, most)
     return (shares >= least) & (shares > 0)
 
 
