@@ -32,6 +32,10 @@ class Outcome:
     unreadable: str | None = None  # why its video could not be read
 
     @property
+    def kept_tokens(self) -> int:
+        return len(self.kept_indices)
+
+    @property
     def correct(self) -> bool:
         """Whether what was said is the record's answer to the letter."""
         return self.unreadable is None and self.said == self.record.answer
