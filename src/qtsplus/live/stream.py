@@ -42,13 +42,15 @@ class Tokens:
 
     def take(self, kept: Tensor) -> "Tokens":
         tensors = vars(self).values()
-        return Tokens(*[tensor[kept] for tensor in tensors])
+        chosen = [tensor[kept] for tensor in tensors]
+        return Tokens(*chosen)
 
     def join(self, newer: "Tokens") -> "Tokens":
         if len(self) == 0:
             return newer
         pairs = zip(vars(self).values(), vars(newer).values(), strict=True)
-        return Tokens(*[torch.cat(pair) for pair in pairs])
+        joined = [torch.cat(pair) for pair in pairs]
+        return Tokens(*joined)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ class Stream:
     @property
     def num_tokens(self) -> int:
         """Tokens in memory."""
-        return sum(len(camera.tokens) for camera in self.cameras.values())
+        counts = [len(camera.tokens) for camera in self.cameras.values()]
+        return sum(counts)
 
     def append(
         self,
@@ -152,7 +155,8 @@ class Stream:
             first = newest + 1
             times = np.arange(first, first + len(frames)) / self.fps
         seconds = seconds_of(times, len(frames), last_time, name)
-        camera = self.camera(name, np.shape(frames[0]))
+        shape = np.shape(frames[0])
+        camera = self.camera(name, shape)
         camera.last_time = seconds[-1]
         steps = []
         for pixels, time in zip(frames, seconds, strict=True):
@@ -291,10 +295,12 @@ class Stream:
         for camera in cameras:
             tokens = camera.tokens
             width = camera.cells[1]
-            visual.append(tokens.features[:, : self._width])
+            features = tokens.features[:, : self._width]
+            visual.append(features)
             rows = tokens.cells // width
             columns = tokens.cells % width
-            positions.append(torch.stack([tokens.steps, rows, columns]))
+            places = torch.stack([tokens.steps, rows, columns])
+            positions.append(places)
             scores.append(tokens.scores)
             lines.append((1, 1, len(tokens)))
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,8 @@ class Source:
             if after is not None and frame.time > (after.time or 0) + LEAP:
                 clock.strays += 1  # the next frame is shown before it
             elif self.is_camera:
-                yield camera_clock.seconds(frame.time, len(clock.joins)), frame
+                joins = len(clock.joins)
+                yield camera_clock.seconds(frame.time, joins), frame
             else:
                 yield max(frame.time - begin, 0.0), frame
 
@@ -312,7 +314,8 @@ def _looks(sources: Mapping[str, Source]) -> Iterator[_Look]:
             yield _Look(seconds, name, frame)
 
     looks = [of_source(name, source) for name, source in sources.items()]
-    return heapq.merge(*looks, key=lambda look: look.seconds)
+    by_time = attrgetter("seconds")
+    return heapq.merge(*looks, key=by_time)
 
 
 def watch(
