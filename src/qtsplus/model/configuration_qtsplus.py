@@ -208,9 +208,7 @@ class QTSplusConfigMixin:
         return super().to_dict() | {"qtsplus_version": VERSION}  # type: ignore[misc]
 
     def __post_init__(self, **kwargs):
-        selector = self.qtsplus_config
-        if selector is None:
-            selector = {}
+        selector = {} if self.qtsplus_config is None else self.qtsplus_config
         if isinstance(selector, dict):
             selector = QTSplusConfig(**selector)
         if not isinstance(selector, PreTrainedConfig):

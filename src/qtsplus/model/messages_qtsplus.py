@@ -61,28 +61,23 @@ def _flatten(videos) -> list[VideoRequest]:
         return [_read_video(videos)]
     if hasattr(videos, "convert"):  # an image
         return [VideoRequest(stack_frames([videos]))]
-    if isinstance(videos, ARRAYS):
-        if videos.ndim == 3:
-            videos = videos[None]
-        if videos.ndim == 4:
-            return [VideoRequest(videos)]
-        if videos.ndim != 5:
-            raise _not_a_video(f"shape {tuple(videos.shape)}")
-    elif not isinstance(videos, (list, tuple)):
-        raise _not_a_video(f"type {type(videos).__name__}")
-    elif videos and all(_is_frame(item) for item in videos):
+    if isinstance(videos, ARRAYS) and videos.ndim in (3, 4):
+        frames = videos[None] if videos.ndim == 3 else videos
+        return [VideoRequest(frames)]
+    if not isinstance(videos, (list, tuple)):
+        raise ValueError(
+            f"Got a video of type {type(videos).__name__} and shape {getattr(videos, 'shape', None)}; expected a path, "
+            "or frames: an array or tensor [T, H, W, C], or images."
+        )
+    if videos and all(_is_frame(item) for item in videos):
         return [VideoRequest(stack_frames(videos))]
-    elif videos and all(_is_image_path(item) for item in videos):
+    if videos and all(_is_image_path(item) for item in videos):
         frames = load_frames([os.fspath(item) for item in videos])
         return [VideoRequest(frames)]
     requests = []
     for video in videos:
         requests += _flatten(video)
     return requests
-
-
-def _not_a_video(given: str) -> ValueError:
-    return ValueError(f"Got a video of {given}; expected a path, or frames: an array, tensor [T, H, W, C], images.")
 
 
 def _is_frame(item) -> bool:
