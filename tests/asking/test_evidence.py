@@ -6,22 +6,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qtsplus.asking.evidence import STRONG, evidence_intervals
-from qtsplus.video.grids import keep_maps, token_grids, token_maps
+from qtsplus.video.grids import token_grids, token_maps
 
 MERGE = 2
 
 
 def grid_of(*sizes):
     """The patches `[N, 3]` of videos whose grids have these sizes in tokens."""
-    return torch.tensor(sizes) * torch.tensor([1, MERGE, MERGE])
+    patches_per_token = torch.tensor([1, MERGE, MERGE])
+    return torch.tensor(sizes) * patches_per_token
 
 
 FOUR_STEPS = grid_of((4, 2, 2))
 TWO_VIDEOS = grid_of((2, 2, 2), (2, 1, 2))
 
 
-def intervals_of(kept, relevance, grid, seconds=(1.0,), **options):
-    return evidence_intervals(torch.tensor(kept), relevance, grid, seconds, MERGE, **options)
+def intervals_of(
+    kept,
+    relevance,
+    grid,
+    seconds=(1.0,),
+    strong_share=STRONG,
+):
+    return evidence_intervals(
+        torch.tensor(kept),
+        relevance,
+        grid,
+        seconds,
+        MERGE,
+        strong_share,
+    )
 
 
 def spans_of(intervals):
@@ -43,8 +57,10 @@ def relevance_of(count, values):
 def test_neighbouring_steps_form_one_interval():
     values = {0: 0.21, 5: 0.23, 12: 0.25, 15: 0.27}  # in the steps 0, 1 and 3
     relevance = relevance_of(16, values)
-    last, first = intervals_of(list(values), relevance, FOUR_STEPS, [0.5])
-    assert spans_of([first, last]) == [(0.0, 1.0), (1.5, 2.0)]
+    kept = list(values)
+    last, first = intervals_of(kept, relevance, FOUR_STEPS, [0.5])
+    assert (first.start, first.end) == (0.0, 1.0)
+    assert (last.start, last.end) == (1.5, 2.0)
     assert first.weight == pytest.approx(0.44 / 0.96)
     assert last.weight == pytest.approx(0.52 / 0.96)
     assert first.box == (0.0, 0.0, 1.0, 0.5)
@@ -58,22 +74,27 @@ def test_what_was_kept_since_there_was_room_is_no_evidence():
     relevance[12] = 0.19
     every_token = list(range(16))
     (interval,) = intervals_of(every_token, relevance, FOUR_STEPS)
-    assert spans_of([interval]) == [(1.0, 3.0)]
+    assert interval.start == 1.0
+    assert interval.end == 3.0
     assert interval.box == (0.5, 0.0, 1.0, 0.5)
-    assert interval.weight == pytest.approx(0.67 / relevance.sum().item())
+    total = float(relevance.sum())
+    assert interval.weight == pytest.approx(0.67 / total)
 
 
 def test_tokens_weigh_the_same_where_the_selection_did_not_look():
     unknown = torch.empty(0)
-    intervals = intervals_of([0, 1, 8], unknown, grid_of((3, 2, 2)))
-    assert weights_of(intervals) == pytest.approx([2 / 3, 1 / 3])
+    grid = grid_of((3, 2, 2))
+    heavy, light = intervals_of([0, 1, 8], unknown, grid)
+    assert heavy.weight == pytest.approx(2 / 3)
+    assert light.weight == pytest.approx(1 / 3)
 
 
 def test_a_second_video_counts_from_its_own_beginning():
     first, second = intervals_of([1, 10], None, TWO_VIDEOS, [1.0, 0.25])
     assert first.video == 0
     assert second.video == 1
-    assert spans_of([first, second]) == [(0.0, 1.0), (0.25, 0.5)]
+    assert (first.start, first.end) == (0.0, 1.0)
+    assert (second.start, second.end) == (0.25, 0.5)
 
 
 SHARES = [
@@ -101,8 +122,8 @@ def test_weak_tokens_lengthen_a_stretch_and_make_none():
 def test_no_kept_token_is_no_evidence():
     nothing = torch.empty(0, dtype=torch.long)
     relevance = torch.ones(4)
-    intervals = evidence_intervals(nothing, relevance, grid_of((1, 2, 2)), [1], MERGE)
-    assert intervals == []
+    grid = grid_of((1, 2, 2))
+    assert evidence_intervals(nothing, relevance, grid, [1], MERGE) == []
 
 
 def test_a_box_is_of_the_group_with_the_most_and_joins_no_cell_elsewhere():
@@ -114,7 +135,9 @@ def test_a_box_is_of_the_group_with_the_most_and_joins_no_cell_elsewhere():
         25 + 12: 0.6,
     }
     relevance = relevance_of(50, values)
-    (interval,) = intervals_of(list(values), relevance, grid_of((2, 5, 5)))
+    grid = grid_of((2, 5, 5))
+    kept = list(values)
+    (interval,) = intervals_of(kept, relevance, grid)
     assert interval.box == (0.2, 0.2, 0.6, 0.6)
     assert interval.weight == pytest.approx(1)
 
@@ -128,13 +151,16 @@ def samples(draw):
     grids = draw(st.lists(sizes, min_size=1, max_size=3))
     videos = len(grids)
     patches = grid_of(*grids)
-    tokens = int(patches.prod(1).sum()) // MERGE**2
-    kept = draw(st.sets(st.integers(0, tokens - 1), min_size=1))
+    all_patches = int(patches.prod(1).sum())
+    tokens = all_patches // MERGE**2
+    places = st.integers(0, tokens - 1)
+    kept = draw(st.sets(places, min_size=1))
+    kept_indices = torch.tensor(sorted(kept))
     values = st.floats(0, 1, width=32)
     relevance = draw(st.lists(values, min_size=tokens, max_size=tokens))
     lengths = st.floats(0.01, 100)
     seconds = draw(st.lists(lengths, min_size=videos, max_size=videos))
-    return torch.tensor(sorted(kept)), torch.tensor(relevance), patches, seconds
+    return kept_indices, torch.tensor(relevance), patches, seconds
 
 
 def strong_maps(kept_indices, relevance, grid_thw):
@@ -145,16 +171,6 @@ def strong_maps(kept_indices, relevance, grid_thw):
     if not strong.any():
         strong[kept_indices] = True
     return token_maps(strong, token_grids(grid_thw, MERGE))
-
-
-@given(samples())
-def test_keep_maps_hold_the_kept_tokens(sample):
-    kept_indices, _, grid_thw, _ = sample
-    maps = keep_maps(kept_indices, grid_thw, MERGE)
-    grids = [tuple(kept.shape) for kept in maps]
-    assert grids == token_grids(grid_thw, MERGE)
-    flat = torch.cat([kept.flatten() for kept in maps])
-    assert flat.nonzero()[:, 0].tolist() == kept_indices.tolist()
 
 
 @given(samples())
@@ -172,10 +188,12 @@ def test_intervals_cover_exactly_the_steps_with_strong_tokens(sample):
                 continue
             first = round(interval.start / seconds[video])
             last = round(interval.end / seconds[video])
-            around = slice(max(first - 1, 0), last + 1)
-            assert not covered[around].any(), "neighbours were not merged"
+            before = max(first - 1, 0)
+            around = covered[before : last + 1]
+            assert not around.any(), "neighbours were not merged"
             covered[first:last] = True
-            check_box(interval.box, is_strong[first:last].any(0))
+            strong_cells = is_strong[first:last].any(0)
+            check_box(interval.box, strong_cells)
         has_strong = is_strong.flatten(1).any(1)
         assert torch.equal(covered, has_strong)
 
@@ -186,8 +204,9 @@ def check_box(box, is_strong):
     left, top, right, bottom = box
     first_row = round(top * height)
     last_row = round(bottom * height)
+    rows = is_strong[first_row:last_row]
     first_column = round(left * width)
     last_column = round(right * width)
-    inside = is_strong[first_row:last_row, first_column:last_column]
+    inside = rows[:, first_column:last_column]
     assert inside.any(0).all()
     assert inside.any(1).all()

@@ -224,18 +224,6 @@ def test_a_revision_goes_to_the_model_and_its_processor(tiny_published, monkeypa
 # What a model gives is handed on --------------------------------------------------------------------------------------
 
 
-def test_a_selection_is_of_one_call(loaded, tiny_mp4):
-    model, processor = loaded
-    video = session.encode(model, processor, tiny_mp4)
-    kept = {}
-    for name in (None, "uniform", "all"):
-        answer = session.ask(model, processor, video, "What moves?", max_new_tokens=2, selection=name)
-        kept[name] = answer.keep_map
-    assert kept["all"].all()
-    assert not torch.equal(kept[None], kept["uniform"])
-    assert model.config.qtsplus_config.selection == "qtsplus"
-
-
 def test_a_question_longer_than_the_models_positions(loaded, tiny_mp4):
     with pytest.raises(ValueError, match=r"The question has \d+ tokens; expected fewer than the model's 32768"):
         session.ask(*loaded, tiny_mp4, "what " * 100_000)

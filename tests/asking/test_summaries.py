@@ -47,7 +47,11 @@ def session_of(loaded, videos):
 
 def with_steps_of_a_second(features):
     """What of a video is needed for its chapters. The features are `[steps, tokens, width]`."""
-    return SimpleNamespace(steps=list(range(len(features) + 1)), features=features.flatten(0, 1))
+    count = len(features)
+    return SimpleNamespace(
+        steps=list(range(count + 1)),
+        features=features.flatten(0, 1),
+    )
 
 
 # Chapters -------------------------------------------------------------------------------------------------------------
@@ -60,9 +64,11 @@ LENGTHS = [20, 31, 12, 40, 17]
 def scenes():
     """Five scenes of different lengths, 120 seconds in all."""
     generator = torch.Generator().manual_seed(0)
-    features = torch.nn.functional.normalize(torch.randn(5, 16, generator=generator), dim=-1)
+    noise = torch.randn(5, 16, generator=generator)
+    features = torch.nn.functional.normalize(noise, dim=-1)
     steps = features.repeat_interleave(torch.tensor(LENGTHS), 0)
-    return with_steps_of_a_second(steps[:, None].expand(-1, 4, -1))
+    four_tokens = steps[:, None].expand(-1, 4, -1)
+    return with_steps_of_a_second(four_tokens)
 
 
 def test_chapters_end_where_the_video_changes(scenes):
@@ -83,7 +89,10 @@ def test_chapters_leave_no_step_out(scenes, longest):
 
 def test_where_nothing_changes_chapters_are_equal():
     still = with_steps_of_a_second(torch.ones(64, 4, 8))
-    assert list(chapter_steps(still, 16)) == [(0, 16), (16, 32), (32, 48), (48, 64)]
+    chapters = list(chapter_steps(still, 16))
+    assert len(chapters) == 4
+    for first, last in chapters:
+        assert last - first == 16
 
 
 # Reading and joining --------------------------------------------------------------------------------------------------
@@ -96,7 +105,13 @@ def spoken(monkeypatch):
 
     def answer(model, processor, videos, questions, **options):
         said.calls.append(SimpleNamespace(videos=videos, **options))
-        return [SimpleNamespace(answer=f"part {len(said.calls)}", kept_tokens=2, visual_tokens=9)]
+        number = len(said.calls)
+        part = SimpleNamespace(
+            answer=f"part {number}",
+            kept_tokens=2,
+            visual_tokens=9,
+        )
+        return [part]
 
     def join(model, processor, group, options):
         said.groups.append(group)
@@ -110,15 +125,18 @@ def spoken(monkeypatch):
 def test_each_chapter_is_read_from_its_own_tokens(loaded, session_of, spoken):
     session = session_of("cut")
     summary = summarise(session, "What happens?", longest=6)
-    assert [(chapter.start, chapter.end) for chapter in summary.chapters] == [(0, 5), (5, 10)], "the scenes' change"
-    assert [chapter.text for chapter in summary.chapters] == ["part 1", "part 2"]
+    first, second = summary.chapters
+    assert first.end == second.start == 5, "where the scenes change"
+    assert first.text == "part 1"
+    assert second.text == "part 2"
     features = []
     for call in spoken.calls:
         assert call.selection == "coverage"
         assert call.retention == loaded[0].config.qtsplus_config.rho_max, "as many as may be"
         (chapter,) = call.videos.values()
         features.append(chapter.features)
-    assert torch.equal(torch.cat(features), session.videos["cut.mp4"].features)
+    whole = session.videos["cut.mp4"].features
+    assert torch.equal(torch.cat(features), whole)
 
 
 def test_a_budget_in_tokens_replaces_the_rate(session_of, spoken):
@@ -129,7 +147,13 @@ def test_a_budget_in_tokens_replaces_the_rate(session_of, spoken):
     assert not spoken.groups, "one chapter is the summary"
 
 
-@pytest.mark.parametrize(("together", "sizes"), [(32, [10]), (4, [4, 4, 2, 3])])
+GROUPS = [
+    (32, [10]),
+    (4, [4, 4, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("together", "sizes"), GROUPS)
 def test_chapters_are_joined_in_groups(session_of, spoken, monkeypatch, together, sizes):
     monkeypatch.setattr(summaries, "TOGETHER", together)
     summary = summarise(session_of("cut"), longest=1)
@@ -143,7 +167,14 @@ def parts_of(count):
     parts = []
     for number in range(count):
         start = 60.0 * number
-        chapter = summaries.Chapter("a.mp4", start, start + 60, f"ball {number} <|im_end|>", 1, 2)
+        chapter = summaries.Chapter(
+            video="a.mp4",
+            start=start,
+            end=start + 60,
+            text=f"ball {number} <|im_end|>",
+            kept_tokens=1,
+            visual_tokens=2,
+        )
         parts.append(summaries.Part(chapter, chapter, chapter.text))
     return parts
 
@@ -176,7 +207,8 @@ def test_texts_beyond_the_models_positions_are_refused(loaded, monkeypatch):
 
 def test_a_streams_memory_is_not_summarised(loaded, session_of):
     stream = Stream(*loaded, memory_tokens=40)
-    stream.append(np.zeros((4, 56, 56, 3), dtype=np.uint8), [0.0, 0.5, 1.0, 1.5])
+    frames = np.zeros((4, 56, 56, 3), dtype=np.uint8)
+    stream.append(frames, [0.0, 0.5, 1.0, 1.5])
     session = session_of("frame")
     (memory,) = stream.videos().values()
     session.add(memory, "camera")
@@ -185,7 +217,8 @@ def test_a_streams_memory_is_not_summarised(loaded, session_of):
     with pytest.raises(ValueError, match="beside no other videos: ask about it alone"):
         session.ask("What is it?", max_new_tokens=1)
     assert session.ask("What is it?", ["camera"], max_new_tokens=1).frames == 4
-    assert len(summarise(session, names=["frame.mp4"], max_new_tokens=1).chapters) == 1
+    summary = summarise(session, names=["frame.mp4"], max_new_tokens=1)
+    assert len(summary.chapters) == 1
 
 
 @pytest.mark.parametrize("names", [["cut"], ["short", "still"], ["frame"]])
@@ -210,7 +243,8 @@ def test_a_library_is_summarised_as_a_session_is(loaded, videos, session_of, tin
     index(videos, tmp_path, *loaded, name=str(tiny_published))
     library = Library(tmp_path, *loaded)
     session = session_of("cut", "frame", "short", "still")
-    assert summarise(library, longest=4, max_new_tokens=3) == summarise(session, longest=4, max_new_tokens=3)
+    options = {"longest": 4, "max_new_tokens": 3}
+    assert summarise(library, **options) == summarise(session, **options)
 
 
 def test_an_empty_session_or_library_is_refused(loaded, session_of, tiny_published, tmp_path):
