@@ -15,8 +15,15 @@ from tiny_backbones import each_unlike
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 NEW = 5
-CALL = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-STEPS = {"return_dict_in_generate": True, "output_logits": True}
+CALL = {
+    "max_new_tokens": NEW,
+    "min_new_tokens": NEW,
+    "do_sample": False,
+}
+STEPS = {
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
 
 
 def close(actual, expected, tolerance=1e-5):
@@ -31,16 +38,25 @@ def kept_indices(model, inputs, **call):
     return run(model, inputs, **call).qtsplus.kept_indices
 
 
+def width_of(inputs):
+    return inputs["input_ids"].shape[1]
+
+
 def encoded_video(model, inputs, **options):
     pixels = inputs["pixel_values_videos"]
-    return model.encode_videos(pixels, inputs["video_grid_thw"], **options)
+    grid = inputs["video_grid_thw"]
+    return model.encode_videos(pixels, grid, **options)
+
+
+def merged_grids(model, inputs):
+    return model.model.merged_grid(inputs["video_grid_thw"])
 
 
 def with_features(model, inputs, **options):
     """The inputs with features in place of the videos' pixels."""
-    features = encoded_video(model, inputs, **options)
-    others = without(inputs, "pixel_values_videos")
-    return {**others, "video_features": features}
+    with_pixels = dict(inputs)
+    with_pixels["video_features"] = encoded_video(model, inputs, **options)
+    return without(with_pixels, "pixel_values_videos")
 
 
 def longer(mask, count, value):
@@ -56,7 +72,7 @@ class TestBackbone:
         inputs = prepare(name)
         expected = backbone.stock_inputs(all_tokens, inputs)
         close(logits(all_tokens, inputs), logits(stock, expected))
-        width = inputs["input_ids"].shape[1]
+        width = width_of(inputs)
         ours = all_tokens.generate(**inputs, **CALL)
         theirs = stock.generate(**expected, **CALL)
         assert_same(ours[:, width:], theirs[:, width:])
@@ -102,8 +118,9 @@ class TestBackbone:
     def test_packed_rows_are_refused(self, model, prepare):
         """Stock attends within each of the sequences; here one question would select for all."""
         inputs = prepare("video")
-        length = inputs["input_ids"].shape[1]
-        positions = torch.cat([torch.arange(length - 9), torch.arange(9)])
+        last = torch.arange(9)
+        first = torch.arange(width_of(inputs) - len(last))
+        positions = torch.cat([first, last])
         with pytest.raises(ValueError, match="several sequences packed into one row"):
             model(**inputs, position_ids=positions[None])
 
@@ -112,40 +129,44 @@ class TestBackbone:
     def test_query_free_methods_choose_by_features_in_their_grid(self, model, prepare, selection):
         inputs = prepare("two videos")
         width = model.config.text_config.hidden_size
-        visual = [features[:, :width] for features in encoded_video(model, inputs)]
+        encoded = encoded_video(model, inputs)
+        visual = [features[:, :width] for features in encoded]
         num_tokens = sum(map(len, visual))
         candidates = Candidates(
             visual=visual,
             query=visual[0][:0],
             positions=torch.zeros(3, num_tokens),
-            grids=model.model.merged_grid(inputs["video_grid_thw"]),
+            grids=merged_grids(model, inputs),
             score=lambda _: pytest.fail("no question"),
         )
         (kept,) = kept_indices(model, inputs, selection=selection, retention=0.3)
-        assert_same(kept, METHODS[selection](candidates, len(kept)))
+        expected = METHODS[selection](candidates, len(kept))
+        assert_same(kept, expected)
 
     def test_outputs_name_what_was_encoded_as_stock_does(self, backbone, all_tokens, stock, prepare):
         inputs = prepare("image and video")
         ours = run(all_tokens, inputs)
         theirs = run(stock, backbone.stock_inputs(all_tokens, inputs))
-        stock_fields = {"image_outputs", "video_outputs"} & set(type(theirs).__dataclass_fields__)
-        assert stock_fields <= set(type(ours).__dataclass_fields__)
         types = all_tokens.model.token_types(inputs["input_ids"])
-        for modality, output in ((IMAGE, ours.image_outputs), (VIDEO, ours.video_outputs)):
-            tokens = [] if output is None else output.pooler_output[0]
-            assert len(tokens) == (types == modality).sum()
         text = run(all_tokens, prepare("text"))
-        assert text.image_outputs is None
-        assert text.video_outputs is None
+        for name, modality in (("image_outputs", IMAGE), ("video_outputs", VIDEO)):
+            assert hasattr(ours, name) or not hasattr(theirs, name)
+            output = getattr(ours, name)
+            tokens = [] if output is None else output.pooler_output[0]
+            expected = (types == modality).sum()
+            assert len(tokens) == expected
+            assert getattr(text, name) is None
 
     def test_stock_arguments_without_an_effect_are_named(self, model, prepare):
         inputs = prepare("video")
         for name in model.model.fixed_arguments:
+            message = f"{name} has no effect on .*Model: leave it out"
             for call in (model, model.generate):
-                with pytest.raises(ValueError, match=f"{name} has no effect on .*Model: leave it out"):
+                with pytest.raises(ValueError, match=message):
                     call(**inputs, **{name: 1})
-            run(model, inputs, **{name: None})
-            run(model, inputs, **{name: getattr(model.config, name, None)})
+            configured = getattr(model.config, name, None)
+            for value in (None, configured):
+                run(model, inputs, **{name: value})
 
     def test_trainers_average_its_loss_themselves_and_share_out_no_prompt(self, backbone, model):
         """Else they add up the penalties of the micro-batches, as they do with InternVL's sum over all tokens."""
@@ -157,21 +178,21 @@ class TestBackbone:
         inputs = prepare(*NAMES)
         steps = model.generate(**inputs, **CALL, **STEPS)
         output = run(model, inputs)
-        close(steps.logits[0], output.logits[:, -1], 1e-4)
+        last_logits = output.logits[:, -1]
+        close(steps.logits[0], last_logits, 1e-4)
         assert_same(steps.qtsplus.kept_indices, output.qtsplus.kept_indices)
 
     def test_decoding_goes_on_where_the_full_prompt_ends(self, model, prepare):
         """With a cache as without one, where every step lays the whole text out again."""
         inputs = prepare("video", "two videos")
         cached = model.generate(**inputs, **CALL, **STEPS)
-        again = {
-            **inputs,
-            "input_ids": cached.sequences[:, :-1],
-            "attention_mask": longer(inputs["attention_mask"], NEW - 1, 1),
-            "query_mask": longer(inputs["query_mask"], NEW - 1, 0),
-        }
-        whole = logits(model, again)[:, -NEW:]
-        close(torch.stack(cached.logits, dim=1), whole, 1e-4)
+        again = dict(inputs)
+        again["input_ids"] = cached.sequences[:, :-1]
+        again["attention_mask"] = longer(inputs["attention_mask"], NEW - 1, 1)
+        again["query_mask"] = longer(inputs["query_mask"], NEW - 1, 0)
+        whole = logits(model, again)
+        steps = torch.stack(cached.logits, dim=1)
+        close(steps, whole[:, -NEW:], 1e-4)
 
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
     @pytest.mark.parametrize("full_width", [True, False], ids=["the prompt's mask", "the cached columns' mask"])
@@ -181,32 +202,46 @@ class TestBackbone:
         model.set_attn_implementation(attention)
         inputs = prepare("video", "two videos", "text")
         expected = model.generate(**inputs, **CALL, **STEPS)
-        ids = expected.sequences[:, inputs["input_ids"].shape[1] :]
+        ids = expected.sequences[:, -NEW:]
         output = run(model, inputs, use_cache=True)
-        mask = inputs["attention_mask"] if full_width else (output.qtsplus.columns >= 0).long()
+        if full_width:
+            mask = inputs["attention_mask"]
+        else:
+            is_column = output.qtsplus.columns >= 0
+            mask = is_column.long()
         steps = [output.logits[:, -1]]
         for step in range(NEW - 1):
             mask = longer(mask, 1, 1)
-            call = {"input_ids": ids[:, step : step + 1], "attention_mask": mask}
-            output = run(model, call, past_key_values=output[CACHE], use_cache=True)
+            call = {
+                "input_ids": ids[:, step : step + 1],
+                "attention_mask": mask,
+                "past_key_values": output[CACHE],
+            }
+            output = run(model, call, use_cache=True)
             steps.append(output.logits[:, -1])
         model.set_attn_implementation(before)
         close(steps, list(expected.logits), 1e-4)
 
     def test_a_prompt_in_two_calls_is_cut_behind_its_question_alone(self, model, prepare):
         inputs = prepare("video")
-        (ids,) = inputs["input_ids"]
+        mask = inputs["attention_mask"]
 
         def in_two_calls(stop):
             begin = dict(inputs)
             for name in ("input_ids", "attention_mask", "query_mask"):
                 begin[name] = inputs[name][:, :stop]
-            cache = run(model, begin, use_cache=True)[CACHE]
-            rest = {"input_ids": ids[None, stop:], "attention_mask": inputs["attention_mask"]}
-            return logits(model, rest, **{CACHE: cache})[0, -1]
+            beginning = run(model, begin, use_cache=True)
+            rest = {
+                "input_ids": inputs["input_ids"][:, stop:],
+                "attention_mask": mask,
+                "past_key_values": beginning[CACHE],
+            }
+            return logits(model, rest)[0, -1]
 
-        last_word = inputs["query_mask"][0].nonzero().max().item()
-        close(in_two_calls(last_word + 1), logits(model, inputs)[0, -1], 1e-4)
+        is_question = inputs["query_mask"][0]
+        last_word = is_question.nonzero().max().item()
+        expected = logits(model, inputs)[0, -1]
+        close(in_two_calls(last_word + 1), expected, 1e-4)
         with pytest.raises(ValueError, match="the new ids continue it or ask another"):
             in_two_calls(last_word)
 
@@ -218,7 +253,16 @@ class TestBackbone:
                 call(**inputs)
         model.eval()
 
-    @pytest.mark.parametrize("seconds", [1.0, [1.0, 0.0, 1.0], [1.0, 1.0, -1.0], [1.0, float("nan"), 1.0], [1.0]])
+    @pytest.mark.parametrize(
+        "seconds",
+        [
+            1.0,
+            [1.0, 0.0, 1.0],
+            [1.0, 1.0, -1.0],
+            [1.0, float("nan"), 1.0],
+            [1.0],
+        ],
+    )
     def test_seconds_that_no_video_has_are_refused(self, model, prepare, seconds):
         inputs = prepare("video", "two videos")
         inputs["second_per_grid_ts"] = seconds
@@ -250,7 +294,8 @@ class TestBackbone:
         patches = []
 
         def count(_, given, out):
-            patches.append(out.numel() // out.shape[1])
+            width = out.shape[1]
+            patches.append(out.numel() // width)
 
         convolutions = (torch.nn.Conv2d, torch.nn.Conv3d)
         embed = next(layer for layer in model.modules() if isinstance(layer, convolutions))
@@ -271,21 +316,34 @@ class TestBackbone:
     def test_encode_once_is_one_shot(self, model, prepare):
         inputs = prepare(*NAMES)
         features = with_features(model, inputs, frames_per_chunk=2)
-        grids = model.model.merged_grid(inputs["video_grid_thw"])
+        grids = merged_grids(model, inputs)
         for tokens, grid in zip(features["video_features"], grids, strict=True):
-            assert tokens.shape == (math.prod(grid), model.model.token_width)
-        assert_close(logits(model, features), logits(model, inputs), atol=5e-5, rtol=1e-5)
-        assert_same(model.generate(**features, **CALL), model.generate(**inputs, **CALL))
+            assert len(tokens) == math.prod(grid)
+            assert tokens.shape[1] == model.model.token_width
+        expected = logits(model, inputs)
+        assert_close(logits(model, features), expected, atol=5e-5, rtol=1e-5)
+        expected_ids = model.generate(**inputs, **CALL)
+        ids = model.generate(**features, **CALL)
+        assert_same(ids, expected_ids)
 
-    @pytest.mark.parametrize("call", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"num_beams": 2},
+            {"num_return_sequences": 2, "do_sample": True},
+        ],
+        ids=str,
+    )
     @each_unlike
-    def test_generates_with_beams_and_samples(self, model, prepare, call):
+    def test_generates_with_beams_and_samples(self, model, prepare, options):
         inputs = prepare("video", "text")
-        sequences = model.generate(**inputs, **{**CALL, **call}, retention=0.2)
-        width = inputs["input_ids"].shape[1]
+        call = CALL | options
+        sequences = model.generate(**inputs, **call, retention=0.2)
+        width = width_of(inputs)
         copies = len(sequences) // 2
         assert sequences.shape[1] == width + NEW
-        assert_same(sequences[::copies, :width], inputs["input_ids"])
+        prompts = sequences[::copies, :width]
+        assert_same(prompts, inputs["input_ids"])
 
     def test_a_training_step_reaches_the_selector_alone(self, backbone, processor, prepare):
         model = backbone.build(processor).train()
@@ -293,7 +351,8 @@ class TestBackbone:
             parameter.requires_grad_(".qtsplus." in name)
         model.model.qtsplus.freeze_unused()
         inputs = with_labels(prepare(*NAMES))
-        model(**inputs).loss.backward()
+        loss = model(**inputs).loss
+        loss.backward()
         assert_trained(model)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "rho" not in name:
@@ -314,17 +373,22 @@ class TestBackbone:
         for row, name in enumerate(NAMES):
             last_turn = rows[name][-1]
             question = last_turn["content"][-1]["text"]
-            words = inputs["input_ids"][row][mask[row]]
-            assert processor.tokenizer.decode(words).strip() == question
+            ids = inputs["input_ids"][row]
+            words = processor.tokenizer.decode(ids[mask[row]])
+            assert words.strip() == question
         derived = without(inputs, "query_mask")
-        assert_close(logits(model, derived), logits(model, inputs))
+        expected = logits(model, inputs)
+        assert_close(logits(model, derived), expected)
         for key, value in processor.query_token_ids.items():
             assert getattr(model.config, key) == value, key
 
     def test_a_question_before_the_video(self, processor, clips):
-        inputs = chat_inputs(processor, "Which frame is it?", clips / "short.mp4")
-        asked = inputs["input_ids"][inputs["query_mask"].bool()]
-        assert processor.tokenizer.decode(asked).strip() == "Which frame is it?"
+        question = "Which frame is it?"
+        inputs = chat_inputs(processor, question, clips / "short.mp4")
+        is_question = inputs["query_mask"].bool()
+        ids = inputs["input_ids"][is_question]
+        words = processor.tokenizer.decode(ids)
+        assert words.strip() == question
 
     def test_separators_go_with_what_they_end(self, model, prepare):
         """What is no candidate stays in order; of the rest what the rule names."""
@@ -336,17 +400,20 @@ class TestBackbone:
         kept = ids[columns]
         is_video = model.model.token_types(kept) == VIDEO
         assert is_video.sum() >= 3
-        turns = {model.config.user_turn_token_ids[0], model.config.turn_end_token_id}
-        for token in turns.intersection(model.config.special_token_ids, ids.tolist()):
-            assert (kept == token).sum() == (ids == token).sum()
+        config = model.config
+        turns = {config.user_turn_token_ids[0], config.turn_end_token_id}
+        for token in turns.intersection(config.special_token_ids, ids.tolist()):
+            before = (ids == token).sum()
+            after = (kept == token).sum()
+            assert after == before
         (question,) = inputs["query_mask"]
         assert question[columns].sum() == question.sum()
 
     def test_with_retention_one_nothing_is_left_out(self, model, prepare):
         inputs = prepare("two videos")
         whole = run(model, inputs, retention=1.0)
-        assert whole.logits.shape[:2] == inputs["input_ids"].shape
-        grids = model.model.merged_grid(inputs["video_grid_thw"])
+        assert whole.logits.shape[1] == width_of(inputs)
+        grids = merged_grids(model, inputs)
         tokens = sum(map(math.prod, grids))
         assert whole.qtsplus.num_tokens.tolist() == [tokens]
         assert whole.qtsplus.n.tolist() == [tokens]
@@ -364,7 +431,8 @@ class TestBackbone:
             is_newline = (tokens == model.line_end).all(1)
             tokens = tokens[~is_newline]
         assert_same(tokens, source[kept])
-        assert not torch.equal(tokens, source[: len(kept)])
+        first_tokens = source[: len(kept)]
+        assert not torch.equal(tokens, first_tokens)
 
     def test_original_positions_are_those_of_the_full_prompt(self, backbone, processor, prepare):
         inputs = prepare("video", "two videos")
@@ -376,8 +444,10 @@ class TestBackbone:
         for row in range(2):
             columns = short.qtsplus.columns[row]
             is_kept = columns >= 0
-            places = torch.searchsorted(full.qtsplus.columns[row], columns[is_kept])
-            assert_same(axes[:, row, is_kept], full_axes[:, row, places])
+            full_columns = full.qtsplus.columns[row]
+            places = torch.searchsorted(full_columns, columns[is_kept])
+            expected = full_axes[:, row, places]
+            assert_same(axes[:, row, is_kept], expected)
         assert_same(short.next_position, full.next_position)
 
     def test_sequential_positions_count_what_was_kept(self, backbone, processor, prepare):
@@ -386,18 +456,22 @@ class TestBackbone:
         short = compress(model, **inputs, retention=0.3)
         counts = short.attention_mask.sum(-1)
         assert_same(short.next_position, counts)
+        axes = model.language_axes(short.position_ids)
         for row, count in enumerate(counts.tolist()):
-            axes = model.language_axes(short.position_ids)[:, row, -count:]
-            assert_same(axes, torch.arange(count).expand_as(axes))
+            kept = axes[:, row, -count:]
+            expected = torch.arange(count).expand_as(kept)
+            assert_same(kept, expected)
 
     def test_the_reencoder_sees_absolute_time(self, model, prepare):
-        """Twice the seconds between frames: other features, where no token moves in the text."""
+        """Three times the seconds between frames: other features, where no token moves in the text."""
         inputs = prepare("video")
-        slower = {**inputs, "second_per_grid_ts": 3 * inputs["second_per_grid_ts"]}
         prompt = compress(model.model, **inputs, retention=0.5)
-        other = compress(model.model, **slower, retention=0.5)
-        assert_same(other.qtsplus.kept_indices, prompt.qtsplus.kept_indices)
-        difference = other.features["video"][0] - prompt.features["video"][0]
+        inputs["second_per_grid_ts"] = 3 * inputs["second_per_grid_ts"]
+        slower = compress(model.model, **inputs, retention=0.5)
+        assert_same(slower.qtsplus.kept_indices, prompt.qtsplus.kept_indices)
+        (features,) = prompt.features["video"]
+        (slower_features,) = slower.features["video"]
+        difference = slower_features - features
         assert difference.abs().max() > 1e-4
 
     @pytest.mark.parametrize(
@@ -421,9 +495,10 @@ class TestBackbone:
     @each_unlike
     def test_placeholders_without_pixels_are_named(self, model, prepare, own_positions):
         inputs = prepare("video")
-        call = {name: inputs[name] for name in ("input_ids", "attention_mask", "query_mask")}
+        names = ("input_ids", "attention_mask", "query_mask")
+        call = {name: inputs[name] for name in names}
         if own_positions:
-            length = inputs["input_ids"].shape[1]
-            call["position_ids"] = torch.arange(length)[None]
+            positions = torch.arange(width_of(inputs))
+            call["position_ids"] = positions[None]
         with pytest.raises(ValueError, match="placeholders"):
             model(**call)

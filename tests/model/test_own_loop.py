@@ -14,8 +14,18 @@ from qtsplus.model.prompt_qtsplus import CACHE
 from tiny import ASSISTANT, IM_END, IM_START, NEWLINE, USER, batch, prompt, run, tiny_model
 
 STEPS = 5
-VIDEO = prompt(videos=[(2, 4, 6)], question=4, seed=1, seconds=2.0)
-OTHER_VIDEO = prompt(videos=[(3, 4, 10)], question=9, seed=3, seconds=0.5)
+VIDEO = prompt(
+    videos=[(2, 4, 6)],
+    question=4,
+    seed=1,
+    seconds=2.0,
+)
+OTHER_VIDEO = prompt(
+    videos=[(3, 4, 10)],
+    question=9,
+    seed=3,
+    seconds=0.5,
+)
 TEXT = prompt(question=25, seed=2)
 ROWS = (VIDEO, OTHER_VIDEO, TEXT)
 
@@ -24,20 +34,32 @@ def new_cache(model):
     return DynamicCache(config=model.config.get_text_config())
 
 
+WITH_LOGITS = {
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
 def static_cache(model):
-    return StaticCache(model.config.get_text_config(), 128)
+    config = model.config.get_text_config()
+    return StaticCache(config, 128)
 
 
 def prefill(model, inputs, cache=None):
     """A cache that holds the prompts."""
-    cache = new_cache(model) if cache is None else cache
+    if cache is None:
+        cache = new_cache(model)
     run(model, inputs, past_key_values=cache)
     return cache
 
 
 def step(model, cache, ids, mask, **call):
     """The logits of new ids behind a cache, `[B, new, vocabulary]`."""
-    inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "past_key_values": cache,
+    }
     return run(model, inputs, **call).logits
 
 
@@ -83,10 +105,19 @@ class Answer:
 
 def answer_to(model, *rows):
     inputs = batch(*rows)
-    options = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
-    result = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
-    logits = torch.stack(result.logits, dim=1)
-    return Answer(model, inputs, logits, result.sequences[:, -STEPS:])
+    result = model.generate(
+        **inputs,
+        max_new_tokens=STEPS,
+        min_new_tokens=STEPS,
+        do_sample=False,
+        **WITH_LOGITS,
+    )
+    return Answer(
+        model=model,
+        inputs=inputs,
+        logits=torch.stack(result.logits, dim=1),
+        ids=result.sequences[:, -STEPS:],
+    )
 
 
 def full_width(mask, output):
@@ -94,11 +125,13 @@ def full_width(mask, output):
 
 
 def cached_columns(mask, output):
-    return (output.qtsplus.columns >= 0).long()
+    is_column = output.qtsplus.columns >= 0
+    return is_column.long()
 
 
 def ones(mask, output):
-    return torch.ones(len(mask), output[CACHE].get_seq_length())
+    width = output[CACHE].get_seq_length()
+    return torch.ones(len(mask), width)
 
 
 def no_mask(mask, output):
@@ -111,7 +144,8 @@ def no_mask(mask, output):
 def test_a_loop_gives_what_generate_gives(mask, attention, position_ids):
     model = tiny_model(position_ids=position_ids)
     model.set_attn_implementation(attention)
-    answer_to(model, *ROWS).check_loop(mask)
+    answer = answer_to(model, *ROWS)
+    answer.check_loop(mask)
 
 
 @pytest.mark.parametrize("mask", [full_width, cached_columns])
@@ -133,13 +167,16 @@ def test_several_columns_at_a_time_and_positions_of_the_full_width(model, width)
     answer = answer_to(model, VIDEO)
     cache = prefill(model, answer.inputs)
     first = cache.get_seq_length() + cache.qtsplus_prompt.rope_deltas.item()
-    positions = torch.arange(first, first + STEPS - 1)[None]
+    count = STEPS - 1
+    positions = torch.arange(first, first + count)[None]
     if width == "none":
         positions = None
     elif width == "full":
         of_prompt = torch.zeros_like(answer.inputs["input_ids"])
         positions = torch.cat([of_prompt, positions], dim=1)
-    logits = step(model, cache, answer.ids[:, :-1], answer.mask(STEPS - 1), position_ids=positions)
+    ids = answer.ids[:, :count]
+    mask = answer.mask(count)
+    logits = step(model, cache, ids, mask, position_ids=positions)
     close(logits, answer.logits[:, 1:])
 
 
@@ -152,25 +189,38 @@ def repeat_and_reorder(cache, rows):
     cache.reorder_cache(rows * 2)
 
 
+def reorder(cache, rows):
+    cache.reorder_cache(rows)
+
+
+def select(cache, rows):
+    cache.batch_select_indices(rows)
+
+
 ORDERS = {
     "repeated as beams are": ([0, 0, 1, 1, 2, 2], repeat_twice),
-    "reordered": ([2, 0, 1], lambda cache, rows: cache.reorder_cache(rows)),
-    "selected": ([2, 1], lambda cache, rows: cache.batch_select_indices(rows)),
+    "reordered": ([2, 0, 1], reorder),
+    "selected": ([2, 1], select),
     "repeated and reordered": ([2, 2, 0, 1, 1, 0], repeat_and_reorder),
 }
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-@pytest.mark.parametrize("order", ORDERS)
-def test_rows_that_change_between_prompts(model, order, copied):
+def pickled(cache):
+    content = pickle.dumps(cache)
+    return pickle.loads(content)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize(("numbers", "change"), ORDERS.values(), ids=ORDERS)
+def test_rows_that_change_between_prompts(model, numbers, change, copied):
     answer = answer_to(model, *ROWS)
-    numbers, change = ORDERS[order]
     rows = torch.tensor(numbers)
     cache = prefill(model, answer.inputs)
     changed = copied(cache)
     change(changed, rows)
     mask = answer.mask()
-    logits = step(model, changed, answer.ids[rows, :1], mask[rows])
+    first = answer.ids[rows, :1]
+    logits = step(model, changed, first, mask[rows])
     close(logits[:, 0], answer.logits[rows, 1])
     answer.check_second_token(cache, mask)
 
@@ -186,27 +236,37 @@ def test_two_conversations_in_turn(model):
 def test_a_loop_behind_generate(model):
     answer = answer_to(model, VIDEO, OTHER_VIDEO)
     cache = new_cache(model)
-    model.generate(**answer.inputs, past_key_values=cache, max_new_tokens=2, min_new_tokens=2, do_sample=False)
-    logits = step(model, cache, answer.ids[:, 1:2], answer.mask(2))
+    model.generate(
+        **answer.inputs,
+        past_key_values=cache,
+        max_new_tokens=2,
+        min_new_tokens=2,
+        do_sample=False,
+    )
+    second = answer.ids[:, 1:2]
+    logits = step(model, cache, second, answer.mask(2))
     close(logits[:, 0], answer.logits[:, 2])
 
 
 def test_a_cache_that_is_filled_anew_forgets_the_prompt(model):
-    answer = answer_to(model, TEXT)
-    cache = prefill(model, batch(VIDEO), static_cache(model))
+    cache = static_cache(model)
+    prefill(model, batch(VIDEO), cache)
     cache.reset()
+    answer = answer_to(model, TEXT)
     prefill(model, answer.inputs, cache)
     answer.check_second_token(cache, answer.mask())
 
 
 def test_columns_behind_a_cropped_prompt_are_no_padding(model):
     """The cropped columns of some rows are padding on the right; those that come in their place are not."""
-    cropped = prefill(model, batch(*ROWS, pad_left=False))
+    inputs = batch(*ROWS, pad_left=False)
+    cropped = prefill(model, inputs)
     cropped.crop(-2)
     new = torch.tensor([[30, 31, 32, 33]] * len(ROWS))
     at_once = step(model, copy.deepcopy(cropped), new, None)
     step(model, cropped, new[:, :2], None)
-    close(step(model, cropped, new[:, 2:], None), at_once[:, 2:])
+    in_steps = step(model, cropped, new[:, 2:], None)
+    close(in_steps, at_once[:, 2:])
 
 
 def test_generate_goes_on_behind_a_cropped_prompt_that_lost_nothing():
@@ -214,9 +274,14 @@ def test_generate_goes_on_behind_a_cropped_prompt_that_lost_nothing():
     answer = answer_to(model, VIDEO)
     cache = prefill(model, answer.inputs)
     cache.crop(-2)
-    text = {name: answer.inputs[name] for name in ("input_ids", "attention_mask")}
-    options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True, "do_sample": False}
-    output = model.generate(**text, past_key_values=cache, **options)
+    output = model.generate(
+        input_ids=answer.inputs["input_ids"],
+        attention_mask=answer.inputs["attention_mask"],
+        past_key_values=cache,
+        max_new_tokens=1,
+        do_sample=False,
+        **WITH_LOGITS,
+    )
     close(output.logits[0], answer.logits[:, 0])
 
 
@@ -250,9 +315,11 @@ def test_a_rebuilt_cache_of_text(model):
 @pytest.mark.parametrize("make_cache", [new_cache, lambda model: None])
 def test_a_cache_of_text_is_known_after_a_video(model, make_cache):
     answer = answer_to(model, TEXT)
-    cache = run(model, answer.inputs, past_key_values=make_cache(model), use_cache=True)[CACHE]
+    cache = make_cache(model)
+    output = run(model, answer.inputs, past_key_values=cache, use_cache=True)
     prefill(model, batch(VIDEO))
-    answer.check_second_token(copy.deepcopy(cache), None)
+    copied = copy.deepcopy(output[CACHE])
+    answer.check_second_token(copied, None)
 
 
 # --- Prompts and conversations in several calls ---
@@ -266,22 +333,30 @@ def in_two_calls(model, inputs, count, **call):
     """The last logits of a prompt whose last `count` columns come in a second call."""
     ids = inputs["input_ids"]
     mask = inputs["attention_mask"]
-    beginning = {**inputs, "input_ids": ids[:, :-count], "attention_mask": mask[:, :-count]}
-    cache = prefill(model, {**beginning, **call})
+    beginning = {
+        **inputs,
+        **call,
+        "input_ids": ids[:, :-count],
+        "attention_mask": mask[:, :-count],
+    }
+    cache = prefill(model, beginning)
     return step(model, cache, ids[:, -count:], mask)[:, -1]
 
 
 def check_two_calls(model, inputs, count, **call):
     """Two calls give what one gives."""
-    expected = run(model, inputs, **call).logits[:, -1]
-    close(in_two_calls(model, inputs, count, **call), expected)
+    output = run(model, inputs, **call)
+    last_logits = in_two_calls(model, inputs, count, **call)
+    close(last_logits, output.logits[:, -1])
 
 
 @pytest.mark.parametrize("words", [1, 3])
 @pytest.mark.parametrize("rows", [[VIDEO], ROWS], ids=len)
 def test_a_question_that_is_cut_is_refused(model, rows, words):
+    inputs = batch(*rows)
+    count = len(AFTER_QUESTION) + words
     with pytest.raises(ValueError, match="the new ids continue it or ask another"):
-        in_two_calls(model, batch(*rows), len(AFTER_QUESTION) + words)
+        in_two_calls(model, inputs, count)
 
 
 @pytest.mark.parametrize("count", range(2, len(AFTER_QUESTION) + 1))
@@ -303,48 +378,73 @@ def test_another_users_turn_is_refused_where_tokens_were_dropped(model, answered
     answer = answer_to(model, VIDEO)
     cache = prefill(model, answer.inputs)
     for number in range(answered):
-        step(model, cache, answer.ids[:, number : number + 1], answer.mask(number + 1))
+        count = number + 1
+        ids = answer.ids[:, number:count]
+        step(model, cache, ids, answer.mask(count))
+    turn = torch.tensor([USER_TURN])
     mask = answer.mask(answered + len(USER_TURN))
     with pytest.raises(ValueError, match="Expected the whole conversation in one call without a cache"):
-        step(model, cache, torch.tensor([USER_TURN]), mask)
+        step(model, cache, turn, mask)
 
 
 def with_turn(row, turn):
     """The inputs of a row with a turn behind it."""
     inputs = batch(row)
-    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([turn])], dim=1)
+    ids = torch.tensor([turn])
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], ids], dim=1)
     inputs["attention_mask"] = longer(inputs["attention_mask"], len(turn))
     return inputs
 
 
 def test_another_users_turn_where_all_tokens_are_kept(model):
-    check_two_calls(model, with_turn(VIDEO, USER_TURN), len(USER_TURN), selection="all")
+    inputs = with_turn(VIDEO, USER_TURN)
+    check_two_calls(model, inputs, len(USER_TURN), selection="all")
 
 
 def test_a_tools_response_is_no_question():
     model = tiny_model()
     model.config.tool_response_token_ids = [[40], [41]]
     turn = [*BEFORE_QUESTION, 40, 33, 34, 41, *AFTER_QUESTION]
-    check_two_calls(model, with_turn(VIDEO, turn), len(turn))
+    inputs = with_turn(VIDEO, turn)
+    check_two_calls(model, inputs, len(turn))
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("name", "value", "message"),
     [
-        ({"attention_mask": torch.ones(1, 7)}, r"attention_mask \(1, 7\) behind a cache .* output\.qtsplus\.columns"),
-        ({"position_ids": torch.zeros(1, 9, dtype=torch.long)}, r"position_ids \(1, 9\) for 1 columns .*columns"),
+        (
+            "attention_mask",
+            torch.ones(1, 7),
+            r"attention_mask \(1, 7\) behind a cache .* output\.qtsplus\.columns",
+        ),
+        (
+            "position_ids",
+            torch.zeros(1, 9, dtype=torch.long),
+            r"position_ids \(1, 9\) for 1 columns .*columns",
+        ),
     ],
     ids=["mask", "positions"],
 )
-def test_what_fits_no_width_is_named(model, call, message):
+def test_what_fits_no_width_is_named(model, name, value, message):
     cache = prefill(model, batch(VIDEO))
+    ids = torch.tensor([[30]])
     with pytest.raises(ValueError, match=message):
-        model(input_ids=torch.tensor([[30]]), past_key_values=cache, **call)
+        model(input_ids=ids, past_key_values=cache, **{name: value})
 
 
 @pytest.mark.parametrize("row", [VIDEO, TEXT], ids=["a video", "text"])
-@pytest.mark.parametrize("cache", [((torch.zeros(1), torch.zeros(1)),), {}, 7], ids=["tuple", "dict", "int"])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        ((torch.zeros(1), torch.zeros(1)),),
+        {},
+        7,
+    ],
+    ids=["tuple", "dict", "int"],
+)
 def test_what_is_no_cache_is_named(model, cache, row):
+    name = type(cache).__name__
+    message = f"is a {name}: expected a Cache of Transformers"
     for call in (model, model.generate):
-        with pytest.raises(ValueError, match=f"is a {type(cache).__name__}: expected a Cache of Transformers"):
+        with pytest.raises(ValueError, match=message):
             call(**batch(row), past_key_values=cache)
