@@ -21,7 +21,11 @@ def model():
 def seen(model, inputs, **call):
     """The questions that the selector is given, per row `[L, d]`, and what the model makes of the call."""
     given = []
-    hook = model.model.qtsplus.register_forward_pre_hook(lambda _, args: given.append(args[1]))
+
+    def note(module, args):
+        given.append(args[1])
+
+    hook = model.model.qtsplus.register_forward_pre_hook(note)
     output = run(model, inputs, **call)
     hook.remove()
     return given[0], output
@@ -34,7 +38,8 @@ def test_an_earlier_answer_changes_nothing_of_what_is_asked(model):
     """Two conversations that differ in an earlier answer; the last question is the same."""
     row = prompt(videos=[VIDEO], turns=1)
     other = prompt(videos=[VIDEO], turns=1)
-    end_of_first_question = row.ids.index(IM_END, row.ids.index(VIDEO_PAD))
+    video = row.ids.index(VIDEO_PAD)
+    end_of_first_question = row.ids.index(IM_END, video)
     other.ids[end_of_first_question + 6] += 1
     states, output = seen(model, batch(row))
     other_states, other_output = seen(model, batch(other))
@@ -45,17 +50,23 @@ def test_an_earlier_answer_changes_nothing_of_what_is_asked(model):
 def test_words_of_a_layer_see_each_other_and_their_order(model):
     inputs = batch(prompt(videos=[VIDEO], question=4))
     states = []
+
+    def note(module, args, output):
+        states.append(output)
+
     (layer,) = model.model.qtsplus.question_layers
-    hook = layer.register_forward_hook(lambda module, args, output: states.append(output))
+    hook = layer.register_forward_hook(note)
     run(model, inputs)
-    end = (inputs["input_ids"][0] == IM_END).nonzero()[-1].item()
-    words = slice(end - 2, end)
-    inputs["input_ids"][:, words] = inputs["input_ids"][:, words].flip(1)
+    (ids,) = inputs["input_ids"]
+    end = (ids == IM_END).nonzero()[-1].item()
+    ids[end - 2 : end] = ids[end - 2 : end].flip(0)
     run(model, inputs)
     hook.remove()
     plain, swapped = states
-    assert (plain[[0, 1, 3, 2]] - swapped).abs().max() > 1e-3, "else each word would take its state along"
-    assert (plain[0] - swapped[0]).abs().max() > 1e-3
+    moved = plain[[0, 1, 3, 2]] - swapped
+    assert moved.abs().max() > 1e-3, "else each word would take its state along"
+    of_first_word = plain[0] - swapped[0]
+    assert of_first_word.abs().max() > 1e-3
 
 
 # The contracts -------------------------------------------------------------------------------------------------------
@@ -72,23 +83,29 @@ def marked(model, inputs, indices):
 
 def apart(model, inputs, indices):
     """Questions of three words and more."""
-    width = 3 + max(indices)
-    columns = torch.arange(width).expand(len(indices), -1)
     rows = torch.tensor(indices)[:, None]
-    return {"query_input_ids": 40 + rows + columns, "query_attention_mask": (columns < 3 + rows).long()}
+    lengths = 3 + rows
+    columns = torch.arange(lengths.max())
+    return {
+        "query_input_ids": 40 + rows + columns,
+        "query_attention_mask": (columns < lengths).long(),
+    }
 
 
 @pytest.mark.parametrize("pad_left", [True, False])
 @pytest.mark.parametrize("question", [without, marked, apart])
 def test_batch_is_single(model, pad_left, question):
-    rows = [*mixed_rows(), prompt(videos=[VIDEO], turns=2, seed=7)]
+    in_a_conversation = prompt(videos=[VIDEO], turns=2, seed=7)
+    rows = [*mixed_rows(), in_a_conversation]
     inputs = batch(*rows, pad_left=pad_left)
-    states, together = seen(model, inputs, **question(model, inputs, range(len(rows))))
+    questions = question(model, inputs, range(len(rows)))
+    states, together = seen(model, inputs, **questions)
     for index, row in enumerate(rows):
         if not row.videos:
             continue
         inputs = batch(row)
-        (own,), alone = seen(model, inputs, **question(model, inputs, [index]))
+        own_question = question(model, inputs, [index])
+        (own,), alone = seen(model, inputs, **own_question)
         assert_close(states[index], own, atol=1e-5, rtol=1e-5)
         assert_row_is_alone(together, index, alone)
 
@@ -98,16 +115,18 @@ def test_batch_is_single(model, pad_left, question):
 
 def test_a_question_apart_takes_the_place_of_the_prompts_own_or_of_none(model):
     inputs = batch(prompt(videos=[VIDEO], turns=1, question=6))
-    own = inputs["input_ids"][question_mask(model, inputs).bool()]
+    ids = inputs["input_ids"]
+    is_question = question_mask(model, inputs).bool()
+    own = ids[is_question]
     _, expected = seen(model, inputs)
     _, output = seen(model, inputs, query_input_ids=own[None])
     assert_same(output.qtsplus.relevance, expected.qtsplus.relevance)
     others = torch.tensor([[77, 78]])
     embeddings = model.get_input_embeddings()(others[0])
-    is_user = inputs["input_ids"] == USER
-    without_question = inputs["input_ids"].masked_fill(is_user, 33)
-    for ids in (inputs["input_ids"], without_question):
-        (states,), _ = seen(model, {**inputs, "input_ids": ids}, query_input_ids=others)
+    without_question = ids.masked_fill(ids == USER, 33)
+    for prompt_ids in (ids, without_question):
+        inputs["input_ids"] = prompt_ids
+        (states,), _ = seen(model, inputs, query_input_ids=others)
         assert_same(states, embeddings)
 
 
@@ -125,25 +144,34 @@ def test_a_mask_of_the_callers_own(model):
 
 
 @pytest.mark.parametrize(
-    ("variant", "paper", "layer"),
+    ("variant", "query_states", "parameters"),
     [
-        ("qtsplus-3b", 129_557_249, 43_010_560),
-        ("qtsplus-7b", 397_380_353, 132_153_856),
+        ("qtsplus-3b", "embeddings", 129_557_249),
+        ("qtsplus-3b", "layer", 129_557_249 + 43_010_560),
+        ("qtsplus-7b", "embeddings", 397_380_353),
+        ("qtsplus-7b", "layer", 397_380_353 + 132_153_856),
     ],
 )
-def test_only_a_layer_has_parameters_of_its_own(variant, paper, layer):
-    for query_states, expected in (("embeddings", paper), ("layer", paper + layer)):
-        config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / variant)
-        config.qtsplus_config.query_states = query_states
-        with torch.device("meta"):
-            selector = Qwen2_5_VLQTSplusForConditionalGeneration(config).model.qtsplus
-        assert sum(parameter.numel() for parameter in selector.parameters()) == expected
+def test_only_a_layer_has_parameters_of_its_own(variant, query_states, parameters):
+    folder = hub_configs() / variant
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(folder)
+    config.qtsplus_config.query_states = query_states
+    with torch.device("meta"):
+        model = Qwen2_5_VLQTSplusForConditionalGeneration(config)
+    sizes = [parameter.numel() for parameter in model.model.qtsplus.parameters()]
+    assert sum(sizes) == parameters
 
 
 def test_a_fresh_layer_changes_nothing():
     plain = tiny_model()
-    fresh = Qwen2_5_VLQTSplusForConditionalGeneration(tiny_model(query_states="layer").config).eval()
-    weights = {name: weight for name, weight in plain.state_dict().items() if ".reencode_layers." not in name}
+    config = tiny_model(query_states="layer").config
+    fresh = Qwen2_5_VLQTSplusForConditionalGeneration(config).eval()
+    weights = plain.state_dict()
+    for name in list(weights):
+        if ".reencode_layers." in name:
+            del weights[name]
     fresh.load_state_dict(weights, strict=False)
-    expected = run(plain, mixed_inputs()).qtsplus.log_relevance
-    assert_close(run(fresh, mixed_inputs()).qtsplus.log_relevance, expected, atol=1e-6, rtol=1e-6)
+    inputs = mixed_inputs()
+    expected = run(plain, inputs).qtsplus
+    output = run(fresh, inputs).qtsplus
+    assert_close(output.log_relevance, expected.log_relevance, atol=1e-6, rtol=1e-6)

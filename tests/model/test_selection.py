@@ -56,11 +56,11 @@ class Scene:
         return torch.cat(self.visual)
 
     def candidates(self, score=never):
-        num_tokens = len(self.features)
+        features = self.features
         return Candidates(
             visual=self.visual,
-            query=self.features[:0],
-            positions=torch.zeros(3, num_tokens, dtype=torch.long),
+            query=features[:0],
+            positions=torch.zeros(3, len(features), dtype=torch.long),
             grids=self.grids,
             score=score,
         )
@@ -98,8 +98,9 @@ def twin_of_coverage(scene, n):
     around = torch.stack([means[(times - step).abs() <= reach].mean(0) for step in times])
     distance = 1 - cosine_similarity(scene.features, around[steps])
     features = normalize(scene.features, dim=-1)
+    similarity = features @ features.T
     apart = (steps[:, None] - steps).abs()
-    similarity = (features @ features.T).masked_fill(apart > reach, -torch.inf)
+    similarity = similarity.masked_fill(apart > reach, -torch.inf)
     return naive_farthest(distance, similarity, n, TIE)
 
 
@@ -112,15 +113,23 @@ def test_temporal_redundancy_keeps_the_largest_changes(grids, share, seed):
         places = height * width
         mean_of_first = features[:places].mean(0).expand(places, -1)
         before = torch.cat([mean_of_first, features[:-places]])
-        changes.append(1 - cosine_similarity(features, before))
+        similarity = cosine_similarity(features, before)
+        changes.append(1 - similarity)
     n = scene.count(share)
     change = torch.cat(changes).round(decimals=5)
     ranking = change.sort(descending=True, stable=True).indices
+    expected = ranking[:n].sort().values
     kept = temporal_redundancy(scene.candidates(), n)
-    assert_same(kept, ranking[:n].sort().values)
+    assert_same(kept, expected)
 
 
-@pytest.mark.parametrize(("method", "twin"), [(diversity, twin_of_diversity), (coverage, twin_of_coverage)])
+@pytest.mark.parametrize(
+    ("method", "twin"),
+    [
+        (diversity, twin_of_diversity),
+        (coverage, twin_of_coverage),
+    ],
+)
 @settings(max_examples=40)
 @given(grids=GRIDS, share=SHARES, seed=SEEDS)
 def test_up_to_32_tokens_are_added_as_if_one_at_a_time(method, twin, grids, share, seed):
@@ -136,9 +145,9 @@ def test_in_rounds_diversity_leaves_no_token_much_farther_than_one_at_a_time(n, 
     """A video of 40 steps that stands still, changes slowly, or shows something else in each step."""
     generator = seeded(n)
     first = torch.randn(1, 40, 32, generator=generator)
-    noise = 0.02 * torch.randn(40, 40, 32, generator=generator)
-    changes = torch.randn(40, 40, 32, generator=generator).cumsum(0)
-    steps = first + drift * changes + noise
+    noise = torch.randn(40, 40, 32, generator=generator)
+    changes = torch.randn(40, 40, 32, generator=generator)
+    steps = first + drift * changes.cumsum(0) + 0.02 * noise
     scene = Scene([steps.flatten(0, 1)], [(40, 5, 8)])
     features = normalize(scene.features, dim=-1)
 
@@ -147,17 +156,21 @@ def test_in_rounds_diversity_leaves_no_token_much_farther_than_one_at_a_time(n, 
         return 1 - similarity.amax(1).min()
 
     in_rounds = diversity(scene.candidates(), n)
-    one_at_a_time = twin_of_diversity(scene, n)
     assert len(in_rounds.unique()) == n
-    assert farthest_from(in_rounds) <= 1.05 * farthest_from(one_at_a_time) + TIE
+    one_at_a_time = twin_of_diversity(scene, n)
+    expected = farthest_from(one_at_a_time)
+    assert farthest_from(in_rounds) <= 1.05 * expected + TIE
 
 
 def test_a_still_part_of_a_video_is_redundant_and_a_copied_token_not_diverse():
     still = torch.randn(1, 4, 8).expand(3, -1, -1)
     moving = torch.randn(3, 4, 8)
-    visual = torch.cat([still, moving], dim=1).flatten(0, 1)  # 3 frames of 8 tokens, the first 4 of each never change
-    candidates = Scene([visual], [(3, 1, 8)]).candidates()
-    assert temporal_redundancy(candidates, 16).tolist() == [*range(8), *range(12, 16), *range(20, 24)]
+    frames = torch.cat([still, moving], dim=1)  # 3 frames of 8 tokens, the first 4 of each never change
+    scene = Scene([frames.flatten(0, 1)], [(3, 1, 8)])
+    candidates = scene.candidates()
+    changed = [*range(8), *range(12, 16), *range(20, 24)]
+    kept = temporal_redundancy(candidates, 16)
+    assert kept.tolist() == changed
     different = set()
     for index in diversity(candidates, 16).tolist():
         place = index % 8
@@ -172,31 +185,52 @@ def test_what_comes_again_later_is_covered_again_and_what_stays_is_not():
     steps[3, 1] = first
     steps[390, 2] = first
     steps[4, 2] = second
-    candidates = Scene([steps.flatten(0, 1)], [(400, 2, 2)]).candidates()
+    scene = Scene([steps.flatten(0, 1)], [(400, 2, 2)])
+    candidates = scene.candidates()
     shown = {3 * 4 + 1, 4 * 4 + 2, 390 * 4 + 2}
     assert shown <= set(coverage(candidates, 8).tolist())
     assert not shown <= set(diversity(candidates, 3).tolist()), "a second time is no news to it"
 
 
 @settings(max_examples=60)
-@given(levels=lists(integers(-5, 0), min_size=1, max_size=40), share=floats(0.01, 1), seed=SEEDS)
+@given(
+    levels=lists(integers(-5, 0), min_size=1, max_size=40),
+    share=floats(0.01, 1),
+    seed=SEEDS,
+)
 def test_of_tied_scores_the_earliest_stay_whatever_rounding_does(levels, share, seed):
     scores = 1e-3 * torch.tensor(levels)
-    n = max(1, int(share * len(levels)))
+    count = len(levels)
+    n = max(1, int(share * count))
     ranking = scores.sort(descending=True, stable=True).indices
-    noise = torch.rand(len(levels), generator=seeded(seed)) - 0.5
+    expected = ranking[:n].sort().values
+    noise = torch.rand(count, generator=seeded(seed)) - 0.5
     kept = top_n(scores + 5e-5 * noise, n)
-    assert_same(kept, ranking[:n].sort().values)
+    assert_same(kept, expected)
 
 
-def test_scores_without_a_chance_come_last_and_in_order():
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (1, [3]),
+        (2, [1, 3]),
+        (3, [0, 1, 3]),
+        (4, [0, 1, 2, 3]),
+    ],
+)
+def test_scores_without_a_chance_come_last_and_in_order(n, expected):
     scores = torch.tensor([-torch.inf, -3.0, -torch.inf, -1.0])
-    kept = [top_n(scores, n).tolist() for n in (1, 2, 3, 4)]
-    assert kept == [[3], [1, 3], [0, 1, 3], [0, 1, 2, 3]]
+    kept = top_n(scores, n)
+    assert kept.tolist() == expected
 
 
 @settings(max_examples=40)
-@given(grids=GRIDS, copies=integers(2, 4), share=SHARES, seed=SEEDS)
+@given(
+    grids=GRIDS,
+    copies=integers(2, 4),
+    share=SHARES,
+    seed=SEEDS,
+)
 @pytest.mark.parametrize("method", [most_relevant, temporal_redundancy, diversity, coverage])
 def test_rounding_of_the_features_of_equal_frames_changes_no_choice(method, grids, copies, share, seed):
     """Every frame stands still for some steps; encoded again its features differ by a millionth."""
@@ -214,7 +248,8 @@ def test_rounding_of_the_features_of_equal_frames_changes_no_choice(method, grid
             visual.append(repeated + noise * rounding)
         scene = Scene(visual, longer_grids)
         score = (scene.features @ weight).log_softmax(0)
-        return method(scene.candidates(lambda _: score), scene.count(share))
+        candidates = scene.candidates(lambda _: score)
+        return method(candidates, scene.count(share))
 
     assert_same(choice(1e-6), choice(0))
 
@@ -245,21 +280,34 @@ def test_a_choice_per_call_is_the_configured_choice(model, inputs, name):
         return [output.logits, *output.qtsplus.kept_indices, ids]
 
     configured = tiny_model(selection=name)
-    assert_same(chosen(model, **budget, selection=name), chosen(configured, **budget))
+    expected = chosen(configured, **budget)
+    assert_same(chosen(model, **budget, selection=name), expected)
     assert_same(run(model, inputs).logits, before)
 
 
-def test_the_mass_of_the_attention_is_held_by_the_fewest_tokens():
-    masses = (0.3, 0.6, 0.8, 1.0)
+@pytest.mark.parametrize(
+    ("mass", "tokens", "tokens_with_null"),
+    [
+        (0.3, 1, 1),
+        (0.6, 2, 1),
+        (0.8, 3, 2),
+        (1.0, 5, 5),
+    ],
+)
+def test_the_mass_of_the_attention_is_held_by_the_fewest_tokens(mass, tokens, tokens_with_null):
     shares = torch.tensor([0.1, 0.5, 0.05, 0.25, 0.1]).log()
-    assert [round(5 * share_of_mass(shares, mass)) for mass in masses] == [1, 2, 3, 5]
+    share = share_of_mass(shares, mass)
+    assert round(5 * share) == tokens
     with_null = shares + math.log(0.5)  # the null token took the other half
-    assert [round(5 * share_of_mass(with_null, mass)) for mass in masses] == [1, 1, 2, 5]
+    share = share_of_mass(with_null, mass)
+    assert round(5 * share) == tokens_with_null
 
 
 def test_relevance_is_none_where_nothing_was_scored(model, inputs):
-    assert run(model, inputs, selection="all").qtsplus.relevance is None
-    assert run(model, inputs, selection="uniform", retention=0.2).qtsplus.relevance is None
+    whole = run(model, inputs, selection="all").qtsplus
+    assert whole.relevance is None
+    uniform = run(model, inputs, selection="uniform", retention=0.2).qtsplus
+    assert uniform.relevance is None
     free = run(model, inputs, selection="uniform").qtsplus  # its budget has read the relevance, and the choice has not
     assert free.relevance is None
     assert free.seen is None
@@ -268,15 +316,23 @@ def test_relevance_is_none_where_nothing_was_scored(model, inputs):
 
 
 def test_a_selection_may_be_a_function_of_a_notebook(model, inputs):
-    chosen = run(model, inputs, selection=lambda candidates, n: torch.arange(n), retention=0.1).qtsplus
-    assert_same(chosen.kept_indices, [torch.arange(n) for n in (10, 3, 0)])
+    def first(candidates, n):
+        return torch.arange(n)
+
+    chosen = run(model, inputs, selection=first, retention=0.1).qtsplus
+    for kept, n in zip(chosen.kept_indices, (10, 3, 0), strict=True):
+        assert_same(kept, torch.arange(n))
     with pytest.raises(ValueError, match=r"selection=7; expected one of .*, or a function like theirs"):
         model(**inputs, selection=7)
 
 
 @pytest.mark.parametrize(
     ("read", "computes"),
-    [("query", set()), ("log_relevance", {"QTSplusLayer"}), ("log_attention", {"Qwen2_5_VLDecoderLayer"})],
+    [
+        ("query", set()),
+        ("log_relevance", {"QTSplusLayer"}),
+        ("log_attention", {"Qwen2_5_VLDecoderLayer"}),
+    ],
 )
 def test_what_costs_something_is_computed_when_it_is_read(model, inputs, read, computes):
     computed = set()
@@ -302,7 +358,11 @@ def test_every_input_stands_in_the_signatures(model):
     for forward in (model.forward, model.model.forward):
         parameters = set(inspect.signature(forward).parameters)
         assert names | {"kwargs", "input_ids"} <= parameters
-    arguments = TrainingArguments(use_cpu=True, report_to="none", output_dir="unused")
+    arguments = TrainingArguments(
+        use_cpu=True,
+        report_to="none",
+        output_dir="unused",
+    )
     trainer = Trainer(model=model, args=arguments)
     trainer._set_signature_columns_if_needed()
     assert names <= set(trainer._signature_columns)

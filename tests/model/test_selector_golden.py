@@ -13,9 +13,22 @@ from reference import load, meta
 from tiny import PAPER, assert_same
 
 CASE = ("case1", "selector")
-STATED = ("rho_min", "rho_max", "tau_s", "scoring_layers", "reencode_layers", "lambda_t", "lambda_m", "lambda_s")
+STATED = (
+    "rho_min",
+    "rho_max",
+    "tau_s",
+    "scoring_layers",
+    "reencode_layers",
+    "lambda_t",
+    "lambda_m",
+    "lambda_s",
+)
 REFERENCE_ONLY = {"gate": "gumbel", "reencode_rope": False}
-LOSSES = {"flops": "loss_t", "kv": "loss_m", "smooth": "loss_s"}
+LOSSES = {
+    "flops": "loss_t",
+    "kv": "loss_m",
+    "smooth": "loss_s",
+}
 
 
 def close(actual, expected, atol, rtol=1e-5):
@@ -28,33 +41,51 @@ def ours(name: str) -> str:
     return our_name(theirs, REFERENCE).removeprefix("model.qtsplus.")
 
 
+NOISE = "qtsplus.model.selector_qtsplus.gumbel_noise"
+
+
 def golden_selector() -> QTSplusSelector:
     stated = meta(*CASE, "meta")["config"]
     fields = {name: stated[name] for name in STATED}
-    config = QTSplusConfig(**fields, n_max=stated["nmax"], **PAPER, **REFERENCE_ONLY)
-    selector = QTSplusSelector(config, stated["embedding_dim"], stated["n_heads"], stated["num_kv_heads"])
-    recorded = load(*CASE, "weights")
-    weights = {ours(name.removeprefix("selector.")): weight for name, weight in recorded.items()}
-    weights["rho_history"] = torch.zeros(2, dtype=torch.int64)
+    config = QTSplusConfig(
+        **fields,
+        n_max=stated["nmax"],
+        **PAPER,
+        **REFERENCE_ONLY,
+    )
+    selector = QTSplusSelector(
+        config,
+        stated["embedding_dim"],
+        stated["n_heads"],
+        stated["num_kv_heads"],
+    )
+    weights = {"rho_history": torch.zeros(2, dtype=torch.int64)}
+    for name, weight in load(*CASE, "weights").items():
+        theirs = name.removeprefix("selector.")
+        weights[ours(theirs)] = weight
     selector.load_state_dict(weights)
     return selector
 
 
 def select(selector, inputs):
     visual = list(inputs["Xv"])
+    query = list(inputs["Qt"])
     positions = [torch.zeros(3, len(row), dtype=torch.long) for row in visual]
-    return selector(visual, list(inputs["Qt"]), positions)
+    return selector(visual, query, positions)
 
 
 def check_losses(output, golden, atol):
     for theirs, name in LOSSES.items():
-        close(getattr(output, name), golden[f"loss_{theirs}"], atol)
+        loss = getattr(output, name)
+        close(loss, golden[f"loss_{theirs}"], atol)
 
 
 @torch.no_grad()
 def test_inference():
     golden = load(*CASE, "infer")
-    (features,), output = select(golden_selector().eval(), load(*CASE, "inputs"))
+    inputs = load(*CASE, "inputs")
+    selector = golden_selector().eval()
+    (features,), output = select(selector, inputs)
     close(output.relevance[0], golden["r"][0], 2e-6)
     close(output.rho, golden["rho"], 1e-6)
     assert output.n.tolist() == golden["n"].tolist()
@@ -84,8 +115,10 @@ def training_call(monkeypatch):
         value.requires_grad_()
     selector = golden_selector().train()
     total, count = golden["rho_running_before"].tolist()
-    selector.rho_history.copy_(torch.tensor([round(total * 2**32), round(count)]))
-    monkeypatch.setattr("qtsplus.model.selector_qtsplus.gumbel_noise", lambda n, device: golden["gumbel"][0])
+    history = [round(total * 2**32), round(count)]
+    selector.rho_history.copy_(torch.tensor(history))
+    (noise,) = golden["gumbel"]
+    monkeypatch.setattr(NOISE, lambda n, device: noise)
     (features,), output = select(selector, inputs)
     return TrainingCall(golden, inputs, selector, features, output)
 
@@ -104,10 +137,12 @@ def test_gate_follows_the_recorded_noise(monkeypatch):
     tau_s = meta(*CASE, "meta")["config"]["tau_s"]
     r = golden["r"][0].requires_grad_()
     target = golden["rho"][0] * len(r)
-    monkeypatch.setattr("qtsplus.model.selector_qtsplus.gumbel_noise", lambda n, device: golden["gumbel"][0])
+    (noise,) = golden["gumbel"]
+    monkeypatch.setattr(NOISE, lambda n, device: noise)
     kept, gate, threshold = gumbel_gate(r.log(), target, tau_s, n=1, n_max=2560)
     close(r - threshold, golden["logit_keep"][0], 1e-6)
-    assert_same(kept, golden["s_keep"][0].nonzero()[:, 0])
+    (is_kept,) = golden["s_keep"]
+    assert_same(kept, is_kept.nonzero()[:, 0])
     (gradient,) = torch.autograd.grad(gate.sum(), r)
     # Through its own score a kept token gets s (1 - s) / tau; what t moves comes on top and is the same for all kept.
     soft = golden["y_soft_keep"][0][kept]
@@ -115,11 +150,12 @@ def test_gate_follows_the_recorded_noise(monkeypatch):
     shared = gradient[kept] - slope
     weight = torch.sigmoid((r - threshold) / tau_s)
     weight = weight * (1 - weight)
-    expected = -slope.sum() * weight / weight.sum()
+    share = weight / weight.sum()
+    expected = -slope.sum() * share
     close(shared, expected[kept], 1e-6, 1e-4)
 
 
-@pytest.mark.parametrize("scalar", ["flops", "kv", "smooth", "sum_Z", "dot_ZW"])
+@pytest.mark.parametrize("scalar", [*LOSSES, "sum_Z", "dot_ZW"])
 def test_gradients(training_call, scalar):
     features = training_call.features
     if scalar in LOSSES:
@@ -129,16 +165,19 @@ def test_gradients(training_call, scalar):
     else:
         value = (features * training_call.golden["W_0"]).sum()
     value.backward()
-    leaves = {**training_call.inputs, **dict(training_call.selector.named_parameters())}
+    leaves = dict(training_call.selector.named_parameters())
+    leaves |= training_call.inputs
     recorded = load(*CASE, "grads")
     keys = [key for key in recorded if key.startswith(f"{scalar}/")]
     assert keys
     for key in keys:
         name = key.split("/")[1]
-        leaf = leaves[name if name in leaves else ours(name)]
+        if name not in leaves:
+            name = ours(name)
+        gradient = leaves[name].grad
         expected = recorded[key]
         largest = expected.abs().max().item()
-        close(leaf.grad, expected, 4e-6 * largest)
+        close(gradient, expected, 4e-6 * largest)
 
 
 @pytest.mark.parametrize("row", range(13))
