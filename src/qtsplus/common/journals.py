@@ -95,7 +95,6 @@ class Journal:
     Args:
         settings: what the entries depend on; those of the file when absent.
         schema: of settings and entries.
-        mend: leave out entries that are damaged, where they would be refused; `damaged` counts them.
 
     Raises:
         ValueError: another file, or one that is damaged or of another format; a run that began with other settings.
@@ -108,15 +107,14 @@ class Journal:
         path: Path,
         settings: Mapping[str, object] | None = None,
         schema: Schema = Schema(),
-        mend: bool = False,
     ):
         self.path = path
         self.schema = schema
-        self.damaged = 0
         self.done: dict[Key, Any] = {}
         earlier = None
+        check_own_file(path)
         if path.exists():
-            earlier = self._read(mend, cuts=settings is not None)
+            earlier = self._read(cuts=settings is not None)
         if settings is None:
             if earlier is None:
                 raise ValueError(f"{path} holds a run that never began: begin it first.")
@@ -136,7 +134,7 @@ class Journal:
                 "or choose another folder."
             )
 
-    def _read(self, mend: bool, cuts: bool) -> Document | None:
+    def _read(self, cuts: bool) -> Document | None:
         """
         Reads settings and entries; gives the settings, or `None` for an empty file.
 
@@ -144,7 +142,6 @@ class Journal:
             cuts: whether a last line that was cut off is removed; another process may still be adding to it.
         """
         settings = None
-        good_lines = []
         with self.path.open("rb") as file:
             lines = file.readlines()
         if lines and not lines[-1].endswith(b"\n"):
@@ -158,16 +155,9 @@ class Journal:
                 else:
                     entry = self._parse(line)
                     self.done[entry.key] = entry.value
-                good_lines.append(line)
             except ValueError as error:
-                if mend and settings is not None:
-                    self.damaged += 1
-                    continue
                 remedy = "choose another folder" if settings is None else self.schema.remedy
                 raise ValueError(f"Line {number} of {self.path} cannot be used: {error} So {remedy}.") from error
-        if self.damaged:
-            with whole_file(self.path, "wb") as rest:
-                rest.writelines(good_lines)
         return settings
 
     def _begin(self, line: bytes) -> Document:
@@ -226,8 +216,16 @@ def check_stored(kind, content: object):
 _adapter = cache(TypeAdapter)
 
 
+def check_own_file(path: Path) -> None:
+    """Raises `ValueError` for what is no file itself: a link may lead anywhere, and a pipe or a device has no end."""
+    is_other = path.exists() and not path.is_file()
+    if path.is_symlink() or is_other:
+        raise ValueError(f"{path} is a link, a folder, a pipe or a device; expected a file: remove it.")
+
+
 def read_stored(path: Path, kind):
     """A JSON file, sealed or not, as a type for pydantic; a `ValueError` of one line for any other file."""
+    check_own_file(path)
     try:
         return check_stored(kind, unseal(path.read_bytes()))
     except (OSError, ValueError) as error:

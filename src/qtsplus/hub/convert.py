@@ -23,7 +23,7 @@ from .backbones import OURS, backbone_of, model_types
 from .card import card_data, matching_variant
 from .checkpoint import EMBEDDINGS, HEAD, REFERENCE, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_checkpoint
 from .files import hub_configs, require_variant
-from .loading import load_generation_config, processor_of, refuse_adapter
+from .loading import adopt_tokenizer, load_generation_config, processor_of, refuse_adapter
 from .publish import write_repository
 
 _STOCK = [name.removesuffix(OURS) for name in model_types()]
@@ -333,8 +333,7 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
 
 def _take_over(processor, made: _Conversion) -> None:
     """The tokenizer says which ids open and close a question; a variant of this size says how to sample frames."""
-    for name, value in processor.query_token_ids.items():
-        setattr(made.config, name, value)
+    adopt_tokenizer(made.config, processor)
     if made.variant is not None:
         settings = hub_configs() / made.variant / "processor_config.json"
         if settings.exists():

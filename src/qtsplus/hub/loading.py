@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from ..common.files import first_line
 from ..common.folders import read_json, reading
 from ..common.validation import check_path, show
+from ..model.question_qtsplus import find_query_mask, question_token_ids
 from .backbones import backbone_of, register_backbones
 from .checkpoint import INDEX, weight_map
 
@@ -30,7 +31,9 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # legacy ones without an owner hol
 
 _PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
 _KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-_A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Who?"}]}]
+_WHO = {"type": "text", "text": "Who?"}
+_A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, _WHO]}]
+_A_QUESTION_ALONE: list[dict[str, Any]] = [{"role": "user", "content": [_WHO]}]
 _A_SYSTEM_PROMPT = {"role": "system", "content": "Be brief."}
 # The most characters that a chat template may make of one question, with the steps that it takes for that.
 LONGEST_PROMPT = 10**6
@@ -151,6 +154,22 @@ def _check_template(
                 spend(len(text))
         finally:
             sys.settrace(tracer)
+
+
+def adopt_tokenizer(config, processor) -> None:
+    """
+    Has a configuration find questions by the ids of a processor's tokenizer; a `ValueError` where these ids find no
+    question in what its chat template writes.
+    """
+    for name, value in processor.query_token_ids.items():
+        setattr(config, name, value)
+    inputs = processor.apply_chat_template(_A_QUESTION_ALONE, tokenize=True, return_dict=True, return_tensors="pt")
+    question = find_query_mask(inputs["input_ids"], None, **question_token_ids(config))
+    if not question.any():
+        raise ValueError(
+            f"The chat template of this tokenizer writes no question that begins with {processor.user_turn!r} and ends "
+            f"with {processor.turn_end!r}, by which a question is found: give it a template that does."
+        )
 
 
 def load_config(model: str | Path, revision: str | None = None):

@@ -12,7 +12,7 @@ from ..hub.backbones import OURS, backbone_of
 from ..hub.checkpoint import read_checkpoint
 from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
-from ..hub.loading import find_device, load_config, processor_of, stored_config, stored_dtype
+from ..hub.loading import adopt_tokenizer, find_device, load_config, processor_of, stored_config, stored_dtype
 from ..model.configuration_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import add_method
 
@@ -117,7 +117,9 @@ def load_either(
     if dtype == "auto":
         dtype = "float32"
     model = make_model(None, weights, selector, dtype).to(where).eval()
-    return model, make_processor(None, weights, model.config)
+    processor = make_processor(None, weights, model.config)
+    adopt_tokenizer(model.config, processor)
+    return model, processor
 
 
 def require_weights(weights: str, expected: str) -> None:

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ..common.files import check_folder, require_space
 from ..data.records import VideoRecord
+from ..hub.loading import adopt_tokenizer
 from .dataset import check_processor_kwargs, require_rates
 from .features import VideoFeatures, encode_files
 from .freezing import vision_modules
@@ -114,6 +115,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     _check_videos(recipe, train)
     seed = recipe.training.seed
     model = make_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, seed)
+    adopt_tokenizer(model.config, processor)  # a stock model's configuration does not know them
     features = None
     if data.features is not None:
         features = _encode_videos(recipe, data.features, model, processor, train + evaluation)
