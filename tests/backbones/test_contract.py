@@ -87,6 +87,16 @@ class TestBackbone:
         theirs = logits(stock, expected)
         close(ours[is_real], theirs[is_real])
 
+    def test_embeddings_beside_an_image_are_the_stock_model(self, backbone, all_tokens, stock, prepare):
+        inputs = prepare("image")
+        expected = backbone.stock_inputs(all_tokens, inputs)
+        inputs_embeds = all_tokens.get_input_embeddings()(inputs["input_ids"])
+        for call in (inputs, expected):
+            call.update(input_ids=None, inputs_embeds=inputs_embeds)
+            call.pop("mm_token_type_ids", None)
+        stock.model.rope_deltas = None  # stock would take them from its prompt before
+        close(logits(all_tokens, inputs), logits(stock, expected))
+
     @pytest.mark.parametrize("padding_side", ["left", "right"])
     @each_unlike
     def test_batch_is_single(self, model, prepare, padding_side):

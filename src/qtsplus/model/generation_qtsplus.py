@@ -163,12 +163,23 @@ class QTSplusGenerationMixin:
     model: Any  # a [`QTSplusModelMixin`]
     generation_config: GenerationConfig
 
+    def generate_batch(self, inputs, *args, **kwargs):
+        """As stock, of text alone; a `ValueError` for a prompt with an image or a video."""
+        for ids in inputs:
+            self.model.check_no_placeholders(torch.as_tensor(ids))
+        return super().generate_batch(inputs, *args, **kwargs)
+
     def init_continuous_batching(self, *args, **kwargs):
-        """Refused: its scheduler takes ids alone, and would answer as if there were no image or video."""
-        raise ValueError(
-            "Continuous batching takes no images or videos: call generate with a padded batch, or serve the model with "
-            "vLLM (qtsplus serve)."
-        )
+        """As stock; the manager refuses a prompt with an image or a video."""
+        manager = super().init_continuous_batching(*args, **kwargs)
+        add_request = type(manager).add_request
+
+        def add_text(input_ids, *args, **kwargs):
+            self.model.check_no_placeholders(torch.as_tensor(input_ids))
+            return add_request(manager, input_ids, *args, **kwargs)
+
+        manager.add_request = add_text
+        return manager
 
     @torch.no_grad()
     def generate(self, inputs=None, generation_config=None, streamer=None, **kwargs):
@@ -190,12 +201,16 @@ class QTSplusGenerationMixin:
         check_cache(cache)
         if cache is not None:
             kwargs[CACHE] = cache
-        has_embeds = kwargs.get("inputs_embeds") is not None
-        if input_ids is None or has_embeds or "mm_encoder_outputs" in kwargs:
+        embeds = kwargs.get("inputs_embeds")
+        is_shortened = "mm_encoder_outputs" in kwargs
+        if input_ids is None or embeds is not None or is_shortened:
             # Nothing to shorten: embeddings, an empty prompt, or a prompt that this method has shortened already.
-            if visual.given:
+            if visual.given and (visual.videos_given or embeds is None or is_shortened):
                 raise alone_with_ids()
             self.model.check_selected(kwargs.get("mm_encoder_outputs"))
+            if visual.given:
+                kwargs["image_grid_thw"] = visual.image_grid_thw
+                kwargs["mm_encoder_outputs"] = self.model.encode_images(self.model.image_ids(embeds), visual)
             return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
         kwargs.pop("mm_token_type_ids", None)  # found in input_ids
         if cache is not None and cache.get_seq_length() > 0:

@@ -467,6 +467,17 @@ def restarts(position_ids: Tensor, mask: Tensor) -> bool:
     return bool(restart.any())
 
 
+def are_packed(position_ids: Tensor | None) -> bool:
+    """
+    Whether these are the positions `[4, B, S]` of sequences packed into one row, by whose first axis the language model
+    keeps them apart if it gets neither a mask nor a cache.
+    """
+    if position_ids is None or position_ids.ndim != 3 or len(position_ids) != 4:
+        return False
+    all_real = torch.ones_like(position_ids[0])
+    return restarts(position_ids, all_real)
+
+
 def _rows(
     model: QTSplusBackboneMixin,
     input_ids: Tensor,

@@ -17,11 +17,12 @@ from transformers.utils.import_utils import torch_compilable_check
 from .columns_qtsplus import CachedPrompt, KeptColumns, check_cache
 from .encoding_qtsplus import encode_modality, encode_visual
 from .generation_qtsplus import QTSplusGenerationMixin
-from .layout_qtsplus import QTSplusBackboneMixin, check_grids, lay_out
+from .layout_qtsplus import QTSplusBackboneMixin, are_packed, check_grids, lay_out
 from .lm_attention_qtsplus import GroupAttention, check_attention, log_attention, read_group, reading_of
 from .methods_qtsplus import take_rows
 from .prompt_qtsplus import (
     CACHE,
+    IMAGE,
     MODALITIES,
     NAMES,
     TEXT,
@@ -246,11 +247,19 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         prompt = None
         selected: dict = mm_encoder_outputs or {}
         if visual.given:
-            if input_ids is None or inputs_embeds is not None or selected:
+            if inputs_embeds is not None and input_ids is None and not visual.videos_given:
+                input_ids = self.image_ids(inputs_embeds)
+            elif inputs_embeds is not None:
+                raise alone_with_ids()
+            if input_ids is None or mm_encoder_outputs:
                 raise alone_with_ids()
             if cache is not None and cache.get_seq_length() > 0:
                 raise ValueError("New images or videos after a cache: expected an empty one.")
-            prompt = self.shorten(input_ids, attention_mask, position_ids, visual, selection)
+            is_packed = attention_mask is None and use_cache is False and are_packed(position_ids)
+            if inputs_embeds is not None or (is_packed and not visual.videos_given):
+                selected = self.encode_images(input_ids, visual)  # with nothing to select, nothing is laid out again
+            else:
+                prompt = self.shorten(input_ids, attention_mask, position_ids, visual, selection)
         if prompt is None:
             inputs, qtsplus = self._plain_inputs(
                 input_ids, attention_mask, position_ids, inputs_embeds, cache, selected
@@ -318,9 +327,9 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         inputs = {"inputs_embeds": inputs_embeds}
         if selected:
             self.check_selected(selected)
-            if input_ids is None:
-                raise alone_with_ids()
             features = {name: output["pooler_output"] for name, output in selected.items()}
+            if input_ids is None:
+                input_ids = self.image_ids(inputs_embeds)
             inputs = self.language_inputs(inputs_embeds, input_ids, features)
         if self._trains:
             # The selector takes part in every training step, so that no rank of a distributed run waits for another.
@@ -344,11 +353,12 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     def _past_length(cache, new: int, position_ids: Tensor | None) -> int:
         """
         The columns that are cached. A step of decoding that brings its position need not wait for the count, and gets
-        1 for any that there are.
+        1 for any that there are; the cache of continuous batching has none.
         """
         if cache is None:
             return 0
-        if position_ids is None or new > 1 or CachedPrompt.kept_with(cache) is not None:
+        is_prompt = new > 1 and hasattr(cache, "get_seq_length")
+        if position_ids is None or is_prompt or CachedPrompt.kept_with(cache) is not None:
             return int(cache.get_seq_length())
         return 1
 
@@ -387,6 +397,22 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             "it are not known. Expected the cache that forward returned, which knows the prompt's qtsplus.columns, or "
             "the position_ids of the new columns."
         )
+
+    def image_ids(self, inputs_embeds: Tensor) -> Tensor:
+        """`[B, S]`, the id of an image's placeholder wherever its embedding is, as stock finds them; 0 elsewhere."""
+        image_token_id = torch.tensor([[self.config.image_token_id]], device=inputs_embeds.device)
+        placeholder = self.get_input_embeddings()(image_token_id)
+        is_image = (inputs_embeds == placeholder).all(-1)
+        return is_image * image_token_id
+
+    def encode_images(self, input_ids: Tensor, visual: VisualInputs) -> dict[str, SelectedFeatures]:
+        """All features of the images of the prompts `[B, S]`, per row, as `mm_encoder_outputs`."""
+        grids = {IMAGE: check_grids(self, IMAGE, visual.pixel_values, visual.image_grid_thw), VIDEO: []}
+        features = torch.cat(encode_visual(self, visual, grids)[IMAGE])
+        counts = (input_ids == self.config.image_token_id).sum(1).tolist()
+        if sum(counts) != len(features):
+            raise ValueError(f"{sum(counts)} image placeholders in the prompt for {len(features)} features.")
+        return {MODALITIES[IMAGE]: SelectedFeatures(pooler_output=features.split(counts))}
 
     def check_selected(self, mm_encoder_outputs: dict | None):
         """

@@ -113,7 +113,10 @@ def names_inputs(forward: T) -> T:
 
 def alone_with_ids() -> ValueError:
     """The error for images or videos beside something that replaces a prompt's ids."""
-    return ValueError("Images and videos come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs.")
+    return ValueError(
+        "Videos come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs. Images may come with "
+        "inputs_embeds instead of input_ids."
+    )
 
 
 # --- Its rows ---
