@@ -114,10 +114,15 @@ class QTSplusPreTrainedMixin:
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
         """As stock. The selector's configuration gets the name too, which its own attention does not read."""
-        if isinstance(attn_implementation, str) and "qtsplus_config" in self.config.sub_configs:
-            # Stock would warn that no Transformers model has the selector's configuration.
-            self.config.qtsplus_config._attn_implementation_internal = attn_implementation
-        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+        if not isinstance(attn_implementation, str):
+            super().set_attn_implementation(attn_implementation, *args, **kwargs)
+            return
+        # Stock would warn that no Transformers model has the selector's configuration.
+        parts = [name for name in self.config.sub_configs if name != "qtsplus_config"]
+        implementations = {"": attn_implementation, **dict.fromkeys(parts, attn_implementation)}
+        super().set_attn_implementation(implementations, *args, **kwargs)
+        if "qtsplus_config" in self.config.sub_configs:
+            self.config.qtsplus_config._attn_implementation = self.config._attn_implementation
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """As stock, with the code that runs the model beside its weights."""

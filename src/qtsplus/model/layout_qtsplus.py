@@ -150,8 +150,8 @@ def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan | Non
     if span is not None:
         expected = f"{name} {span.index} needs {span.length} of them"
     return ValueError(
-        f"Row {row} has {placeholders} {name} placeholder(s) side by side, but {expected}. Make input_ids and "
-        f"{name}_grid_thw with the same processor call, and give every {name} its pixels."
+        f"{name.capitalize()} features and {name} tokens do not match. Row {row} has {placeholders} {name} "
+        f"placeholder(s) side by side, but {expected}. Make input_ids and {name}_grid_thw with the same processor call."
     )
 
 
