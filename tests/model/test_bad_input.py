@@ -27,6 +27,7 @@ from tiny import (
     stock_twin,
     tiny_config,
     tiny_model,
+    without,
 )
 
 GRID = (2, 4, 6)  # 48 patches, 12 tokens
@@ -359,4 +360,11 @@ def test_a_checkpoint_without_all_of_its_selector_is_refused(tmp_path, model, lo
     weights = {name: value for name, value in model.state_dict().items() if not re.search(lost, name)}
     model.save_pretrained(tmp_path, state_dict=weights)
     with pytest.raises(ValueError, match=r"lacks \d+ of the weights .*model\.qtsplus\..*would stay random"):
+        Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path)
+
+
+def test_an_untied_checkpoint_without_its_head_is_refused(tmp_path):
+    model = tiny_model(tie_word_embeddings=False)
+    model.save_pretrained(tmp_path, state_dict=without(model.state_dict(), "lm_head.weight"))
+    with pytest.raises(ValueError, match=r"lacks 1 of the weights .*lm_head\.weight"):
         Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path)

@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 
+from qtsplus.model.encoding_qtsplus import attend_within
 from tiny import assert_same, batch, prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [prompt(videos=[(4, 4, 6), (2, 4, 4)]), prompt(videos=[(6, 6, 4)], question=9, seed=1)]
 RETENTION = 0.3
+TOLERANCES = [(torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)]
 CALL = {"retention": RETENTION, "max_new_tokens": 6, "do_sample": False}
 
 
@@ -35,6 +37,42 @@ def assert_close(mine, expected, tolerance):
     mine = mine.detach().double().cpu()
     expected = expected.detach().double().cpu()
     assert float((mine - expected).norm()) <= tolerance * float(expected.norm())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_attention_in_windows_and_its_gradients(dtype, tolerance):
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 64, 128, 160, 167, 168, 468], dtype=torch.int32)
+    states = torch.randn(3, 468, 4, 80)  # query, key and value
+    weights = torch.randn(468, 4, 80)
+
+    def output_and_gradients(device, precision):
+        leaf = states.to(device, precision, copy=True).requires_grad_()
+        attended = attend_within(*leaf, bounds.to(device))
+        (gradients,) = torch.autograd.grad(attended, leaf, weights.to(device, precision))
+        return attended, gradients
+
+    attended, gradients = output_and_gradients(DEVICE, dtype)
+    expected, expected_gradients = output_and_gradients("cpu", torch.float64)
+    assert_close(attended, expected, tolerance)
+    assert_close(gradients, expected_gradients, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-1)])
+def test_the_vision_tower_and_its_gradients(models, dtype, tolerance):
+    def output_and_gradients(model, device, precision):
+        visual = copy.deepcopy(model.model.visual).to(precision)
+        inputs = inputs_on(device)
+        pixels = inputs["pixel_values_videos"].to(precision)
+        encoded = visual(pixels, grid_thw=inputs["video_grid_thw"]).pooler_output
+        gradients = torch.autograd.grad(encoded.float().square().mean(), list(visual.parameters()))
+        return encoded, torch.cat([gradient.float().flatten() for gradient in gradients])
+
+    on_cpu, on_device = models
+    encoded, gradients = output_and_gradients(on_device, DEVICE, dtype)
+    expected, expected_gradients = output_and_gradients(on_cpu, "cpu", torch.float32)
+    assert_close(encoded, expected, tolerance)
+    assert_close(gradients, expected_gradients, tolerance)
 
 
 def test_generated_tokens_and_those_kept(models):

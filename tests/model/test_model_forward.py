@@ -20,7 +20,7 @@ from model_checks import (
     with_labels,
 )
 from qtsplus.model.prompt_qtsplus import CACHE
-from tiny import assert_same, batch, prompt, run, tiny_model, token_types
+from tiny import assert_same, batch, prompt, run, stock_twin, tiny_model, token_types
 
 # Embeddings ----------------------------------------------------------------------------------------------------------
 
@@ -103,6 +103,19 @@ def test_return_dict_false_gives_the_same_values_as_a_tuple(cls):
     assert len(plain) == len(named)
     for name, value in zip(first, plain, strict=False):
         assert_same(value, named[name])
+
+
+def test_a_text_takes_a_four_dimensional_mask_as_stock_does():
+    model = shared_model()
+    inputs = batch(prompt(question=9))
+    length = inputs["input_ids"].shape[1]
+    lowest = torch.finfo(torch.float32).min
+    causal = torch.full((1, 1, length, length), lowest).triu(1)
+    position_ids = torch.arange(length).expand(3, 1, -1)
+    masked = {**inputs, "attention_mask": causal, "position_ids": position_ids}
+    logits = main_output(model, masked)
+    assert_close(logits, main_output(stock_twin(model), masked), atol=1e-4, rtol=0)
+    assert_close(logits, main_output(model, inputs), atol=1e-4, rtol=0)
 
 
 def test_a_four_dimensional_mask_over_a_video_is_refused():

@@ -138,6 +138,15 @@ def test_the_running_mean_of_rho_survives_bfloat16_saving_and_loading(tmp_path, 
     assert_same(reloaded.model.qtsplus.rho_history, history)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])
+def test_a_model_loads_in_the_dtype_that_was_asked_for(tmp_path, dtype):
+    tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    model = FULL.from_pretrained(tmp_path, dtype=dtype)
+    expected = torch.bfloat16 if dtype == "auto" else dtype
+    assert model.dtype == expected
+    assert {parameter.dtype for parameter in model.parameters()} == {expected}
+
+
 # Initialisation ------------------------------------------------------------------------------------------------------
 
 

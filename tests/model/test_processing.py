@@ -230,7 +230,11 @@ SHADES = {  # of the quarters of a frame, by the signs of x and y
 }
 
 
-@pytest.mark.parametrize("turn", [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0), (-1, 0, 0, 1)])
+TURNS = [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)]
+MIRRORED = [(-1, 0, 0, 1), (1, 0, 0, -1), (0, -1, -1, 0), (0, 1, 1, 0)]
+
+
+@pytest.mark.parametrize("turn", [*TURNS, *MIRRORED])
 def test_a_phone_video_is_shown_upright(tmp_path, turn):
     """A file states where a point (x, y) of its frames is shown: at (ax + cy, bx + dy)."""
     a, b, c, d = turn

@@ -69,3 +69,22 @@ def test_of_equal_maxima_the_first_takes_the_gradient(kernel):
     assert not gradient[0, 2].any()
     assert not gradient[1].any()
     assert_close(grad_keys, expected_keys)
+
+
+@each_reduction
+@pytest.mark.parametrize("autocast", [False, True])
+def test_statistics_of_bfloat16_states_are_in_float32(autocast, reduction):
+    states_of_model = states(4, 2, num_queries=6, num_tokens=3000, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        log_r = log_relevance(*states_of_model, reduction=reduction)
+        total = (log_r.exp() * 100).sum()
+    assert log_r.dtype == torch.float32
+    assert len(log_r.unique()) > 2900  # bfloat16 has about a hundred numbers there
+    gradients = torch.autograd.grad(total, states_of_model)  # outside of autocast, as trainers do
+
+    exact_states = [x.detach().float().requires_grad_() for x in states_of_model]
+    expected = naive_log_relevance(*exact_states, reduction=reduction)
+    assert_close(log_r, expected, atol=1e-5, rtol=1e-5)
+    expected_gradients = torch.autograd.grad((expected.exp() * 100).sum(), exact_states)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert_close(gradient.float(), expected_gradient, atol=1e-4, rtol=2**-8)

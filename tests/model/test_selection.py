@@ -285,6 +285,15 @@ def test_a_choice_per_call_is_the_configured_choice(model, inputs, name):
     assert_same(run(model, inputs).logits, before)
 
 
+def test_methods_choose_differently(model, inputs):
+    names = set(METHODS) - {WITHOUT_BUDGET}
+    choices = set()
+    for name in names:
+        kept_indices = run(model, inputs, selection=name, retention=0.2).qtsplus.kept_indices
+        choices.add(tuple(kept_indices[0].tolist()))
+    assert len(choices) == len(names)
+
+
 @pytest.mark.parametrize(
     ("mass", "tokens", "tokens_with_null"),
     [
