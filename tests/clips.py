@@ -23,7 +23,8 @@ COLOURS = {
     "purple": (130, 58, 180),
     "orange": (240, 120, 20),
 }
-NAMES = [(colour, shape) for colour in COLOURS for shape in ("circle", "square", "triangle", "cross", "ring")]
+SHAPES = ("circle", "square", "triangle", "cross", "ring")
+NAMES = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 MARKS = ("ball", "door", "book", "bird")
 SIDE = 168
 FPS = 2  # pixels of a frame, 6 x 6 visual tokens; frames per second
@@ -53,14 +54,17 @@ def write_mp4(
     """
     with av.open(os.fspath(path), "w", options=muxer or {}) as container:
         rate = Fraction(fps).limit_denominator(1001)
-        if codec == "libx264":  # whose AVX-512 code gives other bytes every time
-            options = {"preset": "veryfast", "x264-params": "cpu-independent=1", **options}
+        if codec == "libx264":
+            options.setdefault("preset", "veryfast")
+            # The AVX-512 code of x264 gives other bytes every time.
+            options.setdefault("x264-params", "cpu-independent=1")
         stream = container.add_stream(codec, rate=rate, options=options)
         stream.pix_fmt = "yuv420p"
         stream.codec_context.thread_count = 1
         for number, array in enumerate(frames):
             if number == 0:
-                stream.height, stream.width = array.shape[:2]
+                stream.height = array.shape[0]
+                stream.width = array.shape[1]
             frame = av.VideoFrame.from_ndarray(array, format="rgb24")
             frame.pts = first + number
             frame.time_base = 1 / rate
@@ -75,12 +79,18 @@ def render_clip(path: str | os.PathLike, seconds: float = 8, fps: int = 8, size=
     side = 0.3 * min(size)
     room = np.array(size) - side
     colours = rng.permutation(list(COLOURS))[:3]
-    ways = [np.linspace(*rng.uniform(0, 1, (2, 2)) * room, count) for _ in colours]
+    ways = []
+    for _ in colours:
+        first, last = rng.uniform(0, 1, (2, 2)) * room
+        ways.append(np.linspace(first, last, count))
 
     def draw(index: int) -> np.ndarray:
         image = Image.new("RGB", size, (210, 210, 210))
+        canvas = ImageDraw.Draw(image)
         for colour, way in zip(colours, ways, strict=True):
-            ImageDraw.Draw(image).ellipse([*way[index], *(way[index] + side)], fill=COLOURS[colour])
+            left, top = way[index]
+            disc = [left, top, left + side, top + side]
+            canvas.ellipse(disc, fill=COLOURS[colour])
         return np.asarray(image)
 
     write_mp4(path, (draw(index) for index in range(count)), fps)
@@ -111,7 +121,12 @@ class Thing:
         """(left, top, right, bottom), all inside."""
         x, y = self.start
         half = self.side // 2
-        return x - half, y - half, x + half, y + half
+        return (
+            x - half,
+            y - half,
+            x + half,
+            y + half,
+        )
 
     @property
     def sighting(self) -> Sighting:
@@ -130,33 +145,51 @@ class World:
 def make_world(seed: int, seconds: int = 8, objects: int = 8) -> World:
     """Draws `objects` things that stay for 1 to 3 seconds, as far as there is room for them."""
     rng = np.random.default_rng(seed)
-    free = np.ones((seconds, SIDE // _ROOM, SIDE // _ROOM), dtype=bool)
+    places = SIDE // _ROOM
+    free = np.ones((seconds, places, places), dtype=bool)
     things = []
+    longest = min(3, seconds)
     for name in rng.permutation(len(NAMES))[:objects]:
-        life = int(rng.integers(1, min(3, seconds) + 1))
+        life = int(rng.integers(1, longest + 1))
         begin = int(rng.integers(0, seconds - life + 1))
-        places = np.argwhere(free[begin : begin + life].all(0))
-        if len(places):
-            row, column = rng.choice(places)
-            free[begin : begin + life, row, column] = False
-            side = int(rng.integers(24, 30))
-            x, y = rng.choice((14, 42), 2)  # in the middle of a token
-            start = (int(column * _ROOM + x), int(row * _ROOM + y))
-            things.append(Thing(*NAMES[name], str(rng.choice(MARKS)), begin, begin + life, start, side))
-    return World(seed, seconds, tuple(sorted(things, key=lambda thing: thing.appears_at)))
+        end = begin + life
+        free_places = np.argwhere(free[begin:end].all(0))
+        if len(free_places) == 0:
+            continue
+        row, column = rng.choice(free_places)
+        free[begin:end, row, column] = False
+        side = int(rng.integers(24, 30))
+        x, y = rng.choice((14, 42), 2)  # in the middle of a token
+        colour, shape = NAMES[name]
+        thing = Thing(
+            colour=colour,
+            shape=shape,
+            mark=str(rng.choice(MARKS)),
+            appears_at=begin,
+            vanishes_at=end,
+            start=(int(column * _ROOM + x), int(row * _ROOM + y)),
+            side=side,
+        )
+        things.append(thing)
+    things.sort(key=lambda thing: thing.appears_at)
+    return World(seed, seconds, tuple(things))
 
 
 def render_world(world: World) -> np.ndarray:
     """`[T, 168, 168, 3]` uint8, two frames a second: the things before clouds, with grain."""
     rng = np.random.default_rng(world.seed)
-    clouds = Image.fromarray(rng.integers(100, 150, (6, 6, 3), dtype=np.uint8)).resize((SIDE, SIDE), Image.BICUBIC)
+    greys = rng.integers(100, 150, (6, 6, 3), dtype=np.uint8)
+    clouds = Image.fromarray(greys).resize((SIDE, SIDE), Image.BICUBIC)
     frames = []
     for index in range(world.seconds * FPS):
+        second = index / FPS
         frame = clouds.copy()
+        canvas = ImageDraw.Draw(frame)
         for thing in world.objects:
-            if thing.appears_at <= index / FPS < thing.vanishes_at:
-                _draw(ImageDraw.Draw(frame), thing)
-        frames.append(np.asarray(frame) + rng.integers(0, 5, (SIDE, SIDE, 1)))  # no two frames are the same
+            if thing.appears_at <= second < thing.vanishes_at:
+                _draw(canvas, thing)
+        grain = rng.integers(0, 5, (SIDE, SIDE, 1))  # no two frames are the same
+        frames.append(np.asarray(frame) + grain)
     return np.stack(frames).clip(0, 255).astype(np.uint8)
 
 
@@ -172,22 +205,46 @@ def _draw(canvas: ImageDraw.ImageDraw, thing: Thing) -> None:
     elif thing.shape == "triangle":
         canvas.polygon([(left, bottom), (x, top), (right, bottom)], fill=colour)
     elif thing.shape == "cross":
-        canvas.rectangle([x - side / 6, top, x + side / 6, bottom], fill=colour)
-        canvas.rectangle([left, y - side / 6, right, y + side / 6], fill=colour)
+        arm = side / 6
+        canvas.rectangle([x - arm, top, x + arm, bottom], fill=colour)
+        canvas.rectangle([left, y - arm, right, y + arm], fill=colour)
     else:
         canvas.ellipse(thing.box, outline=colour, width=side // 4)
-    y += 0.14 * side if thing.shape == "triangle" else 0
-    paint = (15, 15, 15) if thing.colour in ("yellow", "orange") else (250, 250, 250)
-    half = 0.275 * side
-    if thing.mark == "ball":
-        canvas.ellipse([x - 0.7 * half, y - 0.7 * half, x + 0.7 * half, y + 0.7 * half], fill=paint)
-    elif thing.mark == "door":
-        canvas.rectangle([x - 0.3 * half, y - half, x + 0.3 * half, y + half], fill=paint)
-    elif thing.mark == "book":
-        canvas.rectangle([x - half, y - 0.3 * half, x + half, y + 0.3 * half], fill=paint)
+    if thing.shape == "triangle":
+        y += 0.14 * side
+    paint = (250, 250, 250)
+    if thing.colour in ("yellow", "orange"):
+        paint = (15, 15, 15)
+    _draw_mark(canvas, thing.mark, x, y, 0.275 * side, paint)
+
+
+def _draw_mark(
+    canvas: ImageDraw.ImageDraw,
+    mark: str,
+    x: float,
+    y: float,
+    half: float,
+    paint: tuple[int, int, int],
+) -> None:
+    """Draws a mark around (x, y), which reaches `half` pixels to each side."""
+    if mark == "ball":
+        radius = 0.7 * half
+        canvas.ellipse([x - radius, y - radius, x + radius, y + radius], fill=paint)
+    elif mark == "door":
+        narrow = 0.3 * half
+        canvas.rectangle([x - narrow, y - half, x + narrow, y + half], fill=paint)
+    elif mark == "book":
+        low = 0.3 * half
+        canvas.rectangle([x - half, y - low, x + half, y + low], fill=paint)
     else:
-        wings = [(x - half, y - 0.8 * half), (x, y + 0.6 * half), (x + half, y - 0.8 * half)]
-        canvas.line(wings, fill=paint, width=max(2, round(0.5 * half)), joint="curve")
+        wing_tips = y - 0.8 * half
+        wings = [
+            (x - half, wing_tips),
+            (x, y + 0.6 * half),
+            (x + half, wing_tips),
+        ]
+        width = max(2, round(0.5 * half))
+        canvas.line(wings, fill=paint, width=width, joint="curve")
 
 
 def write_records(folder: Path, videos: int = 2, seconds: int = 4, objects: int = 6) -> Path:
@@ -197,13 +254,24 @@ def write_records(folder: Path, videos: int = 2, seconds: int = 4, objects: int 
         world = make_world(seed, seconds, objects)
         write_mp4(folder / f"{seed}.mp4", render_world(world), FPS)
         for thing in world.objects:
-            seen = {"question": thing.question, "answer": thing.mark, "evidence": [[asdict(thing.sighting)]]}
-            lines.append(json.dumps({"video": f"{seed}.mp4", "kind": "attribute", **seen}))
-    (folder / "records.jsonl").write_text("\n".join(lines) + "\n")
-    return folder / "records.jsonl"
+            record = {
+                "video": f"{seed}.mp4",
+                "kind": "attribute",
+                "question": thing.question,
+                "answer": thing.mark,
+                "evidence": [[asdict(thing.sighting)]],
+            }
+            lines.append(json.dumps(record) + "\n")
+    path = folder / "records.jsonl"
+    path.write_text("".join(lines))
+    return path
 
 
-LIBRARY = {name: make_world(160 + seed, 6) for seed, name in enumerate(("a.mp4", "b.mp4", "more/c.mp4"))}
+LIBRARY = {
+    "a.mp4": make_world(160, 6),
+    "b.mp4": make_world(161, 6),
+    "more/c.mp4": make_world(162, 6),
+}
 
 
 def read_video(path: str, choose: Any) -> tuple[np.ndarray, Any]:
