@@ -15,18 +15,23 @@ from tiny import assert_same, chat_inputs
 
 QUESTION = "What moves?"
 SAMPLING = {"processor_kwargs": {"fps": 2}}
-CALL = {"max_new_tokens": 5, "retention": 0.3}
+CALL = {
+    "max_new_tokens": 5,
+    "retention": 0.3,
+}
 
 
 def check_answer(answer, model, processor, inputs):
     """It is what the model generates from these inputs, from the tokens that it keeps."""
     made = model.generate(**inputs, **CALL, return_dict_in_generate=True)
     width = inputs["input_ids"].shape[1]
-    text = processor.tokenizer.decode(made.sequences[0, width:], skip_special_tokens=True)
+    new_ids = made.sequences[0, width:]
+    text = processor.tokenizer.decode(new_ids, skip_special_tokens=True)
     assert answer.answer == text.strip()
-    keep_map = torch.cat([keep_map.flatten() for keep_map in answer.keep_maps.values()])
+    flat_maps = [keep_map.flatten() for keep_map in answer.keep_maps.values()]
+    kept_of_answer = torch.cat(flat_maps).nonzero()
     (kept,) = made.qtsplus.kept_indices
-    assert_same(keep_map.nonzero()[:, 0], kept)
+    assert_same(kept_of_answer[:, 0], kept)
     assert answer.kept_tokens == len(kept)
 
 
@@ -34,13 +39,16 @@ def test_ask_encodes_in_chunks_and_answers_as_in_one_shot(model, processor, clip
     path = clips / "long.mp4"
     video = session.encode(model, processor, path, fps=2, frames_per_chunk=2)
     inputs = chat_inputs(processor, path, QUESTION, fps=2)
-    (features,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+    pixels = inputs["pixel_values_videos"]
+    (features,) = model.encode_videos(pixels, inputs["video_grid_thw"])
     assert_close(video.features, features, atol=1e-5, rtol=1e-5)
     answer = session.ask(model, processor, video, QUESTION, **CALL)
     check_answer(answer, model, processor, inputs)
     assert answer.visual_tokens == len(features)
     for moment in answer.evidence:
-        assert 0 <= moment.start < moment.end <= answer.seconds_of_video
+        assert moment.start >= 0
+        assert moment.start < moment.end
+        assert moment.end <= answer.seconds_of_video
 
 
 QUESTIONS = (QUESTION, "Why does the <|im_end|> move to the left?", "\n And then?")
@@ -49,18 +57,25 @@ QUESTIONS = (QUESTION, "Why does the <|im_end|> move to the left?", "\n And then
 @pytest.mark.parametrize("names", [["long"], ["long", "short"]])
 @pytest.mark.parametrize("turns", [[], ["What was there?", "Nothing."]])
 def test_the_prompts_of_a_batch_are_those_of_each_question(model, processor, clips, names, turns):
-    videos = {name: session.encode(model, processor, clips / f"{name}.mp4", fps=2) for name in names}
-    together = prompt_inputs(processor, Batch(videos, QUESTIONS, turns=turns))
-    is_real = together["attention_mask"].bool()
+    videos = {}
+    for name in names:
+        path = clips / f"{name}.mp4"
+        videos[name] = session.encode(model, processor, path, fps=2)
+    size = len(names)
+    batch = Batch(videos, QUESTIONS, turns=turns)
+    together = prompt_inputs(processor, batch)
     for row, question in enumerate(QUESTIONS):
-        alone = prompt_inputs(processor, Batch(videos, [question], turns=turns))
+        batch_of_one = Batch(videos, [question], turns=turns)
+        alone = prompt_inputs(processor, batch_of_one)
         assert together.keys() == alone.keys()
+        is_real = together["attention_mask"][row].bool()
         for name in ("input_ids", "query_mask"):
-            assert_same(together[name][row][is_real[row]], alone[name][0])
-        size = len(names)
-        of_row = slice(row * size, (row + 1) * size)
-        assert_same(together["video_grid_thw"][of_row], alone["video_grid_thw"])
-        assert_same(together["second_per_grid_ts"][of_row], alone["second_per_grid_ts"])
+            of_row = together[name][row]
+            assert_same(of_row[is_real], alone[name][0])
+        first = row * size
+        for name in ("video_grid_thw", "second_per_grid_ts"):
+            of_row = together[name][first : first + size]
+            assert_same(of_row, alone[name])
 
 
 @pytest.fixture
@@ -73,25 +88,38 @@ def two_videos(model, processor, clips):
 
 
 def test_a_session_of_two_videos_alone_and_in_a_batch(model, processor, clips, two_videos):
-    content = ["long: ", clips / "long.mp4", "short: ", clips / "short.mp4", QUESTION]
+    content = [
+        "long: ",
+        clips / "long.mp4",
+        "short: ",
+        clips / "short.mp4",
+        QUESTION,
+    ]
     inputs = chat_inputs(processor, *content, fps=2, query=QUESTION)
     answer = two_videos.ask(QUESTION, **CALL)
     check_answer(answer, model, processor, inputs)
     first, second = two_videos.ask_many([QUESTION, "Why?"], **CALL)
     assert first.answer == answer.answer
-    assert second.answer == two_videos.ask("Why?", **CALL).answer
+    alone = two_videos.ask("Why?", **CALL)
+    assert second.answer == alone.answer
 
 
 def test_a_conversation_is_that_of_a_session_from_disk(model, processor, two_videos, tmp_path):
     again = session.VideoSession(model, processor)
     for name, video in two_videos.videos.items():
-        with storage.saved_video(video, tmp_path / name, "here"):
+        folder = tmp_path / name
+        with storage.saved_video(video, folder, "here"):
             pass
-        again.add(storage.load_video(tmp_path / name, "here", model), name)
+        stored = storage.load_video(folder, "here", model)
+        again.add(stored, name)
+    call = {
+        "selection": "all",
+        "max_new_tokens": 5,
+    }
     for question in (QUESTION, "Why?", "And then?"):
         again.turns = list(two_videos.turns)  # read again, without a cache
-        answer = again.chat(question, selection="all", max_new_tokens=5)
-        expected = two_videos.chat(question, selection="all", max_new_tokens=5)
+        answer = again.chat(question, **call)
+        expected = two_videos.chat(question, **call)
         assert answer.answer == expected.answer
         assert answer.evidence == expected.evidence
     assert len(two_videos.turns) == 6
@@ -99,8 +127,13 @@ def test_a_conversation_is_that_of_a_session_from_disk(model, processor, two_vid
 
 @pytest.fixture(scope="module")
 def records(clips):
-    known = {"question": QUESTION, "answer": "The red ball.", "source": "vqa"}
-    return [VideoRecord(video=str(clips / f"{name}.mp4"), **known) for name in ("long", "short")]
+    known = {
+        "question": QUESTION,
+        "answer": "The red ball.",
+        "source": "vqa",
+    }
+    paths = (clips / "long.mp4", clips / "short.mp4")
+    return [VideoRecord(video=str(path), **known) for path in paths]
 
 
 def collated(processor, dataset):
@@ -112,8 +145,10 @@ def collated(processor, dataset):
 
 
 def test_training_examples(model, processor, records):
-    batch = collated(processor, VideoQADataset(records, processor, model_max_length=200, **SAMPLING))
-    assert torch.isfinite(model(**batch).loss)
+    dataset = VideoQADataset(records, processor, model_max_length=200, **SAMPLING)
+    batch = collated(processor, dataset)
+    loss = model(**batch).loss
+    assert torch.isfinite(loss)
     end = processor.tokenizer.convert_tokens_to_ids(processor.turn_end)
     for labels in batch["labels"]:
         *answer, last = labels[labels >= 0].tolist()
@@ -132,12 +167,18 @@ def test_newlines_and_frame_texts_are_no_visual_tokens_to_the_trainer(backbone, 
         use_cpu=True,
         report_to=[],
     )
-    trainer = QTSplusTrainer(model, arguments, train_dataset=dataset, data_collator=VideoQACollator(processor))
+    trainer = QTSplusTrainer(
+        model,
+        arguments,
+        train_dataset=dataset,
+        data_collator=VideoQACollator(processor),
+    )
     trainer.train()
     (line,) = (line for line in trainer.state.log_history if "visual_tokens" in line)
     tokens = 0
     for row in dataset:
-        (features,) = model.encode_videos(row["pixel_values_videos"], row["video_grid_thw"])
+        pixels = row["pixel_values_videos"]
+        (features,) = model.encode_videos(pixels, row["video_grid_thw"])
         tokens += len(features)
     assert line["visual_tokens"] == tokens / 2
     assert line["n"] == tokens / 2
@@ -147,13 +188,17 @@ def test_newlines_and_frame_texts_are_no_visual_tokens_to_the_trainer(backbone, 
 def test_training_from_features_is_training_from_pixels(model, processor, records, tmp_path):
     files = [(str(record.video), None) for record in records]
     features = encode_files(model, processor, files, tmp_path, **SAMPLING)
-    from_pixels = collated(processor, VideoQADataset(records, processor, **SAMPLING))
-    from_features = collated(processor, VideoQADataset(records, processor, features=features, **SAMPLING))
+    with_pixels = VideoQADataset(records, processor, **SAMPLING)
+    with_features = VideoQADataset(records, processor, features=features, **SAMPLING)
+    from_pixels = collated(processor, with_pixels)
+    from_features = collated(processor, with_features)
     for name in ("input_ids", "labels", "query_mask", "video_grid_thw"):
         assert_same(from_features[name], from_pixels[name])
     assert "video_features" in from_features
     assert "pixel_values_videos" not in from_features
-    assert_close(model(**from_features).loss, model(**from_pixels).loss, atol=1e-5, rtol=1e-5)
+    loss = model(**from_features).loss
+    expected = model(**from_pixels).loss
+    assert_close(loss, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_query_of_its_own(model, processor, clips):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from hypothesis.strategies import booleans, data, integers, sets, tuples
+from hypothesis.strategies import booleans, data, integers, sampled_from, sets, tuples
 
 from qtsplus.model.layout_qtsplus import QTSplusBackboneMixin, VisualSpan, find_separators, find_spans
 from qtsplus.model.prompt_qtsplus import IMAGE, TEXT, VIDEO, PromptRow
@@ -21,7 +21,10 @@ class FramesApart(QTSplusBackboneMixin):
 
 
 def unplaced(grid):
-    return {IMAGE: [], VIDEO: FramesApart().visual_spans(VIDEO, [grid])}
+    return {
+        IMAGE: [],
+        VIDEO: FramesApart().visual_spans(VIDEO, [grid]),
+    }
 
 
 def span_of(grid, by_row, start):
@@ -34,13 +37,14 @@ def kept_columns(spans, length, kept_indices):
     """`[length]` bool, the columns of a row that stay where some candidates do."""
     positions = torch.zeros(3, length, dtype=torch.long)
     columns = torch.arange(length)
+    tokens = [span.token_columns() for span in spans]
     row = PromptRow(
         columns=columns,
         types=columns,
         spans=spans,
         positions=positions,
         language_positions=positions,
-        candidates=torch.cat([span.token_columns() for span in spans]),
+        candidates=torch.cat(tokens),
         separators=find_separators(spans, length),
     )
     return row.keep(torch.tensor(sorted(kept_indices)))
@@ -48,16 +52,20 @@ def kept_columns(spans, length, kept_indices):
 
 def numbers(is_set):
     """The places where a bool tensor is true."""
-    return set(is_set.nonzero()[:, 0].tolist())
+    (places,) = is_set.nonzero(as_tuple=True)
+    return set(places.tolist())
 
 
 @given(grid=GRIDS, by_row=booleans(), start=integers(0, 5))
 def test_tokens_and_newlines_fill_a_span(grid, by_row, start):
     span = span_of(grid, by_row, start)
+    tokens = span.token_columns()
     ends = span.line_ends()
-    columns = torch.cat([span.token_columns(), ends])
-    assert_same(columns.sort().values, torch.arange(start, span.stop))
-    assert len(ends) == (grid[0] * grid[1] if by_row else 1)
+    columns = torch.cat([tokens, ends]).sort().values
+    assert_same(columns, torch.arange(start, span.stop))
+    steps, height, _ = grid
+    lines = steps * height if by_row else 1
+    assert len(ends) == lines
     assert ends[-1] == span.stop - 1
 
 
@@ -73,19 +81,28 @@ def test_a_newline_stays_exactly_where_a_token_of_its_line_does(grid, by_row, dr
     assert keep[-2:].all()
 
 
-@given(frames=integers(1, 5), tokens=integers(1, 4), text=integers(2, 4), draws=data())
+@given(
+    frames=integers(1, 5),
+    tokens=integers(1, 4),
+    text=integers(2, 4),
+    draws=data(),
+)
 def test_a_frame_goes_with_its_text_behind_the_first(frames, tokens, text, draws):
     # 3 x prompt, then per frame its text, its tokens and one token that closes it, then 2 x prompt.
     of_frame = [TEXT] * text + [VIDEO] * tokens + [TEXT]
     types = [TEXT] * 3 + of_frame * frames + [TEXT] * 2
-    (spans,) = find_spans([torch.tensor(types)], unplaced((frames, 1, tokens)))
-    kept = draws.draw(sets(integers(0, frames * tokens - 1), min_size=1))
+    grid = (frames, 1, tokens)
+    (spans,) = find_spans([torch.tensor(types)], unplaced(grid))
+    every_token = range(frames * tokens)
+    kept = draws.draw(sets(sampled_from(every_token), min_size=1))
     keep = kept_columns(spans, len(types), kept)
     expected = [True] * 3
     for frame, span in enumerate(spans):
         assert span.frame == frame
         assert span.start == len(expected) + text
-        tokens_kept = [token in kept for token in range(frame * tokens, (frame + 1) * tokens)]
+        first = frame * tokens
+        in_frame = every_token[first : first + tokens]
+        tokens_kept = [token in kept for token in in_frame]
         stays = frame == 0 or any(tokens_kept)
         expected += [stays] * text + tokens_kept + [stays]
     expected += [True] * 2
@@ -109,11 +126,20 @@ FRAME = 40
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(("before", "behind"), [([], [1, 2]), ([1, 2], []), ([1], [2, FRAME]), ([FRAME, 1], [2])])
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ([], [1, 2]),
+        ([1, 2], []),
+        ([1], [2, FRAME]),
+        ([FRAME, 1], [2]),
+    ],
+)
 @pytest.mark.parametrize("line_break", [[BREAK], []], ids=["lines", "no lines"])
 def test_the_text_of_frames_is_no_question(count, before, behind, line_break):
     frame = [FRAME, 41, 42, IMG, PAD, PAD, IMG_END]
-    video = frame + (line_break + frame) * (count - 1)
+    next_frame = line_break + frame
+    video = frame + next_frame * (count - 1)
     ids = torch.tensor([USER, BREAK, *before, *video, *behind, END])
     (mask,) = find_query_mask(
         ids[None],

@@ -12,7 +12,11 @@ from qtsplus.model.prompt_qtsplus import IMAGE, VIDEO, splice, take_inputs
 from tiny import assert_same, compress, run
 from tiny_backbones import each_unlike
 
-GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+GREEDY = {
+    "max_new_tokens": 4,
+    "min_new_tokens": 4,
+    "do_sample": False,
+}
 
 
 def scattered(grid):
@@ -20,7 +24,9 @@ def scattered(grid):
     t, h, w = grid
     frame = h * w
     end = t * frame
-    return torch.cat([torch.arange(0, frame, 3), torch.arange(end - frame // 2, end)])
+    first_step = torch.arange(0, frame, 3)
+    last_step = torch.arange(end - frame // 2, end)
+    return torch.cat([first_step, last_step])
 
 
 @dataclass
@@ -48,23 +54,51 @@ class Encoded:
     def as_if_kept(self):
         """Inputs with all tokens, of which the selection keeps those that are there."""
         first, second, third = self.places
-        sizes = [len(tokens) for tokens in self.features]
-        kept = {1: first, 2: torch.cat([second, sizes[1] + third])}
-        retention = [len(kept[1]) / sizes[0], len(kept[2]) / (sizes[1] + sizes[2])]
-        return self.whole(selection=lambda candidates, n: kept[len(candidates.visual)], retention=retention)
+        sizes = list(map(len, self.features))
+        second_row = torch.cat([second, sizes[1] + third])
+        kept_by_videos = {1: first, 2: second_row}
+
+        def choose_present(candidates, n):
+            return kept_by_videos[len(candidates.visual)]
+
+        retention = [
+            len(first) / sizes[0],
+            len(second_row) / (sizes[1] + sizes[2]),
+        ]
+        return self.whole(selection=choose_present, retention=retention)
 
     def layout(self, model, call):
         visual, choice = take_inputs(call)
-        return lay_out(model.model, visual, self.inputs["input_ids"], self.inputs["attention_mask"]), choice
+        layout = lay_out(
+            model.model,
+            visual,
+            self.inputs["input_ids"],
+            self.inputs["attention_mask"],
+        )
+        return layout, choice
 
     def shortened(self, model, places, **selection):
         """The prompts, of which only the tokens at `places` are there."""
         tokens = [whole[own] for whole, own in zip(self.features, places, strict=True)]
-        features = {IMAGE: [], VIDEO: tokens}
-        layout, choice = self.layout(model, {**self.inputs, **selection, "video_features": tokens})
+        call = {**self.inputs, **selection, "video_features": tokens}
+        layout, choice = self.layout(model, call)
         layout = layout.narrow(places)
-        selected, qtsplus = choose(model.model, layout, features, choice, sample_gate=False)
-        return splice(model.model, layout, features, selected, qtsplus, pad_left=True)
+        features = {IMAGE: [], VIDEO: tokens}
+        selected, qtsplus = choose(
+            model.model,
+            layout,
+            features,
+            choice,
+            sample_gate=False,
+        )
+        return splice(
+            model.model,
+            layout,
+            features,
+            selected,
+            qtsplus,
+            pad_left=True,
+        )
 
 
 @pytest.fixture
@@ -72,9 +106,10 @@ class Encoded:
 def encoded(model, prepare):
     inputs = prepare("video", "two videos")
     grid = inputs["video_grid_thw"]
-    features = model.encode_videos(inputs.pop("pixel_values_videos"), grid)
-    places = [scattered(own) for own in model.model.merged_grid(grid)]
-    return Encoded(inputs, features, places)
+    pixels = inputs.pop("pixel_values_videos")
+    features = model.encode_videos(pixels, grid)
+    merged = model.model.merged_grid(grid)
+    return Encoded(inputs, features, places=list(map(scattered, merged)))
 
 
 @each_unlike
@@ -111,8 +146,13 @@ def test_attention_selects_among_them_as_in_a_prompt_of_them(model, encoded, apa
 @pytest.mark.parametrize("selection", ["qtsplus", "lm_attention", "temporal_redundancy", "uniform"])
 @each_unlike
 def test_selecting_among_them(model, encoded, selection):
-    call = {"selection": selection, "retention": 0.5, "query_input_ids": torch.full((2, 3), 30)}
-    prompt = encoded.shortened(model, encoded.places, **call)
+    prompt = encoded.shortened(
+        model,
+        encoded.places,
+        selection=selection,
+        retention=0.5,
+        query_input_ids=torch.full((2, 3), 30),
+    )
     for kept, count in zip(prompt.qtsplus.kept_indices, encoded.counts, strict=True):
         assert len(kept) == (count + 1) // 2
         assert kept.max() < count
@@ -123,14 +163,17 @@ def test_whole_steps_stay_neighbours_in_time(model, encoded):
     """For a method that looks at the step before."""
     layout, _ = encoded.layout(model, encoded.whole())
     (span, *_) = layout.competing(layout.rows[0])
-    t, h, w = layout.grids[span.modality][span.index]
-    assert layout.grids_of(span) == [(t, h, w)]
+    grid = layout.grids[span.modality][span.index]
+    assert layout.grids_of(span) == [tuple(grid)]
+    t, h, w = grid
 
     def grids(places):
-        narrowed = layout.narrow([torch.tensor(places), *encoded.every_place[1:]])
+        others = encoded.every_place[1:]
+        narrowed = layout.narrow([torch.tensor(places), *others])
         return narrowed.grids_of(span)
 
     frame = h * w
-    assert grids(list(range(frame, t * frame))) == [(t - 1, 1, frame)]
+    behind_first_step = range(frame, t * frame)
+    assert grids(behind_first_step) == [(t - 1, 1, frame)]
     assert grids([1, 2, frame + 1, frame + 2]) == [(2, 1, 2)]
     assert grids([0, frame + 1, frame + 2]) == [(1, 1, 1), (1, 1, 2)]
