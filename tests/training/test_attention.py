@@ -66,6 +66,15 @@ def test_targets_equal_eager_attention(rows, pad_left, attention):
     assert_near(targets, twin_targets(model.eval(), inputs, labels))
 
 
+def test_targets_of_a_row_are_as_it_is_alone(rows):
+    model = tiny_model()
+    together = answer_attention(model, *labelled(*rows))
+    for target, row in zip(together, rows, strict=True):
+        if row.videos:
+            (alone,) = answer_attention(model, *labelled(row))
+            assert_near(target, alone)
+
+
 @pytest.mark.parametrize("heads", [((1, 3),), ((0, 2), (0, 1), (1, 0)), ((0, 0), (0, 1), (0, 2), (0, 3))])
 def test_targets_of_chosen_heads_equal_eager_attention(rows, heads):
     model = tiny_model()

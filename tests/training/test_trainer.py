@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from qtsplus.model.selector_qtsplus import GATES
 from qtsplus.training.trainer import STATE_FILE
-from tiny import tiny_model
+from tiny import run, tiny_model
 from training_examples import (
     assert_same_training,
     collate,
@@ -168,6 +169,13 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
     assert_same_training(plain, recomputed)
 
 
+def test_bf16_training_runs_with_a_mixed_batch(tmp_path):
+    rounded = trained(tmp_path, bf16=True, freeze_language_model=False)
+    exact = trained(tmp_path, freeze_language_model=False)
+    for line, expected in zip(steps(rounded), steps(exact), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=0.05)
+
+
 def test_relevance_and_budget_stay_in_float32_under_autocast():
     model = tiny_model(rho_min=0.1, rho_max=0.9).train()
     inputs, _ = inputs_and_labels()
@@ -178,6 +186,19 @@ def test_relevance_and_budget_stay_in_float32_under_autocast():
     assert mixed.rho.dtype == torch.float32
     assert {relevance.dtype for relevance in mixed.relevance} == {torch.float32}
     torch.testing.assert_close(mixed.rho, exact.rho, atol=5e-3, rtol=0)
+
+
+def test_evaluation_is_a_mean_over_tokens(tmp_path):
+    """`eval_loss` within a batch; `eval_loss_lm` also over batches, whose number of tokens differs."""
+    inputs, labels = inputs_and_labels()
+    model = make_trainer(tmp_path).model.eval()
+    output = run(model, inputs)
+    short_labels = model.compact_labels(labels, inputs["input_ids"], output.qtsplus.columns)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), short_labels[:, 1:].flatten())
+    for batch_size, name in ((4, "eval_loss"), (1, "eval_loss_lm")):
+        trainer = make_trainer(tmp_path, per_device_eval_batch_size=batch_size)
+        trainer.evaluate()
+        assert trainer.state.log_history[-1][name] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_the_longest_video_of_the_training_is_noted(tmp_path):
