@@ -106,10 +106,7 @@ def new_steps(steps: Tensor) -> Tensor:
     The vision tower encodes each step by itself: a temporal patch (two frames) in Qwen-VL, a frame in the others. It
     does not know the time, so steps with equal pixels have equal features, up to rounding.
     """
-    if steps.device.type == "cpu":  # There, the comparison ends at the first difference.
-        differs = [not torch.equal(before, now) for before, now in pairwise(steps)]
-        return torch.tensor([True] + differs)
-    # Elsewhere the host waits once for all comparisons.
+    # The host waits once for all comparisons.
     is_first = torch.ones((), dtype=torch.bool, device=steps.device)
     is_new = [(before != now).any() for before, now in pairwise(steps)]
     return torch.stack([is_first] + is_new).cpu()

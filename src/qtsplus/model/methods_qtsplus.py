@@ -22,7 +22,7 @@ from torch import Tensor
 # differ by 1e-6, and log-relevance hardly more; there, a tie is a ten-thousandth of a token's relevance.
 TIE = 1e-4
 WINDOW = 8  # tokens that [`coverage`] keeps from a neighbourhood in time, in which it avoids similar ones
-BLOCK = 512  # tokens that [`changes`] compares at a time
+BLOCK = 512  # tokens that [`temporal_redundancy`] compares at a time
 # A round of [`add_farthest`] adds one token for so many that are kept, but at most [`ROUND`]. They come from a pool of
 # 16 times as many tokens and [`POOL`] more.
 KEPT_PER_NEW = 16
@@ -133,11 +133,6 @@ def temporal_redundancy(candidates: Candidates, n: int) -> Tensor:
 
     EVS keeps the whole first frame. Here it is compared with its own mean, so that small budgets leave a choice.
     """
-    return top_n(changes(candidates), n)
-
-
-def changes(candidates: Candidates) -> Tensor:
-    """`[M]` float32, 0 to 2: how much each token differs from the same place one step earlier."""
     similarities = []
     for features, (_, height, width) in zip(_by_grid(candidates), candidates.grids, strict=True):
         places = height * width
@@ -149,7 +144,8 @@ def changes(candidates: Candidates) -> Tensor:
         blocks_now = features[places:].split(BLOCK)
         for before, now in zip(blocks_before, blocks_now, strict=True):
             similarities.append(F.cosine_similarity(before.float(), now.float(), dim=-1))
-    return 1 - torch.cat(similarities)
+    changes = 1 - torch.cat(similarities)
+    return top_n(changes, n)
 
 
 def _by_grid(candidates: Candidates) -> Sequence[Tensor]:

@@ -27,15 +27,11 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, see `rotary_tables`
 # --- The layer ---
 
 
-class QTSplusRMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
+class QTSplusRMSNorm(nn.RMSNorm):
+    """Computes in float32 whatever its weight's dtype."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        states = hidden_states.float()
-        normed = F.rms_norm(states, self.weight.shape, self.weight.float(), self.eps)
+        normed = F.rms_norm(hidden_states.float(), self.normalized_shape, self.weight.float(), self.eps)
         return normed.to(hidden_states.dtype)
 
 
@@ -93,7 +89,8 @@ class QTSplusLayer(nn.Module):
         key_states = self.keys(context) if keys is None else keys
         if reduction is not None:
             return log_relevance(query_states, key_states, reduction=reduction)
-        value_states = self._heads(in_blocks(self._value_rows, context))
+        values = in_blocks(lambda rows: self.v_proj(self.kv_norm(rows)), context)
+        value_states = self._heads(values)
         if rotary is not None:
             query_states = rotate(query_states, rotary)
             key_states = rotate(key_states, rotary)
@@ -104,21 +101,13 @@ class QTSplusLayer(nn.Module):
         attention = attention.transpose(0, 1).flatten(1)
         attended = self.o_proj(attention)
         query = query + self.dropout(attended)
-        feed_forward = in_blocks(self._feed_forward_rows, query)
+        feed_forward = in_blocks(lambda rows: self.ffn(self.ffn_norm(rows)), query)
         return query + self.dropout(feed_forward)
 
     def keys(self, context: Tensor | Sequence[Tensor]) -> Tensor:
         """`[kv_heads, M, head_dim]`, the keys of `[M, d]` in one tensor or several."""
-        return self._heads(in_blocks(self._key_rows, context))
-
-    def _key_rows(self, rows: Tensor) -> Tensor:
-        return self.k_proj(self.kv_norm(rows))
-
-    def _value_rows(self, rows: Tensor) -> Tensor:
-        return self.v_proj(self.kv_norm(rows))
-
-    def _feed_forward_rows(self, rows: Tensor) -> Tensor:
-        return self.ffn(self.ffn_norm(rows))
+        keys = in_blocks(lambda rows: self.k_proj(self.kv_norm(rows)), context)
+        return self._heads(keys)
 
     def _heads(self, states: Tensor) -> Tensor:
         by_head = states.unflatten(-1, (-1, self.head_dim))
@@ -180,16 +169,9 @@ def attention_within_samples(
     lengths: Sequence[int],
 ) -> Tensor:
     """As [`grouped_attention`], for samples of these lengths that follow each other: each attends to itself."""
-    attended = []
-    start = 0
-    for length in lengths:
-        if length == 0:
-            continue
-        sample = slice(start, start + length)
-        attention = grouped_attention(queries[:, sample], keys[:, sample], values[:, sample])
-        attended.append(attention)
-        start += length
-    return torch.cat(attended, 1)
+    present = [length for length in lengths if length]
+    samples = [states.split(present, dim=1) for states in (queries, keys, values)]
+    return torch.cat(list(map(grouped_attention, *samples)), dim=1)
 
 
 def in_blocks(
@@ -339,9 +321,6 @@ def find_threshold(
         high = torch.where(too_many, high, middle)
 
     threshold = (low + high) / 2
-    needs_gradient = scores.requires_grad or target.requires_grad
-    if not (torch.is_grad_enabled() and needs_gradient):
-        return threshold.to(scores.dtype)
     z = (x - threshold) / tau_s
     gates = torch.sigmoid(z)
     weights = gates * torch.sigmoid(-z)  # s (1 - s) without cancellation
