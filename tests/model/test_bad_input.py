@@ -67,7 +67,7 @@ IDS = ("input_ids", "attention_mask")
 VIDEO = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 TWO = batch(prompt(videos=[GRID, GRID]))
 IMAGE = batch(prompt(images=[(1, 4, 4)]))
-NOT_FINITE = "NaN or infinity in its pixel values of video 0"
+NOT_FINITE = "NaN or infinity in the features of video 0: expected finite pixel values"
 NO_QUESTION = "12 visual tokens but no question"
 ONES = torch.ones(1, 3, dtype=torch.long)
 SELECTED = BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))

@@ -28,7 +28,7 @@ from transformers.vision_utils import (
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
-from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs, join
+from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs
 from .sampling_qtsplus import require_count
 
 # Few rows fill a CPU, and their memory is reused. The C library maps blocks above 32 MB anew each time: page faults and
@@ -132,11 +132,15 @@ def _encode_steps(
         counts = [piece.steps for piece in chunk]
         grid = grid_thw[indices]
         grid[:, 0] = grid.new_tensor(counts)
-        together = join(pixels, pixels[0]).to(home)
-        encoded = model.encode_pixels(modality, together, grid)
-        for piece, piece_pixels, tokens in zip(chunk, pixels, encoded, strict=True):
+        together = pixels[0] if len(pixels) == 1 else torch.cat(pixels)
+        encoded = model.encode_pixels(modality, together.to(home), grid)
+        for piece, tokens in zip(chunk, encoded, strict=True):
             index = piece.index
-            _check_encoded(tokens, piece_pixels, modality, index)
+            if not is_finite(tokens):
+                raise ValueError(
+                    f"NaN or infinity in the features of {MODALITIES[modality]} {index}: expected finite pixel values, "
+                    "and weights whose dtype does not overflow."
+                )
             total = len(steps[index])
             target = device or tokens.device
             if piece.steps == total:
@@ -151,17 +155,6 @@ def _encode_steps(
             end = begin + len(tokens)
             features[index][begin:end] = tokens
     return features
-
-
-def _check_encoded(features: Tensor, pixels: Tensor, modality: int, index: int) -> None:
-    """Raises `ValueError` for features that are not finite."""
-    if is_finite(features):
-        return
-    name = MODALITIES[modality]
-    blame = "its pixel values"
-    if is_finite(pixels):
-        blame = "its features (the weights or the dtype overflow)"
-    raise ValueError(f"NaN or infinity in {blame} of {name} {index}: expected finite ones.")
 
 
 def _chunks(

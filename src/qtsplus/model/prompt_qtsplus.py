@@ -51,11 +51,8 @@ class VisualInputs:
     @property
     def given(self) -> bool:
         """Whether the call brings any image or video."""
-        return self.pixel_values is not None or self.videos_given
-
-    @property
-    def videos_given(self) -> bool:
-        return self.pixel_values_videos is not None or self.video_features is not None
+        sources = (self.pixel_values, self.pixel_values_videos, self.video_features)
+        return any(source is not None for source in sources)
 
 
 @dataclass
@@ -141,8 +138,7 @@ class PromptRow:
 
     def keep(self, kept_indices: Tensor) -> Tensor:
         """`[S_b]` bool: the tokens that stay when these of the candidates do."""
-        num_candidates = len(self.candidates)
-        is_kept = self.columns.new_zeros(num_candidates, dtype=torch.bool)
+        is_kept = torch.zeros_like(self.candidates, dtype=torch.bool)
         is_kept[kept_indices] = True
         keep = torch.ones_like(self.columns, dtype=torch.bool)
         keep[self.candidates] = is_kept
@@ -208,15 +204,14 @@ class Layout:
         """As if only the tokens `present` `[k]`, ascending, of each video had been kept; they keep their positions."""
         rows = []
         for row in self.rows:
-            candidates = []
+            candidates = [torch.zeros(0, dtype=torch.long)]
             num_before = 0
             for span in self.competing(row):
                 tokens = present[span.index].long()
                 candidates.append(tokens + num_before)
                 grid = self.grids[VIDEO][span.index]
                 num_before += math.prod(grid)
-            left = join(candidates, torch.zeros(0, dtype=torch.long))
-            left = left.to(row.columns.device)
+            left = torch.cat(candidates).to(row.columns.device)
             rows.append(row.only(left))
         return replace(self, rows=rows, present=list(present))
 
@@ -308,8 +303,7 @@ def full_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return torch.ones_like(input_ids)
     if attention_mask.shape != input_ids.shape:
         shape = tuple(attention_mask.shape)
-        expected = tuple(input_ids.shape)
-        raise ValueError(f"attention_mask {shape}: expected input_ids' shape, {expected}.")
+        raise ValueError(f"attention_mask {shape}: expected input_ids' shape, {tuple(input_ids.shape)}.")
     return attention_mask.to(input_ids.device)
 
 
@@ -340,15 +334,6 @@ def pad_rows(
         padding_value=value,
         padding_side="left" if left else "right",
     )
-
-
-def join(parts: list[Tensor], nothing: Tensor) -> Tensor:
-    """Concatenates; a single part is not copied, and no parts give `nothing`."""
-    if not parts:
-        return nothing
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts)
 
 
 # --- Splicing ---
@@ -410,7 +395,7 @@ def splice(
         positions.append(positions_of_row[stays])
         last_positions.append(positions_of_row[-1].max())
         images = [features[IMAGE][span.index] for span in row.spans if span.modality == IMAGE]
-        image_features.append(join(images, tokens[:0]))
+        image_features.append(torch.cat(images) if images else tokens[:0])
         if any(span.line for span in row.spans):
             tokens = _with_line_ends(model, row, keep, tokens)
         video_features.append(tokens)

@@ -9,7 +9,7 @@ rho, budget n, threshold t, tau_s, and kept indices (I).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def score(
         raise no_question(row, num_tokens)
     for layer in selector.scoring_layers[:-1]:
         words = layer(words, context)
-    last = cast(QTSplusLayer, selector.scoring_layers[-1])
+    last: Any = selector.scoring_layers[-1]
     if context not in keys:
         keys.clear()
         keys[context] = last.keys(context)
@@ -259,7 +259,8 @@ class ChosenRow:
     candidates: Candidates
     budget: Budget
     kept_indices: Tensor  # [n]
-    gated: Gated | None  # in training
+    gates: Tensor | None  # [n], in training
+    threshold: Tensor  # scalar; 0 without a training gate
 
     @property
     def log_relevance(self) -> Tensor:
@@ -275,16 +276,17 @@ def choose(
     call: Call,
 ) -> ChosenRow:
     """Chooses the tokens of a row, by the training gate or by a method."""
-    gated = None
+    gates = None
+    threshold = torch.zeros((), device=candidates.device)
     if budget.n == 0:
         kept = torch.empty(0, dtype=torch.long, device=candidates.device)
     elif call.sample_gate and call.selection == "qtsplus":
         target = (budget.rho * candidates.num_tokens).clamp(max=call.cap)
-        gated = GATES[config.gate](candidates.log_relevance, target, config.tau_s, budget.n, call.cap)
-        kept = gated.kept_indices
+        gate = GATES[config.gate]
+        kept, gates, threshold = gate(candidates.log_relevance, target, config.tau_s, budget.n, call.cap)
     else:
         kept = find_method(call.selection)(candidates, budget.n)
-    return ChosenRow(candidates, budget, kept, gated)
+    return ChosenRow(candidates, budget, kept, gates, threshold.detach())
 
 
 def take_tokens(config: QTSplusConfig, row: ChosenRow) -> Tensor:
@@ -294,9 +296,9 @@ def take_tokens(config: QTSplusConfig, row: ChosenRow) -> Tensor:
         tokens = visual[0]
     else:
         tokens = take_rows(visual, row.kept_indices)
-    if row.gated is None:
+    if row.gates is None:
         return tokens
-    gates = row.gated.gates[:, None].to(tokens.dtype)
+    gates = row.gates[:, None].to(tokens.dtype)
     if config.gate != "soft":
         return tokens * gates
     totals = [part.detach().sum(0, dtype=torch.float32) for part in visual]
@@ -406,7 +408,7 @@ class QTSplusSelector(nn.Module):
 
     def unused_parameters(self) -> list[nn.Parameter]:
         """The parameters that never get a gradient: the last scoring layer's beyond attention."""
-        last = cast(QTSplusLayer, self.scoring_layers[-1])
+        last: Any = self.scoring_layers[-1]
         unused = nn.ModuleList([last.v_proj, last.o_proj, last.ffn_norm, last.ffn])
         return list(unused.parameters())
 
@@ -457,22 +459,25 @@ class QTSplusSelector(nn.Module):
         nulls = self.null_states()
         keys: Keys = {}
         rows = []
-        for row, parts in enumerate(videos):
+        for index, parts in enumerate(videos):
             candidates = Candidates(
                 visual=parts,
-                query=query[row],
-                positions=positions[row],
-                grids=grids[row],
-                score=partial(score, self, row, parts + nulls, keys),
-                contextualise=partial(self.contextualise, query[row]),
-                attend=None if attention is None else attention[row],
+                query=query[index],
+                positions=positions[index],
+                grids=grids[index],
+                score=partial(score, self, index, parts + nulls, keys),
+                contextualise=partial(self.contextualise, query[index]),
+                attend=None if attention is None else attention[index],
             )
-            budget = predict_budget(self, candidates, call, call.retentions[row])
+            budget = predict_budget(self, candidates, call, call.retentions[index])
             candidates.scores = None  # scores that only the budget has read are not reported
             rows.append(choose(self.config, candidates, budget, call))
         keys.clear()
-        by_method = [row for row in rows if row.gated is None and row.budget.n]
-        check_kept([(row.kept_indices, row.budget.n, row.candidates.num_tokens) for row in by_method], call.selection)
+        choices = []
+        for row in rows:
+            if row.gates is None and row.budget.n:
+                choices.append((row.kept_indices, row.budget.n, row.candidates.num_tokens))
+        check_kept(choices, call.selection)
 
         features = [take_tokens(self.config, row) for row in rows]
         if reencode:
@@ -501,6 +506,9 @@ class QTSplusSelector(nn.Module):
         retentions: Any = retention
         if not isinstance(retention, (list, tuple)):
             retentions = [retention] * num_rows
+        if len(retentions) != num_rows:
+            given = len(retentions)
+            raise ValueError(f"{given} retentions for {num_rows} rows: expected one for all, or one for each.")
         check_budget(selection, retentions, max_visual_tokens)
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
         return Call(selection, retentions, cap, self.training if sample_gate is None else sample_gate)
@@ -523,9 +531,7 @@ class QTSplusSelector(nn.Module):
             output.log_relevance = log_relevance
             output.relevance = tuple(scores.exp() for scores in log_relevance)
         if call.sample_gate:
-            no_threshold = torch.zeros_like(rho[0])
-            thresholds = [no_threshold if row.gated is None else row.gated.threshold.detach() for row in rows]
-            output.threshold = torch.stack(thresholds)
+            output.threshold = torch.stack([row.threshold for row in rows])
         if self.config.budget == "loss":
             output.predicted_losses = torch.stack([row.budget.losses for row in rows])
         # The language model's attention has no null token, and maxima do not sum to a part of 1.
