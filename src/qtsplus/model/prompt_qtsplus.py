@@ -51,8 +51,11 @@ class VisualInputs:
     @property
     def given(self) -> bool:
         """Whether the call brings any image or video."""
-        sources = (self.pixel_values, self.pixel_values_videos, self.video_features)
-        return any(source is not None for source in sources)
+        return self.pixel_values is not None or self.videos_given
+
+    @property
+    def videos_given(self) -> bool:
+        return self.pixel_values_videos is not None or self.video_features is not None
 
 
 @dataclass
