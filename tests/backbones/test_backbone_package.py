@@ -28,10 +28,9 @@ def check_answer(answer, model, processor, inputs):
     new_ids = made.sequences[0, width:]
     text = processor.tokenizer.decode(new_ids, skip_special_tokens=True)
     assert answer.answer == text.strip()
-    flat_maps = [keep_map.flatten() for keep_map in answer.keep_maps.values()]
-    kept_of_answer = torch.cat(flat_maps).nonzero()
+    keep_map = torch.cat([keep_map.flatten() for keep_map in answer.keep_maps.values()])
     (kept,) = made.qtsplus.kept_indices
-    assert_same(kept_of_answer[:, 0], kept)
+    assert_same(keep_map.nonzero()[:, 0], kept)
     assert answer.kept_tokens == len(kept)
 
 
@@ -62,11 +61,9 @@ def test_the_prompts_of_a_batch_are_those_of_each_question(model, processor, cli
         path = clips / f"{name}.mp4"
         videos[name] = session.encode(model, processor, path, fps=2)
     size = len(names)
-    batch = Batch(videos, QUESTIONS, turns=turns)
-    together = prompt_inputs(processor, batch)
+    together = prompt_inputs(processor, Batch(videos, QUESTIONS, turns=turns))
     for row, question in enumerate(QUESTIONS):
-        batch_of_one = Batch(videos, [question], turns=turns)
-        alone = prompt_inputs(processor, batch_of_one)
+        alone = prompt_inputs(processor, Batch(videos, [question], turns=turns))
         assert together.keys() == alone.keys()
         is_real = together["attention_mask"][row].bool()
         for name in ("input_ids", "query_mask"):
@@ -110,8 +107,7 @@ def test_a_conversation_is_that_of_a_session_from_disk(model, processor, two_vid
         folder = tmp_path / name
         with storage.saved_video(video, folder, "here"):
             pass
-        stored = storage.load_video(folder, "here", model)
-        again.add(stored, name)
+        again.add(storage.load_video(folder, "here", model), name)
     call = {
         "selection": "all",
         "max_new_tokens": 5,
@@ -147,8 +143,7 @@ def collated(processor, dataset):
 def test_training_examples(model, processor, records):
     dataset = VideoQADataset(records, processor, model_max_length=200, **SAMPLING)
     batch = collated(processor, dataset)
-    loss = model(**batch).loss
-    assert torch.isfinite(loss)
+    assert torch.isfinite(model(**batch).loss)
     end = processor.tokenizer.convert_tokens_to_ids(processor.turn_end)
     for labels in batch["labels"]:
         *answer, last = labels[labels >= 0].tolist()
@@ -196,9 +191,7 @@ def test_training_from_features_is_training_from_pixels(model, processor, record
         assert_same(from_features[name], from_pixels[name])
     assert "video_features" in from_features
     assert "pixel_values_videos" not in from_features
-    loss = model(**from_features).loss
-    expected = model(**from_pixels).loss
-    assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    assert_close(model(**from_features).loss, model(**from_pixels).loss, atol=1e-5, rtol=1e-5)
 
 
 def test_a_query_of_its_own(model, processor, clips):

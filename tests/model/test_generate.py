@@ -13,14 +13,20 @@ WIDE = (3, 4, 20)
 IMAGE = (1, 8, 8)
 VOCABULARY = 512
 NEW = 8
-CALL = {"max_new_tokens": NEW, "do_sample": False}
+CALL = {
+    "max_new_tokens": NEW,
+    "do_sample": False,
+}
 
 
 @pytest.fixture(scope="module")
 def ragged():
     """Rows that keep different counts: a video, text alone, an image with two videos."""
-    rows = [prompt(videos=[VIDEO]), prompt(seed=1), prompt(images=[IMAGE], videos=[WIDE, VIDEO], seed=2)]
-    return batch(*rows)
+    return batch(
+        prompt(videos=[VIDEO]),
+        prompt(seed=1),
+        prompt(images=[IMAGE], videos=[WIDE, VIDEO], seed=2),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +39,18 @@ class Loop:
 
     def __init__(self, model, inputs, copies=1, **call):
         self.model = model
-        compact = compress(model.model, **inputs, **call, sample_gate=False, pad_left=True)
-        embeds = model.get_input_embeddings()(compact.input_ids).detach()
-        embeds = model.model.splice(embeds, compact.input_ids, compact.features)
-        self.prompt_length = compact.input_ids.shape[1]
-        self.ids = compact.input_ids.repeat_interleave(copies, 0)
+        compact = compress(
+            model.model,
+            **inputs,
+            **call,
+            sample_gate=False,
+            pad_left=True,
+        )
+        ids = compact.input_ids
+        embeds = model.get_input_embeddings()(ids).detach()
+        embeds = model.model.splice(embeds, ids, compact.features)
+        self.prompt_length = ids.shape[1]
+        self.ids = ids.repeat_interleave(copies, 0)
         self.embeds = embeds.repeat_interleave(copies, 0)
         self.mask = compact.attention_mask.repeat_interleave(copies, 0)
         self.positions = compact.position_ids.repeat_interleave(copies, 1)
@@ -54,16 +67,18 @@ class Loop:
             position_ids=self.positions,
             use_cache=False,
         )
-        return self.model.lm_head(output.last_hidden_state[:, -1])
+        last = output.last_hidden_state[:, -1]
+        return self.model.lm_head(last)
 
     @torch.no_grad()
     def append(self, tokens):
         new = tokens[:, None]
         embeds = self.model.get_input_embeddings()(new)
+        next_positions = self.positions[..., -1:] + 1
         self.ids = torch.cat([self.ids, new], dim=1)
         self.embeds = torch.cat([self.embeds, embeds], dim=1)
         self.mask = torch.cat([self.mask, torch.ones_like(new)], dim=1)
-        self.positions = torch.cat([self.positions, self.positions[..., -1:] + 1], dim=2)
+        self.positions = torch.cat([self.positions, next_positions], dim=2)
 
     def select(self, rows):
         self.ids = self.ids[rows]
@@ -103,11 +118,25 @@ def check_tokens(sequences, inputs, loop):
     assert_same(new_tokens(sequences, inputs), loop.new)
 
 
-@pytest.mark.parametrize("call", [{}, {"retention": 0.1}, {"max_visual_tokens": 5}], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"retention": 0.1},
+        {"max_visual_tokens": 5},
+    ],
+    ids=str,
+)
 def test_greedy_with_scores(model, ragged, call):
     loop = Loop(model, ragged, **call)
     scores = loop.decode(greedy)
-    output = model.generate(**ragged, **call, **CALL, return_dict_in_generate=True, output_scores=True)
+    output = model.generate(
+        **ragged,
+        **call,
+        **CALL,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
     check_tokens(output.sequences, ragged, loop)
     assert_close(list(output.scores), scores, atol=1e-4, rtol=1e-4)
     counts = [len(kept) for kept in output.qtsplus.kept_indices]
@@ -117,14 +146,25 @@ def test_greedy_with_scores(model, ragged, call):
 
 @pytest.mark.parametrize(("copies", "temperature"), [(1, 0.8), (2, 1.0)])
 def test_sampling_with_a_seed_one_or_several_sequences_of_each_prompt(model, ragged, copies, temperature):
+    def sample(logits):
+        probabilities = (logits / temperature).softmax(-1)
+        return torch.multinomial(probabilities, 1)[:, 0]
+
     loop = Loop(model, ragged, copies=copies)
     torch.manual_seed(7)
-    loop.decode(lambda logits: torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0])
+    loop.decode(sample)
     torch.manual_seed(7)
-    options = {"do_sample": True, "temperature": temperature, "top_k": 0, "num_return_sequences": copies}
-    output = model.generate(**ragged, max_new_tokens=NEW, **options)
+    output = model.generate(
+        **ragged,
+        max_new_tokens=NEW,
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        num_return_sequences=copies,
+    )
     check_tokens(output, ragged, loop)
-    assert len(loop.new.unique(dim=0)) > 3 * copies - 3
+    different = loop.new.unique(dim=0)
+    assert len(different) > 3 * copies - 3
 
 
 @pytest.mark.parametrize("returned", [1, 2])
@@ -153,25 +193,27 @@ def test_beams(model, ragged, returned):
     for _ in range(steps):
         logits = loop.logits()
         logits[:, end] = -torch.inf
-        scores = logits.log_softmax(-1).view(rows, beams, -1) + total[..., None]
+        log_probabilities = logits.log_softmax(-1).view(rows, beams, -1)
+        scores = log_probabilities + total[..., None]
         best = scores.flatten(1).topk(beams)
         total = best.values
         parents = best.indices // VOCABULARY + first_of_row
         tokens = best.indices % VOCABULARY
         loop.select(parents.flatten())
         loop.append(tokens.flatten())
-    expected = loop.new.view(rows, beams, -1)[:, :returned]
-    assert_same(new_tokens(output.sequences, ragged), expected.flatten(0, 1))
+    new = loop.new.view(rows, beams, -1)
+    expected = new[:, :returned].flatten(0, 1)
+    assert_same(new_tokens(output.sequences, ragged), expected)
 
 
 def test_repetition_penalty(model, ragged):
     def penalised(logits):
-        seen = torch.zeros_like(logits)
+        is_seen = torch.zeros_like(logits, dtype=torch.bool)
         for row, ids in enumerate(loop.ids):
             is_real = loop.mask[row].bool()  # padding is not part of a row's text
-            seen[row, ids[is_real]] = 1.0
+            is_seen[row, ids[is_real]] = True
         penalty = torch.where(logits < 0, logits * 1.7, logits / 1.7)
-        return torch.where(seen.bool(), penalty, logits).argmax(-1)
+        return torch.where(is_seen, penalty, logits).argmax(-1)
 
     loop = Loop(model, ragged)
     loop.decode(penalised)
@@ -195,43 +237,68 @@ def test_streamer(model, single):
     streamer = Recorder()
     output = model.generate(**single, **CALL, streamer=streamer)
     shown_prompt, *shown_tokens = streamer.pieces
-    assert shown_prompt == single["input_ids"][0].tolist()
-    assert torch.tensor(shown_tokens).equal(new_tokens(output, single).T)
+    (prompt_ids,) = single["input_ids"].tolist()
+    assert shown_prompt == prompt_ids
+    expected = new_tokens(output, single)
+    assert shown_tokens == expected.T.tolist()
     assert streamer.has_ended
 
 
 @pytest.mark.parametrize(
-    "how", [{"prompt_lookup_num_tokens": 3}, {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 1}], ids=str
+    "how",
+    [
+        {"prompt_lookup_num_tokens": 3},
+        {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 1},
+    ],
+    ids=str,
 )
 def test_prompt_lookup_gives_the_same_tokens(model, single, how):
     loop = Loop(model, single, retention=0.2)
     loop.decode(greedy, 16)
-    output = model.generate(**single, retention=0.2, max_new_tokens=16, do_sample=False, **how)
+    output = model.generate(
+        **single,
+        retention=0.2,
+        max_new_tokens=16,
+        do_sample=False,
+        **how,
+    )
     check_tokens(output, single, loop)
 
 
 def test_lengths_count_the_callers_prompt(model, ragged):
     length = ragged["input_ids"].shape[1] + 6
     expected = model.generate(**ragged, max_new_tokens=6, do_sample=False)
-    assert_same(model.generate(**ragged, max_length=length, do_sample=False), expected)
+    by_length = model.generate(**ragged, max_length=length, do_sample=False)
+    assert_same(by_length, expected)
     config = GenerationConfig(max_length=length, do_sample=False)
-    assert_same(model.generate(**ragged, generation_config=config), expected)
+    by_config = model.generate(**ragged, generation_config=config)
+    assert_same(by_config, expected)
     assert config.max_length == length, "the caller's configuration is left alone"
 
 
-@pytest.mark.parametrize("at_least", [{"min_new_tokens": 5}, {"min_length": 5}], ids=["min_new_tokens", "min_length"])
-def test_at_least_some_tokens(model, single, at_least):
+@pytest.mark.parametrize("name", ["min_new_tokens", "min_length"])
+def test_at_least_some_tokens(model, single, name):
     """The first token that greedy decoding would choose is made the end, so that only the minimum holds it off."""
-    first = model.generate(**single, max_new_tokens=1, do_sample=False)[0, -1].item()
+    minimum = 5
+    answer = model.generate(**single, max_new_tokens=1, do_sample=False)
+    first = answer[0, -1].item()
 
     def choose(logits):
-        if loop.new.shape[1] < 5:
+        if loop.new.shape[1] < minimum:
             logits[:, first] = -torch.inf
         return logits.argmax(-1)
 
     loop = Loop(model, single)
-    loop.decode(choose, 5)
-    if "min_length" in at_least:
-        at_least = {"min_length": single["input_ids"].shape[1] + 5}
-    output = model.generate(**single, max_new_tokens=9, do_sample=False, eos_token_id=first, **at_least)
-    assert_same(new_tokens(output, single)[:, :5], loop.new)
+    loop.decode(choose, minimum)
+    at_least = minimum
+    if name == "min_length":
+        at_least += single["input_ids"].shape[1]
+    output = model.generate(
+        **single,
+        max_new_tokens=9,
+        do_sample=False,
+        eos_token_id=first,
+        **{name: at_least},
+    )
+    new = new_tokens(output, single)
+    assert_same(new[:, :minimum], loop.new)

@@ -25,8 +25,22 @@ def examples(count):
 
 
 # (t, h, w) in patches: one token, one frame, odd numbers of tokens each way, long and flat.
-VIDEO_GRIDS = [(1, 2, 2), (1, 4, 6), (2, 2, 2), (3, 4, 10), (5, 6, 2), (4, 2, 6), (2, 10, 10), (7, 2, 2)]
-IMAGE_GRIDS = [(1, 2, 2), (1, 4, 4), (1, 6, 2), (1, 2, 10)]
+VIDEO_GRIDS = [
+    (1, 2, 2),
+    (1, 4, 6),
+    (2, 2, 2),
+    (3, 4, 10),
+    (5, 6, 2),
+    (4, 2, 6),
+    (2, 10, 10),
+    (7, 2, 2),
+]
+IMAGE_GRIDS = [
+    (1, 2, 2),
+    (1, 4, 4),
+    (1, 6, 2),
+    (1, 2, 10),
+]
 N_MAX = 40
 
 
@@ -71,7 +85,8 @@ def expected_count(rho, num_tokens, cap):
 def check_indices(kept, num_tokens):
     """They are ascending, each once, and among the tokens."""
     assert (kept.diff() > 0).all()
-    assert ((kept >= 0) & (kept < num_tokens)).all()
+    assert (kept >= 0).all()
+    assert (kept < num_tokens).all()
 
 
 @examples(25)
@@ -128,18 +143,28 @@ def check_equal_choice(together, row, alone):
 
 
 @examples(12)
-@given(rows=a_batch, pad_left=booleans(), retention=a_retention, cap=a_cap)
+@given(
+    rows=a_batch,
+    pad_left=booleans(),
+    retention=a_retention,
+    cap=a_cap,
+)
 def test_a_row_generates_in_a_batch_what_it_generates_alone(rows, pad_left, retention, cap):
     model = model_with()
-    call = {"retention": retention, "max_visual_tokens": cap, "max_new_tokens": 3}
+    call = {
+        "retention": retention,
+        "max_visual_tokens": cap,
+        "max_new_tokens": 3,
+    }
     inputs = batch(*rows, pad_left=pad_left)
     width = inputs["input_ids"].shape[1]
     together = model.generate(**inputs, **call)
     assert_same(together[:, :width], inputs["input_ids"])
     for row, answer in zip(rows, together[:, width:], strict=True):
-        alone = model.generate(**batch(row), **call)[0, len(row.ids) :]
+        (sequence,) = model.generate(**batch(row), **call)
+        alone = sequence[len(row.ids) :].tolist()
         padding = [PAD] * (len(answer) - len(alone))
-        assert answer.tolist() == alone.tolist() + padding
+        assert answer.tolist() == alone + padding
 
 
 @examples(16)
@@ -159,7 +184,8 @@ def test_a_training_step_on_any_batch_has_finite_gradients_on_every_trainable_pa
     inputs = with_labels(batch(*rows, pad_left=pad_left))
     if selection != "all":
         inputs["max_visual_tokens"] = cap
-    model(**inputs, selection=selection).loss.backward()
+    loss = model(**inputs, selection=selection).loss
+    loss.backward()
     assert_trained(model)
     model.eval()
 
@@ -172,12 +198,19 @@ HIDDEN = 32
 @cache
 def selector_with(**config):
     torch.manual_seed(1)
-    settings = QTSplusConfig(**{**PAPER, **config})
-    selector = QTSplusSelector(settings, HIDDEN, 4, 2, mrope_section=(1, 1, 2))
+    settings = QTSplusConfig(**(PAPER | config))
+    selector = QTSplusSelector(
+        settings,
+        HIDDEN,
+        4,
+        2,
+        mrope_section=(1, 1, 2),
+    )
     with torch.no_grad():
         for name, parameter in selector.named_parameters():
             is_norm = parameter.ndim == 1 and "norm" in name
-            parameter.normal_(1.0 if is_norm else 0.0, 0.3)
+            mean = 1.0 if is_norm else 0.0
+            parameter.normal_(mean, 0.3)
     return selector.eval()
 
 
@@ -215,8 +248,9 @@ def test_the_threshold_solves_its_equation_to_a_millionth_of_a_token(num_tokens,
     scores[0] += peak
     target = torch.tensor(fraction * num_tokens, dtype=torch.float64)
     threshold = find_threshold(scores, target, tau_s)
-    count = torch.sigmoid((scores - threshold) / tau_s).sum()
-    assert (count - target).abs() < 1e-6
+    shares = torch.sigmoid((scores - threshold) / tau_s)
+    error = shares.sum() - target
+    assert error.abs() < 1e-6
 
 
 @examples(20)
@@ -227,17 +261,29 @@ def test_the_threshold_solves_its_equation_to_a_millionth_of_a_token(num_tokens,
     seed=a_seed,
 )
 def test_the_gradient_of_the_threshold_equals_finite_differences(num_tokens, fraction, tau_s, seed):
+    def threshold(scores, target):
+        return find_threshold(scores, target, tau_s)
+
     scores = torch.randn(num_tokens, dtype=torch.float64, generator=seeded(seed))
     target = torch.tensor(fraction * num_tokens, dtype=torch.float64)
-    inputs = (scores.requires_grad_(), target.requires_grad_())
-    torch.autograd.gradcheck(lambda scores, target: find_threshold(scores, target, tau_s), inputs, atol=1e-6)
+    scores.requires_grad_()
+    target.requires_grad_()
+    torch.autograd.gradcheck(threshold, (scores, target), atol=1e-6)
 
 
 @examples(30)
-@given(counts=counts_of_tokens, retention=a_retention, cap=a_cap, seed=a_seed)
+@given(
+    counts=counts_of_tokens,
+    retention=a_retention,
+    cap=a_cap,
+    seed=a_seed,
+)
 def test_detached_training_keeps_exactly_what_inference_keeps(counts, retention, cap, seed):
     selector = selector_with(gate="detached", n_max=N_MAX)
-    call = {"retention": retention, "max_visual_tokens": cap}
+    call = {
+        "retention": retention,
+        "max_visual_tokens": cap,
+    }
     inputs = ragged_tokens(counts, seed)
     kept_tokens, inferred = selector(*inputs, **call, sample_gate=False)
     trained_tokens, trained = selector(*inputs, **call, sample_gate=True)
@@ -314,12 +360,19 @@ def test_n_max_caps_every_gate_in_training_and_inference(gate, counts, retention
     selector = selector_with(gate=gate, n_max=n_max)
     inputs = ragged_tokens(counts, seed)
     torch.manual_seed(seed)
-    _, chosen = selector(*inputs, retention=retention, max_visual_tokens=cap, sample_gate=sample_gate)
+    _, chosen = selector(
+        *inputs,
+        retention=retention,
+        max_visual_tokens=cap,
+        sample_gate=sample_gate,
+    )
     most = min(n_max, cap or n_max)
     for row, num_tokens in enumerate(counts):
         kept = chosen.kept_indices[row]
-        assert len(kept) == chosen.n[row]
-        assert min(1, num_tokens) <= len(kept) <= most
+        count = len(kept)
+        assert count == chosen.n[row]
+        assert count >= min(1, num_tokens)
+        assert count <= most
         check_indices(kept, num_tokens)
     for loss in (chosen.loss_t, chosen.loss_m, chosen.loss_s):
         assert torch.isfinite(loss)
@@ -331,7 +384,8 @@ def log_relevance_of(num_tokens, seed):
 
 
 def check_gradients(gates, *inputs):
-    for gradient in torch.autograd.grad(gates.sum(), inputs):
+    total = gates.sum()
+    for gradient in torch.autograd.grad(total, inputs):
         assert torch.isfinite(gradient).all()
 
 
@@ -362,7 +416,12 @@ def noisy_scores(log_r, seed):
 
 
 @examples(30)
-@given(num_tokens=integers(1, 200), n=integers(1, 200), cap=integers(1, 200), seed=a_seed)
+@given(
+    num_tokens=integers(1, 200),
+    n=integers(1, 200),
+    cap=integers(1, 200),
+    seed=a_seed,
+)
 def test_the_soft_gate_is_a_sigmoid_of_noisy_scores_on_three_times_the_tokens(num_tokens, n, cap, seed):
     n = min(n, num_tokens, cap)
     log_r = log_relevance_of(num_tokens, seed)
@@ -370,10 +429,12 @@ def test_the_soft_gate_is_a_sigmoid_of_noisy_scores_on_three_times_the_tokens(nu
     torch.manual_seed(seed)
     kept, gates, threshold = soft_gate(log_r, target, 0.5, n, cap)
     scores = noisy_scores(log_r.detach(), seed)
-    best = scores.argsort(descending=True)[: min(3 * n, cap)]
+    ranking = scores.argsort(descending=True)
+    best = ranking[: min(3 * n, cap)]
     assert_same(kept, best.sort().values)
     all_gates = torch.sigmoid((scores - threshold) / 0.5)
-    assert abs(all_gates.sum().item() - n) < 1e-3 * num_tokens
+    error = all_gates.sum() - n
+    assert error.abs() < 1e-3 * num_tokens
     assert_close(gates, all_gates[kept])
     check_gradients(gates, log_r, target)
 
@@ -381,15 +442,21 @@ def test_the_soft_gate_is_a_sigmoid_of_noisy_scores_on_three_times_the_tokens(nu
 def test_what_a_soft_gate_leaves_out_of_a_token_is_the_mean_of_all_tokens():
     """With next to no temperature, the tokens that inference keeps stay whole."""
     (row,), query, positions = ragged_tokens([20], 3)
-    call = {"retention": 0.2, "reencode": False}
-    (hard,), inferred = selector_with()([row], query, positions, **call, sample_gate=False)
+    call = {
+        "retention": 0.2,
+        "reencode": False,
+    }
+    paper = selector_with()
+    (hard,), inferred = paper([row], query, positions, **call, sample_gate=False)
     torch.manual_seed(0)
     selector = selector_with(gate="soft", tau_s=1e-6)
-    (sharp,), chosen = selector([[row[:7], row[7:]]], query, positions, **call, sample_gate=True)
+    pieces = [row[:7], row[7:]]
+    (sharp,), chosen = selector([pieces], query, positions, **call, sample_gate=True)
     is_whole = torch.isin(chosen.kept_indices[0], inferred.kept_indices[0])
     assert_close(sharp[is_whole], hard)
     mean = row.mean(0)
-    assert_close(sharp[~is_whole], mean.expand(2 * len(hard), -1))
+    expected = mean.expand(2 * len(hard), -1)
+    assert_close(sharp[~is_whole], expected)
 
 
 @examples(40)
@@ -407,14 +474,16 @@ def test_every_method_keeps_distinct_ascending_indices_in_range(num_tokens, n, s
         score=lambda _: scores,
         attend=lambda: scores,
     )
-    assert_same(METHODS["all"](candidates, num_tokens), torch.arange(num_tokens))
+    all_tokens = METHODS["all"](candidates, num_tokens)
+    assert_same(all_tokens, torch.arange(num_tokens))
     chosen = {name: select(candidates, n) for name, select in METHODS.items() if name != "all"}
     for kept in chosen.values():
         assert kept.shape == (n,)
         assert kept.dtype == torch.int64
         check_indices(kept, num_tokens)
-    lowest_of_the_best = scores.sort(descending=True).values[n - 1]
-    assert scores[chosen["qtsplus"]].min() >= lowest_of_the_best - TIE
+    ranked = scores.sort(descending=True).values
+    chosen_scores = scores[chosen["qtsplus"]]
+    assert chosen_scores.min() >= ranked[n - 1] - TIE
     check_even_spread(chosen["uniform"], num_tokens)
 
 
@@ -437,8 +506,10 @@ def check_even_spread(kept, num_tokens):
 )
 def test_uniform_and_random_keep_as_many_as_the_selector(counts, selection, retention, seed):
     inputs = ragged_tokens(counts, seed)
-    _, ours = selector_with(n_max=N_MAX)(*inputs, retention=retention)
-    _, theirs = selector_with(n_max=N_MAX, selection=selection)(*inputs, retention=retention)
+    our_selector = selector_with(n_max=N_MAX)
+    other_selector = selector_with(n_max=N_MAX, selection=selection)
+    _, ours = our_selector(*inputs, retention=retention)
+    _, theirs = other_selector(*inputs, retention=retention)
     assert_same(theirs.n, ours.n)
     assert_same(theirs.rho, ours.rho)
 
@@ -450,10 +521,23 @@ def test_rows_about_the_same_videos_and_another_are_each_row_alone(reduction):
     first = tokens(30, 1).requires_grad_()
     second = tokens(12, 2).requires_grad_()
     third = tokens(9, 3).requires_grad_()
-    rows = [[first, second], [first, second], [third], [first, second], [second, first]]
+    rows = [
+        [first, second],
+        [first, second],
+        [third],
+        [first, second],
+        [second, first],
+    ]
     query = [tokens(length, length) for length in (3, 7, 2, 5, 3)]
     positions = [torch.arange(sum(map(len, row))).expand(3, -1) for row in rows]
-    weights = [*selector.scoring_layers[-1].k_proj.parameters(), *selector.reencode_layers.parameters()]
+    key_projection = selector.scoring_layers[-1].k_proj
+    leaves = [
+        *key_projection.parameters(),
+        *selector.reencode_layers.parameters(),
+        first,
+        second,
+        third,
+    ]
 
     def select(*inputs):
         kept, chosen = selector(*inputs, retention=0.5, sample_gate=False)
@@ -461,13 +545,14 @@ def test_rows_about_the_same_videos_and_another_are_each_row_alone(reduction):
 
     def gradients(outputs):
         loss = sum(output.sin().sum() for output in outputs)
-        return torch.autograd.grad(loss, [*weights, first, second, third])
+        return torch.autograd.grad(loss, leaves)
 
     together = select(rows, query, positions)
     kept = []
     log_relevance = []
     for row in zip(rows, query, positions, strict=True):
-        tokens_alone, relevance_alone = select(*([part] for part in row))
+        row_alone = [[part] for part in row]
+        tokens_alone, relevance_alone = select(*row_alone)
         kept.append(tokens_alone)
         log_relevance.append(relevance_alone)
     alone = kept + log_relevance
