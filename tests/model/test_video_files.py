@@ -1,4 +1,4 @@
-"""Files that are cut off, damaged, trimmed, or larger than memory; and folders of frames."""
+"""Files that are cut off, damaged, trimmed, turned, or larger than memory; and folders of frames."""
 
 import re
 import struct
@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from clips import noise, write_mp4
+from clips import noise, read_video, write_mp4
 from films import packets_of, spoil, write_film
 from qtsplus.asking import session
 from qtsplus.cli import app
@@ -52,12 +52,14 @@ def test_a_rate_that_was_rounded_costs_no_frame():
 
 @pytest.mark.parametrize(("most", "count"), [(1, 1), (3, 2)])
 def test_no_more_frames_are_looked_at_than_are_allowed(most, count):
-    assert len(choose_frames(100, 25, fps=2, max_frames=most)) == count
+    chosen = choose_frames(100, 25, fps=2, max_frames=most)
+    assert len(chosen) == count
 
 
 def test_a_video_that_is_too_narrow_is_named(loaded, tmp_path):
     path = tmp_path / "narrow.mp4"
-    write_mp4(path, np.zeros((8, 2, 1024, 3), np.uint8), 8)
+    frames = np.zeros((8, 2, 1024, 3), np.uint8)
+    write_mp4(path, frames, 8)
     _, processor = loaded
     reason = r"The video '.*narrow\.mp4' cannot be sized for the model"
     with pytest.raises(ValueError, match=reason):
@@ -146,17 +148,32 @@ def test_a_file_that_states_only_its_length(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "codec"),
-    [("avi", "libx264"), ("avi", "mpeg4"), ("avi", "mjpeg"), ("flv", "libx264"), ("wmv", "wmv2"), ("mkv", "libx264")],
+    [
+        ("avi", "libx264"),
+        ("avi", "mpeg4"),
+        ("avi", "mjpeg"),
+        ("flv", "libx264"),
+        ("wmv", "wmv2"),
+        ("mkv", "libx264"),
+    ],
 )
 def test_a_cut_off_video_says_how_long_its_header_states_that_it_is(tmp_path, kind, codec):
     """Wherever it was cut: FFmpeg estimates the length of such an AVI from what is there, and forgets that of a WMV."""
     pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-    whole = write_film(tmp_path / f"whole.{kind}", codec, range(0, 20_000, 100), 10, pix_fmt=pix_fmt, g="20")
+    whole = write_film(
+        tmp_path / f"whole.{kind}",
+        codec,
+        range(0, 20_000, 100),
+        10,
+        pix_fmt=pix_fmt,
+        g="20",
+    )
     assert Film(str(whole)).warnings == []
     packets = packets_of(whole)
     for number in (160, 100, 60):
         start, packet = packets[number]
-        path = cut(whole, tmp_path, start + len(packet) + 3)
+        in_next_packet = start + len(packet) + 3
+        path = cut(whole, tmp_path, in_next_packet)
         (warning,) = Film(str(path)).warnings
         assert re.search("its header states (20|21)[.][0-9] s, and [0-9]{1,2}[.][0-9] s can be read", warning)
     stream, _ = watch(path)
@@ -245,7 +262,10 @@ def test_the_length_of_a_wmv_is_that_in_its_header(tmp_path):
 
 @pytest.mark.parametrize(
     ("chunk", "place", "raised"),
-    [(b"IHDR", 12, av.error.PatchWelcomeError), (b"IDAT", 4, av.error.ExternalError)],
+    [
+        (b"IHDR", 12, av.error.PatchWelcomeError),
+        (b"IDAT", 4, av.error.ExternalError),
+    ],
     ids=["an unknown depth of bits", "no zlib"],
 )
 def test_one_frame_that_a_decoder_refuses_is_left_out(tmp_path, chunk, place, raised):
@@ -253,7 +273,8 @@ def test_one_frame_that_a_decoder_refuses_is_left_out(tmp_path, chunk, place, ra
     path = write_film(tmp_path / "damaged.mov", "png", TENTHS, 10, pix_fmt="rgb24")
     data = bytearray(path.read_bytes())
     start, _ = packets_of(path)[20]
-    data[data.index(chunk, start) + place] = 1
+    start_of_chunk = data.index(chunk, start)
+    data[start_of_chunk + place] = 1
     path.write_bytes(data)
     with av.open(str(path)) as container, pytest.raises(raised):
         list(container.decode(video=0))
@@ -277,19 +298,27 @@ def test_a_damaged_end_is_left_out_and_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "codec"), [("mp4", "libx264"), ("mkv", "libx264"), ("avi", "mpeg4"), ("mp4", "mpeg4")]
+    ("kind", "codec"),
+    [
+        ("mp4", "libx264"),
+        ("mkv", "libx264"),
+        ("avi", "mpeg4"),
+        ("mp4", "mpeg4"),
+    ],
 )
 def test_frames_that_cannot_be_decoded_whole_are_said(loaded, tmp_path, kind, codec):
     path = tmp_path / f"damaged.{kind}"
     write_mp4(path, noise(24, 64, 64), 8, codec, g="12")
-    spoil(path, [5], kept=1 if codec == "mpeg4" else 40)
+    kept = 1 if codec == "mpeg4" else 40
+    spoil(path, [5], kept=kept)
 
     video = session.encode(*loaded, path, fps=8)
     (warning,) = video.about.warnings
     assert " is damaged, and with it " in warning
     assert " of the 24 frames that are looked at" in warning
     assert video.about.frames == 24
-    assert session.ask(*loaded, video, "What moves?").warnings == [warning]
+    answer = session.ask(*loaded, video, "What moves?")
+    assert answer.warnings == [warning]
     _, frames = watch(path)
     assert len(frames) >= 23
 
@@ -319,12 +348,15 @@ def write_edits(path, data, parts):
     first_tick = number_behind(data, b"elst", 16)
     entries = struct.pack(">II", 0, len(parts))
     for seconds, start in parts:
+        milliseconds = int(1000 * seconds)
         tick = first_tick + int(start * ticks_per_second)
-        entries += struct.pack(">IiHH", int(1000 * seconds), tick, 1, 0)
-    edits = box(b"edts", box(b"elst", entries))
+        entries += struct.pack(">IiHH", milliseconds, tick, 1, 0)
+    edit_list = box(b"elst", entries)
+    edits = box(b"edts", edit_list)
     place = data.index(b"edts") - 4
     old_size = number_behind(data, b"edts", -4)
-    changed = bytearray(data[:place] + edits + data[place + old_size :])
+    behind = place + old_size
+    changed = bytearray(data[:place] + edits + data[behind:])
     for kind in (b"moov", b"trak"):
         size = number_behind(changed, kind, -4) + len(edits) - old_size
         start = changed.index(kind) - 4
@@ -374,6 +406,71 @@ def test_a_trimmed_file_is_whole(tmp_path, part):
     assert Film(str(trimmed)).warnings == []
 
 
+# --- Turned ---
+
+
+def write_turned(path, frames, matrix):
+    """Writes a video with the nine numbers by which a player turns its frames, and reads its frames."""
+    write_mp4(path, frames, 8)
+    data = bytearray(path.read_bytes())
+    place = data.index(b"tkhd") + 44
+    data[place : place + 36] = struct.pack(">9i", *matrix)
+    path.write_bytes(data)
+    return read_video(str(path), lambda total, fps: np.arange(total))
+
+
+def test_a_video_that_states_no_direction_is_upright(tmp_path):
+    """As some writers leave its matrix: all zeros."""
+    frames = np.full((4, 32, 64, 3), 90, np.uint8)
+    shown, _ = write_turned(tmp_path / "phone.mp4", frames, [0] * 9)
+    assert shown.shape == frames.shape
+
+
+SHADES = {  # of the quarters of a frame, by the signs of x and y
+    (-1, -1): 40,
+    (1, -1): 90,
+    (-1, 1): 150,
+    (1, 1): 210,
+}
+
+
+TURNS = [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)]
+MIRRORED = [(-1, 0, 0, 1), (1, 0, 0, -1), (0, -1, -1, 0), (0, 1, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        (1, 0, 0, 1),
+        (-1, 0, 0, -1),
+        (0, 1, -1, 0),
+        (0, -1, 1, 0),
+        (-1, 0, 0, 1),
+    ],
+)
+def test_a_phone_video_is_shown_upright(tmp_path, turn):
+    """A file states where a point (x, y) of its frames is shown: at (ax + cy, bx + dy)."""
+    a, b, c, d = turn
+    frames = np.zeros((4, 32, 64, 3), np.uint8)
+    for (x, y), shade in SHADES.items():
+        rows = slice(16, 32) if y > 0 else slice(0, 16)
+        columns = slice(32, 64) if x > 0 else slice(0, 32)
+        frames[:, rows, columns] = shade
+    one = 2**16
+    matrix = (a * one, b * one, 0, c * one, d * one, 0, 0, 0, 2**30)
+    path = tmp_path / "phone.mp4"
+    shown, metadata = write_turned(path, frames, matrix)
+    height, width = (32, 64) if a else (64, 32)
+    assert shown.shape == (4, height, width, 3)
+    assert metadata.height == height
+    assert metadata.width == width
+    for (x, y), shade in SHADES.items():
+        row = height * (2 + b * x + d * y) // 4
+        column = width * (2 + a * x + c * y) // 4
+        mean = shown[:, row, column].mean()
+        assert mean == pytest.approx(shade, abs=12)
+
+
 # --- Others ---
 
 
@@ -391,7 +488,12 @@ def test_the_frames_of_a_large_video_are_never_all_there(tiny_processor, tmp_pat
             chunks = tiny_processor.video_chunks(path, num_frames=count)
             assert len(list(chunks)) == 1
         else:
-            tiny_processor(text=tiny_processor.video_token, videos=path, num_frames=count, return_tensors="pt")
+            tiny_processor(
+                text=tiny_processor.video_token,
+                videos=path,
+                num_frames=count,
+                return_tensors="pt",
+            )
 
     read()  # imports and caches
     tracemalloc.start()

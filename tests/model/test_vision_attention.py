@@ -54,20 +54,25 @@ def models():
 @settings(max_examples=25, deadline=None)
 @given(grids=st.lists(SIZES, min_size=1, max_size=3))
 def test_the_numbers_are_stock_s(models, grids):
+    ours, stock = models
     grid, pixels = video(*grids)
     with torch.no_grad():
-        encoded = [encode(model, grid, pixels) for model in models]
-    assert_close(*encoded, atol=1e-5, rtol=1e-5)
+        encoded = encode(ours, grid, pixels)
+        expected = encode(stock, grid, pixels)
+    assert_close(encoded, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_gradients_are_stock_s():
+    grid, pixels = video((2, 3, 5), (1, 2, 2))
+
     def gradients(model):
-        features = encode(model, *video((2, 3, 5), (1, 2, 2)))
+        features = encode(model, grid, pixels)
         features.square().sum().backward()
         return {name: weight.grad for name, weight in model.model.visual.named_parameters()}
 
     model = tiny_model()
-    assert_close(gradients(model), gradients(stock_twin(model)), atol=1e-4, rtol=1e-4)
+    expected = gradients(stock_twin(model))
+    assert_close(gradients(model), expected, atol=1e-4, rtol=1e-4)
 
 
 def one_by_one(query, key, value, lengths):
@@ -80,29 +85,43 @@ def one_by_one(query, key, value, lengths):
 
 
 @settings(max_examples=25, deadline=None)
-@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), heads=st.integers(1, 3))
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12),
+    heads=st.integers(1, 3),
+)
 def test_by_length_is_one_by_one(lengths, heads):
     torch.manual_seed(0)
-    states = torch.randn(3, sum(lengths), heads, 8, dtype=torch.float64, requires_grad=True)
+    shape = (3, sum(lengths), heads, 8)
+    states = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     weights = torch.randn_like(states[0])
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+
+    def gradient_of(attended):
+        loss = (attended * weights).sum()
+        (gradient,) = torch.autograd.grad(loss, states)
+        return gradient
+
     attended = attend_within(*states, bounds)
     expected = one_by_one(*states, lengths)
     assert_close(attended, expected, atol=1e-12, rtol=1e-12)
-    (gradient,) = torch.autograd.grad((attended * weights).sum(), states)
-    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), states)
-    assert_close(gradient, expected_gradient, atol=1e-12, rtol=1e-12)
+    gradient = gradient_of(attended)
+    assert_close(gradient, gradient_of(expected), atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("size", "lengths"),
-    [((8, 8), (1, 1)), ((9, 8), (2, 1)), ((9, 11), (3, 1))],
+    ("height", "width", "calls"),
+    [
+        (8, 8, 1 + 1),
+        (9, 8, 2 + 1),
+        (9, 11, 3 + 1),
+    ],
     ids=["whole windows", "a narrow edge", "two edges and a corner"],
 )
-def test_calls_per_layer_do_not_grow_with_the_windows(size, lengths):
-    """`lengths` differ in a window layer and in a full layer; the tiny model has two of each."""
+def test_calls_per_layer_do_not_grow_with_the_windows(height, width, calls):
+    """`calls` are of a window layer and of a full layer; the tiny model has two of each."""
     for frames in (1, 6):
-        assert count_calls(shared_model(), *video((frames, *size))) == 2 * sum(lengths)
+        grid, pixels = video((frames, height, width))
+        assert count_calls(shared_model(), grid, pixels) == 2 * calls
 
 
 @pytest.mark.parametrize("name", ["eager", {"vision_config": "eager"}])
@@ -117,18 +136,34 @@ def test_another_attention_is_stock_s(tmp_path, name):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("patches", [1, 63])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0), (torch.float64, 1e-12), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float32, 0),
+        (torch.float64, 1e-12),
+        (torch.bfloat16, 0.05),
+    ],
+)
 def test_the_patch_projection_is_stock_s_convolution(patches, bias, dtype, tolerance):
     torch.manual_seed(0)
-    convolution = torch.nn.Conv3d(3, 40, kernel_size=(2, 14, 14), stride=(2, 14, 14), bias=bias, dtype=dtype)
+    size = (2, 14, 14)
+    convolution = torch.nn.Conv3d(
+        3,
+        40,
+        kernel_size=size,
+        stride=size,
+        bias=bias,
+        dtype=dtype,
+    )
     projection = copy.deepcopy(convolution)
     projection.__class__ = PatchProjection
-    pixels = torch.randn(patches, 3, 2, 14, 14, dtype=dtype)
+    pixels = torch.randn(patches, 3, *size, dtype=dtype)
     weights = torch.randn(patches, 40, 1, 1, 1, dtype=dtype)
 
     def output_and_gradients(layer):
         output = layer(pixels)
-        gradients = torch.autograd.grad((output * weights).sum(), list(layer.parameters()))
+        loss = (output * weights).sum()
+        gradients = torch.autograd.grad(loss, list(layer.parameters()))
         return output, gradients
 
     output, gradients = output_and_gradients(projection)
