@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 import torch
@@ -21,29 +22,62 @@ from qtsplus.hub.files import hub_configs
 from reference import GOLDEN, load, meta
 from tiny import batch, prompt, published_name, stock_twin, tiny_model, token_types
 
+FIRST_SHARD = "model-00001-of-00002.safetensors"
+SECOND_SHARD = "model-00002-of-00002.safetensors"
 REFERENCE_FOLDER = GOLDEN / "case1" / "e2e" / "checkpoint"
 EVERYTHING = {"selection": "all", "reencode_layers": 0}
+BY_ATTENTION = ["--set", "selection=lm_attention"]
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["convert", *map(str, arguments)])
+def run(source, target, *arguments):
+    command = ["convert", str(source), "--out", str(target)]
+    command.extend(arguments)
+    return CliRunner().invoke(app, command)
 
 
 def assert_refused(result, *words):
     assert result.exit_code == 2, result.output
-    assert result.stdout == "" and "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
     for word in words:
         assert word in result.stderr
 
 
 def weights(folder):
-    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors.update(load_file(file))
+    return tensors
+
+
+def read_json(folder, name="config.json"):
+    return json.loads((folder / name).read_text())
+
+
+def write_json(content, folder, name="config.json"):
+    (folder / name).write_text(json.dumps(content))
+
+
+def edit_json(folder, name="config.json", **values):
+    content = read_json(folder, name)
+    content.update(values)
+    write_json(content, folder, name)
+
+
+def load_model(folder):
+    return Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder, dtype="auto")
+
+
+def selector_config(folder):
+    return Qwen2_5_VLQTSplusConfig.from_pretrained(folder).qtsplus_config
 
 
 def rewrite(folder, change):
-    """Changes the tensors of a folder's only file of weights."""
-    tensors = change(load_file(folder / "model.safetensors"))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    """Has `change` edit the dictionary of tensors of a folder's only file of weights."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -54,15 +88,23 @@ def stock(request):
 @pytest.fixture
 def stock_folder(tmp_path):
     """A tied one."""
-    stock_twin(tiny_model()).save_pretrained(tmp_path / "stock")
-    return tmp_path / "stock"
+    folder = tmp_path / "stock"
+    stock_twin(tiny_model()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def ours(tmp_path):
+    """The folder into which a test converts; it does not exist yet."""
+    return tmp_path / "ours"
 
 
 @pytest.fixture
 def reference_folder(tmp_path):
     """The golden checkpoint with its vision configuration."""
     folder = shutil.copytree(REFERENCE_FOLDER, tmp_path / "reference")
-    shutil.copyfile(GOLDEN / "case1" / "e2e" / "vision" / "config.json", folder / "vision_config.json")
+    vision_config = GOLDEN / "case1" / "e2e" / "vision" / "config.json"
+    shutil.copyfile(vision_config, folder / "vision_config.json")
     return folder
 
 
@@ -76,24 +118,35 @@ def reference_folder(tmp_path):
     [{}, {"save_original_format": False}, {"max_shard_size": "100KB"}],
     ids=["old names", "new names", "sharded"],
 )
-def test_a_stock_checkpoint_computes_what_it_did(stock, saving, tmp_path):
-    stock.save_pretrained(tmp_path / "stock", **saving)
-    assert len(list((tmp_path / "stock").glob("*.safetensors"))) > 2 * ("max_shard_size" in saving)
-    convert(tmp_path / "stock", tmp_path / "ours", selector=EVERYTHING)
-    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path / "ours", dtype="auto")
+def test_a_stock_checkpoint_computes_what_it_did(stock, saving, tmp_path, ours):
+    folder = tmp_path / "stock"
+    stock.save_pretrained(folder, **saving)
+    if "max_shard_size" in saving:
+        shards = list(folder.glob("*.safetensors"))
+        assert len(shards) > 2
+    convert(folder, ours, selector=EVERYTHING)
+    model = load_model(ours)
     inputs = batch(prompt(images=[(1, 4, 4)], videos=[(4, 8, 12)]))
+    kinds = token_types(inputs["input_ids"])
     with torch.no_grad():
-        theirs = stock(**inputs, mm_token_type_ids=token_types(inputs["input_ids"])).logits
-        assert torch.equal(model(**inputs).logits, theirs)
+        theirs = stock(**inputs, mm_token_type_ids=kinds)
+        output = model(**inputs)
+    assert torch.equal(output.logits, theirs.logits)
 
 
-def test_a_stock_configuration_may_say_where_a_question_stands(stock_folder, tmp_path):
-    """As one does that was written from ours; a variant's word counts."""
-    config = json.loads((stock_folder / "config.json").read_text())
-    (stock_folder / "config.json").write_text(json.dumps({**config, "user_turn_token_ids": [1, 2]}))
-    for variant, expected in ((None, [1, 2]), ("qtsplus-3b", [151644, 872])):
-        convert(stock_folder, tmp_path / str(variant), variant=variant)
-        assert json.loads((tmp_path / str(variant) / "config.json").read_text())["user_turn_token_ids"] == expected
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        (None, [1, 2]),
+        ("qtsplus-3b", [151644, 872]),
+    ],
+)
+def test_a_stock_configuration_may_say_where_a_question_stands(variant, expected, stock_folder, ours):
+    """A configuration that was written from ours does so; a variant takes precedence."""
+    edit_json(stock_folder, user_turn_token_ids=[1, 2])
+    convert(stock_folder, ours, variant=variant)
+    config = read_json(ours)
+    assert config["user_turn_token_ids"] == expected
 
 
 def test_a_stock_checkpoint_loaded_naively_is_refused_with_the_command(stock_folder):
@@ -101,29 +154,33 @@ def test_a_stock_checkpoint_loaded_naively_is_refused_with_the_command(stock_fol
         Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(stock_folder)
 
 
-def test_a_stock_model_loses_nothing(stock, tmp_path):
+def test_a_stock_model_loses_nothing(stock, tmp_path, ours):
     """And Transformers' own class takes it out of one of ours again."""
-    stock.save_pretrained(tmp_path / "stock")
-    converted = weights(convert(tmp_path / "stock", tmp_path / "ours"))
-    before = {our_name(name): tensor for name, tensor in weights(tmp_path / "stock").items()}
-    assert all(torch.equal(converted[name], before[name]) for name in before)
-    again = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    folder = tmp_path / "stock"
+    stock.save_pretrained(folder)
+    convert(folder, ours)
+    converted = weights(ours)
+    for name, tensor in weights(folder).items():
+        assert torch.equal(converted[our_name(name)], tensor)
+    again = Qwen2_5_VLForConditionalGeneration.from_pretrained(ours)
     inputs = batch(prompt(videos=[(4, 8, 12)]))
     inputs["mm_token_type_ids"] = token_types(inputs["input_ids"])
     with torch.no_grad():
-        assert torch.equal(again(**inputs).logits, stock(**inputs).logits)
+        output = again(**inputs)
+        expected = stock(**inputs)
+    assert torch.equal(output.logits, expected.logits)
 
 
-def test_the_selector_starts_as_an_identity(stock_folder, tmp_path):
-    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(convert(stock_folder, tmp_path / "identity"))
+def test_the_selector_starts_as_an_identity(stock_folder, ours):
+    model = load_model(convert(stock_folder, ours))
     tokens = torch.randn(5, 64)
     for layer in model.model.qtsplus.reencode_layers:
         assert torch.equal(layer(tokens, tokens), tokens)
 
 
-def test_converting_says_what_it_does_and_nothing_else(tiny_stock, tmp_path):
+def test_converting_says_what_it_does_and_nothing_else(tiny_stock, tmp_path, ours):
     """In a process of its own, in which Transformers has not yet warned of anything."""
-    command = [sys.executable, "-m", "qtsplus.cli", "convert", tiny_stock, "--out", tmp_path / "ours"]
+    command = [sys.executable, "-m", "qtsplus.cli", "convert", tiny_stock, "--out", ours]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == f"Wrote {tmp_path / 'ours'}\n"
     first_words = [line.split()[0] for line in result.stderr.splitlines()]
@@ -140,72 +197,103 @@ def test_a_new_selector_is_the_same_each_time(stock_folder, tmp_path):
     assert torch.equal(first[name], again[name])
 
 
-def test_a_variant_gives_the_hyperparameters_and_settings_come_on_top(stock_folder, tmp_path):
-    result = run(stock_folder, "--out", tmp_path / "ours", "--variant", "qtsplus-3b-ft", "--set", "n_max=77")
+def test_a_variant_gives_the_hyperparameters_and_settings_come_on_top(stock_folder, ours):
+    result = run(stock_folder, ours, "--variant", "qtsplus-3b-ft", "--set", "n_max=77")
     assert result.exit_code == 0, result.output
-    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path / "ours").qtsplus_config
-    assert (selector.lambda_t, selector.lambda_m, selector.n_max) == (0.2, 0.3, 77)
+    selector = selector_config(ours)
+    assert selector.lambda_t == 0.2
+    assert selector.lambda_m == 0.3
+    assert selector.n_max == 77
 
 
-def test_attention_selects_without_training(stock_folder, tmp_path):
+def test_attention_selects_without_training(stock_folder, ours):
     """The selector's weights are there, and nothing reads them."""
-    result = run(
-        stock_folder, "--out", tmp_path / "ours", "--set", "selection=lm_attention", "--set", "attention_layer=1"
-    )
+    result = run(stock_folder, ours, *BY_ATTENTION, "--set", "attention_layer=1")
     assert result.exit_code == 0, result.output
     assert "the attention of layer 1 selects" in result.stderr.replace("\n", " ")
-    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path / "ours").eval()
+    model = load_model(ours).eval()
     selector = model.config.qtsplus_config
-    assert (selector.selection, selector.attention_layer, selector.reencode_layers) == ("lm_attention", 1, 0)
-    inputs = batch(prompt(videos=[(4, 8, 12)]), prompt(videos=[(2, 4, 8), (3, 4, 4)], seed=1), prompt(seed=2))
-    question = {"query_input_ids": torch.tensor([[30, 31], [40, 41], [50, 51]])}  # whose ids are not a stock model's
-    inputs = {**inputs, **question}
+    assert selector.selection == "lm_attention"
+    assert selector.attention_layer == 1
+    assert selector.reencode_layers == 0
+    inputs = batch(
+        prompt(videos=[(4, 8, 12)]),
+        prompt(videos=[(2, 4, 8), (3, 4, 4)], seed=1),
+        prompt(seed=2),
+    )
+    # A stock model has other ids around a question.
+    inputs["query_input_ids"] = torch.tensor([[30, 31], [40, 41], [50, 51]])
     with torch.no_grad():
         first = model(**inputs)
         for parameter in model.model.qtsplus.parameters():
             parameter.fill_(torch.nan)
         second = model(**inputs)
-    assert torch.equal(first.logits, second.logits) and all(first.qtsplus.n[:2] > 0)
-    assert "**Nothing is trained:**" in (tmp_path / "ours" / "README.md").read_text()
-    assert (tmp_path / "ours" / "lm_attention_qtsplus.py").exists()
-    for setting, words in (("attention_layer=2", "expected a layer"), ("attention_heads=[9]", "heads from 0 to 3")):
-        target = tmp_path / "other"
-        assert_refused(run(stock_folder, "--out", target, "--set", "selection=lm_attention", "--set", setting), words)
-    assert_refused(run(stock_folder, "--out", tmp_path / "other", "--set", "selection=best"), "selection='best'")
-
-
-def test_bfloat16_stays_bfloat16(tmp_path):
-    stock_twin(tiny_model()).to(torch.bfloat16).save_pretrained(tmp_path / "stock")
-    folder = convert(tmp_path / "stock", tmp_path / "ours")
-    assert {t.dtype for n, t in weights(folder).items() if "rho_history" not in n} == {torch.bfloat16}
-    assert Qwen2_5_VLQTSplusConfig.from_pretrained(folder).dtype == torch.bfloat16
-
-
-def test_the_processor_comes_along_and_says_where_a_question_stands(tiny_processor, tiny_stock, tmp_path):
-    convert(tiny_stock, tmp_path / "again")
-    config = Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path / "again")
-    for name, value in tiny_processor.query_token_ids.items():
-        assert getattr(config, name) == value, name
-    content = json.loads((tmp_path / "again" / "processor_config.json").read_text())
-    assert content["auto_map"] == {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}
-
-
-# What the 72B has other than the 7B.
-LARGEST = (
-    {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
-    | {"num_attention_heads": 64, "num_key_value_heads": 8},
-    {"intermediate_size": 3456, "out_hidden_size": 8192},
-)
+    assert torch.equal(first.logits, second.logits)
+    assert all(first.qtsplus.n[:2] > 0)
+    assert "**Nothing is trained:**" in (ours / "README.md").read_text()
+    assert (ours / "lm_attention_qtsplus.py").exists()
 
 
 @pytest.mark.parametrize(
-    ("variant", "changes"), [("qtsplus-3b", ({}, {})), ("qtsplus-7b", ({}, {})), ("qtsplus-7b", LARGEST)]
+    ("setting", "words"),
+    [
+        ("attention_layer=2", "expected a layer"),
+        ("attention_heads=[9]", "heads from 0 to 3"),
+    ],
 )
-def test_published_layouts(variant, changes):
+def test_attention_that_cannot_select_is_refused(setting, words, stock_folder, ours):
+    result = run(stock_folder, ours, *BY_ATTENTION, "--set", setting)
+    assert_refused(result, words)
+
+
+def test_bfloat16_stays_bfloat16(tmp_path, ours):
+    stock = stock_twin(tiny_model()).to(torch.bfloat16)
+    stock.save_pretrained(tmp_path / "stock")
+    convert(tmp_path / "stock", ours)
+    for name, tensor in weights(ours).items():
+        if "rho_history" not in name:
+            assert tensor.dtype == torch.bfloat16, name
+    assert Qwen2_5_VLQTSplusConfig.from_pretrained(ours).dtype == torch.bfloat16
+
+
+def test_the_processor_comes_along_and_says_where_a_question_stands(tiny_processor, tiny_stock, ours):
+    convert(tiny_stock, ours)
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(ours)
+    for name, value in tiny_processor.query_token_ids.items():
+        assert getattr(config, name) == value, name
+    content = read_json(ours, "processor_config.json")
+    assert content["auto_map"] == {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}
+
+
+# The values in which the 72B differs from the 7B.
+LARGEST_TEXT = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+LARGEST_VISION = {"intermediate_size": 3456, "out_hidden_size": 8192}
+
+
+@pytest.mark.parametrize(
+    ("variant", "text_changes", "vision_changes"),
+    [
+        ("qtsplus-3b", {}, {}),
+        ("qtsplus-7b", {}, {}),
+        ("qtsplus-7b", LARGEST_TEXT, LARGEST_VISION),
+    ],
+    ids=["3B", "7B", "72B"],
+)
+def test_published_layouts(variant, text_changes, vision_changes):
     """The flat configuration and the names of the checkpoints that Qwen published, without their content."""
-    content = json.loads((hub_configs() / variant / "config.json").read_text())
-    text, vision = content["text_config"] | changes[0], content["vision_config"] | changes[1]
-    content |= {"text_config": dict(text), "vision_config": vision}
+    content = read_json(hub_configs() / variant)
+    text = content["text_config"]
+    text.update(text_changes)
+    vision = content["vision_config"]
+    vision.update(vision_changes)
+    is_tied = content["tie_word_embeddings"]
+    state = on_meta(Qwen2_5_VLQTSplusConfig(**deepcopy(content))).state_dict()
     rope = text.pop("rope_parameters")
     flat = {
         **text,
@@ -213,18 +301,20 @@ def test_published_layouts(variant, changes):
         "vision_config": {**vision, "model_type": "qwen2_5_vl"},
         "rope_theta": rope["rope_theta"],
         "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
-        "tie_word_embeddings": content["tie_word_embeddings"],
+        "tie_word_embeddings": is_tied,
     }
     config = Qwen2_5_VLQTSplusConfig(**flat)
     assert config.text_config.rope_parameters["mrope_section"] == rope["mrope_section"]
-    state = on_meta(Qwen2_5_VLQTSplusConfig(**content)).state_dict()
-    stored = {
-        published_name(name): tensor.bfloat16()
-        for name, tensor in state.items()
-        if ".qtsplus." not in name and not (content["tie_word_embeddings"] and name == "lm_head.weight")
-    }
-    assert ("lm_head.weight" in stored) == (variant == "qtsplus-7b") and "model.layers.0.mlp.up_proj.weight" in stored
-    assert len(check_weights(stored, config, "a folder", without=SELECTOR)) == len(stored)
+    stored = {}
+    for name, tensor in state.items():
+        is_head = name == "lm_head.weight"
+        if ".qtsplus." in name or (is_head and is_tied):
+            continue
+        stored[published_name(name)] = tensor.bfloat16()
+    assert ("lm_head.weight" in stored) == (variant == "qtsplus-7b")
+    assert "model.layers.0.mlp.up_proj.weight" in stored
+    checked = check_weights(stored, config, "a folder", without=SELECTOR)
+    assert len(checked) == len(stored)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -234,10 +324,13 @@ def test_published_layouts(variant, changes):
 
 def reference_prompt():
     """The reference's prompt has one placeholder per video; ours has one per visual token, as Qwen2.5-VL's does."""
-    inputs, facts = load("case1", "e2e", "inputs"), meta("case1", "e2e", "meta")
+    inputs = load("case1", "e2e", "inputs")
+    facts = meta("case1", "e2e", "meta")
+    video_token = facts["video_token_id"]
     ids = inputs["input_ids"][0].tolist()
-    at = ids.index(facts["video_token_id"])
-    full = torch.tensor([ids[:at] + [facts["video_token_id"]] * facts["M"] + ids[at + 1 :]])
+    place = ids.index(video_token)
+    ids[place : place + 1] = [video_token] * facts["M"]
+    full = torch.tensor([ids])
     return {
         "input_ids": full,
         "attention_mask": torch.ones_like(full),
@@ -247,93 +340,130 @@ def reference_prompt():
     }
 
 
-def test_a_reference_checkpoint_end_to_end(reference_folder, tmp_path):
-    result = run(reference_folder, "--out", tmp_path / "ours")
+def test_a_reference_checkpoint_end_to_end(reference_folder, ours):
+    result = run(reference_folder, ours)
     assert result.exit_code == 0, result.output
-    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path / "ours", dtype="auto")
-    golden, inputs = load("case1", "e2e", "outputs"), reference_prompt()
+    model = load_model(ours)
+    golden = load("case1", "e2e", "outputs")
+    inputs = reference_prompt()
     with torch.no_grad():
         output = model(**inputs)
-    assert output.qtsplus.kept_indices[0].tolist() == golden["indices"].tolist()
+    kept = output.qtsplus.kept_indices[0]
+    assert kept.tolist() == golden["indices"].tolist()
     torch.testing.assert_close(output.logits, golden["logits"], atol=5e-4, rtol=1e-5)
     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    assert ids[0, inputs["input_ids"].shape[1] :].tolist() == golden["generated_new_tokens"].tolist()
+    prompt_length = inputs["input_ids"].shape[1]
+    new_tokens = ids[0, prompt_length:]
+    assert new_tokens.tolist() == golden["generated_new_tokens"].tolist()
 
 
-def test_what_a_reference_does_not_say_is_as_its_code_has_it(reference_folder, tmp_path):
-    config = meta("case1", "e2e", "checkpoint", "config")
-    selector = {key for key in config if key.startswith(("qts_plus_", "lambda_"))}
-    silent = {key: value for key, value in config.items() if key not in selector}
-    (reference_folder / "config.json").write_text(json.dumps({**silent, "qts_plus_n_heads": 8}))
-    result = run(reference_folder, "--out", tmp_path / "ours")
+def test_what_a_reference_does_not_say_is_as_its_code_has_it(reference_folder, ours):
+    config = read_json(reference_folder)
+    silent = {"qts_plus_n_heads": 8}
+    for key, value in config.items():
+        if not key.startswith(("qts_plus_", "lambda_")):
+            silent[key] = value
+    write_json(silent, reference_folder)
+    result = run(reference_folder, ours)
     assert_refused(result, "unexpected", "model.qtsplus.reencode_layers.1.q_proj.weight")
-    second = ".reencode_layers.1."
-    rewrite(reference_folder, lambda tensors: {key: t for key, t in tensors.items() if second not in key})
-    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(convert(reference_folder, tmp_path / "ours")).qtsplus_config
-    assert (selector.n_max, selector.tau_s, selector.lambda_t, selector.reencode_layers) == (2560, 0.1, 1.0, 1)
+    drop_weights(reference_folder, ".reencode_layers.1.")
+    selector = selector_config(convert(reference_folder, ours))
+    assert selector.n_max == 2560
+    assert selector.tau_s == 0.1
+    assert selector.lambda_t == 1.0
+    assert selector.reencode_layers == 1
 
 
-@pytest.mark.parametrize("change", [{"qts_plus_reencode": False}, {"qts_plus_scoring_layers": 0}])
-def test_layers_that_a_reference_does_not_have(change, reference_folder, tmp_path):
-    edit_config(**change)(reference_folder)
-    if "qts_plus_reencode" in change:
-        rewrite(reference_folder, lambda tensors: {k: t for k, t in tensors.items() if ".reencode_layers." not in k})
-    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(convert(reference_folder, tmp_path / "ours")).qtsplus_config
-    assert (selector.scoring_layers, selector.reencode_layers) == (1, 0 if "qts_plus_reencode" in change else 2)
+def drop_weights(folder, words):
+    """Removes the tensors whose names contain `words`."""
+
+    def drop(tensors):
+        for name in list(tensors):
+            if words in name:
+                del tensors[name]
+
+    rewrite(folder, drop)
 
 
-def with_head(folder, tensors):
-    rewrite(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+def test_a_reference_without_reencoding(reference_folder, ours):
+    edit_json(reference_folder, qts_plus_reencode=False)
+    drop_weights(reference_folder, ".reencode_layers.")
+    selector = selector_config(convert(reference_folder, ours))
+    assert selector.scoring_layers == 1
+    assert selector.reencode_layers == 0
 
 
-def in_shards(folder, tensors):
-    names = sorted(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[:40], "model-00002-of-00002.safetensors": names[40:]}
-    for file, part in shards.items():
-        save_file({name: tensors[name] for name in part}, folder / file)
-    weight_map = {name: file for file, part in shards.items() for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "model.safetensors").unlink()
+def test_a_reference_without_a_number_of_scoring_layers(reference_folder, ours):
+    edit_json(reference_folder, qts_plus_scoring_layers=0)
+    selector = selector_config(convert(reference_folder, ours))
+    assert selector.scoring_layers == 1
+    assert selector.reencode_layers == 2
+
+
+def add_head(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def with_head(folder):
+    rewrite(folder, add_head)
+
+
+def in_shards(folder):
+    whole = folder / "model.safetensors"
+    weight_map = {}
+    shards = {}
+    for index, (name, tensor) in enumerate(sorted(load_file(whole).items())):
+        file = FIRST_SHARD if index < 40 else SECOND_SHARD
+        weight_map[name] = file
+        shards.setdefault(file, {})[name] = tensor
+    for file, tensors in shards.items():
+        save_file(tensors, folder / file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    write_json(index, folder, "model.safetensors.index.json")
+    whole.unlink()
 
 
 @pytest.mark.parametrize("change", [with_head, in_shards])
 def test_a_reference_checkpoint_loads_alike_in_every_form(change, reference_folder, tmp_path):
-    convert(reference_folder, tmp_path / "as it was")
-    change(reference_folder, load_file(reference_folder / "model.safetensors"))
-    convert(reference_folder, tmp_path / "changed")
+    before = convert(reference_folder, tmp_path / "as it was")
+    change(reference_folder)
+    after = convert(reference_folder, tmp_path / "changed")
     for name in ("model.safetensors", "config.json"):
-        assert filecmp.cmp(tmp_path / "as it was" / name, tmp_path / "changed" / name, shallow=False), name
+        assert filecmp.cmp(before / name, after / name, shallow=False), name
 
 
-def test_the_head_is_tied_where_a_reference_does_not_say_and_has_none(reference_folder, tmp_path):
-    config = meta("case1", "e2e", "checkpoint", "config")
+def test_the_head_is_tied_where_a_reference_does_not_say_and_has_none(reference_folder, ours):
+    config = read_json(reference_folder)
     del config["tie_word_embeddings"]
-    (reference_folder / "config.json").write_text(json.dumps(config))
-    folder = convert(reference_folder, tmp_path / "ours")
+    write_json(config, reference_folder)
+    folder = convert(reference_folder, ours)
     assert Qwen2_5_VLQTSplusConfig.from_pretrained(folder).tie_word_embeddings
 
 
-def test_the_vision_configuration_is_given_or_known_but_never_guessed(reference_folder, tmp_path):
-    given = reference_folder / "vision_config.json"
-    vision = json.loads(given.read_text())
-    given.unlink()
-    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), f"put one there, as {given}")
+def test_the_vision_configuration_is_given_or_known_but_never_guessed(reference_folder, ours):
+    path = reference_folder / "vision_config.json"
+    vision = json.loads(path.read_text())
+    path.unlink()
+    result = run(reference_folder, ours)
+    assert_refused(result, f"put one there, as {path}")
     # A whole Qwen2.5-VL configuration does as well.
-    given.write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": vision}))
-    assert run(reference_folder, "--out", tmp_path / "ours").exit_code == 0
+    whole = {"model_type": "qwen2_5_vl", "vision_config": vision}
+    path.write_text(json.dumps(whole))
+    result = run(reference_folder, ours)
+    assert result.exit_code == 0
 
 
 @pytest.mark.parametrize("variant", ["qtsplus-3b", "qtsplus-7b"])
 def test_the_vision_tower_of_a_published_model_is_known_by_its_width(variant, tmp_path):
-    config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / variant)
-    vision = find_vision_config(tmp_path, {"hidden_size": config.text_config.hidden_size})
-    assert vision["out_hidden_size"] == config.text_config.hidden_size
+    config = read_json(hub_configs() / variant)
+    width = config["text_config"]["hidden_size"]
+    vision = find_vision_config(tmp_path, {"hidden_size": width})
+    assert vision["out_hidden_size"] == width
 
 
-def test_a_wrong_vision_configuration_is_named_by_what_does_not_fit(reference_folder, tmp_path):
-    config = json.loads((reference_folder / "vision_config.json").read_text())
-    (reference_folder / "vision_config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    result = run(reference_folder, "--out", tmp_path / "ours")
+def test_a_wrong_vision_configuration_is_named_by_what_does_not_fit(reference_folder, ours):
+    edit_json(reference_folder, "vision_config.json", intermediate_size=64)
+    result = run(reference_folder, ours)
     assert_refused(result, "size mismatch for model.visual.blocks.3.mlp.gate_proj.weight", "[48, 32]", "[64, 32]")
 
 
@@ -342,7 +472,7 @@ def test_a_wrong_vision_configuration_is_named_by_what_does_not_fit(reference_fo
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def test_every_key_that_is_missing_or_unexpected_is_listed(reference_folder, tmp_path):
+def test_every_key_that_is_missing_or_unexpected_is_listed(reference_folder, ours):
     lost = [
         "model.qts_plus.selector.budget.mlp.2.bias",
         "model.qts_plus.selector.reencode_layers.1.core.ffn.net.0.weight",
@@ -355,54 +485,63 @@ def test_every_key_that_is_missing_or_unexpected_is_listed(reference_folder, tmp
         for name in lost:
             del tensors[name]
         tensors["model.extra"] = torch.ones(3)
-        return tensors
 
     rewrite(reference_folder, spoil)
-    result = run(reference_folder, "--out", tmp_path / "ours")
+    result = run(reference_folder, ours)
     assert_refused(result, *missing, "4 missing", "1 unexpected: model.extra")
-    assert not (tmp_path / "ours").exists()
+    assert not (ours).exists()
 
 
-@pytest.mark.parametrize("changed", [torch.ones(3), torch.ones(64, dtype=torch.int64)], ids=["shape", "dtype"])
-def test_a_weight_of_another_shape_or_kind_is_named(changed, stock_folder, tmp_path):
-    name = "model.norm.weight"
-    rewrite(stock_folder, lambda tensors: dict(tensors, **{name: changed}))
-    result = run(stock_folder, "--out", tmp_path / "ours")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        torch.ones(3),
+        torch.ones(64, dtype=torch.int64),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_weight_of_another_shape_or_kind_is_named(changed, stock_folder, ours):
+    rewrite(stock_folder, lambda tensors: tensors.update({"model.norm.weight": changed}))
+    result = run(stock_folder, ours)
     assert_refused(result, f"The weights in {stock_folder} cannot be used", "language_model.norm.weight")
 
 
-def test_a_stock_checkpoints_missing_keys_are_listed(stock_folder, tmp_path):
-    rewrite(stock_folder, lambda tensors: {k: t for k, t in tensors.items() if k != "visual.blocks.0.norm1.weight"})
-    assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "1 missing: model.visual.blocks.0.norm1.weight")
+def test_a_stock_checkpoints_missing_keys_are_listed(stock_folder, ours):
+    drop_weights(stock_folder, "visual.blocks.0.norm1.weight")
+    result = run(stock_folder, ours)
+    assert_refused(result, "1 missing: model.visual.blocks.0.norm1.weight")
 
 
-def test_a_head_against_a_configuration_that_ties_it_is_refused(reference_folder, tmp_path):
-    rewrite(reference_folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"] + 1})
-    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), "lm_head.weight", "tie_word_embeddings")
+def test_a_head_against_a_configuration_that_ties_it_is_refused(reference_folder, ours):
+    with_head(reference_folder)
+    rewrite(reference_folder, lambda tensors: tensors["lm_head.weight"].add_(1))
+    result = run(reference_folder, ours)
+    assert_refused(result, "lm_head.weight", "tie_word_embeddings")
 
 
-def test_an_untied_model_without_a_head_is_refused(reference_folder, tmp_path):
-    config = {**meta("case1", "e2e", "checkpoint", "config"), "tie_word_embeddings": False}
-    (reference_folder / "config.json").write_text(json.dumps(config))
-    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), "1 missing: lm_head.weight")
+def test_an_untied_model_without_a_head_is_refused(reference_folder, ours):
+    edit_json(reference_folder, tie_word_embeddings=False)
+    result = run(reference_folder, ours)
+    assert_refused(result, "1 missing: lm_head.weight")
 
 
 def as_bin(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+    path = folder / "model.safetensors"
+    torch.save(load_file(path), folder / "pytorch_model.bin")
+    path.unlink()
 
 
 def without_shard(folder):
-    in_shards(folder, load_file(folder / "model.safetensors"))
-    (folder / "model-00002-of-00002.safetensors").unlink()
+    in_shards(folder)
+    (folder / SECOND_SHARD).unlink()
 
 
-def edit_config(**values):
-    def edit(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **values}))
+def without_config(folder):
+    (folder / "config.json").unlink()
 
-    return edit
+
+def as_adapter(folder):
+    write_json({}, folder, "adapter_config.json")
 
 
 @pytest.mark.parametrize(
@@ -410,21 +549,22 @@ def edit_config(**values):
     [
         (as_bin, ["has no weights", "Save others with Transformers"]),
         (without_shard, ["lacks model-00002-of-00002.safetensors"]),
-        (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
-        (lambda folder: (folder / "adapter_config.json").write_text("{}"), ["adapter"]),
+        (without_config, ["config.json"]),
+        (as_adapter, ["adapter"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else None,
 )
-def test_a_broken_source_is_refused_in_one_line(spoil, words, reference_folder, tmp_path):
+def test_a_broken_source_is_refused_in_one_line(spoil, words, reference_folder, tmp_path, ours):
     spoil(reference_folder)
-    result = run(reference_folder, "--out", tmp_path / "ours")
+    result = run(reference_folder, ours)
     assert_refused(result, *words)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["reference"]
+    assert list(tmp_path.iterdir()) == [reference_folder]
 
 
-def test_a_model_of_another_type_is_refused(reference_folder, tmp_path):
-    edit_config(model_type="llama")(reference_folder)
-    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), "'llama'", "qwen2_5_vl")
+def test_a_model_of_another_type_is_refused(reference_folder, ours):
+    edit_json(reference_folder, model_type="llama")
+    result = run(reference_folder, ours)
+    assert_refused(result, "'llama'", "qwen2_5_vl")
 
 
 @pytest.mark.parametrize(
@@ -435,8 +575,9 @@ def test_a_model_of_another_type_is_refused(reference_folder, tmp_path):
         (["--set", "n_max"], ["expected NAME=VALUE"]),
     ],
 )
-def test_an_argument_without_a_meaning_is_refused(arguments, words, tmp_path):
-    assert_refused(run(REFERENCE_FOLDER, "--out", tmp_path / "ours", *arguments), *words)
+def test_an_argument_without_a_meaning_is_refused(arguments, words, ours):
+    result = run(REFERENCE_FOLDER, ours, *arguments)
+    assert_refused(result, *words)
 
 
 @pytest.mark.parametrize(
@@ -445,27 +586,35 @@ def test_an_argument_without_a_meaning_is_refused(arguments, words, tmp_path):
         (["--variant", "qtsplus-9b"], ["qtsplus-9b", "qtsplus-3b"]),
         (["--set", "n_mex=3"], ["n_mex"]),
         (["--set", "rho_min=2"], ["rho_min"]),
+        (["--set", "selection=best"], ["selection='best'"]),
     ],
 )
-def test_an_argument_that_is_wrong_is_refused(arguments, words, stock_folder, tmp_path):
-    assert_refused(run(stock_folder, "--out", tmp_path / "ours", *arguments), *words)
+def test_an_argument_that_is_wrong_is_refused(arguments, words, stock_folder, ours):
+    result = run(stock_folder, ours, *arguments)
+    assert_refused(result, *words)
 
 
-def test_a_quantized_checkpoint_is_refused(stock_folder, tmp_path):
-    edit_config(quantization_config={"quant_method": "awq", "bits": 4})(stock_folder)
-    assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "quantized")
+def test_a_quantized_checkpoint_is_refused(stock_folder, ours):
+    quantization = {"quant_method": "awq", "bits": 4}
+    edit_json(stock_folder, quantization_config=quantization)
+    result = run(stock_folder, ours)
+    assert_refused(result, "quantized")
 
 
-def test_a_source_that_is_nowhere_or_is_the_target_is_refused(stock_folder, tmp_path):
-    assert_refused(run(tmp_path / "none" / "here", "--out", tmp_path / "ours"), "neither a folder nor")
-    assert_refused(run("lab/none", "--out", tmp_path / "ours"), "no folder lab/none", "Hub")
-    assert_refused(run(stock_folder / "model.safetensors", "--out", tmp_path / "ours"), "neither a folder nor")
-    before = {path.name for path in stock_folder.iterdir()}
-    assert_refused(run(stock_folder, "--out", stock_folder), "source itself")
-    assert {path.name for path in stock_folder.iterdir()} == before
+def test_a_source_that_is_nowhere_or_is_the_target_is_refused(stock_folder, tmp_path, ours):
+    result = run(tmp_path / "none" / "here", ours)
+    assert_refused(result, "neither a folder nor")
+    result = run("lab/none", ours)
+    assert_refused(result, "no folder lab/none", "Hub")
+    result = run(stock_folder / "model.safetensors", ours)
+    assert_refused(result, "neither a folder nor")
+    before = set(stock_folder.iterdir())
+    result = run(stock_folder, stock_folder)
+    assert_refused(result, "source itself")
+    assert set(stock_folder.iterdir()) == before
 
 
-def test_an_interrupted_run_leaves_nothing(stock_folder, tmp_path, monkeypatch):
+def test_an_interrupted_run_leaves_nothing(stock_folder, tmp_path, monkeypatch, ours):
     def interrupt(tensors, folder, *_):
         (folder / "model.safetensors").write_bytes(b"half")
         assert not (folder / "config.json").exists(), "a half folder must not load"
@@ -473,13 +622,15 @@ def test_an_interrupted_run_leaves_nothing(stock_folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(conversion, "save_torch_state_dict", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        convert(stock_folder, tmp_path / "ours")
-    assert [path.name for path in tmp_path.iterdir()] == ["stock"]
+        convert(stock_folder, ours)
+    assert list(tmp_path.iterdir()) == [stock_folder]
 
 
-def test_an_earlier_run_is_replaced_and_other_files_are_not(stock_folder, tmp_path):
+def test_an_earlier_run_is_replaced_and_other_files_are_not(stock_folder, ours):
     for _ in range(2):
-        convert(stock_folder, tmp_path / "ours")
-    (tmp_path / "ours" / "notes.txt").write_text("mine")
-    assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "notes.txt")
-    assert (tmp_path / "ours" / "notes.txt").read_text() == "mine"
+        convert(stock_folder, ours)
+    notes = ours / "notes.txt"
+    notes.write_text("mine")
+    result = run(stock_folder, ours)
+    assert_refused(result, "notes.txt")
+    assert notes.read_text() == "mine"
