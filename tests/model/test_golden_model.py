@@ -18,7 +18,9 @@ E2E = ("case1", "e2e")
 def converted(tmp_path_factory):
     """A folder made from the reference's checkpoint, as `from_pretrained` wants it."""
     folder = tmp_path_factory.mktemp("converted")
-    config = convert_reference_config(meta(*E2E, "checkpoint", "config"), meta(*E2E, "vision", "config"))
+    stated = meta(*E2E, "checkpoint", "config")
+    stated_vision = meta(*E2E, "vision", "config")
+    config = convert_reference_config(stated, stated_vision)
     config.save_pretrained(folder)
     checkpoint = load(*E2E, "checkpoint", "model")
     weights = {our_name(name, REFERENCE): tensor for name, tensor in checkpoint.items()}
@@ -40,8 +42,9 @@ def golden():
 def full_prompt() -> dict[str, torch.Tensor]:
     """The reference's prompt has one placeholder per video; ours has one per visual token, as Qwen2.5-VL's does."""
     inputs = load(*E2E, "inputs")
+    placeholder = meta(*E2E, "meta")["video_token_id"]
     return {
-        "input_ids": spread(inputs["input_ids"], meta(*E2E, "meta")["video_token_id"]),
+        "input_ids": spread(inputs["input_ids"], placeholder),
         "attention_mask": spread(inputs["attention_mask"], 1),
         "pixel_values_videos": inputs["pixel_values_videos"],
         "video_grid_thw": inputs["video_grid_thw"],
@@ -52,20 +55,27 @@ def full_prompt() -> dict[str, torch.Tensor]:
 def spread(row, value):
     """A row of the reference's prompt, `[1, S]`, with a value for every visual token."""
     facts = meta(*E2E, "meta")
-    ids = load(*E2E, "inputs")["input_ids"]
-    place = ids[0].tolist().index(facts["video_token_id"])
+    (ids,) = load(*E2E, "inputs")["input_ids"].tolist()
+    place = ids.index(facts["video_token_id"])
     values = torch.full((1, facts["M"]), value)
-    return torch.cat([row[:, :place], values, row[:, place + 1 :]], dim=1)
+    before = row[:, :place]
+    behind = row[:, place + 1 :]
+    return torch.cat([before, values, behind], dim=1)
 
 
 def close(actual, expected, atol, rtol=1e-5):
     assert_close(actual, expected, atol=atol, rtol=rtol)
 
 
+def check_kept(qtsplus, golden):
+    (kept,) = qtsplus.kept_indices
+    assert kept.tolist() == golden["indices"].tolist()
+
+
 def test_forward(model, golden):
     output = run(model, full_prompt())
     qtsplus = output.qtsplus
-    assert qtsplus.kept_indices[0].tolist() == golden["indices"].tolist()
+    check_kept(qtsplus, golden)
     assert qtsplus.n.tolist() == golden["n"].tolist()
     close(qtsplus.relevance[0], golden["r"][0], 2e-6)
     close(qtsplus.rho, golden["rho"], 1e-6)
@@ -76,10 +86,12 @@ def test_forward(model, golden):
 def test_compact_prompt(model, golden):
     inputs = full_prompt()
     prompt = compress(model.model, **inputs)
-    (features,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+    pixels = inputs["pixel_values_videos"]
+    (features,) = model.encode_videos(pixels, inputs["video_grid_thw"])
     close(features, golden["vision_features"], 5e-6)
     # The reference's own float32 is 1.3e-5 from the same weights in float64; so is ours without AVX-512.
-    close(prompt.features["video"][0], golden["Z"], 2e-5)
+    (kept_features,) = prompt.features["video"]
+    close(kept_features, golden["Z"], 2e-5)
     embeds = model.get_input_embeddings()(prompt.input_ids)
     embeds = model.model.splice(embeds, prompt.input_ids, prompt.features)
     close(embeds, golden["inputs_embeds"], 2e-5)
@@ -104,11 +116,13 @@ def test_greedy_tokens(model, golden):
 
 def test_training_step(model, monkeypatch):
     golden = load(*E2E, "train")
-    monkeypatch.setattr("qtsplus.model.selector_qtsplus.gumbel_noise", lambda n, device: golden["gumbel"][0])
+    (noise,) = golden["gumbel"]
+    monkeypatch.setattr("qtsplus.model.selector_qtsplus.gumbel_noise", lambda n, device: noise)
     labels = spread(golden["labels"], -100)
-    output = model.train()(**full_prompt(), labels=labels)
+    model.train()
+    output = model(**full_prompt(), labels=labels)
     qtsplus = output.qtsplus
-    assert qtsplus.kept_indices[0].tolist() == golden["indices"].tolist()
+    check_kept(qtsplus, golden)
     close(qtsplus.threshold, golden["t"], 1e-6)
     close(output.logits, golden["logits"], 5e-4)
     close(qtsplus.loss_t, golden["loss_flops"], 1e-8)
@@ -117,11 +131,11 @@ def test_training_step(model, monkeypatch):
     close(output.loss, golden["total_loss"], 1e-5, 1e-6)
 
     output.loss.backward()
-    parameters = dict(model.named_parameters())
     names = [key for key in golden if key.startswith("grad/")]
     assert len(names) == 7
     for name in names:
         expected = golden[name]
         ours = our_name(name.removeprefix("grad/"), REFERENCE)
+        gradient = model.get_parameter(ours).grad
         largest = expected.abs().max().item()
-        close(parameters[ours].grad, expected, 2e-5 * largest, 1e-4)
+        close(gradient, expected, 2e-5 * largest, 1e-4)

@@ -41,14 +41,44 @@ KEYS = {
     "max_pixels": (56 * 56, 84 * 84),
 }
 VIDEOS = {
-    "Transformers, video": lambda path, keys: {"type": "video", "video": path, **keys},
-    "Transformers, url": lambda path, keys: {"type": "video", "url": path, **keys},
-    "Transformers, path": lambda path, keys: {"type": "video", "path": path, **keys},
-    "Qwen, without a type": lambda path, keys: {"video": path, **keys},
-    "vLLM": lambda path, keys: {"type": "video_url", "video_url": {"url": "file://" + path}, **keys},
-    "vLLM, keys inside": lambda path, keys: {"type": "video_url", "video_url": {"url": path, **keys}},
-    "a video with an address": lambda path, keys: {"type": "video", "video_url": {"url": path}, **keys},
-    "an address itself": lambda path, keys: {"type": "video_url", "video_url": path, **keys},
+    "Transformers, video": lambda path, keys: {
+        "type": "video",
+        "video": path,
+        **keys,
+    },
+    "Transformers, url": lambda path, keys: {
+        "type": "video",
+        "url": path,
+        **keys,
+    },
+    "Transformers, path": lambda path, keys: {
+        "type": "video",
+        "path": path,
+        **keys,
+    },
+    "Qwen, without a type": lambda path, keys: {
+        "video": path,
+        **keys,
+    },
+    "vLLM": lambda path, keys: {
+        "type": "video_url",
+        "video_url": {"url": "file://" + path},
+        **keys,
+    },
+    "vLLM, keys inside": lambda path, keys: {
+        "type": "video_url",
+        "video_url": {"url": path, **keys},
+    },
+    "a video with an address": lambda path, keys: {
+        "type": "video",
+        "video_url": {"url": path},
+        **keys,
+    },
+    "an address itself": lambda path, keys: {
+        "type": "video_url",
+        "video_url": path,
+        **keys,
+    },
 }
 
 
@@ -65,11 +95,15 @@ def seen(inputs):
 
 @pytest.mark.parametrize("way", VIDEOS)
 def test_a_key_has_an_effect_in_every_way(ask, clip, way):
-    plain = seen(ask(VIDEOS[way](clip, {})))
+    def seen_with(**keys):
+        part = VIDEOS[way](clip, keys)
+        return seen(ask(part))
+
+    plain = seen_with()
     assert plain == seen(ask(video_of(clip)))
     for key, (low, high) in KEYS.items():
-        with_low = seen(ask(VIDEOS[way](clip, {key: low})))
-        with_high = seen(ask(VIDEOS[way](clip, {key: high})))
+        with_low = seen_with(**{key: low})
+        with_high = seen_with(**{key: high})
         assert plain != with_low, key
         assert plain != with_high, key
         assert with_low != with_high, key
@@ -86,21 +120,31 @@ def test_each_video_has_keys_of_its_own(ask, clip):
 
 
 def test_what_is_seen_lies_between_two_times(processor, ask, clip):
-    options = {"do_sample_frames": False, "return_metadata": True}
+    options = {
+        "do_sample_frames": False,
+        "return_metadata": True,
+    }
     whole = processor(videos=[clip], **options)
-    part = processor(videos=[{"video": clip, "video_start": 1, "video_end": 2.9}], **options)
+    stretch = {
+        "video": clip,
+        "video_start": 1,
+        "video_end": 2.9,
+    }
+    part = processor(videos=[stretch], **options)
     (metadata,) = part["video_metadata"]
     assert metadata.frames_indices == list(range(8, 24))
     steps, _, _ = whole["video_grid_thw"][0].tolist()
     pixels = whole["pixel_values_videos"].unflatten(0, (steps, -1))
-    assert_same(part["pixel_values_videos"], pixels[4:12].flatten(0, 1))
+    expected = pixels[4:12].flatten(0, 1)
+    assert_same(part["pixel_values_videos"], expected)
     assert part["second_per_grid_ts"] == pytest.approx(whole["second_per_grid_ts"])
     later = ask(video_of(clip, video_start=2, fps=2))
     assert later["second_per_grid_ts"] == pytest.approx([1])
 
 
 def test_frames_take_their_rate_from_the_message(ask):
-    noise = np.random.default_rng(0).integers(0, 255, (6, 56, 56, 3), np.uint8)
+    random = np.random.default_rng(0)
+    noise = random.integers(0, 255, (6, 56, 56, 3), np.uint8)
     frames = [Image.fromarray(frame) for frame in noise]
     inputs = ask(video_of(frames, fps=4))
     assert inputs["second_per_grid_ts"] == pytest.approx([0.5])
@@ -113,7 +157,17 @@ def test_pixels_of_frames_are_bounded(processor, ask, clip):
     assert 1 < height * width <= (60 / processor.video_processor.patch_size) ** 2
 
 
-BAD_KEYS = ("start", "end", "resized_height", "min_pixels", "sample_fps", "raw_fps", "nframe", "uuid", "detail")
+BAD_KEYS = (
+    "start",
+    "end",
+    "resized_height",
+    "min_pixels",
+    "sample_fps",
+    "raw_fps",
+    "nframe",
+    "uuid",
+    "detail",
+)
 BAD_PARTS = [
     {"type": "audio", "audio": "a.wav"},
     {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
@@ -142,10 +196,12 @@ def test_an_unknown_key_is_refused(ask, clip, key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_value_that_says_nothing_is_refused(ask, clip, key):
-    for value in ("2", -1, float("nan"), [2]):
-        refuse(ask, video_of(clip, **{key: value}))
+    bad_values = ["2", -1, float("nan"), [2]]
     if key != "video_start":
-        refuse(ask, video_of(clip, **{key: 0}))
+        bad_values.append(0)
+    for value in bad_values:
+        part = video_of(clip, **{key: value})
+        refuse(ask, part)
 
 
 @pytest.mark.parametrize("part", BAD_PARTS, ids=str)
@@ -156,45 +212,61 @@ def test_content_that_would_have_no_effect_is_refused(ask, part):
 def test_keys_that_do_not_go_together_are_refused(ask, clip, tmp_path):
     frame = str(tmp_path / "frame.png")
     Image.new("RGB", (56, 56), "red").save(frame)
+    frames = [frame, frame]
     refuse(ask, video_of(clip, fps=2, nframes=4))
     refuse(ask, video_of(clip, video_start=9))
     refuse(ask, video_of(clip, video_start=3, video_end=2))
     refuse(ask, video_of(clip, path=clip))
     refuse(ask, video_of([clip, clip], fps=2))
-    refuse(ask, video_of([frame, frame], fps=2, nframes=2))
-    refuse(ask, video_of([frame, frame], fps=2, max_pixels=400))
+    refuse(ask, video_of(frames, fps=2, nframes=2))
+    refuse(ask, video_of(frames, fps=2, max_pixels=400))
 
 
 def test_images_are_named_as_by_others(ask, tmp_path):
     picture = str(tmp_path / "picture.png")
-    Image.effect_noise((56, 56), 60).convert("RGB").save(picture)
-    expected = ask({"type": "image", "image": picture})["pixel_values"]
-    for part in ({"image": picture}, {"type": "image_url", "image_url": {"url": picture}}):
-        assert_same(ask(part)["pixel_values"], expected)
+    noise = Image.effect_noise((56, 56), 60)
+    noise.convert("RGB").save(picture)
+    by_type = ask({"type": "image", "image": picture})
+    without_type = ask({"image": picture})
+    by_address = ask({"type": "image_url", "image_url": {"url": picture}})
+    expected = by_type["pixel_values"]
+    assert_same(without_type["pixel_values"], expected)
+    assert_same(by_address["pixel_values"], expected)
 
 
 def test_a_template_that_is_only_written_out_leaves_keys_to_others(processor, clip):
     """As with `process_vision_info` of qwen-vl-utils, which reads the same messages."""
 
     def written(part):
-        return processor.apply_chat_template([{"role": "user", "content": [part, TEXT]}])
+        message = {"role": "user", "content": [part, TEXT]}
+        return processor.apply_chat_template([message])
 
     prompt = written(video_of(clip, resized_height=28))
-    assert prompt == written({"video_url": {"url": clip}, "fps": 9})
+    by_address = {"video_url": {"url": clip}, "fps": 9}
+    assert prompt == written(by_address)
     assert processor.video_token in prompt
 
 
 @pytest.mark.parametrize("content", [{"answer": "12:00"}, 12])
 def test_a_message_whose_content_is_no_text_is_refused(processor, content):
-    messages = [{"role": "user", "content": [TEXT]}, {"role": "tool", "content": content}]
+    messages = [
+        {"role": "user", "content": [TEXT]},
+        {"role": "tool", "content": content},
+    ]
     with pytest.raises(ValueError, match="A message has the content .*; expected a str, or a list of parts"):
         processor.apply_chat_template(messages, tokenize=True, return_dict=True)
 
 
 def test_a_long_video_is_read_by_the_same_keys(processor, clip):
-    keys = {"fps": 2, "video_start": 1, "video_end": 3, "max_pixels": 60 * 60}
+    keys = {
+        "fps": 2,
+        "video_start": 1,
+        "video_end": 3,
+        "max_pixels": 60 * 60,
+    }
     chunks = processor.video_chunks(clip, **keys)
-    whole = processor(videos=[{"video": clip, **keys}], return_tensors="pt")
+    video = {"video": clip, **keys}
+    whole = processor(videos=[video], return_tensors="pt")
     ((pixels, _),) = chunks
     assert_same(pixels, whole["pixel_values_videos"])
     assert_same(chunks.video_grid_thw, whole["video_grid_thw"])
