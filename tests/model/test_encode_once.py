@@ -17,11 +17,22 @@ from tiny import PATCH_VALUES, batch, prompt, seeded, stock_twin, tiny_model
 def encoded(model, inputs, **options):
     """The same inputs with features in place of the videos' pixels."""
     inputs = dict(inputs)
-    features = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"], **options)
-    return {**inputs, "video_features": features}
+    pixels = inputs.pop("pixel_values_videos")
+    grid = inputs["video_grid_thw"]
+    inputs["video_features"] = model.encode_videos(pixels, grid, **options)
+    return inputs
 
 
-@given(sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 81)), max_size=4), capacity=st.integers(1, 200))
+COUNT = st.integers(1, 9)
+
+
+COST = st.integers(1, 81)
+
+
+@given(
+    sizes=st.lists(st.tuples(COUNT, COST), max_size=4),
+    capacity=st.integers(1, 200),
+)
 def test_chunks_hold_everything_in_order_and_no_more_than_they_may(sizes, capacity):
     counts = [count for count, _ in sizes]
     costs = [cost for _, cost in sizes]
@@ -35,25 +46,34 @@ def test_chunks_hold_everything_in_order_and_no_more_than_they_may(sizes, capaci
     def cost_of(steps):
         return sum(costs[index] for index, _ in steps)
 
-    assert sum(chunks, []) == [(index, step) for index, count in enumerate(counts) for step in range(count)]
+    every_step = []
+    for index, count in enumerate(counts):
+        every_step += [(index, step) for step in range(count)]
+    assert sum(chunks, []) == every_step
     for steps in chunks:
         assert len(steps) == 1 or cost_of(steps) <= capacity
     for before, after in pairwise(chunks):
-        assert cost_of(before + after[:1]) > capacity, "the next step would have had room in the chunk before"
+        with_next = before + after[:1]
+        assert cost_of(with_next) > capacity, "the next step would have had room in the chunk before"
 
 
 def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():
     model = tiny_model()
     rows = []
+
+    def note(module, args):
+        (pixels,) = args
+        rows.append(len(pixels))
+
     grid = torch.tensor([[30, 8, 10], [1, 4, 4], [2, 10, 14]])
     patches = int(grid.prod(-1).sum())
     pixels = torch.randn(patches, PATCH_VALUES, generator=seeded(0))
-    model.model.visual.register_forward_pre_hook(lambda _, pixels: rows.append(len(pixels[0])))
+    model.model.visual.register_forward_pre_hook(note)
     features = torch.cat(model.encode_videos(pixels, grid))
     assert rows == [25 * 80, 5 * 80 + 16 + 2 * 140]
     with torch.no_grad():
-        expected = stock_twin(model).model.visual(pixels, grid_thw=grid).pooler_output
-    assert_close(features, expected, atol=1e-5, rtol=1e-5)
+        expected = stock_twin(model).model.visual(pixels, grid_thw=grid)
+    assert_close(features, expected.pooler_output, atol=1e-5, rtol=1e-5)
 
 
 def test_training_encodes_a_batch_at_once(monkeypatch):
@@ -96,18 +116,34 @@ def test_features_of_another_dtype_are_cast():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pixel_values_videos": torch.zeros(1, PATCH_VALUES)}, "pixels and video_features: pass one"),
-        ({"video_features": [torch.zeros(8, 64)] * 2}, r"2 video_features: expected one per video \(1\)"),
-        ({"video_features": [torch.zeros(7, 64)]}, r"\(7, 64\): expected \(8, 64\), the merged tokens of its grid"),
-        ({"video_features": [torch.zeros(8, 63)]}, r"\(8, 63\): expected \(8, 64\)"),
-        ({"video_grid_thw": None, "second_per_grid_ts": None}, "Got video pixels or features alone"),
+        (
+            {"pixel_values_videos": torch.zeros(1, PATCH_VALUES)},
+            "pixels and video_features: pass one",
+        ),
+        (
+            {"video_features": [torch.zeros(8, 64)] * 2},
+            r"2 video_features: expected one per video \(1\)",
+        ),
+        (
+            {"video_features": [torch.zeros(7, 64)]},
+            r"\(7, 64\): expected \(8, 64\), the merged tokens of its grid",
+        ),
+        (
+            {"video_features": [torch.zeros(8, 63)]},
+            r"\(8, 63\): expected \(8, 64\)",
+        ),
+        (
+            {"video_grid_thw": None, "second_per_grid_ts": None},
+            "Got video pixels or features alone",
+        ),
     ],
     ids=["pixels too", "count", "rows", "width", "no grid"],
 )
 @pytest.mark.parametrize("method", ["forward", "generate"])
 def test_features_that_do_not_fit(method, change, message):
     model = shared_model()
-    inputs = {**encoded(model, batch(prompt(videos=[(2, 4, 4)]))), **change}
+    inputs = encoded(model, batch(prompt(videos=[(2, 4, 4)])))
+    inputs |= change
     with pytest.raises(ValueError, match=message):
         getattr(model, method)(**inputs)
 

@@ -18,7 +18,15 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 from model_checks import NEW, TRANSFORMERS, greedy, mixed_inputs, shared_model
 from tiny import IM_END, IM_START, NEWLINE, USER, VIDEO_PAD, assert_same, batch, prompt, tiny_model
 
-CACHES = ("none", "dynamic", "dynamic_full", "static", "sliding_window", "offloaded", "offloaded_static")
+CACHES = (
+    "none",
+    "dynamic",
+    "dynamic_full",
+    "static",
+    "sliding_window",
+    "offloaded",
+    "offloaded_static",
+)
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -56,22 +64,30 @@ def test_generate_returns_scores_logits_hidden_states_and_attentions_as_stock_do
     width = output.qtsplus.columns.shape[1]
     for step in range(NEW):
         new = width if step == 0 else 1
+        hidden_states = output.hidden_states[step]
+        attentions = output.attentions[step]
         assert output.logits[step].shape == (3, 512)
-        assert [states.shape for states in output.hidden_states[step]] == [(3, new, 64)] * 3
-        assert [weights.shape for weights in output.attentions[step]] == [(3, 4, new, width + step)] * 2
+        assert [states.shape for states in hidden_states] == [(3, new, 64)] * 3
+        assert [weights.shape for weights in attentions] == [(3, 4, new, width + step)] * 2
     best = torch.stack(output.scores, 1).argmax(-1)
     assert_same(best, output.sequences[:, -NEW:])
 
 
 @pytest.mark.parametrize(
-    "row", [{"videos": [(3, 4, 6)], "images": [(1, 4, 4)]}, {"question": 7}], ids=["video", "text"]
+    "row",
+    [
+        {"videos": [(3, 4, 6)], "images": [(1, 4, 4)]},
+        {"question": 7},
+    ],
+    ids=["video", "text"],
 )
 @pytest.mark.parametrize("seed", [0, 5])
 def test_assisted_decoding_with_a_copy_or_another_model_is_greedy(seed, row):
     model = shared_model()
     inputs = batch(prompt(**row))
     assistant = tiny_model(seed=seed)
-    assert_same(greedy(model, inputs, assistant_model=assistant), greedy(model, inputs))
+    assisted = greedy(model, inputs, assistant_model=assistant)
+    assert_same(assisted, greedy(model, inputs))
 
 
 CONTINUED = {
@@ -86,16 +102,22 @@ CONTINUED = {
 def test_a_cache_from_which_nothing_was_dropped_is_continued(kind, position_ids):
     visual, call = CONTINUED[kind]
     model = tiny_model(position_ids=position_ids, reencode_layers=0)
-    inputs = batch(prompt(**visual, question=5), prompt(question=20, seed=2))
+    first = prompt(**visual, question=5)
+    inputs = batch(first, prompt(question=20, seed=2))
     cache = DynamicCache(config=model.config.get_text_config())
     begun = greedy(model, inputs, past_key_values=cache, **call)
     greedy(model, batch(prompt(images=[(1, 8, 8)])))  # another conversation in between
-    next_turn = torch.tensor([[IM_END, NEWLINE, IM_START, USER, 40, 41, 42]]).expand(2, -1)
-    ids = torch.cat([begun, next_turn], dim=1)
+    next_turn = torch.tensor([[IM_END, NEWLINE, IM_START, USER, 40, 41, 42]])
+    ids = torch.cat([begun, next_turn.expand(2, -1)], dim=1)
     new = ids.shape[1] - inputs["input_ids"].shape[1]
-    mask = nn.functional.pad(inputs["attention_mask"], (0, new), value=1)
-    conversation = {"input_ids": ids, "attention_mask": mask}
-    scores = {"return_dict_in_generate": True, "output_logits": True}
+    conversation = {
+        "input_ids": ids,
+        "attention_mask": nn.functional.pad(inputs["attention_mask"], (0, new), value=1),
+    }
+    scores = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     expected = greedy(model, {**inputs, **conversation}, **call, **scores)
     continued = greedy(model, conversation, past_key_values=cache, **scores)
     assert_same(continued.sequences, expected.sequences)
@@ -108,9 +130,11 @@ def test_a_continued_conversation_brings_no_new_video(whole):
     inputs = batch(prompt(question=5))
     cache = DynamicCache(config=model.config.get_text_config())
     begun = greedy(model, inputs, past_key_values=cache)
-    new = torch.tensor([[VIDEO_PAD, 40]])
+    ids = torch.tensor([[VIDEO_PAD, 40]])
+    if whole:
+        ids = torch.cat([begun, ids], dim=1)
     with pytest.raises(ValueError, match="video placeholders, but no video pixels"):
-        model.generate(input_ids=torch.cat([begun, new], dim=1) if whole else new, past_key_values=cache)
+        model.generate(input_ids=ids, past_key_values=cache)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -145,9 +169,16 @@ def test_generate_in_training_mode_uses_the_gate_of_inference():
 def test_continuous_batching_answers_text_and_refuses_a_video():
     model = tiny_model()
     rows = [prompt(question=6), prompt(question=9, seed=3)]
-    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=511)
+    config = GenerationConfig(
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=511,
+    )
     sizes = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-    small = {"generation_config": config, "continuous_batching_config": sizes}
+    small = {
+        "generation_config": config,
+        "continuous_batching_config": sizes,
+    }
     # Below 5.24 the attention of stock Qwen2.5-VL fails there.
     texts = rows if Version("5.24") <= TRANSFORMERS else []
     made = model.generate_batch([row.ids for row in texts], **small)
@@ -155,8 +186,9 @@ def test_continuous_batching_answers_text_and_refuses_a_video():
         (expected,) = model.generate(**batch(row), generation_config=config)
         assert row.ids + output.generated_tokens == expected.tolist()
     video = prompt(videos=[(2, 4, 4)]).ids
-    with pytest.raises(ValueError, match="video placeholders, but no video pixels"):
+    message = "video placeholders, but no video pixels"
+    with pytest.raises(ValueError, match=message):
         model.generate_batch([rows[0].ids, video], **small)
     manager = model.init_continuous_batching(**small)
-    with pytest.raises(ValueError, match="video placeholders, but no video pixels"):
+    with pytest.raises(ValueError, match=message):
         manager.add_requests([video])
