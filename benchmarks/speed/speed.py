@@ -226,8 +226,10 @@ class _Bench:
     def _ask(self, question: str, known: EncodedVideo) -> BatchFeature:
         """The inputs of a question about a video that has been encoded."""
         text = [prompt_text(self.processor, question)]
-        inputs = self.processor(text=text, video_grid_thw=known.video_grid_thw, return_tensors="pt").to(self.device)
-        inputs["second_per_grid_ts"] = [known.seconds_per_step]
+        seconds = [known.seconds_per_step]
+        shape = {"video_grid_thw": known.video_grid_thw, "second_per_grid_ts": seconds}
+        inputs = self.processor(text=text, **shape, return_tensors="pt").to(self.device)
+        inputs["second_per_grid_ts"] = seconds
         inputs["video_features"] = [known.features]
         inputs["retention"] = self.retention
         return inputs

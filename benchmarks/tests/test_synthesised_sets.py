@@ -107,7 +107,7 @@ THERE = [*VQA, *SERVER]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["vscq1", "captions.jsonl", "--endpoint", "", "--teacher", "m"], "--endpoint is empty"),
+        (["vscq1", "captions.jsonl", "--endpoint", "", "--teacher", "m"], "option's value, is empty"),
         (["vscq1", "captions.jsonl", "--endpoint", "ftp://x", "--teacher", "m"], "no http(s) address"),
         (["vscq1", "captions.jsonl", "--endpoint", "http://x:99999/v1", "--teacher", "m"], "no http(s) address"),
         ([*VSCQ1, "--extra-body", "3"], "JSON object"),

@@ -144,9 +144,10 @@ class Journal:
         settings = None
         with self.path.open("rb") as file:
             lines = file.readlines()
-        if lines and not lines[-1].endswith(b"\n"):
+        # The first line is never cut off: a file that begins so is another program's.
+        if len(lines) > 1 and not lines[-1].endswith(b"\n"):
             cut_off = lines.pop()
-            if cuts and lines:
+            if cuts:
                 os.truncate(self.path, self.path.stat().st_size - len(cut_off))
         for number, line in enumerate(lines, start=1):
             try:
