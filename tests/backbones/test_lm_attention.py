@@ -16,7 +16,10 @@ from tiny_backbones import each_unlike
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 VIDEOS = ("video", "image and video", "two videos", "earlier turns")
 GROUP = 20
-ATTENDING = {"selection": "lm_attention", "reencode_layers": 0}
+ATTENDING = {
+    "selection": "lm_attention",
+    "reencode_layers": 0,
+}
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +35,8 @@ def in_groups(backbone, processor):
 
 
 def relevance(model, inputs, **call):
-    return run(model, inputs, **call).qtsplus.relevance[0]
+    output = run(model, inputs, **call)
+    return output.qtsplus.relevance[0]
 
 
 def count_tokens(model, inputs):
@@ -57,15 +61,26 @@ def eager_attention(model, inputs, group):
     language_model = model.model.language_model
     before = language_model.config._attn_implementation
     language_model.set_attn_implementation("eager")
-    call = {"selection": lambda *_: group, "retention": 1.0, "max_visual_tokens": len(group)}
-    output = run(model, inputs, **call, use_cache=False, output_attentions=True)
+    output = run(
+        model,
+        inputs,
+        selection=lambda *_: group,
+        retention=1.0,
+        max_visual_tokens=len(group),
+        use_cache=False,
+        output_attentions=True,
+    )
     language_model.set_attn_implementation(before)
-    layer = attention_layer(model.config.text_config, model.config.qtsplus_config.attention_layer)
+    config = model.config
+    layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
     recorded = [weights for weights in output.attentions if weights is not None]
-    weights = recorded[layers_with_attention(model).index(layer)]
+    place_of_layer = layers_with_attention(model).index(layer)
+    weights = recorded[place_of_layer]
     visual, _ = take_inputs(dict(inputs))
-    (row,) = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]).rows
-    real_columns = inputs["attention_mask"][0].nonzero()[:, 0]
+    mask = inputs["attention_mask"]
+    layout = lay_out(model.model, visual, inputs["input_ids"], mask)
+    (row,) = layout.rows
+    real_columns = mask[0].nonzero()[:, 0]
     columns = real_columns[row.candidates[group]]
     places = torch.searchsorted(output.qtsplus.columns[0], columns)
     return weights[0, :, -1, places]
@@ -94,16 +109,19 @@ def test_groups_share_the_attention_of_one_softmax(in_groups, prepare):
         grids = in_groups.model.merged_grid(inputs["video_grid_thw"])
         groups = frame_groups(grids, GROUP)
         everything = torch.arange(count_tokens(in_groups, inputs))
-        assert_same(torch.cat(groups).sort().values, everything)
+        in_order = torch.cat(groups).sort().values
+        assert_same(in_order, everything)
         assert len(groups) > 1
         attentions = [eager_attention(in_groups, inputs, group) for group in groups]
         masses = torch.stack([attention.sum(-1) for attention in attentions])
         odds = masses / (1 - masses)
-        shares = (odds / (1 + odds.sum(0))).mean(1)
+        shares_of_heads = odds / (1 + odds.sum(0))
+        shares = shares_of_heads.mean(1)
         found = relevance(in_groups, inputs)
         for group, attention, share in zip(groups, attentions, shares, strict=True):
             within = attention.mean(0)
-            close(found[group], within / within.sum() * share, atol=1e-5)
+            expected = within / within.sum() * share
+            close(found[group], expected, atol=1e-5)
 
 
 @each_unlike
@@ -114,8 +132,10 @@ def test_chunk_is_whole_where_one_group_holds_everything(model, backbone, proces
     expected = relevance(model, inputs)
     assert_same(relevance(exactly, inputs), expected)
     pixels = inputs.pop("pixel_values_videos")
-    features = model.encode_videos(pixels, inputs["video_grid_thw"], frames_per_chunk=1)
-    close(relevance(model, inputs, video_features=features), expected, atol=1e-5)
+    grid = inputs["video_grid_thw"]
+    features = model.encode_videos(pixels, grid, frames_per_chunk=1)
+    from_features = relevance(model, inputs, video_features=features)
+    close(from_features, expected, atol=1e-5)
 
 
 @each_unlike
@@ -167,16 +187,18 @@ def test_generates_from_what_was_kept(in_groups, prepare):
 def test_the_answer_is_never_read(in_groups, prepare):
     """In training and in scoring it stands in the prompt."""
     inputs = prepare("video")
+    expected = relevance(in_groups, inputs)
+    ids = inputs["input_ids"]
     question = inputs["query_mask"]
-    answer = inputs["input_ids"][question.bool()][:4]
-    ids = torch.cat([inputs["input_ids"], answer[None]], dim=1)
+    answer = ids[question.bool()][:4]
+    answered_ids = torch.cat([ids, answer[None]], dim=1)
     answered = {
         **inputs,
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
+        "input_ids": answered_ids,
+        "attention_mask": torch.ones_like(answered_ids),
         "query_mask": torch.nn.functional.pad(question, (0, 4)),
     }
-    close(relevance(in_groups, answered), relevance(in_groups, inputs))
+    close(relevance(in_groups, answered), expected)
 
 
 @each_unlike
@@ -185,12 +207,14 @@ def test_a_question_given_apart_takes_the_place_of_the_prompts_own(in_groups, pr
     is_question = inputs["query_mask"].bool()
     question = inputs["input_ids"][is_question][None]
     by_prompt = relevance(in_groups, inputs)
-    close(relevance(in_groups, inputs, query_input_ids=question), by_prompt)
+    given_apart = relevance(in_groups, inputs, query_input_ids=question)
+    close(given_apart, by_prompt)
     other = question.flip(1)
     apart = relevance(in_groups, inputs, query_input_ids=other)
     inputs["input_ids"] = inputs["input_ids"].masked_scatter(is_question, other)
     close(apart, relevance(in_groups, inputs))
-    assert (apart - by_prompt).abs().max() > 1e-6
+    difference = apart - by_prompt
+    assert difference.abs().max() > 1e-6
 
 
 @each_unlike
@@ -212,8 +236,14 @@ def test_scores_are_taught_nothing_and_the_model_is_left_alone(in_groups, prepar
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"attention_layer": 7}, "attention_layer=7; expected a layer"),
-        ({"attention_heads": [0, 4]}, r"attention_heads=\[0, 4\]; expected heads from 0 to 3"),
+        (
+            {"attention_layer": 7},
+            "attention_layer=7; expected a layer",
+        ),
+        (
+            {"attention_heads": [0, 4]},
+            r"attention_heads=\[0, 4\]; expected heads from 0 to 3",
+        ),
     ],
 )
 def test_a_layer_or_head_that_is_not_there_is_refused(backbone, processor, setting, message):

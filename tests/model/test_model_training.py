@@ -12,10 +12,13 @@ from tiny import assert_same, batch, prompt, run, tiny_model
 
 def train_step(model, inputs=None):
     """The loss of a step in training mode, and the gradients by their names."""
-    inputs = mixed_inputs() if inputs is None else inputs
-    loss = model.train()(**with_labels(inputs)).loss
+    if inputs is None:
+        inputs = mixed_inputs()
+    model.train()
+    loss = model(**with_labels(inputs)).loss
     loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in trainable(model).items()}
+    gradients = {name: parameter.grad for name, parameter in trainable(model).items()}
+    return loss.detach(), gradients
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -38,7 +41,9 @@ def test_gradient_checkpointing_gives_the_same_loss_and_gradients(reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert model.is_gradient_checkpointing
-    assert_close(train_step(model), train_step(tiny_model()), atol=1e-5, rtol=1e-4)
+    step = train_step(model)
+    expected = train_step(tiny_model())
+    assert_close(step, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("gate", ["soft", "detached", "gumbel"])
@@ -48,7 +53,8 @@ def test_gradient_checkpointing_trains_with_kept_lengths_that_change(gate):
     optimizer = torch.optim.SGD(trainable(model).values(), lr=1e-2)
     for step in range(4):
         video = prompt(videos=[(1 + step, 4, 6)], seed=step)
-        train_step(model, batch(video, prompt(question=3 + step)))
+        text = prompt(question=3 + step)
+        train_step(model, batch(video, text))
         assert_trained(model)
         optimizer.step()
         optimizer.zero_grad()
@@ -56,8 +62,16 @@ def test_gradient_checkpointing_trains_with_kept_lengths_that_change(gate):
     assert not model.is_gradient_checkpointing
 
 
-UNUSED = {"v_proj.weight", "v_proj.bias", "o_proj.weight", "ffn_norm.weight"}
-UNUSED |= {"ffn.0.weight", "ffn.0.bias", "ffn.2.weight", "ffn.2.bias"}
+UNUSED = {
+    "v_proj.weight",
+    "v_proj.bias",
+    "o_proj.weight",
+    "ffn_norm.weight",
+    "ffn.0.weight",
+    "ffn.0.bias",
+    "ffn.2.weight",
+    "ffn.2.bias",
+}
 
 
 def test_the_unused_part_of_the_last_scoring_layer_is_frozen_and_stays_so_after_loading(tmp_path):
@@ -65,9 +79,10 @@ def test_the_unused_part_of_the_last_scoring_layer_is_frozen_and_stays_so_after_
     model.save_pretrained(tmp_path)
     reloaded = FULL.from_pretrained(tmp_path).train()
     placed = FULL.from_pretrained(tmp_path, device_map="cpu")
+    expected = {f"model.qtsplus.scoring_layers.1.{name}" for name in UNUSED}
     for each in (model, reloaded, placed):
         frozen = {name for name, parameter in each.named_parameters() if not parameter.requires_grad}
-        assert frozen == {f"model.qtsplus.scoring_layers.1.{name}" for name in UNUSED}
+        assert frozen == expected
 
 
 def test_training_under_autocast_gives_finite_gradients_and_a_float32_budget():
@@ -129,23 +144,35 @@ OFFLOADS = {
 def test_a_device_map_gives_the_same_logits_and_ids_and_saves_all_weights(tmp_path, where):
     model = tiny_model(tie_word_embeddings=False, query_states="layer")
     inputs = mixed_inputs()
-    model.save_pretrained(tmp_path / "model")
-    placed = FULL.from_pretrained(tmp_path / "model", device_map=OFFLOADS[where], offload_folder=tmp_path / "offload")
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    placed = FULL.from_pretrained(
+        folder,
+        device_map=OFFLOADS[where],
+        offload_folder=tmp_path / "offload",
+    )
     is_offloaded = any(parameter.is_meta for parameter in placed.parameters())
     assert is_offloaded == ("disk" in where)
-    assert_close(main_output(placed, inputs), main_output(model, inputs), atol=1e-5, rtol=0)
+    logits = main_output(placed, inputs)
+    assert_close(logits, main_output(model, inputs), atol=1e-5, rtol=0)
     assert_same(greedy(placed, inputs), greedy(model, inputs))
-    placed.save_pretrained(tmp_path / "again")
-    reloaded = FULL.from_pretrained(tmp_path / "again")
-    assert_same(dict(reloaded.state_dict()), dict(model.state_dict()))
+    saved_again = tmp_path / "again"
+    placed.save_pretrained(saved_again)
+    reloaded = FULL.from_pretrained(saved_again)
+    weights = dict(reloaded.state_dict())
+    assert_same(weights, dict(model.state_dict()))
 
 
 def test_an_automatic_device_map_with_little_memory_never_splits_the_selector():
     model = tiny_model(tie_word_embeddings=False)
-    whole = list(model._no_split_modules)
-    device_map = infer_auto_device_map(model, max_memory={"cpu": 700_000, 0: 0}, no_split_module_classes=whole)
+    device_map = infer_auto_device_map(
+        model,
+        max_memory={"cpu": 700_000, 0: 0},
+        no_split_module_classes=list(model._no_split_modules),
+    )
     assert "disk" in device_map.values()
-    assert not [name for name in device_map if name.startswith("model.qtsplus.")]
+    for name in device_map:
+        assert not name.startswith("model.qtsplus.")
 
 
 @pytest.fixture
@@ -195,31 +222,44 @@ def test_adapters_on_the_tower_take_a_step(dtype):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"target_modules": ["q_proj"], "trainable_token_indices": [30, 31]},
-        {"target_modules": ["embed_tokens", "q_proj"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "qtsplus"]},
+        {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": [30, 31],
+        },
+        {
+            "target_modules": ["embed_tokens", "q_proj"],
+        },
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["embed_tokens", "qtsplus"],
+        },
     ],
     ids=["tokens", "adapter", "whole"],
 )
 def test_adapters_on_the_embeddings_take_a_step(settings):
-    model = get_peft_model(tiny_model(tie_word_embeddings=False), LoraConfig(**settings))
+    plain = tiny_model(tie_word_embeddings=False)
+    model = get_peft_model(plain, LoraConfig(**settings))
     _, gradients = train_step(model)
     trained = {name: gradient for name, gradient in gradients.items() if "embed_tokens" in name}
     assert trained
     for name, gradient in trained.items():
         assert gradient is not None, name
         assert gradient.any() or "embedding_B" in name, name
-    assert torch.isfinite(main_output(model.eval(), mixed_inputs())).all()
+    logits = main_output(model.eval(), mixed_inputs())
+    assert torch.isfinite(logits).all()
 
 
 @pytest.mark.parametrize("budget", ["rho", "loss"])
 def test_adapters_on_every_layer_that_begin_as_nothing_answer_as_before(budget):
     """DoRA gives a budget's head rows where it was given one vector."""
     inputs = mixed_inputs()
-    expected = main_output(tiny_model(budget=budget), inputs)
-    model = get_peft_model(tiny_model(budget=budget), LoraConfig(target_modules="all-linear", use_dora=True))
+    plain = tiny_model(budget=budget)
+    expected = main_output(plain, inputs)
+    settings = LoraConfig(target_modules="all-linear", use_dora=True)
+    model = get_peft_model(plain, settings)
     train_step(model)
-    assert_close(main_output(model.eval(), inputs), expected, rtol=1e-4, atol=1e-4)
+    logits = main_output(model.eval(), inputs)
+    assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_lora_with_a_trained_selector_trains_saves_loads_and_merges_to_the_same_logits_and_ids(tmp_path):
@@ -244,8 +284,9 @@ def test_lora_with_a_trained_selector_trains_saves_loads_and_merges_to_the_same_
     optimizer.step()
     logits = main_output(model.eval(), inputs)
     ids = greedy(model, inputs)
-    model.save_pretrained(tmp_path / "adapter")
-    reloaded = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter").eval()
+    adapter = tmp_path / "adapter"
+    model.save_pretrained(adapter)
+    reloaded = PeftModel.from_pretrained(tiny_model(), adapter).eval()
     assert_same(main_output(reloaded, inputs), logits)
     assert_same(greedy(reloaded, inputs), ids)
 
@@ -253,6 +294,7 @@ def test_lora_with_a_trained_selector_trains_saves_loads_and_merges_to_the_same_
     assert type(merged) is FULL
     merged_logits = main_output(merged, inputs)
     assert_close(merged_logits, logits, atol=1e-4, rtol=0)
-    merged.save_pretrained(tmp_path / "merged")
-    final = FULL.from_pretrained(tmp_path / "merged")
+    folder = tmp_path / "merged"
+    merged.save_pretrained(folder)
+    final = FULL.from_pretrained(folder)
     assert_same(main_output(final, inputs), merged_logits)
