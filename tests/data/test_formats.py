@@ -108,6 +108,17 @@ def test_tables_give_back_what_was_written(arrow, kind, folder):
     round_trip()
 
 
+def test_rows_of_arrays_and_tables_are_counted_from_one(arrow, tmp_path):
+    records = [Caption(vision_id="v_1", caption="A cup."), Caption(vision_id="v_2", caption="A rope.")]
+    array = tmp_path / "set.json"
+    table = tmp_path / "SET.PARQUET"
+    write_records(array, records)
+    write_table_of_records(arrow, table, records)
+    for path in (array, table):
+        rows = [(row.number, row.record) for row in iter_rows(path)]
+        assert rows == list(enumerate(records, start=1))
+
+
 def test_rows_of_the_reference_are_read_as_they_are_published(tmp_path):
     choice = {
         "vision_id": "v_1",

@@ -51,6 +51,11 @@ def newest(candidates, n):
     return by_time[-n:].sort().values
 
 
+def oldest(candidates, n):
+    """A policy, for tokens that are in the order of time."""
+    return torch.arange(n)
+
+
 def tokens_of(stream, name="video"):
     return stream.cameras[name].tokens
 
@@ -242,6 +247,24 @@ def test_what_stays_is_what_the_policy_would_keep_of_the_whole(loaded, whole, fr
     assert torch.equal(places_of(relevant), kept_of_the_whole(loaded, whole, 100))
     new = filled(loaded, frames_at_a_time, newest, memory_tokens=100)
     assert torch.equal(places_of(new), torch.arange(188, 288))
+
+
+@pytest.mark.parametrize(("policy", "seconds"), [(newest, [6, 7]), (oldest, [0, 1, 2])])
+def test_the_times_of_what_stays_are_kept_and_no_others(loaded, policy, seconds):
+    """The times at which each step begins and ends: a step ends where the next one begins."""
+    stream = Stream(*loaded, memory_tokens=2 * TOKENS)
+    stream.policy = policy
+    stream.append(FRAMES[:15])
+    stream.append(FRAMES[15:])  # the step of the frame that waited begins with that frame
+    begins = stream.videos()["video"].begins
+    assert begins == {second: second for second in seconds}
+
+
+def test_a_policy_that_keeps_too_much_is_refused(loaded):
+    stream = Stream(*loaded, memory_tokens=TOKENS)
+    stream.policy = lambda candidates, n: torch.arange(n + 1)
+    with pytest.raises(ValueError, match="expected a tensor of n ascending int64 indices"):
+        stream.append(FRAMES[:4])
 
 
 def kept_of_the_whole(loaded, whole, n):

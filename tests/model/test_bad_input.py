@@ -107,6 +107,11 @@ BAD_CHANGES = {
         {"pixel_values_videos": torch.zeros(47, PATCH_VALUES)},
         "47 rows of video pixels: expected 48",
     ),
+    "a row of pixels too many": (
+        {"pixel_values_videos": torch.zeros(49, PATCH_VALUES)},
+        "49 rows of video pixels: expected 48",
+    ),
+    "a grid of fractions": ({"video_grid_thw": torch.tensor([[2.0, 4.5, 6.0]])}, "expected whole numbers of patches"),
     "a pixel that is no number": ({"pixel_values_videos": one_pixel(float("nan"))}, NOT_FINITE),
     "a pixel without end": ({"pixel_values_videos": one_pixel(float("inf"))}, NOT_FINITE),
     "retention 0": ({"retention": 0.0}, r"retention=0.0: expected a fraction .* in \(0, 1\]"),
