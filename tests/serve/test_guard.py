@@ -44,6 +44,7 @@ def status(*headers, path="/ask", host="localhost", method="POST", **guard_optio
         ("[::1]:8000", 200),
         ("ask.example", 200),
         ("a.videos.example", 200),
+        ("othervideos.example", 400),
         ("videos.example.evil", 400),
         ("evil.example", 400),
         ("evil.example@localhost", 400),
@@ -70,6 +71,7 @@ def test_a_request_without_the_key_is_refused(brought):
     [
         ([], 200),
         ([ELSEWHERE], 403),
+        ([("Sec-Fetch-Site", "same-site")], 403),
         ([("Origin", "https://evil.example")], 403),
         ([("Origin", "null")], 403),
         ([("Origin", "https://ask.example")], 200),
