@@ -11,6 +11,7 @@ from typing import TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent
 
 from .files import first_line, printable
 
@@ -24,9 +25,16 @@ _NO_VALUE = (YAMLError, ValueError, TypeError, LookupError, OverflowError, Recur
 
 
 def parse_yaml(text: str, name: str):
-    """Reads YAML 1.2 of plain values; a `ValueError`, with the `name` of what is read, for anything else."""
+    """
+    Reads YAML 1.2 of plain values; a `ValueError`, with the `name` of what is read, for anything else. Aliases are
+    refused, because a few of them can stand for billions of values.
+    """
+    yaml = YAML(typ="safe", pure=True)
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        for event in yaml.parse(text):
+            if isinstance(event, AliasEvent):
+                raise ValueError(f"it has the alias *{event.anchor}; expected the values themselves")
+        return yaml.load(text)
     except MarkedYAMLError as error:
         line = ""
         if error.problem_mark is not None:
@@ -47,15 +55,15 @@ def build(where: str, kind: type[Settings], values: Mapping) -> Settings:
     Raises:
         ValueError: an unknown or a missing field, a value of another type, or one that the dataclass refuses.
     """
-    # JSON has lists where Python also has tuples, and texts where it has enumerations, as YAML.
-    text = json.dumps(values, default=str)
     try:
+        # JSON has lists where Python also has tuples, and texts where it has enumerations, as YAML.
+        text = json.dumps(values, default=str)
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         raise ValueError(explain(error, values, where)) from None
     except ImportError as error:  # such as DeepSpeed
         raise ValueError(f"{where.rstrip('.')} asks for a package that is not installed: {error}") from error
-    except TypeError as error:  # an unknown field of a nested section of Transformers'
+    except TypeError as error:  # a list as a key, or an unknown field of a nested section of Transformers'
         raise ValueError(f"{where.rstrip('.')}: {error}") from error
 
 

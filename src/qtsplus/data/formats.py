@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def _iter_lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                content = json.loads(line.decode("utf-8-sig"))
+                content = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
             except (ValueError, RecursionError) as error:
                 yield Row(number, problem=f"it is no JSON: {error}.")
             else:
@@ -142,9 +143,19 @@ def _read_array(path: Path) -> list | None:
             if not file.read(2**16).lstrip().startswith("["):
                 return None
             file.seek(0)
-            return json.load(file)
+            return json.load(file, object_pairs_hook=_unique_keys)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no JSON array of records: {error}.") from None
+
+
+def _unique_keys(pairs: list[tuple]) -> dict:
+    """An object of JSON; of a repeated key the last value would count without a word."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the key {printable(repeated)!r} more than once; expected it once.")
+    return content
 
 
 def _read_table(path: Path) -> Iterator[dict]:
@@ -157,17 +168,41 @@ def _read_table(path: Path) -> Iterator[dict]:
     try:
         with ParquetFile(path) as table:
             for batch in table.iter_batches(ROWS_AT_ONCE):
-                for cells in batch.to_pylist():
-                    yield _without_nulls(cells)
-    except (ArrowInvalid, ValueError, OverflowError) as error:
+                for row in range(len(batch)):
+                    cells = {name: _cell(batch[name][row]) for name in batch.schema.names}
+                    yield _as_jsonl(cells)
+    except (ArrowInvalid, KeyError) as error:  # KeyError: two columns of one name
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def _without_nulls(value):
-    """A row as JSONL has it: without nulls, except for `video`, where a null says that there is none."""
+@dataclass(frozen=True)
+class Unreadable:
+    """A cell without a value in Python, such as a time after the year 9999: no field of a record takes it."""
+
+    kind: str
+
+    def __repr__(self) -> str:
+        return f"an unreadable {self.kind}"
+
+
+def _cell(scalar):
+    """The value of a cell of a table."""
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError):  # such as an unknown time zone, which the other columns do not need
+        return Unreadable(str(scalar.type).partition("[")[0])
+
+
+def _as_jsonl(value):
+    """
+    A row as JSONL has it: with numbers for decimals, and without nulls, except for `video`, where a null says that
+    there is none.
+    """
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
     if not isinstance(value, dict):
         return value
-    return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None or name == "video"}
+    return {name: _as_jsonl(inner) for name, inner in value.items() if inner is not None or name == "video"}
 
 
 def _from_llava(row: Mapping) -> VideoRecord:
