@@ -17,16 +17,21 @@ def last_words(inputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("which", ["all", "last"])
 def test_targets_equal_eager_attention(model, prepare, which):
-    layers = dict(enumerate(model.model.language_model.layers))
-    attentions = {number: layer.self_attn for number, layer in layers.items() if hasattr(layer, "self_attn")}
+    attentions = {}
+    for number, layer in enumerate(model.model.language_model.layers):
+        if hasattr(layer, "self_attn"):
+            attentions[number] = layer.self_attn
     heads = None
     if which == "last":
+        last = max(attentions)
         count = model.config.text_config.num_attention_heads
-        heads = tuple((max(attentions), head) for head in range(count))
+        heads = tuple((last, head) for head in range(count))
     inputs = prepare("video", "two videos", "text", "earlier turns")
     labels = last_words(inputs)
     before = [attention.config for attention in attentions.values()]
     targets = answer_attention(model, inputs, labels, AttentionChoice(heads))
-    assert [attention.config for attention in attentions.values()] == before
+    after = [attention.config for attention in attentions.values()]
+    assert after == before
     assert [len(target) > 0 for target in targets] == [True, True, False, True]
-    assert_close(targets, twin_targets(model, inputs, labels, heads), atol=1e-5, rtol=1e-5)
+    expected = twin_targets(model, inputs, labels, heads)
+    assert_close(targets, expected, atol=1e-5, rtol=1e-5)

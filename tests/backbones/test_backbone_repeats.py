@@ -17,11 +17,14 @@ def video(model, prepare):
     inputs = prepare("video", "two videos")
     grid = inputs["video_grid_thw"]
     pixels = inputs["pixel_values_videos"].clone()
-    videos = pixels.split(model.model.pixel_rows(grid))
-    first, _, last = (video.unflatten(0, (t, -1)) for video, t in zip(videos, grid[:, 0].tolist(), strict=True))
-    first[2:] = first[1]
-    last[:] = last[0]
-    return {**inputs, "pixel_values_videos": pixels}
+    inputs["pixel_values_videos"] = pixels
+    first, _, last = pixels.split(model.model.pixel_rows(grid))
+    steps = grid[:, 0].tolist()
+    steps_of_first = first.unflatten(0, (steps[0], -1))
+    steps_of_first[2:] = steps_of_first[1]
+    steps_of_last = last.unflatten(0, (steps[2], -1))
+    steps_of_last[:] = steps_of_last[0]
+    return inputs
 
 
 @pytest.fixture
@@ -40,7 +43,11 @@ def seen(model, monkeypatch):
 
 def every_step(monkeypatch):
     """From here on every step is encoded."""
-    monkeypatch.setattr(encoding_qtsplus, "new_steps", lambda steps: torch.ones(len(steps), dtype=torch.bool))
+
+    def all_new(steps):
+        return torch.ones(len(steps), dtype=torch.bool)
+
+    monkeypatch.setattr(encoding_qtsplus, "new_steps", all_new)
 
 
 def encode(model, inputs):
@@ -53,8 +60,9 @@ def test_a_step_is_encoded_once(model, video, seen, monkeypatch):
     rows = sum(seen)
     grid = video["video_grid_thw"]
     steps = grid[:, 0].tolist()
-    rows_of_step = [total // t for total, t in zip(model.model.pixel_rows(grid), steps, strict=True)]
-    assert rows == 2 * rows_of_step[0] + steps[1] * rows_of_step[1] + rows_of_step[2]
+    totals = model.model.pixel_rows(grid)
+    of_first, of_second, of_third = (total // t for total, t in zip(totals, steps, strict=True))
+    assert rows == 2 * of_first + steps[1] * of_second + of_third
     seen.clear()
     every_step(monkeypatch)
     every = encode(model, video)
@@ -67,20 +75,31 @@ def test_a_step_is_encoded_once(model, video, seen, monkeypatch):
 
 @each_unlike
 def test_the_answer_stays(model, video, monkeypatch):
-    call = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    call = {
+        "max_new_tokens": 5,
+        "min_new_tokens": 5,
+        "do_sample": False,
+    }
     once = model.generate(**video, **call)
     every_step(monkeypatch)
     features = encode(model, video)
     rest = without(video, "pixel_values_videos")
-    assert_same(once, model.generate(**rest, video_features=features, **call))
+    expected = model.generate(**rest, video_features=features, **call)
+    assert_same(once, expected)
 
 
 @each_unlike
 def test_gradients_of_repeated_steps_add_up(backbone, processor, video, monkeypatch):
     def gradients():
         model = backbone.build(processor).train()
-        features = encode_modality(model.model, VIDEO, video["pixel_values_videos"], video["video_grid_thw"])
-        sum(tokens.square().mean() for tokens in features).backward()
+        features = encode_modality(
+            model.model,
+            VIDEO,
+            video["pixel_values_videos"],
+            video["video_grid_thw"],
+        )
+        loss = sum(tokens.square().mean() for tokens in features)
+        loss.backward()
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     once = gradients()

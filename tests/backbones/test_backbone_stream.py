@@ -42,47 +42,64 @@ def prompts(model, monkeypatch):
 
 def shortened(model, processor, video, **call):
     """The prompt of the question about a whole video."""
-    inputs = prompt_inputs(processor, Batch({"video": video}, [QUESTION]))
+    batch = Batch({"video": video}, [QUESTION])
+    inputs = prompt_inputs(processor, batch)
     return compress(model.model, **inputs, **call)
 
 
 @pytest.mark.parametrize("count", [6, 5])
 def test_all_is_remembered(model, processor, frames, count, prompts):
     """The same tokens are kept and the same is said, at the same positions; also where the last step is not full."""
+    first_frames = frames[:count]
     stream = Stream(model, processor)
     stream.sized_as = count
-    for piece in np.split(frames[:count], [1, 4]):
+    for piece in np.split(first_frames, [1, 4]):
         stream.append(piece)
     stream.finish()
-    whole = session.encode(model, processor, frames[:count], fps=2)
-    call = {"selection": "uniform", "retention": 0.5, "max_new_tokens": 6}
-    answer = stream.ask(QUESTION, **call)
+    whole = session.encode(model, processor, first_frames, fps=2)
+    selection = {"selection": "uniform", "retention": 0.5}
+    answer = stream.ask(QUESTION, **selection, max_new_tokens=6)
     (prompt,) = prompts
-    expected = session.ask(model, processor, whole, QUESTION, **call)
+    expected = session.ask(
+        model,
+        processor,
+        whole,
+        QUESTION,
+        **selection,
+        max_new_tokens=6,
+    )
     assert_same(answer.keep_map, expected.keep_map)
     assert answer.answer == expected.answer
     assert answer.frames == count
-    assert answer.evidence == [replace(moment, name="video") for moment in expected.evidence]
-    shown = shortened(model, processor, whole, selection="uniform", retention=0.5)
+    moments = [replace(moment, name="video") for moment in expected.evidence]
+    assert answer.evidence == moments
+    shown = shortened(model, processor, whole, **selection)
     assert_same(prompt.input_ids, shown.input_ids)
     assert_same(prompt.position_ids, shown.position_ids)
 
 
 @pytest.mark.parametrize("question", [QUESTION, None])
 def test_some_is_remembered(model, processor, frames, question):
-    stream = Stream(model, processor, memory_tokens=20, question=question)
+    stream = Stream(
+        model,
+        processor,
+        memory_tokens=20,
+        question=question,
+    )
     stream.sized_as = 6
     times = np.arange(len(frames)) / 2
     for start in (0, 1000, 2000):
         stream.append(frames, start + times)
     stream.finish()
     answer = stream.ask(QUESTION, retention=0.5, max_new_tokens=2)
-    assert (answer.visual_tokens, answer.kept_tokens) == (20, 10)
+    assert answer.visual_tokens == 20
+    assert answer.kept_tokens == 10
     remembered = stream.cameras["video"].tokens.steps.unique().tolist()
     starts = [step * stream.seconds_per_step for step in remembered]
     for moment in answer.evidence:
+        last_start = moment.end - stream.seconds_per_step
         assert moment.start in starts
-        assert moment.end - stream.seconds_per_step in starts
+        assert last_start in starts
 
 
 def test_positions_are_those_of_the_whole_video(model, processor, clips, prompts):
@@ -90,17 +107,26 @@ def test_positions_are_those_of_the_whole_video(model, processor, clips, prompts
 
     def ends(candidates, n):
         everything = torch.arange(candidates.num_tokens)
-        return torch.cat([everything[: n // 2], everything[-(n // 2) :]])
+        half = n // 2
+        return torch.cat([everything[:half], everything[-half:]])
 
-    frames = frames_of(processor, clips / "long.mp4", 4)
+    path = clips / "long.mp4"
+    frames = frames_of(processor, path, 4)
     stream = Stream(model, processor, memory_tokens=6, fps=4)
     stream.policy = ends
     stream.sized_as = len(frames)
     stream.append(frames)
     stream.ask(QUESTION, selection="all", max_new_tokens=1)
     (prompt,) = prompts
-    whole = session.encode(model, processor, clips / "long.mp4", fps=4)
-    expected = shortened(model, processor, whole, selection=ends, retention=1.0, max_visual_tokens=6)
+    whole = session.encode(model, processor, path, fps=4)
+    expected = shortened(
+        model,
+        processor,
+        whole,
+        selection=ends,
+        retention=1.0,
+        max_visual_tokens=6,
+    )
     assert_close(prompt.features["video"], expected.features["video"], atol=1e-4, rtol=1e-5)
     if model.model.rope_axes == 3 and not model.model.frames_apart:
         assert_same(prompt.position_ids[1:], expected.position_ids[1:])

@@ -17,20 +17,27 @@ SIZES = {
 
 
 def write_noise(path, frames, height, width, fps):
-    noise = np.random.default_rng(0)
-    write_mp4(path, noise.integers(0, 255, (frames, height, width, 3), np.uint8), fps)
+    random = np.random.default_rng(0)
+    noise = random.integers(0, 255, (frames, height, width, 3), np.uint8)
+    write_mp4(path, noise, fps)
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sizes")
-    return {name: write_noise(folder / f"{name}.mp4", 8, *size, 4) for name, size in SIZES.items()}
+    videos = {}
+    for name, (height, width) in SIZES.items():
+        path = folder / f"{name}.mp4"
+        videos[name] = write_noise(path, 8, height, width, 4)
+    return videos
 
 
 def prompt(processor, videos=1):
-    content = [{"type": "video"}] * videos + [{"type": "text", "text": "Why?"}]
-    return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    content = [{"type": "video"}] * videos
+    content.append({"type": "text", "text": "Why?"})
+    message = {"role": "user", "content": content}
+    return processor.apply_chat_template([message], add_generation_prompt=True)
 
 
 def given_frames(video):
@@ -41,9 +48,13 @@ def given_frames(video):
 def check_file(processor, video, **options):
     """A file gives the pixels of its frames."""
     frames, metadata = given_frames(video)
-    options = {"text": prompt(processor), "return_tensors": "pt", **options}
-    whole = processor(videos=frames, video_metadata=[metadata], **options)
-    by_file = processor(videos=video, do_sample_frames=False, **options)
+    call = {
+        "text": prompt(processor),
+        "return_tensors": "pt",
+        **options,
+    }
+    whole = processor(videos=frames, video_metadata=[metadata], **call)
+    by_file = processor(videos=video, do_sample_frames=False, **call)
     assert_same(dict(by_file), dict(whole))
 
 
@@ -57,16 +68,32 @@ def test_a_file_gives_the_pixels_that_a_call_asks_for(processor, videos, asked):
     size = {"shortest_edge": 16 * 16, "longest_edge": 24 * 24}
     if not processor.native_resolution:
         size = dict(processor.video_processor.size)
-    options = {"do_normalize": False, "resample": 2, "size": size}
+    options = {
+        "do_normalize": False,
+        "resample": 2,
+        "size": size,
+    }
     check_file(processor, videos["wide"], videos_kwargs={asked: options[asked]})
 
 
 def test_a_file_beside_given_frames(processor, videos):
     tall = videos["tall"]
     frames, metadata = given_frames(tall)
-    options = {"text": prompt(processor, 2), "return_tensors": "pt"}
-    whole = processor(videos=[frames, frames], video_metadata=[metadata, metadata], **options)
-    mixed = processor(videos=[tall, frames], video_metadata=[None, metadata], num_frames=8, **options)
+    options = {
+        "text": prompt(processor, 2),
+        "return_tensors": "pt",
+    }
+    whole = processor(
+        videos=[frames, frames],
+        video_metadata=[metadata, metadata],
+        **options,
+    )
+    mixed = processor(
+        videos=[tall, frames],
+        video_metadata=[None, metadata],
+        num_frames=8,
+        **options,
+    )
     assert_same(dict(mixed), dict(whole))
 
 
