@@ -9,10 +9,17 @@ from qtsplus.model.encoding_qtsplus import attend_within
 from tiny import assert_same, batch, prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROMPTS = [prompt(videos=[(4, 4, 6), (2, 4, 4)]), prompt(videos=[(6, 6, 4)], question=9, seed=1)]
+PROMPTS = [
+    prompt(videos=[(4, 4, 6), (2, 4, 4)]),
+    prompt(videos=[(6, 6, 4)], question=9, seed=1),
+]
 RETENTION = 0.3
 TOLERANCES = [(torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)]
-CALL = {"retention": RETENTION, "max_new_tokens": 6, "do_sample": False}
+CALL = {
+    "retention": RETENTION,
+    "max_new_tokens": 6,
+    "do_sample": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +43,8 @@ def assert_close(mine, expected, tolerance):
     """By the norm of the difference, since single numbers are rounded in another order."""
     mine = mine.detach().double().cpu()
     expected = expected.detach().double().cpu()
-    assert float((mine - expected).norm()) <= tolerance * float(expected.norm())
+    difference = (mine - expected).norm()
+    assert difference <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
@@ -75,41 +83,61 @@ def test_the_vision_tower_and_its_gradients(models, dtype, tolerance):
     assert_close(gradients, expected_gradients, tolerance)
 
 
+def generate(model, device):
+    return model.generate(
+        **inputs_on(device),
+        **CALL,
+        return_dict_in_generate=True,
+    )
+
+
 def test_generated_tokens_and_those_kept(models):
-    outputs = []
-    for model, device in zip(models, ("cpu", DEVICE), strict=True):
-        output = model.generate(**inputs_on(device), **CALL, return_dict_in_generate=True)
-        outputs.append(output)
-    expected, mine = outputs
+    on_cpu, on_device = models
+    expected = generate(on_cpu, "cpu")
+    mine = generate(on_device, DEVICE)
     assert_same(mine.sequences.cpu(), expected.sequences)
-    assert_same([kept.cpu() for kept in mine.qtsplus.kept_indices], expected.qtsplus.kept_indices)
+    kept = [indices.cpu() for indices in mine.qtsplus.kept_indices]
+    assert_same(kept, expected.qtsplus.kept_indices)
 
 
 def test_features_may_wait_on_the_cpu(models):
-    model = models[1]
+    _, model = models
     inputs = inputs_on(DEVICE)
     expected = model.generate(**inputs, **CALL)
     pixels = inputs.pop("pixel_values_videos").cpu()
-    features = model.encode_videos(pixels, inputs["video_grid_thw"].cpu(), device="cpu")
-    assert all(video.device.type == "cpu" for video in features)
-    assert_same(model.generate(**inputs, **CALL, video_features=features), expected)
+    grid = inputs["video_grid_thw"].cpu()
+    features = model.encode_videos(pixels, grid, device="cpu")
+    for video in features:
+        assert video.device.type == "cpu"
+    ids = model.generate(**inputs, **CALL, video_features=features)
+    assert_same(ids, expected)
+
+
+def loss_and_gradient(model, device):
+    inputs = inputs_on(device)
+    output = model(
+        **inputs,
+        labels=inputs["input_ids"],
+        retention=RETENTION,
+        use_cache=False,
+    )
+    output.loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = [gradient.float().flatten() for gradient in gradients]
+    return output.loss, torch.cat(flat)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_training_step(models, dtype, checkpointing):
     """Loss and gradients of every part, with recomputation and without."""
-    results = []
-    for model, device, precision in ((models[1], DEVICE, dtype), (models[0], "cpu", torch.float32)):
-        model = copy.deepcopy(model).to(precision).train()
-        inputs = inputs_on(device)
-        if checkpointing and precision is dtype and device == DEVICE:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        output = model(**inputs, labels=inputs["input_ids"], retention=RETENTION, use_cache=False)
-        output.loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        results.append((output.loss, torch.cat([gradient.float().flatten() for gradient in gradients])))
-    (loss, gradient), (expected, expected_gradient) = results
+    on_cpu, on_device = models
+    model = copy.deepcopy(on_device).to(dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss, gradient = loss_and_gradient(model, DEVICE)
+    reference = copy.deepcopy(on_cpu).train()
+    expected, expected_gradient = loss_and_gradient(reference, "cpu")
     assert_close(loss, expected, 1e-4 if dtype is torch.float32 else 1e-1)
     assert len(gradient) == len(expected_gradient)
     assert gradient.isfinite().all()

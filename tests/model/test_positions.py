@@ -29,7 +29,11 @@ def test_time_advances_by_tokens_per_second(seconds, times):
     compact = shortened(prompt(videos=[(3, 4, 8)], seconds=seconds))
     is_video = compact.input_ids[0] == VIDEO_PAD
     positions = compact.position_ids[1:, 0, is_video] - CHAT
-    expected = torch.cartesian_prod(torch.tensor(times), torch.arange(2), torch.arange(4))
+    expected = torch.cartesian_prod(
+        torch.tensor(times),
+        torch.arange(2),
+        torch.arange(4),
+    )
     assert_same(positions.T, expected)
 
 
@@ -46,9 +50,11 @@ def test_whole_seconds_agree_with_stock():
     """Below 5.18 stock drops the fraction of seconds_per_grid, so only whole ones can be compared everywhere."""
     model = tiny_model(selection="all")
     several = prompt(images=[(1, 8, 4)], videos=[(4, 8, 12), (2, 4, 4)])
-    inputs = batch(several, prompt(videos=[(1, 4, 20)], seed=1))
+    short = prompt(videos=[(1, 4, 20)], seed=1)
+    inputs = batch(several, short)
     types = token_types(inputs["input_ids"])
-    expected, _ = stock_twin(model).model.get_rope_index(**inputs, mm_token_type_ids=types)
+    stock = stock_twin(model).model
+    expected, _ = stock.get_rope_index(**inputs, mm_token_type_ids=types)
     compact = compress(model.model, **inputs)
     assert_same(compact.position_ids[1:], expected)
 
@@ -56,7 +62,14 @@ def test_whole_seconds_agree_with_stock():
 @pytest.mark.parametrize("axes", [3, 4])
 def test_the_callers_positions_are_kept(axes):
     inputs = batch(prompt(videos=[(4, 8, 12)]))
-    position_ids = torch.randint(0, 500, (axes, 1, inputs["input_ids"].shape[1]))
-    compact = compress(tiny_model().model, **inputs, position_ids=position_ids, retention=0.25)
+    length = inputs["input_ids"].shape[1]
+    position_ids = torch.randint(0, 500, (axes, 1, length))
+    compact = compress(
+        tiny_model().model,
+        **inputs,
+        position_ids=position_ids,
+        retention=0.25,
+    )
     (columns,) = compact.qtsplus.columns
-    assert_same(compact.position_ids[1:, 0], position_ids[-3:, 0, columns])
+    expected = position_ids[-3:, 0, columns]
+    assert_same(compact.position_ids[1:, 0], expected)

@@ -6,7 +6,11 @@ from torch.testing import assert_close
 
 from tiny import batch, prompt, run, stock_twin, token_types
 
-ROWS = (prompt(videos=[(4, 8, 12)]), prompt(videos=[(2, 4, 8)], seed=1, question=9), prompt(seed=2))
+ROWS = (
+    prompt(videos=[(4, 8, 12)]),
+    prompt(videos=[(2, 4, 8)], seed=1, question=9),
+    prompt(seed=2),
+)
 CALL = {"retention": 0.2}
 
 
@@ -18,20 +22,20 @@ def inputs(request):
 def by_column(output, length):
     """`[B, S, V]`: the logits of every column of the full prompt, zeros where there are none."""
     rows, _, vocabulary = output.logits.shape
-    columns = output.qtsplus.columns
     spread = torch.zeros(rows, length, vocabulary)
-    for row in range(rows):
-        is_real = columns[row] >= 0
-        spread[row, columns[row][is_real]] = output.logits[row][is_real]
+    for row, columns in enumerate(output.qtsplus.columns):
+        is_real = columns >= 0
+        spread[row, columns[is_real]] = output.logits[row][is_real]
     return spread
 
 
 def check_columns(model, inputs, kept, columns):
     """`logits_to_keep=kept` gives the logits of these columns of the full prompt."""
-    length = inputs["input_ids"].shape[1]
-    whole = by_column(run(model, inputs, **CALL), length)
+    mask = inputs["attention_mask"].bool()
+    output = run(model, inputs, **CALL)
+    whole = by_column(output, mask.shape[1])
     logits = run(model, inputs, **CALL, logits_to_keep=kept).logits
-    is_real = inputs["attention_mask"].bool()[:, columns]
+    is_real = mask[:, columns]
     expected = whole[:, columns]
     assert logits.shape == expected.shape
     assert_close(logits[is_real], expected[is_real], atol=1e-6, rtol=1e-6)
@@ -52,17 +56,28 @@ def test_columns_to_keep_are_those_of_the_full_prompt(model, inputs, kept):
 def test_with_all_tokens_logits_to_keep_is_as_in_stock(model):
     inputs = batch(*ROWS)
     columns = torch.tensor([3, 11, -1])
-    types = token_types(inputs["input_ids"])
-    ours = model(**inputs, selection="all", reencode=False, logits_to_keep=columns).logits
-    stock = stock_twin(model)(**inputs, mm_token_type_ids=types, logits_to_keep=columns).logits
+    ours = model(
+        **inputs,
+        selection="all",
+        reencode=False,
+        logits_to_keep=columns,
+    )
+    stock = stock_twin(model)
+    expected = stock(
+        **inputs,
+        mm_token_type_ids=token_types(inputs["input_ids"]),
+        logits_to_keep=columns,
+    )
     is_real = inputs["attention_mask"].bool()[:, columns]
-    assert_close(ours[is_real], stock[is_real], atol=1e-5, rtol=1e-5)
+    assert_close(ours.logits[is_real], expected.logits[is_real], atol=1e-5, rtol=1e-5)
 
 
 def test_a_dropped_token_has_no_logits(model):
     inputs = batch(ROWS[0])
     (columns,) = run(model, inputs, **CALL).qtsplus.columns
     length = inputs["input_ids"].shape[1]
-    dropped = min(set(range(length)) - set(columns.tolist()))
+    every_column = set(range(length))
+    dropped = min(every_column.difference(columns.tolist()))
+    asked = torch.tensor([-1, dropped])
     with pytest.raises(ValueError, match=f"logits_to_keep names column {dropped}, in row 0 a visual token"):
-        model(**inputs, **CALL, logits_to_keep=torch.tensor([-1, dropped]))
+        model(**inputs, **CALL, logits_to_keep=asked)
