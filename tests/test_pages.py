@@ -6,6 +6,7 @@ import json
 import pkgutil
 import re
 import shlex
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -28,17 +29,34 @@ from qtsplus.model.video_qtsplus import AboutVideo
 from qtsplus.video.forecast import forecast
 
 ROOT = Path(__file__).resolve().parents[1]
-OWN = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "notebook.md")
-PAGES = list(OWN) + sorted((ROOT / "docs").glob("*.md"))
-RUN_AS_PASTED = ("CONTRIBUTING.md", "README.md", "long_videos.md", "notebook.md", "training.md", "use.md")
+HUB_FILES = ROOT / "src" / "qtsplus" / "model"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "notebook.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+RUN_AS_PASTED = (
+    "CONTRIBUTING.md",
+    "README.md",
+    "long_videos.md",
+    "notebook.md",
+    "training.md",
+    "use.md",
+)
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Pages whose other snippets go on where the first one ends.
 BEGUN_BY_THE_FIRST = {"long_videos.md", "training.md", "use.md"}
-OPTIONAL = {"from trl": "trl", "torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
+OPTIONAL = {
+    "from trl": "trl",
+    "torchao": "torchao",
+    "BitsAndBytesConfig": "bitsandbytes",
+}
 
 
-def read(name: str) -> str:
+def read(name: str | Path) -> str:
+    """The text of a file, by its path in the repository."""
     return (ROOT / name).read_text(encoding="utf-8")
 
 
@@ -59,11 +77,13 @@ def snippets():
         if page.name not in RUN_AS_PASTED:
             continue
         prelude = ""
-        for snippet in SNIPPET.finditer(page.read_text(encoding="utf-8")):
-            line = snippet.string[: snippet.start()].count("\n") + 2
-            yield pytest.param(prelude, snippet[1], id=f"{page.name}:{line}")
-            if page.name in BEGUN_BY_THE_FIRST:
-                prelude = prelude or snippet[1]
+        for snippet in SNIPPET.finditer(read(page)):
+            before = snippet.string[: snippet.start()]
+            line = before.count("\n") + 2
+            code = snippet[1]
+            yield pytest.param(prelude, code, id=f"{page.name}:{line}")
+            if page.name in BEGUN_BY_THE_FIRST and not prelude:
+                prelude = code
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +110,12 @@ def test_the_notebook_runs(after_demo, monkeypatch, capsys):
     monkeypatch.chdir(after_demo)
     matplotlib.use("Agg")
     notebook = json.loads(read("docs/notebook.ipynb"))
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    names = {}
-    assert not any(cell["outputs"] for cell in cells), "it is kept without outputs"
-    for cell in cells:
-        exec("".join(cell["source"]), names)
+    names: dict = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "it is kept without outputs"
+            code = "".join(cell["source"])
+            exec(code, names)
     assert capsys.readouterr().out.startswith("ball - ")
 
 
@@ -106,7 +127,8 @@ def test_many_videos_in_order(after_demo, monkeypatch, capsys):
             assert capsys.readouterr().out, "a snippet shows what it got"
         if language == "bash":
             for line in block.splitlines():
-                typed(*shlex.split(line)[1:])
+                words = shlex.split(line)
+                typed(*words[1:])
 
 
 def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
@@ -115,13 +137,18 @@ def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
     agents = pytest.importorskip("qtsplus.serve.agents")
     monkeypatch.chdir(after_demo)
     served: list = []
-    monkeypatch.setattr(agents, "serve_shelf", lambda *shelf_and_place: served.append(shelf_and_place))
-    lines = "".join(blocks("agents.md", "bash")).splitlines()
+
+    def record(*shelf_and_place):
+        served.append(shelf_and_place)
+
+    monkeypatch.setattr(agents, "serve_shelf", record)
+    typed_lines = "".join(blocks("agents.md", "bash"))
+    for line in typed_lines.splitlines()[1:]:
+        words = shlex.split(line)
+        typed(*words[1:])
     (settings,) = blocks("agents.md", "json")
     (server,) = json.loads(settings)["mcpServers"].values()
     assert server["command"] == "qtsplus"
-    for line in lines[1:]:
-        typed(*shlex.split(line.removeprefix("qtsplus ")))
     typed(*server["args"])
     (over_http, place, *_), (shelf, *stdio) = served
     assert place == ("127.0.0.1", 8765)
@@ -130,8 +157,11 @@ def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
 
     async def moments():
         async with client(shelf) as agent:
-            names = [tool.name for tool in (await agent.list_tools()).tools]
-            return names, await agent.call_tool("find_moments", {"question": "What is in the yellow ring?"})
+            listed = await agent.list_tools()
+            question = {"question": "What is in the yellow ring?"}
+            found = await agent.call_tool("find_moments", question)
+            names = [tool.name for tool in listed.tools]
+            return names, found
 
     names, found = asyncio.run(moments())
     assert names == re.findall(r"^\| `(\w+)` \|", read("docs/agents.md"), re.MULTILINE)
@@ -143,36 +173,48 @@ NUMBER = re.compile(r"(\d[\d,.]*|\bN\b)( [kMGT]?B\b| minutes\b| s\b)?")
 
 def without_numbers(text: str) -> list[str]:
     """The lines of a text, with a sign for each number."""
-    return [" ".join(NUMBER.sub("#", line).split()) for line in text.splitlines()]
+    lines = []
+    for line in text.splitlines():
+        words = NUMBER.sub("#", line).split()
+        lines.append(" ".join(words))
+    return lines
 
 
 def test_the_first_page_runs_and_prints_what_it_says(after_demo, tiny_stock, monkeypatch):
-    """With the tiny model in place of the 7B, and a clip that it understands in place of the film."""
+    """With the tiny model in place of the 7B, and a clip that it understands in place of the video."""
     monkeypatch.chdir(after_demo)
-    (after_demo / "films").mkdir()
-    (after_demo / "films" / "film.mp4").write_bytes((after_demo / "demo" / "clip.mp4").read_bytes())
-    write_mp4(after_demo / "films" / "night.mp4", np.zeros((16, 112, 112, 3), np.uint8), 8)
+    folder = after_demo / "films"
+    folder.mkdir()
+    shutil.copyfile(after_demo / "demo" / "clip.mp4", folder / "film.mp4")
+    black = np.zeros((16, 112, 112, 3), np.uint8)
+    write_mp4(folder / "night.mp4", black, 8)
     monkeypatch.setenv("COLUMNS", "200")
     (after_demo / "stock").symlink_to(tiny_stock)
     printed: list[str] = []
     for language, block in BLOCK.findall(read("docs/start.md")):
-        block = block.replace("Qwen/Qwen2.5-VL-7B-Instruct", "stock").replace("film.mp4", "films/film.mp4")
+        block = block.replace("Qwen/Qwen2.5-VL-7B-Instruct", "stock")
+        block = block.replace("film.mp4", "films/film.mp4")
         if language == "":
             assert set(without_numbers(block)) <= set(printed), printed
             continue
         block = block.replace("Who knocks at the door?", "What is in the yellow ring?")
         printed = []
         for line in block.splitlines():
-            if not line.startswith(("pip ", "qtsplus app", "qtsplus serve")):
-                output = typed(*shlex.split(line)[1:])
-                printed += without_numbers(output.replace(str(after_demo), "/home/you"))
+            if line.startswith(("pip ", "qtsplus app", "qtsplus serve")):
+                continue
+            words = shlex.split(line)
+            output = typed(*words[1:])
+            output = output.replace(str(after_demo), "/home/you")
+            printed += without_numbers(output)
 
 
 def test_the_first_page_says_what_a_forecast_of_a_7b_says():
     config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / "qtsplus-7b")
-    config.qtsplus_config = QTSplusConfig(selection="lm_attention", reencode_layers=0)  # as convert makes it
+    # `convert` makes such a selector.
+    config.qtsplus_config = QTSplusConfig(selection="lm_attention", reencode_layers=0)
     with torch.device("meta"):
-        model = Qwen2_5_VLQTSplusForConditionalGeneration(config).to(torch.bfloat16)
+        model = Qwen2_5_VLQTSplusForConditionalGeneration(config)
+        model = model.to(torch.bfloat16)
     metadata = SimpleNamespace(frames_indices=range(600), total_num_frames=600, fps=2)
 
     class Pieces(list):
@@ -187,53 +229,70 @@ def test_the_first_page_says_what_a_forecast_of_a_7b_says():
 def command_lines():
     """Every `qtsplus` command line of a block of code; a synopsis, with brackets or dots, is none."""
     for page in PAGES:
-        for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        for language, block in BLOCK.findall(read(page)):
             if language not in ("", "bash", "console", "sh"):
                 continue
-            for name, value in re.findall(r'^(\w+)="([^"\n]*)"$', block, re.MULTILINE):
+            variables = re.findall(r'^(\w+)="([^"\n]*)"$', block, re.MULTILINE)
+            for name, value in variables:
                 block = block.replace(f"${name}", value)
-            for line in block.replace("\\\n", " ").splitlines():
-                if re.match(r"\s*(\w+=\S+ )*qtsplus ", line) and not re.search(r"\[|\.\.\.|\|", line):
-                    yield pytest.param(line, id=f"{page.name}: {' '.join(line.split())[:70]}")
+            block = block.replace("\\\n", " ")
+            for line in block.splitlines():
+                is_ours = re.match(r"\s*(\w+=\S+ )*qtsplus ", line)
+                is_synopsis = re.search(r"\[|\.\.\.|\|", line)
+                if is_ours and not is_synopsis:
+                    short = " ".join(line.split())[:70]
+                    yield pytest.param(line, id=f"{page.name}: {short}")
 
 
 @pytest.mark.parametrize("line", list(command_lines()))
 def test_commands_are_what_the_command_line_takes(line):
-    words = shlex.split(line[line.index("qtsplus ") :], comments=True)[1:]
+    _, _, typed_words = line.partition("qtsplus ")
+    words = shlex.split(typed_words, comments=True)
     command = typer.main.get_command(app)
     while words and words[0] in getattr(command, "commands", {}):
-        command = command.commands[words.pop(0)]
-    values, rest, _ = command.make_parser(command.context_class(command)).parse_args(words)
+        name = words.pop(0)
+        command = command.commands[name]
+    context = command.context_class(command)
+    parser = command.make_parser(context)
+    values, rest, _ = parser.parse_args(words)
     assert not rest, f"{rest} is more than the command takes"
-    missing = [name.name for name in command.params if name.required and values.get(name.name) is None]
-    assert not missing or "--help" in words, f"the command needs {missing}"
+    if "--help" in words:
+        return
+    for parameter in command.params:
+        if parameter.required:
+            assert values.get(parameter.name) is not None, f"the command needs {parameter.name}"
 
 
 def test_there_are_snippets():
-    assert len(list(command_lines())) > 20
-    assert {parameters.id.split(":")[0] for parameters in snippets()} == set(RUN_AS_PASTED)
+    lines = list(command_lines())
+    assert len(lines) > 20
+    pages = {parameters.id.partition(":")[0] for parameters in snippets()}
+    assert pages == set(RUN_AS_PASTED)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_it_names_exist(page):
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     for path in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (page.parent / path).exists(), path
     for path in re.findall(r"`((?:tests|docs|src|hub_configs|recipes|benchmarks)/[^`\s:*<]+)`", text):
         assert (ROOT / path).exists(), path
     for path in re.findall(r"`(\w+_qtsplus(?:_\w+)?\.py)`", text):
-        assert (ROOT / "src" / "qtsplus" / "model" / path).exists(), path
+        assert (HUB_FILES / path).exists(), path
 
 
 def test_the_reference_has_all_that_the_package_gives():
     pages = (ROOT / "docs" / "reference").glob("*.md")
     described = []
     for page in pages:
-        described += map(pkgutil.resolve_name, re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE))
+        names = re.findall(r"^::: (\S+)$", read(page), re.MULTILINE)
+        described += map(pkgutil.resolve_name, names)
     for name in qtsplus.__all__:
-        if name != "__version__":
-            given = getattr(qtsplus, name)
-            assert given in described or sys.modules[given.__module__] in described, name
+        if name == "__version__":
+            continue
+        given = getattr(qtsplus, name)
+        module = sys.modules[given.__module__]
+        assert given in described or module in described, name
 
 
 def test_the_page_on_design_names_files_of_the_package():
@@ -242,14 +301,17 @@ def test_the_page_on_design_names_files_of_the_package():
     for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
         names += re.findall(r"`(.+?)`", cell)
     assert len(names) > 10
+    package = ROOT / "src" / "qtsplus"
     for name in names:
-        assert (ROOT / "src" / "qtsplus" / name).exists(), name
+        assert (package / name).exists(), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tests_it_names_exist(page):
-    for file, name in re.findall(r"`(tests/\S+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
-        assert re.search(rf"^\s*(def|class) {name}\b", read(file), re.MULTILINE), name
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", read(page))
+    for file, name in named:
+        definition = rf"^\s*(def|class) {name}\b"
+        assert re.search(definition, read(file), re.MULTILINE), name
 
 
 @cache
@@ -257,9 +319,12 @@ def texts_of(folder: str, files: str) -> list[str]:
     """The texts in Python files, without line breaks; of a text with values in it what stands between these."""
     texts = []
     for path in (ROOT / folder).rglob(files):
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        texts += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return [" ".join(text.split()) for text in texts]
+        tree = ast.parse(read(path))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words = node.value.split()
+                texts.append(" ".join(words))
+    return texts
 
 
 def quoted_messages() -> list[str]:
@@ -271,14 +336,20 @@ def quoted_messages() -> list[str]:
 @pytest.mark.parametrize("message", quoted_messages())
 def test_messages_that_it_explains_are_the_products(message):
     """Part by part around the dots, and a test has seen that one of the parts is said."""
-    parts = [part.strip(" ,") for part in message.split("...") if part.strip(" ,")]
-    assert all(any(part in text for text in texts_of("src", "*.py")) for part in parts)
-    assert any(part in text for part in parts for text in texts_of("tests", "test_*.py"))
+    stripped = [part.strip(" ,") for part in message.split("...")]
+    parts = [part for part in stripped if part]
+    of_product = "\n".join(texts_of("src", "*.py"))
+    of_tests = "\n".join(texts_of("tests", "test_*.py"))
+    for part in parts:
+        assert part in of_product
+    assert any(part in of_tests for part in parts)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_it_names_exist(page):
     makefile = read("Makefile")
-    code = re.findall(r"`([^`\n]+)`|^    ?([^\n]+)$|^(make [^\n]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    for target in re.findall(r"(?<!benchmarks )\bmake ([a-z][a-z-]+)", "\n".join("".join(groups) for groups in code)):
+    code = re.findall(r"`([^`\n]+)`|^    ?([^\n]+)$|^(make [^\n]+)$", read(page), re.MULTILINE)
+    text = "\n".join("".join(groups) for groups in code)
+    targets = re.findall(r"(?<!benchmarks )\bmake ([a-z][a-z-]+)", text)
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -22,8 +22,14 @@ from qtsplus.hub.publish import assemble_folder
 
 TOKENS = 6  # of every answer
 POSITIONS = ("original", "sequential")
-SECTIONS = {"qwen2_5_vl": [8, 4, 4], "qwen2_vl": [8, 4, 4], "qwen3_vl": [8, 4, 4], "qwen3_5": [4, 2, 2]}
-WHICH, WHERE = "What is in the red ring?", "Where does the blue square go?"
+SECTIONS = {
+    "qwen2_5_vl": [8, 4, 4],
+    "qwen2_vl": [8, 4, 4],
+    "qwen3_vl": [8, 4, 4],
+    "qwen3_5": [4, 2, 2],
+}
+WHICH = "What is in the red ring?"
+WHERE = "Where does the blue square go?"
 
 
 def request(question: str, videos=(), images: int = 0, **settings: Any) -> dict[str, Any]:
@@ -33,7 +39,12 @@ def request(question: str, videos=(), images: int = 0, **settings: Any) -> dict[
     Args:
         settings: the request's mm_processor_kwargs.
     """
-    return {"question": question, "videos": list(videos), "images": images, "settings": settings}
+    return {
+        "question": question,
+        "videos": list(videos),
+        "images": images,
+        "settings": settings,
+    }
 
 
 def requests_of(positions: str, attention: bool) -> dict[str, dict[str, Any]]:
@@ -68,12 +79,12 @@ def requests_of(positions: str, attention: bool) -> dict[str, dict[str, Any]]:
             "learned up to a cap again": request(WHICH, [10], max_visual_tokens=4),
             "learned for another method again": request(WHICH, [10], selection="diversity"),
         }
-    fixed = ("diversity", "temporal_redundancy", "uniform", "random")
-    methods = {name: request(WHICH, [12, 8], retention=0.2, selection=name) for name in fixed}
-    trained = {name: {**one, "settings": {"selection": "qtsplus", **one["settings"]}} for name, one in both.items()}
+    for stated in both.values():
+        stated["settings"].setdefault("selection", "qtsplus")
+    for name in ("diversity", "temporal_redundancy", "uniform", "random"):
+        both[name] = request(WHICH, [12, 8], retention=0.2, selection=name)
     return {
-        **trained,
-        **methods,
+        **both,
         "all": request(WHICH, [12, 8], selection="all"),
         "as they are": request(WHICH, [12], retention=0.3, selection="qtsplus", reencode=False),
         "both budgets": request(WHERE, [8], retention=0.5, max_visual_tokens=11, selection="qtsplus"),
@@ -83,7 +94,8 @@ def requests_of(positions: str, attention: bool) -> dict[str, dict[str, Any]]:
 
 def last_tokens(candidates: Any, n: int) -> torch.Tensor:
     """A method of the operator's own."""
-    return torch.arange(candidates.num_tokens - n, candidates.num_tokens, device=candidates.device)
+    num_tokens = candidates.num_tokens
+    return torch.arange(num_tokens - n, num_tokens, device=candidates.device)
 
 
 BREAKING = range(2, 8)  # numbers of kept tokens for which `breaking` does not do what a method has to
@@ -111,23 +123,33 @@ DEFAULTS = {"retention": 0.4, "selection": "engine_runs:last_tokens"}
 
 def frames_of(count: int) -> np.ndarray:
     """`[T, 112, 112, 3]` uint8: a video that is known by its number of frames."""
-    return np.random.default_rng(count).integers(0, 255, (count, 112, 112, 3), dtype=np.uint8)
+    rng = np.random.default_rng(count)
+    return rng.integers(0, 255, (count, 112, 112, 3), dtype=np.uint8)
 
 
 def described(count: int) -> dict[str, Any]:
-    times = {"fps": 2.0, "total_num_frames": count, "duration": count / 2, "frames_indices": list(range(count))}
-    return {**times, "video_backend": "opencv"}
+    return {
+        "fps": 2.0,
+        "total_num_frames": count,
+        "duration": count / 2,
+        "frames_indices": list(range(count)),
+        "video_backend": "opencv",
+    }
 
 
 def picture() -> Image.Image:
-    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (84, 56, 3), dtype=np.uint8))
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 255, (84, 56, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def processor_of(backbone: Any) -> Any:
     """vLLM gives videos the mean and the deviation of images, which are the same in all published models."""
     processor = backbone.processor()
-    for name in ("image_mean", "image_std"):
-        setattr(processor.image_processor, name, getattr(processor.video_processor, name))
+    of_images = processor.image_processor
+    of_videos = processor.video_processor
+    of_images.image_mean = of_videos.image_mean
+    of_images.image_std = of_videos.image_std
     return processor
 
 
@@ -136,31 +158,44 @@ def build(backbone: Any, processor: Any, **selector: Any) -> Any:
     fields = backbone.config(processor, selector).to_dict()
     for name in ("model_type", "dtype", "architectures"):
         fields.pop(name, None)
-    rope = fields["text_config"]["rope_parameters"]
-    rope |= {"rope_type": "default", "rope_theta": 1e4, "mrope_section": SECTIONS[backbone.name]}
-    fields["text_config"] |= {"hidden_size": 128, "head_dim": 32, "rope_parameters": rope}
+    text = fields["text_config"]
+    text["hidden_size"] = 128
+    text["head_dim"] = 32
+    rope = text["rope_parameters"]
+    rope["rope_type"] = "default"
+    rope["rope_theta"] = 1e4
+    rope["mrope_section"] = SECTIONS[backbone.name]
     if backbone.name == "qwen3_5":
-        fields["text_config"] |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    width = "hidden_size" if backbone.name == "qwen2_vl" else "out_hidden_size"
-    fields["vision_config"][width] = 128
+        text["linear_key_head_dim"] = 128
+        text["linear_value_head_dim"] = 128
+    vision = fields["vision_config"]
+    if backbone.name == "qwen2_vl":
+        vision["hidden_size"] = 128
+    else:
+        vision["out_hidden_size"] = 128
     torch.manual_seed(0)
     model = backbone.model(backbone.model.config_class(**fields))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if parameter.ndim == 1 and "norm" in name else 0.0, 0.12)
+            is_norm = parameter.ndim == 1 and "norm" in name
+            parameter.normal_(1.0 if is_norm else 0.0, 0.12)
     return model.eval()
 
 
 def write_folder(model: Any, processor: Any, folder: Path) -> Path:
-    for part in (model, processor):
-        part.save_pretrained(folder / "saved")
-    assemble_folder(folder / "saved", folder / "published")
-    return folder / "published"
+    saved = folder / "saved"
+    published = folder / "published"
+    model.save_pretrained(saved)
+    processor.save_pretrained(saved)
+    assemble_folder(saved, published)
+    return published
 
 
 def prompt_of(processor: Any, asked: dict[str, Any]) -> str:
-    content = [{"type": "image"}] * asked["images"] + [{"type": "video"}] * len(asked["videos"])
-    message = {"role": "user", "content": [*content, {"type": "text", "text": asked["question"]}]}
+    content = [{"type": "image"}] * asked["images"]
+    content += [{"type": "video"}] * len(asked["videos"])
+    content.append({"type": "text", "text": asked["question"]})
+    message = {"role": "user", "content": content}
     return processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
 
 
@@ -191,71 +226,112 @@ class Engine:
 
     def here(self, asked: dict[str, Any], **overrides: Any) -> Any:
         """What our Transformers model generates: (tokens, log-probabilities of the first, qtsplus)."""
-        videos = [frames_of(count) for count in asked["videos"]]
-        metadata = [VideoMetadata(**described(count)) for count in asked["videos"]]
-        given = {"videos": videos, "video_metadata": metadata, "do_sample_frames": False} if videos else {}
-        images = [picture()] * asked["images"] or None
-        inputs = self.processor(text=[prompt_of(self.processor, asked)], images=images, return_tensors="pt", **given)
+        counts = asked["videos"]
+        given: dict[str, Any] = {}
+        if counts:
+            given["videos"] = [frames_of(count) for count in counts]
+            given["video_metadata"] = [VideoMetadata(**described(count)) for count in counts]
+            given["do_sample_frames"] = False
+        if asked["images"]:
+            given["images"] = [picture()] * asked["images"]
+        prompt = prompt_of(self.processor, asked)
+        inputs = self.processor(text=[prompt], return_tensors="pt", **given)
         inputs.pop("mm_token_type_ids", None)
         budget = dict(asked["settings"])
-        if videos and self.defaults is not None:
+        if counts and self.defaults is not None:
             if not budget:
                 budget = {**self.defaults, "selection": last_tokens}
             elif "max_visual_tokens" in budget:
                 budget.setdefault("retention", 1.0)
+        budget.update(overrides)
         output = self.model.generate(
             **inputs,
-            **{**budget, **overrides},
+            **budget,
             max_new_tokens=TOKENS,
             min_new_tokens=TOKENS,
             do_sample=False,
             return_dict_in_generate=True,
             output_logits=True,
         )
-        tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        return tokens, output.logits[0][0].log_softmax(-1), output.qtsplus
+        prompt_length = inputs["input_ids"].shape[1]
+        tokens = output.sequences[0, prompt_length:].tolist()
+        log_probabilities = output.logits[0][0].log_softmax(-1)
+        return tokens, log_probabilities, output.qtsplus
 
 
 def start(backbone: Any, positions: str, requests: dict[str, Any], folder: Path) -> Engine:
     """Asks vLLM everything, and waits for it."""
     processor = processor_of(backbone)
-    dtype = "bfloat16" if backbone.name == "qwen3_5" else "float32"  # all that its linear attention takes on a CPU
-    model = build(backbone, processor, position_ids=positions, attention_group=64).to(getattr(torch, dtype))
+    dtype = "float32"
+    if backbone.name == "qwen3_5":
+        dtype = "bfloat16"  # all that its linear attention takes on a CPU
+    model = build(backbone, processor, position_ids=positions, attention_group=64)
+    model = model.to(getattr(torch, dtype))
     published = write_folder(model, processor, folder)
-    prompts = {name: {**asked, "prompt": prompt_of(processor, asked)} for name, asked in requests.items()}
     defaults = DEFAULTS if positions == "original" else None
-    (folder / "requests.json").write_text(json.dumps({**prompts, "dtype": dtype, "defaults": defaults}))
-    command = [sys.executable, str(Path(__file__).with_name("ask_engine.py")), str(published), str(folder)]
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    run = subprocess.run(command, env={**engine_environment(), "PYTHONPATH": path}, capture_output=True, text=True)
+    content: dict[str, Any] = {"dtype": dtype, "defaults": defaults}
+    for name, asked in requests.items():
+        content[name] = {**asked, "prompt": prompt_of(processor, asked)}
+    (folder / "requests.json").write_text(json.dumps(content))
+    here = Path(__file__).parent
+    command = [
+        sys.executable,
+        str(here / "ask_engine.py"),
+        str(published),
+        str(folder),
+    ]
+    environment = engine_environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(here), *sys.path])
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     answers = json.loads((folder / "answers.json").read_text())
-    return Engine(model, processor, requests, answers["alone"], answers["together"], defaults, dtype)
+    return Engine(
+        model,
+        processor,
+        requests,
+        answers["alone"],
+        answers["together"],
+        defaults,
+        dtype,
+    )
 
 
-def same_evidence(*both: list[dict[str, Any]]) -> None:
-    one, other = (sorted(spans, key=lambda span: (span["video"], span["start"])) for spans in both)
-    assert len(one) == len(other)
-    for span, expected in zip(one, other, strict=True):
-        about = pytest.approx([expected[name] for name in ("start", "end", "weight")], abs=1e-4)
-        assert [span[name] for name in ("start", "end", "weight")] == about
-        assert [span[name] for name in ("video", "box", "pixels")] == [
-            expected[name] for name in ("video", "box", "pixels")
-        ]
+def by_place(span: dict[str, Any]) -> tuple[str, float]:
+    return span["video"], span["start"]
+
+
+def same_evidence(told: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
+    assert len(told) == len(here)
+    told = sorted(told, key=by_place)
+    here = sorted(here, key=by_place)
+    for span, expected in zip(told, here, strict=True):
+        for name in ("start", "end", "weight"):
+            assert span[name] == pytest.approx(expected[name], abs=1e-4)
+        for name in ("video", "box", "pixels"):
+            assert span[name] == expected[name]
 
 
 def same_basis(told: dict[str, Any], here: dict[str, Any]) -> None:
     """Asserts that an engine says of an answer what [`Answer.as_dict`] says, but its text and the names of videos."""
     assert told.keys() == here.keys() - {"answer", "video", "timings"}
-    same_evidence(*([{**span, "video": ""} for span in basis["evidence"]] for basis in (told, here)))
-    for name in ("rho", "seconds_of_video"):
-        assert told[name] == pytest.approx(here[name], abs=1e-4)
-    assert told.get("seen") == pytest.approx(here.get("seen"), abs=1e-4)
+    same_evidence(
+        [{**span, "video": ""} for span in told["evidence"]],
+        [{**span, "video": ""} for span in here["evidence"]],
+    )
+    for name in ("rho", "seconds_of_video", "seen"):
+        assert told.get(name) == pytest.approx(here.get(name), abs=1e-4)
     for name in ("frames", "visual_tokens", "kept_tokens", "warnings", "unheard"):
         assert told[name] == here[name], name
 
 
 def engine_environment() -> dict[str, str]:
     """One process, a gigabyte of keys and values, one thread."""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **settings, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
