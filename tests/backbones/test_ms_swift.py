@@ -19,7 +19,10 @@ from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 swift = pytest.importorskip("swift", reason="needs ms-swift")
 PLUGIN = Path(__file__).parents[2] / "recipes/ms_swift.py"
 QUESTION = "What moves?"
-ANSWERS = {"long": "The red ball.", "short": "Two."}
+ANSWERS = {
+    "long": "The red ball.",
+    "short": "Two.",
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +52,31 @@ def loaded(registered, folder):
 
 
 def row(clips, name: str) -> dict:
-    turns = [("user", f"<video>{QUESTION}"), ("assistant", ANSWERS[name])]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    return {"messages": messages, "videos": [str(clips / f"{name}.mp4")]}
+    path = clips / f"{name}.mp4"
+    return {
+        "messages": [
+            {"role": "user", "content": f"<video>{QUESTION}"},
+            {"role": "assistant", "content": ANSWERS[name]},
+        ],
+        "videos": [str(path)],
+    }
 
 
 def own_batch(processor, clips) -> dict:
     """What our own trainer gives the model for the two rows."""
-    names = [(str(clips / f"{name}.mp4"), answer) for name, answer in ANSWERS.items()]
-    records = [VideoRecord(video=video, question=QUESTION, answer=answer, source="vqa") for video, answer in names]
+    records = []
+    for name, answer in ANSWERS.items():
+        path = clips / f"{name}.mp4"
+        record = VideoRecord(
+            video=str(path),
+            question=QUESTION,
+            answer=answer,
+            source="vqa",
+        )
+        records.append(record)
     dataset = VideoQADataset(records, processor, processor_kwargs={"fps": 2})
-    batch = VideoQACollator(processor)([dataset[0], dataset[1]])
+    collate = VideoQACollator(processor)
+    batch = collate([dataset[0], dataset[1]])
     return {name: batch[name] for name in batch if name not in ("skipped", "source_ids")}
 
 
@@ -98,12 +115,30 @@ def test_swift_sft_trains_a_folder(tiny_published, clips, tmp_path):
     """By the command itself; its first loss is the model's own."""
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(row(clips, name)) + "\n" for name in ANSWERS))
-    settings = {"model": tiny_published, "dataset": data, "external_plugins": PLUGIN, "output_dir": tmp_path / "run"}
-    settings |= {"tuner_type": "full", "freeze_aligner": "false", "torch_dtype": "float32", "learning_rate": 1e-3}
-    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
-    settings |= {"logging_steps": 1, "split_dataset_ratio": 0, "report_to": "none", "dataset_num_proc": 1}
+    settings = {
+        "model": tiny_published,
+        "dataset": data,
+        "external_plugins": PLUGIN,
+        "output_dir": tmp_path / "run",
+        "tuner_type": "full",
+        "freeze_aligner": "false",
+        "torch_dtype": "float32",
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "split_dataset_ratio": 0,
+        "report_to": "none",
+        "dataset_num_proc": 1,
+    }
     options = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
-    environment = {**os.environ, "FPS": "2", "CUDA_VISIBLE_DEVICES": "", "USE_HF": "1"}
+    environment = {
+        **os.environ,
+        "FPS": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+        "USE_HF": "1",
+    }
     line = [sys.executable, "-m", "swift.cli.sft", *options]
     result = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]

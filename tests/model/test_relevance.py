@@ -15,7 +15,12 @@ from tiny import seeded
 
 HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (12, 3), (16, 2), (28, 4)]
 each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
-examples = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+examples = settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+)
 
 
 @examples
