@@ -438,16 +438,7 @@ TURNS = [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)]
 MIRRORED = [(-1, 0, 0, 1), (1, 0, 0, -1), (0, -1, -1, 0), (0, 1, 1, 0)]
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        (1, 0, 0, 1),
-        (-1, 0, 0, -1),
-        (0, 1, -1, 0),
-        (0, -1, 1, 0),
-        (-1, 0, 0, 1),
-    ],
-)
+@pytest.mark.parametrize("turn", [*TURNS, *MIRRORED])
 def test_a_phone_video_is_shown_upright(tmp_path, turn):
     """A file states where a point (x, y) of its frames is shown: at (ax + cy, bx + dy)."""
     a, b, c, d = turn
