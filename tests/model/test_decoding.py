@@ -486,7 +486,13 @@ def test_the_default_stream_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("within", "shown"), [((2.005, 2.02), 2000), ((3.999, None), 3960), ((2.0, 2.0), 2000), ((2.01, 2.05), 2040)]
+    ("within", "shown"),
+    [
+        ((2.005, 2.02), 2000),
+        ((3.999, None), 3960),
+        ((2.0, 2.0), 2000),
+        ((2.01, 2.05), 2040),
+    ],
 )
 def test_between_two_times_a_frame_is_shown(tmp_path, within, shown):
     path = str(write(tmp_path, "libx264", "mp4"))
@@ -532,7 +538,13 @@ def mirror(path):
 
 @pytest.mark.parametrize(
     ("kind", "clock"),
-    [("mp4", "constant"), ("ts", "late"), ("mp4", "dropped"), ("mkv", "variable"), ("mirrored", "late")],
+    [
+        ("mp4", "constant"),
+        ("ts", "late"),
+        ("mp4", "dropped"),
+        ("mkv", "variable"),
+        ("mirrored", "late"),
+    ],
 )
 def test_a_frame_at_a_time_is_what_a_player_shows(tmp_path, kind, clock):
     is_mirrored = kind == "mirrored"
