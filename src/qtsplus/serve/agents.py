@@ -3,6 +3,7 @@
 import io
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
@@ -69,7 +70,10 @@ class Shelf(MCPServer):
             try:
                 return await anyio.to_thread.run_sync(work_on_library)
             except FAILURES as error:
-                raise ToolError(printable(first_line(error))) from error
+                line = first_line(error)
+                for place in (self.library.folder, self.library.index.made["videos"]):
+                    line = line.replace(f"{place}/", "").replace(str(place), Path(place).name)
+                raise ToolError(printable(line)) from error
 
     async def list_videos(
         self,
