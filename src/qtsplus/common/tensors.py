@@ -27,11 +27,16 @@ _ROWS = 4096  # that are checked at a time, so that a large file is never in mem
 
 def digest_of(tensors: Mapping[str, Tensor], settings=None) -> str:
     """A hash of tensors by name, in their order, and of settings that JSON can hold."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    written_settings = json.dumps(settings, sort_keys=True, default=str)
+    digest = hashlib.sha256(written_settings.encode())
     for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        values = tensor.detach().cpu().contiguous().flatten()
-        digest.update(values.view(torch.uint8).numpy().data)
+        shape = tuple(tensor.shape)
+        heading = f"{name} {tensor.dtype} {shape}"
+        digest.update(heading.encode())
+        on_cpu = tensor.detach().cpu()
+        values = on_cpu.contiguous().flatten()
+        as_bytes = values.view(torch.uint8)
+        digest.update(as_bytes.numpy().data)
     return digest.hexdigest()
 
 
@@ -40,7 +45,8 @@ def check_numbers(name: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point():
         return
     for rows in tensor.split(_ROWS):
-        if not (rows.abs() < LARGE).all():
+        are_good = rows.abs() < LARGE
+        if not are_good.all():
             raise ValueError(f"{name} holds NaN, infinity or numbers that are too large; expected others")
 
 
@@ -136,10 +142,13 @@ class TensorFormat:
             for name in sorted(file.keys()):
                 tensors[name] = file.get_tensor(name)
         if self.has_digest:
-            digest = texts.pop("digest", None)
-            if digest != digest_of(tensors, texts):
+            written_digest = texts.pop("digest", None)
+            found_digest = digest_of(tensors, texts)
+            if written_digest != found_digest:
                 raise ValueError("it was changed since it was written")
-        if tensors.keys() != self.tensors.keys() or texts.keys() != self.texts:
+        has_tensors = tensors.keys() == self.tensors.keys()
+        has_texts = texts.keys() == self.texts
+        if not has_tensors or not has_texts:
             raise ValueError(f"it is no {self.what}")
         sizes: dict[str | int, int] = {}
         for name, kind in self.tensors.items():
