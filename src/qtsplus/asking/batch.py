@@ -193,7 +193,8 @@ class Asker:
                     fields = result.as_dict()
                     yield tasks[number], {name: fields[name] for name in Answered.model_fields}
                 else:
-                    yield tasks[number], {"error": " ".join(str(result).split()) or type(result).__name__}
+                    reason = " ".join(str(result).split())
+                    yield tasks[number], {"error": reason or type(result).__name__}
 
     def _question(self, row: QuestionRow) -> Question:
         choice = replace(

@@ -231,8 +231,10 @@ def place(box: tuple[float, float, float, float]) -> str:
     left, top, right, bottom = box
     if (right - left) * (bottom - top) > 0.5:
         return "all over the frame"
-    row = ("top", "middle", "bottom")[min(int((top + bottom) / 2 * 3), 2)]
-    column = ("left", "centre", "right")[min(int((left + right) / 2 * 3), 2)]
+    height = (top + bottom) / 2
+    row = ("top", "middle", "bottom")[min(int(height * 3), 2)]
+    middle = (left + right) / 2
+    column = ("left", "centre", "right")[min(int(middle * 3), 2)]
     return f"{row} {column}"
 
 
@@ -273,6 +275,9 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
         verdict = "probably" if answer.seen >= threshold else "probably not"
         calibration = f"seen {answer.seen:.0%}; from {threshold:.0%} on, in the model's calibration"
         table.add_row("shown", f"{verdict} ({calibration})")
-    timings = ", ".join(f"{stage.replace('_', ' ')} {seconds:.2f} s" for stage, seconds in answer.timings.items())
-    table.add_row("time", timings)
+    timings = []
+    for stage, seconds in answer.timings.items():
+        name = stage.replace("_", " ")
+        timings.append(f"{name} {seconds:.2f} s")
+    table.add_row("time", ", ".join(timings))
     console.print(table)

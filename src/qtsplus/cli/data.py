@@ -43,7 +43,8 @@ def check(
         signal.signal(signal.SIGINT, interrupt)
     for bad in checked.bad:
         name = "" if bad.id is None else f" ({bad.id})"
-        print(f"Row {bad.row}{name}, {bad.check}: {printable(' '.join(bad.reason.split()))}")
+        reason = " ".join(bad.reason.split())
+        print(f"Row {bad.row}{name}, {bad.check}: {printable(reason)}")
     bad_rows = len({bad.row for bad in checked.bad})
     rows = counted(checked.rows, "row")
     videos = counted(checked.videos, "video")

@@ -125,5 +125,6 @@ def _print_answer(answer: "Answer") -> None:
     line = f"[{answer.seconds_of_video:.1f} s] {answer.answer or '(an empty answer)'}"
     if answer.evidence:
         best = answer.evidence[0]
-        line += f"; {best.name} {best.start:.1f} to {best.end:.1f} s, {place(best.box)}"
+        region = place(best.box)
+        line += f"; {best.name} {best.start:.1f} to {best.end:.1f} s, {region}"
     console.print(line, soft_wrap=True, highlight=False)

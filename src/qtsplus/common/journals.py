@@ -128,7 +128,10 @@ class Journal:
         elif earlier != self.settings:
             names = earlier | self.settings
             differing = [name for name in names if earlier.get(name) != self.settings.get(name)]
-            clauses = [f"{name}={earlier.get(name)}, not {self.settings.get(name)}" for name in differing]
+            clauses = []
+            for name in differing:
+                given = self.settings.get(name)
+                clauses.append(f"{name}={earlier.get(name)}, not {given}")
             raise ValueError(
                 f"The run in {path.parent} was begun with {' and with '.join(clauses)}: go on with the same settings, "
                 "or choose another folder."

@@ -216,7 +216,8 @@ def _from_llava(row: Mapping) -> VideoRecord:
     questions = [_PLACEHOLDER.sub("", turn["value"]) for turn in turns[::2]]
     answers = [turn["value"] for turn in turns[1::2]]
     fields = {"video": row.get("video"), "question": questions[-1], "answer": answers[-1]}
-    fields["earlier"] = list(zip(questions[:-1], answers[:-1], strict=True))
+    earlier = zip(questions[:-1], answers[:-1], strict=True)
+    fields["earlier"] = list(earlier)
     if row.get("id") is not None:
         fields["id"] = str(row["id"])
     record = parse_record(fields)

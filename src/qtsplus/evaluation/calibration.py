@@ -183,7 +183,8 @@ def _summed(attention: Attention, choice: AttentionChoice) -> Tensor:
     if choice.heads is None:
         weights = torch.cat(list(attention.values()))
     else:
-        weights = torch.stack([attention[layer][head] for layer, head in choice.heads])
+        of_heads = [attention[layer][head] for layer, head in choice.heads]
+        weights = torch.stack(of_heads)
     return weights.sum(0)
 
 

@@ -276,8 +276,10 @@ def tower_inputs(tower: Any, grid_thw: Tensor) -> dict[str, Any]:
         indices["interp_weights"] = weights
     if is_flash_attention_requested(tower.config):
         indices |= bounds  # Its kernels read them; the other implementations of attention read them on the host.
-    on_device = {name: values.to(tower.device, non_blocking=True) for name, values in indices.items()}
-    return {**bounds, **on_device}
+    inputs: dict[str, Any] = dict(bounds)
+    for name, values in indices.items():
+        inputs[name] = values.to(tower.device, non_blocking=True)
+    return inputs
 
 
 class PatchProjection(nn.Conv3d):

@@ -288,7 +288,9 @@ class QTSplusGenerationMixin:
         settings: dict = {}
         for config in (self.generation_config, generation_config):
             if config is not None:
-                settings |= {name: value for name, value in vars(config).items() if value is not None}
+                for name, value in vars(config).items():
+                    if value is not None:
+                        settings[name] = value
         return settings | kwargs  # where a None is said, and counts
 
     def _count_new_tokens(

@@ -135,7 +135,10 @@ def _fits(span: VisualSpan, placeholders: int, placed: list[VisualSpan]) -> bool
     if span.frame == 0:
         return True
     # A later frame follows a frame of its own video.
-    return bool(placed) and placed[-1].modality == span.modality and placed[-1].index == span.index
+    if not placed:
+        return False
+    last = placed[-1]
+    return last.modality == span.modality and last.index == span.index
 
 
 def _count(spans: Sequence[VisualSpan] | Iterator[VisualSpan]) -> int:

@@ -235,7 +235,9 @@ def _with_queries(
     replaced = lay_out_again(model, layout, prompts)
     masks = []
     for row, start, query in zip(replaced.rows, starts, queries, strict=True):
-        masks.append((row.columns >= start) & (row.columns < start + len(query)))
+        stop = start + len(query)
+        is_query = (row.columns >= start) & (row.columns < stop)
+        masks.append(is_query)
     return replaced, masks
 
 

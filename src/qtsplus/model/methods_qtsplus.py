@@ -401,7 +401,8 @@ def check_kept(choices: Sequence[tuple[Tensor, int, int]], selection: str | Meth
     """
     are_wrong = []
     for kept, n, num_tokens in choices:
-        if not isinstance(kept, Tensor) or kept.shape != (n,) or kept.dtype != torch.int64:
+        is_fit = isinstance(kept, Tensor) and kept.shape == (n,) and kept.dtype == torch.int64
+        if not is_fit:
             raise _wrong_choice(selection)
         descends = (kept.diff() < 1).any()
         is_outside = (kept[0] < 0) | (kept[-1] >= num_tokens)

@@ -151,7 +151,9 @@ class InternVLQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin, Inte
     @property
     def patches_per_row(self) -> int:
         vision = self.config.vision_config
-        return math.prod(size // patch for size, patch in zip(vision.image_size, vision.patch_size, strict=True))
+        height, width = vision.image_size
+        patch_height, patch_width = vision.patch_size
+        return (height // patch_height) * (width // patch_width)
 
     def encode_pixels(
         self,

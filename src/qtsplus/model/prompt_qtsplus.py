@@ -249,7 +249,10 @@ def find_questions(
         token_ids = question_token_ids(model.config)
         by_ids = find_query_mask(ids, layout.mask, **token_ids)
         query_mask = by_ids if query_mask is None else _widen(query_mask, by_ids)
-    return [is_question[row.columns] for row, is_question in zip(layout.rows, query_mask.bool(), strict=True)]
+    questions = []
+    for row, is_question in zip(layout.rows, query_mask.bool(), strict=True):
+        questions.append(is_question[row.columns])
+    return questions
 
 
 def _widen(query_mask: Tensor, by_ids: Tensor) -> Tensor:

@@ -587,7 +587,8 @@ class QTSplusSelector(nn.Module):
         if self.config.rho_prior is not None:
             return self.config.rho_prior
         total = (rho * 2.0**32).sum().long()
-        history = self.rho_history + torch.stack([total, torch.full_like(total, len(rho))])
+        count = torch.full_like(total, len(rho))
+        history = self.rho_history + torch.stack([total, count])
         if training:
             self.rho_history.copy_(history)
         return (history[0] / history[1] / 2.0**32).float()

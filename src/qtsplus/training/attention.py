@@ -280,7 +280,8 @@ def attention_rows(
     """Causal attention from some places of a sequence to all of it, `[heads, n, S]`; as in [`attention_to_tokens`]."""
     precise = torch.promote_types(queries.dtype, torch.float32)
     device = keys.device
-    distance = places[:, None] - torch.arange(keys.shape[1], device=device)
+    columns = torch.arange(keys.shape[1], device=device)
+    distance = places[:, None] - columns
     hidden = distance < 0
     if window is not None:
         hidden = hidden | (distance >= window)

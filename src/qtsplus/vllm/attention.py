@@ -72,7 +72,9 @@ class _ReadAttention(_CausalAttention):
         self.read = read
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-        self.read(by_heads(query, self.head_size), by_heads(key, self.head_size), self.scaling)
+        queries = by_heads(query, self.head_size)
+        keys = by_heads(key, self.head_size)
+        self.read(queries, keys, self.scaling)
         return query.new_zeros(query.shape)
 
 

@@ -163,7 +163,9 @@ class QTSplusForVLLM:
         layout = with_all_times(layout)
         tokens = [choice.tokens for choice in choices]
         kept = QTSplusOutput(kept_indices=tuple(choice.kept_indices for choice in choices))
-        features = {IMAGE: [hooks.no_features(layout.mask.device)] * len(layout.grids[IMAGE])}
+        nothing = hooks.no_features(layout.mask.device)
+        images = [nothing] * len(layout.grids[IMAGE])
+        features = {IMAGE: images}
         prompt = splice(hooks, layout, features, tokens, kept, pad_left=False)
         language = hooks.language_axes(prompt.position_ids)
         embedded = []
@@ -226,7 +228,8 @@ class QTSplusForVLLM:
         key = settings["key"]
         needs_choice = settings["selection"] != "all" and key not in self.bases
         if hold or needs_choice:
-            if PIXELS not in item and any(self._known(video) is None for video in settings["hashes"]):
+            unknown = [video for video in settings["hashes"] if self._known(video) is None]
+            if unknown and PIXELS not in item:
                 return FRAMES
             features = self._encode(item)
         if needs_choice:
@@ -371,7 +374,8 @@ class QTSplusForVLLM:
             for of_item, rows in zip(all_columns.split(lengths), multimodal_embeddings, strict=True):
                 if rows.shape[1] > width:
                     columns.append(of_item)
-                    positions.append(rows[:, width:].contiguous().view(torch.int32).T)
+                    stored = rows[:, width:].contiguous()
+                    positions.append(stored.view(torch.int32).T)
             if columns:
                 self.moved = torch.cat(columns), torch.cat(positions, dim=1)
             multimodal_embeddings = [rows[:, :width] for rows in multimodal_embeddings]

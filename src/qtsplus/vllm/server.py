@@ -74,7 +74,10 @@ def read_frames(processor: Any, place: str, name: str, **reading: Any) -> tuple[
 
 def mark_of(frames: np.ndarray, about: dict[str, Any]) -> str:
     """A hash of all that vLLM is told of a video."""
-    return hashlib.sha256(frames.tobytes() + repr((frames.shape, about)).encode()).hexdigest()
+    description = repr((frames.shape, about))
+    digest = hashlib.sha256(frames.tobytes())
+    digest.update(description.encode())
+    return digest.hexdigest()
 
 
 def _mark(processor: Any, place: str, name: str, **reading: Any) -> Any:
