@@ -61,7 +61,7 @@ def test_a_field_is_named_as_it_was_written(values, words):
         ("a: !!int x", "invalid literal for int"),
         ("a: !!bool x", "'x'"),
         ("? [a, {b: c}]\n: 1", "unhashable type"),
-        ('a: "\\UFFFFFFFF"', "too large"),
+        ('a: "\\UFFFFFFFF"', "is not YAML that can be read"),
     ],
 )
 def test_yaml_that_is_no_plain_values_is_said_with_its_name(text, reason):
