@@ -1,4 +1,4 @@
-"""Answers to questions about videos: lay out prompts, choose their visual tokens, write, and say what each rests on."""
+"""Answers to questions about videos: the prompts, the choice of their visual tokens, the texts, and their evidence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -95,13 +95,13 @@ def answer_questions(
     Answers questions about videos, whose tokens compete for one budget, in one batch.
 
     Args:
-        videos: by name; the prompt has the names if there are several.
+        videos: by name. If there are several, the prompt states their names.
         questions: each a row of the batch, with a budget of its own.
-        queries: for each question, a text to select tokens by in its place.
+        queries: for each question, another text by which its tokens are selected; without any, the questions do that.
         turns: earlier questions and their answers, alternating, which precede each of the questions. If the model has
             too few positions, the oldest are left out, and a warning in the answer says so.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
-        max_visual_tokens: the maximum of visual tokens to keep; if `retention` gives fewer, that applies.
+        max_visual_tokens: the most visual tokens to keep, also if `retention` asks for more.
         selection: the method, if not the model's own: a name such as `"uniform"`, or a function that takes `Candidates`
             and a count and returns indices (`methods_qtsplus.py`).
         max_new_tokens: the longest answer; by default what a `generation_config` says, or 128.
@@ -203,7 +203,7 @@ class _Prompts:
 
 @dataclass(frozen=True)
 class _Reader:
-    """A model and how it reads prompts; all of it was checked."""
+    """A model, its processor and the options of a call, which were checked."""
 
     model: Any
     processor: Any
@@ -242,7 +242,7 @@ class _Reader:
         return prompts
 
     def _read(self, batch: Batch) -> _Prompts:
-        """The prompts, whatever positions they take."""
+        """The prompts, however many positions they take."""
         backbone = self.model.model
         inputs = prompt_inputs(self.processor, batch, self.model.device)
         self.clock.start()
@@ -263,7 +263,10 @@ class _Reader:
 
 
 def _turns_to_leave_out(turns: Sequence[str], left_out: int, excess: int) -> int:
-    """How many of the oldest turns to leave out at least, if `excess` positions are missing without `left_out`."""
+    """
+    The least number of the oldest turns to leave out, given that `left_out` were left out already and the prompt still
+    takes `excess` positions too many.
+    """
     while excess > 0 and left_out < len(turns):
         for turn in turns[left_out : left_out + 2]:
             # A text has at most one token per byte, and the chat template adds only a few.
@@ -297,7 +300,7 @@ def _answer(
     merge_size = reader.processor.video_processor.merge_size
     kept = prompts.kept(row)
     answer = shown_by(batch.videos, kept, merge_size, config)
-    if batch.remembered:  # cameras on one clock
+    if batch.remembered:  # cameras share a clock, so their seconds are not added
         answer = replace(
             answer,
             visual_tokens=sum(len(video.features) for video in batch.remembered),

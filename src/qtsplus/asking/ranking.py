@@ -25,8 +25,8 @@ class Piece:
     """A video that competes with others, or some of the steps of a long one."""
 
     name: str  # the video's
-    first: int  # steps in time; the last one is not part of it
-    last: int
+    first: int  # the first of its steps in time
+    last: int  # the step behind its last one
     peak: float = 0.0  # the highest log-relevance of its tokens
 
     def cut(self, video: EncodedVideo) -> EncodedVideo:
@@ -45,8 +45,8 @@ class Piece:
         metadata.total_num_frames = round(seconds * metadata.fps)
         grid = video.video_grid_thw.clone()
         grid[0, 0] = self.last - self.first
-        of_steps = video.features.unflatten(0, (steps, -1))
-        features = of_steps[self.first : self.last].flatten(0, 1)
+        features_by_step = video.features.unflatten(0, (steps, -1))
+        features = features_by_step[self.first : self.last].flatten(0, 1)
         about = replace(
             video.about,
             metadata=metadata,
@@ -103,11 +103,11 @@ def token_keys(layer: QTSplusLayer, features: Tensor) -> Tensor:
 
 class StandingQuestion:
     """
-    How much tokens matter for a question. Each is scored once, when it comes.
+    How much tokens matter for a question. Each token is scored once, when it comes.
 
-    A token's scores are the products of its key with the queries, a row for each head and word, or with the reduction
-    `"sum"` one row for all. They are compared with the log-sum-exp of all scores so far, which includes the scores of
-    tokens that were dropped since.
+    A token's scores are the products of its key with the queries: one for each head and word, or a single one with the
+    reduction `"sum"`. They are compared with the log-sum-exp of all scores so far, which includes the scores of tokens
+    that were dropped since.
     """
 
     @torch.no_grad()
@@ -166,8 +166,9 @@ class Scorer(StandingQuestion):
     """
     The relevance of every token of many videos for one question, in a softmax over all tokens of the videos.
 
-    It equals the selector's over all videos together, and with keys in 8 bits comes close to it. Memory does not grow
-    with the number of videos, which are read twice: for the sums of the softmax, and for the relevance.
+    The relevance equals that of the selector over all videos together; with keys in 8 bits it comes close to that.
+    Memory does not grow with the number of videos. Each is read twice: for the sums of the softmax, and for its
+    relevance.
 
     Args:
         videos: the tokens of all videos.
@@ -192,20 +193,20 @@ class Scorer(StandingQuestion):
         parts = [self.log_relevance(scores) for scores in self._chunks(tokens)]
         return torch.cat(parts)
 
-    def peaks(self, asked: Piece, tokens: Tokens) -> list[Piece]:
-        """A piece with these tokens in pieces of at most [`PIECE`], each with the relevance of its best token."""
+    def peaks(self, whole: Piece, tokens: Tokens) -> list[Piece]:
+        """Cuts a piece into pieces of at most [`PIECE`] tokens, each with the log-relevance of its best token."""
         relevance = self.relevance(tokens)
-        count = asked.last - asked.first
-        of_steps = relevance.unflatten(0, (count, -1))
+        count = whole.last - whole.first
+        relevance_by_step = relevance.unflatten(0, (count, -1))
         size = max(1, PIECE * count // len(relevance))
         pieces = []
         for begin in range(0, count, size):
             end = min(begin + size, count)
             piece = Piece(
-                name=asked.name,
-                first=asked.first + begin,
-                last=asked.first + end,
-                peak=float(of_steps[begin:end].max()),
+                name=whole.name,
+                first=whole.first + begin,
+                last=whole.first + end,
+                peak=float(relevance_by_step[begin:end].max()),
             )
             pieces.append(piece)
         return pieces

@@ -39,7 +39,7 @@ def ask(
     max_new_tokens: options.MaxNewTokens = None,
     evidence: Annotated[
         Path | None,
-        typer.Option(help="A folder for pictures of what the answer rests on, and for a video of these stretches."),
+        typer.Option(help="A folder for answer.json and pictures of what the answer rests on."),
     ] = None,
     pieces: Annotated[
         int | None,

@@ -61,7 +61,9 @@ MaxVisualTokens = Annotated[
 ]
 Fps = Annotated[
     float | None,
-    typer.Option(help="How many frames to look at per second; of a folder, how many it has."),
+    typer.Option(
+        help="How many frames to look at per second; for a folder of frames, the rate at which they were taken."
+    ),
 ]
 Start = Annotated[float | None, typer.Option(min=0, help="Look at the video from this second on.")]
 End = Annotated[float | None, typer.Option(min=0, help="Look at the video up to this second.")]
@@ -87,7 +89,7 @@ ApiKey = Annotated[
     typer.Option(callback=_check_key, envvar="QTSPLUS_API_KEY", help="The API key that requests must send."),
 ]
 Device = Annotated[str | None, typer.Option(help="Where to run: cuda or cpu. Without it, a GPU if there is one.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else, one object for each result.")]
 MediaRoot = Annotated[
     Path | None, typer.Option(help="The folder of the videos. Without it, the folder of the file.", show_default=False)
 ]

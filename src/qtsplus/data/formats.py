@@ -28,11 +28,11 @@ _TURNS = TypeAdapter(list[_Turn])
 
 @dataclass(frozen=True)
 class Row:
-    """What stands at one place of a file: a record, or a problem."""
+    """One place of a file, which holds a record or has a problem."""
 
     number: int  # from 1: a line of JSONL, an item of a JSON array, a row of a table
     content: Any = None  # by key, as the file has it; `None` where that cannot be read
-    problem: str | None = None  # why it cannot be read, or is no record
+    problem: str | None = None  # why it cannot be read, or is not a record
     record: Record | None = None
 
     @property
@@ -48,8 +48,8 @@ class Row:
 
 def iter_rows(path: AnyPath) -> Iterator[Row]:
     """
-    Every row of a set in order, good or bad; blank lines are none. It has lines (.jsonl) or an array (.json) of
-    records, of the reference's rows or of LLaVA-Video conversations; or is a table (.parquet).
+    Every row of a set in order, good or bad; blank lines are not rows. A set is JSONL, a JSON array (.json) or a table
+    (.parquet). Its rows are records, the reference's rows or LLaVA-Video conversations.
 
     Raises:
         ValueError: no such file, a table that cannot be read, or a JSON array that is broken.
@@ -79,7 +79,7 @@ def _parse(number: int, content: object) -> Row:
 
 
 def iter_records(path: AnyPath) -> Iterator[Record]:
-    """Every record of a set in order, see [`iter_rows`]; the first row that is none raises a `ValueError`."""
+    """Every record of a set in order, see [`iter_rows`]; the first row that is not a record raises a `ValueError`."""
     for row in iter_rows(path):
         if row.record is None:
             raise ValueError(f"Row {row.number} of {path} is not a record: {row.problem}")
@@ -91,8 +91,8 @@ def read_records(
     media_root: AnyPath | None = None,
 ) -> list[VideoRecord]:
     """
-    What `qtsplus train` and `qtsplus eval` read of a file, with the places of its videos; the first row that is no
-    question with an answer raises a `ValueError`.
+    The questions that `qtsplus train` and `qtsplus eval` read from a file, with the places of their videos; the first
+    row that is not a question with an answer raises a `ValueError`.
     """
     root = media_folder(path, media_root)
     records = []
@@ -107,16 +107,16 @@ def read_records(
 
 
 def media_folder(path: AnyPath, media_root: AnyPath | None = None) -> Path:
-    """Where the videos of a set are looked for: the media root, or else beside the file. `ValueError` for no folder."""
+    """The folder with the videos of a set: the media root, or else the file's folder. `ValueError` if it is missing."""
     if media_root is None:
         return Path(path).parent
     if not Path(media_root).is_dir():
-        raise ValueError(f"There is no folder {str(media_root)!r}; expected the media root, where the videos lie.")
+        raise ValueError(f"There is no folder {str(media_root)!r}; expected the media root, which has the videos.")
     return Path(media_root)
 
 
 def locate(row: Row, root: Path) -> str | None:
-    """Where the video of a row should lie, see [`find_media`]; `None` for text only."""
+    """Where the video of a row should be, see [`find_media`]; `None` for text only."""
     name = None if row.record is None else media_name(row.record)
     if name is None:
         return None
@@ -149,7 +149,7 @@ def _read_array(path: Path) -> list | None:
 
 
 def _unique_keys(pairs: list[tuple]) -> dict:
-    """An object of JSON; of a repeated key the last value would count without a word."""
+    """An object of JSON; a `ValueError` for a repeated key, of which only the last value would count otherwise."""
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
@@ -196,7 +196,7 @@ def _cell(scalar):
 def _as_jsonl(value):
     """
     A row as JSONL has it: with numbers for decimals, and without nulls, except for `video`, where a null says that
-    there is none.
+    there is no video.
     """
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)

@@ -110,7 +110,7 @@ class Index(Journal):
 
     @property
     def made(self) -> Made:
-        """A `ValueError` if it was not written yet."""
+        """What the library was made of; a `ValueError` if that was not written yet."""
         if MADE not in self.done:
             raise ValueError(f"The library {self.folder} was only begun: run `qtsplus index` to its end.")
         return self.done[MADE]
@@ -169,8 +169,8 @@ class Index(Journal):
         selector: str,
     ) -> KeyedVideo | None:
         """
-        The keys of a video for a model's selector, by its [`keys_fingerprint`]; `None` where there are none, a
-        `ValueError` for damaged ones.
+        The keys of a video for a model's selector, by its [`keys_fingerprint`]; `None` if there are none for this
+        selector, a `ValueError` for damaged keys.
         """
         path = self.keys_file(entry)
         features = entry["features"]
@@ -203,8 +203,10 @@ class Library:
         self.entries = self.index.entries
         self.names = list(self.index.files)  # the videos' paths in the folder that was indexed
         if not self.names:
-            raise ValueError(f"The library {folder} holds no video: run `qtsplus index` to its end; see what it says.")
-        # Neither encoded nor known to be bad, as after an index that was interrupted.
+            raise ValueError(
+                f"The library {folder} holds no video: run `qtsplus index` to its end, and see which errors it reports."
+            )
+        # These were neither encoded nor found to be bad, as after an interrupted `qtsplus index`.
         self.missing = []
         for name, entry in self.entries.items():
             is_good = entry["error"] is None
@@ -214,8 +216,8 @@ class Library:
         if self.missing:
             waiting = counted(len(self.missing), "video")
             self.warnings.append(f"Not encoded yet: {waiting} of the library. Run `qtsplus index` again.")
-        self.stored = lru_cache(maxsize=KEPT)(self._read)  # a video without its file
-        self.film = self.stored  # as a session has it
+        self.stored = lru_cache(maxsize=KEPT)(self._read)  # an encoded video, which names no file
+        self.film = self.stored  # the name of this method in a session
         self._keys = lru_cache(maxsize=KEPT)(self._read_keys)
 
     @classmethod
@@ -232,7 +234,7 @@ class Library:
         return cls(folder, model, processor)
 
     def select(self, pattern: str) -> list[str]:
-        """The names of the videos that are like a pattern, such as `"door/*"`."""
+        """The names of the videos that match a pattern, such as `"door/*"`."""
         return fnmatch.filter(self.names, pattern)
 
     def find(
@@ -243,10 +245,10 @@ class Library:
         window: Window = EVER,
     ) -> list[Interval]:
         """
-        The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
-        Their `weight` is the relevance of the best token among all tokens that are asked about: those of the library,
-        or of the videos of `names`, that are shown in a window of seconds. Keys in 8 bits say which videos are looked
-        at.
+        The `top` moments that matter most for a question, best first, on a player's clock. The language model is not
+        asked. The search covers the library, or the videos of `names`, within a window of seconds. A moment's `weight`
+        is the relevance of its best token among all tokens that are searched. Keys in 8 bits say which videos are
+        looked at.
         """
         check_count("top", top, "moments")
         scorer, pieces = self.rank(question, names, window)
@@ -268,9 +270,9 @@ class Library:
         Answers a question from the video that ranks first, or from several, whose tokens compete for one budget.
 
         Args:
-            pieces: from how many, where long videos count by their pieces. The bundled model has learned from prompts
-                of one video, and from more it answers worse.
-            names, window: what is asked about, as for [`find`].
+            pieces: how many videos to read, or pieces of long ones. The bundled model has learned from prompts with one
+                video, and answers worse from several.
+            names, window: what is searched, as for [`find`].
             options: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
         check_count("pieces", pieces, "videos or pieces of them")
@@ -326,7 +328,7 @@ class Library:
         names: Names = None,
         window: Window = EVER,
     ) -> tuple[Scorer, list[Piece]]:
-        """The pieces of the videos that a player shows in a window of seconds, best first by their keys."""
+        """A scorer, and the pieces of the videos within a window of seconds, best first by their keys."""
         if names is None:
             names = self.names
         names = list(dict.fromkeys(names))

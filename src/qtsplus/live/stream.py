@@ -1,6 +1,6 @@
-"""Video without an end: a memory of so many tokens, to which frames are added and of which anything can be asked.
+"""Video without an end: a memory of a fixed number of tokens takes in frames, and answers any question about them.
 
-Appending looks at the memory and at what is new, never at what has gone, so that its price is flat. What stays keeps
+Appending looks only at the memory and at the new frames, so its cost does not grow with time. A token that stays keeps
 its time and its place in the frame.
 """
 
@@ -30,7 +30,7 @@ _TICKS = 1000  # of a second: the rate at which a prompt's metadata state the ti
 
 @dataclass(frozen=True)
 class Tokens:
-    """What is left of one camera, in the order of time."""
+    """The tokens of one camera that are in memory, in the order of time."""
 
     features: Tensor  # [m, token_width]
     steps: Tensor  # [m] int64, the step in time of each, counted from the beginning of the stream
@@ -66,26 +66,26 @@ class Camera:
     """One video of a stream."""
 
     size: tuple[int, int]  # height and width of its frames
-    patches: Tensor  # [1, 2], those of its grid in patches
-    cells: tuple[int, int]  # those of its grid in tokens
+    patches: Tensor  # [1, 2], height and width of its grid in patches
+    cells: tuple[int, int]  # height and width of its grid in tokens
     tokens: Tokens
-    waiting: list[np.ndarray] = field(default_factory=list)  # frames of the newest step, which may go on
+    waiting: list[np.ndarray] = field(default_factory=list)  # frames of the newest step, which may not be complete yet
     newest: int = -1  # the number of the newest step that was encoded
-    missing: int = 0  # frames that it lacks, as at the end of a video
-    frame: int = -1  # the number of the newest frame, where there are `fps` a second
+    missing: int = 0  # frames that this step lacks, as at the end of a video
+    frame: int = -1  # the number of the newest frame, counted at `fps` frames a second
     last_time: float = -math.inf  # of the newest frame that came, in seconds
     begins: dict[int, float] = field(default_factory=dict)  # when the first frame of each step was taken, in seconds
 
 
 class Stream:
     """
-    Videos without an end, such as those of cameras, of which a model remembers so many tokens.
+    Videos without an end, such as those of cameras, of which a model remembers a fixed number of tokens.
 
     Args:
         memory_tokens: the most visual tokens that stay, those of all cameras together.
-        question: a standing question, to which the tokens that stay matter most; without one they are those that are
-            unlike each other. Any other can be asked too.
-        fps: frames per second, also where more come. A step in time lasts as long as its frames.
+        question: a standing question: the tokens that matter most for it stay. Without it, tokens that are unlike each
+            other stay. Other questions can be asked in both cases.
+        fps: frames per second that are looked at, even if more come. A step in time lasts as long as its frames.
 
     The attribute `policy` chooses what stays: a function like those of `methods_qtsplus.py`, which is given what was
     kept and what is new.
@@ -114,12 +114,12 @@ class Stream:
         self.frames_per_step = processor.video_processor.temporal_patch_size
         self.fps = fps
         self.seconds_per_step = self.frames_per_step / fps
-        # As large as in a video of so many: backbones such as Qwen3-VL share a number of pixels among its frames.
+        # Frames are as large as in a video of this many: backbones such as Qwen3-VL share pixels among the frames.
         max_frames = getattr(processor.video_processor, "max_frames", None)
         self.sized_as = int(max_frames or 768)
         self.cameras: dict[str, Camera] = {}
-        self._changing = threading.Lock()  # the memory, of which another thread may ask
-        self._width = model.config.text_config.hidden_size  # a backbone may put more behind a token
+        self._changing = threading.Lock()  # is held while the memory changes: another thread may ask about it
+        self._width = model.config.text_config.hidden_size  # a backbone may append more to a token's features
 
     @property
     def num_tokens(self) -> int:
@@ -134,14 +134,15 @@ class Stream:
         name: str = "video",
     ) -> None:
         """
-        Encodes frames and remembers what the policy says. A frame waits until its step in time is full or over; then it
-        stands for those that did not come. Of frames that come faster than `fps`, those between are left out.
+        Encodes frames and remembers the tokens that the policy chooses. A frame waits until its step in time is full or
+        over; the last frame stands for those that did not come. If frames come faster
+        than `fps`, those in between are left out.
 
         Args:
-            frames: `[H, W, 3]` uint8 each; of another size than the camera's first, they are brought to that.
-            times: when each was taken, in seconds from the beginning of the stream, ascending; at `fps` behind those
-                before if absent. Of several cameras, on one clock.
-            name: of the camera; that of a new one adds it.
+            frames: `[H, W, 3]` uint8 each; they are resized to the size of the camera's first frame.
+            times: when each was taken, in seconds from the beginning of the stream, ascending; several cameras share
+                one clock. If absent, the frames follow the earlier ones at `fps`.
+            name: of the camera; a new name adds a camera.
         """
         check_frames(frames, check_name(name))
         if not len(frames):
@@ -171,7 +172,7 @@ class Stream:
         pixels: np.ndarray,
         time: float,
     ) -> list[Step]:
-        """Has a frame wait in its step in time, unless it comes too fast; the steps that it ends."""
+        """Adds a frame to its step in time, unless it comes too fast; returns the steps that end with it."""
         exact = time * self.fps
         number = math.floor(exact + EARLY)
         if number <= camera.frame:
@@ -189,13 +190,13 @@ class Stream:
         return ended
 
     def _end_step(self, camera: Camera) -> Step:
-        """The step of the frames that wait."""
+        """Makes a step of the frames that wait."""
         step = Step(camera.frame // self.frames_per_step, camera.waiting)
         camera.waiting = []
         return step
 
     def finish(self) -> None:
-        """Encodes the frames that wait, each step filled up with its last one, as at the end of a video."""
+        """Encodes the frames that wait, each step filled up with its last frame, as at the end of a video."""
         for camera in self.cameras.values():
             if camera.waiting:
                 step = self._end_step(camera)
@@ -266,7 +267,7 @@ class Stream:
                 self._forget(self.memory_tokens)
 
     def _forget(self, count: int) -> None:
-        """Keeps so many tokens of all cameras together, those that the policy chooses."""
+        """Keeps `count` tokens of all cameras together, as the policy chooses."""
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
         candidates = self._competing(cameras)
         kept = self.policy(candidates, count).cpu()
@@ -287,7 +288,7 @@ class Stream:
             camera.begins = begins
 
     def _competing(self, cameras: Sequence[Camera]) -> Candidates:
-        """The whole memory; a camera's tokens are one line of one frame."""
+        """The whole memory as candidates, with each camera's tokens as one row of a single frame."""
         visual = []
         positions = []
         scores = []
@@ -318,7 +319,7 @@ class Stream:
         Answers a question about what is in memory; the options are those of `answer_questions`.
 
         The evidence has the seconds of the stream and the names of the cameras. The keep maps have a row for each step
-        of which something is in memory, and one that is empty where others are missing.
+        with tokens in memory, and an empty row for each gap between such steps.
         """
         videos = self.videos()
         (answer,) = answer_questions(self.model, self.processor, videos, [question], **options)
@@ -378,7 +379,7 @@ class Stream:
 
 
 def check_frames(frames: Sequence[np.ndarray], name: str) -> None:
-    """A `ValueError` for frames of a camera that are no pictures."""
+    """A `ValueError` for frames of a camera that are not pictures."""
     if not isinstance(frames, (Sequence, np.ndarray, Tensor)):
         raise ValueError(f"Got frames of type {type(frames).__name__}; expected a list of arrays.")
     for frame in frames:
@@ -396,7 +397,7 @@ def seconds_of(
     last_time: float,
     name: str,
 ) -> list[float]:
-    """The times of so many frames of a camera; a `ValueError` for such as do not follow its last one."""
+    """The times of `count` frames of a camera; a `ValueError` for times that do not follow its last one."""
     try:
         seconds = np.asarray(times, dtype=np.float64)
         waits = np.diff(seconds, prepend=last_time)

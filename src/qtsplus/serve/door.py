@@ -1,4 +1,4 @@
-"""Whose requests come in, which videos they may name, and how one is fetched: from the very host that was checked."""
+"""Which requests are let in, which videos they may name, and how one is fetched: from the host that was checked."""
 
 import http.client
 import ipaddress
@@ -24,8 +24,8 @@ from ..model.containers_qtsplus import open_file
 
 OPEN_FILES = Path("/proc/self/fd")  # on Linux, where a process finds the files that it has opened
 HEALTH = "/health"  # everyone may ask for its status: a cluster's probes name the address of a pod as the host
-MAX_ADDRESS = 8192  # characters of one that is fetched or of a file; a signed one has about 2,000
-_PORTS = {"http": ":80", "https": ":443"}  # that an address has without saying so
+MAX_ADDRESS = 8192  # characters of an address that is fetched; a signed one has about 2,000
+_PORTS = {"http": ":80", "https": ":443"}  # the ports of addresses that state none
 _PUBLIC_6 = ipaddress.ip_network("2000::/3")  # the one range of IPv6 in which addresses are public
 # Addresses that `is_global` of some versions of Python takes for public: IETF's protocols, and the relays of 6to4.
 _NOT_PUBLIC = [
@@ -36,11 +36,10 @@ _NOT_PUBLIC = [
 
 class Guard:
     """
-    ASGI in front of a server: the page's, that of agents, and vLLM's. It lets in requests over HTTP that name this
-    machine, bring the key, and state a length within the bound. Websockets are refused.
+    ASGI in front of a server: the page's, the agents' or vLLM's. It lets in requests over HTTP that name this machine,
+    bring the key, and state a length within the bound. Websockets are refused.
 
-    How fast a request has to come, how many wait, and how many clients are connected is for the HTTP server or a
-    reverse proxy to say.
+    Slow requests, waiting requests and connections are not limited here: that is up to the HTTP server or a proxy.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Guard:
         if len(hosts) != 1 or not self._is_own(hosts[0]):
             return refuse(400, "The request names another host; --allow-host adds a name of this one.")
         if self.own_pages and not is_reading and not self._is_own_page(headers):
-            return refuse(403, "A page elsewhere sent this.")
+            return refuse(403, "A page of another site sent this request.")
         if not self._has_key(headers):
             return refuse(401, "Expected the server's key as Authorization: Bearer KEY.")
         length = headers.get("content-length", "0")
@@ -132,10 +131,10 @@ def refuse(status: int, message: str) -> Response:
 @dataclass(frozen=True)
 class Door:
     """
-    Which videos a request may name: those in it (`data:`), in a folder (`file:///...`), at addresses of hosts.
+    Which videos a request may name: in the request itself (`data:`), in a folder (`file:///...`), or at some hosts.
 
-    A domain is a host, of which the default port is open, or `host:port`. Its name has to lead to a public address,
-    unless the domain is localhost or an address itself.
+    A domain is `host:port`, or a host whose default port is meant. Its name has to lead to a public address, unless the
+    domain is localhost or an IP address.
     """
 
     media_root: Path | None = None
@@ -144,11 +143,11 @@ class Door:
     @contextmanager
     def place(self, url: str) -> Iterator[str]:
         """
-        The video as the processor takes it, until the context ends. A file is opened once, and what is handed on is the
-        open file: a folder that is swapped for a link meanwhile leads nowhere. A video at an address is fetched.
+        The video as the processor takes it, until the context ends. A file is opened once, and the open file is handed
+        on, so swapping a folder for a link meanwhile has no effect. A video at an address is fetched.
 
         Raises:
-            ValueError: a video that may not be read or is not there; a file, on another system than Linux.
+            ValueError: a video that may not be read or is not there; any file on a system other than Linux.
         """
         if is_inline(url):
             yield url
@@ -183,7 +182,7 @@ class Door:
         if not OPEN_FILES.is_dir():
             raise ValueError("This system does not say where an open file is; expected a video as data: or http(s).")
         try:
-            file = open_file(path)  # which is not what was there before, if somebody swaps it
+            file = open_file(path)  # the open file is checked below, since somebody may swap the path at any time
         except (OSError, ValueError) as error:
             raise _refused(url) from error
         with file:
@@ -201,7 +200,7 @@ def _refused(url: str) -> ValueError:
 
 
 def _connect(connection: http.client.HTTPConnection) -> socket.socket:
-    """A socket to the host that a connection names, where nothing is sent to an address that is not public."""
+    """A socket to the host that a connection names; refuses a name that leads to an address that is not public."""
     host = connection.host
     opened = socket.create_connection((host, connection.port), ADDRESS_TIMEOUT)
     address = opened.getpeername()[0]
