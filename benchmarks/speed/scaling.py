@@ -188,8 +188,12 @@ def measure_lm_attention(
         for size, times in ((min(tokens, 2048), 1), (tokens, repeats)):
             frame = math.gcd(size, 500)
             grid = torch.tensor([[size // frame, merge, frame * merge]])
-            shape = {"video_grid_thw": grid, "second_per_grid_ts": [1.0]}
-            inputs = processor(text=[prompt_text(processor, QUESTION)], **shape, return_tensors="pt")
+            inputs = processor(
+                text=[prompt_text(processor, QUESTION)],
+                video_grid_thw=grid,
+                second_per_grid_ts=[1.0],
+                return_tensors="pt",
+            )
             inputs.pop("mm_token_type_ids", None)
             inputs["second_per_grid_ts"] = [1.0]
             features = torch.randn(size, base.token_width, device=device, dtype=getattr(torch, dtype))

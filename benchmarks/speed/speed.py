@@ -227,8 +227,13 @@ class _Bench:
         """The inputs of a question about a video that has been encoded."""
         text = [prompt_text(self.processor, question)]
         seconds = [known.seconds_per_step]
-        shape = {"video_grid_thw": known.video_grid_thw, "second_per_grid_ts": seconds}
-        inputs = self.processor(text=text, **shape, return_tensors="pt").to(self.device)
+        inputs = self.processor(
+            text=text,
+            video_grid_thw=known.video_grid_thw,
+            second_per_grid_ts=seconds,
+            return_tensors="pt",
+        )
+        inputs = inputs.to(self.device)
         inputs["second_per_grid_ts"] = seconds
         inputs["video_features"] = [known.features]
         inputs["retention"] = self.retention
