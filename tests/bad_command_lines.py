@@ -22,6 +22,7 @@ NO_VALUES_OF = {
     "--limit": NO_COUNTS,
     "--fps": NO_RATES,
     "--every": NO_RATES,
+    "--chapter-seconds": NO_RATES,
     "--timeout": NO_RATES,
     "--retention": ["0", "1.0001", "nan"],
     "--device": ["toaster", "cuda:99", ""],
@@ -127,7 +128,7 @@ find
 find {video}
 find {video} "What moves?" --moments 0
 summarise <video> --model {model}
-summarise {video} --model {model} [--fps|--retention|--max-visual-tokens|--max-new-tokens|--selection]
+summarise {video} --model {model} [--fps|--retention|--chapter-seconds|--max-visual-tokens|--max-new-tokens|--selection]
 summarise {video} --model {model} --subtitles 9
 summarise {video} --model {model} --name *
 summarise {video} --model {model} <--dry-run| >

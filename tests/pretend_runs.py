@@ -452,7 +452,7 @@ def test_summary(bundled, video):
     for model in pair.models:
         session = VideoSession(model, processor)
         session.add(video, "front")
-        summary = summarise(session, QUESTION, longest=2, max_new_tokens=4)
+        summary = summarise(session, QUESTION, chapter_seconds=2, max_new_tokens=4)
         texts.append(summary.text)
     assert texts[0] == texts[1]
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from qtsplus.asking.summaries import JOIN
-from qtsplus.common.files import clock
 
 from .questions import WORDINGS, Question, ask_scene, join_things
 from .tower import see
@@ -112,19 +111,16 @@ def look(pictures: Pictures, tower: nn.Module, seed: int, parts: int = 0) -> Cli
 
 
 def join(seed: int) -> Clip:
-    """Chapters' texts of a film that is not seen, to be joined as `summarise` asks for it."""
+    """Chapters' texts of a film that is not seen, to be joined as `summarise` asks for it: each thing is named once."""
     rng = np.random.default_rng([seed, 9])
-    name, length = (
-        rng.choice(("film", "clip.mp4", "7.mp4", "10min-0.mp4", "door/may.mp4")),
-        int(rng.choice((8, 16, 30))),
-    )
-    lines, told = [JOIN], []
-    for part in range(int(rng.integers(2, 7))):
-        text = join_things([str(one) for one in rng.choice(NAMES, int(rng.integers(1, 6)), replace=False)])
-        begin, end = clock(part * length), clock((part + 1) * length)
-        lines.append(f"{name}, {begin} to {end}: {text}")
-        told.append(f"At {begin} {text[0].lower()}{text[1:]}.")
-    asked = Question("join", "\n".join(lines), " ".join(told))
+    lines = [JOIN]
+    named: list[str] = []
+    for _ in range(int(rng.integers(2, 7))):
+        things = [str(name) for name in rng.choice(NAMES, int(rng.integers(1, 6)), replace=False)]
+        lines.append(join_things(things))
+        named += things
+    overview = join_things(list(dict.fromkeys(named)))
+    asked = Question("join", "\n".join(lines), overview)
     return Clip(torch.zeros(0, 576), torch.zeros(0, 3, dtype=torch.long), 0, (asked,))
 
 

@@ -35,7 +35,7 @@ PROMPT = "Summarise the video."
 PARTS = 8  # crowds in which no name comes twice
 FILMS = {"32 s": (0.5, 4), "10 min": (9, 4), "60 min": (56, 3)}  # how many times [`PARTS`] crowds, and how many films
 CHAPTER = 8.0  # seconds at most, or as many more as leave a token for each chapter
-SHOWN = ("told", "order", "invented", "names in the joined text")
+SHOWN = ("told", "order within chapters", "invented", "at another time", "names in the overview")
 SEED = 40_000  # of films that nothing else shows
 Event = tuple[str, np.ndarray]  # a name, and the tokens `[n]` that show it
 
@@ -64,29 +64,42 @@ def write_film(pictures: Pictures, path: Path, seed: int, blocks: float) -> list
 def score(summary: Summary, events: list[Event], film: EncodedVideo) -> dict[str, float | None]:
     """
     The part of the events that the chapters tell in which they happen; of the pairs of those that come one after the
-    other, the part that is told so; the part of what is named that is not there; and what the text of all has of both.
+    other, the part that is told so, also of pairs in the same chapter; the part of what is named that is not in the
+    chapter, and of what is named the part that the film shows at another time; and what the overview has of all names.
     """
     cells = len(film.features) // film.count
     told: list[tuple[int, int]] = []  # where each event is told, and its first step
-    named = invented = 0
+    named = invented = mistimed = 0
+    shown = {name for name, _ in events}
     found = set[int]()
     for chapter, own in enumerate(summary.chapters):
         first, last = film.within(own.start, own.end)
         said = _names(own.text)
         here = {place: name for place, (name, tokens) in enumerate(events) if _within(tokens // cells, first, last)}
-        named, invented = named + len(said), invented + len(set(said) - set(here.values()))
+        wrong = set(said) - set(here.values())
+        named += len(said)
+        invented += len(wrong)
+        mistimed += len(wrong & shown)
         for place in set(here) - found:
             if here[place] in said:
                 found.add(place)
                 told.append((chapter * 1000 + said.index(here[place]), int(events[place][1][0])))
-    pairs = [(a[0] < b[0]) == (a[1] < b[1]) for a, b in combinations(told[:500], 2) if a[0] != b[0] and a[1] != b[1]]
-    joined = _names(summary.text)
-    shown = {name for name, _ in events}
+    pairs = []
+    within = []
+    for a, b in combinations(told[:500], 2):
+        if a[0] != b[0] and a[1] != b[1]:
+            right = (a[0] < b[0]) == (a[1] < b[1])
+            pairs.append(right)
+            if a[0] // 1000 == b[0] // 1000:
+                within.append(right)
+    joined = _names(summary.overview or "")
     return {
         "told": len(found) / len(events),
         "order": float(np.mean(pairs)) if pairs else None,
+        "order within chapters": float(np.mean(within)) if within else None,
         "invented": invented / max(1, named),
-        "names in the joined text": len(set(joined) & shown) / len(shown),
+        "at another time": mistimed / max(1, named),
+        "names in the overview": len(set(joined) & shown) / len(shown),
     }
 
 
@@ -117,7 +130,7 @@ class Film:
         return {"chapters": chapters, **self.summarised(longest, **choice)}
 
     def summarised(self, longest: float = CHAPTER, **choice: Any) -> dict[str, float | None]:
-        summary = summarise(self.session, PROMPT, longest=longest, max_new_tokens=80, progress=True, **choice)
+        summary = summarise(self.session, PROMPT, chapter_seconds=longest, max_new_tokens=80, progress=True, **choice)
         return score(summary, self.events, self.video)
 
 

@@ -17,32 +17,44 @@ FILM = SimpleNamespace(features=range(8 * CELLS), count=8, within=lambda start, 
 
 def told(*texts, joined=""):
     chapters = [Chapter("film", 4.0 * n, 4.0 * n + 4, text, 1, 2) for n, text in enumerate(texts)]
-    return score(Summary(joined, chapters, [], 16, 8.0, False), EVENTS, FILM)
+    return score(Summary("", joined, chapters, [], 16, 8.0, False), EVENTS, FILM)
 
 
 def test_what_happens_is_told_in_the_chapter_in_which_it_happens():
     whole = told("The ant, the bus and the owl.", "The pig and the bus.", joined="An ANT, then a pig")
-    assert whole == {"told": 1, "order": 1, "invented": 0, "names in the joined text": 0.5}
+    assert whole == {
+        "told": 1,
+        "order": 1,
+        "order within chapters": 1,
+        "invented": 0,
+        "at another time": 0,
+        "names in the overview": 0.5,
+    }
     swapped = told("The pig and the bus.", "The ant, the bus and the owl.")
     assert swapped["told"] == 2 / 5 and swapped["invented"] == 3 / 5, "each bus is told, whichever is meant"
+    assert swapped["at another time"] == 3 / 5, "all of them are shown, but then"
     assert told("Nothing.", "")["order"] is None
 
 
 def test_order_is_that_of_what_is_told():
     assert told("The owl, the bus and the ant.", "")["order"] == 0
     assert told("The ant, the owl and the bus.", "")["order"] == 2 / 3
-    assert told("A trumpet, a trumpet and the ant", "The antelope")["invented"] == 1 / 2, "a name counts once"
+    trumpet = told("A trumpet, a trumpet and the ant", "The antelope")
+    assert trumpet["invented"] == 1 / 2, "a name counts once"
+    assert trumpet["at another time"] == 0, "no trumpet is ever shown"
 
 
 def test_tables_have_an_interval_over_films_and_no_gap_is_filled():
     films = {f"10 min, {n}": {"events": 300} for n in range(3)}
-    row = dict(zip(SHOWN, (0.5, 1.0, 0.2, 0.1), strict=True))
+    row = dict(zip(SHOWN, (0.5, 1.0, 0.2, 0.1, 0.1), strict=True))
     for n, name in enumerate(list(films)):
         films[f"{name}: uniform, 64 told"] = {**row, "told": 0.4 + 0.1 * n}
     text = "\n".join(tables({**films, "32 s, 0": {"events": 5}, "32 s, 0: all told": row}))
-    assert "10 min, 3 films, 900 events" in text and "all tokens: told 50, order 100, invented 20" in text
+    assert (
+        "10 min, 3 films, 900 events" in text and "all tokens: told 50, order within chapters 100, invented 20" in text
+    )
     cells = next(line for line in text.splitlines() if line.startswith("| uniform | 50")).split(" | ")
-    assert cells[1] == "50 [25, 75]" and cells[5] == "", "0.1 * 4.303 / sqrt(3)"
+    assert cells[1] == "50 [25, 75]" and cells[6] == "", "0.1 * 4.303 / sqrt(3)"
     assert "60 min" not in text
 
 

@@ -101,7 +101,7 @@ def test_where_nothing_changes_chapters_are_equal():
 @pytest.fixture
 def spoken(monkeypatch):
     """What a pretended model is asked about chapters, and the groups of texts that it joins."""
-    said = SimpleNamespace(calls=[], groups=[])
+    said = SimpleNamespace(calls=[], groups=[], overview="part 1 2 joined")
 
     def answer(model, processor, videos, questions, **options):
         said.calls.append(SimpleNamespace(videos=videos, **options))
@@ -115,7 +115,7 @@ def spoken(monkeypatch):
 
     def join(model, processor, group, options):
         said.groups.append(group)
-        return "joined"
+        return said.overview
 
     monkeypatch.setattr(summaries, "answer_questions", answer)
     monkeypatch.setattr(summaries, "_join", join)
@@ -124,7 +124,7 @@ def spoken(monkeypatch):
 
 def test_each_chapter_is_read_from_its_own_tokens(loaded, session_of, spoken):
     session = session_of("cut")
-    summary = summarise(session, "What happens?", longest=6)
+    summary = summarise(session, "What happens?", chapter_seconds=6)
     first, second = summary.chapters
     assert first.end == second.start == 5, "where the scenes change"
     assert first.text == "part 1"
@@ -156,30 +156,45 @@ GROUPS = [
 @pytest.mark.parametrize(("together", "sizes"), GROUPS)
 def test_chapters_are_joined_in_groups(session_of, spoken, monkeypatch, together, sizes):
     monkeypatch.setattr(summaries, "TOGETHER", together)
-    summary = summarise(session_of("cut"), longest=1)
+    summary = summarise(session_of("cut"), chapter_seconds=1)
     assert [len(group) for group in spoken.groups] == sizes
-    assert spoken.groups[0][1].text == "part 2"
-    assert summary.text == "joined"
+    assert spoken.groups[0][1] == "part 2"
+    assert summary.overview == "part 1 2 joined"
 
 
-def parts_of(count):
-    """What is said of as many chapters, each a minute long."""
-    parts = []
-    for number in range(count):
-        start = 60.0 * number
-        chapter = summaries.Chapter(
-            video="a.mp4",
-            start=start,
-            end=start + 60,
-            text=f"ball {number} <|im_end|>",
-            kept_tokens=1,
-            visual_tokens=2,
-        )
-        parts.append(summaries.Part(chapter, chapter, chapter.text))
-    return parts
+def test_times_are_written_by_the_program(session_of, spoken):
+    summary = summarise(session_of("cut", "short"), chapter_seconds=5)
+    assert summary.text.splitlines() == [
+        "cut.mp4, 0:00 to 0:05: part 1",
+        "cut.mp4, 0:05 to 0:10: part 2",
+        "short.mp4, 0:00 to 0:03: part 3",
+    ]
+    alone = summarise(session_of("short"))
+    assert alone.text == "0:00 to 0:03: part 4"
+    assert alone.overview is None, "one chapter needs none"
 
 
-def test_the_joining_prompt_has_every_text_with_its_times(loaded, monkeypatch):
+OVERVIEWS = [
+    ("part 1 and part 2", "part 1 and part 2"),
+    ("a part", None),  # fewer words of the chapters than "part 1" has
+    ("At 0:05 part 1 and 2", None),  # a time that the model cannot know
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("written", "shown"), OVERVIEWS)
+def test_an_overview_names_as_much_as_a_chapter_and_no_time(session_of, spoken, written, shown):
+    spoken.overview = written
+    assert summarise(session_of("cut"), chapter_seconds=5).overview == shown
+
+
+@pytest.mark.parametrize(("trained", "chapters"), [(None, 1), (100, 1), (5, 2)])
+def test_a_chapter_is_as_long_as_the_videos_of_training(loaded, session_of, spoken, monkeypatch, trained, chapters):
+    monkeypatch.setattr(loaded[0].config.qtsplus_config, "trained_seconds", trained)
+    assert len(summarise(session_of("cut")).chapters) == chapters
+
+
+def test_the_joining_prompt_has_every_text_without_times(loaded, monkeypatch):
     model, processor = loaded
     prompts = []
 
@@ -188,18 +203,48 @@ def test_the_joining_prompt_has_every_text_with_its_times(loaded, monkeypatch):
         return SimpleNamespace(sequences=input_ids)
 
     monkeypatch.setattr(model, "generate", generate)
-    assert summaries._join(model, processor, parts_of(3), {"max_new_tokens": 4}) == ""
+    texts = [f"ball {number} <|im_end|>" for number in range(3)]
+    assert summaries._join(model, processor, texts, {"max_new_tokens": 4}) == ""
     (prompt,) = prompts
     said = processor.tokenizer.decode(prompt)
-    assert "a.mp4, 0:00 to 1:00: ball 0 <|im_end|>\na.mp4, 1:00 to 2:00: ball 1" in said
+    assert "\nball 0 <|im_end|>\nball 1 <|im_end|>" in said
     ends = prompt == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert ends.sum() <= 2, "what a chapter says ends no turn"
+
+
+REPETITIONS = [
+    ([1, 2, 3, 3, 3], False),
+    ([1, 2, 3, 3, 3, 3], True),
+    ([1, 2, 1, 2, 1, 2, 1, 2], True),
+    ([5, 1, 2, 1, 2, 1, 2, 1, 2], True),
+    ([1, 2, 1, 2, 1, 2, 1, 3], False),
+    ([7], False),
+]
+
+
+@pytest.mark.parametrize(("ids", "ends"), REPETITIONS)
+def test_a_text_ends_where_it_says_the_same_four_times(ids, ends):
+    other_row = list(range(100, 100 + len(ids)))
+    stopped = summaries.StopRepeating()(torch.tensor([ids, other_row]), None)
+    assert stopped.tolist() == [ends, False]
+
+
+REPEATED_TEXTS = [
+    ("The lemon, the lemon, the lemon, the lemon, the lemon,", "The lemon, the lemon,"),
+    ("A dog. A cat. A dog.", "A dog. A cat. A dog."),
+    ("It costs 1000000", "It costs 1000000"),
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), REPEATED_TEXTS)
+def test_a_repetition_is_said_once(text, shown):
+    assert summaries._without_repetition(text) == shown
 
 
 def test_texts_beyond_the_models_positions_are_refused(loaded, monkeypatch):
     monkeypatch.setattr(loaded[0].config.get_text_config(), "max_position_embeddings", 64)
     with pytest.raises(ValueError, match="texts of 70 chapters take .* joins them 4; the model has 64: ask for less"):
-        summaries._join(*loaded, parts_of(70), {"max_new_tokens": 4})
+        summaries._join(*loaded, ["ball"] * 70, {"max_new_tokens": 4})
 
 
 # Sources --------------------------------------------------------------------------------------------------------------
@@ -224,7 +269,7 @@ def test_a_streams_memory_is_not_summarised(loaded, session_of):
 @pytest.mark.parametrize("names", [["cut"], ["short", "still"], ["frame"]])
 def test_the_chapters_of_a_video_cover_it(session_of, names):
     session = session_of(*names)
-    summary = summarise(session, longest=4, max_new_tokens=4)
+    summary = summarise(session, chapter_seconds=4, max_new_tokens=4)
     chapters = {name: [] for name in session.names}
     for chapter in summary.chapters:
         chapters[chapter.video].append(chapter)
@@ -243,7 +288,7 @@ def test_a_library_is_summarised_as_a_session_is(loaded, videos, session_of, tin
     index(videos, tmp_path, *loaded, name=str(tiny_published))
     library = Library(tmp_path, *loaded)
     session = session_of("cut", "frame", "short", "still")
-    options = {"longest": 4, "max_new_tokens": 3}
+    options = {"chapter_seconds": 4, "max_new_tokens": 3}
     assert summarise(library, **options) == summarise(session, **options)
 
 
@@ -264,8 +309,8 @@ def test_a_path_is_not_summarised(videos):
 
 
 BAD_ARGUMENTS = [
-    ("longest", 0, "longest=0"),
-    ("longest", True, "longest=True"),
+    ("chapter_seconds", 0, "chapter_seconds=0"),
+    ("chapter_seconds", True, "chapter_seconds=True"),
     ("turns", ["a", "b"], "Got turns for a summary"),
     ("past_key_values", None, "Got past_key_values for a summary"),
     ("inputs_embeds", None, "Got inputs_embeds, which are made from the question"),
@@ -294,11 +339,12 @@ def test_the_command_prints_chapters(videos, tiny_published):
     line += ["--max-new-tokens", "3"]
     printed = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)
     (chapter,) = printed["chapters"]
-    assert printed["text"] == chapter["text"]
+    assert printed["text"] == f"0:00 to 0:10: {chapter['text']}"
+    assert printed["overview"] is None
     assert chapter["end"] == printed["seconds_of_video"] == 10
     assert printed["frames"] == 20
     assert printed["unheard"] is False
     shown = CliRunner().invoke(app, line).stdout
     assert "0.0 to 10.0" in shown
-    assert printed["text"] in shown
+    assert chapter["text"] in shown
     assert "10.0 s, 20 frames looked at\n" in shown

@@ -1,13 +1,15 @@
-"""Summaries: videos in chapters by change, each told from the tokens that cover it, joined by the model into one."""
+"""Summaries: videos in chapters by change, each described from the tokens that cover it, with an overview of all."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ..common.files import clock, printable
 from ..common.validation import show
@@ -21,10 +23,16 @@ from .ranking import Piece
 from .recall import Remembered
 from .session import batches_of
 
-JOIN = "These are parts of a video in their order, with their times. Tell what happens in all of them together."
-TOGETHER = 32  # parts that are joined at a time
+JOIN = "These are parts of a video in their order. Tell what happens in all of them together."
+TOGETHER = 32  # texts that are joined at a time
+LONGEST = 60.0  # seconds of a chapter, if the model was not trained on shorter videos only
+REPEATS = 4  # A text that says the same so often in a row ends there.
+REPEATED_TOKENS = 16  # the longest repetition that is looked for, in tokens
 # Options of a question or of `generate` that cannot be the same for every chapter.
 REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")
+_WORD = re.compile(r"\w+")
+_CLOCK_TIME = re.compile(r"\d:\d\d")
+_REPETITION = re.compile(rf"(\s.+?)\1{{{REPEATS - 1},}}$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -39,19 +47,14 @@ class Chapter:
     visual_tokens: int
 
 
-class Part(NamedTuple):
-    """What is said of a stretch, from the begin of one chapter to the end of another."""
-
-    first: Chapter
-    last: Chapter
-    text: str
-
-
 @dataclass(frozen=True)
 class Summary:
-    """What the model says of videos: of all of them, and of each chapter."""
+    """What the model says of each chapter of videos, and of all of them together."""
 
-    text: str
+    text: str  # a line for each chapter: its times, and what the model says of it
+    # What the model makes of all chapters' texts, without times. `None` if there is one chapter, if it repeats fewer of
+    # the chapters' words than a single chapter has, or if it states a time: the model is not shown any.
+    overview: str | None
     chapters: list[Chapter]
     warnings: list[str]  # as in `EncodedVideo`
     frames: int  # that were looked at
@@ -59,12 +62,26 @@ class Summary:
     unheard: bool  # whether a video has sound
 
 
+class StopRepeating(StoppingCriteria):
+    """Ends a text whose last tokens say the same thing [`REPEATS`] times in a row."""
+
+    def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
+        """Which rows of `input_ids` `[B, S]` end, bool `[B]`."""
+        ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        longest = min(REPEATED_TOKENS, input_ids.shape[1] // REPEATS)
+        for length in range(1, longest + 1):
+            tail = input_ids[:, -length * REPEATS :]
+            repeats = tail.unflatten(1, (REPEATS, length))
+            ended |= (repeats == repeats[:, :1]).all(2).all(1)
+        return ended
+
+
 def summarise(
     about,
     prompt: str = "Summarise the video.",
     *,
     names: Sequence[str] | None = None,
-    longest: float = 60.0,
+    chapter_seconds: float | None = None,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
     selection: str | Method = "coverage",
@@ -73,17 +90,17 @@ def summarise(
     **generation,
 ) -> Summary:
     """
-    Summarises the videos of a session or of a library: chapter by chapter, which the model then joins. Memory holds one
-    video's features at a time.
+    Summarises the videos of a session or of a library, chapter by chapter. Memory holds one video's features at a time.
 
     Args:
         about: a `VideoSession` or a `Library`.
         prompt: what is asked of each chapter.
         names: of the videos, all when absent.
-        longest: seconds of a chapter. A longer stretch is parted where its features change most, else in the middle.
+        chapter_seconds: the longest chapter. A longer stretch is split where its features change most, else in the
+            middle. By default a minute, or the longest video of the model's training (`trained_seconds`) if shorter.
         retention, max_visual_tokens, selection: as for `answer_questions`. Where neither count is given, as many as the
             configuration allows, `rho_max`: a prompt about everything needs more than a question about one thing.
-        max_new_tokens: of each chapter, and of what joins them; as for `answer_questions` when absent.
+        max_new_tokens: of each chapter, and of the overview; as for `answer_questions` when absent.
         progress: show a bar on standard error.
         generation: as for `generate`.
 
@@ -92,13 +109,18 @@ def summarise(
     """
     if not hasattr(about, "film"):
         raise ValueError(f"Got {type(about).__name__} to summarise; expected a VideoSession or a Library.")
-    require_positive("longest", longest)
     refused = [option for option in REFUSED if option in generation]
     if refused:
         raise ValueError(f"Got {', '.join(refused)} for a summary, which asks each chapter the same: leave it out.")
     names = _check_names(names, about.names)
     model = about.model
     processor = about.processor
+    if chapter_seconds is None:
+        chapter_seconds = min(LONGEST, model.config.qtsplus_config.trained_seconds or LONGEST)
+    require_positive("chapter_seconds", chapter_seconds)
+    stops = StoppingCriteriaList(generation.pop("stopping_criteria", ()))
+    stops.append(StopRepeating())
+    generation["stopping_criteria"] = stops
     if retention is None and max_visual_tokens is None and selection != "all":
         retention = model.config.qtsplus_config.rho_max
     chapters = []
@@ -110,7 +132,7 @@ def summarise(
             if isinstance(video, Remembered):
                 raise ValueError("What a stream remembers has no chapters to summarise: ask about it.")
             known.append(video.about)
-            edges = list(chapter_steps(video, longest))
+            edges = list(chapter_steps(video, chapter_seconds))
             for first, last in edges:
                 (answer,) = answer_questions(
                     model,
@@ -128,7 +150,7 @@ def summarise(
                     video=name,
                     start=start,
                     end=end,
-                    text=answer.answer,
+                    text=_without_repetition(answer.answer),
                     kept_tokens=answer.kept_tokens,
                     visual_tokens=answer.visual_tokens,
                 )
@@ -139,7 +161,8 @@ def summarise(
         warnings += video_known.warnings
     options = generation_options(model, generation, max_new_tokens)
     return Summary(
-        text=_join_all(model, processor, chapters, options),
+        text=_with_times(chapters, name_videos=len(names) > 1),
+        overview=_overview(model, processor, chapters, options),
         chapters=chapters,
         warnings=list(dict.fromkeys(warnings)),
         frames=sum(video.frames for video in known),
@@ -195,41 +218,56 @@ def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, in
     return parted(0, steps)
 
 
-def _join_all(
+def _with_times(chapters: Sequence[Chapter], name_videos: bool) -> str:
+    """A line for each chapter with its own times, which no model wrote."""
+    lines = []
+    for chapter in chapters:
+        span = f"{clock(chapter.start)} to {clock(chapter.end)}"
+        if name_videos:
+            span = f"{printable(chapter.video)}, {span}"
+        lines.append(f"{span}: {chapter.text}")
+    return "\n".join(lines)
+
+
+def _without_repetition(text: str) -> str:
+    """A text whose end says the same [`REPEATS`] times or more, with that said once."""
+    return _REPETITION.sub(r"\1", text).strip()
+
+
+def _overview(
     model,
     processor,
     chapters: Sequence[Chapter],
     options: dict[str, Any],
-) -> str:
-    """One text of all chapters: of groups of them, then of groups of what was said of those, until one is left."""
-    parts = [Part(chapter, chapter, chapter.text) for chapter in chapters]
-    while len(parts) > 1:
-        joined = []
-        for group in batches_of(parts, TOGETHER):
-            text = _join(model, processor, group, options)
-            first = group[0].first
-            last = group[-1].last
-            joined.append(Part(first, last, text))
-        parts = joined
-    return parts[0].text
+) -> str | None:
+    """One text of all chapters: of groups of their texts, then of groups of what was made of those, until it is one."""
+    texts = [chapter.text for chapter in chapters]
+    if len(texts) < 2:
+        return None
+    most_words = max(len(_words(text)) for text in texts)
+    chapter_words = _words(" ".join(texts))
+    while len(texts) > 1:
+        texts = [_join(model, processor, group, options) for group in batches_of(texts, TOGETHER)]
+    (overview,) = texts
+    repeated_words = _words(overview) & chapter_words
+    if len(repeated_words) < most_words or _CLOCK_TIME.search(overview):
+        return None
+    return overview
+
+
+def _words(text: str) -> set[str]:
+    return set(_WORD.findall(text.lower()))
 
 
 @torch.no_grad()
 def _join(
     model,
     processor,
-    parts: Sequence[Part],
+    texts: Sequence[str],
     options: dict[str, Any],
 ) -> str:
-    """One text that the model makes from the texts of parts and their times."""
-    lines = [JOIN]
-    for first, last, text in parts:
-        begin = f"{printable(first.video)}, {clock(first.start)}"
-        end = clock(last.end)
-        if first.video != last.video:
-            end = f"{printable(last.video)}, {end}"
-        lines.append(f"{begin} to {end}: {text}")
-    content = {"type": "text", "text": "\n".join(lines)}
+    """One text that the model makes from several."""
+    content = {"type": "text", "text": "\n".join([JOIN, *texts])}
     message = {"role": "user", "content": [content]}
     inputs = processor.conversation_inputs([[message]])
     inputs = inputs.to(model.device)
@@ -238,10 +276,10 @@ def _join(
     positions = model.config.get_text_config().max_position_embeddings
     if length + new_tokens > positions:
         raise ValueError(
-            f"The texts of {len(parts)} chapters take {length} positions and what joins them {new_tokens}; the model "
+            f"The texts of {len(texts)} chapters take {length} positions and what joins them {new_tokens}; the model "
             f"has {positions}: ask for less (max_new_tokens)."
         )
     output = model.generate(**inputs, **options)
     new_ids = output.sequences[0, length:]
     text = processor.tokenizer.decode(new_ids, skip_special_tokens=True)
-    return text.strip()
+    return _without_repetition(text)

@@ -27,6 +27,9 @@ def summarise(
     source: Source,
     choice: Choice,
     sampling: Sampling,
+    chapter_seconds: Annotated[
+        float | None, typer.Option(help="The longest chapter.", show_default="60, or less as in training")
+    ] = None,
     max_new_tokens: options.MaxNewTokens = None,
     name: Like = None,
     as_json: options.AsJson = False,
@@ -37,7 +40,9 @@ def summarise(
 
     check_videos([video], vars(sampling), {"name": name})
     talk = Talk(video, source, choice.selection)
-    stated: dict[str, Any] = dict(vars(choice), prompt=prompt, max_new_tokens=max_new_tokens)
+    stated: dict[str, Any] = dict(
+        vars(choice), prompt=prompt, chapter_seconds=chapter_seconds, max_new_tokens=max_new_tokens
+    )
     if talk.is_library:
         stated["names"] = chosen_names(talk.about, name)
     else:
@@ -52,7 +57,8 @@ def print_summary(summary: "Summary", as_json: bool) -> None:
     if as_json:
         print_json(asdict(summary))
         return
-    console.print(summary.text or "(an empty answer)", style="bold", highlight=False)
+    if summary.overview is not None:
+        console.print(summary.overview, style="bold", highlight=False)
     table = Table("video", "seconds", "kept", "chapter", box=None, padding=(0, 2, 0, 0))
     for chapter in summary.chapters:
         span = f"{chapter.start:.1f} to {chapter.end:.1f}"
