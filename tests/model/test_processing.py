@@ -541,6 +541,7 @@ def test_a_saved_processor_brings_its_code_and_loads_the_same(ramp, tmp_path):
     assert saved["auto_map"]["AutoProcessor"] == "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"
     expected = {
         "processing_qtsplus.py",
+        "processor_mixin_qtsplus.py",
         "reading_qtsplus.py",
         "conversation_qtsplus.py",
         "clock_qtsplus.py",

@@ -9,7 +9,7 @@ from transformers import BatchFeature
 from .question_qtsplus import find_places
 
 if TYPE_CHECKING:
-    from .processing_qtsplus import QTSplusProcessorMixin
+    from .processor_mixin_qtsplus import QTSplusProcessorMixin
 
 _BLANK = "\ue000"  # the place of a text in a rendered chat template; a character for private use
 # Options of `apply_chat_template` that are off where a prompt is only written to count its turns.

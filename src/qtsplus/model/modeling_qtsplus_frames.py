@@ -24,7 +24,7 @@ from transformers.processing_utils import ProcessorMixin
 from .configuration_qtsplus import Ids, QTSplusConfigMixin, with_selector
 from .generation_qtsplus import QTSplusPreTrainedMixin
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin
-from .processing_qtsplus import QTSplusProcessorMixin
+from .processor_mixin_qtsplus import QTSplusProcessorMixin
 from .prompt_qtsplus import IMAGE, VIDEO
 
 NEWLINES = ("video", "row")

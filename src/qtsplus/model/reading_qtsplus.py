@@ -19,7 +19,7 @@ from .sampling_qtsplus import FrameChoice, VideoRequest, choose_frames, frame_ch
 from .video_qtsplus import VideoChunks, VideoFile, naming, open_folder, open_video, resize_frame, shrink
 
 if TYPE_CHECKING:
-    from .processing_qtsplus import QTSplusProcessorMixin
+    from .processor_mixin_qtsplus import QTSplusProcessorMixin
 
 # What a call says about sampling; the video processor gets frames that are sampled already.
 _SAMPLING = ("fps", "num_frames", "do_sample_frames", "video_metadata")
