@@ -290,6 +290,17 @@ def test_decimals_are_numbers(arrow, tmp_path):
     assert second.content == {"id": 8.5, "nested": {}}
 
 
+@pytest.mark.parametrize("number", [7, Decimal("7.00")], ids=["whole", "decimal"])
+def test_an_id_that_is_a_number_is_read_as_its_text(arrow, tmp_path, number):
+    path = tmp_path / "set.parquet"
+    question = {"video": "a.mp4", "question": "Who?", "answer": "I.", "id": number}
+    caption = {"vision_id": "a", "caption": "A man.", "id": number}
+    for row in (question, caption):
+        write_table(path, arrow.Table.from_pylist([row]))
+        (record,) = iter_records(path)
+        assert record.id == "7"
+
+
 def test_a_repeated_column_is_refused(arrow, tmp_path):
     cells = arrow.array(["text"])
     table = arrow.Table.from_arrays([cells] * 4, ["video", "question", "question", "answer"])

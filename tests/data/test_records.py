@@ -62,7 +62,7 @@ def test_a_choice_is_asked_with_its_options_and_selects_by_its_question():
         ({"difficulty": "extreme"}, "difficulty is 'extreme'; expected 'easy', 'medium' or 'hard'"),
         ({"fps": float("nan")}, "fps is nan; expected a finite number"),
         ({"fps": 0}, "fps is 0; expected more than 0"),
-        ({"id": 7}, "id is 7; expected a text"),
+        ({"id": ["7"]}, r"id is \['7'\]; expected a text"),
     ],
 )
 def test_what_a_choice_refuses_is_named_with_what_is_expected(change, message):

@@ -366,7 +366,7 @@ def message(method, number=None, **params):
     return json.dumps(content)
 
 
-def test_lines_that_are_no_messages_end_nothing(library, tiny_published):
+def test_lines_that_are_no_messages_get_errors_and_end_nothing(library, tiny_published):
     client = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}
     half_a_character = message("tools/call", 5, name="list_videos", arguments={"text": "\ud800"})
     junk = [LONG, "[" * 10**6, half_a_character, '{"jsonrpc"', "\x00\x07", "5", '{"jsonrpc": "2.0", "id": 9}']
@@ -379,11 +379,16 @@ def test_lines_that_are_no_messages_end_nothing(library, tiny_published):
     with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdin.write("\n".join(lines) + "\n")
         process.stdin.flush()
-        replies = map(json.loads, process.stdout)
-        reply = next(reply for reply in replies if reply.get("id") == 2)
+        replies = []
+        for line in process.stdout:
+            replies.append(json.loads(line))
+            if replies[-1]["id"] == 2:
+                break
         process.stdin.close()
         assert process.wait() == 0
-    assert reply["result"]["structuredContent"]["of"] == 3
+    errors = [reply["id"] for reply in replies if "error" in reply]
+    assert errors == [None, None, 5, None, None, None, 9] * 2
+    assert replies[-1]["result"]["structuredContent"]["of"] == 3
 
 
 @pytest.mark.parametrize(

@@ -215,11 +215,9 @@ def _from_llava(row: Mapping) -> VideoRecord:
         raise ValueError(f"conversations has turns of {speakers}; expected human and gpt, one after the other.")
     questions = [_PLACEHOLDER.sub("", turn["value"]) for turn in turns[::2]]
     answers = [turn["value"] for turn in turns[1::2]]
-    fields = {"video": row.get("video"), "question": questions[-1], "answer": answers[-1]}
+    fields = {"id": row.get("id"), "video": row.get("video"), "question": questions[-1], "answer": answers[-1]}
     earlier = zip(questions[:-1], answers[:-1], strict=True)
     fields["earlier"] = list(earlier)
-    if row.get("id") is not None:
-        fields["id"] = str(row["id"])
     record = parse_record(fields)
     assert isinstance(record, VideoRecord)
     return record

@@ -47,6 +47,7 @@ def _inside(vision_id: str) -> str:
 
 String = Annotated[str, Field(min_length=0)]  # a field with a limit takes valid Unicode alone, as tokenizers do
 Text = Annotated[String, AfterValidator(_filled)]
+RowId = Annotated[String, Field(coerce_numbers_to_str=True)]  # tables number their rows
 VisionId = Annotated[Text, AfterValidator(_inside)]
 Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 
@@ -57,7 +58,7 @@ class VisionRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
     vision_id: VisionId  # a file or a folder of frames under the media root, with its suffix or without
-    id: String | None = None
+    id: RowId | None = None
     fps: Rate | None = None  # of a folder, the rate of its frames; of a file, frames to look at per second
 
     def row(self) -> dict:
@@ -130,7 +131,7 @@ class VideoRecord:
     # Turns of the conversation before this one, supervised too: many questions about a video cost one pass over it.
     earlier: tuple[tuple[String, String], ...] = ()
     fps: Rate | None = None  # of a file, frames to look at per second; of a folder, the rate of its frames
-    id: String | None = None
+    id: RowId | None = None
 
     def row(self) -> dict:
         """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""

@@ -1,8 +1,10 @@
 """`qtsplus mcp`: an agent looks into a library by the Model Context Protocol. It names videos, and never paths."""
 
 import io
+import json
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +14,12 @@ import uvicorn
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.tools import Tool
+from mcp.server.stdio import stdio_server
 from mcp.server.transport_security import TransportSecuritySettings
-from mcp_types import ToolAnnotations
+from mcp.shared.message import SessionMessage
+from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, ToolAnnotations
 from PIL import Image as Picture
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from ..asking.evidence import Interval
 from ..asking.picture import frame_at
@@ -56,6 +60,23 @@ class Shelf(MCPServer):
         self.library = library
         self.state = file_state(library.index.path)
         self.names = {printable(name): name for name in library.names}  # those of others may be no text
+
+    async def run_stdio_async(self) -> None:
+        """Serves as the SDK does, but a line that is not a message gets an error as its reply, and not silence."""
+        async with stdio_server() as (lines, replies), anyio.create_task_group() as tasks:
+            sender, messages = anyio.create_memory_object_stream[Any]()
+
+            async def pass_on() -> None:
+                async with sender:
+                    async for line in lines:
+                        if isinstance(line, ValidationError):
+                            await replies.send(_reply_to_unreadable(line))
+                        else:
+                            await sender.send(line)
+
+            tasks.start_soon(pass_on)
+            server = self._lowlevel_server
+            await server.run(messages, replies, server.create_initialization_options())
 
     async def _work(self, work: Callable, *inputs):
         """The result of `work` with the library as it is now and these inputs, from a thread, when it has its turn."""
@@ -170,6 +191,22 @@ class Shelf(MCPServer):
 
     def _chosen(self, videos: list[str]) -> list[str] | None:
         return [self._name(video) for video in videos] or None
+
+
+def _reply_to_unreadable(error: ValidationError) -> SessionMessage:
+    """The reply to a line that is not a message, with the line's id where that can be read."""
+    problem = error.errors(include_url=False)[0]
+    content = problem["input"]
+    with suppress(TypeError, ValueError, RecursionError):  # TypeError: it is JSON, and was read already
+        content = json.loads(content)
+    number = content.get("id") if isinstance(content, dict) else None
+    if isinstance(number, str):
+        number = printable(number)
+    elif type(number) is not int:
+        number = None
+    reason = printable(f"The message cannot be read: {problem['msg']}.")
+    reply = JSONRPCError(jsonrpc="2.0", id=number, error=ErrorData(code=PARSE_ERROR, message=reason))
+    return SessionMessage(reply)
 
 
 def _tool(function: Callable) -> Tool:
