@@ -1,12 +1,17 @@
 """What a recipe loads: the weights of a stock model, and a fresh selector."""
 
+import json
+import shutil
 from functools import partial
 
 import pytest
 import torch
+from tiny_recipe import write_recipe
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from qtsplus.training.models import make_model
+from qtsplus.training.models import load_either, make_model
+from qtsplus.training.recipe import load_stages
+from qtsplus.training.running import build_trainer
 from tiny import batch, prompt, stock_twin, tiny_model, token_types
 
 
@@ -61,3 +66,38 @@ def test_a_fresh_selector_scores_by_likeness(stock_folder):
         assert int(scores.argmax()) == place
         correlation = torch.corrcoef(torch.stack([scores, likeness]))
         assert correlation[0, 1] > 0.5
+
+
+# A stock base has a tokenizer, and its configuration does not say which of its ids open and close a question.
+
+
+def assert_ids_are_the_tokenizers(model, processor):
+    for name, value in processor.query_token_ids.items():
+        assert getattr(model.config, name) == value, name
+
+
+def test_a_trained_model_finds_questions_by_the_ids_of_its_base(tiny_stock, tmp_path):
+    record = {"video": None, "question": "What?", "answer": "A circle."}
+    recipe_file = write_recipe(tmp_path, [record], model={"variant": None, "weights": str(tiny_stock)})
+    (recipe,) = load_stages(recipe_file, [])
+    trainer = build_trainer(recipe)
+    assert_ids_are_the_tokenizers(trainer.model, trainer.processing_class)
+
+
+def test_a_stock_model_to_calibrate_finds_questions_by_its_own_ids(tiny_stock):
+    assert_ids_are_the_tokenizers(*load_either(str(tiny_stock)))
+
+
+def test_a_base_whose_template_writes_no_question_is_refused(tiny_stock, tmp_path):
+    folder = tmp_path / "stock"
+    shutil.copytree(tiny_stock, folder)
+    for file in folder.glob("*template*"):
+        file.unlink()
+    path = folder / "processor_config.json"
+    content = json.loads(path.read_text())
+    content["chat_template"] = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match="template of this tokenizer writes no question that begins with '<.im_start.>"
+    ):
+        load_either(str(folder))
