@@ -218,11 +218,26 @@ def test_a_query_goes_through_the_chat_template(processor, ramp, query):
         ("  \n", "expected a question, a str"),
         (["Where?", ""], "expected a question, a str"),
         (["a", "b", "c"], "3 queries for 2 rows"),
+        ("\ud800", "half a character"),
     ],
 )
 def test_queries_that_say_nothing_or_to_nobody_are_refused(processor, query, message):
     with pytest.raises(ValueError, match=message):
         processor(text=["a", "b"], query=query)
+
+
+def test_texts_that_are_not_unicode_are_refused(processor):
+    text = "a\ud800"
+    conversation = [{"role": "user", "content": text}]
+    calls = (
+        lambda: processor(text=["a", text]),
+        lambda: processor.text_ids(text),
+        lambda: processor.conversation_inputs([conversation]),
+        lambda: processor.apply_chat_template(conversation, tokenize=True, return_dict=True),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="half a character"):
+            call()
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

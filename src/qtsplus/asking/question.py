@@ -6,6 +6,7 @@ from itertools import cycle
 
 import torch
 
+from ..model.question_qtsplus import check_text
 from ..video.encoded import EncodedVideo
 from .choice import Choice
 from .recall import Remembered
@@ -166,14 +167,3 @@ def check_name(name: str) -> str:
     if not check_text("name", name).strip():
         raise ValueError("The name is empty; expected some text.")
     return name
-
-
-def check_text(what: str, text: str) -> str:
-    """The text; a `ValueError` for other values, and for text that has no bytes."""
-    if not isinstance(text, str):
-        raise ValueError(f"The {what} is {text!r}; expected a text.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"The {what} {text!r} holds half a character (a lone surrogate); expected Unicode.") from error
-    return text

@@ -14,7 +14,7 @@ from transformers.image_utils import make_flat_list_of_images
 
 from .conversation_qtsplus import plain_inputs, question_turns
 from .messages_qtsplus import read_messages
-from .question_qtsplus import find_query_mask, tokenize_query
+from .question_qtsplus import check_text, find_query_mask, tokenize_query
 from .reading_qtsplus import check_placeholders, fetch_images, open_chunks, read_videos, stand_ins
 from .sampling_qtsplus import VideoRequest, read_keys, require_count
 from .video_qtsplus import VideoChunks, resize_frame
@@ -140,7 +140,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         images = None if images is None else fetch_images(self.image_processor, images)
         # With `sanitize_control_tokens` the text holds marked tokens that only the tokenizer can tell apart.
         if text is not None and not kwargs.get("sanitize_control_tokens"):
-            written = text if isinstance(text, str) else "".join(text)
+            written = check_text("text", text if isinstance(text, str) else "".join(text))
             if videos is not None:
                 check_placeholders(written, self.video_token, videos, "videos")
             if images is not None:
@@ -188,6 +188,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text, such as an answer; none of them is a special token."""
+        check_text("text", text)
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def video_chunks(

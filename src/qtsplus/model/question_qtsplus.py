@@ -183,6 +183,17 @@ def _frame_texts(
         yield start, frame
 
 
+def check_text(what: str, text: str) -> str:
+    """The text; a `ValueError` for other values, and for text that has no bytes."""
+    if not isinstance(text, str):
+        raise ValueError(f"The {what} is {text!r}; expected a text.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"The {what} {text!r} holds half a character (a lone surrogate); expected Unicode.") from error
+    return text
+
+
 def tokenize_query(tokenizer, query: str | list[str], rows: int | None, like) -> dict:
     """
     The `query_input_ids` and `query_attention_mask` `[B, L]` of a question for all rows, or of one for each.
@@ -197,7 +208,7 @@ def tokenize_query(tokenizer, query: str | list[str], rows: int | None, like) ->
     if not isinstance(queries, (list, tuple)) or not queries:
         raise ValueError(f"query={query!r}: expected a question as a str, or a list with one for each row.")
     for row, question in enumerate(queries):
-        if not isinstance(question, str) or not question.strip():
+        if not check_text(f"query of row {row}", question).strip():
             raise ValueError(f"The query of row {row} is {question!r}; expected a question, a str that has tokens.")
     if rows is not None and len(queries) != rows:
         raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
