@@ -81,15 +81,6 @@ def test_every_kind_of_image_is_a_frame_and_hidden_files_are_none(tmp_path):
     assert frames[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("kind", ["webp", "gif", "png"])
-def test_an_animation_is_no_frame(tmp_path, kind):
-    first = Image.new("RGB", (56, 56), "red")
-    second = Image.new("RGB", (56, 56), "blue")
-    first.save(tmp_path / f"0.{kind}", save_all=True, append_images=[second])
-    with pytest.raises(ValueError, match=rf"0\.{kind}' is an animation; expected one"):
-        load_frames(image_paths(str(tmp_path)))
-
-
 def test_an_image_too_large_to_be_meant_is_unreadable(tiny_processor, tmp_path):
     image = Image.new("1", (13400, 13400))
     image.save(tmp_path / "0.png")

@@ -36,14 +36,10 @@ def model_card(model, repository: str, about: Mapping | None = None) -> str:
     sections = {section: about.pop(section, None) for section in SECTIONS}
     if "base_model" in about:
         about.setdefault("base_model_relation", "finetune")
-    tags = ["custom_code", "qtsplus", "video", "token-selection"]
-    for tag in about.pop("tags", []):
-        if tag not in tags:
-            tags.append(tag)
     front_matter = ModelCardData(
         library_name="transformers",
         pipeline_tag="video-text-to-text",
-        tags=tags,
+        tags=["custom_code", "qtsplus", "video", "token-selection"],
         **about,
     )
     text = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")

@@ -10,13 +10,13 @@ from huggingface_hub import save_torch_state_dict
 from huggingface_hub.utils import validate_repo_id
 
 from ..common.files import check_folder
-from ..common.folders import read_json, update_json, whole_folder
+from ..common.folders import update_json, whole_folder
 from ..model.generation_qtsplus import auto_map, code_of
 from .backbones import backbone_of, model_types
 from .card import card_data, model_card
 from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
 from .files import hub_configs, variants
-from .loading import load_config, load_generation_config, processor_of, refuse_adapter
+from .loading import load_config, load_generation_config, processor_of, stored_config
 
 # The line of the card's usage that names the repository.
 _CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)
@@ -56,8 +56,10 @@ def assemble_folder(
     tensors = check_weights(stored, config, source)
     if repository is None:
         repository = f"org/{folder.name}"
+    elif repository.count("/") != 1:
+        raise ValueError(f"{repository!r} is no repository's id; expected ORG/NAME.")
     else:
-        check_repository(repository)
+        validate_repo_id(repository)
     card = None
     about: dict = {}
     if (source / "README.md").exists():
@@ -117,21 +119,12 @@ def write_repository(
     model.config.save_pretrained(folder)
 
 
-def check_repository(repository: str) -> None:
-    """Raises `ValueError` for what is not "org/name"."""
-    if repository.count("/") != 1:
-        raise ValueError(f"{repository!r} is no repository's id; expected ORG/NAME.")
-    validate_repo_id(repository)
-
-
 def _check_publishable(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
-    refuse_adapter(folder)
-    model_type = read_json(folder / "config.json").get("model_type")
+    model_type = stored_config(folder).get("model_type")
     if model_type not in model_types():
         raise ValueError(
             f"{folder} holds a model of type {model_type!r}; expected one of {', '.join(model_types())}. A stock model "
             "or a reference checkpoint becomes one with qtsplus convert."
         )
-    weight_files(folder)

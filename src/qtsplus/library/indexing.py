@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from typing_extensions import Unpack
 
 from ..asking.ranking import keys_fingerprint, scoring_layer, token_keys
-from ..common.files import check_folder, counted, first_line, listed, printable, require_space, size, working_in
+from ..common.files import check_folder, counted, first_line, listed, require_space, size, working_in
 from ..common.journals import file_state
 from ..data.media import VIDEO_SUFFIXES
 from ..video.encoded import FAILURES, EncodedVideo, encode, open_chunks
@@ -34,7 +34,7 @@ def index(
     """
     Encodes the videos of a folder, and of the folders in it, that the library does not hold yet; hidden files and
     folders are passed over. Each is on disk when the next begins. The content of a file decides: a file that was moved
-    is known again. Damaged features are made again.
+    is known again.
 
     Args:
         videos: the folder; a video is called by its path in it.
@@ -240,7 +240,7 @@ class _Indexing:
         for name, path in files.items():
             entry = self.entries[name]
             content = entry["content"]
-            if content is None or self._is_stored(name, entry):
+            if content is None or self._is_stored(entry):
                 continue
             try:
                 chunks = open_chunks(self.processor, path, self.sampling)
@@ -263,19 +263,11 @@ class _Indexing:
         self.say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {folder}.")
         require_space(folder, needed, f"the features of {what}")
 
-    def _is_stored(self, name: str, entry: Entry) -> bool:
-        """Whether its features are there, and as they were written; a damaged file goes."""
+    def _is_stored(self, entry: Entry) -> bool:
+        """Whether the file of its features is there, and whole."""
         file = self.index.file(entry)
         features = entry["features"]
-        if features is None or not file.exists():
-            return False
-        try:
-            load_video(file, self.made_by, self.model, features)
-        except ValueError:
-            self.say(f"What was stored of {printable(name)} is damaged, and is made again.")
-            file.unlink()
-            return False
-        return True
+        return features is not None and file.exists() and file.stat().st_size == features["size"]
 
     def encode_all(self, waiting: dict[str, Path]) -> None:
         stored = {}
@@ -318,8 +310,6 @@ class _Indexing:
         state = file_state(path)
         if not state.items() <= entry.items():
             raise ValueError("It was changed while it was read; run the same command again.")
-        if not encoded.features.isfinite().all():
-            raise ValueError("Its features hold NaN or infinity.")
         return encoded
 
     def _note(self, name: str, entry: Entry | None) -> None:
@@ -335,9 +325,9 @@ class _Indexing:
 
     def store_keys(self) -> None:
         """Makes the keys that this model's selector has not made yet."""
-        for name, entry in self.entries.items():
+        for entry in self.entries.values():
             features = entry["features"]
-            if features is None or self._has_keys(name, entry):
+            if features is None or self.index.load_keys(entry, self.model, self.selector) is not None:
                 continue
             file = self.index.file(entry)
             video = load_video(file, self.made_by, self.model, features)
@@ -345,11 +335,3 @@ class _Indexing:
             made_from = {"made_by": self.selector, "features": features["digest"]}
             keys_file = self.index.keys_file(entry)
             save_keys(keys_file, video, keys, made_from)
-
-    def _has_keys(self, name: str, entry: Entry) -> bool:
-        try:
-            keys = self.index.load_keys(entry, self.model, self.selector)
-        except ValueError:
-            self.say(f"The keys of {printable(name)} are damaged, and are made again.")
-            return False
-        return keys is not None

@@ -33,14 +33,9 @@ def _load_frame(path: str) -> Image.Image:
     try:
         source = download(path) if is_address(path) else path
         with Image.open(source) as image:
-            frame = load_image(image)
-            is_animated = getattr(image, "is_animated", False)
-            is_animated = is_animated and image.format != "MPO"  # a camera's JPEG with a preview of itself
+            return load_image(image)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise ValueError(f"Cannot read the frame {path!r} as an image: {error}.") from error
-    if is_animated:
-        raise ValueError(f"The frame {path!r} is an animation; expected one picture.")
-    return frame
 
 
 def decode_images(paths: Sequence[str], size: tuple[int, int]) -> Iterator[np.ndarray]:

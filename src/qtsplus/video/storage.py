@@ -34,14 +34,14 @@ SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video s
 # Who stores a video notes the digest of its file elsewhere: the features are read when they are looked at.
 FEATURES = TensorFormat(
     what="stored video",
-    remedy="encode the video again",
+    remedy="remove it, and encode the video again",
     tensors={"features": TensorKind(("M", "d"))},
     texts=frozenset(["made_by", "about"]),
     has_digest=False,
 )
 KEYS = TensorFormat(
     what="stored keys",
-    remedy="run `qtsplus index` again",
+    remedy="remove it, and run `qtsplus index` again",
     tensors={
         "codes": TensorKind(("M", "key_width"), (torch.uint8,)),
         "low": TensorKind(("key_width",), (torch.float32,)),
