@@ -337,10 +337,9 @@ data.features: true | {video}
 training.output_dir: 5 | '' | {video}
 training.bf16: yes | 1 | null
 training.max_steps: x | true
-training.learning_rate: -1 | true | .nan
+training.learning_rate: true | .nan
 training.seed: 4294967296 | 1.5
 training.num_train_epochs: .nan
-training.per_device_train_batch_size: 0
 training.gradient_accumulation_steps: 1.5
 training.lr_scheduler_type: fastest | 5
 training.lr_scheduler_kwargs: '{{'
@@ -349,10 +348,8 @@ training.save_strategy: sometimes
 training.eval_strategy: steps
 training.report_to: nobody | {{}}
 training.warmup_steps: x
-training.weight_decay: -1
 training.max_grad_norm: [1]
 training.logging_steps: true
-training.dataloader_num_workers: -1
 training.lora_rank: 1.5
 training.lora_dropout: 1
 training.lora_alpha: 0

@@ -414,11 +414,7 @@ def check_made_again(folder, mine, loaded, path):
 
 NAN = float("nan")
 INF = float("inf")
-ROW = torch.tensor(3)
 OTHER_FEATURES = {
-    "NaN": lambda features: features.index_fill(0, ROW, NAN),
-    "infinity": lambda features: features.index_fill(0, ROW, INF),
-    "numbers that are too large": lambda features: features * 0 + 3e38,
     "width": lambda features: features[:, :-1],
     "rank": lambda features: features[None],
     "one number": lambda features: features[0, 0],

@@ -172,7 +172,6 @@ def change_features(data, draw):
             values[..., :-1],
             values.double(),
             values.to(torch.int8),
-            torch.full_like(values, draw.choice([torch.nan, torch.inf, -torch.inf])),
         ]
         tensors[name] = draw.choice(spoilt).contiguous()
     return save(tensors, header)

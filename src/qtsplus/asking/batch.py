@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.progress import track
 
-from ..common.files import check_output, whole_file, working_in
+from ..common.files import check_output, first_line, whole_file, working_in
 from ..common.journals import STORED, Journal, Line, Schema
 from ..common.validation import explain, show
 from ..data.formats import Row, iter_rows, media_folder
@@ -51,7 +51,7 @@ class Answered(BaseModel):
     answer: String
     kept_tokens: int
     visual_tokens: int
-    evidence: list[dict[String, str | int | float | list[int] | list[float] | None]] = []
+    evidence: list[dict[String, object]] = []
     warnings: list[str]
     unheard: bool = False
 
@@ -128,19 +128,18 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
 
 def _read_csv(path: Path) -> list[Row]:
     """The rows of a table whose first line names its columns; empty cells and empty rows are left out."""
-    rows = []
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            csv.field_size_limit(2**31 - 1)  # no less than of JSONL
-            table = csv.DictReader(file, strict=True)
-            for number, cells in enumerate(table, start=1):
-                filled = {name: cell for name, cell in cells.items() if cell}
-                if None in filled:
-                    rows.append(Row(number, problem="it has more cells than the first line has names."))
-                elif filled:
-                    rows.append(Row(number, filled))
+            table = list(csv.DictReader(file))
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
+    rows = []
+    for number, cells in enumerate(table, start=1):
+        filled = {name: cell for name, cell in cells.items() if cell}
+        if None in filled:
+            rows.append(Row(number, problem="it has more cells than the first line has names."))
+        elif filled:
+            rows.append(Row(number, filled))
     return rows
 
 
@@ -158,12 +157,12 @@ class Asker:
 
     def settings(self) -> dict[str, Any]:
         """All that decides an answer, with a digest of the model's files and of those of a method of one's own."""
-        method_file = str(self.choice.selection or "").rpartition(":")[0]
-        settings = dict(vars(self))
+        method_file, _, _ = str(self.choice.selection).rpartition(":")
+        files = _digest([media_state(self.model), media_state(method_file)])
+        settings = dict(vars(self), **vars(self.choice), files=files)
         del settings["device"]
         del settings["choice"]
-        settings["files"] = _digest([media_state(self.model), media_state(method_file)])
-        return settings | vars(self.choice)
+        return settings
 
     def answers(self, waiting: Sequence[list[Task]]) -> Iterator[tuple[Task, dict[str, object]]]:
         """
@@ -193,8 +192,7 @@ class Asker:
                     fields = result.as_dict()
                     yield tasks[number], {name: fields[name] for name in Answered.model_fields}
                 else:
-                    reason = " ".join(str(result).split())
-                    yield tasks[number], {"error": reason or type(result).__name__}
+                    yield tasks[number], {"error": first_line(result)}
 
     def _question(self, row: QuestionRow) -> Question:
         choice = replace(
@@ -224,12 +222,13 @@ def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
         with whole_file(out) as file:
             for row in questions.rows:
                 if row.number in questions.tasks:
-                    entry = journal.done[questions.tasks[row.number].key]
+                    task = questions.tasks[row.number]
+                    fields = journal.done[task.key].model_dump(exclude_unset=True)
                 else:
-                    entry = Failed(error=questions.problems[row.number])
-                line = _named(row) | entry.model_dump(exclude_unset=True)
+                    fields = {"error": questions.problems[row.number]}
+                line = _named(row) | fields
                 file.write(json.dumps(line) + "\n")
-                counts["error" if isinstance(entry, Failed) else "answer"] += 1
+                counts["error" if "error" in fields else "answer"] += 1
     return counts
 
 
@@ -250,10 +249,8 @@ def _waiting(questions: Questions, journal: Journal) -> list[list[Task]]:
 def _named(row: Row) -> dict[str, object]:
     """The id, video and question of a row as they are in the file, also where they are not valid."""
     content = row.content if isinstance(row.content, Mapping) else {}
-    named: dict[str, object] = {}
+    named: dict[str, object] = {"id": row.number}
     for name in ("id", "video", "question"):
-        value = content.get(name)
+        value = content.get(name, named.get(name))
         named[name] = value if isinstance(value, str | int | None) else show(value)
-    if named["id"] is None:
-        named["id"] = row.number
     return named

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -104,15 +105,10 @@ def evidence_intervals(
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """The first place of each run of true flags, and the place behind its last."""
-    first = None
-    for place, flag in enumerate(flags):
-        if flag and first is None:
-            first = place
-        elif not flag and first is not None:
-            yield first, place
-            first = None
-    if first is not None:
-        yield first, len(flags)
+    for is_run, group in groupby(range(len(flags)), key=flags.__getitem__):
+        places = list(group)
+        if is_run:
+            yield places[0], places[-1] + 1
 
 
 def _bounding_box(weights: torch.Tensor) -> Box:
@@ -123,14 +119,11 @@ def _bounding_box(weights: torch.Tensor) -> Box:
     height, width = weights.shape
     cells = map(tuple, weights.nonzero().tolist())
     ungrouped = dict.fromkeys(cells)  # in the order of the rows
-    heaviest: list[tuple[int, int]] = []
-    most_weight = -1.0
-    values = weights.tolist()
+    groups = []
     while ungrouped:
-        group = [ungrouped.popitem()[0]]
-        group_weight = 0.0
+        cell, _ = ungrouped.popitem()
+        group = [cell]
         for row, column in group:  # which grows meanwhile
-            group_weight += values[row][column]
             neighbours = [
                 (row - 1, column),
                 (row + 1, column),
@@ -141,9 +134,9 @@ def _bounding_box(weights: torch.Tensor) -> Box:
                 if cell in ungrouped:
                     del ungrouped[cell]
                     group.append(cell)
-        if group_weight > most_weight:
-            heaviest = group
-            most_weight = group_weight
+        groups.append(group)
+    values = weights.tolist()
+    heaviest = max(groups, key=lambda group: sum(values[row][column] for row, column in group))
     rows, columns = zip(*heaviest, strict=True)
     left = min(columns) / width
     top = min(rows) / height

@@ -62,12 +62,10 @@ class Batch:
         """A `ValueError` for questions that cannot be asked."""
         for question in self.questions:
             check_question(model, processor, question)
-        is_list = isinstance(self.turns, list | tuple)
-        if not is_list or len(self.turns) % 2:
+        if not isinstance(self.turns, list | tuple) or len(self.turns) % 2:
             raise ValueError(f"turns={self.turns!r}; expected a list of questions and their answers, in turn.")
         counts = (0, len(self.questions))
-        is_list = isinstance(self.queries, list | tuple)
-        if not is_list or len(self.queries) not in counts:
+        if not isinstance(self.queries, list | tuple) or len(self.queries) not in counts:
             raise ValueError(f"queries={self.queries!r}; expected a list of texts, one for each question.")
         for turn in self.turns:
             check_text("turn", turn)
@@ -154,8 +152,6 @@ def check_question(
     if not check_text("question", question).strip():
         raise ValueError("The question is empty; expected some text.")
     most = model.config.get_text_config().max_position_embeddings
-    if 4 * len(question.encode()) < most:  # a token is at least a byte, of which normalising makes three at most
-        return
     encoded = processor.tokenizer(question, add_special_tokens=False)
     tokens = len(encoded["input_ids"])
     if tokens >= most:

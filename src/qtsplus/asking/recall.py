@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,20 +12,13 @@ from ..model.prompt_qtsplus import VIDEO, Layout
 from ..video.encoded import EncodedVideo
 
 
-class Clock(Protocol):
-    """What the cameras of a stream share."""
-
-    frames_per_step: int
-    seconds_per_step: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Remembered(EncodedVideo):
     """
     What a stream remembers of a camera, as a video of the steps that are left.
 
     Args:
-        clock: the stream, whose cameras share one.
+        frames_per_step: of every camera of the stream.
         cells: the tokens of a whole step.
         rows: the step in time of each step of the grid.
         missing: frames that the last of them lacks.
@@ -34,7 +26,7 @@ class Remembered(EncodedVideo):
         places: `[M]` ascending, where the features stand in the grid, which has more tokens.
     """
 
-    clock: Clock
+    frames_per_step: int
     cells: int
     rows: list[int]
     missing: int
@@ -44,12 +36,12 @@ class Remembered(EncodedVideo):
     @property
     def frames(self) -> int:
         steps = (self.places // self.cells).unique()
-        return self.clock.frames_per_step * len(steps) - self.missing
+        return self.frames_per_step * len(steps) - self.missing
 
     def span(self, first: int, last: int) -> tuple[float, float]:
         start_step = self.rows[first]
         end_step = self.rows[last - 1] + 1
-        seconds = self.clock.seconds_per_step
+        seconds = self.seconds_per_step
         start = self.begins.get(start_step, start_step * seconds)
         regular_end = min(end_step * seconds, self.length)
         end = self.begins.get(end_step, regular_end)
@@ -69,27 +61,26 @@ def narrowed(
     backbone = model.model
     grids = layout.grids[VIDEO]
     is_text = backbone.token_types(layout.input_ids) != VIDEO
-    room = model.config.get_text_config().max_position_embeddings - new_tokens
-    room -= int(is_text.sum())
+    positions = model.config.get_text_config().max_position_embeddings
+    room = positions - new_tokens - int(is_text.sum())
     for _, height, width in grids:
         room -= max(height, width)
-    clock = videos[0].clock
-    positions_per_step = max(backbone.tokens_per_second * clock.seconds_per_step, 1)
-    most_steps = int(room / positions_per_step) - 1
-    numbers = within([video.rows for video in videos], max(most_steps, 1))
+    positions_per_step = backbone.tokens_per_second * videos[0].seconds_per_step
+    most_steps = int(room / max(positions_per_step, 1)) - 1
+    rows = [video.rows for video in videos]
+    numbers = within(rows, max(most_steps, 1))
     layout = at_steps(backbone, layout, numbers)
     layout = layout.narrow([video.places for video in videos])
     if backbone.rope_axes == 1:  # the language model counts tokens: those that are there
-        row = layout.rows[0]
-        columns = row.columns
-        order = torch.arange(len(columns), device=columns.device)
+        (row,) = layout.rows
+        order = torch.arange(len(row.columns), device=row.columns.device)
         row = replace(row, language_positions=order[None])
         layout = replace(layout, rows=[row])
     places = []
-    first = 0
+    tokens_before = 0
     for video, grid in zip(videos, grids, strict=True):
-        places.append(video.places + first)
-        first += math.prod(grid)
+        places.append(video.places + tokens_before)
+        tokens_before += math.prod(grid)
     return layout, torch.cat(places)
 
 
@@ -113,22 +104,20 @@ def within(
     Where the time between the oldest and the newest is longer, the newer half of the positions is true, and all that
     is older is drawn together evenly.
     """
-    first = min(steps[0] for steps in rows)
-    last = max(steps[-1] for steps in rows)
-    true = most // 2  # positions of the newest steps
-    drawn_together = most - true
-    share = 1.0
-    if last - first > most:
-        share = drawn_together / (last - true - first)
+    oldest = min(steps[0] for steps in rows)
+    newest = max(steps[-1] for steps in rows)
+    excess = max(0, newest - oldest - most)
+    drawn_together = most - most // 2  # positions of the older steps
+    share = drawn_together / (drawn_together + excess)
     numbers = []
     for steps in rows:
-        counted = []
+        numbers_of_row = []
         for step in steps:
-            since_oldest = step - first
-            newer = min(most - last + step, since_oldest)
-            older = int(since_oldest * share)
-            counted.append(max(newer, older))
-        numbers.append(counted)
+            number = step - oldest
+            true_number = number - excess
+            older_number = int(number * share)
+            numbers_of_row.append(max(true_number, older_number))
+        numbers.append(numbers_of_row)
     return numbers
 
 
@@ -138,12 +127,11 @@ def at_steps(
     numbers: Sequence[Sequence[int]],
 ) -> Layout:
     """The layout of one prompt, whose videos have steps with these numbers in time in place of 0, 1, 2, ..."""
-    row = layout.rows[0]
+    (row,) = layout.rows
     positions = row.positions.clone()
-    language = row.language_positions.clone()
-    shifts = []
-    for video, steps_of_video in enumerate(numbers):
-        shifts.append(_shifts(model, layout, video, steps_of_video))
+    language_positions = row.language_positions.clone()
+    has_language_time = model.rope_axes == 3 and not model.frames_apart  # else time is text, or a token's number
+    shifts = [_shifts(model, layout, video, numbers[video]) for video in range(len(numbers))]
     for span in row.spans:
         selector_shift, language_shift = shifts[span.index]
         frames, height, width = span.grid
@@ -151,9 +139,9 @@ def at_steps(
         columns = span.token_columns().to(positions.device)
         cells = height * width
         positions[0, columns] += selector_shift[steps].repeat_interleave(cells)
-        if model.rope_axes == 3 and not model.frames_apart:  # else time is text, or a token's number
-            language[0, columns] += language_shift[steps].repeat_interleave(cells)
-    row = replace(row, positions=positions, language_positions=language)
+        if has_language_time:
+            language_positions[0, columns] += language_shift[steps].repeat_interleave(cells)
+    row = replace(row, positions=positions, language_positions=language_positions)
     return replace(layout, rows=[row])
 
 
@@ -171,9 +159,8 @@ def _shifts(
     line = VisualSpan(VIDEO, video, 0, grid)
     by_selector = model.row_positions([line], line.length, layout.seconds, device)
     by_language_model = model.language_positions([line], by_selector)
-    shifts = []
-    for positions in (by_selector, by_language_model):
-        clock = positions[0]
-        shifts.append(clock[steps] - clock[:count])
-    selector_shift, language_shift = shifts
+    selector_clock = by_selector[0]
+    language_clock = by_language_model[0]
+    selector_shift = selector_clock[steps] - selector_clock[:count]
+    language_shift = language_clock[steps] - language_clock[:count]
     return selector_shift, language_shift

@@ -369,7 +369,7 @@ class Stream:
             seconds_per_step=self.seconds_per_step,
             about=AboutVideo(metadata),
             seconds=0.0,
-            clock=self,
+            frames_per_step=self.frames_per_step,
             cells=cells,
             rows=rows,
             missing=missing,

@@ -8,9 +8,14 @@ from transformers import TrainingArguments
 
 from ..common.validation import STRICT, check_types
 
+Rank = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Range = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
+Heads = Annotated[list[tuple[int, int]], Field(min_length=1)]
 # Fields of Transformers that change nothing here, or not what they say: what they may be, and why.
 _WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "average_tokens_across_devices": ((True,), "losses are means over the tokens of all processes"),
@@ -19,15 +24,6 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "resume_from_checkpoint": ((None,), "use --resume, or trainer.train's argument"),
     "train_sampling_strategy": (("random", "sequential"), "a record tells no length before its video is read"),
     "use_liger_kernel": ((False,), "Liger has no kernels for this model"),
-}
-# Fields of Transformers that it takes without a word, or with an error from deep inside a run: the least value.
-_LEAST = {
-    "learning_rate": 0,
-    "weight_decay": 0,
-    "dataloader_num_workers": 0,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
 }
 
 
@@ -83,15 +79,15 @@ class QTSplusTrainingArguments(TrainingArguments):
     freeze_scores: bool = False
     freeze_language_model: bool = True
     freeze_vision_model: bool = True
-    lora_rank: Annotated[int, Field(ge=0)] = 0
-    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lora_rank: Rank = 0
+    lora_alpha: Positive = 32.0
+    lora_dropout: Dropout = 0.0
     sft_loss: Literal["token_mean", "sum_of_sources"] = "token_mean"
     dual_learning_rate: NotNegative = 0.1
-    retention_range: Annotated[list[Fraction], Field(min_length=2, max_length=2)] | None = None
+    retention_range: Range | None = None
     retention_share: Share = 0.5
     relevance_weight: NotNegative = 0.0
-    relevance_heads: Annotated[list[tuple[int, int]], Field(min_length=1)] | None = None
+    relevance_heads: Heads | None = None
     relevance_positions: Literal["answer", "question", "both"] = "answer"
     max_skipped: Share = 0.1
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
@@ -101,22 +97,19 @@ class QTSplusTrainingArguments(TrainingArguments):
         super().__post_init__()
         ours = {name: getattr(self, name) for name in QTSplusTrainingArguments.__annotations__}
         check_types("", QTSplusTrainingArguments, ours)
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name}={value!r}: expected at least {least}.")
         for name, (values, reason) in _WITHOUT_EFFECT.items():
             value = getattr(self, name)
             if value not in values:
                 expected = " or ".join(map(repr, values))
                 raise ValueError(f"{name}={value!r} has no effect here: {reason}. Expected {expected}.")
-        if self.retention_range is not None and self.retention_range[0] > self.retention_range[1]:
+        if self.retention_range is not None and self.retention_range != sorted(self.retention_range):
             raise ValueError(f"retention_range={self.retention_range}: expected the lowest fraction first.")
-        frozen = self.freeze_language_model and self.freeze_vision_model
-        if self.lora_rank and (self.freeze_selector or self.freeze_scores or not frozen):
+        keeps_scores = self.freeze_selector or self.freeze_scores
+        trains_base = not self.freeze_language_model or not self.freeze_vision_model
+        if self.lora_rank and (keeps_scores or trains_base):
             raise ValueError(
                 "lora_rank trains adapters on a frozen language model, and the selector: leave "
                 "freeze_language_model and freeze_vision_model true, freeze_selector and freeze_scores false."
             )
-        if self.relevance_weight and (self.freeze_selector or self.freeze_scores):
+        if self.relevance_weight and keeps_scores:
             raise ValueError("relevance_weight teaches the scores: leave freeze_selector and freeze_scores false.")
