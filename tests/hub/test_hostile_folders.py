@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from qtsplus.cli import app
 from qtsplus.common.folders import reading
 from qtsplus.hub.loading import check_values, load, load_processor
-from qtsplus.model.encoding_qtsplus import is_finite
+from qtsplus.model.methods_qtsplus import is_finite
 
 ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}{% endfor %}"
 SILENT = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import qtsplus.model.encoding_qtsplus as encoding
 from model_checks import mixed_inputs, shared_model, trainable, with_labels
 from qtsplus.model.encoding_qtsplus import chunk_steps
+from qtsplus.model.methods_qtsplus import METHODS
 from tiny import PATCH_VALUES, batch, prompt, seeded, stock_twin, tiny_model
 
 
@@ -146,6 +147,22 @@ def test_features_that_do_not_fit(method, change, message):
     inputs |= change
     with pytest.raises(ValueError, match=message):
         getattr(model, method)(**inputs)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("call", [{}, {"retention": 0.5}], ids=["own budget", "half"])
+@pytest.mark.parametrize("selection", METHODS)
+@pytest.mark.parametrize("budget", ["rho", "loss"])
+def test_features_that_are_not_finite_are_refused(budget, selection, call, value):
+    if selection == "all":
+        call = {}
+    model = tiny_model(selection=selection, budget=budget)
+    videos = [(2, 4, 4), (4, 4, 4)]
+    inputs = encoded(model, batch(prompt(videos=videos), prompt(videos=videos[:1], seed=1)))
+    inputs["video_features"][1][3, 5] = value
+    for method in (model, model.generate):
+        with pytest.raises(ValueError, match="finite (values|features)"):
+            method(**inputs, **call)
 
 
 @pytest.mark.parametrize("frames", [0, -2, 1.5, True])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qtsplus.model.encoding_qtsplus import is_finite, stored_parts
+from qtsplus.model.encoding_qtsplus import stored_parts
+from qtsplus.model.methods_qtsplus import is_finite
 from tiny import assert_same, batch, prompt, tiny_model
 
 GRID = (2, 4, 6)  # 48 patches, 12 tokens

@@ -107,7 +107,8 @@ class QTSplusLossHead(nn.Module):
         relevance = log_relevance.exp()
         total = relevance.sum()
         threshold = NEAR_SHARE * relevance.max()
-        near = relevance[relevance >= threshold]
+        is_far = relevance < threshold
+        near = relevance[~is_far]  # all of them if there is a NaN, which is refused later
         near = near.sort(descending=True).values
         shares = near / (near.sum() + EPSILON)
         entropy = torch.special.entr(shares).sum()
@@ -129,6 +130,8 @@ def kept_count(
     n_max: int,
 ) -> int:
     """Line 4: `n = min(ceil(rho M), n_max)`, at least 1."""
+    if math.isnan(rho):
+        raise ValueError("The predicted budget is NaN: expected finite features, and weights that do not overflow.")
     # A product such as 0.07 * 100 = 7.000000000000001 must not cost a token more.
     wanted = math.ceil(round(rho * num_tokens, 6))
     return max(1, min(wanted, n_max))

@@ -28,6 +28,7 @@ from transformers.vision_utils import (
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
+from .methods_qtsplus import is_finite
 from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs
 from .sampling_qtsplus import require_count
 
@@ -238,20 +239,6 @@ def stored_parts(weight: Tensor) -> list[Tensor]:
         inner = getattr(weight, name)
         parts += stored_parts(inner)
     return parts
-
-
-def is_finite(values: Tensor) -> bool:
-    """
-    Whether a tensor holds neither NaN nor infinity. Its extremes tell: a sum in float32 is slow, or needs a copy, for
-    values of 16 bits.
-    """
-    if not values.is_floating_point() or values.numel() == 0:
-        return True
-    if values.dtype.itemsize == 1:  # float8 has no extremes
-        values = values.to(torch.bfloat16)
-    lowest, highest = values.detach().aminmax()
-    extremes = torch.stack([lowest, highest])
-    return bool(extremes.isfinite().all())
 
 
 # --- Vision towers ---

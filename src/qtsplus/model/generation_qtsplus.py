@@ -17,7 +17,8 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.generation.streamers import BaseStreamer
 
 from .columns_qtsplus import CachedPrompt, check_cache
-from .encoding_qtsplus import is_finite, stored_parts
+from .encoding_qtsplus import stored_parts
+from .methods_qtsplus import is_finite
 from .prompt_qtsplus import (
     CACHE,
     CompactPrompt,

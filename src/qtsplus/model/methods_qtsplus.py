@@ -391,10 +391,28 @@ def no_question(row: int, num_tokens: int) -> ValueError:
     )
 
 
-def check_kept(choices: Sequence[tuple[Tensor, int, int]], selection: str | Method) -> None:
+def is_finite(values: Tensor) -> Tensor:
     """
-    Raises `ValueError` for a result of a method that is not `[n]` ascending indices of the tokens. All are read in one
-    transfer to the host.
+    Scalar bool, whether a tensor holds neither NaN nor infinity. Its extremes tell: a sum in float32 is slow, or needs
+    a copy, for values of 16 bits.
+    """
+    if not values.is_floating_point() or values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    if values.dtype.itemsize == 1:  # float8 has no extremes
+        values = values.to(torch.bfloat16)
+    lowest, highest = values.detach().aminmax()
+    extremes = torch.stack([lowest, highest])
+    return extremes.isfinite().all()
+
+
+def check_kept(
+    choices: Sequence[tuple[Tensor, int, int]],
+    selection: str | Method,
+    video_features: Sequence[Tensor] = (),
+) -> None:
+    """
+    Raises `ValueError` for a result of a method that is not `[n]` ascending indices of the tokens, and for features of
+    the caller that are not finite. All are read in one transfer to the host.
 
     Args:
         choices: the result of each row, with n and M.
@@ -407,8 +425,13 @@ def check_kept(choices: Sequence[tuple[Tensor, int, int]], selection: str | Meth
         descends = (kept.diff() < 1).any()
         is_outside = (kept[0] < 0) | (kept[-1] >= num_tokens)
         are_wrong.append(descends | is_outside)
-    if are_wrong and torch.stack(are_wrong).any():
-        raise _wrong_choice(selection)
+    are_broken = [~is_finite(tokens) for tokens in video_features]
+    flaws = are_wrong + are_broken
+    if not flaws or not torch.stack(flaws).any():
+        return
+    if any(are_broken):
+        raise ValueError("NaN or infinity in video_features: expected finite values, as encode_videos returns them.")
+    raise _wrong_choice(selection)
 
 
 def _wrong_choice(selection: str | Method) -> ValueError:

@@ -76,12 +76,14 @@ def choose(
     selection: SelectionInputs,
     *,
     sample_gate: bool | None = None,
+    is_checked: bool = True,
 ) -> tuple[list[Tensor], QTSplusOutput]:
     """
     Per row the kept tokens `[n_b, token_width]`, and how they were chosen.
 
     Args:
         sample_gate: as for [`QTSplusSelector`].
+        is_checked: whether the features are known to be finite.
     """
     device = layout.mask.device
     width = model.config.text_config.hidden_size
@@ -116,6 +118,7 @@ def choose(
         reencode=selection.reencode,
         sample_gate=sample_gate,
         attention=attention,
+        unchecked=() if is_checked else list(moved.values()),
     )
     if nothing.shape[1] == width:
         return selected, qtsplus
@@ -218,7 +221,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         """From the caller's prompts to the shortened ones; see [`lay_out`], [`choose`] and [`splice`]."""
         layout = lay_out(self, visual, input_ids, attention_mask, position_ids)
         features = encode_visual(self, visual, layout.grids)
-        selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate)
+        is_checked = visual.video_features is None
+        selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate, is_checked=is_checked)
         prompt = splice(self, layout, features, selected, qtsplus, pad_left)
         prompt.is_asked_apart = selection.query_input_ids is not None
         return prompt

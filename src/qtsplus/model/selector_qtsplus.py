@@ -429,6 +429,7 @@ class QTSplusSelector(nn.Module):
         reencode: bool = True,
         sample_gate: bool | None = None,
         attention: Sequence[Callable[[], Tensor]] | None = None,
+        unchecked: Sequence[Tensor] = (),
     ) -> tuple[list[Tensor], QTSplusOutput]:
         """
         Args:
@@ -442,6 +443,7 @@ class QTSplusSelector(nn.Module):
             sample_gate: use the training gate; `self.training` if `None`.
             attention: per row a function that computes the `[M_b]` log-attention of the language model, for methods
                 that need it.
+            unchecked: features that may hold NaN or infinity.
 
         Returns:
             per row `[n_b, d]` tokens for the language model, in their original order, and a [`QTSplusOutput`].
@@ -477,7 +479,7 @@ class QTSplusSelector(nn.Module):
         for row in rows:
             if row.gates is None and row.budget.n:
                 choices.append((row.kept_indices, row.budget.n, row.candidates.num_tokens))
-        check_kept(choices, call.selection)
+        check_kept(choices, call.selection, unchecked)
 
         features = [take_tokens(self.config, row) for row in rows]
         if reencode:
