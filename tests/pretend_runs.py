@@ -15,7 +15,7 @@ import pretend_device
 from clips import LIBRARY, render_world, write_mp4, write_records
 from qtsplus import Stream, VideoSession, ask, encode, summarise
 from qtsplus.evaluation.calibration import calibrate, read_labelled
-from qtsplus.evaluation.exact_match import exact_match
+from qtsplus.evaluation.evaluate import evaluate_records
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
 from qtsplus.model.methods_qtsplus import METHODS
@@ -470,7 +470,7 @@ def test_calibration_and_evaluation(bundled, tmp_path):
     written = []
     calibrations = []
     for model in pair.models:
-        outcomes = exact_match(model, processor, records)
+        outcomes = evaluate_records(model, processor, records)
         written.append([outcome.said for outcome in outcomes])
         calibrations.append(calibrate(model, processor, questions))
     assert written[0] == written[1]

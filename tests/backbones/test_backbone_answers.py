@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.exact_match import exact_match
+from qtsplus.evaluation.evaluate import evaluate_records
 from qtsplus.evaluation.labelled import Sighting, sighting_tokens
 
 FRAME_SIZE = 168
@@ -76,7 +76,7 @@ def test_answers_say_what_was_kept(model, processor, clips):
     (features,) = model.encode_videos(pixels, inputs["video_grid_thw"])
     tokens = len(features)
     for retention in (0.25, 1.0):
-        for result in exact_match(model, processor, records, retention=retention):
+        for result in evaluate_records(model, processor, records, retention=retention):
             assert result.visual_tokens == tokens
             assert result.kept_tokens == math.ceil(retention * tokens)
 

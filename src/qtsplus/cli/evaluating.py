@@ -1,7 +1,7 @@
 """`qtsplus eval`: how well a model answers."""
 
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.table import Table
@@ -21,25 +21,50 @@ def evaluate(
     source: Source,
     retention: Retention = None,
     selection: Selection = None,
+    match: Annotated[
+        Literal["answer", "exact", "likelihood", "judge"],
+        typer.Option(
+            help="What is right: a sentence that gives the answer; the answer to the letter; the most likely letter of "
+            "the options, and else a sentence; what a judge takes for right."
+        ),
+    ] = "answer",
+    judge: Annotated[str | None, typer.Option(help="The address of an OpenAI-compatible server.")] = None,
+    judge_model: Annotated[str | None, typer.Option(help="The judge's name there.")] = None,
     media_root: MediaRoot = None,
     as_json: AsJson = False,
 ) -> None:
     """
-    Ask a model the questions of a file, and count the answers that match to the letter.
+    Ask a model the questions of a file, and count the right answers.
 
     The questions of a video that cannot be read count as wrong, and the video is listed.
     """
     from ..data.formats import read_records
-    from ..evaluation.exact_match import exact_match, tally
+    from ..evaluation.evaluate import evaluate_records, tally
+    from ..evaluation.matching import Matcher, gives_answer, is_exact, judge_at
     from ..training.dataset import require_rates
 
     if selection == "all" and retention is not None:
         fail("--retention has no effect with --selection all, which keeps every token")
+    judge_options = {match == "judge", judge is not None, judge_model is not None}
+    if len(judge_options) > 1:
+        fail("--match judge, --judge and --judge-model belong together")
+    matcher: Matcher = gives_answer
+    if match == "exact":
+        matcher = is_exact
+    if judge is not None and judge_model is not None:
+        matcher = judge_at(judge, judge_model)
     questions = [record for record in read_records(records, media_root) if record.video is not None]
     if not questions:
         fail(f"{records} holds no question about a video")
     require_rates(questions)
-    asked = exact_match(*source.load(selection), questions, retention=retention, selection=selection)
+    asked = evaluate_records(
+        *source.load(selection),
+        questions,
+        retention=retention,
+        selection=selection,
+        matcher=matcher,
+        by_likelihood=match == "likelihood",
+    )
     summary = tally(asked)
     for video in summary["unreadable"]:
         wrong = counted(video["questions"], "question")

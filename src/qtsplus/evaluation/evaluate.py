@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from string import ascii_uppercase
 from typing import Any
 
 from transformers.utils import logging
@@ -17,8 +18,18 @@ from ..data.records import VideoRecord
 from ..model.methods_qtsplus import Method
 from ..training.dataset import require_rates
 from ..video.sampling import Sampling
+from .matching import Matcher, is_exact
 
-Video = tuple[str, float | None]  # its place, and the rate at which it is read
+SENTENCE = 64  # tokens of an answer that need not be the record's to the letter
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What records that are asked together share."""
+
+    video: str
+    fps: float | None
+    letters: str  # of the options between which the answer is chosen by likelihood
 
 
 @dataclass(frozen=True)
@@ -29,19 +40,15 @@ class Outcome:
     said: str = ""
     visual_tokens: int = 0
     kept_indices: tuple[int, ...] = ()  # of the visual tokens, those that the language model read
+    correct: bool = False
     unreadable: str | None = None  # why its video could not be read
 
     @property
     def kept_tokens(self) -> int:
         return len(self.kept_indices)
 
-    @property
-    def correct(self) -> bool:
-        """Whether what was said is the record's answer to the letter."""
-        return self.unreadable is None and self.said == self.record.answer
 
-
-def exact_match(
+def evaluate_records(
     model,
     processor,
     records: Sequence[VideoRecord],
@@ -49,37 +56,62 @@ def exact_match(
     retention: float | None = None,
     selection: str | Method | None = None,
     batch_size: int = 16,
+    matcher: Matcher = is_exact,
+    by_likelihood: bool = False,
 ) -> list[Outcome]:
     """
-    Greedy answers to records with a video, compared with the records' own, letter for letter: an outcome for each. Each
-    video is encoded once for all of its questions, of which `batch_size` are asked at a time. A `ValueError` for a
-    folder of frames whose record does not give its rate, and for a question longer than the model's positions.
+    Greedy answers to records with a video, and whether they are right: an outcome for each record. Each video is
+    encoded once for all of its questions, of which `batch_size` are asked at a time.
+
+    Args:
+        matcher: says whether a text gives a record's answer (`matching.py`).
+        by_likelihood: of a record with options, the answer is the letter that the model finds most likely.
+
+    Raises:
+        ValueError: a folder of frames whose record does not give its rate; a question longer than the model's
+            positions; for `by_likelihood`, a tokenizer in which a letter is several tokens.
     """
     require_rates(records)
-    longest = 0
+    max_new_tokens = 0
     for record in records:
         check_question(model, processor, record.question)
-        longest = max(longest, len(processor.text_ids(record.answer)))
+        max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
+    if matcher is not is_exact:
+        max_new_tokens = max(max_new_tokens, SENTENCE)
     choice = Choice(retention=retention, selection=selection)
-    by_video: dict[Video, list[VideoRecord]] = {}
+    groups: dict[_Group, list[VideoRecord]] = {}
     for record in dict.fromkeys(records):
-        video = (str(record.video), record.fps)
-        by_video.setdefault(video, []).append(record)
+        letters = ""
+        if by_likelihood and record.options:
+            letters = ascii_uppercase[: len(record.options)]
+        groups.setdefault(_Group(str(record.video), record.fps, letters), []).append(record)
     outcomes: dict[VideoRecord, Outcome] = {}
-    for (name, fps), asked in logging.tqdm(by_video.items(), "Asking", disable=None):
+    for group, asked in logging.tqdm(groups.items(), "Asking", disable=None):
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+        if group.letters:
+            options = _one_of(processor, group.letters)
         results = answer_file(
             model,
             processor,
-            name,
-            Sampling(fps=fps),
+            group.video,
+            Sampling(fps=group.fps),
             [_question(record, choice) for record in asked],
             batch_size=batch_size,
             do_sample=False,
-            max_new_tokens=longest + 2,
+            **options,
         )
         for number, result in results:
-            outcomes[asked[number]] = _outcome(asked[number], result)
+            outcomes[asked[number]] = _outcome(asked[number], result, matcher)
     return [outcomes[record] for record in records]
+
+
+def _one_of(processor, letters: str) -> dict[str, Any]:
+    """Options of `generate` for an answer of one token, the most likely of the letters."""
+    ids = [processor.text_ids(letter) for letter in letters]
+    if max(map(len, ids)) > 1:
+        raise ValueError(f"The tokenizer has no single tokens for {letters}, which choices by likelihood need.")
+    allowed = [letter_ids[0] for letter_ids in ids]
+    return {"max_new_tokens": 1, "prefix_allowed_tokens_fn": lambda row, written: allowed}
 
 
 def _question(record: VideoRecord, choice: Choice) -> Question:
@@ -90,6 +122,7 @@ def _question(record: VideoRecord, choice: Choice) -> Question:
 def _outcome(
     record: VideoRecord,
     result: Answer | BaseException,
+    matcher: Matcher,
 ) -> Outcome:
     if not isinstance(result, Answer):
         return Outcome(record, unreadable=first_line(result))
@@ -99,6 +132,7 @@ def _outcome(
         said=result.answer,
         visual_tokens=result.visual_tokens,
         kept_indices=tuple(kept),
+        correct=matcher(record, result.answer),
     )
 
 

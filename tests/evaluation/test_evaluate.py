@@ -10,15 +10,15 @@ from clips import write_records
 from qtsplus.asking.answers import answer_questions
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.exact_match import Outcome, exact_match, tally
+from qtsplus.evaluation.evaluate import Outcome, evaluate_records, tally
 from qtsplus.training.models import make_model
 
 
 @pytest.fixture(scope="module")
 def evaluate(tiny_processor):
-    """`exact_match` of one model."""
+    """`evaluate_records` of one model."""
     model = make_model("qtsplus-tiny", None).eval()
-    return partial(exact_match, model, tiny_processor)
+    return partial(evaluate_records, model, tiny_processor)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_the_interval_of_a_set_is_over_its_videos(right, videos, low, high):
     outcomes = []
     for index in range(10):
         record = VideoRecord(f"{index % videos}.mp4", "?", "!", kind="kind")
-        outcomes.append(Outcome(record, said="!" if index < right else "no"))
+        outcomes.append(Outcome(record, correct=index < right))
     summary = tally(outcomes)
     assert summary["questions"] == 10
     assert summary["videos"] == videos

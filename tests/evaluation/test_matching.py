@@ -1,0 +1,126 @@
+"""Which texts count as right: by rules, measured on answers that were graded by hand, and by a judge."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qtsplus.cli import app
+from qtsplus.data.records import VideoRecord
+from qtsplus.evaluation.evaluate import evaluate_records
+from qtsplus.evaluation.matching import gives_answer, is_exact, judge_at
+
+GRADED = Path(__file__).with_name("graded_answers.jsonl")
+
+
+def graded_answers():
+    """Records, what somebody said, and whether it is right."""
+    for line in GRADED.read_text().splitlines():
+        row = json.loads(line)
+        options = tuple(row.get("options", ())) or None
+        record = VideoRecord(None, row["question"], row["answer"], options=options)
+        yield record, row["said"], row["right"]
+
+
+@pytest.mark.parametrize(("matcher", "agreement"), [(gives_answer, 177), (is_exact, 112)])
+def test_rules_agree_with_two_hundred_answers_graded_by_hand(matcher, agreement):
+    agreed = [matcher(record, said) == right for record, said, right in graded_answers()]
+    assert len(agreed) == 200
+    assert sum(agreed) == agreement, "the figures of docs/evaluation.md"
+
+
+SENTENCES = [
+    ("yes", None, "Yes, it is.", True),
+    ("yes", None, "No. Yes is what I said before.", False),
+    ("3", None, "There are three.", True),
+    ("3", None, "Three or four", True),  # a hedge is not seen
+    ("3", None, "There are 13.", False),
+    ("a red cross", None, "It's the RED cross!", True),
+    ("red", None, "It is not red.", False),
+    ("red", None, "", False),
+    ("B", ("cat", "dog"), "The answer is (B).", True),
+    ("dog", ("cat", "dog"), "A dog runs.", True),
+    ("dog", ("cat", "dog"), "A dog and a cat run.", False),
+    ("bird", ("cat", "dog"), "Nothing.", False),  # the record's own answer is not an option
+]
+
+
+@pytest.mark.parametrize(("answer", "options", "said", "right"), SENTENCES)
+def test_a_sentence_may_give_the_answer(answer, options, said, right):
+    record = VideoRecord(None, "What?", answer, options=options)
+    assert gives_answer(record, said) == right
+
+
+@pytest.mark.parametrize("kept", [0.1, 1.0])
+def test_the_likeliest_option_is_an_option(loaded, tiny_mp4, kept):
+    record = VideoRecord(str(tiny_mp4), "Which? A. red B. blue C. green", "B", options=("red", "blue", "green"))
+    (outcome,) = evaluate_records(*loaded, [record], retention=kept, matcher=gives_answer, by_likelihood=True)
+    assert outcome.said in ("A", "B", "C")
+    assert outcome.correct == (outcome.said == "B")
+    (free,) = evaluate_records(*loaded, [record], retention=kept, matcher=gives_answer)
+    assert free.said not in ("A", "B", "C"), "the tiny model says colours unless it has to choose"
+
+
+@pytest.fixture
+def judge_server():
+    """An OpenAI-compatible server on loopback that says what a test has put into `replies`."""
+    seen = []
+    replies = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            length = int(self.headers["Content-Length"])
+            seen.append(json.loads(self.rfile.read(length)))
+            message = {"role": "assistant", "content": replies.pop(0)}
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
+            answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice]}
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", replies, seen
+    server.shutdown()
+
+
+def test_a_judge_decides(judge_server):
+    address, replies, seen = judge_server
+    replies += ["Yes.", "no", "Perhaps"]
+    judge = judge_at(address, "a-judge")
+    record = VideoRecord(None, "Who knocks?", "her brother")
+    assert judge(record, "The woman's brother")
+    assert not judge(record, "The postman")
+    with pytest.raises(ValueError, match="The judge a-judge replied 'Perhaps'; expected yes or no"):
+        judge(record, "Nobody")
+    (message,) = seen[0]["messages"]
+    for text in ("Who knocks?", "her brother", "The woman's brother"):
+        assert text in message["content"]
+
+
+def test_the_command_asks_a_judge(judge_server, tiny_mp4, tiny_published, tmp_path):
+    address, replies, _ = judge_server
+    replies.append("yes")
+    records = tmp_path / "records.jsonl"
+    records.write_text(json.dumps({"video": str(tiny_mp4), "question": "What?", "answer": "her brother"}))
+    line = ["eval", str(records), "--model", str(tiny_published), "--json"]
+    rules = json.loads(CliRunner().invoke(app, line).stdout)
+    assert rules["accuracy"] == 0
+    judged = [*line, "--match", "judge", "--judge", address, "--judge-model", "a-judge"]
+    assert json.loads(CliRunner().invoke(app, judged).stdout)["accuracy"] == 1
+    replies.append("perhaps")
+    unclear = CliRunner().invoke(app, judged)
+    assert unclear.exit_code == 2
+    assert "replied 'perhaps'; expected yes or no" in unclear.stderr
+    incomplete = CliRunner().invoke(app, [*line, "--judge", address])
+    assert incomplete.exit_code == 2
+    assert "--match judge, --judge and --judge-model belong together" in incomplete.stderr
