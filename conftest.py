@@ -97,14 +97,6 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Of a user who has indexed nothing before."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
 def videos(tmp_path_factory) -> Path:
     """A folder of three films."""
     from clips import LIBRARY, render_world, write_mp4

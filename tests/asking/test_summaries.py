@@ -16,8 +16,6 @@ from qtsplus.cli import app
 from qtsplus.library.indexing import index
 from qtsplus.live.stream import Stream
 
-pytestmark = pytest.mark.usefixtures("cache")
-
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory):

@@ -23,7 +23,6 @@ from qtsplus.video.storage import load_keys, save_keys
 QUESTION = "What is in the red circle?"
 QUESTIONS = (QUESTION, "What crosses the middle?", "Is there a blue ring?")
 MADE_FROM = {"made_by": "a selector", "features": "some features"}
-pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

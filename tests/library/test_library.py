@@ -21,7 +21,6 @@ from qtsplus.library.library import Library
 from qtsplus.model.methods_qtsplus import top_n
 
 QUESTION = "What is in the red circle?"
-pytestmark = pytest.mark.usefixtures("cache")
 
 
 def only_there(name):
@@ -341,12 +340,12 @@ def test_names_of_any_kind_are_shown_and_asked_about(tiny_published, tmp_path):
     folder = tmp_path / "library"
     assert qtsplus("index", films, "--out", folder, "--model", tiny_published).exit_code == 0
     wide = {"COLUMNS": "150"}
-    found = qtsplus("find", folder, QUESTION, "--moments", 10, env=wide)
+    found = qtsplus("find", folder, QUESTION, "--moments", 10, "--model", tiny_published, env=wide)
     assert found.exit_code == 0
     for shown in ("a [bold].mp4", ":smile:.mp4", "x[/y].mp4", "bad\\udcff.mp4"):
         assert shown in found.stdout
     drawn = tmp_path / "drawn"
-    options = ["--pieces", 4, "--evidence", drawn]
+    options = ["--pieces", 4, "--evidence", drawn, "--model", tiny_published]
     asked = qtsplus("ask", folder, QUESTION, *options, env=wide)
     assert asked.exit_code == 0, asked.stderr
     answer = json.loads((drawn / "answer.json").read_text())
@@ -370,7 +369,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
 
     (mine / "more/c.mp4").write_bytes(b"another video")
     drawn = tmp_path / "drawn"
-    call = ["ask", folder, question_about(item), "--max-new-tokens", 4]
+    call = ["ask", folder, question_about(item), "--max-new-tokens", 4, "--model", tiny_published]
     drawing = [*call, "--pieces", 2, "--evidence", drawn, "--json"]
     asked = qtsplus(*drawing)
     assert asked.exit_code == 0, asked.stderr
@@ -384,7 +383,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     assert "The file of more/c.mp4 is gone or was changed, so its frames are not drawn.\n" in asked.stderr
 
     shutil.rmtree(mine)
-    found = printed("find", folder, question_about(item), "--moments", 2)
+    found = printed("find", folder, question_about(item), "--moments", 2, "--model", tiny_published)
     best, _ = found["moments"]
     assert best["name"] == "a.mp4"
     assert item.appears_at <= best["start"]
@@ -465,6 +464,6 @@ def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path)
     result = qtsplus("index", tmp_path, "--out", tmp_path / "library", "--model", tiny_published)
     assert result.exit_code == 1
     assert "could be encoded" in result.stderr
-    result = qtsplus("find", tmp_path / "library", QUESTION)
+    result = qtsplus("find", tmp_path / "library", QUESTION, "--model", tiny_published)
     assert result.exit_code == 2
     assert "holds no video: run" in result.stderr

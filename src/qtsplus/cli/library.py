@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ..common.files import counted, printable
+from ..hub.files import TINY
 from ..video.sampling import Sampling
 from .console import note, resumable, wrote
 from .evaluating import fail_run
@@ -38,17 +39,12 @@ def index(
 
     with resumable():
         loaded, processor = source.load()
-        model = None
-        revision = None
-        if source.model is not None:
-            model, revision = source.name()
         made_index = indexing.index(
             folder,
             out,
             loaded,
             processor,
-            name=model,
-            revision=revision,
+            name=source.model or TINY,
             prune=prune,
             say=note,
             **sampling.options(),

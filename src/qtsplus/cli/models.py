@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,14 +57,10 @@ class Source:
 
 
 def open_library(folder: Path, source: Source, selection: str | None = None) -> "Library":
-    """A library with the model that made it, or with the one that is named."""
+    """A library, about which the model answers that made it."""
     from ..library.library import Index, Library
 
-    if source.model is None:
-        name, revision = Index(folder).model
-        if revision is not None:
-            name = f"{name}@{revision}"
-        source = replace(source, model=name)
+    Index(folder)  # raises for a folder that is no library before the model is loaded
     library = Library(folder, *source.load(selection))
     for warning in library.warnings:
         note(warning)

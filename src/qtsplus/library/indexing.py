@@ -13,10 +13,11 @@ from ..asking.ranking import keys_fingerprint, scoring_layer, token_keys
 from ..common.files import check_folder, counted, first_line, listed, require_space, size, working_in
 from ..common.journals import file_state
 from ..data.media import VIDEO_SUFFIXES
+from ..hub.files import TINY
 from ..video.encoded import FAILURES, EncodedVideo, encode, open_chunks
 from ..video.sampling import Sampling, SamplingOptions
 from ..video.storage import SAMPLING, Stored, fingerprint, load_video, measure, save_keys, saved_video
-from .library import INDEX, MADE, Entry, Index, known_model
+from .library import INDEX, MADE, Entry, Index
 
 
 def index(
@@ -25,8 +26,7 @@ def index(
     model,
     processor,
     *,
-    name: str | None = None,
-    revision: str | None = None,
+    name: str = TINY,
     prune: bool = False,
     say: Callable[[str], None] = print,
     **options: Unpack[SamplingOptions],
@@ -39,7 +39,7 @@ def index(
     Args:
         videos: the folder; a video is called by its path in it.
         folder: the library, which need not be there yet.
-        name, revision: of the model, for [`Library.open`]; without a name the bundled model's.
+        name: what the model is called, such as its folder, for messages about another one.
         prune: remove videos whose files are gone, which is an error otherwise.
         say: takes a line: what is to be done, and its size on disk.
         options: as for [`encode`], the fields of [`Sampling`], such as `fps`.
@@ -56,8 +56,6 @@ def index(
     check_folder(folder)
     made_by = fingerprint(model, processor)
     sampling = Sampling(**options)
-    if name and Path(name).is_dir():
-        name = str(Path(name).resolve())
     with working_in(folder):
         journal = folder / INDEX
         if journal.exists() and journal.stat().st_size:
@@ -69,11 +67,7 @@ def index(
         indexing = _Indexing(library, model, processor, sampling, say)
         place = str(videos.resolve())
         indexing.recognise(files, place, prune)
-        made = {"model": name, "revision": revision, "videos": place}
-        library.add(MADE, made)
-        if name:
-            known = known_model(made_by, name, revision)
-            _note_model(known, say)
+        library.add(MADE, {"model": name, "videos": place})
         waiting = indexing.find_waiting(files)
         indexing.encode_all(waiting)
         indexing.store_keys()
@@ -120,16 +114,6 @@ def _sampling(processor, stated: Sampling) -> dict:
         if value is not None or name not in sampling:
             sampling[name] = value
     return sampling
-
-
-def _note_model(known: Path, say: Callable[[str], None]) -> None:
-    """Remembers that this user has indexed with this model, so that questions to the library can load it."""
-    try:
-        known.parent.mkdir(parents=True, exist_ok=True)
-        known.touch()
-    except OSError as error:
-        consequence = "questions to the library will have to name the model with --model"
-        say(f"{error.filename} cannot be written: {consequence}.")
 
 
 class _Indexing:

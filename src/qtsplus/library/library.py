@@ -1,8 +1,6 @@
 """A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
 
 import fnmatch
-import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -23,7 +21,6 @@ from ..asking.session import Answer, answer_questions
 from ..common.files import clock, counted, printable
 from ..common.journals import STORED, Journal, Line, Schema, State, file_state
 from ..common.validation import check_count, check_path, show
-from ..hub.loading import load
 from ..video.encoded import IN_MEMORY, EncodedVideo
 from ..video.sampling import SamplingOptions
 from ..video.storage import Digest, KeyedVideo, Stored, fingerprint, load_keys, load_video
@@ -43,17 +40,6 @@ def _inside(name: str) -> str:
     return name
 
 
-def known_model(made_by: str, name: str, revision: str | None) -> Path:
-    """
-    The empty file that exists once this user has indexed with a model of this [`fingerprint`] and name. A library from
-    elsewhere cannot make us load any other model.
-    """
-    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    identity = json.dumps([made_by, name, revision])
-    digest = hashlib.sha256(identity.encode()).hexdigest()
-    return Path(cache, "qtsplus", "models", digest)
-
-
 @with_config(STORED)
 class Entry(State):
     """What a library knows about a video: its file's state and content, and its features or why there are none."""
@@ -65,10 +51,9 @@ class Entry(State):
 
 @with_config(STORED)
 class Made(TypedDict):
-    """What a library was made of: a model, the bundled one if it has no name, and a folder of videos."""
+    """What a library was made of: a model, which messages name, and a folder of videos."""
 
-    model: str | None
-    revision: str | None
+    model: str
     videos: str
 
 
@@ -114,25 +99,6 @@ class Index(Journal):
         if MADE not in self.done:
             raise ValueError(f"The library {self.folder} was only begun: run `qtsplus index` to its end.")
         return self.done[MADE]
-
-    @property
-    def model(self) -> tuple[str | None, str | None]:
-        """
-        The name and the revision of the model that made the library; no name for the bundled one. A `ValueError` for a
-        model with which this user has not indexed, since a stranger may have written its name.
-        """
-        name = self.made["model"]
-        revision = self.made["revision"]
-        if name is None:
-            return None, None
-        made_by = self.settings["made_by"]
-        known = known_model(made_by, name, revision)
-        if not known.is_file():
-            raise ValueError(
-                f"{self.folder} was made with the model {name!r}, with which nothing was indexed on this machine: name "
-                "it with --model if you trust it."
-            )
-        return name, revision
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -182,10 +148,11 @@ class Index(Journal):
 
     def require(self, made_by: str) -> None:
         if self.settings["made_by"] != made_by:
-            model = self.made["model"] or "the bundled one"
+            model = self.made["model"]
             raise ValueError(
                 f"{self.folder} was made with another vision tower or processor than this model's, or with weights of "
-                f"another dtype: name the model that made it, {model}, or index the videos into another folder."
+                f"another dtype: name the model that made it ({model!r}) with --model, or index the videos into "
+                "another folder."
             )
 
 
@@ -219,19 +186,6 @@ class Library:
         self.stored = lru_cache(maxsize=KEPT)(self._read)  # an encoded video, which names no file
         self.film = self.stored  # the name of this method in a session
         self._keys = lru_cache(maxsize=KEPT)(self._read_keys)
-
-    @classmethod
-    def open(
-        cls,
-        folder: str | Path,
-        device: str | None = None,
-    ) -> "Library":
-        """A library with the model that made it; as [`Library`] and `load`."""
-        from ..hub.files import bundled_model
-
-        name, revision = Index(Path(folder)).model
-        model, processor = load(name or bundled_model(), device, revision=revision)
-        return cls(folder, model, processor)
 
     def select(self, pattern: str) -> list[str]:
         """The names of the videos that match a pattern, such as `"door/*"`."""
