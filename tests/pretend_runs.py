@@ -18,7 +18,7 @@ from qtsplus.evaluation.calibration import calibrate, read_labelled
 from qtsplus.evaluation.evaluate import evaluate_records
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
-from qtsplus.model.methods_qtsplus import METHODS
+from qtsplus.model.methods_qtsplus import METHODS, Candidates
 from qtsplus.training.attention import answer_attention, relevance_divergences
 from qtsplus.training.lora import add_lora, lora_config, merge_lora
 from tiny import batch, load_bundled, prompt, stock_twin, tiny_model
@@ -211,6 +211,33 @@ BUDGETS = {
 def test_method(pair, inputs, method, budget):
     with torch.no_grad():
         pair.forward(inputs, selection=method, **budget)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("method", ["diversity", "coverage"])
+def test_rounds_that_a_cpu_shortens_choose_the_same(method, drift):
+    """40 steps of a video that stands still, changes slowly, or shows something else in each."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(1, 40, 16, generator=generator)
+    changes = torch.randn(40, 40, 16, generator=generator)
+    noise = torch.randn(40, 40, 16, generator=generator)
+    steps = first + drift * changes.cumsum(0) + 0.02 * noise
+    visual = steps.flatten(0, 1)
+
+    def choice(device):
+        on_device = visual.to(device)
+        candidates = Candidates(
+            visual=[on_device[:400], on_device[400:]],
+            query=on_device[:0],
+            positions=torch.zeros(3, len(visual), dtype=torch.long, device=device),
+            grids=[(10, 5, 8), (30, 5, 8)],
+            score=lambda states: states,
+        )
+        return METHODS[method](candidates, 500)
+
+    on_device = choice(pretend_device.NAME)
+    assert on_device.device.type == pretend_device.NAME
+    assert torch.equal(on_device.cpu(), choice("cpu"))
 
 
 def waits_of(model, inputs, **options):

@@ -150,11 +150,15 @@ def temporal_redundancy(candidates: Candidates, n: int) -> Tensor:
 
 def _by_grid(candidates: Candidates) -> Sequence[Tensor]:
     """`[time * height * width, d]`: the features of each grid in turn."""
-    visual = candidates.visual[0]
-    if len(candidates.visual) > 1:
-        visual = torch.cat(list(candidates.visual))
     sizes = [math.prod(grid) for grid in candidates.grids]
-    return visual.split(sizes)
+    return _joined(candidates).split(sizes)
+
+
+def _joined(candidates: Candidates) -> Tensor:
+    """`[M, d]`, the features of all videos."""
+    if len(candidates.visual) == 1:
+        return candidates.visual[0]
+    return torch.cat(list(candidates.visual))
 
 
 def diversity(candidates: Candidates, n: int) -> Tensor:
@@ -165,8 +169,7 @@ def diversity(candidates: Candidates, n: int) -> Tensor:
     The first is the one farthest from the mean, where DivPrune needs all pairs of tokens. [`add_farthest`] says how the
     others are found.
     """
-    visual = torch.cat(list(candidates.visual))
-    features = F.normalize(visual.float(), dim=-1)
+    features = F.normalize(_joined(candidates).float(), dim=-1)
     neighbours = Neighbours(features)
     mean = F.normalize(features.mean(0), dim=0)
     from_mean = 1 - features @ mean
@@ -184,19 +187,17 @@ def coverage(candidates: Candidates, n: int) -> Tensor:
     comes back later counts again, and a quiet hour takes nothing from a busy minute. [`add_farthest`] says how the
     tokens are found.
     """
-    parts = []
+    visual = _joined(candidates).float()
+    sizes = [math.prod(grid) for grid in candidates.grids]
+    times = [time for time, _, _ in candidates.grids]
     means = []
     steps = []
     num_steps = 0
-    for part, (time, height, width) in zip(_by_grid(candidates), candidates.grids, strict=True):
-        part = part.float()
-        parts.append(part)
+    for part, time in zip(visual.split(sizes), times, strict=True):
         means.append(part.unflatten(0, (time, -1)).mean(1))
         steps_of_part = torch.arange(num_steps, num_steps + time, device=part.device)
-        steps.append(steps_of_part.repeat_interleave(height * width))
+        steps.append(steps_of_part.repeat_interleave(len(part) // time))
         num_steps += time
-    step_of_token = torch.cat(steps)
-    features = F.normalize(torch.cat(parts), dim=-1)
 
     reach = round(WINDOW * num_steps / (2 * n))
     reach = max(1, min(num_steps, reach))
@@ -207,8 +208,14 @@ def coverage(candidates: Candidates, n: int) -> Tensor:
         padding=reach,
         count_include_pad=False,
     )
-    own_time = F.normalize(means_around.T, dim=-1)[step_of_token]
-    distance = 1 - (features * own_time).sum(1)
+    own_times = F.normalize(means_around.T, dim=-1)
+    features = F.normalize(visual, dim=-1)
+    to_own_time = []
+    for part, own_time in zip(features.split(sizes), own_times.split(times), strict=True):
+        frames = part.unflatten(0, (len(own_time), -1))
+        to_own_time.append((frames @ own_time[:, :, None]).flatten())
+    distance = 1 - torch.cat(to_own_time)
+    step_of_token = torch.cat(steps)
     nothing = step_of_token[:0]
     return add_farthest(nothing, distance, n, Neighbours(features, step_of_token, reach))
 
@@ -222,15 +229,32 @@ class Neighbours:
     reach: int = 0  # how many steps away tokens still count; `step_of_token=None` compares all
 
     def similarities(self, others: Tensor, tokens: Tensor | slice = slice(None)) -> Tensor:
-        """`[k, m]`: the cosines of `tokens`, or of all, with m others; -inf out of reach."""
-        cosines = self.features[tokens] @ self.features[others].T
+        """`[k, m]`: the cosines of `tokens`, or of all, with m others, both ascending; -inf out of reach."""
+        features = self.features[tokens]
+        features_of_others = features if tokens is others else self.features[others]
         if self.step_of_token is None:
-            return cosines
-        steps = self.step_of_token[tokens][:, None]
+            return features @ features_of_others.T
+        steps = self.step_of_token[tokens]
         steps_of_others = self.step_of_token[others]
-        is_before = steps < steps_of_others - self.reach
-        is_behind = steps > steps_of_others + self.reach
+        if features.is_cpu:
+            return self._in_reach(features, features_of_others, steps, steps_of_others)
+        # All pairs: an accelerator would have to wait for the places of those in reach.
+        cosines = features @ features_of_others.T
+        is_before = steps[:, None] < steps_of_others - self.reach
+        is_behind = steps[:, None] > steps_of_others + self.reach
         return cosines.masked_fill_(is_before | is_behind, -torch.inf)
+
+    def _in_reach(self, features: Tensor, others: Tensor, steps: Tensor, steps_of_others: Tensor) -> Tensor:
+        """As `similarities`, but only the pairs in reach are computed."""
+        cosines = features.new_full((len(features), len(others)), -torch.inf)
+        step_of_group, counts = steps_of_others.unique_consecutive(return_counts=True)
+        starts = torch.searchsorted(steps, step_of_group - self.reach).tolist()
+        stops = torch.searchsorted(steps, step_of_group + self.reach, right=True).tolist()
+        counts = counts.tolist()
+        groups = zip(starts, stops, others.split(counts), cosines.split(counts, dim=1), strict=True)
+        for start, stop, group, columns in groups:
+            columns[start:stop] = features[start:stop] @ group.T
+        return cosines
 
 
 def add_farthest(
@@ -281,7 +305,24 @@ def _farthest(
     if count == 1:
         is_farthest = distance >= distance.amax() - TIE
         return is_farthest.int().argmax()[None]
-    pool = top_n(distance, min(left, LARGEST_POOL, POOL + 16 * count))
+    size = min(left, LARGEST_POOL, POOL + 16 * count)
+    if distance.is_cpu:
+        # The best of the pool mostly decide alone. A GPU would have to wait for the news that they do.
+        best, scores = _as_if_better_were_kept(distance, min(size, 8 * count), neighbours)
+        lowest_chosen = scores.topk(count).values.amin()
+        if lowest_chosen > distance[best].amin() + 4 * TIE:
+            return best[top_n(scores, count)]
+    pool, scores = _as_if_better_were_kept(distance, size, neighbours)
+    return pool[top_n(scores, count)]
+
+
+def _as_if_better_were_kept(
+    distance: Tensor,
+    size: int,
+    neighbours: Neighbours,
+) -> tuple[Tensor, Tensor]:
+    """The pool `[size]` of the farthest tokens, and what their distances are if all better ones of it are kept."""
+    pool = top_n(distance, size)
     scores = distance[pool]
     # [i, j]: whether token i of the pool is better than token j, or as good and earlier.
     lead = scores[:, None] - scores
@@ -291,9 +332,7 @@ def _farthest(
     is_better = is_above | (is_tied & is_earlier)
     similarity = neighbours.similarities(pool, pool)
     to_better = similarity.masked_fill(~is_better, -torch.inf).amax(0)
-    from_better = 1 - to_better
-    scores = torch.minimum(scores, from_better)
-    return pool[top_n(scores, count)]
+    return pool, torch.minimum(scores, 1 - to_better)
 
 
 def top_n(scores: Tensor, n: int) -> Tensor:
