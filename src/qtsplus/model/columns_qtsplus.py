@@ -1,6 +1,5 @@
 """Translates columns of the caller's prompt to and from the shortened prompt, which the model reads and caches."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache as cached
 
@@ -50,12 +49,9 @@ class KeptColumns:
         """`[B, S]`, where each of the caller's columns is in the shortened prompt; -1 for dropped columns."""
         rows, width = self.columns.shape
         places = self.columns.new_full((rows, self.length + 1), -1)
-        numbers = torch.arange(width, device=self.columns.device)
-        numbers_of_rows = numbers.expand(rows, -1)
-        # Padding writes its number to an extra last column, which is cut off at the end.
-        behind_all = self.columns.masked_fill(~self.is_real, self.length)
-        places = places.scatter(1, behind_all, numbers_of_rows)
-        return places[:, : self.length]
+        numbers = torch.arange(width, device=self.columns.device).expand(rows, -1)
+        targets = self.columns % (self.length + 1)  # of padding the extra last column, which is cut off
+        return places.scatter(1, targets, numbers)[:, : self.length]
 
     def shorten(self, values: Tensor) -> Tensor:
         """`[B, S]` -> `[B, S']`; padding has any value."""
@@ -130,7 +126,7 @@ class CachedPrompt(KeptColumns):
         return getattr(cache, "qtsplus_prompt", None)
 
     def keep_with(self, cache) -> None:
-        """Stores this on a cache. Selecting, repeating or cropping the cache then does the same to this."""
+        """Stores this on a cache. Selecting or repeating rows of the cache then does the same to this."""
         if cache is None:
             return
         cache.qtsplus_prompt = self
@@ -179,12 +175,6 @@ class CachedPrompt(KeptColumns):
                 "since each question chooses its own visual tokens."
             )
 
-    def columns_since(self, past_length: int, new: int) -> int:
-        """How many columns follow the prompt after a step that adds `new` columns to `past_length` cached ones."""
-        width = self.columns.shape[1]
-        since = max(past_length - width, 0)
-        return since + new
-
     def shorten_mask(self, mask: Tensor | None, past_length: int, new: int) -> Tensor | None:
         """
         The attention mask of one decoding step, `[B, past_length + new]`.
@@ -192,15 +182,18 @@ class CachedPrompt(KeptColumns):
         Args:
             mask: the caller's, of the full width or the cached one; `None` hides only padding. A mask of another kind,
                 such as a 4-dimensional one, is left as it is.
-            past_length: how many columns are cached.
+            past_length: how many columns are cached, at least those of the prompt.
             new: how many columns the step adds.
         """
-        if mask is not None:
-            is_of_columns = isinstance(mask, Tensor) and mask.ndim == 2
-            if not is_of_columns:
-                return mask
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+            return mask
         rows, width = self.columns.shape
-        since = self.columns_since(past_length, new)
+        since = past_length + new - width
+        if past_length < width:
+            raise ValueError(
+                f"The cache holds {past_length} columns of a prompt of {width} with images or videos: expected all of "
+                "them, or a new cache for another prompt."
+            )
         if mask is None:
             if self.is_real.all():
                 return None
@@ -223,38 +216,12 @@ class CachedPrompt(KeptColumns):
         of_prompt = of_prompt * self.is_real.to(mask.dtype)
         return torch.cat([of_prompt, of_others], dim=1)
 
-    def new_positions(self, position_ids: Tensor | None, past_length: int, new: int) -> Tensor | None:
-        """The new columns' `position_ids`. The caller's may cover these alone, or also the prompt in either width."""
-        if position_ids is None:
-            return None
-        width = position_ids.shape[-1]
-        cached_width = past_length + new
-        full_width = self.length + self.columns_since(past_length, new)
-        if width not in (new, cached_width, full_width):
-            shape = tuple(position_ids.shape)
-            raise ValueError(
-                f"position_ids {shape} for {new} columns behind a cache: expected {new} of them, "
-                f"or {full_width} with the prompt's. output.qtsplus.columns says which of its columns are cached."
-            )
-        return position_ids[..., width - new :]
-
 
 class _CacheWithPrompt:
-    """Mixed into the class of a cache: whatever changes the cache's rows or length changes its [`CachedPrompt`] too."""
+    """Mixed into the class of a cache: whatever changes the cache's rows changes those of its [`CachedPrompt`] too."""
 
     qtsplus_prompt: CachedPrompt | None = None
     layers: list
-    get_seq_length: Callable[[], int]
-
-    def crop(self, *args, **kwargs):
-        super().crop(*args, **kwargs)
-        prompt = self.qtsplus_prompt
-        width = int(self.get_seq_length())
-        if prompt is not None and width < prompt.columns.shape[1]:
-            length = width if prompt.is_whole else prompt.length
-            columns = prompt.columns[:, :width]
-            ids = None if prompt.ids is None else prompt.ids[:, :width]
-            self.qtsplus_prompt = replace(prompt, columns=columns, length=length, ids=ids)
 
     def reorder_cache(self, beam_idx):
         self._select_prompt(beam_idx)
@@ -264,43 +231,19 @@ class _CacheWithPrompt:
         self._select_prompt(indices)
         super().batch_select_indices(indices)
 
-    def batch_repeat_interleave(self, repeats):
-        prompt = self._prompt_of_rows()
-        if prompt is not None:
-            rows = len(prompt.columns) * repeats
-            self.qtsplus_prompt = prompt.of_rows(rows)
-        super().batch_repeat_interleave(repeats)
-
     def _select_prompt(self, indices):
-        prompt = self._prompt_of_rows()
-        if prompt is not None:
-            self.qtsplus_prompt = prompt.select(indices)
-
-    def _prompt_of_rows(self) -> CachedPrompt | None:
-        """The prompt with as many rows as the cache, which has several rows per prompt if `generate` searches beams."""
+        """Selects rows of the prompt as of the cache, which has several for each prompt behind a beam search."""
         if self.qtsplus_prompt is None:
-            return None
-        for layer in self.layers:
-            keys = getattr(layer, "keys", None)
-            if keys is not None and keys.ndim == 4:
-                return self.qtsplus_prompt.of_rows(len(keys))
-        return self.qtsplus_prompt
-
-    def __reduce__(self):
-        # Pickle finds a class by its name, and this name belongs to the stock class.
-        stock = type(self).__mro__[2]
-        return _empty_cache, (stock,), vars(self)
+            return
+        all_keys = [getattr(layer, "keys", None) for layer in self.layers]  # recurrent layers have none
+        rows = next(len(keys) for keys in all_keys if keys is not None)
+        self.qtsplus_prompt = self.qtsplus_prompt.of_rows(rows).select(indices)
 
 
 @cached
 def _with_prompt(kind):
     """A subclass of `kind`, a class of caches, that also carries a prompt. It has the same name as `kind`."""
     return type(kind.__name__, (_CacheWithPrompt, kind), {})
-
-
-def _empty_cache(stock):
-    kind = _with_prompt(stock)
-    return kind.__new__(kind)
 
 
 def check_cache(cache) -> None:

@@ -169,23 +169,9 @@ class QTSplusGenerationMixin:
     model: Any  # a [`QTSplusModelMixin`]
     generation_config: GenerationConfig
 
-    def generate_batch(self, inputs, *args, **kwargs):
-        """As stock, of text alone; a `ValueError` for a prompt with an image or a video."""
-        for ids in inputs:
-            self.model.check_no_placeholders(torch.as_tensor(ids))
-        return super().generate_batch(inputs, *args, **kwargs)
-
     def init_continuous_batching(self, *args, **kwargs):
-        """As stock; the manager refuses a prompt with an image or a video."""
-        manager = super().init_continuous_batching(*args, **kwargs)
-        add_request = type(manager).add_request
-
-        def add_text(input_ids, *args, **kwargs):
-            self.model.check_no_placeholders(torch.as_tensor(input_ids))
-            return add_request(manager, input_ids, *args, **kwargs)
-
-        manager.add_request = add_text
-        return manager
+        """Raises `ValueError`: the scheduler of Transformers takes nothing but ids."""
+        raise ValueError("Continuous batching has no place for images and videos: call generate, or use qtsplus serve.")
 
     @torch.no_grad()
     def generate(self, inputs=None, generation_config=None, streamer=None, **kwargs):

@@ -357,12 +357,11 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     def _past_length(cache, new: int, position_ids: Tensor | None) -> int:
         """
         The columns that are cached. A step of decoding that brings its position need not wait for the count, and gets
-        1 for any that there are; the cache of continuous batching has none.
+        1 for any that there are.
         """
         if cache is None:
             return 0
-        is_prompt = new > 1 and hasattr(cache, "get_seq_length")
-        if position_ids is None or is_prompt or CachedPrompt.kept_with(cache) is not None:
+        if position_ids is None or new > 1 or CachedPrompt.kept_with(cache) is not None:
             return int(cache.get_seq_length())
         return 1
 
@@ -379,7 +378,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
                 prompt.check_question(input_ids, past_length, question_token_ids(self.config))
             rope_deltas = prompt.rope_deltas
             attention_mask = prompt.shorten_mask(attention_mask, past_length, new)
-            position_ids = prompt.new_positions(position_ids, past_length, new)
+            if position_ids is not None:
+                position_ids = position_ids[..., -new:]  # they may also cover the prompt, in either width
             if self.config.qtsplus_config.position_ids == "sequential":
                 position_ids = None  # as in the prompt, where the caller's do not count either
         elif past_length > 0 and position_ids is None:

@@ -241,29 +241,18 @@ def find_questions(
     Per row `[S_b]` bool, which of its tokens are the question.
 
     Args:
-        query_mask: `[B, S]`, or narrower where answers follow the prompts that it was made for; found by the token ids
-            if `None`.
+        query_mask: `[B, S]`; found by the token ids if `None`.
     """
     ids = layout.input_ids
-    if query_mask is None or query_mask.shape != ids.shape:
-        token_ids = question_token_ids(model.config)
-        by_ids = find_query_mask(ids, layout.mask, **token_ids)
-        query_mask = by_ids if query_mask is None else _widen(query_mask, by_ids)
+    if query_mask is None:
+        query_mask = find_query_mask(ids, layout.mask, **question_token_ids(model.config))
+    if query_mask.shape != ids.shape:
+        shape = tuple(query_mask.shape)
+        raise ValueError(f"query_mask {shape}: expected input_ids' shape, {tuple(ids.shape)}.")
     questions = []
     for row, is_question in zip(layout.rows, query_mask.bool(), strict=True):
         questions.append(is_question[row.columns])
     return questions
-
-
-def _widen(query_mask: Tensor, by_ids: Tensor) -> Tensor:
-    """A mask for the prompts alone, widened to the answers behind them, in which the ids must find no question."""
-    width = query_mask.shape[1]
-    missing = by_ids.shape[1] - width
-    widened = nn.functional.pad(query_mask, (0, missing))
-    if missing < 0 or widened.shape != by_ids.shape or by_ids[:, width:].any():
-        shape = tuple(query_mask.shape)
-        raise ValueError(f"query_mask {shape}: expected input_ids' shape, {tuple(by_ids.shape)}.")
-    return widened
 
 
 def query_embeds(
