@@ -165,25 +165,6 @@ def test_labels_that_are_shifted_already_are_refused_beside_a_video():
         shared_model()(**inputs, shift_labels=inputs["labels"])
 
 
-def test_at_full_length_every_column_has_a_state_and_the_loss_is_the_same():
-    model = tiny_model()
-    inputs = without_first_label(mixed_inputs())
-    short = model(**inputs)
-    answer = model.generate(**inputs, max_new_tokens=3)
-    model.model.full_length = True
-    full = model(**inputs, output_hidden_states=True)
-    is_real = short.qtsplus.columns >= 0
-    columns = short.qtsplus.columns[is_real]
-    rows = is_real.nonzero()[:, 0]
-    shape = inputs["input_ids"].shape
-    assert full.logits.shape[:2] == shape
-    assert full.hidden_states[0].shape[:2] == shape
-    assert_same(full.logits[rows, columns], short.logits[is_real])
-    assert_close(full.loss, short.loss)
-    assert_same(full.qtsplus.columns[rows, columns], columns)
-    assert_same(model.generate(**inputs, max_new_tokens=3), answer)
-
-
 class Logits(nn.Module):
     """What is exported: a model that returns one tensor."""
 

@@ -147,14 +147,6 @@ def test_a_loop_gives_what_generate_gives(mask, attention, position_ids):
     answer.check_loop(mask)
 
 
-@pytest.mark.parametrize("mask", [full_width, cached_columns])
-def test_at_full_length_too(mask):
-    model = tiny_model()
-    answer = answer_to(model, *ROWS)
-    model.model.full_length = True
-    answer.check_loop(mask)
-
-
 @pytest.mark.parametrize("make_cache", [new_cache, static_cache])
 def test_with_the_callers_own_cache_and_only_the_last_logits(model, make_cache):
     answer = answer_to(model, *ROWS)

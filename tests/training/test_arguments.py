@@ -1,13 +1,11 @@
 """Every field of a Trainer's arguments has its effect on our model, or is refused."""
 
-import math
 from dataclasses import fields
 
 import pytest
 import torch
-from transformers import ProgressCallback, Trainer, TrainingArguments
+from transformers import TrainingArguments
 
-from qtsplus.model import mixin_qtsplus
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from tiny import tiny_model
 from training_examples import collate, examples, make_trainer, steps
@@ -70,23 +68,6 @@ def plain_collate(rows):
     return inputs
 
 
-def plain_trainer(folder, **settings):
-    """The Trainer of Transformers."""
-    arguments = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=4,
-        max_steps=2,
-        save_strategy="no",
-        use_cpu=True,
-        report_to=[],
-        remove_unused_columns=False,
-        **settings,
-    )
-    trainer = Trainer(tiny_model(n_max=10), arguments, train_dataset=examples(12), data_collator=plain_collate)
-    trainer.remove_callback(ProgressCallback)
-    return trainer
-
-
 def losses(trainer):
     torch.manual_seed(0)
     trainer.train()
@@ -108,43 +89,6 @@ def supported(settings):
 def test_a_field_changes_the_training(expected, tmp_path, settings):
     trainer = make_trainer(tmp_path, max_steps=2, **settings)
     assert losses(trainer) != pytest.approx(expected, rel=1e-5)
-
-
-@pytest.fixture
-def warnings(monkeypatch) -> list[str]:
-    told = []
-    monkeypatch.setattr(mixin_qtsplus.logger, "warning_once", told.append)
-    return told
-
-
-def smoothing(folder):
-    return plain_trainer(folder, label_smoothing_factor=0.3)
-
-
-def own_loss(folder):
-    trainer = plain_trainer(folder)
-
-    def compute_loss(outputs, labels, **kwargs):
-        return trainer.model.loss_function(outputs.logits, labels, vocab_size=outputs.logits.shape[-1])
-
-    trainer.compute_loss_func = compute_loss
-    return trainer
-
-
-@pytest.mark.parametrize("make", [smoothing, own_loss])
-def test_a_trainer_that_takes_the_labels_is_told_of_the_lengths(tmp_path, make, warnings):
-    trainer = make(tmp_path)
-    with pytest.raises((RuntimeError, ValueError)):
-        trainer.train()
-    assert "full_length = True" in warnings[0]
-    trainer.model.model.full_length = True
-    assert all(map(math.isfinite, losses(trainer)))
-    assert len(warnings) == 1
-
-
-def test_our_trainer_is_not_told(tmp_path, warnings):
-    losses(make_trainer(tmp_path, max_steps=2))
-    assert not warnings
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     Trainer,
-    TrainingArguments,
 )
 
-from tiny import tiny_model
-from training_examples import collate, examples, make_trainer
+from training_examples import examples, make_trainer
 
-PICTURE = Image.effect_noise((112, 112), 99).convert("RGB")
 SHORT_RUN = {
     "per_device_train_batch_size": 2,
     "logging_steps": 1,
@@ -40,12 +36,6 @@ def load_published(folder):
 
 def load_processor(folder):
     return AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-
-
-def load_at_full_length(folder):
-    model = load_published(folder)
-    model.model.full_length = True
-    return model
 
 
 @pytest.fixture
@@ -93,47 +83,6 @@ def test_sft_trains_on_the_models_own_loss(sft_trainer, tmp_path):
         assert torch.equal(saved(**inputs).logits, logits)
 
 
-def test_dpo_takes_a_step_with_images(tiny_published, tmp_path):
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    row = {
-        "images": [PICTURE],
-        "prompt": [{"role": "user", "content": "What is this?"}],
-        "chosen": [{"role": "assistant", "content": "red"}],
-        "rejected": [{"role": "assistant", "content": "a blue star"}],
-    }
-    trainer = trl.DPOTrainer(
-        load_at_full_length(tiny_published),
-        load_at_full_length(tiny_published),
-        trl.DPOConfig(str(tmp_path), max_length=None, max_steps=1, **SHORT_RUN),
-        train_dataset=datasets.Dataset.from_list([row] * 2),
-        processing_class=load_processor(tiny_published),
-    )
-    trainer.train()
-    line = trainer.state.log_history[0]
-    assert line["loss"] == pytest.approx(0.6931, abs=1e-3), "the reference is the same model"
-    assert line["grad_norm"] > 0
-
-
-def test_grpo_takes_a_step_with_images(tiny_published, tmp_path):
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    row = {"images": [PICTURE], "prompt": [{"role": "user", "content": "What is this?"}]}
-
-    def shortest(completions, **_):
-        return [-float(len(completion[0]["content"])) for completion in completions]
-
-    trainer = trl.GRPOTrainer(
-        load_at_full_length(tiny_published),
-        shortest,
-        trl.GRPOConfig(str(tmp_path), num_generations=2, max_completion_length=6, max_steps=1, **SHORT_RUN),
-        train_dataset=datasets.Dataset.from_list([row] * 2),
-        processing_class=load_processor(tiny_published),
-    )
-    trainer.train()
-    assert abs(trainer.state.log_history[0]["loss"]) < 10
-
-
 def assert_labels_fit(predicted):
     """The loss of the predictions is the loss that the model reported."""
     logits = torch.from_numpy(predicted.predictions)
@@ -141,22 +90,6 @@ def assert_labels_fit(predicted):
     assert logits.shape[:2] == labels.shape
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert float(loss) == pytest.approx(predicted.metrics["test_loss"], rel=1e-4)
-
-
-def test_labels_beside_the_logits_of_a_plain_trainer(tmp_path):
-    def batch(rows):
-        inputs = collate(rows)
-        del inputs["source_ids"]
-        return inputs
-
-    arguments = TrainingArguments(str(tmp_path), per_device_eval_batch_size=4, use_cpu=True, report_to=[])
-    arguments.remove_unused_columns = False  # the rows are no dictionaries
-    model = tiny_model(n_max=10)
-    model.model.full_length = True
-    rows = examples(4)[1:]  # three videos of different lengths, padded and shortened
-    predicted = Trainer(model, arguments, data_collator=batch).predict(rows)
-    assert predicted.predictions.shape[1] == batch(rows)["labels"].shape[1]
-    assert_labels_fit(predicted)
 
 
 def test_labels_beside_the_logits_of_our_trainer(tmp_path):

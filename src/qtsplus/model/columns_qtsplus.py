@@ -58,11 +58,6 @@ class KeptColumns:
         columns = self.columns.clamp(min=0)
         return values.gather(1, columns)
 
-    def lengthen(self, states: Tensor) -> Tensor:
-        """`[B, S', d]` -> `[B, S, d]`; a dropped column gets the state of the nearest kept column before it."""
-        nearest = self.places().cummax(1).values
-        return _take(states, nearest)
-
     def take_states(self, states: Tensor, logits_to_keep: int | Tensor, attention_mask: Tensor | None) -> Tensor:
         """`[B, S', d]` -> `[B, K, d]`, the states of the K caller's columns that `logits_to_keep` selects."""
         wanted = torch.arange(self.length, device=self.columns.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import can_return_tuple
 from transformers.utils.import_utils import torch_compilable_check
 
 from .columns_qtsplus import CachedPrompt, KeptColumns, check_cache
@@ -137,9 +137,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     post_init: Callable[[], None]
     named_parameters: Callable
     rope_deltas: Tensor | None = None  # [B, 1]: how far decoding is from the count of the tokens
-    # Whether outputs have all columns of the caller's prompt, as trainers that know nothing of selection expect: one
-    # that was not kept has the state of the nearest before it. None: not decided, and so not; training says so.
-    full_length: bool | None = None
 
     def __init__(self, config):
         super().__init__(config)  # type: ignore[call-arg]
@@ -277,10 +274,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + zero
         outputs = self.language_model(**{CACHE: cache}, use_cache=use_cache, **inputs, **kwargs)
         if prompt is not None:
-            cached_prompt = CachedPrompt.of(prompt)
-            cached_prompt.keep_with(outputs.get(CACHE))
-            if self.full_length:
-                _lengthen(outputs, prompt.qtsplus, cached_prompt)
+            CachedPrompt.of(prompt).keep_with(outputs.get(CACHE))
         elif cache is None and outputs.get(CACHE) is not None:
             outputs.get(CACHE).qtsplus_prompt = None
         encoded = {}
@@ -462,27 +456,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         return lay_positions(order, positions.expand(self.rope_axes, -1, -1))
 
 
-def _lengthen(outputs, qtsplus: QTSplusOutput, kept: KeptColumns) -> None:
-    """Gives the states all columns of the caller's prompt; `qtsplus.columns` is -1 for those that went."""
-    outputs.last_hidden_state = kept.lengthen(outputs.last_hidden_state)
-    if outputs.hidden_states is not None:
-        outputs.hidden_states = tuple(map(kept.lengthen, outputs.hidden_states))
-    places = kept.places()
-    columns = torch.arange(kept.length, device=places.device).expand_as(places)
-    qtsplus.columns = columns.masked_fill(places < 0, -1)
-
-
 # --- With a language-modelling head ---
-
-logger = logging.get_logger(__name__)
-
-# Whoever takes the labels away and computes a loss of the logits: `label_smoothing_factor`, `compute_loss_func`, TRL.
-LENGTHS = (
-    "Training without labels: the logits have the length of the shortened prompt, so a loss outside the model needs "
-    "`model.compact_labels`. For one that expects the length of `input_ids` (the plain Trainer with "
-    "label_smoothing_factor or compute_loss_func, TRL) set `model.model.full_length = True`. QTSplusTrainer needs "
-    "nothing. `model.model.full_length = False` ends this warning."
-)
 
 
 class QTSplusHeadMixin(QTSplusGenerationMixin):
@@ -551,9 +525,6 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             else:
                 hidden_states = hidden_states[:, -logits_to_keep:]
         logits = self.lm_head(hidden_states)
-        if self.training and labels is None and kept is not None and self.model.full_length is None:
-            logger.warning_once(LENGTHS)
-
         loss = None
         if labels is not None:
             loss_options = {name: value for name, value in kwargs.items() if name not in NAMES}

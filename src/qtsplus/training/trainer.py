@@ -112,8 +112,6 @@ class QTSplusTrainer(Trainer):
             raise ValueError("compute_loss_func has no effect here: add losses in a subclass's compute_loss.")
         super().__init__(model=model, args=args, **kwargs)
         base = base_model(model)
-        if base.model.full_length is None:
-            base.model.full_length = False  # the losses below are of the shortened prompt
         # The losses below are weighted over the whole optimizer step: nothing is left to divide by.
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
