@@ -16,47 +16,67 @@ CLOCKS = {  # milliseconds at which the frames of a film are shown
 
 def paint(milliseconds, side=SIDE):
     """`[side, side, 3]` uint8."""
-    bits = (milliseconds >> np.arange(16) & 1).reshape(4, 4).astype(np.uint8)
-    return np.repeat(np.kron(bits, np.full((side // 4,) * 2, 255, np.uint8))[:, :, None], 3, axis=2)
+    bits = milliseconds >> np.arange(16) & 1
+    shades = 255 * bits.astype(np.uint8)
+    block_side = side // 4
+    rows = shades.reshape(4, 4).repeat(block_side, axis=0)
+    grey = rows.repeat(block_side, axis=1)
+    return np.stack([grey] * 3, axis=2)
 
 
 def read_paint(frame):
     """The milliseconds that a frame shows, which may have been scaled."""
-    height, width = frame.shape[:2]
-    blocks = frame[height // 8 :: height // 4, width // 8 :: width // 4, 0][:4, :4]
-    return int(((blocks.reshape(16) > 128) << np.arange(16)).sum())
+    height, width, _ = frame.shape
+    middles = np.array([1, 3, 5, 7])
+    rows = middles * height // 8
+    columns = middles * width // 8
+    shades = frame[rows][:, columns, 0]
+    bits = shades.reshape(16) > 128
+    milliseconds = bits << np.arange(16)
+    return int(milliseconds.sum())
 
 
-def write_film(path, codec, milliseconds, rate=None, later=0, **options):
+def write_film(
+    path,
+    codec,
+    milliseconds,
+    rate=None,
+    later=0,
+    pix_fmt="yuv420p",
+    aspect=None,
+    side=SIDE,
+    offset=0,
+    mirrored=False,
+    **options,
+):
     """
-    A film whose frames are shown at the given times, which are painted into them.
+    A video whose frames are shown at the given times, which are painted into them.
 
     Args:
         rate: frames a second of a constant rate; `None` writes the times in milliseconds.
         later: milliseconds that are painted too late, as in the second part of a recording.
-        options: of the encoder; besides `pix_fmt`, `side`, `aspect` of a pixel, the clock's `offset` in seconds, and
-            `mirrored` for the picture of a front camera.
+        aspect: width of a pixel by its height.
+        offset: seconds by which the clock of the file is ahead.
+        mirrored: whether the picture is mirrored, as by a front camera.
+        options: of the encoder.
     """
-    pix_fmt = options.pop("pix_fmt", "yuv420p")
-    aspect = options.pop("aspect", None)
-    side = options.pop("side", SIDE)
-    offset = options.pop("offset", 0)
-    turn = -1 if options.pop("mirrored", False) else 1
-    with av.open(str(path), "w", options={"output_ts_offset": f"{offset}"} if offset else {}) as container:
+    time_base = Fraction(1, rate or 1000)
+    with av.open(str(path), "w", options={"output_ts_offset": str(offset)}) as container:
         stream = container.add_stream(codec, rate=rate or 25)
-        stream.width = stream.height = side
+        stream.width = side
+        stream.height = side
         stream.pix_fmt = pix_fmt
         stream.options = options
-        base = Fraction(1, rate or 1000)
-        stream.codec_context.time_base = base
+        stream.codec_context.time_base = time_base
         if aspect:
             stream.codec_context.sample_aspect_ratio = aspect
-        for one in milliseconds:
-            frame = av.VideoFrame.from_ndarray(
-                np.ascontiguousarray(paint(one + later, side)[:, ::turn]), format="rgb24"
-            )
-            frame.pts = round(one / 1000 / base)
-            frame.time_base = base
+        for shown_at in milliseconds:
+            picture = paint(shown_at + later, side)
+            if mirrored:
+                picture = np.ascontiguousarray(picture[:, ::-1])
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.pts = round(Fraction(shown_at, 1000) / time_base)
+            frame.time_base = time_base
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path

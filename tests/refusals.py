@@ -11,77 +11,89 @@ from typer.testing import CliRunner
 from bad_command_lines import RECIPE
 from tiny import write_stock
 
+CAPTION = '{"vision_id": "v", "caption": "A dog runs."}'
+
+
+CHOICE = (
+    '{"vision_id": "v", "question": "What?", "answer": "A",'
+    ' "options": {"A": "red", "B": "blue", "C": "green", "D": "grey"}}'
+)
+
 
 def make_corpus(folder: Path, video: Path, published: Path) -> dict[str, str]:
     """Files and folders by the names that stand in braces in the command lines: good ones, and every kind of bad."""
-
-    def write(name: str, content: bytes) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
-
-    for name, sizes in (("frames", ((56, 56), (56, 56))), ("uneven_frames", ((56, 56), (84, 56)))):
-        (folder / name).mkdir()
-        for index, size in enumerate(sizes):
-            Image.new("RGB", size).save(folder / name / f"{index}.png")
-    write("broken_frames/0.png", b"\x89PNG\r\n\x1a\n")
-    write("empty", b"")
-    write("garbage", bytes(range(256)) * 8)
-    write("cut", video.read_bytes()[:200])
-    write("text", b"A text.\n")
+    _write_frames(folder / "frames", [(56, 56), (56, 56)])
+    _write_frames(folder / "uneven_frames", [(56, 56), (84, 56)])
+    (folder / "broken_frames").mkdir()
+    (folder / "broken_frames/0.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (folder / "empty_folder").mkdir()
-    _write_models(folder, published)
+    (folder / "empty").touch()
+    (folder / "garbage").write_bytes(bytes(range(256)) * 8)
+    (folder / "cut").write_bytes(video.read_bytes()[:200])
+    (folder / "text").write_text("A text.\n")
     record = {"video": str(video), "question": "What?", "answer": "red", "kind": "colour"}
-    write("records", json.dumps(record).encode())
-    write("captions", b'{"vision_id": "v", "caption": "A dog runs."}')
-    options = {"A": "red", "B": "blue", "C": "green", "D": "grey"}
-    write("choices", json.dumps({"vision_id": "v", "question": "What?", "options": options, "answer": "A"}).encode())
-    names = [path.name for path in folder.iterdir()]
-    paths = {name: str(folder / name) for name in (*names, "missing", "out", "recipe")}
-    write("recipe", RECIPE.format(**paths).encode())
-    return {**paths, "video": str(video), "model": str(published)}
+    (folder / "records").write_text(json.dumps(record))
+    (folder / "captions").write_text(CAPTION)
+    (folder / "choices").write_text(CHOICE)
+    _write_models(folder, published)
+    paths = {path.name: str(path) for path in folder.iterdir()}
+    for name in ("missing", "out", "recipe"):
+        paths[name] = str(folder / name)
+    (folder / "recipe").write_text(RECIPE.format(**paths))
+    paths["video"] = str(video)
+    paths["model"] = str(published)
+    return paths
+
+
+def _write_frames(folder: Path, sizes: list[tuple[int, int]]) -> None:
+    folder.mkdir()
+    for index, size in enumerate(sizes):
+        Image.new("RGB", size).save(folder / f"{index}.png")
 
 
 def _write_models(folder: Path, published: Path) -> None:
     """Folders that hold no model that could be asked."""
-    config = json.loads((published / "config.json").read_text())
+    write_stock(published, folder / "stock")
+    fields = json.loads((published / "config.json").read_text())
     weights = (published / "model.safetensors").read_bytes()
 
-    def write(name: str, content: bytes, weights: bytes | None = weights) -> None:
-        shutil.copytree(published, folder / name)
-        (folder / name / "config.json").write_bytes(content)
-        (folder / name / "model.safetensors").unlink()
-        if weights is not None:
-            (folder / name / "model.safetensors").write_bytes(weights)
+    def copy(name: str) -> Path:
+        return shutil.copytree(published, folder / name)
 
-    def changed(**values: object) -> bytes:
-        return json.dumps({**config, **values}).encode()
+    def write_config(name: str, content: bytes) -> None:
+        (copy(name) / "config.json").write_bytes(content)
 
-    write_stock(published, folder / "stock")
-    write("cut_weights", changed(), weights[: len(weights) // 2])
-    write("garbage_weights", changed(), b"\xff" * 64)
-    write("no_weights", changed(), None)
-    write("broken_config", b'{"model_type": ')
-    write("binary_config", bytes(range(128, 256)))
-    write("list_config", b"[1, 2]")
-    write("number_type", changed(model_type=5))
-    write("foreign", changed(model_type="bert", auto_map={}))
-    write("wrong_types", changed(text_config={**config["text_config"], "hidden_size": "wide"}))
-    write("no_tokenizer", changed())
-    for path in (folder / "no_tokenizer").glob("tokenizer*"):
+    def write_fields(name: str, **changes: object) -> None:
+        write_config(name, json.dumps(fields | changes).encode())
+
+    (copy("cut_weights") / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (copy("garbage_weights") / "model.safetensors").write_bytes(b"\xff" * 64)
+    (copy("no_weights") / "model.safetensors").unlink()
+    (copy("adapter") / "adapter_config.json").write_text("{}")
+    for path in copy("no_tokenizer").glob("tokenizer*"):
         path.unlink()
-    write("adapter", changed())
-    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    write_config("broken_config", b'{"model_type": ')
+    write_config("binary_config", bytes(range(128, 256)))
+    write_config("list_config", b"[1, 2]")
+    write_fields("number_type", model_type=5)
+    write_fields("foreign", model_type="bert", auto_map={})
+    text_config = fields["text_config"] | {"hidden_size": "wide"}
+    write_fields("wrong_types", text_config=text_config)
 
 
 def assert_refused(arguments: list[str], app: Typer) -> None:
     result = CliRunner().invoke(app, arguments)
-    shown = f"{[argument[:200] for argument in arguments]}: {result.stderr[-2000:]} {result.exception!r}"
+    shortened = [argument[:200] for argument in arguments]
+    shown = f"{shortened}: {result.stderr[-2000:]} {result.exception!r}"
     assert isinstance(result.exception, SystemExit), shown
     assert result.exit_code == 2, shown
     assert "Traceback" not in result.stderr, shown
-    lines = [line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")]
-    assert len(lines) == 1 or (not lines and "─ Error ─" in result.stderr), shown
-    assert not lines or len(lines[0]) > len("qtsplus: ") + 8, shown
+    messages = [line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")]
+    if not messages:
+        assert "─ Error ─" in result.stderr, f"not a message of Typer either: {shown}"
+        return
+    (message,) = messages
+    assert len(message) > len("qtsplus: ") + 8, shown
 
 
 def fill(argument: str, corpus: dict[str, str]) -> str:

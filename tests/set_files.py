@@ -4,7 +4,12 @@ import json
 
 
 def write_records(path, records):
-    """Writes .jsonl, or one array into .json."""
+    """Writes one JSON object a line, or one array of them into a `.json` file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.dumps(record.row(), ensure_ascii=False) for record in records]
-    path.write_text(f"[{','.join(rows)}]" if path.suffix == ".json" else "".join(row + "\n" for row in rows))
+    rows = [record.row() for record in records]
+    if path.suffix == ".json":
+        array = json.dumps(rows, ensure_ascii=False)
+        path.write_text(array)
+        return
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines))

@@ -183,23 +183,27 @@ def prompt(
         turns: earlier question-and-answer turns (the first one holds the images and videos).
     """
     generator = seeded(seed)
+    row = Prompt(images=list(images), videos=list(videos), seconds=[seconds] * len(videos))
+    vision: list[int] = []
 
     def words(count):
         return torch.randint(*WORDS, (count,), generator=generator).tolist()
 
-    row = Prompt(seconds=[seconds] * len(videos))
-    vision: list[int] = []
-    for grids, pixels, kept, pad in (
-        (images, row.image_pixels, row.images, IMAGE_PAD),
-        (videos, row.video_pixels, row.videos, VIDEO_PAD),
-    ):
-        for t, h, w in grids:
-            kept.append((t, h, w))
-            pixels.append(torch.randn(t * h * w, PATCH_VALUES, generator=generator))
-            vision += [VISION_START, *[pad] * (t * h * w // 4), VISION_END]
+    def show(grid, pad):
+        t, h, w = grid
+        patches = t * h * w
+        placeholders = [pad] * (patches // 4)
+        vision.extend([VISION_START, *placeholders, VISION_END])
+        return torch.randn(patches, PATCH_VALUES, generator=generator)
+
+    row.image_pixels = [show(grid, IMAGE_PAD) for grid in images]
+    row.video_pixels = [show(grid, VIDEO_PAD) for grid in videos]
     row.ids = [IM_START, 30, NEWLINE, *words(3), IM_END, NEWLINE]
     for turn in range(turns + 1):
-        row.ids += [IM_START, USER, NEWLINE, *(vision if turn == 0 else []), *words(question), IM_END, NEWLINE]
+        row.ids += [IM_START, USER, NEWLINE]
+        if turn == 0:
+            row.ids += vision
+        row.ids += [*words(question), IM_END, NEWLINE]
         if turn < turns or not generation:
             row.ids += [IM_START, ASSISTANT, NEWLINE, *words(4), IM_END, NEWLINE]
     if generation:
@@ -209,25 +213,34 @@ def prompt(
 
 def batch(*rows: Prompt, pad_left: bool = True, width: int | None = None) -> dict[str, torch.Tensor]:
     """Model inputs for several rows."""
-    width = max(len(row.ids) for row in rows) if width is None else width
+    if width is None:
+        width = max(len(row.ids) for row in rows)
     ids = []
     mask = []
     for row in rows:
-        missing = width - len(row.ids)
-        blank = [PAD] * missing
-        real = [1] * len(row.ids)
-        ids.append(blank + row.ids if pad_left else row.ids + blank)
-        mask.append([0] * missing + real if pad_left else real + [0] * missing)
+        length = len(row.ids)
+        padding = width - length
+        if pad_left:
+            ids.append([PAD] * padding + row.ids)
+            mask.append([0] * padding + [1] * length)
+        else:
+            ids.append(row.ids + [PAD] * padding)
+            mask.append([1] * length + [0] * padding)
+    together = Prompt()
+    for row in rows:
+        together.images += row.images
+        together.videos += row.videos
+        together.image_pixels += row.image_pixels
+        together.video_pixels += row.video_pixels
+        together.seconds += row.seconds
     inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-    images = [grid for row in rows for grid in row.images]
-    if images:
-        inputs["pixel_values"] = torch.cat([pixels for row in rows for pixels in row.image_pixels])
-        inputs["image_grid_thw"] = torch.tensor(images)
-    videos = [grid for row in rows for grid in row.videos]
-    if videos:
-        inputs["pixel_values_videos"] = torch.cat([pixels for row in rows for pixels in row.video_pixels])
-        inputs["video_grid_thw"] = torch.tensor(videos)
-        inputs["second_per_grid_ts"] = torch.tensor([second for row in rows for second in row.seconds])
+    if together.images:
+        inputs["pixel_values"] = torch.cat(together.image_pixels)
+        inputs["image_grid_thw"] = torch.tensor(together.images)
+    if together.videos:
+        inputs["pixel_values_videos"] = torch.cat(together.video_pixels)
+        inputs["video_grid_thw"] = torch.tensor(together.videos)
+        inputs["second_per_grid_ts"] = torch.tensor(together.seconds)
     return inputs
 
 
@@ -237,11 +250,22 @@ def token_types(input_ids: torch.Tensor) -> torch.Tensor:
 
 def chat_inputs(processor, *content, **processor_kwargs):
     """Inputs of one turn of the user: a text, a video's path, or a part as it stands in a message."""
-    kinds = {str: lambda text: {"type": "text", "text": text}, dict: lambda part: part}
-    parts = [kinds.get(type(one), lambda path: {"type": "video", "video": str(path)})(one) for one in content]
-    options = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-    messages = [{"role": "user", "content": parts}]
-    return processor.apply_chat_template(messages, **options, processor_kwargs=processor_kwargs)
+    parts = []
+    for item in content:
+        if isinstance(item, dict):
+            parts.append(item)
+        elif isinstance(item, str):
+            parts.append({"type": "text", "text": item})
+        else:
+            parts.append({"type": "video", "video": str(item)})
+    return processor.apply_chat_template(
+        [{"role": "user", "content": parts}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=processor_kwargs,
+    )
 
 
 def load_bundled(folder=None):

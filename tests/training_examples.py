@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import SequentialSampler
 from transformers import ProgressCallback
@@ -14,18 +15,23 @@ ANSWER = 5  # supervised tokens of an example
 
 def examples(count: int, text_only: tuple[int, ...] = (0, 6, 7)) -> list:
     """Prompts with videos of three lengths; those in `text_only` have none."""
-    return [
-        prompt(videos=[] if i in text_only else [(2, 4, 4 + 4 * (i % 3))], seed=i, generation=False)
-        for i in range(count)
-    ]
+    rows = []
+    for index in range(count):
+        width = 4 + 4 * (index % 3)
+        videos = [] if index in text_only else [(2, 4, width)]
+        rows.append(prompt(videos=videos, seed=index, generation=False))
+    return rows
 
 
 def collate(rows: list) -> dict[str, torch.Tensor]:
     inputs = batch(*rows, pad_left=False)
-    labels = torch.full_like(inputs["input_ids"], -100)
+    ids = inputs["input_ids"]
+    labels = torch.full_like(ids, -100)
     for index, row in enumerate(rows):
-        stop = len(row.ids) - 1 - row.ids[-3] % 2  # rows with different numbers of supervised tokens
-        labels[index, len(row.ids) - 1 - ANSWER : stop] = inputs["input_ids"][index, len(row.ids) - 1 - ANSWER : stop]
+        end = len(row.ids) - 1
+        start = end - ANSWER
+        stop = end - row.ids[-3] % 2  # rows with different numbers of supervised tokens
+        labels[index, start:stop] = ids[index, start:stop]
     inputs["labels"] = labels
     inputs["source_ids"] = torch.tensor([len(row.ids) % 3 for row in rows])
     return inputs
@@ -92,10 +98,15 @@ def steps(trainer: QTSplusTrainer) -> list[dict[str, float]]:
 
 
 def assert_same_training(first: QTSplusTrainer, second: QTSplusTrainer, tolerance: float = 2e-5) -> None:
-    for a, b in zip(steps(first), steps(second), strict=True):
-        assert a.keys() == b.keys()
+    for line, other in zip(steps(first), steps(second), strict=True):
+        assert line == pytest.approx(other, rel=tolerance, abs=tolerance)
+    weights = dict(second.model.named_parameters())
+    for name, weight in first.model.named_parameters():
         torch.testing.assert_close(
-            torch.tensor([a[name] for name in a]), torch.tensor([b[name] for name in a]), atol=tolerance, rtol=tolerance
+            weight,
+            weights.pop(name),
+            atol=tolerance,
+            rtol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
-    for (name, a), b in zip(first.model.named_parameters(), second.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+    assert not weights

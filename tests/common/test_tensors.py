@@ -1,5 +1,7 @@
 """A file of tensors holds what its format declares, or is refused in one line that says what to do."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,27 +16,45 @@ TEXTS = {"of": "a video"}
 
 
 def test_what_was_written_is_read(tmp_path):
-    FORMAT.write(tmp_path / "file", TENSORS, TEXTS)
-    with FORMAT.reading(tmp_path / "file") as file:
+    path = tmp_path / "file"
+    FORMAT.write(path, TENSORS, TEXTS)
+    with FORMAT.reading(path) as file:
         assert file.texts == TEXTS
         assert file.tensors.keys() == TENSORS.keys()
-        assert torch.equal(file.tensors["codes"], TENSORS["codes"])
+        for name, tensor in TENSORS.items():
+            assert torch.equal(file.tensors[name], tensor)
+
+
+@dataclass
+class OtherFile:
+    """What a file holds that is not of the format, and why it is refused."""
+
+    reason: str
+    tensors: dict = field(default_factory=dict)
+    texts: dict = field(default_factory=lambda: TEXTS)
 
 
 OTHERS = {
-    "a symbol with two sizes": ({"scale": torch.ones(2)}, TEXTS, r"scale is \[2\] torch.float32; expected \[3\] of"),
-    "another dtype": ({"scale": torch.ones(3).double()}, TEXTS, "scale is .*float64; expected .* of torch.float32"),
-    "another rank": ({"codes": TENSORS["codes"][0]}, TEXTS, r"codes is \[3\]"),
-    "one more tensor": ({"more": torch.ones(1)}, TEXTS, "it is no stored scale"),
-    "another text": ({}, {"from": "a video"}, "it is no stored scale"),
+    "a symbol with two sizes": OtherFile(
+        r"scale is \[2\] torch.float32; expected \[3\] of",
+        {"scale": torch.ones(2)},
+    ),
+    "another dtype": OtherFile(
+        "scale is .*float64; expected .* of torch.float32",
+        {"scale": torch.ones(3, dtype=torch.float64)},
+    ),
+    "another rank": OtherFile(r"codes is \[3\]", {"codes": TENSORS["codes"][0]}),
+    "one more tensor": OtherFile("it is no stored scale", {"more": torch.ones(1)}),
+    "another text": OtherFile("it is no stored scale", texts={"from": "a video"}),
 }
 
 
-@pytest.mark.parametrize(("tensors", "texts", "reason"), OTHERS.values(), ids=OTHERS)
-def test_another_file_is_refused(tmp_path, tensors, texts, reason):
-    FORMAT.write(tmp_path / "file", TENSORS | tensors, texts)
-    refusal = f"The stored scale '.*file' cannot be used: {reason}.*; make it again"
-    with pytest.raises(ValueError, match=refusal), FORMAT.reading(tmp_path / "file"):
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_another_file_is_refused(tmp_path, other):
+    path = tmp_path / "file"
+    FORMAT.write(path, TENSORS | other.tensors, other.texts)
+    refusal = f"The stored scale '.*file' cannot be used: {other.reason}.*; make it again"
+    with pytest.raises(ValueError, match=refusal), FORMAT.reading(path):
         pass
 
 

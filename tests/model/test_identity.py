@@ -48,13 +48,16 @@ def test_logits(models, pad_left):
 def test_loss(models):
     model, stock = models
     inputs = batch(*MIXED, pad_left=False)
-    everywhere = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    labels = everywhere.masked_fill(token_types(everywhere) != 0, -100)
+    is_padding = inputs["attention_mask"] == 0
+    everywhere = inputs["input_ids"].masked_fill(is_padding, -100)
+    is_placeholder = token_types(everywhere) != 0
+    labels = everywhere.masked_fill(is_placeholder, -100)
     ours = model(**inputs, labels=labels).loss
     theirs = stock(**stock_inputs(inputs), labels=labels).loss
     assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     # Labels on placeholders are ignored: which of them the language model sees is not the caller's to know.
-    assert_close(model(**inputs, labels=everywhere).loss, ours, atol=1e-6, rtol=1e-6)
+    with_placeholders = model(**inputs, labels=everywhere).loss
+    assert_close(with_placeholders, ours, atol=1e-6, rtol=1e-6)
 
 
 def test_bit_for_bit_with_stock_s_attention_functions(models):
@@ -70,6 +73,9 @@ def test_identity_is_lost_when_tokens_are(models):
     """The comparison above can fail."""
     _, stock = models
     selecting = tiny_model(reencode_layers=0)
-    ours, theirs = logits_of_both((selecting, stock), batch(*ONE_VIDEO), retention=0.5)
-    assert ours.shape[1] == theirs.shape[1] - 48
-    assert (ours[0, -1] - theirs[0, -1]).abs().max() > 1e-3
+    inputs = batch(*ONE_VIDEO)
+    ours, theirs = logits_of_both((selecting, stock), inputs, retention=0.5)
+    left_out = 48
+    assert ours.shape[1] == theirs.shape[1] - left_out
+    difference = ours[0, -1] - theirs[0, -1]
+    assert difference.abs().max() > 1e-3

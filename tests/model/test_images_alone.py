@@ -1,5 +1,7 @@
 """Images: without a video nothing is selected, and everything that stock takes is taken."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -12,28 +14,49 @@ OTHER = (1, 8, 4)
 LENGTHS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 
+@dataclass
+class ReadAlike:
+    """A prompt with images, and where its real tokens are."""
+
+    inputs: dict
+    is_real: torch.Tensor
+    positions: torch.Tensor
+
+
+def read(model):
+    inputs = batch(*image_rows())
+    types = model.model.token_types(inputs["input_ids"])
+    positions, _ = model.model.get_rope_index(mm_token_type_ids=types, **inputs)
+    return ReadAlike(inputs, inputs["attention_mask"].bool(), positions)
+
+
 def image_rows():
     """As many images as rows, but two in the first row and none in the last."""
     two_images = prompt(images=[IMAGE, OTHER], question=6, seed=1)
     one_image = prompt(images=[OTHER], question=9, seed=2)
-    return two_images, one_image, prompt(question=4, seed=3)
+    no_image = prompt(question=4, seed=3)
+    return two_images, one_image, no_image
 
 
 def embedded(model, inputs):
     """The same inputs with embeddings instead of ids."""
     others = without(inputs, "input_ids")
-    return {**others, "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
+    embed = model.get_input_embeddings()
+    others["inputs_embeds"] = embed(inputs["input_ids"])
+    return others
 
 
 def test_embeddings_beside_images_and_the_prompts_positions_give_what_the_ids_give():
     model = shared_model()
-    inputs = batch(*image_rows())
-    real = inputs["attention_mask"].bool()
-    expected = main_output(model, inputs)[real]
-    token_types = model.model.token_types(inputs["input_ids"])
-    positions, _ = model.model.get_rope_index(mm_token_type_ids=token_types, **inputs)
-    again = main_output(model, embedded(model, inputs), position_ids=positions)[real]
-    assert_close(again, expected, atol=1e-5, rtol=1e-5)
+    rows = read(model)
+    by_ids = main_output(model, rows.inputs)
+    by_embeddings = main_output(model, embedded(model, rows.inputs), position_ids=rows.positions)
+    assert_close(
+        by_embeddings[rows.is_real],
+        by_ids[rows.is_real],
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -64,26 +87,30 @@ def test_embeddings_with_another_number_of_placeholders_are_refused():
 def test_images_in_packed_rows_are_read_as_in_padded_rows(attention):
     model = tiny_model()
     model.set_attn_implementation(attention)
-    inputs = batch(*image_rows())
-    real = inputs["attention_mask"].bool()
-    token_types = model.model.token_types(inputs["input_ids"])
-    positions, _ = model.model.get_rope_index(mm_token_type_ids=token_types, **inputs)
-    order = inputs["attention_mask"].cumsum(1) - 1
+    rows = read(model)
+    order = rows.inputs["attention_mask"].cumsum(1) - 1
+    positions = torch.cat([order[None], rows.positions])
     packed = {
-        "input_ids": inputs["input_ids"][real][None],
-        "position_ids": torch.cat([order[None], positions])[:, real][:, None],
-        "pixel_values": inputs["pixel_values"],
-        "image_grid_thw": inputs["image_grid_thw"],
+        "input_ids": rows.inputs["input_ids"][rows.is_real][None],
+        "position_ids": positions[:, rows.is_real][:, None],
+        "pixel_values": rows.inputs["pixel_values"],
+        "image_grid_thw": rows.inputs["image_grid_thw"],
     }
-    expected = main_output(model, inputs)[real]
-    assert_close(main_output(model, packed, use_cache=False)[0], expected, atol=1e-5, rtol=1e-5)
+    in_one_row = main_output(model, packed, use_cache=False)[0]
+    padded = main_output(model, rows.inputs)[rows.is_real]
+    assert_close(in_one_row, padded, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="several sequences packed into one row"):
         model(**packed, use_cache=True)  # stock would attend across the sequences
 
 
 def test_images_beside_videos_pass_untouched_and_take_nothing_of_the_budget():
-    rows = [prompt(images=[(1, 8, 8)], videos=[(4, 8, 12)]), prompt(images=[(1, 8, 8)]), prompt()]
-    compact = compress(shared_model().model, **batch(*rows), retention=0.25)
+    image = (1, 8, 8)
+    video = (4, 8, 12)
+    both = prompt(images=[image], videos=[video])
+    image_alone = prompt(images=[image])
+    text = prompt()
+    model = shared_model().model
+    compact = compress(model, **batch(both, image_alone, text), retention=0.25)
     is_image = compact.input_ids == IMAGE_PAD
     assert is_image.sum(-1).tolist() == [16, 16, 0]
     assert compact.qtsplus.n.tolist() == [24, 0, 0]

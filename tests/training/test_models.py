@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from qtsplus.training.models import load_either, make_model
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import build_trainer
-from tiny import batch, prompt, stock_twin, tiny_model, token_types
+from tiny import batch, prompt, run, stock_twin, tiny_model, token_types
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -28,13 +28,13 @@ def test_a_stock_model_in_bfloat16_is_that_model(tmp_path, tied):
     projection.forward = partial(torch.nn.Conv3d.forward, projection)  # ours rounds otherwise in bfloat16
     inputs = batch(prompt(videos=[(4, 8, 12)], question=200))
     types = token_types(inputs["input_ids"])
-    with torch.no_grad():
-        expected = stock(**inputs, mm_token_type_ids=types)
-        found = loaded(**inputs)
-    assert torch.equal(found.logits, expected.logits)
-    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+    expected = run(stock, inputs, mm_token_type_ids=types)
+    assert torch.equal(run(loaded, inputs).logits, expected.logits)
+    dtypes = {weight.dtype for weight in loaded.parameters()}
+    assert dtypes == {torch.bfloat16}
     embeddings = loaded.model.language_model.embed_tokens
-    assert (loaded.lm_head.weight is embeddings.weight) == tied
+    is_tied = loaded.lm_head.weight is embeddings.weight
+    assert is_tied == tied
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,14 @@ def stock_folder(tmp_path_factory) -> str:
 
 
 def test_a_fresh_selector_is_the_seed_s(stock_folder):
-    first, again, other = (make_model(None, stock_folder, seed=seed).model.qtsplus for seed in (0, 0, 1))
+    first = make_model(None, stock_folder, seed=0).model.qtsplus
+    again = make_model(None, stock_folder, seed=0).model.qtsplus
+    other = make_model(None, stock_folder, seed=1).model.qtsplus
     weight = first.scoring_layers[0].q_proj.weight
-    assert torch.equal(weight, again.scoring_layers[0].q_proj.weight)
-    assert not torch.equal(weight, other.scoring_layers[0].q_proj.weight)
+    same_weight = again.scoring_layers[0].q_proj.weight
+    other_weight = other.scoring_layers[0].q_proj.weight
+    assert torch.equal(weight, same_weight)
+    assert not torch.equal(weight, other_weight)
     assert not first.reencode_layers[0].o_proj.weight.any()
 
 
