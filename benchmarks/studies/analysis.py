@@ -15,7 +15,6 @@ from qtsplus.common.files import check_folder, check_output
 from qtsplus.common.journals import write_json
 from qtsplus.data.records import VideoRecord
 from qtsplus.model.selector_qtsplus import find_threshold
-from qtsplus.training.dataset import require_rates
 from qtsplus.training.features import encode_files
 
 from ..files import save_figure
@@ -53,13 +52,12 @@ def run_analysis(
         work: where the videos' features are kept; what an earlier run has encoded is not encoded again.
 
     Raises:
-        ValueError: fewer than two videos that can be read, a folder of frames without its rate, or results that are
+        ValueError: fewer than two videos that can be read, or results that are
             there already.
     """
     target = check_output(out / "analysis.json")
     check_folder(work)
     records = [record for record in records if record.video is not None]
-    require_rates(records)
     features = encode_files(model, processor, [(str(record.video), record.fps) for record in records], work)
     measured: list[dict[str, float] | None] = []
     for record in track(records, "Asking", console=Console(stderr=True), disable=not progress):

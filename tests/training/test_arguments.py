@@ -56,7 +56,7 @@ REFUSED = [
     ({"use_liger_kernel": True}, "Liger has no kernels"),
     ({"remove_unused_columns": True}, "what the collator needs"),
     ({"resume_from_checkpoint": "there"}, "use --resume"),
-    ({"lora_dropout": 1.0}, "lora_dropout is 1.0; expected less than 1"),
+    ({"lora_dropout": 1.5}, "lora_dropout is 1.5; expected at most 1"),
     ({"sft_loss": "sum"}, "sft_loss is 'sum'; expected 'token_mean' or 'sum_of_sources'"),
     ({"lora_rank": 4, "freeze_language_model": False}, "lora_rank trains adapters on a frozen language model"),
 ]

@@ -200,5 +200,5 @@ def test_a_record_gives_its_own_rate(tiny_processor, tiny_mp4, tmp_path):
     assert float(of_file["second_per_grid_ts"][0]) == 0.5
     assert int(of_file["video_grid_thw"][0, 0]) == 8
     without_rate = VideoRecord(str(tmp_path), "What?", "red")
-    with pytest.raises(ValueError, match='"fps": 2'):
-        VideoQADataset([without_rate], tiny_processor)
+    with pytest.raises(ValueError, match="fps"):
+        VideoQADataset([without_rate], tiny_processor)[0]

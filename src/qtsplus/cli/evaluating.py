@@ -41,7 +41,6 @@ def evaluate(
     from ..data.formats import read_records
     from ..evaluation.evaluate import evaluate_records, tally
     from ..evaluation.matching import Matcher, gives_answer, is_exact, judge_at
-    from ..training.dataset import require_rates
 
     if selection == "all" and retention is not None:
         fail("--retention has no effect with --selection all, which keeps every token")
@@ -56,7 +55,6 @@ def evaluate(
     questions = [record for record in read_records(records, media_root) if record.video is not None]
     if not questions:
         fail(f"{records} holds no question about a video")
-    require_rates(questions)
     asked = evaluate_records(
         *source.load(selection),
         questions,

@@ -16,7 +16,6 @@ from ..asking.session import answer_file
 from ..common.files import first_line
 from ..data.records import VideoRecord
 from ..model.methods_qtsplus import Method
-from ..training.dataset import require_rates
 from ..video.sampling import Sampling
 from .matching import Matcher, is_exact
 
@@ -68,10 +67,9 @@ def evaluate_records(
         by_likelihood: of a record with options, the answer is the letter that the model finds most likely.
 
     Raises:
-        ValueError: a folder of frames whose record does not give its rate; a question longer than the model's
-            positions; for `by_likelihood`, a tokenizer in which a letter is several tokens.
+        ValueError: a question longer than the model's positions; for `by_likelihood`, a tokenizer in which a letter is
+            several tokens.
     """
-    require_rates(records)
     max_new_tokens = 0
     for record in records:
         check_question(model, processor, record.question)

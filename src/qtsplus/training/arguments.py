@@ -3,27 +3,23 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from transformers import TrainingArguments
 
 from ..common.validation import STRICT, check_types
 
-Rank = Annotated[int, Field(ge=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Dropout = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Range = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
 Heads = Annotated[list[tuple[int, int]], Field(min_length=1)]
 # Fields of Transformers that change nothing here, or not what they say: what they may be, and why.
-_WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
-    "average_tokens_across_devices": ((True,), "losses are means over the tokens of all processes"),
-    "label_names": ((None, ["labels"]), "the collator gives labels"),
-    "remove_unused_columns": ((False,), "it would remove what the collator needs"),
-    "resume_from_checkpoint": ((None,), "use --resume, or trainer.train's argument"),
-    "train_sampling_strategy": (("random", "sequential"), "a record tells no length before its video is read"),
-    "use_liger_kernel": ((False,), "Liger has no kernels for this model"),
+_WITHOUT_EFFECT: dict[str, tuple[list, str]] = {
+    "average_tokens_across_devices": ([True], "losses are means over the tokens of all processes"),
+    "label_names": ([None, ["labels"]], "the collator gives labels"),
+    "remove_unused_columns": ([False], "it would remove what the collator needs"),
+    "resume_from_checkpoint": ([None], "use --resume, or trainer.train's argument"),
+    "train_sampling_strategy": (["random", "sequential"], "a record tells no length before its video is read"),
+    "use_liger_kernel": ([False], "Liger has no kernels for this model"),
 }
 
 
@@ -79,14 +75,14 @@ class QTSplusTrainingArguments(TrainingArguments):
     freeze_scores: bool = False
     freeze_language_model: bool = True
     freeze_vision_model: bool = True
-    lora_rank: Rank = 0
-    lora_alpha: Positive = 32.0
-    lora_dropout: Dropout = 0.0
+    lora_rank: NonNegativeInt = 0
+    lora_alpha: PositiveFloat = 32.0
+    lora_dropout: Share = 0.0
     sft_loss: Literal["token_mean", "sum_of_sources"] = "token_mean"
-    dual_learning_rate: NotNegative = 0.1
+    dual_learning_rate: NonNegativeFloat = 0.1
     retention_range: Range | None = None
     retention_share: Share = 0.5
-    relevance_weight: NotNegative = 0.0
+    relevance_weight: NonNegativeFloat = 0.0
     relevance_heads: Heads | None = None
     relevance_positions: Literal["answer", "question", "both"] = "answer"
     max_skipped: Share = 0.1
@@ -97,13 +93,13 @@ class QTSplusTrainingArguments(TrainingArguments):
         super().__post_init__()
         ours = {name: getattr(self, name) for name in QTSplusTrainingArguments.__annotations__}
         check_types("", QTSplusTrainingArguments, ours)
-        for name, (values, reason) in _WITHOUT_EFFECT.items():
+        for name, (expected, reason) in _WITHOUT_EFFECT.items():
             value = getattr(self, name)
-            if value not in values:
-                expected = " or ".join(map(repr, values))
-                raise ValueError(f"{name}={value!r} has no effect here: {reason}. Expected {expected}.")
-        if self.retention_range is not None and self.retention_range != sorted(self.retention_range):
-            raise ValueError(f"retention_range={self.retention_range}: expected the lowest fraction first.")
+            if value not in expected:
+                raise ValueError(f"{name}={value!r} has no effect here: {reason}. Expected one of {expected}.")
+        retentions = self.retention_range or []
+        if retentions != sorted(retentions):
+            raise ValueError(f"retention_range={retentions}: expected the lowest fraction first.")
         keeps_scores = self.freeze_selector or self.freeze_scores
         trains_base = not self.freeze_language_model or not self.freeze_vision_model
         if self.lora_rank and (keeps_scores or trains_base):

@@ -1,6 +1,5 @@
 """The dataset that turns records of questions and answers about videos into a model's inputs, and their batches."""
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,14 +19,6 @@ logger = logging.get_logger(__name__)
 
 IGNORED = -100
 _VISUAL_INPUTS = ("pixel_values_videos", "video_features", "video_grid_thw", "second_per_grid_ts")
-
-
-def require_rates(records: Sequence[VideoRecord]) -> None:
-    """Raises `ValueError` for a folder of frames without its rate."""
-    videos = {record.video for record in records if record.fps is None}
-    for video in videos:
-        if video is not None and os.path.isdir(video):
-            raise ValueError(f'{video} is a folder of frames: give their rate in its records, such as "fps": 2.')
 
 
 def check_processor_kwargs(processor, processor_kwargs: Mapping) -> None:
@@ -52,9 +43,6 @@ class VideoQADataset(Dataset):
             since most of them never reach the language model. Longer examples are cut at their end.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         features: of the videos, see [`encode_files`]; they take the place of the pixels.
-
-    Raises:
-        ValueError: a folder of frames whose rate neither its record nor `processor_kwargs` gives.
     """
 
     def __init__(
@@ -70,11 +58,9 @@ class VideoQADataset(Dataset):
         self.processor = processor
         self.model_max_length = model_max_length
         self.processor_kwargs = dict(processor_kwargs or {})
-        if self.processor_kwargs.get("fps") is None:
-            require_rates(self.records)
-        self.end_of_turn: int = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        header = processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False, return_tensors="pt")
-        self.answer_header = header["input_ids"][0]
+        tokenizer = processor.tokenizer
+        self.end_of_turn: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.answer_header = _token_ids(tokenizer, "<|im_start|>assistant\n")
         self.placeholders = torch.tensor(processor.placeholder_ids)
 
     @staticmethod
@@ -112,22 +98,19 @@ class VideoQADataset(Dataset):
         prompt = inputs["input_ids"][0]
         answer = list(self.processor.text_ids(record.answer))
         target = torch.tensor(answer + [self.end_of_turn])
-        labels = self._earlier_answers(prompt)
-        query_mask = inputs["query_mask"][0]
+        input_ids = torch.cat([prompt, target])
+        labels = torch.cat([self._earlier_answers(prompt), target])
+        query_mask = F.pad(inputs["query_mask"][0], (0, len(target)))
+        length = self._fitting_length(input_ids)
+        if length <= len(prompt):
+            most = self.model_max_length
+            logger.warning_once(f"Skipped {name}: its prompt leaves no room for an answer within {most} tokens.")
+            return None
         example: Inputs = {
-            "input_ids": torch.cat([prompt, target]),
-            "labels": torch.cat([labels, target]),
-            "query_mask": F.pad(query_mask, (0, len(target))),
+            "input_ids": input_ids[:length],
+            "labels": labels[:length],
+            "query_mask": query_mask[:length],
         }
-        if self.model_max_length is not None:
-            is_text = ~torch.isin(example["input_ids"], self.placeholders)
-            fits = is_text.cumsum(0) <= self.model_max_length
-            length = int(fits.sum())
-            if length <= len(prompt):
-                most = self.model_max_length
-                logger.warning_once(f"Skipped {name}: its prompt leaves no room for an answer within {most} tokens.")
-                return None
-            example = {key: values[:length] for key, values in example.items()}
         if "query_input_ids" in inputs:
             example["query_input_ids"] = inputs["query_input_ids"][0]
         for key in _VISUAL_INPUTS:
@@ -135,6 +118,14 @@ class VideoQADataset(Dataset):
                 example[key] = torch.as_tensor(inputs[key])
         example["source"] = record.source
         return example
+
+    def _fitting_length(self, input_ids: Tensor) -> int:
+        """How many tokens of an example fit into `model_max_length`, in which visual tokens do not count."""
+        if self.model_max_length is None:
+            return len(input_ids)
+        is_text = ~torch.isin(input_ids, self.placeholders)
+        fits = is_text.cumsum(0) <= self.model_max_length
+        return int(fits.sum())
 
     def _process(self, record: VideoRecord) -> Inputs:
         """The prompt of a record as the processor gives it, with its video or the features that are stored of it."""
@@ -150,30 +141,35 @@ class VideoQADataset(Dataset):
             if self.features is not None:
                 stored = self.features.load(record.video, record.fps) or {}
             if stored:  # the grid alone says where its tokens are
-                videos = {name: stored[name] for name in ("video_grid_thw", "second_per_grid_ts")}
+                videos["video_grid_thw"] = stored["video_grid_thw"]
+                videos["second_per_grid_ts"] = stored["second_per_grid_ts"]
             else:
                 videos = dict(self.processor_kwargs, videos=[record.video])
                 if record.fps is not None:
                     videos["fps"] = record.fps
-        query = None if record.query is None else [record.query]
-        inputs = self.processor.conversation_inputs([messages], query=query, **videos)
+        if record.query is not None:
+            videos["query"] = [record.query]
+        inputs = self.processor.conversation_inputs([messages], **videos)
         return dict(inputs) | stored
 
     def _earlier_answers(self, prompt: Tensor) -> Tensor:
         """Labels `[S]` of a prompt: its answers with the tokens that end them; the last header has no answer yet."""
         labels = torch.full_like(prompt, IGNORED)
-        header = self.answer_header
-        windows = prompt.unfold(0, len(header), 1)
-        is_header = (windows == header).all(-1)
-        opens = is_header.nonzero()[:, 0]
-        starts = opens + len(header)
+        length = len(self.answer_header)
+        windows = prompt.unfold(0, length, 1)
+        is_header = (windows == self.answer_header).all(-1)
+        starts = is_header.nonzero()[:, 0] + length
         for start in starts.tolist()[:-1]:
             is_end = prompt[start:] == self.end_of_turn
-            first_end = is_end.int().argmax()
-            length = int(first_end) + 1
-            stop = start + length
+            stop = start + 1 + int(is_end.int().argmax())
             labels[start:stop] = prompt[start:stop]
         return labels
+
+
+def _token_ids(tokenizer, text: str) -> Tensor:
+    """`[n]`, of a text in which special tokens are tokens."""
+    encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    return encoded["input_ids"][0]
 
 
 def _message(role: str, text: str) -> Inputs:
@@ -188,9 +184,8 @@ class VideoQACollator:
     """
 
     def __init__(self, processor):
-        tokenizer = processor.tokenizer
-        self.pad_token_id = tokenizer.pad_token_id
-        blank = tokenizer("skipped", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+        self.pad_token_id = processor.tokenizer.pad_token_id
+        blank = _token_ids(processor.tokenizer, "skipped")
         self._blank = {
             "input_ids": blank,
             "labels": torch.full_like(blank, IGNORED),

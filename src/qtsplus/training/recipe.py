@@ -6,12 +6,12 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, PositiveInt, with_config
+from pydantic import PositiveInt, with_config
 from typing_extensions import TypedDict
 
 from ..common.validation import STRICT, build, parse_yaml, show
 from ..data.media import AnyPath
-from ..data.records import Rate, Text
+from ..data.records import Text
 from ..hub.files import hub_configs
 from .arguments import QTSplusTrainingArguments
 from .trainer import QTSplusTrainer
@@ -48,16 +48,6 @@ class ModelArguments:
             raise ValueError("variant and weights are both missing; expected at least one of them.")
 
 
-@with_config(ConfigDict(extra="allow"))
-class ProcessorKwargs(TypedDict, total=False):
-    """What a recipe says to the processor; the processor knows more settings than these, which are checked here."""
-
-    fps: Rate | None
-    num_frames: PositiveInt | None
-    min_frames: PositiveInt | None
-    max_frames: PositiveInt | None
-
-
 @dataclass
 class DataArguments:
     """
@@ -80,16 +70,15 @@ class DataArguments:
     eval_files: list[str] = field(default_factory=list)
     media_root: Text | None = None
     model_max_length: PositiveInt | None = None
-    processor_kwargs: ProcessorKwargs = field(default_factory=ProcessorKwargs)
+    processor_kwargs: Fields = field(default_factory=dict)
     features: Text | None = None
 
     def __post_init__(self) -> None:
         if not self.train_files:
             raise ValueError("train_files is empty; expected the files to train on.")
-        settings = {name: value for name, value in self.processor_kwargs.items() if value is not None}
-        self.processor_kwargs = settings  # type: ignore[assignment]
-        if {"fps", "num_frames"} <= self.processor_kwargs.keys():
-            raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
+        for name, value in list(self.processor_kwargs.items()):
+            if value is None:  # takes back what the variant says
+                del self.processor_kwargs[name]
 
 
 @dataclass
@@ -161,13 +150,15 @@ def load_stages(
     for stage, changes in stages.items():
         stated = _merge_all([content, changes, *changes_of_all])
         variant = stated.get("model", {}).get("variant")
-        sections = _merge_all([{"model": {}, "data": {}, "training": {}}, _variant_defaults(variant), stated])
+        empty: Fields = {"model": {}, "data": {}, "training": {}}
+        sections = _merge_all([empty, _variant_defaults(variant), stated])
         if recipes:
             before = recipes[-1].output_dir
-            sections = _merge(sections, {"model": {"weights": str(before)}})
-        _check_output_dir(path, sections["training"].get("output_dir"))
-        output_dir = _output_dir(sections, "" if stage == last else stage)
-        sections = _merge(sections, {"training": {"output_dir": output_dir}})
+            sections["model"]["weights"] = str(before)
+        output_dir = _output_dir(path, sections)
+        if stage != last:
+            output_dir /= stage
+        sections["training"]["output_dir"] = str(output_dir)
         recipes.append(_build(path, sections, stage, trainer_class))
     return recipes
 
@@ -202,8 +193,8 @@ def _parse_override(override: str) -> Fields:
     """The one field that an override names, in its section."""
     key, separator, text = override.partition("=")
     names = key.split(".")
-    is_field = names[0] in Sections.__annotations__ and len(names) > 1 and all(names)
-    if not separator or not is_field:
+    has_section = len(names) > 1 and names[0] in Sections.__annotations__
+    if not separator or not has_section or "" in names:
         raise ValueError(f"{override!r}: expected SECTION.FIELD=VALUE in the section model, data or training.")
     value = parse_yaml(text, repr(override))
     for name in reversed(names):
@@ -211,20 +202,15 @@ def _parse_override(override: str) -> Fields:
     return value
 
 
-def _check_output_dir(path: AnyPath, folder) -> None:
+def _output_dir(path: AnyPath, sections: Fields) -> Path:
+    """The folder that a recipe writes to, with the variant's name, or else that of the weights."""
+    folder = sections["training"].get("output_dir")
     if not isinstance(folder, str) or folder.strip() == "":
         raise ValueError(f"{path}: training.output_dir is {show(folder)}; expected the folder to write to.")
-
-
-def _output_dir(sections: Fields, stage: str) -> str:
-    """
-    The folder that a recipe writes to, with the variant's name, or else that of the weights. A stage before the last
-    has a folder of its own.
-    """
     model = sections["model"]
-    variant = model.get("variant") or Path(str(model.get("weights"))).name
-    folder = sections["training"]["output_dir"].replace("{variant}", str(variant))
-    return str(Path(folder) / stage) if stage else folder
+    weights = Path(str(model.get("weights")))
+    variant = model.get("variant") or weights.name
+    return Path(folder.replace("{variant}", str(variant)))
 
 
 def _build(

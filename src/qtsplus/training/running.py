@@ -1,10 +1,8 @@
 """Runs a recipe: loads what it names, trains stage by stage, and goes on where an earlier run stopped."""
 
 import gc
-import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ from transformers.utils import logging
 from ..common.files import check_folder, require_space
 from ..data.records import VideoRecord
 from ..hub.loading import adopt_tokenizer
-from .dataset import check_processor_kwargs, require_rates
+from .dataset import check_processor_kwargs
 from .features import VideoFeatures, encode_files
 from .freezing import vision_modules
 from .models import make_config, make_model, make_processor
@@ -85,16 +83,14 @@ def is_finished(output_dir: Path) -> bool:
 
 def last_checkpoint(output_dir: Path) -> Path | None:
     """The newest checkpoint that was written to its end: the Trainer's state is the last file."""
-
-    def step(folder: Path) -> int:
-        number = folder.name.rpartition("-")[2]
-        return int(number) if number.isdecimal() else -1
-
-    for folder in sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=step, reverse=True):
-        with suppress(FileNotFoundError, ValueError):
-            json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-            return folder
-    return None
+    newest = None
+    last_step = -1
+    for state in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json"):
+        _, _, step = state.parent.name.rpartition("-")
+        if int(step) > last_step:
+            newest = state.parent
+            last_step = int(step)
+    return newest
 
 
 def build_trainer(recipe: Recipe) -> QTSplusTrainer:
@@ -159,9 +155,7 @@ def _check_frozen(recipe: Recipe) -> None:
 
 
 def _check_videos(recipe: Recipe, records: list[VideoRecord]) -> None:
-    """Raises `ValueError` for folders of frames without their rate, and for too many videos that are not there."""
-    if recipe.data.processor_kwargs.get("fps") is None:
-        require_rates(records)
+    """Raises `ValueError` for too many videos that are not there."""
     missing = []
     for record in records:
         video = record.video
