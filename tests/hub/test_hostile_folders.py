@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.common.folders import reading
+from qtsplus.hub import loading
 from qtsplus.hub.loading import check_values, load, load_processor
 from qtsplus.model.methods_qtsplus import is_finite
 
 ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}{% endfor %}"
 SILENT = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
+SQUARES = "{% set x = namespace(y=99) %}{% for i in range(40) %}{% set x.y = x.y * x.y %}{% endfor %}"
 TEMPLATES = {
     SILENT: "it makes more than a prompt of one question.*steps of loops",
     ENDLESS: "it makes more than a prompt of one question",
@@ -24,6 +26,10 @@ TEMPLATES = {
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ raise_exception('no system') }}": "TemplateError: no system",
     "{% for": "TemplateSyntaxError",
+    "{{ 'x' * 10000000000 }}": "it takes more than 537 MB of memory",
+    "{% set x = 'x'|center(10000000000) %}": "it takes more than 537 MB of memory",
+    "{% set x = 9 ** 9 ** 9 %}": "it raises a number to a power",
+    SQUARES: "it makes more than a prompt of one question",
 }
 
 
@@ -42,7 +48,8 @@ def change(path, *places, **values):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_that_cannot_be_used_is_refused(template, folder):
+def test_a_template_that_cannot_be_used_is_refused(template, folder, monkeypatch):
+    monkeypatch.setattr(loading, "TEMPLATE_SECONDS", 0.5)
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=f"has a chat template that cannot be used: .*{TEMPLATES[template]}"):
         load_processor(folder)
@@ -112,6 +119,11 @@ def test_values_that_no_model_has_end_each_command_in_one_line(file, section, na
     assert "\n" not in str(refused.value)
     result = CliRunner().invoke(app, ["ask", str(tiny_mp4), "What?", "--model", str(folder)])
     assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+def test_a_negative_epsilon_is_refused():
+    with pytest.raises(ValueError, match="It has rms_norm_eps=-1, which no model can use"):
+        check_values("It", {"text_config": {"rms_norm_eps": -1}})
 
 
 def test_good_values_are_no_problem():

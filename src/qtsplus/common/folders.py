@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
-from .files import check_folder, listed, naming_full_disk, whole_file
+from .files import check_folder, listed, naming_full_disk, size, whole_file
 from .journals import Document, State, file_state, write_json
 
 # In every folder that is written here: what was written, so that a later run replaces that and nothing else.
@@ -24,6 +25,7 @@ _SILENT = (
     LookupError,
     AttributeError,
     RuntimeError,
+    SyntaxError,
     ArithmeticError,
     UnpicklingError,
     SafetensorError,
@@ -103,6 +105,28 @@ def reading(what: object) -> Iterator[None]:
         if not isinstance(error, _SPEAKING):
             reason = f"{type(error).__name__}: {reason}"
         raise ValueError(f"{what} cannot be used: {reason}") from error
+
+
+@contextmanager
+def within_memory(most: int) -> Iterator[None]:
+    """On Linux, raises `ValueError` where the process allocates more bytes."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = Path("/proc/self/statm").read_text().split()[0]
+    limit = int(pages) * resource.getpagesize() + most
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    except MemoryError as error:
+        raise ValueError(f"it takes more than {size(most)} of memory.") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def read_json(path: Path) -> Document:

@@ -7,17 +7,20 @@ import json
 import re
 import sys
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from jinja2.nodes import Pow
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import find_adapter_config_file, logging
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ..common.files import first_line
-from ..common.folders import read_json, reading
+from ..common.folders import read_json, reading, within_memory
 from ..common.validation import check_path, show
 from ..model.question_qtsplus import find_query_mask, question_token_ids
 from .backbones import backbone_of, register_backbones
@@ -35,8 +38,10 @@ _WHO = {"type": "text", "text": "Who?"}
 _A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, _WHO]}]
 _A_QUESTION_ALONE: list[dict[str, Any]] = [{"role": "user", "content": [_WHO]}]
 _A_SYSTEM_PROMPT = {"role": "system", "content": "Be brief."}
-# The most characters that a chat template may make of one question, with the steps that it takes for that.
-LONGEST_PROMPT = 10**6
+LONGEST_PROMPT = 10**6  # the most characters that a chat template may make of one question, and the most steps
+TEMPLATE_SECONDS = 5.0
+TEMPLATE_BYTES = 2**29
+_TOO_MUCH = "it makes more than a prompt of one question"
 _MOST_LAYERS = 10_000  # of any model
 
 
@@ -92,6 +97,8 @@ def check_values(what: str, values, name: str = "") -> None:
         for key, value in values.items():
             check_values(what, value, str(key))
         return
+    elif name.endswith("_eps"):
+        is_fit = not isinstance(values, (int, float)) or 0 <= values < 1
     elif name == "depth" or name.endswith("_layers"):
         is_fit = type(values) is not int or 0 <= values <= _MOST_LAYERS
     else:
@@ -127,33 +134,29 @@ def _check_template(
     what: str,
     special_tokens: dict,
 ) -> None:
-    """Renders a chat template of one question in Transformers' sandbox; a `ValueError` if it fails or does not end."""
-    spent = 0
-
-    def spend(amount: int) -> None:
-        nonlocal spent
-        spent += amount
-        if spent > LONGEST_PROMPT:
-            raise ValueError(
-                f"it makes more than a prompt of one question, over {LONGEST_PROMPT:,} characters or steps of loops."
-            )
+    """Writes one question by a chat template in Transformers' sandbox; a `ValueError` if it fails or takes too much."""
+    steps = count(1)
+    deadline = monotonic() + TEMPLATE_SECONDS
 
     def count_step(*_):
         # Python calls this for every line of the template, which may loop without end and write nothing.
-        spend(1)
+        if next(steps) > LONGEST_PROMPT or monotonic() > deadline:
+            raise ValueError(f"{_TOO_MUCH}, over {LONGEST_PROMPT:,} steps of loops or {TEMPLATE_SECONDS:g} s.")
         return count_step
 
-    with reading(f"{what} has a chat template that"):
-        rendered = _compile_jinja_template(template).generate(
-            messages=_A_QUESTION, add_generation_prompt=True, **special_tokens
-        )
+    with reading(f"{what} has a chat template that"), within_memory(TEMPLATE_BYTES):
+        environment = _compile_jinja_template("").environment
+        if any(environment.parse(template).find_all(Pow)):  # a power of a few digits can take days
+            raise ValueError("it raises a number to a power, which no prompt needs.")
+        compiled = _compile_jinja_template(template)
         tracer = sys.gettrace()
         sys.settrace(count_step)
         try:
-            for text in rendered:
-                spend(len(text))
+            prompt = compiled.render(messages=_A_QUESTION, add_generation_prompt=True, **special_tokens)
         finally:
             sys.settrace(tracer)
+        if len(prompt) > LONGEST_PROMPT:
+            raise ValueError(f"{_TOO_MUCH}, {len(prompt):,} characters.")
 
 
 def adopt_tokenizer(config, processor) -> None:
