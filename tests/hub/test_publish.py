@@ -65,12 +65,11 @@ def test_a_saved_model_is_published_with_its_weights(tmp_path):
     assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
 
 
-def test_a_model_without_a_processor_is_published_with_a_warning(tmp_path):
+def test_a_model_without_a_processor_is_not_published(tmp_path):
     load_bundled()[0].save_pretrained(tmp_path / "saved")
-    said = []
-    folder = assemble_folder(tmp_path / "saved", tmp_path / "hub", say=said.append)
-    assert not (folder / "processor_config.json").exists()
-    assert any("no processor" in line and "--processor" in line for line in said)
+    with pytest.raises(ValueError, match="The processor of .*saved cannot be used"):
+        assemble_folder(tmp_path / "saved", tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
 
 
 def test_a_card_that_somebody_wrote_stays(tiny_published, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from transformers import GenerationConfig
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig, Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 
 from ..common.files import check_folder, first_line
 from ..common.folders import read_json, reading, whole_folder
@@ -263,7 +263,7 @@ def convert_reference_config(
     token_ids = {name: config[name] for name in _TOKEN_IDS if name in config}
     return Qwen2_5_VLQTSplusConfig(
         text_config=text,
-        vision_config=_vision_fields(vision_config),
+        vision_config={name: value for name, value in vision_config.items() if name not in _NOT_VISION},
         qtsplus_config=selector,
         tie_word_embeddings=config.get("tie_word_embeddings", False),
         **token_ids,
@@ -286,14 +286,7 @@ def find_vision_config(folder: Path, config: Mapping) -> dict:
             )
         path = hub_configs() / variant / "config.json"
     content = read_json(path)
-    with reading(path):
-        vision = content.get("vision_config", content)
-        Qwen2_5_VLVisionConfig(**_vision_fields(vision))
-    return vision
-
-
-def _vision_fields(config: Mapping) -> dict:
-    return {name: value for name, value in config.items() if name not in _NOT_VISION}
+    return content.get("vision_config", content)
 
 
 def fresh_selector(config, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:

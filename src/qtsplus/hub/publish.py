@@ -77,15 +77,7 @@ def assemble_folder(
                 shutil.copyfile(path, staging / path.name)
         model.generation_config = load_generation_config(source) or model.generation_config
         model.generation_config.save_pretrained(staging)
-        processor = None
-        if (source / "processor_config.json").exists():
-            processor = processor_of(source, config)
-        else:
-            say(
-                f"{source} has no processor_config.json: the repository gets no processor, and its card's usage does "
-                "not run. Save one there with save_pretrained, convert with --processor, or push it later."
-            )
-        write_repository(staging, model, processor, repository, about, card)
+        write_repository(staging, model, processor_of(source, config), repository, about, card)
     return folder
 
 

@@ -78,14 +78,14 @@ class Shelf(MCPServer):
             server = self._lowlevel_server
             await server.run(messages, replies, server.create_initialization_options())
 
-    async def _work(self, work: Callable, *inputs):
-        """The result of `work` with the library as it is now and these inputs, from a thread, when it has its turn."""
+    async def _work(self, work: Callable[[Library], Any]) -> Any:
+        """What `work` makes of the library as it is now, in a thread, when it has its turn."""
 
         def work_on_library():
             library = self.library
             if file_state(library.index.path) != self.state:  # it was indexed again
                 self._open(Library(library.folder, library.model, library.processor))
-            return work(self.library, *inputs)
+            return work(self.library)
 
         async with self.turn:
             try:
@@ -103,22 +103,17 @@ class Shelf(MCPServer):
         count: ResultCount = 20,
     ) -> Fields:
         """The videos by name, when each begins and how long it is; how many there are; some that answer nothing yet."""
-        return await self._work(self._list, text, first, count)
 
-    def _list(
-        self,
-        library: Library,
-        text: str,
-        first: int,
-        count: int,
-    ) -> Fields:
-        matching = [name for name in self.names if text.lower() in name.lower()]
-        videos = []
-        for name in matching[first : first + count]:
-            video = library.stored(self.names[name])
-            videos.append({"video": name, "start": video.about.start, "seconds": video.length})
-        missing = [printable(name) for name in library.missing[:count]]
-        return {"videos": videos, "of": len(matching), "not_encoded_yet": missing}
+        def work(library: Library) -> Fields:
+            matching = [name for name in self.names if text.lower() in name.lower()]
+            videos = []
+            for name in matching[first : first + count]:
+                video = library.stored(self.names[name])
+                videos.append({"video": name, "start": video.about.start, "seconds": video.length})
+            missing = [printable(name) for name in library.missing[:count]]
+            return {"videos": videos, "of": len(matching), "not_encoded_yet": missing}
+
+        return await self._work(work)
 
     async def find_moments(
         self,
@@ -127,17 +122,12 @@ class Shelf(MCPServer):
         count: ResultCount = 5,
     ) -> Fields:
         """The moments that matter most for a question, best first: video, seconds, and place in the frame."""
-        return await self._work(self._find, question, videos, count)
 
-    def _find(
-        self,
-        library: Library,
-        question: str,
-        videos: list[str],
-        count: int,
-    ) -> Fields:
-        moments = library.find(question, count, self._chosen(videos))
-        return {"moments": [_moment(interval) for interval in moments]}
+        def work(library: Library) -> Fields:
+            moments = library.find(question, count, self._chosen(videos))
+            return {"moments": [_moment(interval) for interval in moments]}
+
+        return await self._work(work)
 
     async def ask(
         self,
@@ -146,20 +136,15 @@ class Shelf(MCPServer):
         max_new_tokens: Annotated[int, Field(ge=1, le=512)] = 128,
     ) -> Fields:
         """Answers a question from one video, that which fits best, and says what the answer rests on."""
-        return await self._work(self._ask, question, videos, max_new_tokens)
 
-    def _ask(
-        self,
-        library: Library,
-        question: str,
-        videos: list[str],
-        max_new_tokens: int,
-    ) -> Fields:
-        answer = library.ask(question, names=self._chosen(videos), max_new_tokens=max_new_tokens)
-        fields = answer.as_dict()
-        fields["video"] = printable(answer.video)
-        fields["evidence"] = [_moment(interval) for interval in answer.evidence]
-        return fields
+        def work(library: Library) -> Fields:
+            answer = library.ask(question, names=self._chosen(videos), max_new_tokens=max_new_tokens)
+            fields = answer.as_dict()
+            fields["video"] = printable(answer.video)
+            fields["evidence"] = [_moment(interval) for interval in answer.evidence]
+            return fields
+
+        return await self._work(work)
 
     async def look(
         self,
@@ -168,21 +153,16 @@ class Shelf(MCPServer):
         side: Annotated[int, Field(ge=32, le=1024, description="Pixels of its longer side, at most.")] = 512,
     ) -> Image:
         """The frame of a video that a player shows at a time."""
-        return await self._work(self._look, video, seconds, side)
 
-    def _look(
-        self,
-        library: Library,
-        video: str,
-        seconds: float,
-        side: int,
-    ) -> Image:
-        frame = frame_at(library.with_file(self._name(video)), seconds)
-        picture = Picture.fromarray(frame)
-        file = io.BytesIO()
-        picture.thumbnail((side, side))
-        picture.save(file, "JPEG")
-        return Image(data=file.getvalue(), format="jpeg")
+        def work(library: Library) -> Image:
+            frame = frame_at(library.with_file(self._name(video)), seconds)
+            picture = Picture.fromarray(frame)
+            file = io.BytesIO()
+            picture.thumbnail((side, side))
+            picture.save(file, "JPEG")
+            return Image(data=file.getvalue(), format="jpeg")
+
+        return await self._work(work)
 
     def _name(self, video: str) -> str:
         if video not in self.names:
