@@ -105,6 +105,14 @@ def test_ask_prints_nothing_about_it_without_a_calibration(with_selector, tiny_m
     assert "shown probably" not in printed
 
 
+def test_watch_refuses_to_wait_for_what_the_model_cannot_say(with_selector, tiny_mp4):
+    folder = with_selector(seen_threshold=None, seen_area=None)
+    options = ["--when-seen", "--timeout", "0.2"]
+    printed, code = run("watch", tiny_mp4, QUESTION, "--model", folder, *options)
+    assert code == 2
+    assert "seen_threshold in its config.json" in printed
+
+
 BAD = [
     {"seen_threshold": 0.2},
     {"seen_area": 0.9},

@@ -1,14 +1,34 @@
-"""Which answers `qtsplus watch` prints."""
+"""Which answers `qtsplus watch` tells, and what it runs for them."""
 
 import json
 from itertools import groupby
+from types import SimpleNamespace
 
+import pytest
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
+from qtsplus.cli.watch import _told
+
+SEEN = {"a": 0.1, "A": 0.9, "b": 0.8, "B": 0.2, "c": 0.85}
+ANSWERS = [SimpleNamespace(answer=text.lower(), seen=seen, seen_threshold=0.8) for text, seen in SEEN.items()]
 
 
-def test_only_a_new_answer_is_printed(tiny_published, tiny_mp4):
+@pytest.mark.parametrize(
+    "on_change, when_seen, numbers",
+    [
+        (False, False, [0, 1, 2, 3, 4]),
+        (True, False, [0, 2, 4]),
+        (False, True, [1, 4]),  # as often as the video begins to show it
+        (True, True, [1, 2, 4]),
+    ],
+)
+def test_which_answers_are_told(on_change, when_seen, numbers):
+    told = list(_told(ANSWERS, on_change, when_seen))
+    assert told == [ANSWERS[number] for number in numbers]
+
+
+def test_only_a_new_answer_is_told(tiny_published, tiny_mp4):
     line = ["watch", str(tiny_mp4), "What?", "--model", str(tiny_published), "--every", "1", "--json"]
 
     def answers(options):

@@ -78,14 +78,17 @@ def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "message"),
     [
-        ["--mm-processor-kwargs", '{"fps": 1}'],
-        ["--mm_processor_kw={}"],
-        ["--mm-processor-kwargs.selection", "uniform"],
+        (["--port", "1"], "expected --port in front of --"),
+        (["--allowed_local_media_path=/"], "expected --allow-media-root"),
+        (["--worker-extension-cls", "mine"], "is set by qtsplus serve"),
+        (["--mm-processor-kwargs", '{"fps": 1}'], "expected the budget in it"),
+        (["--mm_processor_kw={}"], "expected the budget in it"),
+        (["--mm-processor-kwargs.selection", "uniform"], "expected the budget in it"),
     ],
 )
-def test_options_that_would_replace_the_budget_are_refused(model, pretend_vllm, line):
+def test_an_option_that_serve_sets_is_refused_behind_the_dashes(model, pretend_vllm, line, message):
     result = CliRunner().invoke(app, ["serve", str(model), "--retention", "0.1", "--"] + line)
     assert result.exit_code == 2
-    assert "expected the budget in it" in " ".join(result.stderr.split())
+    assert message in " ".join(result.stderr.split())

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,21 @@ import typer
 from .console import fail
 from .models import split_revision
 from .options import HOST, AllowHost, ApiKey, MaxVisualTokens, Retention, check_key, command
+
+# Options of vLLM's server that cannot be given behind `--`, and what to give in place of them.
+SET_BY_SERVE = {
+    "allowed-local-media-path": "--allow-media-root",
+    "allowed-media-domains": "--allow-media-domain",
+    "api-key": "--api-key in front of --",
+    "config": "its options, one by one",
+    "enable-prompt-tokens-details": "nothing",
+    "host": "--host in front of --",
+    "model": "the model as the argument",
+    "port": "--port in front of --",
+    "revision": "MODEL@COMMIT",
+    "trust-request-mm-kwargs": "nothing",
+    "worker-extension-cls": "nothing",
+}
 
 
 @command
@@ -55,6 +71,7 @@ def serve(
     if "longrope" in str(stored_config(model, revision)):  # such as the bundled model
         fail(f"{model} has rotary positions (longrope) that vLLM does not support; qtsplus app, ask and batch do")
     weights = stored_dtype(model, revision)
+    refused = dict(SET_BY_SERVE)
     options = {
         "worker-extension-cls": "qtsplus.vllm.worker.Worker",
         "middleware": "qtsplus.vllm.server.Connection",
@@ -74,7 +91,7 @@ def serve(
     if max_visual_tokens is not None:
         budget["max_visual_tokens"] = max_visual_tokens
     if budget:
-        check_more(more or [])
+        refused["mm-processor-kwargs"] = "the budget in it, and not in front of --"
         options["mm-processor-kwargs"] = json.dumps(budget)
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     # With these details, `usage` in a response says how many tokens were kept.
@@ -84,6 +101,7 @@ def serve(
     for name, value in options.items():
         if value is not None:
             server += [f"--{name}", value]
+    check_more(more or [], refused)
     server += more or []  # of an option that is given twice vLLM takes the last
     environment = dict(os.environ)
     environment["VLLM_MEDIA_CONNECTOR"] = "qtsplus"
@@ -93,9 +111,11 @@ def serve(
     os.execve(sys.executable, server, environment)
 
 
-def check_more(words: list[str]) -> None:
-    """Ends the command for the option of vLLM's, behind `--`, that would replace the budget in front of it."""
+def check_more(words: list[str], refused: Mapping[str, str]) -> None:
+    """Ends the command for an option of vLLM's behind `--` that `qtsplus serve` sets."""
     for word in words:
-        stated = re.split(r"[=.]", word)[0].replace("_", "-")
-        if stated.startswith("--mm") and "--mm-processor-kwargs".startswith(stated):  # vLLM takes shortened names
-            fail(f"{word} behind -- replaces the budget in front of it; expected the budget in it")
+        if word.startswith("--"):
+            stated = re.split(r"[=.]", word.removeprefix("--"))[0].replace("_", "-")
+            for name, expected in refused.items():
+                if name.startswith(stated):  # vLLM takes shortened names
+                    fail(f"{word} behind -- is set by qtsplus serve; expected {expected}")

@@ -1,6 +1,7 @@
 """`qtsplus watch`: one question to video that is still coming."""
 
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +41,12 @@ def watch(
     on_change: Annotated[
         bool, typer.Option("--on-change", help="Print an answer only if it differs from the one before.")
     ] = False,
+    when_seen: Annotated[
+        bool,
+        typer.Option(
+            "--when-seen", help="Print an answer only when the video begins to show what the question is about."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Answer a question again and again while video comes. Ctrl-C ends it."""
@@ -47,6 +54,11 @@ def watch(
 
     named = named_sources(sources)
     loaded, processor = source.load(selection)
+    if when_seen and not loaded.config.qtsplus_config.says_seen:
+        fail(
+            "--when-seen needs a model with a null token and a calibration, from which on a video shows what is "
+            "asked for; this model has none (seen_threshold in its config.json). Use --on-change."
+        )
     answers = watching.watch(
         loaded,
         processor,
@@ -61,13 +73,8 @@ def watch(
         max_pixels=max_pixels,
     )
     said: set[str] = set()
-    last = None
     try:
-        for answer in answers:
-            is_repeated = answer.answer == last
-            last = answer.answer
-            if on_change and is_repeated:
-                continue
+        for answer in _told(answers, on_change, when_seen):
             if as_json:
                 print_json(answer.as_dict())
             else:
@@ -79,6 +86,21 @@ def watch(
     except KeyboardInterrupt:
         note("Stopped.")
         raise typer.Exit(130) from None
+
+
+def _told(answers: Iterable["Answer"], on_change: bool, when_seen: bool) -> Iterator["Answer"]:
+    """All answers; or those that differ from the one told last, and those with which `seen` reaches its threshold."""
+    last = None
+    is_seen = False
+    for answer in answers:
+        was_seen = is_seen
+        is_seen = answer.seen is not None and answer.seen >= (answer.seen_threshold or 0.0)
+        is_told = not on_change or answer.answer != last
+        if when_seen:
+            is_told = is_seen and (not was_seen or (on_change and is_told))
+        if is_told:
+            last = answer.answer
+            yield answer
 
 
 def named_sources(sources: list[str]) -> dict[str, str]:
