@@ -1,6 +1,7 @@
 """Asks a model questions about videos, and counts the answers that match."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -67,11 +68,13 @@ def evaluate_records(
         by_likelihood: of a record with options, the answer is the letter that the model finds most likely.
 
     Raises:
-        ValueError: a question longer than the model's positions; for `by_likelihood`, a tokenizer in which a letter is
-            several tokens.
+        ValueError: a folder of frames whose record does not give its rate; a question longer than the model's
+            positions; for `by_likelihood`, a tokenizer in which a letter is several tokens.
     """
     max_new_tokens = 0
     for record in records:
+        if record.fps is None and os.path.isdir(str(record.video)):
+            raise ValueError(f'{record.video} is a folder of frames: give their rate in its records, such as "fps": 2.')
         check_question(model, processor, record.question)
         max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
     if matcher is not is_exact:
