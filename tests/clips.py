@@ -130,7 +130,12 @@ class Thing:
 
     @property
     def sighting(self) -> Sighting:
-        return Sighting(self.appears_at, self.vanishes_at, self.box, (SIDE, SIDE))
+        left, top, right, bottom = self.box
+        return Sighting(
+            self.appears_at,
+            self.vanishes_at,
+            (left / SIDE, top / SIDE, right / SIDE, bottom / SIDE),
+        )
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ def render_films(folder: Path, size: tuple[int, int], seconds: tuple[float, floa
 def _record(video: str, clip: Clip, number: int, index: int) -> dict[str, object]:
     """A question with four options about one object, of either source in turn."""
     item = clip.objects[index]
+    width, height = clip.size
     frames = np.flatnonzero(~np.isnan(item.boxes[:, 0])).tolist()
     seen = [
         {
             "start": frame / clip.fps,
             "end": (frame + 1) / clip.fps,
-            "box": item.boxes[frame].tolist(),
-            "frame": clip.size,
+            "box": (item.boxes[frame] / [width, height, width, height]).tolist(),
         }
         for frame in frames[:: int(clip.fps)]
     ]

@@ -43,18 +43,17 @@ def test_a_token_sees_what_its_place_in_the_grid_shows(backbone, processor):
     height = FRAME_SIZE / rows
     width = FRAME_SIZE / columns
     for frame, row, column in ((0, 0, columns - 1), (3, rows - 1, 1)):
-        left = (column + 0.3) * width
-        right = (column + 0.7) * width
-        top = (row + 0.3) * height
-        bottom = (row + 0.7) * height
+        left = round((column + 0.3) * width)
+        right = round((column + 0.7) * width)
+        top = round((row + 0.3) * height)
+        bottom = round((row + 0.7) * height)
         spotted = frames.copy()
-        spot = spotted[frame, round(top) : round(bottom), round(left) : round(right)]
+        spot = spotted[frame, top:bottom, left:right]
         spot[:] = 255
         sighting = Sighting(
             frame / 2,
             (frame + 1) / 2,
-            (left, top, right, bottom),
-            frame=(FRAME_SIZE, FRAME_SIZE),
+            (left / FRAME_SIZE, top / FRAME_SIZE, right / FRAME_SIZE, bottom / FRAME_SIZE),
         )
         (expected,) = sighting_tokens([sighting], grid, float(seconds_per_grid))
         features, _ = encode(spotted)

@@ -14,7 +14,7 @@ from clips import write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
 from qtsplus.evaluation.calibration import best_heads, calibrate, measure_recalls, read_labelled
-from qtsplus.evaluation.labelled import Sighting, sighting_tokens
+from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.training.attention import AttentionChoice
 from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 from qtsplus.training.models import make_model
@@ -76,13 +76,6 @@ def calibrated(monkeypatch, tiny, tiny_processor, questions):
         return calibrate(tiny, tiny_processor, asked)
 
     return run
-
-
-def test_evidence_outside_of_the_frame_is_refused(tiny, tiny_processor, questions):
-    outside = Sighting(0, 1, (500, 500, 600, 600), frame=(168, 168))
-    moved = [replace(question, needles=[[outside]]) for question in questions]
-    with pytest.raises(ValueError, match=r"The evidence of '.+' lies outside of .+\.mp4"):
-        calibrate(tiny, tiny_processor, moved)
 
 
 def test_heads_that_find_little_are_not_summed_with_one_that_finds_all():

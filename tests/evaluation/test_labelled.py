@@ -1,4 +1,4 @@
-"""Where an answer can be seen: boxes in pixels of a frame or in shares of it, and the visual tokens that they fill."""
+"""Where an answer can be seen: boxes in shares of the frame, and the visual tokens that they fill."""
 
 import json
 
@@ -7,20 +7,17 @@ import pytest
 from qtsplus.evaluation.labelled import Sighting, labelled_questions, sighting_tokens
 
 GRID = (2, 4, 8)
-FRAME = (640, 360)
 
 
 @pytest.mark.parametrize(
     ("sighting", "tokens"),
     [
-        (Sighting(0, 1, (80, 0, 160, 45), frame=FRAME), [1]),
         (Sighting(0, 1, (0.125, 0, 0.25, 0.125)), [1]),
         (Sighting(0, 1, (0, 0, 1, 1)), list(range(32))),
         (Sighting(0, 1, (0.1, 0.2, 0.4, 0.6)), [9, 10, 17, 18]),
         (Sighting(0, 1, (0, 0.3, 1, 0.31)), list(range(8, 16))),
-        (Sighting(0, 1, (700, 0, 800, 90), frame=FRAME), []),
     ],
-    ids=["pixels", "shares", "all", "large", "thin", "outside"],
+    ids=["shares", "all", "large", "thin"],
 )
 def test_a_box_is_shown_by_the_tokens_that_share_enough_with_it(sighting, tokens):
     assert sighting_tokens([sighting], GRID).tolist() == tokens
@@ -34,7 +31,7 @@ def test_a_part_of_a_step_counts():
 @pytest.mark.parametrize(
     ("sighting", "message"),
     [
-        ({"box": [80, 0, 160, 90]}, "has no frame; expected shares of the frame from 0 to 1"),
+        ({"box": [80, 0, 1, 1]}, r"0\.0\.box\.0 is 80; expected at most 1"),
         ({"box": [0.5, 0, 0.5, 1]}, "is empty; expected left, top, right and bottom"),
         ({"box": [0, 0, 1]}, r"0\.0\.box\.3 is missing"),
         ({}, r"0\.0\.box is missing"),

@@ -57,7 +57,6 @@ def draw_evidence(
     for name in answer.keep_maps:
         if name not in videos or isinstance(videos[name], Remembered):
             raise ValueError(f"The answer is about {name!r}; expected it among the videos, which are no streams.")
-    are_several = len(answer.keep_maps) > 1
     with whole_folder(folder) as staging:
         about = []
         for name, kept in answer.keep_maps.items():
@@ -71,17 +70,12 @@ def draw_evidence(
             }
             about.append(row)
             evidence = [interval for interval in answer.evidence if interval.name == name]
-            if video.video == IN_MEMORY or not evidence:
-                continue
-            picture = "frames.png"
-            if are_several:
-                picture = f"frames-{len(about)}.png"
-            draw_spans(video, kept, evidence, staging / picture)
-            row["frames"] = picture
-        content = answer.as_dict()
-        content["videos"] = about
-        text = json.dumps(content) + "\n"
-        (staging / "answer.json").write_text(text, encoding="utf-8")
+            if evidence and video.video != IN_MEMORY:
+                picture = f"frames-{len(about)}.png" if len(videos) > 1 else "frames.png"
+                draw_spans(video, kept, evidence, staging / picture)
+                row["frames"] = picture
+        content = dict(answer.as_dict(), videos=about)
+        (staging / "answer.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def draw_spans(
@@ -107,28 +101,22 @@ def draw_spans(
         elapsed = middle - video.about.start
         steps_begun = bisect_right(video.steps, elapsed + 1e-6)
         step = min(steps_begun, len(kept)) - 1
-        kept_in_step = kept[step].numpy()
-        axes.imshow(lit(frame, kept_in_step))
-        axes.add_patch(_box(interval, frame))
-        seconds = f"{interval.start:.1f} to {interval.end:.1f} s"
-        axes.set_title(f"{seconds}, {interval.weight:.0%}", fontsize=8)
+        axes.imshow(lit(frame, kept[step].numpy()))
+        left, top, right, bottom = interval.box
+        box = Rectangle(
+            xy=(left, 1 - bottom),
+            width=right - left,
+            height=bottom - top,
+            transform=axes.transAxes,
+            fill=False,
+            color="tab:orange",
+            linewidth=2,
+        )
+        axes.add_patch(box)
+        axes.set_title(f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}", fontsize=8)
         axes.axis("off")
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
-def _box(interval: Interval, frame: np.ndarray) -> Rectangle:
-    """The box of a stretch of evidence, in pixels of a frame."""
-    height, width = frame.shape[:2]
-    left, top, right, bottom = interval.box
-    return Rectangle(
-        xy=(left * width, top * height),
-        width=(right - left) * width,
-        height=(bottom - top) * height,
-        fill=False,
-        color="tab:orange",
-        linewidth=2,
-    )
 
 
 def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
@@ -144,15 +132,12 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     index = int(elapsed * fps + 1e-3)
     if Path(video.video).is_dir():
         paths = image_paths(video.video)
-        last = len(paths) - 1
-        path = paths[min(index, last)]
+        path = paths[: index + 1][-1]
         return load_frames([path])[0]
 
     def choose(total: int, _: float) -> np.ndarray:
-        last = total - 1
-        return np.array([min(index, last)])
+        return np.array([min(index, total - 1)])
 
-    half_a_frame = 0.5 / fps
-    whole = (start, end - half_a_frame)
+    whole = (start, end - 0.5 / fps)
     opened = open_video(video.video, choose, whole)
     return next(opened.decode())

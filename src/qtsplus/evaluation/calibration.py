@@ -107,27 +107,29 @@ def calibrate(
             sums = [best_heads(recalls), AttentionChoice(positions=positions)]
             choices |= measure_recalls(model, dataset, checked, positions, sums)
         recalls = measure_recalls(model, dataset, measured, "prompt")
-        single = _readings(recalls, model.config.text_config)
-        readings = measure_recalls(model, dataset, checked, "prompt", single)
+        of_layers = _readings(recalls, model.config.text_config)
+        readings = measure_recalls(model, dataset, checked, "prompt", of_layers)
     counts = (len(measured), len(checked))
     return Calibration(choices, readings, counts)
 
 
 def _halves(questions: Questions, features: VideoFeatures) -> list[Questions]:
     """The questions about every second video with features, and those about the others; says which are left out."""
+    by_video: dict[tuple[str, float | None], list[LabelledQuestion]] = {}
+    for question in questions:
+        by_video.setdefault(question.video, []).append(question)
     readable = []
     unreadable = []
-    for name, rate in dict.fromkeys(question.video for question in questions):
-        if features.file(name, rate).exists():
-            readable.append((name, rate))
+    for video, of_video in by_video.items():
+        if features.file(*video).exists():
+            readable.append(of_video)
         else:
-            unreadable.append(name)
+            unreadable.append(video[0])
     if unreadable:
         Console(stderr=True).print(f"Left out, for they cannot be read: {listed(unreadable)}.", markup=False)
     if len(readable) < 2:
         raise ValueError(f"{len(readable)} of the videos can be read; expected two or more, to check with.")
-    halves = [readable[::2], readable[1::2]]
-    return [[question for question in questions if question.video in half] for half in halves]
+    return [sum(readable[::2], []), sum(readable[1::2], [])]
 
 
 def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
@@ -143,12 +145,11 @@ def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
 def write_attention(folder: Path, calibration: Calibration) -> Path | None:
     """Writes the best reading into a model's config.json; `None` where there is no folder with a QTSplus model."""
     path = folder / "config.json"
-    if not path.is_file():
+    content = read_json(path) if path.is_file() else {}
+    if "qtsplus_config" not in content:
         return None
-    selector = read_json(path).get("qtsplus_config")
-    if selector is None:
-        return None
-    update_json(path, qtsplus_config=selector | calibration.attention_fields())
+    selector = content["qtsplus_config"] | calibration.attention_fields()
+    update_json(path, qtsplus_config=selector)
     return path
 
 
@@ -163,8 +164,7 @@ def measure_recalls(
     recalls: dict[AttentionChoice, list[float]] = {}
     for attention, shown in _attention_by_head(model, dataset, questions, positions):
         for choice in choices or _single_heads(attention, positions):
-            scores = _summed(attention, choice)
-            recall = _recall(scores, shown)
+            recall = _recall(_summed(attention, choice), shown)
             recalls.setdefault(choice, []).append(recall)
     return {choice: float(np.mean(of_questions)) for choice, of_questions in recalls.items()}
 
@@ -198,13 +198,12 @@ def _attention_by_head(
     collate = VideoQACollator(dataset.processor)
     choice = AttentionChoice(positions=positions)
     for question in logging.tqdm(questions, "Reading with all tokens", disable=None):
-        example = dataset.example(question.record)
-        assert example is not None
-        (grid,) = model.model.merged_grid(example["video_grid_thw"])
-        seconds = float(example["second_per_grid_ts"][0])
+        inputs = collate([dataset.example(question.record)])
+        del inputs["skipped"]
+        del inputs["source_ids"]
+        (grid,) = model.model.merged_grid(inputs["video_grid_thw"])
+        seconds = float(inputs["second_per_grid_ts"][0])
         shown = _needle_tokens(question, grid, seconds)
-        inputs = collate([example])
-        del inputs["skipped"], inputs["source_ids"]
         inputs = send_to_device(inputs, model.device)
         labels = inputs.pop("labels")
         (row,) = note_attention(model, inputs, labels, choice)
@@ -216,14 +215,8 @@ def _needle_tokens(
     grid: tuple[int, int, int],
     seconds: float,
 ) -> np.ndarray:
-    """`[k]`: the visual tokens that show any needle of a question; a `ValueError` for one that no token shows."""
-    tokens = []
-    for needle in question.needles:
-        of_needle = sighting_tokens(needle, grid, seconds)
-        tokens.append(of_needle)
-        if len(of_needle) == 0:
-            record = question.record
-            raise ValueError(f"The evidence of {record.question!r} lies outside of {record.video}.")
+    """`[k]`: the visual tokens that show any needle of a question."""
+    tokens = [sighting_tokens(needle, grid, seconds) for needle in question.needles]
     return np.unique(np.concatenate(tokens))
 
 
@@ -254,4 +247,5 @@ def best_heads(recalls: Recalls, layer: int | None = None) -> AttentionChoice:
     for choice in single[: min(MOST, half)]:
         if recalls[choice] >= least:
             heads += choice.heads or ()
-    return replace(best, heads=tuple(sorted(heads)))
+    heads.sort()
+    return replace(best, heads=tuple(heads))

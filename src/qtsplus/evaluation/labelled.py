@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..common.validation import explain
@@ -16,25 +17,21 @@ from ..data.records import VideoRecord
 LEAST_SHARE = 0.25
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
 @dataclass(frozen=True)
 class Sighting:
-    """Something seen; a `ValueError` for an empty box, or one in pixels without its frame."""
+    """Something seen; a `ValueError` for an empty box."""
 
     start: float  # seconds
     end: float
-    box: tuple[float, float, float, float]  # left, top, right, bottom, in pixels of the frame or in shares of it
-    frame: tuple[int, int] | None = None  # width, height
+    box: tuple[Share, Share, Share, Share]  # left, top, right, bottom, in shares of the frame
 
     def __post_init__(self) -> None:
         left, top, right, bottom = self.box
-        if not (left < right and top < bottom):
+        if left >= right or top >= bottom:
             raise ValueError(f"The box {list(self.box)} is empty; expected left, top, right and bottom.")
-        in_shares = min(self.box) >= 0 and max(self.box) <= 1
-        if self.frame is None and not in_shares:
-            raise ValueError(
-                f"The box {list(self.box)} has no frame; expected shares of the frame from 0 to 1, or as `frame` its "
-                "width and height in pixels."
-            )
 
 
 def sighting_tokens(
@@ -44,15 +41,13 @@ def sighting_tokens(
 ) -> np.ndarray:
     """
     `[k]` int64, ascending: the visual tokens that share at least [`LEAST_SHARE`] with the box of a sighting, or else
-    the most; none for a box outside the frame. The grid is (time, height, width) of the video's visual tokens.
+    the most. The grid is (time, height, width) of the video's visual tokens.
     """
     steps, rows, columns = grid
     shown = np.zeros((steps, rows, columns), dtype=bool)
     for sighting in seen:
-        start = sighting.start / seconds_per_grid
-        end = sighting.end / seconds_per_grid
-        first = int(start + 1e-6)
-        last = int(np.ceil(end - 1e-6))
+        first = int(sighting.start / seconds_per_grid + 1e-6)
+        last = int(np.ceil(sighting.end / seconds_per_grid - 1e-6))
         first = min(first, steps - 1)
         last = max(last, first + 1)
         shown[first:last] |= _cells(sighting, rows, columns)
@@ -65,28 +60,24 @@ def _cells(
     columns: int,
 ) -> np.ndarray:
     """`[rows, columns]` bool: the cells of the grid that share enough with the box of a sighting."""
-    width, height = sighting.frame or (1, 1)
     left, top, right, bottom = sighting.box
-    row_shares = _shares(rows, height, top, bottom)
-    column_shares = _shares(columns, width, left, right)
-    box_area = (bottom - top) * (right - left)
-    cell_area = height / rows * width / columns
-    cell_in_boxes = cell_area / box_area
+    row_shares = _shares(rows, top, bottom)
+    column_shares = _shares(columns, left, right)
     shares = np.outer(row_shares, column_shares)
-    shares /= min(1.0, cell_in_boxes)
-    most = float(shares.max())
-    least = min(LEAST_SHARE, most)
-    return (shares >= least) & (shares > 0)
+    box_area = (bottom - top) * (right - left)
+    cell_area = 1 / rows / columns
+    shares /= min(1.0, cell_area / box_area)
+    least = min(LEAST_SHARE, shares.max())
+    return shares >= least
 
 
 def _shares(
     count: int,
-    length: int,
     low: float,
     high: float,
 ) -> np.ndarray:
-    """`[count]`: the shares of [low, high) in equal parts of [0, length)."""
-    edges = np.arange(count + 1) * length / count
+    """`[count]`: the shares of [low, high) in equal parts of [0, 1)."""
+    edges = np.arange(count + 1) / count
     begins = np.maximum(edges[:-1], low)
     ends = np.minimum(edges[1:], high)
     overlaps = np.clip(ends - begins, 0, None)
