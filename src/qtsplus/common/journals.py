@@ -125,17 +125,15 @@ class Journal:
             head = {"format": schema.format, "settings": self.settings}
             with whole_file(path) as file:
                 file.write(seal(head) + "\n")
-        elif earlier != self.settings:
-            names = earlier | self.settings
-            differing = [name for name in names if earlier.get(name) != self.settings.get(name)]
-            clauses = []
-            for name in differing:
-                given = self.settings.get(name)
-                clauses.append(f"{name}={earlier.get(name)}, not {given}")
-            raise ValueError(
-                f"The run in {path.parent} was begun with {' and with '.join(clauses)}: go on with the same settings, "
-                "or choose another folder."
-            )
+            return
+        for name in earlier | self.settings:
+            begun = earlier.get(name)
+            given = self.settings.get(name)
+            if begun != given:
+                raise ValueError(
+                    f"The run in {path.parent} was begun with {name}={begun}, not {given}: go on with the same "
+                    "settings, or choose another folder."
+                )
 
     def _read(self, cuts: bool) -> Document | None:
         """

@@ -129,7 +129,7 @@ def _iter_lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                content = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
+                content = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 yield Row(number, problem=f"it is no JSON: {error}.")
             else:
@@ -143,54 +143,24 @@ def _read_array(path: Path) -> list | None:
             if not file.read(2**16).lstrip().startswith("["):
                 return None
             file.seek(0)
-            return json.load(file, object_pairs_hook=_unique_keys)
+            return json.load(file)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no JSON array of records: {error}.") from None
-
-
-def _unique_keys(pairs: list[tuple]) -> dict:
-    """An object of JSON; a `ValueError` for a repeated key, of which only the last value would count otherwise."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has the key {printable(repeated)!r} more than once; expected it once.")
-    return content
 
 
 def _read_table(path: Path) -> Iterator[dict]:
     """The rows of a Parquet file, batch by batch."""
     try:
-        from pyarrow import ArrowInvalid
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ImportError("Parquet needs the package pyarrow: pip install -e '.[parquet]' in a clone.") from error
     try:
         with ParquetFile(path) as table:
             for batch in table.iter_batches(ROWS_AT_ONCE):
-                for row in range(len(batch)):
-                    cells = {name: _cell(batch[name][row]) for name in batch.schema.names}
-                    yield _as_jsonl(cells)
-    except (ArrowInvalid, KeyError) as error:  # KeyError: two columns of one name
+                for row in batch.to_pylist():
+                    yield _as_jsonl(row)
+    except (ValueError, LookupError, OverflowError) as error:  # such as an unknown time zone, or a time after 9999
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A cell without a value in Python, such as a time after the year 9999: no field of a record takes it."""
-
-    kind: str
-
-    def __repr__(self) -> str:
-        return f"an unreadable {self.kind}"
-
-
-def _cell(scalar):
-    """The value of a cell of a table."""
-    try:
-        return scalar.as_py()
-    except (ValueError, OverflowError):  # such as an unknown time zone, which the other columns do not need
-        return Unreadable(str(scalar.type).partition("[")[0])
 
 
 def _as_jsonl(value):

@@ -1,7 +1,6 @@
 """Runs a recipe: loads what it names, trains stage by stage, and goes on where an earlier run stopped."""
 
 import gc
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -108,7 +107,6 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     config = make_config(args.variant, args.weights, args.selector)
     processor = make_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
-    _check_videos(recipe, train)
     seed = recipe.training.seed
     model = make_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, seed)
     adopt_tokenizer(model.config, processor)  # a stock model's configuration does not know them
@@ -152,21 +150,6 @@ def _check_frozen(recipe: Recipe) -> None:
     frozen = training.freeze_language_model or training.freeze_vision_model
     if dtype != "float32" and frozen and not (training.bf16 or training.fp16):
         raise ValueError(f"model.dtype={dtype} is of what is frozen; expected training.bf16 or training.fp16 too.")
-
-
-def _check_videos(recipe: Recipe, records: list[VideoRecord]) -> None:
-    """Raises `ValueError` for too many videos that are not there."""
-    missing = []
-    for record in records:
-        video = record.video
-        if video is not None and "://" not in video and not os.path.exists(video):
-            missing.append(video)
-    most = recipe.training.max_skipped
-    if len(missing) > most * len(records):
-        raise ValueError(
-            f"{len(missing)} of {len(records)} videos are not there, such as {missing[0]!r}, and max_skipped is "
-            f"{most:g}. Correct the records or data.media_root, or raise training.max_skipped."
-        )
 
 
 def _encode_videos(
