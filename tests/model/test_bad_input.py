@@ -80,22 +80,25 @@ BAD_CHANGES = {
         {"video_grid_thw": torch.tensor([[0, 4, 6]]), "pixel_values_videos": torch.zeros(0, PATCH_VALUES)},
         r"video_grid_thw=\[\[0, 4, 6\]\]: expected whole numbers",
     ),
-    "a placeholder too many": (with_placeholders(13), r"1 video placeholder.* but only 1 video\(s\) were"),
+    "a placeholder too many": (
+        with_placeholders(13),
+        r"1 video placeholder\(s\) side by side in row 0, but no more videos",
+    ),
     "a placeholder too few": (
         with_placeholders(11),
-        r"11 video placeholder\(s\) side by side, but video 0 needs 12",
+        r"11 video placeholder\(s\) side by side in row 0, but video 0 needs 12",
     ),
     "more videos than placeholders": (
         only(TWO, *VIDEO),
-        "2 videos were given, but the prompts have placeholders for only 1",
+        "no more video placeholders in the prompts, but video 1 needs 12",
     ),
     "fewer videos than placeholders": (
         only(TWO, *IDS),
-        r"12 video placeholder\(s\) side by side, but only 1 video\(s\) were",
+        r"12 video placeholder\(s\) side by side in row 0, but no more videos are given",
     ),
     "a video among image placeholders": (
         only(batch(prompt(images=[GRID])), *IDS),
-        r"12 image placeholder\(s\) side by side, but only 0 image\(s\) were given",
+        r"12 image placeholder\(s\) side by side in row 0, but no more images are given",
     ),
     "video pixels without a grid": ({"video_grid_thw": None}, "Got video pixels or features alone"),
     "a video grid without pixels": (

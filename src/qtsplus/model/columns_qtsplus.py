@@ -60,31 +60,23 @@ class KeptColumns:
 
     def take_states(self, states: Tensor, logits_to_keep: int | Tensor, attention_mask: Tensor | None) -> Tensor:
         """`[B, S', d]` -> `[B, K, d]`, the states of the K caller's columns that `logits_to_keep` selects."""
-        wanted = torch.arange(self.length, device=self.columns.device)
+        wanted: slice | Tensor
         if isinstance(logits_to_keep, int):
-            wanted = wanted[-logits_to_keep:]
+            wanted = slice(-logits_to_keep, None)
         else:
-            wanted = wanted[logits_to_keep.to(wanted.device)]
+            wanted = logits_to_keep.to(self.columns.device)
         places = self.places()[:, wanted]
         is_gone = places < 0
         if attention_mask is not None:
             is_gone &= attention_mask.bool()[:, wanted]
         if is_gone.any():
-            row, index = is_gone.nonzero()[0].tolist()
-            column = int(wanted[index])
             raise ValueError(
-                f"logits_to_keep names column {column}, in row {row} a visual token that was not kept: "
-                "expected columns of text. output.qtsplus.columns says which columns are left."
+                "logits_to_keep names a visual token that was not kept: expected columns of text. "
+                "output.qtsplus.columns says which columns are left."
             )
-        return _take(states, places)
-
-
-def _take(states: Tensor, places: Tensor) -> Tensor:
-    """`[B, S', d]`, `[B, K]` -> `[B, K, d]`; the place -1 gives the first state."""
-    width = states.shape[-1]
-    index = places.clamp(min=0)[..., None]
-    index_of_states = index.expand(-1, -1, width)
-    return states.gather(1, index_of_states)
+        index = places.clamp(min=0)[..., None]
+        index_of_states = index.expand(-1, -1, states.shape[-1])
+        return states.gather(1, index_of_states)
 
 
 # --- Decoding behind a shortened prompt ---

@@ -8,7 +8,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 
-from .fields_qtsplus import are_ids, check_fields, check_names, require
+from .fields_qtsplus import check_fields, check_names, check_token_ids, require
 
 # Lists of token ids, which JSON brings as lists; of a response's two tags, the ids of each.
 Ids = list[int] | tuple[int, ...]
@@ -216,15 +216,7 @@ class QTSplusConfigMixin:
             raise ValueError(
                 f"qtsplus_config={selector!r}: expected the selector's fields, as a dict or a QTSplusConfig."
             )
-        tags = self.tool_response_token_ids
-        if tags and (len(tags) != 2 or not all(tags)):
-            raise ValueError(
-                f"tool_response_token_ids={tags!r}: expected the ids that begin a response and that end it."
-            )
-        for name in ("user_turn_token_ids", "special_token_ids", "frame_text_token_ids"):
-            ids = getattr(self, name, ())
-            if not are_ids(ids):
-                raise ValueError(f"{name}={ids!r}: expected a list of token ids, whole numbers from 0 on.")
+        check_token_ids(self)
         self.qtsplus_config = selector
         kwargs.pop("model_type", None)  # a base checkpoint's config.json has the stock model's
         super().__post_init__(**kwargs)  # type: ignore[misc]

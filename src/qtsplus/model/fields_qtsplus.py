@@ -96,6 +96,17 @@ def are_ids(value) -> bool:
     return all(_is_number(number, is_whole=True) and number >= 0 for number in value)
 
 
+def check_token_ids(config) -> None:
+    """Raises `ValueError` for token ids, by which a question is found, that are none."""
+    for name in ("user_turn_token_ids", "special_token_ids", "frame_text_token_ids"):
+        ids = getattr(config, name, ())
+        if not are_ids(ids):
+            raise ValueError(f"{name}={ids!r}: expected a list of token ids, whole numbers from 0 on.")
+    tags = config.tool_response_token_ids
+    if tags and (len(tags) != 2 or not all(tags)):
+        raise ValueError(f"tool_response_token_ids={tags!r}: expected the ids that begin a response and that end it.")
+
+
 def check_names(names: Iterable[str], kinds: Mapping) -> None:
     """Raises `ValueError` for a field that neither [`QTSplusConfig`] nor every configuration of Transformers has."""
     for name in sorted(names):

@@ -113,18 +113,6 @@ class QTSplusPreTrainedMixin:
         check_finite(model, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
 
-    def set_attn_implementation(self, attn_implementation, *args, **kwargs):
-        """As stock. The selector's configuration gets the name too, which its own attention does not read."""
-        if not isinstance(attn_implementation, str):
-            super().set_attn_implementation(attn_implementation, *args, **kwargs)
-            return
-        # Stock would warn that no Transformers model has the selector's configuration.
-        parts = [name for name in self.config.sub_configs if name != "qtsplus_config"]
-        implementations = {"": attn_implementation, **dict.fromkeys(parts, attn_implementation)}
-        super().set_attn_implementation(implementations, *args, **kwargs)
-        if "qtsplus_config" in self.config.sub_configs:
-            self.config.qtsplus_config._attn_implementation = self.config._attn_implementation
-
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """As stock, with the code that runs the model beside its weights."""
         # The default goes back to the names of a stock checkpoint where one was loaded, and that does not load again.

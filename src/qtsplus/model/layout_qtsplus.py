@@ -98,22 +98,17 @@ def find_spans(token_types: list[Tensor], unplaced: Mapping[int, Sequence[Visual
                 span = next(queues[modality], None)
                 placeholders = stop - start
                 if span is None or not _fits(span, placeholders, placed):
-                    count = _count(unplaced[modality])
-                    raise _mismatch(row, modality, placeholders, span, count)
+                    name = MODALITIES[modality]
+                    raise _mismatch(name, span, f"{placeholders} {name} placeholder(s) side by side in row {row}")
                 span_in_row = replace(span, start=start)
                 placed.append(span_in_row)
                 start = span_in_row.stop
         rows.append(placed)
     for modality, queue in queues.items():
-        left = _count(queue)
-        if left:
+        span = next(queue, None)
+        if span is not None:
             name = MODALITIES[modality]
-            count = _count(unplaced[modality])
-            paired = count - left
-            raise ValueError(
-                f"{count} {name}s were given, but the prompts have placeholders for only {paired}: give one "
-                f"block of placeholders per {name}, as the processor does."
-            )
+            raise _mismatch(name, span, f"no more {name} placeholders in the prompts")
     return rows
 
 
@@ -141,20 +136,13 @@ def _fits(span: VisualSpan, placeholders: int, placed: list[VisualSpan]) -> bool
     return last.modality == span.modality and last.index == span.index
 
 
-def _count(spans: Sequence[VisualSpan] | Iterator[VisualSpan]) -> int:
-    """The images or videos that spans are of."""
-    indices = {span.index for span in spans}
-    return len(indices)
-
-
-def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan | None, count: int) -> ValueError:
-    name = MODALITIES[modality]
-    expected = f"only {count} {name}(s) were given"
+def _mismatch(name: str, span: VisualSpan | None, placeholders: str) -> ValueError:
+    expected = f"no more {name}s are given"
     if span is not None:
-        expected = f"{name} {span.index} needs {span.length} of them"
+        expected = f"{name} {span.index} needs {span.length}"
     return ValueError(
-        f"{name.capitalize()} features and {name} tokens do not match. Row {row} has {placeholders} {name} "
-        f"placeholder(s) side by side, but {expected}. Make input_ids and {name}_grid_thw with the same processor call."
+        f"{name.capitalize()} features and {name} tokens do not match. There are {placeholders}, but {expected}. "
+        f"Make input_ids and {name}_grid_thw with the same processor call."
     )
 
 

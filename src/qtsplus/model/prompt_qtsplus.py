@@ -3,7 +3,6 @@ layout_qtsplus.py lays them out, and how the kept tokens are spliced into it ([`
 """
 
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -190,8 +189,8 @@ class Layout:
 
     def grids_of(self, span: "VisualSpan") -> list[Grid]:
         """
-        The grid of a video. If only a part of its tokens is present: `(steps, 1, tokens)` for each run of steps in time
-        with equally placed tokens.
+        The grid of a video. If only a part of its tokens is present: `(1, 1, tokens)` for each step in time that has
+        any.
         """
         grid = self.grids[VIDEO][span.index]
         if self.present is None:
@@ -199,9 +198,7 @@ class Layout:
         tokens = self.present[span.index]
         per_step = grid[1] * grid[2]
         _, counts = torch.unique_consecutive(tokens // per_step, return_counts=True)
-        steps = (tokens % per_step).split(counts.tolist())
-        runs = itertools.groupby(step.tolist() for step in steps)
-        return [(len(list(run)), 1, len(places)) for places, run in runs]
+        return [(1, 1, count) for count in counts.tolist()]
 
     def narrow(self, present: Sequence[Tensor]) -> "Layout":
         """As if only the tokens `present` `[k]`, ascending, of each video had been kept; they keep their positions."""
