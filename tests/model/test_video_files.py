@@ -15,7 +15,7 @@ from films import packets_of, spoil, write_film
 from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.live.watching import Source
-from qtsplus.model.containers_qtsplus import TAGS
+from qtsplus.model.containers_qtsplus import TAGS, read_packets
 from qtsplus.model.decoding_qtsplus import Film
 from qtsplus.model.frames_qtsplus import image_paths, load_frames
 from qtsplus.model.sampling_qtsplus import choose_frames
@@ -485,6 +485,32 @@ def test_the_frames_of_a_large_video_are_never_all_there(tiny_processor, tmp_pat
     finally:
         tracemalloc.stop()
     assert peak < 4 * np.prod(shape), "more than four frames were there at once"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("mkv", ["has no frame for 2 s from 1.2 s on."]),
+        ("mp4", []),  # whose header states how many frames there are
+    ],
+)
+def test_a_gap_in_a_constant_rate_is_said(tmp_path, kind, said):
+    shown = [*range(0, 1200, 40), *range(3200, 4400, 40)]
+    path = write_film(tmp_path / f"gap.{kind}", "libx264", shown)
+    warnings = Film(str(path)).warnings
+    assert [warning.split("' ")[1] for warning in warnings] == said
+
+
+class ReaderWithANewStream:
+    """As PyAV's, which may read behind the list of the streams that it knew at the beginning."""
+
+    def demux(self):
+        yield "a packet"
+        raise IndexError("list index out of range")
+
+
+def test_a_stream_that_appears_in_the_middle_costs_no_video():
+    assert list(read_packets(ReaderWithANewStream())) == ["a packet"]
 
 
 def test_tags_that_are_no_utf8_cost_no_film(tmp_path, tiny_mp4):

@@ -21,7 +21,16 @@ from ..common.files import first_line
 from ..common.validation import check_count
 from ..model.addresses_qtsplus import local_path, shown_name
 from ..model.clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
-from ..model.containers_qtsplus import TAGS, UNDECODABLE, Stated, ends_early, film_stream, open_container, read_stated
+from ..model.containers_qtsplus import (
+    TAGS,
+    UNDECODABLE,
+    Stated,
+    ends_early,
+    film_stream,
+    open_container,
+    read_packets,
+    read_stated,
+)
 from ..model.decoding_qtsplus import Upright
 from ..model.sampling_qtsplus import require_positive
 from ..model.video_qtsplus import resize_frame, shrink
@@ -243,7 +252,7 @@ class Source:
 
     def _packets(self, container, stream) -> Iterator[av.Packet]:
         try:
-            yield from container.demux(stream)
+            yield from read_packets(container, stream)
         except OSError as error:
             # Where a server states no length, FFmpeg takes the end of what it sends for a fault.
             has_length = container.size is not None and container.size > 0

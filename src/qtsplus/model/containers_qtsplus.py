@@ -6,7 +6,7 @@ import re
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import IO
@@ -72,6 +72,15 @@ def open_file(path: str) -> IO[bytes]:
         return os.fdopen(descriptor, "rb", buffering=0)
     os.close(descriptor)
     raise ValueError("it is a folder, a pipe or a device; expected a plain file")
+
+
+def read_packets(container: "av.container.InputContainer", *streams: "av.stream.Stream") -> "Iterator[av.Packet]":
+    """
+    The packets of some streams, or of all if none is given. If a stream has appeared in the middle of the file, by
+    damage or in a broadcast, PyAV raises an `IndexError` behind the last packet.
+    """
+    with suppress(IndexError):
+        yield from container.demux(*streams)
 
 
 def film_stream(container: "av.container.InputContainer") -> "av.VideoStream":
@@ -152,7 +161,7 @@ def ends_early(
         return True
     last = end
     with open_container(source) as container:
-        for packet in container.demux():
+        for packet in read_packets(container):
             if packet.pts is not None and packet.time_base is not None:
                 over = packet.pts + (packet.duration or 0)
                 last = max(last, float(over * packet.time_base))

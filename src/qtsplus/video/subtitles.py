@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..common.files import first_line
 from ..common.validation import check_count
 from ..data.media import VIDEO_SUFFIXES
-from ..model.containers_qtsplus import open_container, open_file
+from ..model.containers_qtsplus import open_container, open_file, read_packets
 from .grids import keep_maps
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _full_track(tracks: Iterable):
 
 
 def _lines(container, track) -> Iterator[Subtitle]:
-    for packet in container.demux(track):
+    for packet in read_packets(container, track):
         if packet.pts is None:
             continue
         start = float(packet.pts * packet.time_base)
