@@ -561,14 +561,14 @@ def test_a_quantized_checkpoint_is_refused(stock_folder, ours):
 
 def test_a_source_that_is_nowhere_or_is_the_target_is_refused(stock_folder, tmp_path, ours):
     result = run(tmp_path / "none" / "here", ours)
-    assert_refused(result, "neither a folder nor")
+    assert_refused(result, "There is no folder")
     result = run("lab/none", ours)
-    assert_refused(result, "no folder lab/none", "Hub")
+    assert_refused(result, "no folder 'lab/none'", "Hub")
     result = run(stock_folder / "model.safetensors", ours)
-    assert_refused(result, "neither a folder nor")
+    assert_refused(result, "There is no folder")
     before = set(stock_folder.iterdir())
     result = run(stock_folder, stock_folder)
-    assert_refused(result, "source itself")
+    assert_refused(result, "holds files that an earlier run did not write")
     assert set(stock_folder.iterdir()) == before
 
 

@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
-from huggingface_hub.errors import HFValidationError
 from transformers import GenerationConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 
-from ..common.files import check_folder, first_line
+from ..common.files import check_folder
 from ..common.folders import read_json, reading, whole_folder
 from ..model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from ..model.lm_attention_qtsplus import attention_layer, check_attention
 from ..model.methods_qtsplus import add_method
-from .backbones import OURS, backbone_of, model_types
+from .backbones import OURS, Backbone, backbone_of, model_types
 from .card import card_data, matching_variant
 from .checkpoint import EMBEDDINGS, HEAD, REFERENCE, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_checkpoint
 from .files import hub_configs, require_variant
-from .loading import adopt_tokenizer, load_generation_config, processor_of, refuse_adapter
+from .loading import adopt_tokenizer, load_generation_config, processor_of, stored_config
 from .publish import write_repository
 
 _STOCK = [name.removesuffix(OURS) for name in model_types()]
@@ -108,18 +107,18 @@ def convert(
         FileExistsError: the folder holds other files.
     """
     out = check_folder(out).resolve()
-    folder = _source_folder(source, revision)
-    if out == folder.resolve():
-        raise ValueError(f"{out} is the source itself; choose another folder to write to.")
-    refuse_adapter(folder)
-    model_type = read_json(folder / "config.json").get("model_type")
+    stated = stored_config(source, revision)
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=list(_DOWNLOADED)))
+    model_type = stated.get("model_type")
     from_stock = model_type in _STOCK
     if not from_stock and (variant is not None or selector is not None):
         raise ValueError(f"--variant and --set start a new selector, and {folder} is of type {model_type!r}.")
     if from_stock:
-        made = _from_base(folder, str(source), variant, selector or {}, say)
+        made = _from_base(stated, folder, str(source), variant, selector or {}, say)
     elif model_type == REFERENCE_TYPE:
-        made = _from_reference(folder)
+        made = _from_reference(stated, folder)
     else:
         raise ValueError(
             f"{folder} holds a model of type {model_type!r}; expected a stock model, of type "
@@ -151,6 +150,7 @@ def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
 
 
 def _from_base(
+    stated: Mapping,
     folder: Path,
     source: str,
     variant: str | None,
@@ -158,7 +158,12 @@ def _from_base(
     say: Callable[[str], object],
 ) -> _Conversion:
     """A stock model with a fresh selector."""
-    config = _config_from_base(folder, variant, selector)
+    backbone = backbone_of(stated["model_type"])
+    with reading(folder / "config.json"):
+        stock = backbone.stock_config.from_pretrained(folder)
+    if getattr(stock, "quantization_config", None) is not None:
+        raise ValueError(f"{folder} is quantized; convert the checkpoint it was made from, and quantize the result.")
+    config = _config_from_base(backbone, stock.to_dict(), variant, selector)
     known = matching_variant(config, variant)
     tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
     config.dtype = tensors[EMBEDDINGS].dtype
@@ -177,23 +182,18 @@ def _from_base(
     base = source if not Path(source).is_dir() else card_data(known).get("base_model")
     if base:
         about["base_model"] = base
-    name = base or f"a {backbone_of(config.model_type).model.backbone_name}"
+    name = base or f"a {backbone.model.backbone_name}"
     about["weights"] = text.format(source=name)
     return _Conversion(config, tensors, about, known)
 
 
 def _config_from_base(
-    folder: Path,
+    backbone: Backbone,
+    values: dict,
     variant: str | None,
     selector: Mapping,
 ):
     """The configuration of a stock model with that of a selector, by its variant and the fields that are given."""
-    backbone = backbone_of(read_json(folder / "config.json")["model_type"])
-    with reading(folder / "config.json"):
-        stock = backbone.stock_config.from_pretrained(folder)
-    if getattr(stock, "quantization_config", None) is not None:
-        raise ValueError(f"{folder} is quantized; convert the checkpoint it was made from, and quantize the result.")
-    values = stock.to_dict()
     settings: dict = {}
     if variant is not None:
         stated = read_json(require_variant(variant) / "config.json")
@@ -215,9 +215,8 @@ def _config_from_base(
     return config
 
 
-def _from_reference(folder: Path) -> _Conversion:
+def _from_reference(stated: dict, folder: Path) -> _Conversion:
     """A reference checkpoint under our names."""
-    stated = read_json(folder / "config.json")
     stored = read_checkpoint(folder)
     vision = find_vision_config(folder, stated)
     stated.setdefault("tie_word_embeddings", HEAD not in stored)
@@ -309,19 +308,6 @@ def fresh_selector(config, dtype: torch.dtype, seed: int = 0) -> dict[str, torch
             tensor = tensor.to(dtype)
         tensors[SELECTOR + name] = tensor
     return tensors
-
-
-def _source_folder(source: str | Path, revision: str | None) -> Path:
-    if Path(source).is_dir():
-        if revision is not None:
-            raise ValueError(f"--revision is about a repository on the Hub, and {source} is a folder.")
-        return Path(source)
-    try:
-        return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(_DOWNLOADED)))
-    except HFValidationError as error:
-        raise ValueError(f"{source} is neither a folder nor a Hub repository's id.") from error
-    except OSError as error:
-        raise ValueError(f"There is no folder {source}, and the Hub did not give it: {first_line(error)}") from error
 
 
 def _take_over(processor, made: _Conversion) -> None:
