@@ -11,6 +11,7 @@ from typing import TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent
 
 from .files import first_line, printable
 
@@ -24,9 +25,15 @@ _NO_VALUE = (YAMLError, ValueError, TypeError, LookupError, OverflowError, Recur
 
 
 def parse_yaml(text: str, name: str):
-    """Reads YAML 1.2 of plain values; a `ValueError`, with the `name` of what is read, for anything else."""
+    """
+    Reads YAML 1.2 of plain values; a `ValueError`, with the `name` of what is read, for anything else. Aliases are
+    refused, because a few of them can stand for billions of values.
+    """
     yaml = YAML(typ="safe", pure=True)
     try:
+        for event in yaml.parse(text):
+            if isinstance(event, AliasEvent):
+                raise ValueError(f"it has the alias *{event.anchor}; expected the values themselves")
         return yaml.load(text)
     except MarkedYAMLError as error:
         line = ""
