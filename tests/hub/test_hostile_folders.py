@@ -55,21 +55,6 @@ def test_a_template_that_cannot_be_used_is_refused(template, folder, monkeypatch
         load_processor(folder)
 
 
-MERGED = """\
-<|im_start|>user
-{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}
-{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}<|im_end|>
-"""
-
-
-def test_a_system_prompt_in_the_users_turn_is_said(folder, caplog):
-    load_processor(folder)
-    assert "system prompt" not in caplog.text
-    (folder / "chat_template.jinja").write_text(MERGED)
-    load_processor(folder)
-    assert "writes a system prompt into the user's turn, where it counts as part of the question" in caplog.text
-
-
 def test_a_package_that_a_folder_needs_is_named():
     reason = "No module named 'absent_package', which it needs; install it, such as by pip install absent_package"
     with pytest.raises(ValueError, match=f"The model cannot be used: {reason}"), reading("The model"):

@@ -6,17 +6,15 @@ No folder's own Python runs: that is for Transformers without this package. Its 
 import json
 import re
 import sys
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from jinja2.nodes import Pow
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import find_adapter_config_file, logging
+from transformers.utils import find_adapter_config_file
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ..common.files import first_line
@@ -28,8 +26,6 @@ from .checkpoint import INDEX, weight_map
 
 register_backbones()
 
-logger = logging.get_logger(__name__)
-
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # legacy ones without an owner hold none of our models
 
 _PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
@@ -37,7 +33,6 @@ _KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation
 _WHO = {"type": "text", "text": "Who?"}
 _A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, _WHO]}]
 _A_QUESTION_ALONE: list[dict[str, Any]] = [{"role": "user", "content": [_WHO]}]
-_A_SYSTEM_PROMPT = {"role": "system", "content": "Be brief."}
 LONGEST_PROMPT = 10**6  # the most characters that a chat template may make of one question, and the most steps
 TEMPLATE_SECONDS = 5.0
 TEMPLATE_BYTES = 2**29
@@ -118,14 +113,6 @@ def load_processor(model: str | Path, revision: str | None = None):
         _check_template(template, f"The folder {str(model)!r}", processor.tokenizer.special_tokens_map)
     with reading(f"The processor of {str(model)!r}"):
         processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
-    with suppress(TemplateError, TypeError):  # of a template without system prompts
-        prompt = processor.apply_chat_template([_A_SYSTEM_PROMPT] + _A_QUESTION)
-        _, _, users_turn = prompt.rpartition(processor.user_turn)
-        if _A_SYSTEM_PROMPT["content"] in users_turn:
-            logger.warning(
-                f"The chat template of {str(model)!r} writes a system prompt into the user's turn, where it counts as "
-                "part of the question. Give no system prompt, or the question itself as `query` of the processor."
-            )
     return processor
 
 

@@ -62,7 +62,6 @@ def index(
             Index(folder).require(made_by)
         settings = _sampling(processor, sampling)
         settings["made_by"] = made_by
-        settings["dtype"] = "auto"  # the model's
         library = Index(folder, settings)
         indexing = _Indexing(library, model, processor, sampling, say)
         place = str(videos.resolve())
@@ -254,10 +253,7 @@ class _Indexing:
         return features is not None and file.exists() and file.stat().st_size == features["size"]
 
     def encode_all(self, waiting: dict[str, Path]) -> None:
-        stored = {}
-        for name, entry in self.entries.items():
-            if name not in waiting:
-                stored[entry["content"]] = entry["features"]
+        stored: dict[str | None, Stored] = {}  # by content, of which there may be copies
         console = Console(stderr=True)
         bar = track(
             waiting.items(),
@@ -268,9 +264,8 @@ class _Indexing:
         for name, path in bar:
             entry = self.entries[name]
             content = entry["content"]
-            features = stored.get(content)
-            if features:
-                self._note(name, entry | {"error": None, "features": features})
+            if content in stored:
+                self._note(name, entry | {"error": None, "features": stored[content]})
                 continue
             try:
                 encoded = self._encode(path, entry)

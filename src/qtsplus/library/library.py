@@ -60,7 +60,6 @@ class Made(TypedDict):
 @with_config(STORED)
 class _Settings(SamplingOptions):
     made_by: Digest
-    dtype: Literal["auto"]
     num_frames: int | None
     min_frames: int | None
 
