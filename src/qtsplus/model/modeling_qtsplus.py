@@ -20,12 +20,7 @@ from .configuration_qtsplus import (
 from .encoding_qtsplus import PatchProjection, WindowsTogether, tower_inputs
 from .generation_qtsplus import QTSplusPreTrainedMixin
 from .layout_qtsplus import FeaturesOfRows
-from .mixin_qtsplus import (
-    QTSplusCausalLMOutputWithPast,
-    QTSplusHeadMixin,
-    QTSplusModelMixin,
-    QTSplusModelOutputWithPast,
-)
+from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin
 from .prompt_qtsplus import TEXT
 
 
@@ -152,8 +147,6 @@ class Qwen3_5QTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrained
 
 
 __all__ = [
-    "QTSplusCausalLMOutputWithPast",
-    "QTSplusModelOutputWithPast",
     "Qwen2VLQTSplusForConditionalGeneration",
     "Qwen2VLQTSplusModel",
     "Qwen2_5_VLQTSplusForConditionalGeneration",

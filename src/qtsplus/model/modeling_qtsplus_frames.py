@@ -25,10 +25,8 @@ from .configuration_qtsplus import Ids, QTSplusConfigMixin, with_selector
 from .generation_qtsplus import QTSplusPreTrainedMixin
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin
 from .processor_mixin_qtsplus import QTSplusProcessorMixin
-from .prompt_qtsplus import IMAGE, VIDEO
 
 NEWLINES = ("video", "row")
-NO_IMAGES = "LLaVA-OneVision and LLaVA-Video read videos alone here: expected no images; ask a Qwen-VL or InternVL."
 
 
 class FramesQTSplusModelMixin(QTSplusModelMixin):
@@ -285,11 +283,6 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
 
     config: LlavaOnevisionQTSplusConfig
 
-    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
-        if modality == IMAGE:
-            raise ValueError(NO_IMAGES)
-        return super().merged_grid(grid_thw, modality)
-
     @property
     def patches_per_row(self) -> int:
         return (self.config.vision_config.image_size // self.config.vision_config.patch_size) ** 2
@@ -368,7 +361,9 @@ class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor
         return math.ceil(math.isqrt(self.num_image_tokens) / 2)
 
     def _process_images(self, images, **kwargs):
-        raise ValueError(NO_IMAGES)
+        raise ValueError(
+            "LLaVA-OneVision and LLaVA-Video read videos alone here: expected no images; ask a Qwen-VL or InternVL."
+        )
 
     def text_of_video(self, num_frames: int) -> str:
         rows = num_frames * self.tokens_per_side
