@@ -74,7 +74,7 @@ def evaluate(
 
     options = Options(selection, retention, max_visual_tokens, reencode, fps, num_frames, max_frames, max_pixels)
     model, revision = source.name()
-    settings = harness.Settings(model, tasks, vars(options), revision, source.dtype.value, limit)
+    settings = harness.Settings(model, tasks, vars(options), revision, source.dtype, limit)
     try:
         result = harness.run(settings, out, processes=processes, batch_size=batch_size, device=source.device, say=note)
     except harness.HarnessError as error:

@@ -38,7 +38,7 @@ def speed(
     out: Results = RESULTS,
     repeats: _Repeats = 5,
     retention: _Retention = 0.11,
-    dtype: _Dtype = Dtype.auto,
+    dtype: _Dtype = "auto",
     selection: _Selection = "qtsplus",
     sweep: Annotated[bool, typer.Option(help="Also measure with other numbers of frames.")] = True,
 ) -> None:
@@ -50,7 +50,7 @@ def speed(
             shape,
             out,
             device=device,
-            dtype=dtype.value,
+            dtype=dtype,
             repeats=repeats,
             retention=retention,
             selection=selection,
@@ -65,13 +65,13 @@ def memory(
     out: Results = RESULTS,
     repeats: _Repeats = 5,
     retention: _Retention = 0.11,
-    dtype: _Dtype = Dtype.auto,
+    dtype: _Dtype = "auto",
 ) -> None:
     """Measure peak memory: up to the first token, and of the relevance alone. Each runs in a process of its own."""
     with one_line_errors(), resumable():
         from ..speed.memory import run_memory
 
-        file = run_memory(shape, out, device=device, dtype=dtype.value, repeats=repeats, retention=retention)
+        file = run_memory(shape, out, device=device, dtype=dtype, repeats=repeats, retention=retention)
     _print_figures(file)
 
 
@@ -100,7 +100,7 @@ def training_step(
     out: Results = RESULTS,
     repeats: _Repeats = 5,
     retention: _Retention = 0.11,
-    dtype: _Dtype = Dtype.auto,
+    dtype: _Dtype = "auto",
     frames: Annotated[
         int | None, typer.Option(help="The video's frames. Without it, as many as the shape has, at most 32.")
     ] = None,
@@ -109,9 +109,7 @@ def training_step(
     with one_line_errors(), resumable():
         from ..speed.training_step import run_train
 
-        file = run_train(
-            shape, out, device=device, dtype=dtype.value, frames=frames, repeats=repeats, retention=retention
-        )
+        file = run_train(shape, out, device=device, dtype=dtype, frames=frames, repeats=repeats, retention=retention)
     _print_figures(file)
 
 

@@ -99,7 +99,7 @@ def print_forecast(
     config = load_config(name, revision)
     dtype = config.dtype or torch.float32
     if source.dtype != "auto":
-        dtype = getattr(torch, source.dtype.value)
+        dtype = getattr(torch, source.dtype)
     chunks = open_chunks(load_processor(name, revision), video, sampling)
     expected = forecast(on_meta(config).to(dtype), chunks, **vars(choice))
     if as_json:

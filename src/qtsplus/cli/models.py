@@ -3,9 +3,8 @@
 import os
 import re
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .console import note, notes
 
@@ -13,11 +12,7 @@ if TYPE_CHECKING:
     from ..library.library import Library
 
 
-class Dtype(str, Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
@@ -34,7 +29,7 @@ class Source:
 
     model: str | None = None
     device: str | None = None
-    dtype: Dtype = Dtype.auto
+    dtype: Dtype = "auto"
 
     def name(self) -> tuple[str, str | None]:
         """Its folder or Hub id, and a revision of the latter; the bundled model's, which is announced."""
@@ -53,7 +48,7 @@ class Source:
         add_method(selection)
         name, revision = self.name()
         with notes.status("Loading the model"):
-            return loading.load(name, self.device, self.dtype.value, revision=revision)
+            return loading.load(name, self.device, self.dtype, revision=revision)
 
 
 def open_library(folder: Path, source: Source, selection: str | None = None) -> "Library":
