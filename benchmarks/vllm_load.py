@@ -75,6 +75,7 @@ class Load:
         self.llm = self._start_vllm(folder / "published", worker_extension_cls="qtsplus.vllm.worker.Worker")
         processor = self.llm.llm_engine.renderer.get_mm_processor()
         processor.call_engine = lambda method, args: self.llm.collective_rpc(method, args=args)
+        processor.release = lambda videos: None
         self.evs = self._start_vllm(folder / "stock", video_pruning_rate=1 - fraction)
         self.evs.collective_rpc(_switch_pruning_on)
 
@@ -144,7 +145,12 @@ class Load:
             llm.llm_engine.reset_mm_cache()
             llm.llm_engine.reset_encoder_cache()
         self.llm.llm_engine.renderer.get_mm_processor()._processed.clear_cache()
-        self.llm.apply_model(lambda model: [known.clear() for known in (model.encoded, model.bases, model.chosen)])
+        self.llm.apply_model(_forget_videos)
+
+
+def _forget_videos(model: Any) -> None:
+    for known in (model.encoded, model.bases, model.chosen, model.held, model.holds):
+        known.clear()
 
 
 def _switch_pruning_on(worker: Any) -> None:

@@ -68,6 +68,7 @@ def main(model: str, folder: Path) -> None:
     if defaults is None:
         processor = llm.llm_engine.renderer.get_mm_processor()
         processor.call_engine = lambda method, args: llm.collective_rpc(method, args=args)
+        processor.release = lambda videos: None
     watch = llm.apply_model(Watch)[0]
     alone = {}
     for name, asked in requests.items():

@@ -5,6 +5,7 @@ import base64
 import contextlib
 import json
 import os
+from dataclasses import dataclass
 from threading import Barrier
 from types import SimpleNamespace
 
@@ -23,14 +24,16 @@ BASES = {"a": {"kept_tokens": 1}, "b": {"kept_tokens": 2}}
 class Engine:
     """Answers to what was asked with the hash of its video."""
 
-    def __init__(self, engines=1):
-        self.together, self.processor = Barrier(3), SimpleNamespace(release=None)
-        self.renderer = SimpleNamespace(get_mm_processor=lambda: self.processor, _process_multimodal=self.together.wait)
+    def __init__(self):
+        self.together = Barrier(3)
+        self.processor = SimpleNamespace()
+        self.renderer = SimpleNamespace(
+            get_mm_processor=lambda: self.processor,
+            _process_multimodal=self.together.wait,
+        )
         multimodal = SimpleNamespace(media_io_kwargs={"video": {"num_frames": 9}})
         config = SimpleNamespace(model="tiny", revision=None, multimodal_config=multimodal)
-        self.vllm_config = SimpleNamespace(
-            model_config=config, parallel_config=SimpleNamespace(data_parallel_size=engines)
-        )
+        self.vllm_config = SimpleNamespace(model_config=config)
         self.released = []
 
     def generate(self, prompt, *_, **__):
@@ -47,33 +50,68 @@ def choice(index=0, end: "str | None" = "stop"):
     return {"index": index, "message": {"content": "grün"}, "finish_reason": end}
 
 
-def request(
-    connection, *, asked=("a",), answers=(), headers=(), path="/v1/chat/completions", parts=(b"{}",), method="POST"
-):
-    """(status, headers, body, what came of the request) of an app that asks the engine and sends `answers`."""
-    sent, seen, left = [], [], list(parts)
+@dataclass
+class Reply:
+    """The response to a request, and what came of the request (`seen`)."""
 
-    async def app(scope, receive, send):
-        while (message := await receive())["type"] == "http.request":
-            seen.append(message["body"])
-            if not message["more_body"]:
-                break
-        for key in asked:
-            prompt = {"prompt_token_ids": [1], **({"mm_hashes": {"video": [key]}} if key else {})}
+    status: int
+    headers: dict
+    body: bytes
+    seen: bytes
+
+
+class Exchange:
+    """An app that asks the engine about videos and sends `answers`, with a client that sends a request in parts."""
+
+    def __init__(self, asked, answers, parts):
+        self.asked = asked
+        self.answers = answers
+        self.parts = list(parts)
+        self.seen = b""
+        self.sent = []
+
+    async def app(self, scope, receive, send):
+        more = True
+        while more:
+            message = await receive()
+            self.seen += message["body"]
+            more = message["more_body"]
+        for key in self.asked:
+            prompt = {"prompt_token_ids": [1]}
+            if key:
+                prompt["mm_hashes"] = {"video": [key]}
             scope["app"].state.engine_client.generate(prompt, None, "id")
-        length = [(b"content-length", str(len(answers[0])).encode())] if len(answers) == 1 else []
-        await send({"type": "http.response.start", "status": 200, "headers": length})
-        for answer in answers:
-            await send({"type": "http.response.body", "body": answer, "more_body": answer is not answers[-1]})
+        headers = []
+        if len(self.answers) == 1:
+            length = str(len(self.answers[0]))
+            headers.append((b"content-length", length.encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for answer in self.answers:
+            more = answer is not self.answers[-1]
+            await send({"type": "http.response.body", "body": answer, "more_body": more})
 
-    async def receive():
-        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+    async def receive(self):
+        part = self.parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(self.parts)}
 
-    async def send(message):
-        sent.append(message)
+    async def send(self, message):
+        self.sent.append(message)
 
-    connection.app = app
-    named = {b"host": b"localhost", b"content-length": str(sum(map(len, parts))).encode(), **dict(headers)}
+
+def request(
+    connection,
+    asked=("a",),
+    answers=(b"x",),
+    headers=None,
+    path="/v1/chat/completions",
+    parts=(b"{}",),
+    method="POST",
+):
+    exchange = Exchange(asked, answers, parts)
+    connection.app = exchange.app
+    length = sum(len(part) for part in parts)
+    named = {b"host": b"localhost", b"content-length": str(length).encode()}
+    named.update(headers or {})
     state = SimpleNamespace(engine_client=connection.engine or Engine())
     scope = {
         "type": "http",
@@ -82,9 +120,10 @@ def request(
         "headers": list(named.items()),
         "app": SimpleNamespace(state=state),
     }
-    asyncio.run(connection(scope, receive, send))
-    start, *bodies = sent
-    return start["status"], dict(start["headers"]), b"".join(one.get("body", b"") for one in bodies), b"".join(seen)
+    asyncio.run(connection(scope, exchange.receive, exchange.send))
+    start, *bodies = exchange.sent
+    body = b"".join(message["body"] for message in bodies)
+    return Reply(start["status"], dict(start["headers"]), body, exchange.seen)
 
 
 @pytest.fixture
@@ -94,36 +133,53 @@ def connection(monkeypatch):
     return Connection(None)
 
 
-def test_an_answer_has_what_it_rests_on_beside_each_choice(connection):
-    for asked, choices, expected in (
-        (["a"], [choice(0), choice(1)], ["a", "a"]),  # n=2
-        (["a", "b"], [choice(0), choice(1)], ["a", "b"]),  # /v1/chat/completions/batch
-        (["a", "a", "a"], [choice(0)], ["a"]),  # beams
-        (["a", ""], [choice(0), choice(1)], ["a", None]),
-    ):
-        body = json.dumps({"choices": choices, "usage": {}}).encode()
-        status, headers, told, _ = request(connection, asked=asked, answers=[body])
-        assert status == 200 and int(headers[b"content-length"]) == len(told)
-        for one, key, before in zip(json.loads(told)["choices"], expected, choices, strict=True):
-            assert one == {**before, "qtsplus": BASES.get(key)}
+@pytest.mark.parametrize(
+    ("asked", "count", "expected"),
+    [
+        (["a"], 2, ["a", "a"]),  # n=2
+        (["a", "b"], 2, ["a", "b"]),  # /v1/chat/completions/batch
+        (["a", "a", "a"], 1, ["a"]),  # beams
+        (["a", ""], 2, ["a", None]),
+    ],
+)
+def test_an_answer_has_what_it_rests_on_beside_each_choice(connection, asked, count, expected):
+    choices = [choice(index) for index in range(count)]
+    body = json.dumps({"choices": choices, "usage": {}})
+    reply = request(connection, asked, [body.encode()])
+    assert reply.status == 200
+    assert int(reply.headers[b"content-length"]) == len(reply.body)
+    told = json.loads(reply.body)["choices"]
+    for before, after, key in zip(choices, told, expected, strict=True):
+        assert after == {**before, "qtsplus": BASES.get(key)}
 
 
 def test_a_stream_has_it_in_the_last_part_of_each_choice(connection):
-    events = [{"choices": [choice(0, None)]}, {"choices": [choice(1)]}, {"choices": [choice(0, "length")]}]
-    events.append({"choices": [], "usage": {"prompt_tokens": 3}})
-    parts = [f"data: {json.dumps(event)}\n\n".encode() for event in events]
-    answers = [*parts[:2], b": keep-alive\n\n", *parts[2:], b"data: [DONE]\n\n"]
-    _, _, told, _ = request(connection, answers=answers)
-    first, second, alive, third, usage, done = told.removesuffix(b"\n\n").split(b"\n\n")
-    assert (first, alive, usage, done) == tuple(answers[n].removesuffix(b"\n\n") for n in (0, 2, 4, 5))
-    for event, line in zip(events[1:3], (second, third), strict=True):
-        assert json.loads(line.removeprefix(b"data: "))["choices"] == [{**event["choices"][0], "qtsplus": BASES["a"]}]
+    events = [
+        {"choices": [choice(0, None)]},
+        {"choices": [choice(1)]},
+        {"choices": [choice(0, "length")]},
+        {"choices": [], "usage": {"prompt_tokens": 3}},
+    ]
+    begin, second, third, usage = [f"data: {json.dumps(event)}\n\n".encode() for event in events]
+    alive = b": keep-alive\n\n"
+    done = b"data: [DONE]\n\n"
+    reply = request(connection, answers=[begin, second, alive, third, usage, done])
+    lines = reply.body.splitlines(keepends=True)[::2]
+    told = [line + b"\n" for line in lines]
+    assert told[0] == begin
+    assert told[2] == alive
+    assert told[4:] == [usage, done]
+    for event, line in ((events[1], told[1]), (events[2], told[3])):
+        (before,) = event["choices"]
+        after = json.loads(line.removeprefix(b"data: "))
+        assert after["choices"] == [{**before, "qtsplus": BASES["a"]}]
 
 
 def test_what_a_request_held_is_released_later(connection, monkeypatch):
     monkeypatch.setattr(server, "RELEASE_SECONDS", 0.05)
+    engine = Engine()
 
-    async def end(engine):
+    async def end():
         connection._connect(engine)
         engine.processor.release(["a"])
         await asyncio.sleep(0)
@@ -131,115 +187,166 @@ def test_what_a_request_held_is_released_later(connection, monkeypatch):
         await asyncio.sleep(0.2)
         return early
 
-    engine, many = Engine(), Engine(engines=2)
-    assert asyncio.run(end(engine)) == [] and engine.released == [["a"]]
+    assert asyncio.run(end()) == []
+    assert engine.released == [["a"]]
     engine.processor.release(["b"])  # the loop is closed
-    asyncio.run(_connected(connection, many))
-    assert many.processor.release is None and many.processor.call_engine
-
-
-async def _connected(connection, engine):
-    connection._connect(engine)
 
 
 def test_what_is_about_no_video_stays_as_it_is(connection):
-    body = json.dumps({"choices": [choice()]}, indent=1).encode()
-    assert request(connection, asked=[""], answers=[body])[2] == body
-    assert request(connection, asked=[], answers=[body])[2] == body
+    text = json.dumps({"choices": [choice()]}, indent=1)
+    body = text.encode()
+    error = b'{"error": {}}'
+    assert request(connection, [""], [body]).body == body
+    assert request(connection, [], [body]).body == body
+    assert request(connection, ["a"], [error]).body == error
     assert Media.most_frames == 9
-    assert request(connection, asked=["a"], answers=[b'{"error": {}}'])[2] == b'{"error": {}}'
 
 
 def test_a_request_is_bounded_and_comes_whole(connection):
     connection.guard.largest = 10
-    assert request(connection, parts=[b"12345", b"67890"], answers=[b"x"])[3] == b"1234567890"
-    status, _, body, seen = request(connection, parts=[b"12345", b"67890", b"1"], answers=[b"x"])
-    assert (status, seen) == (413, b"") and b"larger than" in body
+    assert request(connection, parts=[b"12345", b"67890"]).seen == b"1234567890"
+    reply = request(connection, parts=[b"12345", b"67890", b"1"])
+    assert reply.status == 413
+    assert reply.seen == b""
+    assert b"larger than" in reply.body
 
 
 def test_nobody_hands_the_engine_items_of_his_own(connection):
-    status, _, body, seen = request(connection, path="/inference/v1/generate", answers=[b"x"])
-    assert (status, seen) == (404, b"") and b"nothing here" in body
+    reply = request(connection, path="/inference/v1/generate")
+    assert reply.status == 404
+    assert reply.seen == b""
+    assert b"nothing here" in reply.body
 
 
-def test_a_name_and_a_key_are_asked_for(connection):
-    connection.guard.key = "correct horse"
-    right = {b"authorization": b"Bearer correct horse"}
-    for headers, path, expected in (
+RIGHT = {b"authorization": b"Bearer correct horse"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "path", "expected"),
+    [
         ({}, "/v1/models", 401),
         ({}, "/invocations", 401),  # which vLLM answers without a key
         ({b"authorization": b"Bearer correct"}, "/v1/models", 401),
         ({b"authorization": b"Basic correct horse"}, "/v1/models", 401),
         ({b"authorization": "Bearer größe".encode()}, "/v1/models", 401),
-        (right, "/v1/models", 200),
-        ({b"host": b"ask.example.org:80", **right}, "/v1/models", 200),
-        ({b"host": b"evil.example.org", **right}, "/v1/models", 400),
-    ):
-        assert request(connection, headers=headers.items(), path=path, answers=[b"x"])[0] == expected, (headers, path)
+        (RIGHT, "/v1/models", 200),
+        ({b"host": b"ask.example.org:80", **RIGHT}, "/v1/models", 200),
+        ({b"host": b"evil.example.org", **RIGHT}, "/v1/models", 400),
+    ],
+)
+def test_a_name_and_a_key_are_asked_for(connection, headers, path, expected):
+    connection.guard.key = "correct horse"
+    assert request(connection, headers=headers, path=path).status == expected
+
+
+def test_a_probe_needs_neither_a_name_nor_a_key(connection):
+    connection.guard.key = "correct horse"
     probe = {b"host": b"10.0.0.7:8000"}
-    assert request(connection, headers=probe.items(), path="/health", answers=[b"x"], method="GET")[0] == 200
+    assert request(connection, headers=probe, path="/health", method="GET").status == 200
 
 
-def test_videos_are_those_that_ask_looks_at(tiny_processor, tiny_mp4, tmp_path, monkeypatch):
+@pytest.fixture
+def tiny_media(monkeypatch, tiny_processor, tiny_mp4):
+    """Makes the connector of a request that may read the folder of the tiny clip, by its `media_io_kwargs`."""
     monkeypatch.setattr(Media, "processor", tiny_processor)
-    media = Media({"video": {"fps": 1}}, allowed_local_media_path=str(tiny_mp4.parent))
-    inline = "data:video/mp4;base64," + base64.b64encode(tiny_mp4.read_bytes()).decode()
+
+    def media(**reading):
+        return Media({"video": reading}, allowed_local_media_path=str(tiny_mp4.parent))
+
+    return media
+
+
+def inline(path):
+    content = base64.b64encode(path.read_bytes())
+    return "data:video/mp4;base64," + content.decode()
+
+
+def test_videos_are_those_that_ask_looks_at(tiny_media, tiny_processor, tiny_mp4):
     chunks = tiny_processor.video_chunks(tiny_mp4, fps=1)
-    expected = np.stack(list(map(chunks.resize, chunks.decode())))
-    for url in (f"file://{tiny_mp4}", inline):
-        frames, told = asyncio.run(media.fetch_video_async(url))
+    expected = np.stack([chunks.resize(frame) for frame in chunks.decode()])
+    for url in (f"file://{tiny_mp4}", inline(tiny_mp4)):
+        frames, told = asyncio.run(tiny_media(fps=1).fetch_video_async(url))
         assert np.array_equal(frames, expected)
         assert told["frames_indices"] == list(chunks.about.metadata.frames_indices)
         assert told["about"]["start"] == chunks.about.start
+
+
+def test_a_damaged_video_is_refused(tiny_media, tiny_mp4, tmp_path):
     cut = tmp_path / "cut.mp4"
     cut.write_bytes(tiny_mp4.read_bytes()[:300])
     with pytest.raises(ValueError, match="Cannot decode"):
         Media(allowed_local_media_path=str(tmp_path)).fetch_video(f"file://{cut}")
-    with pytest.raises(ValueError, match="names video_backend for a video; expected fps or num_frames"):
-        Media({"video": {"video_backend": "opencv"}}).fetch_video(inline)
-    for count in (0, 2.5, True, 769):
-        with pytest.raises(ValueError, match="num_frames="):
-            Media({"video": {"num_frames": count}}).fetch_video(inline)
-    for stated in ({"fps": [1]}, {"fps": "1"}, {"fps": 0}, {"fps": {}}, {"num_frames": [1]}, [1], 5, "fps"):
-        with pytest.raises(ValueError, match="expected|fps="):
-            Media({"video": stated}).fetch_video(inline)
-    frames, told = Media({"video": {"num_frames": 1}}).fetch_video(inline)
-    assert len(frames) == 2 and np.array_equal(*frames) and len(told["frames_indices"]) == 1, "a tower wants two"
+
+
+@pytest.mark.parametrize(
+    ("reading", "message"),
+    [
+        ({"video_backend": "opencv"}, "names video_backend for a video; expected fps or num_frames"),
+        ({"num_frames": 0}, "num_frames="),
+        ({"num_frames": 2.5}, "num_frames="),
+        ({"num_frames": True}, "num_frames="),
+        ({"num_frames": [1]}, "num_frames="),
+        ({"num_frames": 769}, "num_frames="),
+        ({"fps": [1]}, "fps="),
+        ({"fps": "1"}, "fps="),
+        ({"fps": 0}, "fps="),
+        ({"fps": {}}, "fps="),
+    ],
+)
+def test_a_way_to_read_that_cannot_be_is_refused(tiny_media, tiny_mp4, reading, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_media(**reading).fetch_video(inline(tiny_mp4))
+
+
+def test_a_request_states_how_many_frames_are_looked_at(tiny_media, tiny_mp4, monkeypatch):
+    frames, told = tiny_media(num_frames=1).fetch_video(inline(tiny_mp4))
+    assert len(told["frames_indices"]) == 1
+    assert len(frames) == 2, "a vision tower wants two"
+    assert np.array_equal(*frames)
     monkeypatch.setattr(Media, "most_frames", 800)
-    assert len(Media({"video": {"num_frames": 769}}).fetch_video(inline)[0]) == 8
+    frames, _ = tiny_media(num_frames=769).fetch_video(inline(tiny_mp4))
+    assert len(frames) == 8
 
 
-def test_a_film_is_read_once_and_again_when_it_changes(tiny_processor, tiny_mp4, tmp_path, monkeypatch):
-    read = []
+def fetch_together(count, url, media):
+    async def fetch():
+        return await asyncio.gather(*(media.fetch_video_async(url) for _ in range(count)))
+
+    return asyncio.run(fetch())
+
+
+def test_a_video_is_read_once_and_again_when_it_changes(tiny_processor, tiny_mp4, tmp_path, monkeypatch):
+    rates = []
 
     class Counting:
         video_processor = tiny_processor.video_processor
 
         def video_chunks(self, video, **reading):
-            read.append(reading)
+            rates.append(reading["fps"])
             return tiny_processor.video_chunks(video, **reading)
 
     monkeypatch.setattr(Media, "processor", Counting())
-    film = tmp_path / "film.mp4"
-    film.write_bytes(tiny_mp4.read_bytes())
+    video = tmp_path / "video.mp4"
+    video.write_bytes(tiny_mp4.read_bytes())
 
-    async def ask_together(fps):
-        media = [Media({"video": {"fps": fps}}, allowed_local_media_path=str(tmp_path)) for _ in range(8)]
-        return await asyncio.gather(*(one.fetch_video_async(f"file://{film}") for one in media))
+    def ask(fps):
+        media = Media({"video": {"fps": fps}}, allowed_local_media_path=str(tmp_path))
+        fetch_together(8, f"file://{video}", media)
 
-    for _ in range(2):
-        asyncio.run(ask_together(1))
-    assert len(read) == 1
-    asyncio.run(ask_together(2))
-    state = film.stat()
-    film.write_bytes(tiny_mp4.read_bytes())
-    os.utime(film, ns=(state.st_atime_ns, state.st_mtime_ns))
-    asyncio.run(ask_together(2))
-    assert [one["fps"] for one in read] == [1, 2, 2]
+    ask(1)
+    ask(1)
+    assert rates == [1]
+    ask(2)
+    state = video.stat()
+    video.write_bytes(tiny_mp4.read_bytes())
+    os.utime(video, ns=(state.st_atime_ns, state.st_mtime_ns))
+    ask(2)
+    assert rates == [1, 2, 2]
 
 
-def test_questions_about_an_address_that_come_together_download_it_once(tiny_processor, tiny_mp4, monkeypatch):
+def test_a_video_at_an_address_is_downloaded_once_a_minute(tiny_media, tiny_mp4, monkeypatch):
     placed = []
+    now = 600.0
 
     class Counting(server.Door):
         @contextlib.contextmanager
@@ -247,15 +354,16 @@ def test_questions_about_an_address_that_come_together_download_it_once(tiny_pro
             placed.append(url)
             yield str(tiny_mp4)
 
-    monkeypatch.setattr(Media, "processor", tiny_processor)
     monkeypatch.setattr(server, "Door", Counting)
-
-    async def ask_together():
-        return await asyncio.gather(*(Media().fetch_video_async("https://example.org/clip.mp4") for _ in range(5)))
-
-    answers = asyncio.run(ask_together())
-    assert placed == ["https://example.org/clip.mp4"]
-    assert len({about["mark"] for _, about in answers}) == 1
+    monkeypatch.setattr(server, "monotonic", lambda: now)
+    url = "https://example.org/clip.mp4"
+    answers = fetch_together(5, url, tiny_media())
+    assert placed == [url]
+    marks = {about["mark"] for _, about in answers}
+    assert len(marks) == 1
+    now += server.FRESH_SECONDS
+    fetch_together(5, url, tiny_media())
+    assert placed == [url, url]
 
 
 def test_a_warning_names_the_video_as_the_request_does(tiny_processor, tiny_mp4, monkeypatch):
@@ -268,17 +376,19 @@ def test_a_warning_names_the_video_as_the_request_does(tiny_processor, tiny_mp4,
             return chunks
 
     monkeypatch.setattr(Media, "processor", Warning())
-    _, told = Media(allowed_local_media_path=str(tiny_mp4.parent)).fetch_video(f"file://{tiny_mp4}")
-    assert told["about"]["warnings"] == [f"The video 'file://{tiny_mp4}' is damaged."]
+    url = f"file://{tiny_mp4}"
+    _, told = Media(allowed_local_media_path=str(tiny_mp4.parent)).fetch_video(url)
+    assert told["about"]["warnings"] == [f"The video {url!r} is damaged."]
 
 
 def test_nothing_is_read_that_was_not_allowed(tiny_processor, tiny_mp4, tmp_path, monkeypatch):
     monkeypatch.setattr(Media, "processor", tiny_processor)
     with hosting() as (port, seen):
         opened = Media(allowed_local_media_path=str(tmp_path), allowed_media_domains=[f"localhost:{port}"])
+        closed = Media()
         for media, url in (
-            (Media(), f"file://{tiny_mp4}"),
-            (Media(), f"http://localhost:{port}/a.mp4"),
+            (closed, f"file://{tiny_mp4}"),
+            (closed, f"http://localhost:{port}/a.mp4"),
             (opened, f"file://{tiny_mp4}"),
             (opened, f"http://127.0.0.1:{port}/a.mp4"),
         ):

@@ -9,23 +9,27 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig
 from vllm.multimodal.parse import MultiModalDataItems, VideoProcessorItems
-from vllm.multimodal.processing import ProcessorInputs
 
 from qtsplus import QTSplusConfig
 from qtsplus.model.methods_qtsplus import METHODS, add_method
-from qtsplus.vllm.models import TOGETHER, batches, check_engine
-from qtsplus.vllm.processing import QTSplusMultiModalProcessor, check_settings, count_kept, settings_of_request
+from qtsplus.vllm.models import check_engine
+from qtsplus.vllm.processing import check_settings, count_kept, marks_of, settings_of_request
 from qtsplus.vllm.server import mark_of
 
 
-def start(stages=1, **graphs):
+def start(stages=1, engine=0, **graphs):
     """The parts of a start that the plugin looks at."""
     parallel = ParallelConfig(pipeline_parallel_size=stages)
-    vllm_config = SimpleNamespace(compilation_config=CompilationConfig(**graphs), parallel_config=parallel)
+    parallel.data_parallel_index = engine
+    vllm_config = SimpleNamespace(
+        compilation_config=CompilationConfig(**graphs),
+        parallel_config=parallel,
+    )
     check_engine(vllm_config)
 
 
 REFUSED = {
+    "data_parallel_size above 1": {"engine": 1},
     "pipeline_parallel_size above 1": {"stages": 2},
     "cudagraph_mode FULL": {"cudagraph_mode": CUDAGraphMode.FULL},
     "cudagraph_mm_encoder": {"cudagraph_mm_encoder": True},
@@ -61,30 +65,20 @@ def test_a_function_is_a_method_where_the_operator_names_it():
         add_method("no_such_module:method")
 
 
-def test_questions_about_a_video_are_chosen_for_side_by_side_and_not_too_many_at_once():
-    def asked(key, video, length, **settings):
-        settings = {"key": key, "hashes": [video], "selection": "qtsplus", **settings}
-        return {"settings": settings, "prompt_ids": range(length)}
-
-    half = TOGETHER // 2
-    items = [asked("a", "2", half), asked("b", "1", 9), asked("c", "2", half), asked("d", "3", 9, reencode=False)]
-    items += [asked("e", "2", 3 * half), asked("f", "1", half - 9), asked("g", "1", 9), asked("h", "1", 9)]
-    together = ["".join(item["settings"]["key"] for item in batch) for batch in batches(items, {"g"})]
-    assert together == ["d", "bfh", "ac", "e", "g"]
+def test_a_video_goes_by_its_mark():
+    marked = {"fps": 2, "mark": "7"}
+    videos = VideoProcessorItems([("frames", marked), ("others", {"fps": 2})])
+    assert marks_of(MultiModalDataItems({"video": videos})) == {"video": ["7", None]}
+    assert marks_of(MultiModalDataItems()) == {}
 
 
-def test_a_video_goes_by_its_mark_and_its_frames_are_not_read():
-    class Stock:
-        def _get_mm_hashes(self, inputs):
-            return inputs.mm_data_items["video"].get_all()
-
-    class Processor(QTSplusMultiModalProcessor, Stock):
-        def __init__(self):
-            pass
-
-    videos = VideoProcessorItems([("frames", {"fps": 2, "mark": "7"}), ("others", {"fps": 2})])
-    inputs = ProcessorInputs([], MultiModalDataItems({"video": videos}))
-    assert Processor()._get_mm_hashes(inputs) == ["7", ("others", {"fps": 2})]
-    frames, about = np.zeros((2, 4, 4, 3), dtype=np.uint8), {"fps": 2.0, "frames_indices": [0, 1]}
-    marks = {mark_of(frames, about), mark_of(frames + 1, about), mark_of(frames, {**about, "fps": 1.0})}
-    assert len({*marks, mark_of(frames.reshape(2, 2, 8, 3), about)}) == 4
+def test_a_mark_tells_what_vllm_is_told_of_a_video():
+    frames = np.zeros((2, 4, 4, 3), dtype=np.uint8)
+    about = {"fps": 2.0, "frames_indices": [0, 1]}
+    marks = {
+        mark_of(frames, about),
+        mark_of(frames + 1, about),
+        mark_of(frames, {**about, "fps": 1.0}),
+        mark_of(frames.reshape(2, 2, 8, 3), about),
+    }
+    assert len(marks) == 4

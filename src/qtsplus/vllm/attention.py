@@ -126,19 +126,16 @@ def read_group(hooks: Any, layers: Any, prompt: CompactPrompt, visual: Tensor, p
     return attentions[0]
 
 
-def problem_with_attention(config: Any, vllm_config: Any) -> str:
-    """Why `lm_attention` would give wrong answers in this engine; empty if it works."""
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        return "tensor_parallel_size above 1, where each process has a part of the heads"
+def check_attention(config: Any, vllm_config: Any) -> None:
+    """Raises `ValueError` if `lm_attention` would give wrong answers in this engine."""
+    problem = ""
+    layers = full_attention_layers(config.text_config)
+    if len(layers) < config.text_config.num_hidden_layers:
+        problem = "a language model with recurrent layers"
     if vllm_config.lora_config is not None:
-        return "LoRA adapters, which would not take part in choosing (merge the adapter into the model)"
-    if len(full_attention_layers(config.text_config)) < config.text_config.num_hidden_layers:
-        return "a language model with recurrent layers"
-    return ""
-
-
-def refuse_attention(problem: str) -> None:
-    """Raises `ValueError` if there is a problem."""
+        problem = "LoRA adapters, which would not take part in choosing (merge the adapter into the model)"
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        problem = "tensor_parallel_size above 1, where each process has a part of the heads"
     if problem:
         raise ValueError(
             f"selection='lm_attention' does not work in vLLM with {problem}. Expected another selection, such as "

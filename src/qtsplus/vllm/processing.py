@@ -29,6 +29,7 @@ _METADATA = set(VideoMetadata.__dataclass_fields__)
 _KNOWN = _METADATA | {"do_sample_frames"}  # the facts about a video that vLLM takes
 BUDGET = ("retention", "max_visual_tokens")
 SETTINGS = BUDGET + ("selection", "reencode")  # in a request's mm_processor_kwargs
+BY_QUESTION = ("qtsplus", "lm_attention")  # methods that compare tokens with the question
 
 
 Fields = dict[str, Any]  # settings of a request, or facts about a video
@@ -81,40 +82,38 @@ class QTSplusMultiModalProcessor:
     In front of a backbone's processor for vLLM, which does its work as if nothing were selected, and never hears of the
     question: so its cache of processed videos serves every question about one.
 
-    `call_engine(method, args)` calls a method of vLLM's workers, where they are connected, and `release(videos)` says
-    that a request about these hashes is over; with both, a video's frames travel to the engine once.
+    Where the workers of vLLM are connected, `call_engine(method, args)` calls a method of theirs, and `release(videos)`
+    says that a request about these hashes is over. Then a video's frames travel to the engine once.
     """
 
     info: Any
     call_engine: Callable[..., Any] | None = None
-    release: Callable[[list[str]], None] | None = None
+    release: Callable[[list[str]], None]
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        add_method(self._defaults.get("selection"))  # which the operator names
+        defaults = self._defaults
+        add_method(defaults.get("selection"))  # which the operator names
+        check_settings(self._settings({}))
         # vLLM's own would leave out of a request what the engine has seen already. An item of ours is new each time.
         self._processed = MultiModalProcessorOnlyCache(self.info.ctx.model_config)
         self._one = Lock()
-        self._turns = [Lock() for _ in range(64)]
+        self._turn = Lock()
 
     @property
     def _defaults(self) -> Mapping:
         return self.info.ctx.model_config.get_multimodal_config().mm_processor_kwargs or {}
 
+    def _settings(self, request: Fields) -> Fields:
+        """The settings of a request, whose method is that of the server or of the model where it states none."""
+        stated = settings_of_request(self._defaults, request)
+        config = self.info.get_hf_config().qtsplus_config
+        return {"selection": config.selection} | stated
+
     def get_dummy_inputs(self, *args, **kwargs):
         """What vLLM measures its memory with has no question."""
         dummy = super().get_dummy_inputs(*args, **kwargs)  # type: ignore[misc]
         return replace(dummy, hf_processor_mm_kwargs={"selection": "all"})
-
-    def _get_mm_hashes(self, inputs):
-        """As vLLM's, but videos with a `mark` go by it, and nobody reads their frames for every question."""
-        videos = inputs.mm_data_items.get("video")
-        if isinstance(videos, VideoProcessorItems):
-            marks = []
-            for video, (_, about) in zip(videos.data, videos.get_all(), strict=True):
-                marks.append(about.get("mark", video))
-            inputs = replace(inputs, mm_data_items=_with_videos(inputs.mm_data_items, marks))
-        return super()._get_mm_hashes(inputs)  # type: ignore[misc]
 
     def _apply_hf_processor_main(self, mm_items, hf_kwargs):
         """As vLLM's, with the seconds of a temporal patch, which it drops for most backbones, and what is `told`."""
@@ -135,16 +134,14 @@ class QTSplusMultiModalProcessor:
     @staticmethod
     def _told(frames, about: Fields, step: int) -> Fields:
         """The facts about a video beside an answer: the frames that are looked at, their times, and their size."""
-        metadata = VideoMetadata(**_only(about, _METADATA))
-        indices = metadata.frames_indices or [0]
         height, width = frames[0].shape[:2]
+        size = {"height": height, "width": width}
+        metadata = VideoMetadata(**size | _only(about, _METADATA))
+        first = metadata.frames_indices[0]
         return {
-            "fps": metadata.fps,
-            "total_num_frames": metadata.total_num_frames,
-            "frames_indices": metadata.frames_indices,
+            "metadata": dict(vars(metadata)),
             "step": step / metadata.sampled_fps,
-            "size": [metadata.height or height, metadata.width or width],
-            "about": about.get("about") or {"start": indices[0] / (metadata.fps or 1)},
+            "about": about.get("about") or {"start": first / metadata.fps},
         }
 
     def _get_mm_fields_config(self, hf_inputs, hf_processor_mm_kwargs):
@@ -159,19 +156,18 @@ class QTSplusMultiModalProcessor:
         unknown = sorted(request.keys() - set(SETTINGS))
         if unknown:  # such as a size that nobody bounds, or a misspelt budget
             raise ValueError(f"mm_processor_kwargs has {', '.join(unknown)}; expected {', '.join(SETTINGS)}.")
-        settings = settings_of_request(self._defaults, request)
         self._check_media(inputs)
         stock = replace(
             inputs,
             hf_processor_mm_kwargs={},
-            mm_uuid_items=None,  # two clients may give the same uuid to different videos
+            mm_uuid_items=marks_of(inputs.mm_data_items),
             cache=inputs.cache and self._processed,
         )
         with self._one:  # while others wait for their budget
             processed = super().apply(stock, timing_ctx)  # type: ignore[misc]
         if not processed["mm_placeholders"].get("video"):
             return processed
-        return self._shorten(processed, settings)
+        return self._shorten(processed, self._settings(request))
 
     def _check_media(self, inputs) -> None:
         """Raises `ValueError` for media that were not given by an address, and for placeholders without media."""
@@ -190,56 +186,46 @@ class QTSplusMultiModalProcessor:
     def _shorten(self, processed, settings: Fields):
         """The processed request with one item for all its videos, of as many placeholders as will be kept."""
         config = self.info.get_hf_config()
-        ids = processed["prompt_token_ids"]
         placeholder = config.video_token_id  # which is slow to ask for once a token
+        ids = processed["prompt_token_ids"]
         items = processed["mm_kwargs"]
-        settings = dict(settings)
-        settings.setdefault("selection", config.qtsplus_config.selection)
+        hashes = processed["mm_hashes"]
         videos = processed["mm_placeholders"]["video"]
         images = processed["mm_placeholders"].get("image", [])
         start = videos[0].offset
         stop = videos[-1].offset + videos[-1].length
-        if any(start < image.offset < stop for image in images):
-            raise ValueError("An image stands between two videos: put images in front of the videos or behind them.")
-        if any(PIXELS not in video for video in items["video"]):
-            raise ValueError("A video came encoded (video_embeds): expected its frames, or a file.")
-
-        check_settings(settings)
-        num_tokens = ids[start:stop].count(placeholder)
         prompt = torch.tensor(ids)
         mask = find_query_mask(prompt[None], None, **question_token_ids(config))[0].bool()
-        fixed = settings["selection"] == "all" or settings.get("retention") is not None
-        release = self.release
-        call = self.call_engine
-        asks_for_budget = call is not None and not fixed
+        check_settings(settings)
+        if any(start < image.offset < stop for image in images):
+            raise ValueError("An image stands between two videos: put images in front of the videos or behind them.")
         if settings["selection"] == "lm_attention" and images:
             raise ValueError(
                 "selection='lm_attention' takes no images in vLLM, whose features are not known when tokens are "
                 "chosen: leave out the images, or take another selection, such as 'qtsplus' or 'diversity'."
             )
-        by_question = settings["selection"] in ("qtsplus", "lm_attention")
-        if (asks_for_budget or by_question) and not mask.any():
+        if settings["selection"] in BY_QUESTION and not mask.any():
             raise ValueError(
                 "The last turn that a user wrote has no text to select by: expected a question beside the video."
             )
-        hashes = processed["mm_hashes"]
-        settings["hashes"] = hashes["video"]
-        stated = json.dumps([hashes, sorted(settings.items())]).encode()
-        key = hashlib.sha256(prompt.numpy().tobytes() + stated).hexdigest()
-        settings["told"] = [of_bytes(video["told"].data) for video in items["video"]]
+
+        stated = json.dumps([ids, hashes, settings], sort_keys=True)
+        key = hashlib.sha256(stated.encode()).hexdigest()
         settings["key"] = key
-        rho = settings.get("retention") or 1.0
-        if call is not None:
-            turn = self._turns[hash(hashes["video"][0]) % len(self._turns)]
-            item = merged_item(items, prompt, mask, settings)
-            most, aimed_at = prepare(call, item, release is not None, turn)
-            if not fixed:
-                settings["max_visual_tokens"] = most
-                rho = aimed_at
-        kept = count_kept(config.qtsplus_config, num_tokens, settings)
+        settings["hashes"] = hashes["video"]
+        settings["told"] = [of_bytes(video["told"].data) for video in items["video"]]
+        item = merged_item(items, prompt, mask)
+        num_tokens = ids[start:stop].count(placeholder)
+        if self.call_engine is None:
+            kept = count_kept(config.qtsplus_config, num_tokens, settings)
+            rho = settings.get("retention") or 1.0
+        else:
+            item["settings"] = element(as_bytes(settings))
+            kept, rho = prepare(self.call_engine, item, self._turn)
+            del item[PIXELS]
+            finalize(item, self.release, hashes["video"]).atexit = False  # lives as long as its request
         between = [token for token in ids[start:stop] if token != placeholder]  # text that is part of the item
         length = kept + len(between)
-
         settings["start"] = start
         settings["stop"] = stop
         settings["length"] = length
@@ -247,10 +233,8 @@ class QTSplusMultiModalProcessor:
         if settings["selection"] != "all":
             settings["retention"] = kept / num_tokens
             settings["max_visual_tokens"] = None
-        item = merged_item(items, prompt, mask, settings)
-        if release is not None:
-            del item[PIXELS]
-            finalize(item, release, settings["hashes"]).atexit = False  # lives as long as its request
+        item["settings"] = element(as_bytes(settings))
+
         placeholders: Fields = {}
         if images:
             placeholders["image"] = _moved(images, stop, length - (stop - start))
@@ -263,11 +247,18 @@ class QTSplusMultiModalProcessor:
         return shortened
 
 
-def _moved(
-    images: list,
-    stop: int,
-    shift: int,
-) -> list:
+def marks_of(mm_items) -> dict[str, list]:
+    """
+    By what vLLM knows the videos of a request: their `mark`, so that nobody reads their frames for every question. What
+    clients call them does not count, since two may give the same uuid to different videos.
+    """
+    videos = mm_items.get("video")
+    if not isinstance(videos, VideoProcessorItems):
+        return {}
+    return {"video": [about.get("mark") for _, about in videos.get_all()]}
+
+
+def _moved(images: list, stop: int, shift: int) -> list:
     """The ranges of images, those behind the videos at their new places."""
     moved = []
     for image in images:
@@ -288,15 +279,10 @@ def _only(values: Mapping, names: set[str]) -> Fields:
     return {name: value for name, value in values.items() if name in names}
 
 
-def merged_item(
-    items,
-    ids: Tensor,
-    mask: Tensor,
-    settings: Fields,
-) -> mm.MultiModalKwargsItem:
+def merged_item(items, ids: Tensor, mask: Tensor) -> mm.MultiModalKwargsItem:
     """
     All videos of a request as one item, with what the engine needs to choose among their tokens: the prompt with every
-    placeholder `[S]`, its question `[S]`, and settings as JSON.
+    placeholder `[S]` and its question `[S]`. Its `settings`, as JSON, are added before it goes to the engine.
     """
     videos = [item.get_data() for item in items["video"]]
     grids = [video["video_grid_thw"] for video in videos]
@@ -312,11 +298,13 @@ def merged_item(
         "image_grids": image_grids,
         "prompt_ids": ids,
         "query_mask": mask,
-        "settings": as_bytes(settings),
     }
-    field = mm.MultiModalBatchedField(keep_on_cpu=True)
-    elements = {name: mm.MultiModalFieldElem(data, field) for name, data in fields.items()}
-    return mm.MultiModalKwargsItem(elements)
+    return mm.MultiModalKwargsItem({name: element(data) for name, data in fields.items()})
+
+
+def element(data) -> mm.MultiModalFieldElem:
+    """A field of an item, which is on the CPU until the model takes it."""
+    return mm.MultiModalFieldElem(data, mm.MultiModalBatchedField(keep_on_cpu=True))
 
 
 def as_bytes(fields) -> Tensor:

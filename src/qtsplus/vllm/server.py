@@ -9,43 +9,43 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from threading import Condition
+from time import monotonic
 from typing import Any, ClassVar
 
 import numpy as np
-from cachetools import LRUCache, TTLCache, cached  # which vLLM needs too
+from cachetools import LRUCache, cached  # which vLLM needs too
 from cachetools.keys import hashkey
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.utils.async_utils import make_async
 
 from ..common.journals import file_state
-from ..common.validation import check_count
 from ..data.media import UNREADABLE
 from ..hub.loading import load_processor
 from ..model.addresses_qtsplus import is_address, is_inline, shown_name
-from ..model.sampling_qtsplus import require_positive
+from ..model.sampling_qtsplus import read_keys
 from ..serve.door import HEALTH, Door, Guard, refuse
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 ASKING = 32  # questions that are made ready at once
 RELEASE_SECONDS = 60
 READ_BYTES = 2 * 2**30  # of main memory, for frames of videos that may be asked about again
-FRESH_SECONDS = 60  # for which a video behind an address is the one that was read
+FRESH_SECONDS = 60  # after which a video behind an address is read again
 HOSTS = "QTSPLUS_HOSTS"  # in the environment: the names that the server answers to
 KEY = "VLLM_API_KEY"  # in the environment: its key
-READING = {"fps": "fps", "num_frames": "max_frames"}  # vLLM's name of a field and ours
+
+Video = tuple[np.ndarray, dict[str, Any]]  # its frames `[T, H, W, 3]`, and what vLLM is told of it
 
 # The hashes of what the engine was asked while a request was answered.
 _ASKED: ContextVar[list[str]] = ContextVar("asked")
 
 
-def read_frames(processor: Any, place: str, name: str, **reading: Any) -> tuple[np.ndarray, dict[str, Any]]:
+def read_frames(processor: Any, place: str, name: str, **reading: Any) -> Video:
     """
     The frames that `qtsplus ask` looks at, `[T, H, W, 3]` in their size for the model, and what vLLM is told of them.
 
@@ -80,29 +80,28 @@ def mark_of(frames: np.ndarray, about: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _mark(processor: Any, place: str, name: str, **reading: Any) -> Any:
-    """A key that differs where a video differs, its name, or how it is read."""
-    if is_inline(place):
-        return hashkey(hashlib.sha256(place.encode()).digest(), **reading)
-    device = os.stat(place).st_dev
-    return hashkey(name, device, *file_state(place).values(), **reading)
+def _state(door: Door, processor: Any, url: str, **reading: Any) -> Any:
+    """A key that differs where a video differs, its name, or how it is read; an address is read again in a minute."""
+    if is_inline(url):
+        digest = hashlib.sha256(url.encode())
+        return hashkey(digest.digest(), **reading)
+    if is_address(url):
+        minute = monotonic() // FRESH_SECONDS
+        return hashkey(url, minute, **reading)
+    with door.place(url) as place:
+        device = os.stat(place).st_dev
+        return hashkey(url, device, *file_state(place).values(), **reading)
 
 
-def _bytes(video: tuple[np.ndarray, dict[str, Any]]) -> int:
-    return video[0].nbytes
+def _size(video: Video) -> int:
+    frames, _ = video
+    return frames.nbytes
 
 
 # Of questions about one video that come together, one reads it and the others wait.
-_read_once = cached(LRUCache(READ_BYTES, _bytes), _mark, condition=Condition())(read_frames)
-
-
-def _address(door: Door, processor: Any, url: str, **reading: Any) -> Any:
-    return hashkey(url, **reading)
-
-
-@cached(TTLCache(READ_BYTES, FRESH_SECONDS, getsizeof=_bytes), _address, condition=Condition())
-def _read_address(door: Door, processor: Any, url: str, **reading: Any) -> tuple[np.ndarray, dict[str, Any]]:
-    """What is behind an address, which is read again when it is asked about after [`FRESH_SECONDS`]."""
+@cached(LRUCache(READ_BYTES, _size), _state, condition=Condition())
+def _read(door: Door, processor: Any, url: str, **reading: Any) -> Video:
+    """The video that a request names."""
     with door.place(url) as place:
         return read_frames(processor, place, shown_name(url), **reading)
 
@@ -126,29 +125,22 @@ class Media(MediaConnector):
     def fetch_video(self, video_url: str, **kwargs: Any) -> Any:
         if video_url[:16].lower() == "data:video/jpeg;":  # frames, as vLLM takes them
             return super().fetch_video(video_url, **kwargs)
-        reading = self._reading()
-        if is_address(video_url):
-            return _read_address(self._door, self.processor, video_url, **reading)
-        with self._door.place(video_url) as place:
-            return _read_once(self.processor, place, shown_name(video_url), **reading)
+        return _read(self._door, self.processor, video_url, **self._reading())
 
     def _reading(self) -> dict[str, Any]:
         """How a request's `media_io_kwargs` have its videos read; `ValueError` for what cannot be."""
         stated = self.media_io_kwargs.get("video") or {}
-        if not isinstance(stated, dict):
-            raise ValueError(f"media_io_kwargs of a video are {stated!r}; expected fps or num_frames by their names.")
-        unknown = sorted(stated.keys() - READING.keys())
+        unknown = sorted(stated.keys() - {"fps", "num_frames"})
         if unknown:
             raise ValueError(f"media_io_kwargs names {', '.join(unknown)} for a video; expected fps or num_frames.")
-        if stated.get("fps") is not None:
-            require_positive("fps", stated["fps"])
-        count = stated.get("num_frames")
-        most = max(self.most_frames, self.processor.video_processor.max_frames)
-        if count is not None:
-            check_count("num_frames", count, "frames")
+        reading = read_keys(stated)
+        if "num_frames" in reading:
+            count = reading.pop("num_frames")
+            most = max(self.most_frames, self.processor.video_processor.max_frames)
             if count > most:
                 raise ValueError(f"num_frames={count}: expected at most {most}, or more at the server's start.")
-        return {READING[name]: value for name, value in stated.items()}
+            reading["max_frames"] = count
+        return reading
 
     async def fetch_video_async(self, video_url: str, **kwargs: Any) -> Any:
         return await asyncio.to_thread(self.fetch_video, video_url, **kwargs)
@@ -194,14 +186,14 @@ class Connection:
                 loop.call_soon_threadsafe(loop.call_later, RELEASE_SECONDS, call, "qtsplus_release", (videos,))
 
         def noting(prompt: Any, *args: Any, **kwargs: Any) -> Any:
-            _ASKED.get([]).append(key_of(prompt))
+            hashes = prompt.get("mm_hashes", {})
+            _ASKED.get([]).extend(hashes.get("video", [""]))
             return generate(prompt, *args, **kwargs)
 
         self.engine = engine
         engine.generate = noting
         processor.call_engine = call_and_wait
-        if engine.vllm_config.parallel_config.data_parallel_size == 1:  # else each engine has features of its own
-            processor.release = release
+        processor.release = release
         # In vLLM's own single thread each request would wait for a step of the engine, one after the other.
         pool = ThreadPoolExecutor(ASKING)
         engine.renderer._process_multimodal_async = make_async(engine.renderer._process_multimodal, executor=pool)
@@ -223,22 +215,20 @@ class Connection:
 
     def _telling(self, asked: list[str], send: Send) -> Send:
         """Sends an answer, or the parts of a stream, with what its choices rest on."""
-        start: Message | None = None
+        start: Message = {}
 
         async def tell(message: Message) -> None:
-            nonlocal start
-            kind = message["type"]
-            if kind == "http.response.start" and "content-length" in Headers(raw=message["headers"]):
-                start = message  # waits for the body, whose length will be another
+            if message["type"] == "http.response.start":
+                start.update(message)  # waits for the body, whose length may be another
                 return
-            if kind == "http.response.body":
-                body = await self._told(message.get("body", b""), asked)
-                message = {**message, "body": body}
-                if start is not None:
-                    MutableHeaders(raw=start["headers"])["content-length"] = str(len(body))
-                    await send(start)
-                    start = None
-            await send(message)
+            body = await self._told(message.get("body", b""), asked)
+            if start:
+                headers = MutableHeaders(raw=start["headers"])
+                if "content-length" in headers:
+                    headers["content-length"] = str(len(body))
+                await send(dict(start))
+                start.clear()
+            await send(dict(message, body=body))
 
         return tell
 
@@ -254,18 +244,9 @@ class Connection:
             return body
         for choice in finished:
             key = asked[min(choice["index"], len(asked) - 1)]  # several choices may answer one question
-            choice["qtsplus"] = await self._basis(key)
+            choice["qtsplus"] = None
+            if key:
+                answers = await self.engine.collective_rpc("qtsplus_basis", args=(key,))
+                choice["qtsplus"] = answers[0]
         told = json.dumps(answer).encode()
         return b"data: " + told + b"\n\n" if is_event else told
-
-    async def _basis(self, key: str) -> dict | None:
-        if not key:
-            return None
-        answers = await self.engine.collective_rpc("qtsplus_basis", args=(key,))
-        return answers[0]
-
-
-def key_of(prompt: Any) -> str:
-    """The hash of the video item of what [`processing.QTSplusMultiModalProcessor`] has made; empty if there is none."""
-    hashes = prompt.get("mm_hashes", {}) if isinstance(prompt, Mapping) else {}
-    return next(iter(hashes.get("video", ())), "")

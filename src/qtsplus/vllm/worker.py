@@ -27,14 +27,14 @@ class Worker:
 
     get_model: Callable[[], Any]
 
-    def qtsplus_prepare(self, item: bytes, hold: bool) -> Budget | str:
+    def qtsplus_prepare(self, item: bytes) -> Budget | str:
         """Calls the model's `prepare` with an item of [`prepare`]. An error is returned: [`REFUSED`] and its text."""
         data: dict = load(item)
         pixels = [data.pop(name) for name in sorted(data) if name.isdigit()]
         if pixels:
             data[PIXELS] = pixels
         try:
-            return self.get_model().prepare(data, hold)
+            return self.get_model().prepare(data)
         except Exception as error:  # the operator's own method may raise anything; the engine must go on
             logger.exception("The tokens of a request could not be chosen.")
             return f"{REFUSED}{type(error).__name__}: {error}"
@@ -48,14 +48,13 @@ class Worker:
         return self.get_model().bases.get(key)
 
 
-def prepare(call_engine: Callable[..., Any], item, hold: bool, turn: Lock) -> Budget:
+def prepare(call_engine: Callable[..., Any], item, turn: Lock) -> Budget:
     """
-    Has the engine choose a request's tokens. Frames are sent only if the engine does not have their features, and only
-    by the question that holds `turn`; other questions wait for it.
+    Has the engine choose a request's tokens and keep the features of its videos. Frames are sent only if the engine
+    does not have their features, and only by the question that holds `turn`; other questions wait for it.
 
     Args:
         item: what [`processing.merged_item`] has made.
-        hold: whether the engine keeps the features until it is told to release them.
     """
     data = item.get_data()
     pixels = data.pop(PIXELS)
@@ -63,23 +62,18 @@ def prepare(call_engine: Callable[..., Any], item, hold: bool, turn: Lock) -> Bu
     without_frames = save(data)
 
     def ask(content: bytes) -> Any:
-        answer = call_engine("qtsplus_prepare", (content, hold))[0]
-        while answer == AGAIN:  # decoding steps of other requests come between
-            answer = call_engine("qtsplus_prepare", (without_frames, hold))[0]
-        if isinstance(answer, str) and answer.startswith(REFUSED):
-            raise ValueError(f"The request's tokens could not be chosen: {answer.removeprefix(REFUSED)}")
-        return answer
+        return call_engine("qtsplus_prepare", (content,))[0]
 
     answer = ask(without_frames)
-    while answer == FRAMES and not turn.acquire(blocking=False):
-        with turn:  # waits while another question sends the frames
-            pass
+    if answer == FRAMES:
+        with turn:
+            answer = ask(without_frames)  # another question may have sent the frames meanwhile
+            if answer == FRAMES:
+                for index, of_video in enumerate(pixels):
+                    data[f"{index:03}"] = of_video.clone()  # `save` refuses the shared memory of a video given twice
+                answer = ask(save(data))
+    while answer == AGAIN:  # decoding steps of other requests come between
         answer = ask(without_frames)
-    if answer != FRAMES:
-        return answer
-    try:
-        for index, of_video in enumerate(pixels):
-            data[f"{index:03}"] = of_video.clone()  # a request may have a video twice, and `save` refuses shared memory
-        return ask(save(data))
-    finally:
-        turn.release()
+    if isinstance(answer, str):
+        raise ValueError(f"The request's tokens could not be chosen: {answer.removeprefix(REFUSED)}")
+    return answer
