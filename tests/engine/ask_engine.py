@@ -15,16 +15,29 @@ class Watch:
     """Counts calls of the tower, and keeps what the selector keeps, and what the answer rests on."""
 
     def __init__(self, model: Any):
-        self.tower_calls, self.kept, self.basis = 0, [], None
+        self.forget()
         model._basis = functools.partial(self._rests, model._basis)
         model.visual.register_forward_hook(self._saw)
         model.qtsplus.register_forward_hook(self._chose)
+
+    def forget(self) -> None:
+        self.tower_calls = 0
+        self.kept: list[int] = []
+        self.basis: Any = None
+
+    def seen(self) -> dict[str, Any]:
+        return {
+            "kept": self.kept,
+            "tower_calls": self.tower_calls,
+            "basis": self.basis,
+        }
 
     def _saw(self, *args: Any) -> None:
         self.tower_calls += 1
 
     def _chose(self, module: Any, args: Any, output: Any) -> None:
-        self.kept = output[1].kept_indices[0].tolist()
+        _, chosen = output
+        self.kept = chosen.kept_indices[0].tolist()
 
     def _rests(self, work: Any, *args: Any) -> Any:
         self.basis = work(*args)
@@ -32,22 +45,45 @@ class Watch:
 
 
 def prompt_of(asked: dict[str, Any]) -> dict[str, Any]:
+    videos = []
+    for count in asked["videos"]:
+        about = described(count)
+        about["do_sample_frames"] = False
+        videos.append((frames_of(count), about))
     data: dict[str, Any] = {}
-    if asked["videos"]:
-        taken = {"do_sample_frames": False}
-        data["video"] = [(frames_of(count), {**described(count), **taken}) for count in asked["videos"]]
+    if videos:
+        data["video"] = videos
     if asked["images"]:
         data["image"] = [picture()] * asked["images"]
-    return {"prompt": asked["prompt"], "multi_modal_data": data, "mm_processor_kwargs": asked["settings"]}
+    return {
+        "prompt": asked["prompt"],
+        "multi_modal_data": data,
+        "mm_processor_kwargs": asked["settings"],
+    }
 
 
-def ask(llm: LLM, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    settings = SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True, logprobs=5)
+def ask(llm: LLM, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    settings = SamplingParams(
+        temperature=0,
+        max_tokens=TOKENS,
+        min_tokens=TOKENS,
+        ignore_eos=True,
+        logprobs=5,
+    )
+    prompts = [prompt_of(asked) for asked in requests]
     answers = []
     for output in llm.generate(prompts, settings, use_tqdm=False):
-        first = {str(token): known.logprob for token, known in output.outputs[0].logprobs[0].items()}
-        tokens, length = list(output.outputs[0].token_ids), len(output.prompt_token_ids)
-        answers.append({"tokens": tokens, "logprobs": first, "length": length})
+        answer = output.outputs[0]
+        logprobs = {}
+        for token, known in answer.logprobs[0].items():
+            logprobs[str(token)] = known.logprob
+        answers.append(
+            {
+                "tokens": list(answer.token_ids),
+                "logprobs": logprobs,
+                "length": len(output.prompt_token_ids),
+            }
+        )
     return answers
 
 
@@ -69,15 +105,16 @@ def main(model: str, folder: Path) -> None:
         processor = llm.llm_engine.renderer.get_mm_processor()
         processor.call_engine = lambda method, args: llm.collective_rpc(method, args=args)
         processor.release = lambda videos: None
-    watch = llm.apply_model(Watch)[0]
+    (watch,) = llm.apply_model(Watch)
     alone = {}
     for name, asked in requests.items():
         llm.llm_engine.reset_encoder_cache()  # or two requests that keep as many tokens would be one
-        watch.tower_calls, watch.kept, watch.basis = 0, [], None
-        (answer,) = ask(llm, [prompt_of(asked)])
-        alone[name] = {**answer, "kept": watch.kept, "tower_calls": watch.tower_calls, "basis": watch.basis}
+        watch.forget()
+        (answer,) = ask(llm, [asked])
+        alone[name] = answer | watch.seen()
     llm.llm_engine.reset_encoder_cache()
-    together = dict(zip(requests, ask(llm, [prompt_of(asked) for asked in requests.values()]), strict=True))
+    answers = ask(llm, list(requests.values()))
+    together = dict(zip(requests, answers, strict=True))
     (folder / "answers.json").write_text(json.dumps({"alone": alone, "together": together}))
 
 

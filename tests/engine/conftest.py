@@ -6,15 +6,24 @@ import pytest
 from engine_runs import POSITIONS, Engine, requests_of, start
 from tiny_backbones import QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_VL
 
+BACKBONES = [
+    QWEN2_5_VL,
+    QWEN2_VL,
+    QWEN3_VL,
+    QWEN3_5,
+]
+
 
 @pytest.fixture(scope="session", params=POSITIONS)
 def positions(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="session", params=(QWEN2_5_VL, QWEN2_VL, QWEN3_VL, QWEN3_5), ids=lambda backbone: backbone.name)
+@pytest.fixture(scope="session", params=BACKBONES, ids=lambda backbone: backbone.name)
 def engine(request, positions, tmp_path_factory) -> Engine:
     """A backbone's answers to all requests, from a process of its own."""
-    folder = tmp_path_factory.mktemp(f"{request.param.name}-{positions}")
-    requests = requests_of(positions, attention=request.param is not QWEN3_5)
-    return start(request.param, positions, requests, folder)
+    backbone = request.param
+    folder = tmp_path_factory.mktemp(f"{backbone.name}-{positions}")
+    attention = backbone is not QWEN3_5
+    requests = requests_of(positions, attention)
+    return start(backbone, positions, requests, folder)

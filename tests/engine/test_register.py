@@ -10,23 +10,29 @@ from qtsplus.vllm import BACKBONES, register  # noqa: E402
 
 
 def test_vllm_finds_the_plugin():
-    plugins = entry_points(group="vllm.general_plugins")
-    assert next(plugin.value for plugin in plugins if plugin.name == "qtsplus") == "qtsplus.vllm:register"
+    places = {}
+    for plugin in entry_points(group="vllm.general_plugins"):
+        places[plugin.name] = plugin.value
+    assert places["qtsplus"] == "qtsplus.vllm:register"
 
 
 @pytest.mark.parametrize("version", [(0, 28, 1), (0, 34, 0), (1, 0, 0)])
 def test_an_unknown_version_is_refused_in_one_line(version, monkeypatch, caplog):
     registered = []
+    name = ".".join(map(str, version))
     monkeypatch.setattr(vllm, "__version_tuple__", version)
-    monkeypatch.setattr(vllm, "__version__", ".".join(map(str, version)))
+    monkeypatch.setattr(vllm, "__version__", name)
     monkeypatch.setattr(vllm.ModelRegistry, "register_model", lambda *names: registered.append(names))
     register()
-    (record,) = (record for record in caplog.records if record.name == "qtsplus.vllm")
-    assert record.getMessage().endswith(f"0.29 to 0.33, and this is {vllm.__version__}: its models are not registered.")
+    records = [record for record in caplog.records if record.name == "qtsplus.vllm"]
+    assert len(records) == 1
+    message = records[0].getMessage()
+    assert message.endswith(f"0.29 to 0.33, and this is {name}: its models are not registered.")
     assert not registered
 
 
 def test_every_backbone_is_registered_as_often_as_vllm_asks():
-    for _ in range(2):
-        register()
-    assert {f"{name}ForConditionalGeneration" for name in BACKBONES} <= set(vllm.ModelRegistry.get_supported_archs())
+    register()
+    register()
+    names = {f"{backbone}ForConditionalGeneration" for backbone in BACKBONES}
+    assert names <= set(vllm.ModelRegistry.get_supported_archs())
