@@ -6,7 +6,6 @@ in memory twice. For the time of a call their attention is replaced by a causal 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,33 +44,38 @@ class Pieces:
 
 def by_heads(states: Tensor, head_size: int) -> Tensor:
     """`[heads, S, head_size]` of `[S, heads * head_size]`."""
-    return states.unflatten(-1, (-1, head_size)).transpose(0, 1)
+    of_tokens = states.unflatten(-1, (-1, head_size))
+    return of_tokens.transpose(0, 1)
 
 
 class _CausalAttention(nn.Module):
     """In place of a layer's attention: over the tokens of this call alone."""
 
-    def __init__(self, attention: Any):
+    def __init__(self, attention):
         super().__init__()
         self.head_size = attention.head_size
         self.scaling = attention.impl.scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-        query, key, value = (by_heads(states, self.head_size)[None] for states in (query, key, value))
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs) -> Tensor:
         attended = nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scaling, enable_gqa=True
+            by_heads(query, self.head_size),
+            by_heads(key, self.head_size),
+            by_heads(value, self.head_size),
+            is_causal=True,
+            scale=self.scaling,
+            enable_gqa=True,
         )
-        return attended[0].transpose(0, 1).flatten(1)
+        return attended.transpose(0, 1).flatten(1)
 
 
 class _ReadAttention(_CausalAttention):
     """In place of the attention that is read: hands out queries and keys, `[heads, S, head_size]`."""
 
-    def __init__(self, attention: Any, read: Callable[[Tensor, Tensor, float], None]):
+    def __init__(self, attention, read: Callable):
         super().__init__(attention)
         self.read = read
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs) -> Tensor:
         queries = by_heads(query, self.head_size)
         keys = by_heads(key, self.head_size)
         self.read(queries, keys, self.scaling)
@@ -79,7 +83,7 @@ class _ReadAttention(_CausalAttention):
 
 
 @contextmanager
-def _replaced(mixer: Any, attention: nn.Module) -> Iterator[None]:
+def _replaced(mixer, attention: nn.Module) -> Iterator[None]:
     original = mixer._modules["attn"]
     mixer._modules["attn"] = attention
     try:
@@ -88,7 +92,7 @@ def _replaced(mixer: Any, attention: nn.Module) -> Iterator[None]:
         mixer._modules["attn"] = original
 
 
-def read_group(hooks: Any, layers: Any, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
+def read_group(hooks, layers, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
     """
     As the function of the same name in Transformers, for one prompt.
 
@@ -101,36 +105,43 @@ def read_group(hooks: Any, layers: Any, prompt: CompactPrompt, visual: Tensor, p
     attentions: list[GroupAttention] = []
 
     def read(queries: Tensor, keys: Tensor, scaling: float) -> None:
-        attentions.append(look(queries, keys, place, visual, scaling, selector.attention_heads))
+        attention = look(queries, keys, place, visual, scaling, selector.attention_heads)
+        attentions.append(attention)
 
     embeds = hooks.get_input_embeddings()(prompt.input_ids)
     inputs = hooks.language_inputs(embeds, prompt.input_ids, prompt.features)
     hidden = inputs["inputs_embeds"][0].clone()  # vLLM's norms work in place
     residual = None
-    positions = hooks.language_axes(prompt.position_ids)[:, 0].contiguous()
+    all_positions = hooks.language_axes(prompt.position_ids)
+    positions = all_positions[:, 0].contiguous()
     levels = inputs.get("deepstack_visual_embeds", [])
     for number in range(last):
         layer = layers[number]
-        with _replaced(layer.self_attn, _CausalAttention(layer.self_attn.attn)):
+        causal = _CausalAttention(layer.self_attn.attn)
+        with _replaced(layer.self_attn, causal):
             hidden, residual = layer(positions, hidden, residual)
         if number < len(levels):
+            level = levels[number].to(hidden.dtype)
+            is_visual = inputs["visual_pos_masks"][0]
             hidden = hidden.clone()
-            hidden[inputs["visual_pos_masks"][0]] += levels[number].to(hidden.dtype)
+            hidden[is_visual] += level
     layer = layers[last]
     if residual is None:
         normed = layer.input_layernorm(hidden)
     else:
         normed, _ = layer.input_layernorm(hidden, residual)
-    with _replaced(layer.self_attn, _ReadAttention(layer.self_attn.attn, read)):
+    reading = _ReadAttention(layer.self_attn.attn, read)
+    with _replaced(layer.self_attn, reading):
         layer.self_attn(positions, normed)
     return attentions[0]
 
 
-def check_attention(config: Any, vllm_config: Any) -> None:
+def check_attention(config, vllm_config) -> None:
     """Raises `ValueError` if `lm_attention` would give wrong answers in this engine."""
     problem = ""
-    layers = full_attention_layers(config.text_config)
-    if len(layers) < config.text_config.num_hidden_layers:
+    text = config.text_config
+    layers = full_attention_layers(text)
+    if len(layers) < text.num_hidden_layers:
         problem = "a language model with recurrent layers"
     if vllm_config.lora_config is not None:
         problem = "LoRA adapters, which would not take part in choosing (merge the adapter into the model)"

@@ -7,6 +7,7 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -76,19 +77,20 @@ class QTSplusForVLLM:
             self.check_attention()
         add_method(defaults.get("selection"))
         with torch.device("meta"):
-            hooks = backbone_of(self.config.model_type).model.model_class(self.config)
+            backbone = backbone_of(self.config.model_type)
+            hooks = backbone.model.model_class(self.config)
         del hooks.visual, hooks.language_model
         hooks.get_input_embeddings = lambda: self.language_model.model.embed_tokens
         hooks.group_attention = self._group_attention
         self.qtsplus = hooks.qtsplus = hooks.build_selector(self.config)
         object.__setattr__(self, "hooks", hooks.eval())  # no part of the weights
-        gigabytes = float(vllm_config.additional_config.get("qtsplus_cache_gb", CACHE_GB))
+        gigabytes = vllm_config.additional_config.get("qtsplus_cache_gb", CACHE_GB)
         # The features of videos, `[k, token_width]`, by their content and the settings of the processor.
-        self.encoded: LRUCache = LRUCache(gigabytes * 2**30, getsizeof=lambda features: features.nbytes)
+        self.encoded: LRUCache = LRUCache(gigabytes * 2**30, attrgetter("nbytes"))
         # Fields of an `Answer`, by the hash of a video item.
         self.bases: LRUCache = LRUCache(BASES)
         # The `Choice` that was made when the budget was asked, by the same.
-        self.chosen: LRUCache = LRUCache(CHOSEN_BYTES, getsizeof=lambda choice: choice.tokens.nbytes)
+        self.chosen: LRUCache = LRUCache(CHOSEN_BYTES, attrgetter("tokens.nbytes"))
         # Features as in `encoded`, of the videos of requests that wait or run, and how often these have each video.
         self.held: dict[str, Tensor] = {}
         self.holds: Counter[str] = Counter()
@@ -121,19 +123,23 @@ class QTSplusForVLLM:
         layout = with_all_times(layout)
         kept = QTSplusOutput(kept_indices=(choice.kept_indices,))
         nothing = hooks.no_features(layout.mask.device)
-        images = [nothing] * len(layout.grids[IMAGE])
-        prompt = splice(hooks, layout, {IMAGE: images}, [choice.tokens], kept, pad_left=False)
-        start = item["settings"]["start"]
-        part = slice(start, start + item["settings"]["length"])
+        count = len(layout.grids[IMAGE])
+        features = {IMAGE: [nothing] * count}
+        prompt = splice(hooks, layout, features, [choice.tokens], kept, pad_left=False)
+        settings = item["settings"]
+        start = settings["start"]
+        part = slice(start, start + settings["length"])
         ids = prompt.input_ids[0, part]
         rows = hooks.get_input_embeddings()(ids)
         missing = hooks.token_width - rows.shape[-1]
         rows = nn.functional.pad(rows, (0, missing))
-        kept_tokens = prompt.features["video"][0]
-        rows[ids == self.config.video_token_id] = kept_tokens.to(rows.dtype)
+        is_kept = ids == self.config.video_token_id
+        kept_tokens = prompt.features[VIDEO][0]
+        rows[is_kept] = kept_tokens.to(rows.dtype)
         language = hooks.language_axes(prompt.position_ids)
-        positions = language[:, 0, part].T.int().contiguous()
-        return torch.cat([rows, positions.view(rows.dtype)], dim=1)
+        positions = language[:, 0, part].T.int()
+        stored = positions.contiguous().view(rows.dtype)
+        return torch.cat([rows, stored], dim=1)
 
     def _basis(self, item: Item, features: list[Tensor], chosen: QTSplusOutput) -> dict:
         """What an answer rests on: the fields of an `Answer`, whose videos are called by their numbers from 1."""
@@ -154,7 +160,8 @@ class QTSplusForVLLM:
         kept = Kept.of(chosen, 0)
         kept = replace(kept, rho=settings.get("rho", kept.rho))
         merge_size = self.config.vision_config.spatial_merge_size
-        fields = shown_by(videos, kept, merge_size, self.config.qtsplus_config).as_dict()
+        answer = shown_by(videos, kept, merge_size, self.config.qtsplus_config)
+        fields = answer.as_dict()
         for name in ("answer", "video", "timings"):
             del fields[name]
         return fields
@@ -213,7 +220,8 @@ class QTSplusForVLLM:
     def _group_attention(self, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
         """In place of our Transformers model's, for `lm_attention`: in vLLM's own layers."""
         self.check_attention()
-        read_this = partial(read_group, self.hooks, self.language_model.model.layers, prompt, visual, place)
+        layers = self.language_model.model.layers
+        read_this = partial(read_group, self.hooks, layers, prompt, visual, place)
         if self.reading is None:  # by a vLLM that was not started by qtsplus serve
             return read_this()
         return self.reading.next(read_this)
@@ -221,22 +229,24 @@ class QTSplusForVLLM:
     def _choose(self, item: Item) -> tuple[Layout, Choice]:
         """The full prompt of a request, and the choice for it."""
         settings = item["settings"]
+        key = settings["key"]
         layout = self._lay_out(item, self.visual.device)
-        choice = self.chosen.pop(settings["key"], None)
+        choice = self.chosen.pop(key, None)
         if choice is not None:
             return layout, choice
         features = self._encode(item)
+        query_mask = item["query_mask"][None]
         most = settings.get("max_visual_tokens")
         selection = SelectionInputs(
-            query_mask=item["query_mask"][None].to(layout.mask.device),
+            query_mask=query_mask.to(layout.mask.device),
             retention=settings.get("retention"),
             max_visual_tokens=None if most is None else int(most),
             selection=settings["selection"],
             reencode=settings.get("reencode", True),
         )
         selected, qtsplus = choose(self.hooks, layout, {VIDEO: features}, selection)
-        if settings["key"] not in self.bases:
-            self.bases[settings["key"]] = self._basis(item, features, qtsplus)
+        if key not in self.bases:
+            self.bases[key] = self._basis(item, features, qtsplus)
         (kept,) = qtsplus.kept_indices or ()
         return layout, Choice(selected[0], kept)
 
@@ -244,15 +254,16 @@ class QTSplusForVLLM:
         """Per video `[k, token_width]`; the vision tower sees those that are not known."""
         if self.reading is not None:
             return self.reading.features
-        return [self._encode_video(item, index) for index in range(len(item["video_grid_thw"]))]
+        videos = item["settings"]["hashes"]
+        return [self._encode_video(item, index, video) for index, video in enumerate(videos)]
 
-    def _encode_video(self, item: Item, index: int) -> Tensor:
-        video = item["settings"]["hashes"][index]
+    def _encode_video(self, item: Item, index: int, video: str) -> Tensor:
         features = self._known(video)
         if features is None:
             here = slice(index, index + 1)
+            pixels = item[PIXELS][index]
             (embedded,) = super().embed_multimodal(  # type: ignore[misc]
-                pixel_values_videos=item[PIXELS][index].to(self.visual.device),
+                pixel_values_videos=pixels.to(self.visual.device),
                 video_grid_thw=item["video_grid_thw"][here],
                 second_per_grid_ts=item["second_per_grid_ts"][here],
             )
@@ -277,26 +288,33 @@ class QTSplusForVLLM:
 
     def get_mrope_input_positions(self, input_tokens, mm_features) -> tuple[Tensor, int]:
         """`[3, S]` of the shortened prompt, right outside of its video item, and what decoding adds to the count."""
+        count = len(input_tokens)
         if self.config.qtsplus_config.position_ids == "sequential":
-            return torch.arange(len(input_tokens)).expand(3, -1).clone(), 0
+            row = torch.arange(count)
+            return row.expand(3, -1).clone(), 0
         videos = [feature for feature in mm_features if feature.modality == "video"]
         if not videos:
             return super().get_mrope_input_positions(input_tokens, mm_features)  # type: ignore[misc]
-        item = read(videos[0].data.get_data())
+        (video,) = videos
+        item = read(video.data.get_data())
         settings = item["settings"]
-        first = videos[0].mm_position.offset
+        first = video.mm_position.offset
         length = settings["length"]
         full_length = settings["stop"] - settings["start"]  # of the item before it was shortened
-        full = with_all_times(self._lay_out(item)).rows[0].language_positions
-        full = full[:, settings["start"] - first :]  # vLLM may have truncated a prompt
-        full = full[:, : full_length - length + len(input_tokens)]
+        layout = with_all_times(self._lay_out(item))
+        cut = settings["start"] - first  # vLLM may have truncated a prompt
+        full = layout.rows[0].language_positions[:, cut:]
+        full = full[:, : full_length - length + count]
         before = full[:, :first]
         after = full[:, first + full_length :]
-        positions = torch.cat([before, full.new_zeros(3, length), after], dim=1)
+        inside = full.new_zeros(3, length)
+        positions = torch.cat([before, inside, after], dim=1)
         prompt_length = positions.shape[1]
-        behind = int(full[:, -1].max()) + 1 - prompt_length
-        answer = torch.arange(prompt_length, len(input_tokens)) + behind  # of a request that is taken up again
-        return torch.cat([positions, answer.expand(3, -1)], dim=1), behind
+        last = int(full[:, -1].max())
+        behind = last + 1 - prompt_length
+        answer = torch.arange(prompt_length, count) + behind  # of a request that is taken up again
+        answer = answer.expand(3, -1)
+        return torch.cat([positions, answer], dim=1), behind
 
     def embed_input_ids(self, input_ids, multimodal_embeddings=None, **kwargs):
         """As vLLM's; the positions behind the embeddings are kept for [`forward`]."""
@@ -308,11 +326,13 @@ class QTSplusForVLLM:
             positions = []
             for of_item, rows in zip(all_columns.split(lengths), multimodal_embeddings, strict=True):
                 if rows.shape[1] > width:
-                    columns.append(of_item)
                     stored = rows[:, width:].contiguous()
-                    positions.append(stored.view(torch.int32).T)
+                    of_rows = stored.view(torch.int32)
+                    columns.append(of_item)
+                    positions.append(of_rows.T)
             if columns:
-                self.moved = torch.cat(columns), torch.cat(positions, dim=1)
+                moved = torch.cat(positions, dim=1)
+                self.moved = torch.cat(columns), moved
             multimodal_embeddings = [rows[:, :width] for rows in multimodal_embeddings]
         return super().embed_input_ids(input_ids, multimodal_embeddings, **kwargs)  # type: ignore[misc]
 
@@ -320,22 +340,26 @@ class QTSplusForVLLM:
         """As vLLM's, with the positions of what was kept of videos."""
         if self.moved is not None:
             columns, moved = self.moved
-            device = positions.device
+            columns = columns.to(positions.device)
             # In place: graphs that were captured read this very memory.
-            positions[:, columns.to(device)] = moved.to(device, positions.dtype)
+            positions[:, columns] = moved.to(positions)
             self.moved = None
         return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
 
 
 def with_all_times(layout: Layout) -> Layout:
     """The times of all frames stay in the prompts: where vLLM counts, nobody knows which frames keep a token."""
-    rows = [replace(row, separators=row.separators[:, :0]) for row in layout.rows]
+    rows = []
+    for row in layout.rows:
+        none = row.separators[:, :0]
+        rows.append(replace(row, separators=none))
     return replace(layout, rows=rows)
 
 
 def _no_pixels(grids: Tensor) -> Tensor:
     """As many patches as grids `[n, 3]` have, without memory: a layout only counts them."""
-    return torch.empty(int(grids.prod(-1).sum()), device="meta")
+    count = grids.prod(-1).sum()
+    return torch.empty(int(count), device="meta")
 
 
 def check_engine(vllm_config) -> None:

@@ -38,10 +38,11 @@ Fields = dict[str, Any]  # settings of a request, or facts about a video
 def settings_of_request(defaults: Mapping, request: Fields) -> Fields:
     """The [`SETTINGS`] of a request, beside the server's `defaults` where it states none; a budget is one setting."""
     stated = {name: value for name, value in request.items() if value is not None}
-    has_budget = any(name in stated for name in BUDGET) or stated.get("selection") == "all"
+    states_budget = "retention" in stated or "max_visual_tokens" in stated or stated.get("selection") == "all"
     settings = {}
     for name in SETTINGS:
-        if defaults.get(name) is not None and not (has_budget and name in BUDGET):
+        is_replaced = states_budget and name in BUDGET
+        if name in defaults and not is_replaced:
             settings[name] = defaults[name]
     settings.update(stated)
     return settings
@@ -51,30 +52,33 @@ def check_settings(settings: Fields) -> None:
     """Raises `ValueError` for a budget out of range, or a selection that is unknown or not possible here."""
     selection = settings["selection"]
     if not isinstance(selection, str) or selection not in METHODS:
-        raise ValueError(f"selection={selection!r}: expected one of {', '.join(sorted(METHODS))}.")
-    if not isinstance(settings.get("reencode", True), bool):
-        raise ValueError(f"reencode={settings['reencode']!r}: expected true or false.")
-    check_budget(selection, [settings.get("retention")], settings.get("max_visual_tokens"))
+        names = ", ".join(sorted(METHODS))
+        raise ValueError(f"selection={selection!r}: expected one of {names}.")
+    reencode = settings.get("reencode", True)
+    if not isinstance(reencode, bool):
+        raise ValueError(f"reencode={reencode!r}: expected true or false.")
+    retention = settings.get("retention")
+    most = settings.get("max_visual_tokens")
+    check_budget(selection, [retention], most)
 
 
 def count_kept(config, num_tokens: int, settings: Fields) -> int:
     """How many of `num_tokens` visual tokens stay, as the selector says; `ValueError` if there is no budget."""
-    retention = settings.get("retention")
-    most = settings.get("max_visual_tokens")
     if settings["selection"] == "all":
         return num_tokens
+    retention = settings.get("retention")
+    most = settings.get("max_visual_tokens")
     if retention is None and most is None:
         raise ValueError(
             "This vLLM was not started by qtsplus serve, so the model's own budget cannot be asked: give retention or "
             'max_visual_tokens, with the request as mm_processor_kwargs (such as {"retention": 0.1}) or for all '
             "requests as --mm-processor-kwargs at the server's start."
         )
-    if retention is None:
-        retention = 1.0  # a cap alone is the budget
     cap = config.n_max
-    if most:
-        cap = min(cap, most)
-    return kept_count(retention, num_tokens, int(cap))
+    if most is not None:
+        cap = int(min(cap, most))
+    fraction = 1.0 if retention is None else retention  # a cap alone is the budget
+    return kept_count(fraction, num_tokens, cap)
 
 
 class QTSplusMultiModalProcessor:
@@ -120,28 +124,32 @@ class QTSplusMultiModalProcessor:
         items = mm_items.get("video")
         if not isinstance(items, VideoProcessorItems):  # none, or embeddings
             return super()._apply_hf_processor_main(mm_items, hf_kwargs)  # type: ignore[misc]
-        videos = items.get_all()
-        plain = [(frames, _only(about, _KNOWN)) for frames, about in videos]
+        step = self.info.get_hf_config().vision_config.temporal_patch_size
+        plain = []
+        told = []
+        for frames, about in items.get_all():
+            known = _only(about, _KNOWN)
+            plain.append((frames, known))
+            told.append(self._told(frames, about, step))
         processed = super()._apply_hf_processor_main(_with_videos(mm_items, plain), hf_kwargs)  # type: ignore[misc]
-        if videos:
-            step = self.info.get_hf_config().vision_config.temporal_patch_size
-            told = [self._told(frames, dict(about), step) for frames, about in videos]
+        if told:
             processed["told"] = [as_bytes(of_video) for of_video in told]
-            if "second_per_grid_ts" not in processed:
-                processed["second_per_grid_ts"] = torch.tensor([of_video["step"] for of_video in told])
+            seconds = [of_video["step"] for of_video in told]
+            processed.setdefault("second_per_grid_ts", torch.tensor(seconds))
         return processed
 
     @staticmethod
     def _told(frames, about: Fields, step: int) -> Fields:
         """The facts about a video beside an answer: the frames that are looked at, their times, and their size."""
         height, width = frames[0].shape[:2]
-        size = {"height": height, "width": width}
-        metadata = VideoMetadata(**size | _only(about, _METADATA))
-        first = metadata.frames_indices[0]
+        fields = {"height": height, "width": width}
+        fields.update(_only(about, _METADATA))
+        metadata = VideoMetadata(**fields)
+        start = metadata.frames_indices[0] / metadata.fps
         return {
             "metadata": dict(vars(metadata)),
             "step": step / metadata.sampled_fps,
-            "about": about.get("about") or {"start": first / metadata.fps},
+            "about": about.get("about", {"start": start}),
         }
 
     def _get_mm_fields_config(self, hf_inputs, hf_processor_mm_kwargs):
@@ -155,7 +163,8 @@ class QTSplusMultiModalProcessor:
         request = dict(inputs.hf_processor_mm_kwargs)
         unknown = sorted(request.keys() - set(SETTINGS))
         if unknown:  # such as a size that nobody bounds, or a misspelt budget
-            raise ValueError(f"mm_processor_kwargs has {', '.join(unknown)}; expected {', '.join(SETTINGS)}.")
+            names = ", ".join(unknown)
+            raise ValueError(f"mm_processor_kwargs has {names}; expected {', '.join(SETTINGS)}.")
         self._check_media(inputs)
         stock = replace(
             inputs,
@@ -178,9 +187,11 @@ class QTSplusMultiModalProcessor:
                 if item is None or is_no_image:
                     raise ValueError(f"A request's {kind} came as no {kind}_url: expected one.")
         config = self.info.get_hf_config()
+        placeholders = {"image": config.image_token_id, "video": config.video_token_id}
         counts = inputs.mm_data_items.get_all_counts()
-        for kind, placeholder in (("image", config.image_token_id), ("video", config.video_token_id)):
-            if inputs.prompt.count(placeholder) != counts.get(kind, 0):
+        for kind, placeholder in placeholders.items():
+            count = counts.get(kind, 0)
+            if inputs.prompt.count(placeholder) != count:
                 raise ValueError(f"A text holds <|{kind}_pad|>, or the {kind} was truncated: leave it out.")
 
     def _shorten(self, processed, settings: Fields):
@@ -192,13 +203,19 @@ class QTSplusMultiModalProcessor:
         hashes = processed["mm_hashes"]
         videos = processed["mm_placeholders"]["video"]
         images = processed["mm_placeholders"].get("image", [])
+        last = videos[-1]
         start = videos[0].offset
-        stop = videos[-1].offset + videos[-1].length
+        stop = last.offset + last.length
         prompt = torch.tensor(ids)
-        mask = find_query_mask(prompt[None], None, **question_token_ids(config))[0].bool()
+        tokens_of_turns = question_token_ids(config)
+        mask = find_query_mask(prompt[None], None, **tokens_of_turns)
+        mask = mask[0].bool()
         check_settings(settings)
-        if any(start < image.offset < stop for image in images):
-            raise ValueError("An image stands between two videos: put images in front of the videos or behind them.")
+        for image in images:
+            if start < image.offset < stop:
+                raise ValueError(
+                    "An image stands between two videos: put images in front of the videos or behind them."
+                )
         if settings["selection"] == "lm_attention" and images:
             raise ValueError(
                 "selection='lm_attention' takes no images in vLLM, whose features are not known when tokens are "
@@ -215,16 +232,17 @@ class QTSplusMultiModalProcessor:
         settings["hashes"] = hashes["video"]
         settings["told"] = [of_bytes(video["told"].data) for video in items["video"]]
         item = merged_item(items, prompt, mask)
-        num_tokens = ids[start:stop].count(placeholder)
+        replaced = ids[start:stop]
+        num_tokens = replaced.count(placeholder)
         if self.call_engine is None:
             kept = count_kept(config.qtsplus_config, num_tokens, settings)
-            rho = settings.get("retention") or 1.0
+            rho = settings.get("retention", 1.0)
         else:
             item["settings"] = element(as_bytes(settings))
             kept, rho = prepare(self.call_engine, item, self._turn)
             del item[PIXELS]
             finalize(item, self.release, hashes["video"]).atexit = False  # lives as long as its request
-        between = [token for token in ids[start:stop] if token != placeholder]  # text that is part of the item
+        between = [token for token in replaced if token != placeholder]  # text that is part of the item
         length = kept + len(between)
         settings["start"] = start
         settings["stop"] = stop
@@ -237,12 +255,19 @@ class QTSplusMultiModalProcessor:
 
         placeholders: Fields = {}
         if images:
-            placeholders["image"] = _moved(images, stop, length - (stop - start))
+            shift = length - len(replaced)
+            placeholders["image"] = _moved(images, stop, shift)
         placeholders["video"] = [mm.PlaceholderRange(offset=start, length=length)]
+        shortened_ids = ids[:start]
+        shortened_ids += [placeholder] * kept
+        shortened_ids += between
+        shortened_ids += ids[stop:]
+        shortened_items = dict(items)
+        shortened_items["video"] = [item]
         shortened = dict(processed)
-        shortened["prompt_token_ids"] = ids[:start] + [placeholder] * kept + between + ids[stop:]
-        shortened["mm_kwargs"] = mm.MultiModalKwargsItems(dict(items) | {"video": [item]})
-        shortened["mm_hashes"] = dict(hashes) | {"video": [key]}
+        shortened["prompt_token_ids"] = shortened_ids
+        shortened["mm_kwargs"] = mm.MultiModalKwargsItems(shortened_items)
+        shortened["mm_hashes"] = dict(hashes, video=[key])
         shortened["mm_placeholders"] = placeholders
         return shortened
 
@@ -255,7 +280,8 @@ def marks_of(mm_items) -> dict[str, list]:
     videos = mm_items.get("video")
     if not isinstance(videos, VideoProcessorItems):
         return {}
-    return {"video": [about.get("mark") for _, about in videos.get_all()]}
+    marks = [about.get("mark") for _, about in videos.get_all()]
+    return {"video": marks}
 
 
 def _moved(images: list, stop: int, shift: int) -> list:
@@ -288,9 +314,9 @@ def merged_item(items, ids: Tensor, mask: Tensor) -> mm.MultiModalKwargsItem:
     grids = [video["video_grid_thw"] for video in videos]
     seconds = [torch.as_tensor(video["second_per_grid_ts"]) for video in videos]
     image_grids = torch.zeros(0, 3, dtype=torch.long)
-    images = [item["image_grid_thw"].data for item in items.get("image", [])]
-    if images:
-        image_grids = torch.stack(images)
+    if "image" in items:
+        of_images = [image["image_grid_thw"].data for image in items["image"]]
+        image_grids = torch.stack(of_images)
     fields: Fields = {
         PIXELS: [video[PIXELS] for video in videos],  # a list: vLLM does not copy it for a batch
         "video_grid_thw": torch.stack(grids),
@@ -299,7 +325,8 @@ def merged_item(items, ids: Tensor, mask: Tensor) -> mm.MultiModalKwargsItem:
         "prompt_ids": ids,
         "query_mask": mask,
     }
-    return mm.MultiModalKwargsItem({name: element(data) for name, data in fields.items()})
+    elements = {name: element(data) for name, data in fields.items()}
+    return mm.MultiModalKwargsItem(elements)
 
 
 def element(data) -> mm.MultiModalFieldElem:
@@ -309,11 +336,14 @@ def element(data) -> mm.MultiModalFieldElem:
 
 def as_bytes(fields) -> Tensor:
     """JSON as a tensor, which is all that an item may hold."""
-    return torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+    text = json.dumps(fields)
+    content = bytearray(text.encode())
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def of_bytes(content: Tensor):
-    return json.loads(content.numpy().tobytes())
+    text = content.numpy().tobytes()
+    return json.loads(text)
 
 
 def read(item: Fields) -> Fields:

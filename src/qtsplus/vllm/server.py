@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from threading import Condition
 from time import monotonic
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from cachetools import LRUCache, cached  # which vLLM needs too
@@ -39,13 +39,13 @@ FRESH_SECONDS = 60  # after which a video behind an address is read again
 HOSTS = "QTSPLUS_HOSTS"  # in the environment: the names that the server answers to
 KEY = "VLLM_API_KEY"  # in the environment: its key
 
-Video = tuple[np.ndarray, dict[str, Any]]  # its frames `[T, H, W, 3]`, and what vLLM is told of it
+Video = tuple[np.ndarray, dict]  # its frames `[T, H, W, 3]`, and what vLLM is told of it
 
 # The hashes of what the engine was asked while a request was answered.
 _ASKED: ContextVar[list[str]] = ContextVar("asked")
 
 
-def read_frames(processor: Any, place: str, name: str, **reading: Any) -> Video:
+def read_frames(processor, place: str, name: str, **reading) -> Video:
     """
     The frames that `qtsplus ask` looks at, `[T, H, W, 3]` in their size for the model, and what vLLM is told of them.
 
@@ -56,14 +56,16 @@ def read_frames(processor: Any, place: str, name: str, **reading: Any) -> Video:
     """
     try:
         chunks = processor.video_chunks(place, **reading)
-        frames = np.stack([chunks.resize(frame) for frame in chunks.decode()])
+        resized = [chunks.resize(frame) for frame in chunks.decode()]
+        frames = np.stack(resized)
     except UNREADABLE as error:
         raise ValueError(str(error).replace(place, name)) from error
     if len(frames) == 1:  # as Transformers shows one to the vision tower
         frames = np.repeat(frames, 2, 0)
     known = dict(vars(chunks.about))
     metadata = known.pop("metadata")
-    known["warnings"] = [warning.replace(place, name) for warning in chunks.about.warnings]
+    warnings = known["warnings"]
+    known["warnings"] = [warning.replace(place, name) for warning in warnings]
     about = dict(vars(metadata))
     about["video_backend"] = "opencv"
     about["do_sample_frames"] = False
@@ -72,7 +74,7 @@ def read_frames(processor: Any, place: str, name: str, **reading: Any) -> Video:
     return frames, about
 
 
-def mark_of(frames: np.ndarray, about: dict[str, Any]) -> str:
+def mark_of(frames: np.ndarray, about: dict) -> str:
     """A hash of all that vLLM is told of a video."""
     description = repr((frames.shape, about))
     digest = hashlib.sha256(frames.tobytes())
@@ -80,7 +82,7 @@ def mark_of(frames: np.ndarray, about: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _state(door: Door, processor: Any, url: str, **reading: Any) -> Any:
+def _state(door: Door, processor, url: str, **reading):
     """A key that differs where a video differs, its name, or how it is read; an address is read again in a minute."""
     if is_inline(url):
         digest = hashlib.sha256(url.encode())
@@ -90,7 +92,8 @@ def _state(door: Door, processor: Any, url: str, **reading: Any) -> Any:
         return hashkey(url, minute, **reading)
     with door.place(url) as place:
         device = os.stat(place).st_dev
-        return hashkey(url, device, *file_state(place).values(), **reading)
+        state = file_state(place)
+        return hashkey(url, device, *state.values(), **reading)
 
 
 def _size(video: Video) -> int:
@@ -100,7 +103,7 @@ def _size(video: Video) -> int:
 
 # Of questions about one video that come together, one reads it and the others wait.
 @cached(LRUCache(READ_BYTES, _size), _state, condition=Condition())
-def _read(door: Door, processor: Any, url: str, **reading: Any) -> Video:
+def _read(door: Door, processor, url: str, **reading) -> Video:
     """The video that a request names."""
     with door.place(url) as place:
         return read_frames(processor, place, shown_name(url), **reading)
@@ -110,24 +113,25 @@ def _read(door: Door, processor: Any, url: str, **reading: Any) -> Video:
 class Media(MediaConnector):
     """What requests name: fetched through a [`Door`], and videos read as Transformers reads them."""
 
-    processor: ClassVar[Any] = None  # of the model that is served
-    most_frames: ClassVar[int] = 0  # of a video, where the server is started with more than the processor takes
+    processor: Any = None  # of the model that is served
+    most_frames = 0  # of a video, where the server is started with more than the processor takes
 
-    def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+    def load_from_url(self, url, media_io, *, fetch_timeout=None):
         if is_inline(url):
             return super().load_from_url(url, media_io)
         with self._door.place(url) as place:
             return media_io.load_file(Path(place))
 
-    async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+    async def load_from_url_async(self, url, media_io, *, fetch_timeout=None):
         return await asyncio.to_thread(self.load_from_url, url, media_io)
 
-    def fetch_video(self, video_url: str, **kwargs: Any) -> Any:
+    def fetch_video(self, video_url, **kwargs):
         if video_url[:16].lower() == "data:video/jpeg;":  # frames, as vLLM takes them
             return super().fetch_video(video_url, **kwargs)
-        return _read(self._door, self.processor, video_url, **self._reading())
+        reading = self._reading()
+        return _read(self._door, self.processor, video_url, **reading)
 
-    def _reading(self) -> dict[str, Any]:
+    def _reading(self) -> dict:
         """How a request's `media_io_kwargs` have its videos read; `ValueError` for what cannot be."""
         stated = self.media_io_kwargs.get("video") or {}
         unknown = sorted(stated.keys() - {"fps", "num_frames"})
@@ -136,13 +140,14 @@ class Media(MediaConnector):
         reading = read_keys(stated)
         if "num_frames" in reading:
             count = reading.pop("num_frames")
-            most = max(self.most_frames, self.processor.video_processor.max_frames)
+            usual = self.processor.video_processor.max_frames
+            most = max(self.most_frames, usual)
             if count > most:
                 raise ValueError(f"num_frames={count}: expected at most {most}, or more at the server's start.")
             reading["max_frames"] = count
         return reading
 
-    async def fetch_video_async(self, video_url: str, **kwargs: Any) -> Any:
+    async def fetch_video_async(self, video_url, **kwargs):
         return await asyncio.to_thread(self.fetch_video, video_url, **kwargs)
 
     @property
@@ -169,25 +174,28 @@ class Connection:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.guard(scope, receive, send)
 
-    def _connect(self, engine: Any) -> None:
+    def _connect(self, engine) -> None:
         """Connects the processor to the engine, when the first request comes."""
         loop = asyncio.get_running_loop()
-        processor = engine.renderer.get_mm_processor()
+        renderer = engine.renderer
+        processor = renderer.get_mm_processor()
         generate = engine.generate
 
-        def call(method: str, args: tuple[Any, ...]) -> Any:
-            return asyncio.run_coroutine_threadsafe(engine.collective_rpc(method, args=args), loop)
+        def call(method, args):
+            work = engine.collective_rpc(method, args=args)
+            return asyncio.run_coroutine_threadsafe(work, loop)
 
-        def call_and_wait(method: str, args: tuple[Any, ...]) -> Any:
+        def call_and_wait(method, args):
             return call(method, args).result()  # in the thread where requests are prepared
 
-        def release(videos: list[str]) -> None:
+        def release(videos):
             if not loop.is_closed():  # later, since vLLM runs what is cancelled on its way to the engine
                 loop.call_soon_threadsafe(loop.call_later, RELEASE_SECONDS, call, "qtsplus_release", (videos,))
 
-        def noting(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        def noting(prompt, *args, **kwargs):
             hashes = prompt.get("mm_hashes", {})
-            _ASKED.get([]).extend(hashes.get("video", [""]))
+            videos = hashes.get("video", [""])
+            _ASKED.get([]).extend(videos)
             return generate(prompt, *args, **kwargs)
 
         self.engine = engine
@@ -196,11 +204,12 @@ class Connection:
         processor.release = release
         # In vLLM's own single thread each request would wait for a step of the engine, one after the other.
         pool = ThreadPoolExecutor(ASKING)
-        engine.renderer._process_multimodal_async = make_async(engine.renderer._process_multimodal, executor=pool)
+        renderer._process_multimodal_async = make_async(renderer._process_multimodal, executor=pool)
         config = engine.vllm_config.model_config
-        video_options = (config.multimodal_config.media_io_kwargs or {}).get("video", {})
+        options = config.multimodal_config.media_io_kwargs or {}
+        of_videos = options.get("video", {})
         Media.processor = load_processor(config.model, config.revision)
-        Media.most_frames = video_options.get("num_frames", 0)
+        Media.most_frames = of_videos.get("num_frames", 0)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == HEALTH:
@@ -211,7 +220,8 @@ class Connection:
             self._connect(scope["app"].state.engine_client)
         asked: list[str] = []
         _ASKED.set(asked)
-        await self.app(scope, receive, self._telling(asked, send))
+        telling = self._telling(asked, send)
+        await self.app(scope, receive, telling)
 
     def _telling(self, asked: list[str], send: Send) -> Send:
         """Sends an answer, or the parts of a stream, with what its choices rest on."""
@@ -221,7 +231,8 @@ class Connection:
             if message["type"] == "http.response.start":
                 start.update(message)  # waits for the body, whose length may be another
                 return
-            body = await self._told(message.get("body", b""), asked)
+            body = message.get("body", b"")
+            body = await self._told(body, asked)
             if start:
                 headers = MutableHeaders(raw=start["headers"])
                 if "content-length" in headers:
@@ -239,14 +250,18 @@ class Connection:
         if not any(asked) or not content.startswith(b"{"):
             return body
         answer = json.loads(content)
-        finished = [choice for choice in answer.get("choices", ()) if choice.get("finish_reason") is not None]
-        if not finished:
-            return body
-        for choice in finished:
-            key = asked[min(choice["index"], len(asked) - 1)]  # several choices may answer one question
+        finished = 0
+        for choice in answer.get("choices", ()):
+            if choice.get("finish_reason") is None:
+                continue
+            finished += 1
+            number = min(choice["index"], len(asked) - 1)  # several choices may answer one question
+            key = asked[number]
             choice["qtsplus"] = None
             if key:
                 answers = await self.engine.collective_rpc("qtsplus_basis", args=(key,))
                 choice["qtsplus"] = answers[0]
+        if finished == 0:
+            return body
         told = json.dumps(answer).encode()
         return b"data: " + told + b"\n\n" if is_event else told
