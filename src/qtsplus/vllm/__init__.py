@@ -23,9 +23,16 @@ def register() -> None:
     """
     import vllm
 
-    if not OLDEST <= tuple(vllm.__version_tuple__[:2]) <= NEWEST:
-        known = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
-        logger.error("qtsplus takes vLLM %s, and this is %s: its models are not registered.", known, vllm.__version__)
+    version = tuple(vllm.__version_tuple__[:2])
+    if not OLDEST <= version <= NEWEST:
+        oldest = ".".join(map(str, OLDEST))
+        newest = ".".join(map(str, NEWEST))
+        logger.error(
+            "qtsplus takes vLLM %s to %s, and this is %s: its models are not registered.",
+            oldest,
+            newest,
+            vllm.__version__,
+        )
         return
     backbones.register_backbones()
     for name in BACKBONES:

@@ -134,7 +134,7 @@ class QTSplusForVLLM:
         missing = hooks.token_width - rows.shape[-1]
         rows = nn.functional.pad(rows, (0, missing))
         is_kept = ids == self.config.video_token_id
-        kept_tokens = prompt.features[VIDEO][0]
+        kept_tokens = prompt.features["video"][0]
         rows[is_kept] = kept_tokens.to(rows.dtype)
         language = hooks.language_axes(prompt.position_ids)
         positions = language[:, 0, part].T.int()

@@ -25,8 +25,6 @@ from ..model.question_qtsplus import find_query_mask, question_token_ids
 from ..model.selector_qtsplus import kept_count
 from .worker import PIXELS, prepare
 
-_METADATA = set(VideoMetadata.__dataclass_fields__)
-_KNOWN = _METADATA | {"do_sample_frames"}  # the facts about a video that vLLM takes
 BUDGET = ("retention", "max_visual_tokens")
 SETTINGS = BUDGET + ("selection", "reencode")  # in a request's mm_processor_kwargs
 BY_QUESTION = ("qtsplus", "lm_attention")  # methods that compare tokens with the question
@@ -98,7 +96,7 @@ class QTSplusMultiModalProcessor:
         super().__init__(*args, **kwargs)
         defaults = self._defaults
         add_method(defaults.get("selection"))  # which the operator names
-        check_settings(self._settings({}))
+        self._settings({})  # or every request would be refused
         # vLLM's own would leave out of a request what the engine has seen already. An item of ours is new each time.
         self._processed = MultiModalProcessorOnlyCache(self.info.ctx.model_config)
         self._one = Lock()
@@ -109,10 +107,12 @@ class QTSplusMultiModalProcessor:
         return self.info.ctx.model_config.get_multimodal_config().mm_processor_kwargs or {}
 
     def _settings(self, request: Fields) -> Fields:
-        """The settings of a request, whose method is that of the server or of the model where it states none."""
-        stated = settings_of_request(self._defaults, request)
+        """The settings of a request, or of the server or the model where it states none; [`check_settings`] raises."""
         config = self.info.get_hf_config().qtsplus_config
-        return {"selection": config.selection} | stated
+        settings = {"selection": config.selection}
+        settings.update(settings_of_request(self._defaults, request))
+        check_settings(settings)
+        return settings
 
     def get_dummy_inputs(self, *args, **kwargs):
         """What vLLM measures its memory with has no question."""
@@ -128,29 +128,17 @@ class QTSplusMultiModalProcessor:
         plain = []
         told = []
         for frames, about in items.get_all():
-            known = _only(about, _KNOWN)
+            known = dict(about)
+            known.pop("mark", None)
+            beside = known.pop("about", {})
             plain.append((frames, known))
-            told.append(self._told(frames, about, step))
+            told.append(_told(frames, known, beside, step))
         processed = super()._apply_hf_processor_main(_with_videos(mm_items, plain), hf_kwargs)  # type: ignore[misc]
         if told:
             processed["told"] = [as_bytes(of_video) for of_video in told]
             seconds = [of_video["step"] for of_video in told]
             processed.setdefault("second_per_grid_ts", torch.tensor(seconds))
         return processed
-
-    @staticmethod
-    def _told(frames, about: Fields, step: int) -> Fields:
-        """The facts about a video beside an answer: the frames that are looked at, their times, and their size."""
-        height, width = frames[0].shape[:2]
-        fields = {"height": height, "width": width}
-        fields.update(_only(about, _METADATA))
-        metadata = VideoMetadata(**fields)
-        start = metadata.frames_indices[0] / metadata.fps
-        return {
-            "metadata": dict(vars(metadata)),
-            "step": step / metadata.sampled_fps,
-            "about": about.get("about", {"start": start}),
-        }
 
     def _get_mm_fields_config(self, hf_inputs, hf_processor_mm_kwargs):
         fields = dict(super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs))  # type: ignore[misc]
@@ -165,6 +153,7 @@ class QTSplusMultiModalProcessor:
         if unknown:  # such as a size that nobody bounds, or a misspelt budget
             names = ", ".join(unknown)
             raise ValueError(f"mm_processor_kwargs has {names}; expected {', '.join(SETTINGS)}.")
+        settings = self._settings(request)
         self._check_media(inputs)
         stock = replace(
             inputs,
@@ -176,7 +165,7 @@ class QTSplusMultiModalProcessor:
             processed = super().apply(stock, timing_ctx)  # type: ignore[misc]
         if not processed["mm_placeholders"].get("video"):
             return processed
-        return self._shorten(processed, self._settings(request))
+        return self._shorten(processed, settings)
 
     def _check_media(self, inputs) -> None:
         """Raises `ValueError` for media that were not given by an address, and for placeholders without media."""
@@ -210,12 +199,8 @@ class QTSplusMultiModalProcessor:
         tokens_of_turns = question_token_ids(config)
         mask = find_query_mask(prompt[None], None, **tokens_of_turns)
         mask = mask[0].bool()
-        check_settings(settings)
-        for image in images:
-            if start < image.offset < stop:
-                raise ValueError(
-                    "An image stands between two videos: put images in front of the videos or behind them."
-                )
+        if any(start < image.offset < stop for image in images):
+            raise ValueError("An image stands between two videos: put images in front of the videos or behind them.")
         if settings["selection"] == "lm_attention" and images:
             raise ValueError(
                 "selection='lm_attention' takes no images in vLLM, whose features are not known when tokens are "
@@ -236,7 +221,7 @@ class QTSplusMultiModalProcessor:
         num_tokens = replaced.count(placeholder)
         if self.call_engine is None:
             kept = count_kept(config.qtsplus_config, num_tokens, settings)
-            rho = settings.get("retention", 1.0)
+            rho = settings.get("retention") or 1.0
         else:
             item["settings"] = element(as_bytes(settings))
             kept, rho = prepare(self.call_engine, item, self._turn)
@@ -301,8 +286,17 @@ def _with_videos(mm_items, videos: list):
     return type(mm_items)(items)
 
 
-def _only(values: Mapping, names: set[str]) -> Fields:
-    return {name: value for name, value in values.items() if name in names}
+def _told(frames, known: Fields, beside: Fields, step: int) -> Fields:
+    """The facts about a video for its answers: `metadata`, the seconds of a `step`, and `beside`, an `AboutVideo`'s."""
+    height, width = frames[0].shape[:2]
+    fields = {"height": height, "width": width, **known}
+    fields.pop("do_sample_frames", None)
+    metadata = VideoMetadata(**fields)
+    return {
+        "metadata": dict(vars(metadata)),
+        "step": step / metadata.sampled_fps,
+        "about": beside,
+    }
 
 
 def merged_item(items, ids: Tensor, mask: Tensor) -> mm.MultiModalKwargsItem:
@@ -314,9 +308,9 @@ def merged_item(items, ids: Tensor, mask: Tensor) -> mm.MultiModalKwargsItem:
     grids = [video["video_grid_thw"] for video in videos]
     seconds = [torch.as_tensor(video["second_per_grid_ts"]) for video in videos]
     image_grids = torch.zeros(0, 3, dtype=torch.long)
-    if "image" in items:
-        of_images = [image["image_grid_thw"].data for image in items["image"]]
-        image_grids = torch.stack(of_images)
+    images = [image["image_grid_thw"].data for image in items.get("image", [])]
+    if images:
+        image_grids = torch.stack(images)
     fields: Fields = {
         PIXELS: [video[PIXELS] for video in videos],  # a list: vLLM does not copy it for a batch
         "video_grid_thw": torch.stack(grids),
