@@ -1,6 +1,7 @@
 """A folder from a stranger that holds what no model can be: one line says so, in every command that loads it."""
 
 import json
+import os
 import shutil
 from importlib import import_module
 
@@ -95,6 +96,11 @@ def test_many_large_weights_of_few_bits_are_finite():
         ("config.json", [], "model_type", ["qwen2_5_vl"]),
         ("tokenizer.json", ["model"], "merges", [["zzzz", "qqqq"]]),
         ("tokenizer.json", ["model"], "vocab", {"a": -1}),
+        ("processor_config.json", ["video_processor"], "patch_size", 0),
+        ("processor_config.json", ["video_processor"], "patch_size", 1),
+        ("processor_config.json", ["video_processor"], "max_frames", 0),
+        ("processor_config.json", ["video_processor"], "rescale_factor", "x"),
+        ("processor_config.json", ["video_processor", "size"], "shortest_edge", 10**12),
     ],
 )
 def test_values_that_no_model_has_end_each_command_in_one_line(file, section, name, value, folder, tiny_mp4, tmp_path):
@@ -104,6 +110,14 @@ def test_values_that_no_model_has_end_each_command_in_one_line(file, section, na
     assert "\n" not in str(refused.value)
     result = CliRunner().invoke(app, ["ask", str(tiny_mp4), "What?", "--model", str(folder)])
     assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "processor_config.json"])
+def test_a_named_pipe_in_a_folder_is_not_waited_for(name, folder):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=f"expected .*{name}|There is no {name}"):
+        load(folder, "cpu")
 
 
 def test_a_negative_epsilon_is_refused():

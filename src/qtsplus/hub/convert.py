@@ -127,7 +127,7 @@ def convert(
 
     with whole_folder(out) as staging:
         loaded = None
-        if processor is not None or (folder / "tokenizer_config.json").exists():
+        if processor is not None or (folder / "tokenizer_config.json").is_file():
             loaded = processor_of(processor or folder, made.config)
         else:
             say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
@@ -276,7 +276,7 @@ def find_vision_config(folder: Path, config: Mapping) -> dict:
     `ValueError` for an unknown width. Whether it fits its weights is checked with them.
     """
     path = folder / "vision_config.json"
-    if not path.exists():
+    if not path.is_file():
         variant = _KNOWN_VISION.get(config.get("hidden_size", 0))
         if variant is None:
             raise ValueError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2.nodes import Pow
 from transformers import GenerationConfig, PreTrainedConfig
@@ -21,6 +22,7 @@ from ..common.files import first_line
 from ..common.folders import read_json, reading, within_memory
 from ..common.validation import check_path, show
 from ..model.question_qtsplus import find_query_mask, question_token_ids
+from ..model.sampling_qtsplus import DEFAULT_FPS, VideoRequest, frame_choice
 from .backbones import backbone_of, register_backbones
 from .checkpoint import INDEX, weight_map
 
@@ -34,6 +36,8 @@ _WHO = {"type": "text", "text": "Who?"}
 _A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, _WHO]}]
 _A_QUESTION_ALONE: list[dict[str, Any]] = [{"role": "user", "content": [_WHO]}]
 LONGEST_PROMPT = 10**6  # the most characters that a chat template may make of one question, and the most steps
+_SIDE = 56  # pixels of a frame
+_VIDEO_BYTES = 2**30  # that two such frames may take while they are prepared
 TEMPLATE_SECONDS = 5.0
 TEMPLATE_BYTES = 2**29
 _TOO_MUCH = "it makes more than a prompt of one question"
@@ -69,10 +73,11 @@ def load(
         loaded = backbone.model.from_pretrained(model, dtype=dtype, revision=revision)
     loaded = loaded.to(device).eval()
     check_values(str(model), loaded.generation_config.to_dict())
-    # Two tokens show whether the configuration's values fit each other, before any video is decoded.
+    # Two tokens and a black video show whether the values fit each other, before any video is decoded.
     tokens = torch.zeros(1, 2, dtype=torch.long, device=loaded.device)
     with reading(f"The model {str(model)!r}"), torch.inference_mode():
         loaded(input_ids=tokens)
+        loaded.encode_videos(*_black_video(processor))
     return loaded, processor
 
 
@@ -106,14 +111,27 @@ def load_processor(model: str | Path, revision: str | None = None):
     """The processor alone, see [`load`]."""
     check_model(model, revision)
     processor = processor_of(model, load_config(model, revision), revision)
+    if processor.tokenizer.pad_token is None:
+        raise ValueError(f"{model} has a tokenizer without a padding token; expected one in tokenizer_config.json.")
     templates = processor.chat_template
     if not isinstance(templates, dict):
         templates = {"default": templates or ""}
     for template in templates.values():
         _check_template(template, f"The folder {str(model)!r}", processor.tokenizer.special_tokens_map)
-    with reading(f"The processor of {str(model)!r}"):
+    with reading(f"The processor of {str(model)!r}"), within_memory(_VIDEO_BYTES):
         processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+        _black_video(processor)
     return processor
+
+
+def _black_video(processor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixel values and grid of two black frames, made as those of a file are."""
+    choose = frame_choice(processor.video_processor, VideoRequest(None))
+    chosen = choose(2, DEFAULT_FPS)
+    height, width = processor.frame_size(len(chosen), _SIDE, _SIDE)
+    grid = processor.grid_of(len(chosen), height, width, do_resize=not processor.native_resolution)
+    frames = np.zeros((2, _SIDE, _SIDE, 3), np.uint8)
+    return processor.preprocess_frames(frames, grid)
 
 
 def _check_template(
@@ -172,7 +190,7 @@ def load_config(model: str | Path, revision: str | None = None):
 def load_generation_config(folder: Path) -> GenerationConfig | None:
     """The generation configuration, where there is one."""
     path = folder / "generation_config.json"
-    if not path.exists():
+    if not path.is_file():
         return None
     with reading(path):
         return GenerationConfig.from_pretrained(folder)
@@ -210,7 +228,7 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict:
         raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
     if folder.is_dir():
         refuse_adapter(model)
-        if not (folder / "config.json").exists():
+        if not (folder / "config.json").is_file():
             raise ValueError(f"There is no config.json in {name!r}; expected the folder of a model.")
         return _checked(read_json(folder / "config.json"), name)
     if not _HUB_ID.fullmatch(name):

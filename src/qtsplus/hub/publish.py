@@ -60,7 +60,7 @@ def assemble_folder(
         validate_repo_id(repository)
     card = None
     about: dict = {}
-    if (source / "README.md").exists():
+    if (source / "README.md").is_file():
         card = (source / "README.md").read_text(encoding="utf-8")
         card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', card)
     elif bundled:
