@@ -80,7 +80,6 @@ EACH: dict[str, list[str]] = {
     "served": ["{stock}", "{video}", "{cut_weights}", "{list_config}"],
     "converted": ["{video}", "{cut_weights}", "{no_weights}", "{list_config}", "{foreign}", "{adapter}", LONG],
     "published": ["{stock}", "{garbage_weights}", "{broken_config}", "{wrong_types}"],
-    "http": ["", "8765", "127.0.0.1:0", "127.0.0.1:70000", "localhost", "::1:80", "a b:80", "http://a.org:80"] + [LONG],
     "repository": ["", "name", "a/b/c", "org/", "org/na me", "org/name.git", "орг/имя", LONG],
     "setting": [
         "",
@@ -169,8 +168,7 @@ app --model={stock}
 app --model {model} [--port|--allow-host]
 app --model {model} extra
 mcp <library>
-mcp {empty_folder} --model {model} --http=<http>
-mcp {empty_folder} --model {model} --http 127.0.0.1:8765 [--allow-host]
+mcp {empty_folder} --model {model} --port 8765 [--port|--allow-host]
 mcp {empty_folder} --model {model} --api-key x
 mcp {empty_folder} --model {model} --allow-host a.org
 mcp {empty_folder} --model {model} extra

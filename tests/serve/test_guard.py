@@ -118,7 +118,7 @@ def test_websockets_are_refused(path):
     ("name", "line"),
     [
         ("QTSPLUS_API_KEY", ["serve", "model"]),
-        ("QTSPLUS_API_KEY", ["mcp", "library", "--http", "127.0.0.1:1"]),
+        ("QTSPLUS_API_KEY", ["mcp", "library", "--port", "1"]),
         ("VLLM_API_KEY", ["serve", "model"]),
     ],
 )
