@@ -143,6 +143,10 @@ set_command() {
     fi
 }
 
+open=()
+for step in "${chosen[@]}"; do [[ -f $(result_of "$step") ]] || open+=("$step"); done
+echo "To run: ${open[*]:-nothing}. At most $seconds s each, $((${#open[@]} * seconds / 60)) minutes together; log: $log"
+
 failed=() unfinished=()
 for step in "${chosen[@]}"; do
     if [[ -f $(result_of "$step") ]]; then

@@ -343,6 +343,15 @@ def test_half_precision(inputs, dtype):
     half.generate(inputs, **GREEDY)
 
 
+@pytest.mark.parametrize("on_host", [["pixel_values_videos"], ["pixel_values_videos", "video_grid_thw"]])
+def test_pixels_and_grids_may_stay_on_the_host(pair, inputs, on_host):
+    call = pretend_device.inputs_to_device(inputs)
+    call |= {name: inputs[name] for name in on_host}
+    written = pair.device.generate(**call, **GREEDY)
+    expected = pair.host.generate(**inputs, **GREEDY)
+    assert torch.equal(written.cpu(), expected)
+
+
 @pytest.mark.parametrize("features_on", ["cpu", pretend_device.NAME])
 def test_features_in_place_of_pixels(pair, inputs, features_on):
     rest = dict(inputs)

@@ -6,7 +6,7 @@ from qtsplus.cli.console import FilledArguments
 
 from .evaluating import analysis, evaluate, report
 from .making import real, train
-from .measuring import efficiency, memory, rehearsal, scaling, speed, training_step, waits
+from .measuring import efficiency, memory, methods, rehearsal, scaling, speed, training_step, waits
 from .sets import make
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ for command in (
     scaling,
     training_step,
     waits,
+    methods,
     efficiency,
     rehearsal,
 ):

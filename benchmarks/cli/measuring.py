@@ -1,4 +1,4 @@
-"""`speed`, `memory`, `scaling`, `training-step`, `waits`, `efficiency`: seconds, bytes and waits."""
+"""`speed`, `memory`, `scaling`, `training-step`, `waits`, `methods`, `efficiency`: seconds, bytes and waits."""
 
 import json
 from pathlib import Path
@@ -119,6 +119,15 @@ def waits(out: Results = RESULTS) -> None:
         from ..speed.waits import run_waits
 
         file = run_waits(out)
+    _print_figures(file)
+
+
+def methods(out: Results = RESULTS) -> None:
+    """Measure what each selection method takes of the prefill that it saves, on a CPU and by the cost model."""
+    with one_line_errors():
+        from ..speed.method_shares import run_methods
+
+        file = run_methods(out)
     _print_figures(file)
 
 

@@ -150,6 +150,15 @@ MODEL_SHAPES = {
     ),
     # The same with every layer of the 3B, so that the selector weighs beside them what it weighs there.
     "deep": Shape("deep", "qtsplus-3b", frames=64, size=(224, 112), text=_EIGHTH_TEXT, vision=_EIGHTH_VISION),
+    # Two layers of the 3B, for times that are scaled to all of them.
+    "layers": Shape(
+        "layers",
+        "qtsplus-3b",
+        frames=8,
+        size=(224, 112),
+        text={"num_hidden_layers": 2, "max_window_layers": 2},
+        vision={"depth": 1, "fullatt_block_indexes": [0]},
+    ),
     "3b": Shape("3b", "qtsplus-3b", frames=600, size=(840, 560), sweep=(8, 64, 200, 400, 600, 900)),
     "internvl2.5-8b": _INTERNVL,
     "llava-video-7b": _LLAVA_VIDEO,

@@ -68,6 +68,9 @@ def test_every_step_once(gpu, tmp_path):
     first, calls = gpu()
     assert first.returncode == 0, first.stdout + first.stderr
     assert len(calls) == len(STEPS)
+    minutes = len(STEPS) * 520 // 60
+    plan = f"To run: {' '.join(STEPS)}. At most 520 s each, {minutes} minutes together"
+    assert plan in first.stdout
     for kind in KINDS:
         shapes = [
             call.split("--shape ")[1]
@@ -83,6 +86,7 @@ def test_every_step_once(gpu, tmp_path):
     } <= {str(path.relative_to(tmp_path)) for path in (tmp_path / "out").rglob("*")}
     again, calls = gpu()
     assert again.returncode == 0 and calls == []
+    assert "To run: nothing." in again.stdout
     listed = gpu("--list")[0].stdout.splitlines()
     assert [line.split(":")[0] for line in listed] == STEPS and all(line.endswith(".json") for line in listed)
 

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
-from tiny import assert_same
+from tiny import assert_same, batch, prompt, stock_twin, tiny_model
 from tiny_backbones import BACKBONES
 
 EACH = [one if one.name == "qwen2_5_vl" else pytest.param(one, marks=pytest.mark.slow) for one in BACKBONES]
@@ -19,13 +19,14 @@ def clean_compiler():
     torch._dynamo.reset()
 
 
-def graphs(model, inputs):
-    """What `generate` returns where decoding is compiled without a break, and into how many graphs."""
+def graphs(model, *prompts):
+    """What `generate` last returns where decoding is compiled without a break, and into how many graphs for all."""
     compiling = CompileConfig(fullgraph=True, backend="eager", mode=None)
     compiling._compile_all_devices = True  # Transformers compiles on a GPU alone
     torch._dynamo.reset()
     counters.clear()
-    output = model.generate(**inputs, **CALL, compile_config=compiling)
+    for inputs in prompts:
+        output = model.generate(**inputs, **CALL, compile_config=compiling)
     assert not counters["graph_break"]
     return output, counters["stats"]["unique_graphs"]
 
@@ -40,3 +41,11 @@ def test_decoding_is_as_many_graphs_as_stocks(backbone, all_tokens, model, stock
     output, own_count = graphs(model, {**inputs, "retention": 0.3})
     assert own_count == count >= 1
     assert_same(output, model.generate(**inputs, **{**CALL, "cache_implementation": None}, retention=0.3))
+
+
+def test_three_prompts_of_different_lengths_are_compiled_no_more_often_than_by_stock():
+    model = tiny_model()
+    prompts = [batch(prompt(videos=[(4, 8, 8)], question=words)) for words in (5, 9, 14)]
+    _, count = graphs(stock_twin(tiny_model(selection="all", reencode_layers=0)), *prompts)
+    _, own_count = graphs(model, *[{**inputs, "retention": 0.3} for inputs in prompts])
+    assert own_count == count < len(prompts)

@@ -75,6 +75,8 @@ def encode_modality(
     if pixels is None or grid_thw is None:
         return []
     home = grid_thw.device
+    if home.type == "cpu" and model.device.type != "meta":  # as where weights wait on disk
+        home = model.device
     grid_thw = grid_thw.cpu()
     rows_of_each = model.pixel_rows(grid_thw)
     pixels_of_each = pixels.split(rows_of_each)

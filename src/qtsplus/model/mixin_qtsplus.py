@@ -200,8 +200,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         check_grids(self, VIDEO, pixel_values_videos, video_grid_thw)
         if pixel_values_videos is None:
             raise ValueError("encode_videos got no videos: pass pixel_values_videos and video_grid_thw.")
-        if self.device.type != "meta":  # as where weights wait on disk; what brings them in brings the pixels too
-            video_grid_thw = video_grid_thw.to(self.device)
         return encode_modality(self, VIDEO, pixel_values_videos, video_grid_thw, frames_per_chunk, device)
 
     def shorten(

@@ -1,0 +1,163 @@
+"""What each method takes of the prefill that it saves, measured and by the cost model: the command `methods`."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qtsplus.model.lm_attention_qtsplus import attention_layer
+from qtsplus.model.methods_qtsplus import KEPT_PER_NEW, LARGEST_POOL, METHODS, POOL, ROUND
+from qtsplus.model.selector_qtsplus import kept_count
+
+from ..files import write_result
+from ..machine import environment
+from ..tables import markdown_table
+from .clock import busy
+from .cost import DATA_SHEETS, Cost, stage_costs
+from .peak import in_own_process
+from .scaling import QUESTION_TOKENS, measure_lm_attention
+from .shapes import build, find_shape, make_config
+
+TOKENS = 20_000
+RETENTION = 0.1
+PAPER_TOKENS = 180_000
+TEXT_TOKENS = 100
+PLACES = 500  # tokens of a frame
+# A GPU multiplies float32 so much slower than bfloat16, without TF32: 67 and 989 TFLOP/s on an H100.
+FLOAT32 = 16
+
+
+def run_methods(out: Path, *, tokens: int = TOKENS, shape_name: str = "layers", whole: str = "3b") -> Path:
+    """
+    Measures each method among `tokens` random visual tokens on the CPU, in the processor's seconds, beside some layers
+    of the language model over them; the prefill and `lm_attention` are scaled from these to all layers. Writes
+    `methods-cpu.json` and `methods-cpu.md`.
+
+    Args:
+        shape_name: of [`MODEL_SHAPES`], with the widths of `whole` and two layers.
+    """
+    measured = in_own_process(measure_methods, tokens=tokens, shape_name=shape_name, whole=whole)
+    costs = method_costs(make_config(find_shape(whole)), PAPER_TOKENS)
+    shares = {}
+    for name, seconds in measured["seconds"].items():
+        shares[name] = {"measured": seconds / measured["saved"]}
+        for device in DATA_SHEETS:
+            saved = device.floor(costs["stock prefill"]) - device.floor(costs["prefill"])
+            shares[name][device.name] = device.floor(costs[name]) / saved
+    document = {
+        "command": "python -m benchmarks methods",
+        "environment": environment("cpu"),
+        "settings": {
+            "shape": shape_name,
+            "tokens": tokens,
+            "retention": RETENTION,
+            "dtype": "bfloat16",
+            "paper_tokens": PAPER_TOKENS,
+        },
+        "figures": {f"share_{name}": share["measured"] for name, share in shares.items()},
+        "measured": measured,
+        "shares": shares,
+    }
+    devices = [device.name for device in DATA_SHEETS]
+    rows = []
+    for name, share in shares.items():
+        cells = [f"{share[device]:.2%}" for device in devices]
+        rows.append([name, f"{measured['seconds'][name]:.2f}", f"{share['measured']:.2%}", *cells])
+    lines = [
+        "# What each method takes of the prefill that it saves",
+        "",
+        f"Measured: {tokens:,} tokens, {RETENTION:.0%} kept, seconds of one core. Stock's prefill of a 3B takes "
+        f"{measured['prefill']:.0f} s, scaled from {measured['layers']} of {measured['layers_of_whole']} layers; "
+        "`lm_attention` is scaled from 1 layer. By the cost model: "
+        f"{PAPER_TOKENS:,} tokens at full speed; float32 counts {FLOAT32} times, as without TF32. "
+        "Made by `python -m benchmarks methods`.",
+        "",
+        *markdown_table(["method", "s", "measured", *devices], rows),
+    ]
+    return write_result(out / "methods-cpu.json", document, "\n".join(lines) + "\n")
+
+
+def measure_methods(tokens: int, shape_name: str, whole: str) -> dict[str, Any]:
+    """The processor's `seconds` of each method and of stock's `prefill`, and what of the prefill is `saved`."""
+    torch.set_num_threads(1)
+    shape = find_shape(shape_name)
+    text = make_config(find_shape(whole)).text_config
+    model = build(shape, "ours", "cpu", torch.bfloat16).model
+    width = text.hidden_size
+    layers = len(model.language_model.layers)
+    kept = kept_count(RETENTION, tokens, model.config.qtsplus_config.n_max)
+    with torch.inference_mode():
+
+        def prefill(length: int) -> float:
+            embeds = torch.randn(1, length + TEXT_TOKENS, width, dtype=torch.bfloat16)
+            began = busy("cpu")
+            model.language_model(inputs_embeds=embeds, use_cache=False)
+            return (busy("cpu") - began) * text.num_hidden_layers / layers
+
+        prefill(100)  # to warm up
+        whole_prefill = prefill(tokens)
+        saved = whole_prefill - prefill(kept)
+
+        visual = torch.randn(tokens, width, dtype=torch.bfloat16)
+        query = torch.randn(QUESTION_TOKENS, width, dtype=torch.bfloat16)
+        positions = torch.zeros(3, tokens, dtype=torch.long)
+        places = math.gcd(tokens, PLACES)
+        grids = [[(tokens // places, 1, places)]]
+        seconds = {}
+        for name in METHODS:
+            if name in ("all", "lm_attention"):
+                continue
+            began = busy("cpu")
+            model.qtsplus([visual], [query], [positions], grids, retention=RETENTION, selection=name, reencode=False)
+            seconds[name] = busy("cpu") - began
+    attention = measure_lm_attention(tokens, shape_name, "bfloat16", "cpu", 1, None)
+    seconds["lm_attention"] = attention["seconds"][0] * attention_layer(text)
+    return {
+        "seconds": seconds,
+        "prefill": whole_prefill,
+        "saved": saved,
+        "kept": kept,
+        "layers": layers,
+        "layers_of_whole": text.num_hidden_layers,
+    }
+
+
+def method_costs(config: Any, tokens: int) -> dict[str, Cost]:
+    """The costs of each method and of the prefill with and without it; of a few passes over numbers, only the bytes."""
+    width = config.text_config.hidden_size
+    grid = (tokens // PLACES, 1, PLACES)
+    kept = kept_count(RETENTION, tokens, config.qtsplus_config.n_max)
+    by_selector = stage_costs(config, grid, TEXT_TOKENS, QUESTION_TOKENS, RETENTION)
+    by_attention = stage_costs(config, grid, TEXT_TOKENS, QUESTION_TOKENS, RETENTION, selection="lm_attention")
+    relevance = by_selector["ours"]["relevance"]
+    gate = by_selector["ours"]["gate"]
+    greedy = _greedy_cost(tokens, kept, width)
+    return {
+        "stock prefill": by_selector["stock"]["prefill"],
+        "prefill": by_selector["ours"]["prefill"],
+        "qtsplus": Cost(relevance.flops + gate.flops, relevance.bytes + gate.bytes),
+        "lm_attention": by_attention["ours"]["relevance"],
+        "uniform": Cost(0.0, 8 * kept),
+        "random": Cost(0.0, 8 * tokens),
+        "temporal_redundancy": Cost(0.0, 2 * 2 * tokens * width),
+        "diversity": greedy,
+        "coverage": greedy,
+    }
+
+
+def _greedy_cost(tokens: int, kept: int, width: int) -> Cost:
+    """Of `add_farthest` on an accelerator, in float32: each round's pool with itself, and its tokens with all."""
+    products = 0
+    rounds = 0
+    done = 0
+    while done < kept:
+        count = min(max(1, done // KEPT_PER_NEW), ROUND, kept - done)
+        pool = min(tokens - done, LARGEST_POOL, POOL + 16 * count)
+        pairs = count * tokens
+        if count > 1:
+            pairs += pool**2
+        products += pairs
+        rounds += 1
+        done += count
+    return Cost(FLOAT32 * 2.0 * products * width, 4.0 * rounds * tokens * width)
