@@ -148,9 +148,9 @@ def test_an_empty_question_is_refused(library, question):
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_numbers_below_one_are_refused(library, count):
-    with pytest.raises(ValueError, match="expected a whole number of"):
+    with pytest.raises(ValueError, match="expected a "):
         library.find(QUESTION, top=count)
-    with pytest.raises(ValueError, match="expected a whole number of"):
+    with pytest.raises(ValueError, match="expected a "):
         library.ask(QUESTION, pieces=count)
 
 

@@ -170,7 +170,7 @@ def test_a_special_token_in_a_subtitle_is_text(loaded, talk):
 
 @pytest.mark.parametrize("count", [0, True])
 def test_a_bad_count_of_tokens_is_refused(loaded, film, count):
-    with pytest.raises(ValueError, match=f"subtitles={count}: expected a whole number of tokens"):
+    with pytest.raises(ValueError, match=f"subtitles={count}; expected a "):
         session.ask(*loaded, str(film), "What?", subtitles=count)
 
 

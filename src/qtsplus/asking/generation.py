@@ -8,8 +8,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from ..common.validation import check_count
 from ..model.prompt_qtsplus import NAMES
+from ..model.sampling_qtsplus import require_count
 
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says
 _PREPARED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "mm_encoder_outputs") + NAMES
@@ -61,7 +61,7 @@ def generation_options(model, options: Mapping[str, Any], max_new_tokens: int | 
     if max_new_tokens is None:
         max_new_tokens = getattr(config, "max_new_tokens", None) or MAX_NEW_TOKENS
     else:
-        check_count("max_new_tokens", max_new_tokens, "tokens")
+        require_count("max_new_tokens", max_new_tokens)
     return dict(
         options,
         max_new_tokens=max_new_tokens,

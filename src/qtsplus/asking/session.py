@@ -8,9 +8,9 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ..common.files import printable
-from ..common.validation import check_count
 from ..hub.loading import load as load
 from ..model.addresses_qtsplus import is_address
+from ..model.sampling_qtsplus import require_count
 from ..video.encoded import FAILURES, EncodedVideo, encode
 from ..video.sampling import Sampling
 from .answers import Answer, answer_questions
@@ -211,7 +211,7 @@ class VideoSession:
         """As [`VideoSession.ask`] for each question, `batch_size` of them in one batch."""
         if isinstance(questions, str) or not isinstance(questions, Iterable):
             raise ValueError(f"Got {questions!r}; expected a list of questions.")
-        check_count("batch_size", batch_size, "questions")
+        require_count("batch_size", batch_size)
         if videos is None:
             videos = self.names
         self._check_names(videos)

@@ -4,7 +4,6 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from numbers import Integral
 from os import PathLike
 from typing import TypeVar
 
@@ -121,13 +120,6 @@ def _name(place: Sequence[int | str], values, is_absent: bool) -> str:
                 continue
         names.append(str(part))
     return ".".join(names)
-
-
-def check_count(name: str, value, what: str) -> None:
-    """A `ValueError` for what is no whole number from 1 to what 32 bits hold."""
-    is_count = isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) < 2**31
-    if not is_count:
-        raise ValueError(f"{name}={value!r}: expected a whole number of {what}, at least 1 and below 2,147,483,648.")
 
 
 def check_path(name: str, value):

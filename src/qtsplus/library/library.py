@@ -20,7 +20,8 @@ from ..asking.ranking import Piece, Scorer, Tokens, keys_fingerprint, scoring_la
 from ..asking.session import Answer, answer_questions
 from ..common.files import clock, counted, printable
 from ..common.journals import STORED, Journal, Line, Schema, State, file_state
-from ..common.validation import check_count, check_path, show
+from ..common.validation import check_path, show
+from ..model.sampling_qtsplus import require_count
 from ..video.encoded import IN_MEMORY, EncodedVideo
 from ..video.sampling import SamplingOptions
 from ..video.storage import Digest, KeyedVideo, Stored, fingerprint, load_keys, load_video
@@ -203,7 +204,7 @@ class Library:
         is the relevance of its best token among all tokens that are searched. Keys in 8 bits say which videos are
         looked at.
         """
-        check_count("top", top, "moments")
+        require_count("top", top)
         scorer, pieces = self.rank(question, names, window)
         moments: list[Interval] = []
         for piece in pieces[:top]:
@@ -228,7 +229,7 @@ class Library:
             names, window: what is searched, as for [`find`].
             options: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
-        check_count("pieces", pieces, "videos or pieces of them")
+        require_count("pieces", pieces)
         _, ranking = self.rank(question, names, window)
         chosen = sorted(ranking[:pieces])  # by their names and times
         parts: dict[str, EncodedVideo] = {}

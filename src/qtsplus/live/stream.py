@@ -18,9 +18,9 @@ from ..asking.answers import Answer, answer_questions
 from ..asking.question import check_name
 from ..asking.ranking import StandingQuestion
 from ..asking.recall import Remembered, rows_of
-from ..common.validation import check_count
 from ..model.frames_qtsplus import stack_frames
 from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, is_number, most_relevant
+from ..model.sampling_qtsplus import require_count
 from ..model.video_qtsplus import AboutVideo, naming, resize_frame
 
 STEPS_AT_A_TIME = 8  # that are encoded together
@@ -100,7 +100,7 @@ class Stream:
         question: str | None = None,
         fps: float = 2.0,
     ):
-        check_count("memory_tokens", memory_tokens, "tokens")
+        require_count("memory_tokens", memory_tokens)
         if not (is_number(fps) and 1e-3 <= fps <= 1e3):
             raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
         self.model = model

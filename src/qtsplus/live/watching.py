@@ -18,7 +18,6 @@ import numpy as np
 
 from ..asking.session import Answer
 from ..common.files import first_line
-from ..common.validation import check_count
 from ..model.addresses_qtsplus import local_path, shown_name
 from ..model.clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
 from ..model.containers_qtsplus import (
@@ -32,7 +31,7 @@ from ..model.containers_qtsplus import (
     read_stated,
 )
 from ..model.decoding_qtsplus import Upright
-from ..model.sampling_qtsplus import require_positive
+from ..model.sampling_qtsplus import require_count, require_positive
 from ..model.video_qtsplus import resize_frame, shrink
 from .stream import Stream
 
@@ -365,7 +364,7 @@ def watch(
     if not 0 < timeout <= 1e6:
         raise ValueError(f"timeout={timeout!r}: expected seconds above 0, at most a million.")
     if max_pixels is not None:
-        check_count("max_pixels", max_pixels, "pixels")
+        require_count("max_pixels", max_pixels)
     stream = Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
     began = time.monotonic()
     opened = {}

@@ -88,18 +88,20 @@ class EncodedVideo:
     @cached_property
     def steps(self) -> list[float]:
         """When each step of the grid begins, and the last one ends, in seconds from the first frame."""
+        count = self.count
         fps = self.about.metadata.fps
-        edges = np.arange(self.count) * self.seconds_per_step
+        edges = np.arange(count) * self.seconds_per_step
         indices = np.array(self.about.metadata.frames_indices or [])
-        if len(indices) >= self.count:
-            frames_per_step = ceil(len(indices) / self.count)
+        if len(indices) >= count:
+            frames_per_step = ceil(len(indices) / count)
             first_frames = indices[::frames_per_step] - indices[0]
             begins = first_frames / fps
             seconds_off = np.abs(begins - edges[: len(begins)])
             if seconds_off.max() * fps > 1:
                 edges = begins
-        regular_end = max(self.count * self.seconds_per_step, edges[-1])
-        return edges.tolist() + [float(min(regular_end, self.length))]
+        regular_end = max(count * self.seconds_per_step, edges[-1])
+        end = float(min(regular_end, self.length))
+        return edges.tolist() + [end]
 
 
 def encode(
@@ -163,14 +165,23 @@ def open_chunks(processor, video: str | Path, sampling: Sampling, frames_per_chu
 def _encode_chunks(model, processor, chunks: VideoChunks, device: str | None, progress: bool) -> Tensor:
     """`[M, d]`, the features of all chunks."""
     # A reading thread has OpenMP threads of its own: on a CPU they cost the encoder more than reading ahead saves.
-    pieces = chunks if model.device.type == "cpu" else read_ahead(chunks)
+    pieces: Iterable = chunks
+    if model.device.type != "cpu":
+        pieces = read_ahead(chunks)
     console = Console(stderr=True)
-    is_shown = progress and console.is_terminal
-    tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
+    pieces = track(
+        pieces,
+        "Encoding the video",
+        len(chunks),
+        console=console,
+        transient=True,
+        disable=not (progress and console.is_terminal),
+    )
+    patches = int(chunks.video_grid_thw.prod())
+    tokens = patches // processor.video_processor.merge_size**2
     features = torch.empty(0)
     end = 0
-    bar = track(pieces, "Encoding the video", len(chunks), console=console, transient=True, disable=not is_shown)
-    for pixels, grid in bar:
+    for pixels, grid in pieces:
         (encoded,) = model.encode_videos(pixels, grid, device=device)
         if end == 0:
             features = encoded.new_empty(tokens, encoded.shape[-1])

@@ -31,18 +31,20 @@ class Forecast:
     weights: int  # bytes
 
     def __str__(self) -> str:
-        tokens = f"{self.visual_tokens:,} visual tokens, of which at most {self.kept_tokens:,} are kept"
-        memory = f"about {size(self.memory)} of memory beside {size(self.weights)} of weights"
-        frames = f"{counted(self.frames, 'frame')} of {self.seconds_of_video:,.1f} s"
-        apart = f"at most {round(self.largest_gap, 2):,g} s apart"
-        return f"{frames}, {apart}{say_exceeded(self.trained_seconds)}; {tokens}; {memory}"
+        frames = counted(self.frames, "frame")
+        gap = round(self.largest_gap, 2)
+        exceeded = say_exceeded(self.trained_seconds)
+        return (
+            f"{frames} of {self.seconds_of_video:,.1f} s, at most {gap:,g} s apart{exceeded}; "
+            f"{self.visual_tokens:,} visual tokens, of which at most {self.kept_tokens:,} are kept; "
+            f"about {size(self.memory)} of memory beside {size(self.weights)} of weights"
+        )
 
     def require_memory(self, device: str | torch.device) -> None:
         """Raises `ValueError` where a device has no room for the features alone."""
+        free = psutil.virtual_memory().available
         if torch.device(device).type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-        else:
-            free = psutil.virtual_memory().available
         if self.features > free:
             raise ValueError(
                 f"The features of {self.frames:,} frames are {self.visual_tokens:,} tokens, {size(self.features)}, and "
@@ -73,22 +75,23 @@ def forecast(
     kept_tokens = kept_count(rho, tokens, most)
 
     text = model.config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    default_head_dim = text.hidden_size // text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or default_head_dim
     cache_per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
     layer_per_token = 6 * text.hidden_size + 3 * text.intermediate_size
     values = (cache_per_token + layer_per_token) * (kept_tokens + _TEXT)
 
     pixels_of_chunk = _BYTES_OF_PIXELS * _VALUES * tokens // len(chunks)
-    raw_frame = 3 * prod(chunks.shape[1:])
     features = tokens * model.model.token_width * model.dtype.itemsize
+    about = chunks.about
     return Forecast(
-        frames=chunks.about.frames,
-        seconds_of_video=chunks.about.length,
-        largest_gap=chunks.about.largest_gap,
-        trained_seconds=config.seconds_exceeded_by(chunks.about.length),
+        frames=about.frames,
+        seconds_of_video=about.length,
+        largest_gap=about.largest_gap,
+        trained_seconds=config.seconds_exceeded_by(about.length),
         visual_tokens=tokens,
         kept_tokens=kept_tokens,
         features=features,
-        memory=features + values * model.dtype.itemsize + pixels_of_chunk + raw_frame,
-        weights=sum(weight.numel() * weight.element_size() for weight in model.parameters()),
+        memory=features + values * model.dtype.itemsize + pixels_of_chunk,
+        weights=sum(weight.nbytes for weight in model.parameters()),
     )

@@ -13,26 +13,26 @@ def token_grids(video_grid_thw: Tensor, merge_size: int) -> list[Grid]:
     """The grid of visual tokens of each video, from `[N, 3]` patches before the spatial merge."""
     grids = []
     for steps, height, width in video_grid_thw.tolist():
-        rows = height // merge_size
-        columns = width // merge_size
-        grids.append((steps, rows, columns))
+        grid = (steps, height // merge_size, width // merge_size)
+        grids.append(grid)
     return grids
 
 
 def token_maps(values: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
     """Cuts one value per visual token of a sample, `[M]`, into one `[T, H, W]` per video."""
-    sizes = [prod(grid) for grid in grids]
-    parts = values.split(sizes)
     maps = []
-    for part, grid in zip(parts, grids, strict=True):
-        maps.append(part.reshape(grid))
+    start = 0
+    for grid in grids:
+        end = start + prod(grid)
+        maps.append(values[start:end].reshape(grid))
+        start = end
     return maps
 
 
 def keep_maps(kept_indices: Tensor, video_grid_thw: Tensor, merge_size: int) -> list[Tensor]:
     """One bool `[T, H, W]` per video: which tokens of each frame were kept, `[n]` indices among those of all videos."""
     grids = token_grids(video_grid_thw, merge_size)
-    tokens = sum(prod(grid) for grid in grids)
+    tokens = sum(map(prod, grids))
     kept = torch.zeros(tokens, dtype=torch.bool)
     kept[kept_indices.cpu()] = True
     return token_maps(kept, grids)

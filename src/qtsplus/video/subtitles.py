@@ -16,9 +16,9 @@ import torch
 from transformers.utils import logging
 
 from ..common.files import first_line
-from ..common.validation import check_count
 from ..data.media import VIDEO_SUFFIXES
 from ..model.containers_qtsplus import open_container, open_file, read_packets
+from ..model.sampling_qtsplus import require_count
 from .grids import keep_maps
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def check_subtitles(most: int | None, videos: Iterable["EncodedVideo"]) -> None:
     """A `ValueError` where no video has the subtitles of which so many tokens are wanted."""
     if most is None:
         return
-    check_count("subtitles", most, "tokens")
+    require_count("subtitles", most)
     if not any(video.subtitles for video in videos):
         raise ValueError("No video was encoded with its subtitles; give `subtitles=True` to `encode` or `add`.")
 
