@@ -211,7 +211,8 @@ class RhoControl:
 
 def most_tokens(totals: Sequence[int], config: QTSplusConfig) -> Tensor:
     """`[B]` int64, the most of each row's visual tokens that `rho_max` and `n_max` allow; 1 where there are none."""
-    return torch.tensor([kept_count(config.rho_max, total, config.n_max) for total in totals])
+    counts = [kept_count(config.rho_max, total, config.n_max) for total in totals]
+    return torch.tensor(counts)
 
 
 def loss_differences(

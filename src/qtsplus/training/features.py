@@ -66,7 +66,6 @@ def encode_files(
     videos: Sequence[Video],
     folder: AnyPath,
     processor_kwargs: Mapping | None = None,
-    autocast_dtype: torch.dtype | None = None,
     workers: int = 0,
 ) -> VideoFeatures:
     """
@@ -76,7 +75,6 @@ def encode_files(
         videos: what cannot be read is left out.
         folder: one that may be shared by runs; features of another vision tower are never mistaken for this one's.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
-        autocast_dtype: encode as mixed-precision training would.
         workers: processes that decode.
     """
     kwargs = dict(processor_kwargs or {})
@@ -87,7 +85,7 @@ def encode_files(
     for part, module in vision_modules(model).items():
         for name, weight in module.state_dict().items():
             weights[f"{part} {name}"] = weight
-    digest = digest_of(weights, [reading, kwargs, str(autocast_dtype)])
+    digest = digest_of(weights, [reading, kwargs])
     features = VideoFeatures(Path(folder) / digest[:16])
     features.folder.mkdir(parents=True, exist_ok=True)
     state = PartialState()
@@ -101,15 +99,13 @@ def encode_files(
     decoded: Iterable = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=decode)
     if state.is_main_process:
         decoded = logging.tqdm(decoded, "Encoding videos", len(mine), disable=None)  # a bar where there is a terminal
-    device = next(iter(weights.values())).device
-    with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        for place, inputs in decoded:
-            if inputs is None:
-                continue
-            pixels = inputs.pop("pixel_values_videos")
-            (encoded,) = model.encode_videos(pixels, inputs["video_grid_thw"], device="cpu")
-            inputs["video_features"] = encoded
-            FEATURES.write(place, inputs, {})
+    for place, inputs in decoded:
+        if inputs is None:
+            continue
+        pixels = inputs.pop("pixel_values_videos")
+        (encoded,) = model.encode_videos(pixels, inputs["video_grid_thw"], device="cpu")
+        inputs["video_features"] = encoded
+        FEATURES.write(place, inputs, {})
     state.wait_for_everyone()
     return features
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -163,11 +162,6 @@ def _encode_videos(
     training = recipe.training
     for module in vision_modules(model).values():
         module.to(training.device)
-    mixed = None
-    if training.bf16:
-        mixed = torch.bfloat16
-    elif training.fp16:
-        mixed = torch.float16
     videos = [(record.video, record.fps) for record in records if record.video is not None]
     workers = training.dataloader_num_workers
-    return encode_files(model, processor, videos, folder, recipe.data.processor_kwargs, mixed, workers)
+    return encode_files(model, processor, videos, folder, recipe.data.processor_kwargs, workers)

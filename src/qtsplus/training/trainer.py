@@ -183,16 +183,14 @@ class QTSplusTrainer(Trainer):
         loss = self._answer_loss(token_losses, sources[rows], counts, model.training)
         budget = self.budget.loss(qtsplus, counts.with_vision, model.training, unlimited)
         if model.training:
-            weight = args.relevance_weight
-            if weight > 0:
+            if args.relevance_weight > 0:
                 divergences = self._relevance_divergences(qtsplus, inputs, labels)
-                loss_relevance = self._mean("loss_relevance", divergences, weight, counts.answered)
-                loss = loss + loss_relevance
+                mean = self._mean("loss_relevance", divergences, counts.answered)
+                loss = loss + args.relevance_weight * mean
             teaches_budget = self.selector_config.budget == "loss" and not args.freeze_selector
             if unlimited and teaches_budget:
                 errors = self._predicted_losses(inputs, labels, qtsplus)
-                loss_budget = self._mean("loss_budget", errors, 1.0, counts.with_vision)
-                loss = loss + loss_budget
+                loss = loss + self._mean("loss_budget", errors, counts.with_vision)
             # Distributed training averages gradients over the processes, which here are parts of one sum.
             loss = (loss + budget) * self.accelerator.num_processes
         outputs["loss"] = loss
@@ -202,12 +200,11 @@ class QTSplusTrainer(Trainer):
         self,
         name: str,
         losses: Tensor,
-        weight: float,
         samples: Tensor,
     ) -> Tensor:
-        """This micro-batch's part of a weighted mean over the samples of the step."""
+        """This micro-batch's part of a mean over the samples of the step."""
         self.running[True].add(name, losses)
-        return weight * losses.sum() / samples.clamp(min=1)
+        return losses.sum() / samples.clamp(min=1)
 
     def _answer_loss(
         self,
@@ -304,7 +301,7 @@ class QTSplusTrainer(Trainer):
         """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, those with an answer too."""
         supervised = batch["labels"][:, 1:] != IGNORED
         tokens = supervised.sum(1)
-        by_source = torch.zeros(len(SOURCES), dtype=torch.int64, device=tokens.device)
+        by_source = tokens.new_zeros(len(SOURCES))
         by_source.index_add_(0, _sources(batch), tokens)
         placeholder = base_model(self.model).config.video_token_id
         with_vision = (batch["input_ids"] == placeholder).any(1)
@@ -368,9 +365,9 @@ class QTSplusTrainer(Trainer):
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         """As stock. A sharded model gives tied weights twice."""
-        if state_dict:
-            tied = base_model(self.model).all_tied_weights_keys
-            state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
+        for tied in base_model(self.model).all_tied_weights_keys:
+            if state_dict:
+                state_dict.pop(tied, None)
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -419,7 +416,5 @@ def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
 
 def _sources(batch: Mapping) -> Tensor:
     """`[B]` indices into [`SOURCES`]; "vqa" for batches of another collator."""
-    if "source_ids" in batch:
-        return batch["source_ids"]
-    ids = batch["input_ids"]
-    return torch.full_like(ids[:, 0], SOURCES.index("vqa"))
+    default = torch.full_like(batch["input_ids"][:, 0], SOURCES.index("vqa"))
+    return batch.get("source_ids", default)
