@@ -23,6 +23,7 @@ from ..model.prompt_qtsplus import (
 )
 from ..model.selector_qtsplus import QTSplusOutput
 from ..video.encoded import EncodedVideo
+from ..video.forecast import trained_seconds_below
 from ..video.grids import keep_maps
 from ..video.subtitles import check_subtitles, near
 from .choice import Choice
@@ -349,7 +350,7 @@ def shown_by(
         keep_maps=dict(zip(names, maps, strict=True)),
         warnings=warnings,
         largest_gap=max(video.about.largest_gap for video in encoded),
-        trained_seconds=config.seconds_exceeded_by(max(video.length for video in encoded)),
+        trained_seconds=trained_seconds_below(max(video.length for video in encoded), config),
         unheard=any(video.about.sound for video in encoded),
     )
     # Without a calibration nobody knows what the numbers mean; some methods do not score.

@@ -58,7 +58,12 @@ class KeptColumns:
         columns = self.columns.clamp(min=0)
         return values.gather(1, columns)
 
-    def take_states(self, states: Tensor, logits_to_keep: int | Tensor, attention_mask: Tensor | None) -> Tensor:
+    def take_states(
+        self,
+        states: Tensor,
+        logits_to_keep: int | Tensor,
+        attention_mask: Tensor | None,
+    ) -> Tensor:
         """`[B, S', d]` -> `[B, K, d]`, the states of the K caller's columns that `logits_to_keep` selects."""
         wanted: slice | Tensor
         if isinstance(logits_to_keep, int):
@@ -140,7 +145,12 @@ class CachedPrompt(KeptColumns):
         ids = None if self.ids is None else self.ids[indices]
         return replace(self, columns=columns, rope_deltas=rope_deltas, ids=ids)
 
-    def check_question(self, new_ids: Tensor, past_length: int, token_ids: dict) -> None:
+    def check_question(
+        self,
+        new_ids: Tensor,
+        past_length: int,
+        token_ids: dict,
+    ) -> None:
         """
         Raises `ValueError` for ids `[B, new]` that continue the question, or ask another, where tokens were dropped.
 
@@ -162,7 +172,12 @@ class CachedPrompt(KeptColumns):
                 "since each question chooses its own visual tokens."
             )
 
-    def shorten_mask(self, mask: Tensor | None, past_length: int, new: int) -> Tensor | None:
+    def shorten_mask(
+        self,
+        mask: Tensor | None,
+        past_length: int,
+        new: int,
+    ) -> Tensor | None:
         """
         The attention mask of one decoding step, `[B, past_length + new]`.
 

@@ -153,12 +153,6 @@ class QTSplusConfig(PreTrainedConfig):
         is_whole_calibration = (self.seen_threshold is None) == (self.seen_area is None)
         require(self, is_whole_calibration, ["seen_threshold", "seen_area"], "both or neither")
 
-    def seconds_exceeded_by(self, seconds: float) -> float | None:
-        """The longest video of the training, in seconds, where one of so many seconds is longer; `None` elsewhere."""
-        if self.trained_seconds is None or seconds <= self.trained_seconds:
-            return None
-        return self.trained_seconds
-
     @property
     def says_seen(self) -> bool:
         """Whether a calibration found that the null token tells what a video shows from what it does not show."""

@@ -186,7 +186,8 @@ class Film:
         self.total, self.fps = clock
         if not self.timed and self.total == len(self.order):
             self.times = np.arange(self.total) / self.fps
-        self.start = max(self.first - stated.begin, 0.0)
+        seconds_behind = self.first - stated.begin
+        self.start = max(seconds_behind, 0.0)
 
     def _missing(self, stated: Stated) -> str:
         """What of the video is not there."""
@@ -219,7 +220,8 @@ class Film:
         logger.warning_once(warning)
 
     def _seconds(self, ticks):
-        return ticks * self.time_base.numerator / self.time_base.denominator
+        base = self.time_base
+        return ticks * base.numerator / base.denominator
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -241,12 +243,15 @@ class Film:
         until = math.inf if end is None else end
         first_number = (begin - self.start) * self.fps - _ROUNDING
         last_number = (until - self.start) * self.fps + _ROUNDING
-        first = math.ceil(np.clip(first_number, 0, self.total))
-        last = math.floor(np.clip(last_number, -1, self.total - 1))
+        within_clock = np.clip(first_number, 0, self.total)
+        first = math.ceil(within_clock)
+        within_clock = np.clip(last_number, -1, self.total - 1)
+        last = math.floor(within_clock)
         if first <= last:
             return first, last + 1
         length = self.total / self.fps
-        if self.start <= begin <= until and begin < self.start + length:
+        stop_of_video = self.start + length
+        if self.start <= begin <= until and begin < stop_of_video:
             return first - 1, first
         has = f"it has {length:.1f} s from {self.start:.1f} s on"
         stop = "its end" if end is None else f"{end:g} s"
@@ -314,7 +319,8 @@ class Film:
                     packets = chosen[num_shown:stop]
                     is_right = np.full(len(packets), True)
                     if self.timed:
-                        is_right = self.pts[packets] == shown.pts
+                        times = self.pts[packets]
+                        is_right = times == shown.pts
                     if skipping and not is_right.all():
                         return
                     picture = upright(shown, stream)

@@ -205,7 +205,12 @@ class QTSplusGenerationMixin:
         )
         return self.generate_from(shortened, generation_config, streamer, **kwargs)
 
-    def _go_on_from(self, cache, input_ids: Tensor, visual: VisualInputs) -> None:
+    def _go_on_from(
+        self,
+        cache,
+        input_ids: Tensor,
+        visual: VisualInputs,
+    ) -> None:
         """Prepares for a prompt whose beginning is cached, if nothing of that was dropped."""
         length = cache.get_seq_length()
         cached_prompt = CachedPrompt.kept_with(cache)

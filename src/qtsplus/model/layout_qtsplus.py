@@ -123,7 +123,11 @@ def _runs_of_placeholders(types: Tensor) -> Iterator[tuple[int, int, int]]:
             yield modality, start, stop
 
 
-def _fits(span: VisualSpan, placeholders: int, placed: list[VisualSpan]) -> bool:
+def _fits(
+    span: VisualSpan,
+    placeholders: int,
+    placed: list[VisualSpan],
+) -> bool:
     """Whether a span fits into so many placeholders, behind those of its row that are placed already."""
     if span.length > placeholders:
         return False
@@ -136,7 +140,11 @@ def _fits(span: VisualSpan, placeholders: int, placed: list[VisualSpan]) -> bool
     return last.modality == span.modality and last.index == span.index
 
 
-def _mismatch(name: str, span: VisualSpan | None, placeholders: str) -> ValueError:
+def _mismatch(
+    name: str,
+    span: VisualSpan | None,
+    placeholders: str,
+) -> ValueError:
     expected = f"no more {name}s are given"
     if span is not None:
         expected = f"{name} {span.index} needs {span.length}"
@@ -242,7 +250,12 @@ class QTSplusBackboneMixin:
         dtype = self.get_input_embeddings().weight.dtype
         return torch.empty(0, self.token_width, device=device, dtype=dtype)
 
-    def encode_pixels(self, modality: int, pixels: Tensor, grid_thw: Tensor) -> Sequence[Tensor]:
+    def encode_pixels(
+        self,
+        modality: int,
+        pixels: Tensor,
+        grid_thw: Tensor,
+    ) -> Sequence[Tensor]:
         """
         Per image or video its tokens, `[k, token_width]`, without newlines. The pixels are on the model's device, the
         grids on the host.
@@ -293,7 +306,12 @@ class QTSplusBackboneMixin:
         """Positions in time per second of video."""
         return getattr(self.config.vision_config, "tokens_per_second", 2)
 
-    def span_positions(self, span: VisualSpan, start: int, seconds: Tensor | float) -> tuple[Tensor, int]:
+    def span_positions(
+        self,
+        span: VisualSpan,
+        start: int,
+        seconds: Tensor | float,
+    ) -> tuple[Tensor, int]:
         """
         The positions of an image or video that begins at `start`, as Qwen2.5-VL has them in Transformers since 5.10.
 
@@ -370,12 +388,22 @@ class QTSplusBackboneMixin:
 
     # --- The language model's inputs ---
 
-    def language_inputs(self, inputs_embeds: Tensor, input_ids: Tensor, features: FeaturesOfRows) -> dict:
+    def language_inputs(
+        self,
+        inputs_embeds: Tensor,
+        input_ids: Tensor,
+        features: FeaturesOfRows,
+    ) -> dict:
         """The language model's arguments for features in place of the placeholders' embeddings."""
         spliced = self.splice(inputs_embeds, input_ids, features)
         return {"inputs_embeds": spliced}
 
-    def splice(self, inputs_embeds: Tensor, input_ids: Tensor, features: FeaturesOfRows) -> Tensor:
+    def splice(
+        self,
+        inputs_embeds: Tensor,
+        input_ids: Tensor,
+        features: FeaturesOfRows,
+    ) -> Tensor:
         """Puts features in place of the placeholders' embeddings `[B, S, d]`."""
         types = self.token_types(input_ids)
         for modality, name in MODALITIES.items():
@@ -438,7 +466,11 @@ def lay_out(
     return Layout(input_ids, mask, rows, grids, seconds)
 
 
-def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[Tensor]) -> Layout:
+def lay_out_again(
+    model: QTSplusBackboneMixin,
+    layout: Layout,
+    ids: Sequence[Tensor],
+) -> Layout:
     """The same images and videos in other prompts, per row `[S_b]` ids."""
     ones = [torch.ones_like(row) for row in ids]
     mask = pad_rows(ones, 0, left=False)
@@ -508,7 +540,11 @@ def _rows(
     return rows
 
 
-def _seconds(model: QTSplusBackboneMixin, seconds: Seconds | None, grids: Sequence[Grid]) -> Seconds:
+def _seconds(
+    model: QTSplusBackboneMixin,
+    seconds: Seconds | None,
+    grids: Sequence[Grid],
+) -> Seconds:
     """Per video the seconds of a step in time, checked; 1 if `None`, where they change nothing."""
     if seconds is None:
         longest = max((steps for steps, _, _ in grids), default=0)

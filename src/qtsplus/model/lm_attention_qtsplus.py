@@ -133,12 +133,17 @@ def look(
         queries = queries[chosen]
     with torch.autocast(keys.device.type, enabled=False):
         query = queries[:, place].float()
-        grouped = query.reshape(len(keys), -1, query.shape[-1]) * scaling
-        scores = grouped @ keys.float().transpose(1, 2)
-        is_later = torch.arange(keys.shape[1], device=keys.device) > place
-        scores = scores.reshape(len(query), -1).masked_fill(is_later, -torch.inf)
+        by_key_head = query.reshape(len(keys), -1, query.shape[-1])
+        grouped = by_key_head * scaling
+        precise_keys = keys.float()
+        scores = grouped @ precise_keys.transpose(1, 2)
+        places = torch.arange(keys.shape[1], device=keys.device)
+        is_later = places > place
+        scores = scores.reshape(len(query), -1)
+        scores = scores.masked_fill(is_later, -torch.inf)
         visual_scores = scores[:, visual]
-        text_total = scores.index_fill(-1, visual, -torch.inf).logsumexp(-1, keepdim=True)
+        text_scores = scores.index_fill(-1, visual, -torch.inf)
+        text_total = text_scores.logsumexp(-1, keepdim=True)
         visual_total = visual_scores.logsumexp(-1, keepdim=True)
         total = torch.logaddexp(visual_total, text_total)
         log_weights = (visual_scores - total).logsumexp(0) - math.log(len(query))
@@ -323,13 +328,22 @@ def log_attention(
     return log_shares
 
 
-def read_group(model: Any, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
+def read_group(
+    model: Any,
+    prompt: CompactPrompt,
+    visual: Tensor,
+    place: Tensor,
+) -> GroupAttention:
     """The attention of the word at `place` `[1]` of a prompt to its tokens at `visual` `[m]`."""
     config = model.config.qtsplus_config
     device = visual.device
     attentions = []
 
-    def read(queries: Tensor, keys: Tensor, scaling: float) -> None:
+    def read(
+        queries: Tensor,
+        keys: Tensor,
+        scaling: float,
+    ) -> None:
         attentions.append(look(queries, keys, place, visual, scaling, config.attention_heads))
 
     last = attention_layer(model.config.text_config, config.attention_layer)

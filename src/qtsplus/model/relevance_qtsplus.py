@@ -31,7 +31,9 @@ class QTSplusRMSNorm(nn.RMSNorm):
     """Computes in float32 whatever its weight's dtype."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        normed = F.rms_norm(hidden_states.float(), self.normalized_shape, self.weight.float(), self.eps)
+        precise = hidden_states.float()
+        weight = self.weight.float()
+        normed = F.rms_norm(precise, self.normalized_shape, weight, self.eps)
         return normed.to(hidden_states.dtype)
 
 
@@ -125,10 +127,10 @@ def rotary_tables(
     dimensions = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     exponents = dimensions / head_dim
     frequencies = rope_theta**-exponents
-    angles_of_axes = positions[..., None].float() * frequencies
+    precise = positions.float()
+    angles_of_axes = precise[..., None] * frequencies
     sections = []
-    in_turn = angles_of_axes.split(list(mrope_section), dim=-1)
-    for number, section in enumerate(in_turn):
+    for number, section in enumerate(angles_of_axes.split(mrope_section, dim=-1)):
         axis = number % 3
         sections.append(section[axis])
     angles = torch.cat(sections * 2, dim=-1)
@@ -155,8 +157,12 @@ def grouped_attention(
     heads that share a key/value head become more rows of one head, which every fused kernel of PyTorch supports.
     """
     kv_heads, _, head_dim = keys.shape
-    rows = queries.reshape(1, kv_heads, -1, head_dim)
-    attention = F.scaled_dot_product_attention(rows, keys[None], values[None])
+    rows = queries.reshape(kv_heads, -1, head_dim)
+    attention = F.scaled_dot_product_attention(
+        rows[None],
+        keys[None],
+        values[None],
+    )
     return attention.reshape(queries.shape)
 
 
@@ -168,8 +174,14 @@ def attention_within_samples(
 ) -> Tensor:
     """As [`grouped_attention`], for samples of these lengths that follow each other: each attends to itself."""
     present = [length for length in lengths if length]
-    samples = [states.split(present, dim=1) for states in (queries, keys, values)]
-    return torch.cat(list(map(grouped_attention, *samples)), dim=1)
+    samples = zip(
+        queries.split(present, dim=1),
+        keys.split(present, dim=1),
+        values.split(present, dim=1),
+        strict=True,
+    )
+    attentions = [grouped_attention(*sample) for sample in samples]
+    return torch.cat(attentions, dim=1)
 
 
 def in_blocks(
@@ -254,8 +266,9 @@ def _over_blocks(function: Callable[..., Tensor], blocks: Sequence[Tensor], *oth
 
 def _scores(keys: Tensor, queries: Tensor) -> Tensor:
     """`[kv_heads, heads / kv_heads * L, b]` of the `b` visual tokens of a block."""
+    precise = keys.to(queries.dtype)
     with torch.autocast(keys.device.type, enabled=False):
-        return queries @ keys.to(queries.dtype).transpose(1, 2)
+        return queries @ precise.transpose(1, 2)
 
 
 def _total_of_each_row(keys: Tensor, queries: Tensor) -> Tensor:
@@ -300,8 +313,9 @@ def find_threshold(
         scores: `[M]`.
         target: scalar tensor, tokens, between 0 and M.
     """
-    has_float64 = scores.device.type != "mps"
-    precise = torch.float64 if has_float64 else torch.float32
+    precise = torch.float64
+    if scores.device.type == "mps":
+        precise = torch.float32
     x = scores.detach().to(precise)
     goal = target.detach().to(precise)
     fraction = goal / len(x)

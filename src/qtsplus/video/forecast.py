@@ -7,6 +7,7 @@ import psutil
 import torch
 
 from ..common.files import counted, say_exceeded, size
+from ..model.configuration_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import Method
 from ..model.selector_qtsplus import kept_count
 from ..model.video_qtsplus import VideoChunks
@@ -52,6 +53,13 @@ class Forecast:
             )
 
 
+def trained_seconds_below(seconds: float, config: QTSplusConfig) -> float | None:
+    """The longest video of the model's training, in seconds, if one of so many seconds is longer."""
+    if config.trained_seconds is None or seconds <= config.trained_seconds:
+        return None
+    return config.trained_seconds
+
+
 def forecast(
     model,
     chunks: VideoChunks,
@@ -88,7 +96,7 @@ def forecast(
         frames=about.frames,
         seconds_of_video=about.length,
         largest_gap=about.largest_gap,
-        trained_seconds=config.seconds_exceeded_by(about.length),
+        trained_seconds=trained_seconds_below(about.length, config),
         visual_tokens=tokens,
         kept_tokens=kept_tokens,
         features=features,
