@@ -331,11 +331,6 @@ def test_a_prompt_may_be_cut_behind_its_question(model, count):
     check_two_calls(model, batch(*ROWS), count)
 
 
-def test_a_question_that_is_given_apart_may_be_cut_in_the_prompt(model):
-    query_input_ids = torch.tensor([[40, 41, 42]] * len(ROWS))
-    check_two_calls(model, batch(*ROWS), 8, query_input_ids=query_input_ids)
-
-
 def test_a_question_may_be_cut_where_all_tokens_are_kept(model):
     check_two_calls(model, batch(*ROWS), 8, selection="all")
 

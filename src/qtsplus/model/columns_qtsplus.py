@@ -98,11 +98,11 @@ class CachedPrompt(KeptColumns):
 
     Args:
         rope_deltas: `[B, 1]`, the position of the first new token minus the number of tokens in the shortened prompt.
-        ids: `[B, S']`, the shortened prompts, in which the question is found; `None` if it came apart from them.
+        ids: `[B, S']`, the shortened prompts, in which the question is found.
     """
 
     rope_deltas: Tensor
-    ids: Tensor | None
+    ids: Tensor
 
     @classmethod
     def of(cls, prompt: CompactPrompt) -> "CachedPrompt":
@@ -110,8 +110,7 @@ class CachedPrompt(KeptColumns):
         length = prompt.source_ids.shape[1]
         tokens = prompt.attention_mask.sum(-1)
         rope_deltas = prompt.next_position - tokens
-        ids = None if prompt.is_asked_apart else prompt.input_ids
-        return cls(columns, length, rope_deltas[:, None], ids)  # type: ignore[arg-type]
+        return cls(columns, length, rope_deltas[:, None], prompt.input_ids)  # type: ignore[arg-type]
 
     @staticmethod
     def kept_with(cache: Cache | None) -> "CachedPrompt | None":
@@ -140,10 +139,12 @@ class CachedPrompt(KeptColumns):
     def select(self, indices: Tensor) -> "CachedPrompt":
         """This for some of the rows, given by their indices `[R]`."""
         indices = torch.as_tensor(indices, device=self.columns.device)
-        columns = self.columns[indices]
-        rope_deltas = self.rope_deltas[indices]
-        ids = None if self.ids is None else self.ids[indices]
-        return replace(self, columns=columns, rope_deltas=rope_deltas, ids=ids)
+        return replace(
+            self,
+            columns=self.columns[indices],
+            rope_deltas=self.rope_deltas[indices],
+            ids=self.ids[indices],
+        )
 
     def check_question(
         self,
@@ -158,7 +159,7 @@ class CachedPrompt(KeptColumns):
             past_length: how many columns are cached.
             token_ids: those of [`question_token_ids`].
         """
-        if self.ids is None or self.is_whole:
+        if self.is_whole:
             return
         earlier = self.ids
         if past_length > earlier.shape[1]:  # an answer is cached behind the prompt, so that its last turn has ended

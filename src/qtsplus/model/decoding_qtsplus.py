@@ -177,7 +177,8 @@ class Film:
             seconds = self._seconds(self.pts[self.order])
             self.first = float(seconds[0])
             self.times = seconds - seconds[0]
-            length = self._seconds(self.end) - self.first
+            end = self._seconds(self.end)
+            length = end - self.first
             clock = regular_clock(self.times, length)
         if clock is None:
             if not stated.fps:
@@ -202,7 +203,8 @@ class Film:
             return f"its header states {stated.frames} frames, and {whole} can be read"
         states = []
         # The last frame may last a little longer.
-        gaps = max(len(self.times) - 1, 1)
+        gaps = len(self.times) - 1
+        gaps = max(gaps, 1)
         mean_gap = float(self.times[-1]) / gaps
         tolerance = max(_EARLY, 3 * mean_gap)
         if not stated.frames and ends_early(self.source, stated, end, tolerance):
@@ -352,7 +354,8 @@ class Film:
         last_key = np.searchsorted(key_packets, chosen, side="right")
         # Some frames are behind a key frame in the file and are shown before it.
         key_times = self.pts[keys[last_key]]
-        key_is_later = key_times > self.pts[chosen]
+        times = self.pts[chosen]
+        key_is_later = key_times > times
         last_key = np.maximum(last_key - key_is_later, 0)
         begins = keys[last_key]
         changes = np.zeros(len(self.key) + 1, np.int64)
@@ -375,14 +378,16 @@ class Film:
         if needed is not None:
             packets = np.flatnonzero(needed)
             last = int(packets[-1])
-        skips = needed is not None and decoder.name in _SKIPPING_CODECS
+        skips = decoder.name in _SKIPPING_CODECS
         number = -1
         holds_frames = False
         for packet in self._demux(container, stream):
-            number += packet.size > 0
+            if packet.size == 0:
+                continue
+            number += 1
             if number > last:
                 break
-            if packet.size == 0 or not self.whole[number]:
+            if not self.whole[number]:
                 continue
             if needed is not None and needed[number] == 0:
                 if holds_frames:
@@ -391,8 +396,8 @@ class Film:
                     holds_frames = False
                 continue
             packet.pts = int(self.pts[number])
-            if skips:
-                is_shown = needed is not None and needed[number] == 2
+            if needed is not None and skips:
+                is_shown = needed[number] == 2
                 decoder.skip_frame = "DEFAULT" if is_shown else "NONREF"
             try:
                 yield from packet.decode()

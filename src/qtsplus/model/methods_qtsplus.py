@@ -240,18 +240,30 @@ class Neighbours:
             return self._in_reach(features, features_of_others, steps, steps_of_others)
         # All pairs: an accelerator would have to wait for the places of those in reach.
         cosines = features @ features_of_others.T
-        is_before = steps[:, None] < steps_of_others - self.reach
-        is_behind = steps[:, None] > steps_of_others + self.reach
-        return cosines.masked_fill_(is_before | is_behind, -torch.inf)
+        apart = steps[:, None] - steps_of_others
+        is_out_of_reach = apart.abs() > self.reach
+        return cosines.masked_fill_(is_out_of_reach, -torch.inf)
 
-    def _in_reach(self, features: Tensor, others: Tensor, steps: Tensor, steps_of_others: Tensor) -> Tensor:
+    def _in_reach(
+        self,
+        features: Tensor,
+        others: Tensor,
+        steps: Tensor,
+        steps_of_others: Tensor,
+    ) -> Tensor:
         """As `similarities`, but only the pairs in reach are computed."""
         cosines = features.new_full((len(features), len(others)), -torch.inf)
         step_of_group, counts = steps_of_others.unique_consecutive(return_counts=True)
-        starts = torch.searchsorted(steps, step_of_group - self.reach).tolist()
-        stops = torch.searchsorted(steps, step_of_group + self.reach, right=True).tolist()
-        counts = counts.tolist()
-        groups = zip(starts, stops, others.split(counts), cosines.split(counts, dim=1), strict=True)
+        starts = torch.searchsorted(steps, step_of_group - self.reach)
+        stops = torch.searchsorted(steps, step_of_group + self.reach, right=True)
+        sizes = counts.tolist()
+        groups = zip(
+            starts.tolist(),
+            stops.tolist(),
+            others.split(sizes),
+            cosines.split(sizes, dim=1),
+            strict=True,
+        )
         for start, stop, group, columns in groups:
             columns[start:stop] = features[start:stop] @ group.T
         return cosines
@@ -364,13 +376,14 @@ def take_rows(parts: Sequence[Tensor], indices: Tensor) -> Tensor:
     """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
     if len(parts) == 1:
         return parts[0][indices]
-    starts = list(accumulate((len(part) for part in parts), initial=0))
+    sizes = [len(part) for part in parts]
+    starts = list(accumulate(sizes, initial=0))
     edges = torch.tensor(starts, device=indices.device)
-    bounds = torch.searchsorted(indices, edges).tolist()
+    bounds = torch.searchsorted(indices, edges)
+    counts = bounds.diff().tolist()
     pieces = []
-    for number, part in enumerate(parts):
-        indices_of_part = indices[bounds[number] : bounds[number + 1]]
-        pieces.append(part[indices_of_part - starts[number]])
+    for part, start, chosen in zip(parts, starts, indices.split(counts), strict=False):
+        pieces.append(part[chosen - start])
     return torch.cat(pieces)
 
 
@@ -414,7 +427,10 @@ def add_method(name: str | Method | None) -> None:
     place, colon, function = name.rpartition(":")
     if colon and name not in METHODS:
         try:
-            METHODS[name] = runpy.run_path(place)[function] if place.endswith(".py") else resolve_name(name)
+            if place.endswith(".py"):
+                METHODS[name] = runpy.run_path(place)[function]
+            else:
+                METHODS[name] = resolve_name(name)
         except (ImportError, AttributeError, KeyError, OSError, SyntaxError, ValueError) as error:
             raise ValueError(
                 f"selection={name!r} cannot be imported: {error!r}; expected MODULE:FUNCTION or FILE.py:FUNCTION."
@@ -458,8 +474,9 @@ def check_kept(
     """
     are_wrong = []
     for kept, n, num_tokens in choices:
-        is_fit = isinstance(kept, Tensor) and kept.shape == (n,) and kept.dtype == torch.int64
-        if not is_fit:
+        if not isinstance(kept, Tensor) or kept.shape != (n,):
+            raise _wrong_choice(selection)
+        if kept.dtype != torch.int64:
             raise _wrong_choice(selection)
         descends = (kept.diff() < 1).any()
         is_outside = (kept[0] < 0) | (kept[-1] >= num_tokens)
@@ -490,11 +507,12 @@ def check_budget(
     for retention in retentions:
         if retention is not None and not (is_number(retention) and 0 < retention <= 1):
             raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens, a number in (0, 1].")
-    if max_visual_tokens is not None:
-        is_count = is_number(max_visual_tokens) and max_visual_tokens >= 1 and max_visual_tokens % 1 == 0
+    most = max_visual_tokens
+    if most is not None:
+        is_count = is_number(most) and most >= 1 and most % 1 == 0
         if not is_count:
-            raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
-    is_bounded = max_visual_tokens is not None or set(retentions) - {None, 1.0}
+            raise ValueError(f"max_visual_tokens={most!r}: expected a whole number of tokens, at least 1.")
+    is_bounded = most is not None or set(retentions) - {None, 1.0}
     if selection == "all" and is_bounded:
         raise ValueError(
             'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '

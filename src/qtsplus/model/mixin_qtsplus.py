@@ -218,9 +218,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         features = encode_visual(self, visual, layout.grids)
         is_checked = visual.video_features is None
         selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate, is_checked=is_checked)
-        prompt = splice(self, layout, features, selected, qtsplus, pad_left)
-        prompt.is_asked_apart = selection.query_input_ids is not None
-        return prompt
+        return splice(self, layout, features, selected, qtsplus, pad_left)
 
     @names_inputs
     @can_return_tuple

@@ -349,7 +349,6 @@ class CompactPrompt:
     next_position: Tensor  # [B], the first one after the prompt
     source_ids: Tensor  # [B, S], the caller's prompt
     qtsplus: QTSplusOutput
-    is_asked_apart: bool = False  # whether the question came as `query_input_ids`
 
     @property
     def selected(self) -> dict[str, SelectedFeatures]:
