@@ -8,7 +8,6 @@ import torch
 
 from benchmarks.teaching.dataset import TinyWorldRecord, read_tinyworld
 from benchmarks.teaching.looking import LOOKS, looking_losses, watching
-from benchmarks.teaching.naming import TokenWords
 from teaching_examples import make_trainer
 from training_examples import collate, examples, steps
 
@@ -87,42 +86,6 @@ def test_the_shares_are_those_of_eager_attention_with_their_gradients(tmp_path):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
-
-
-def test_tokens_are_followed_in_the_layer_before(tmp_path):
-    """A row whose second step shows what its first one does, one place on; the others have no words."""
-    model = make_trainer(tmp_path, freeze_language_model=False).model.train()
-    rows = examples(3, text_only=(0, 1))
-    inputs = collate(rows)
-    labels, place = inputs.pop("labels"), 2
-    inputs.pop("source_ids")
-    t, h, w = rows[place].videos[0]
-    tokens = h * w // 4
-    shown = (torch.arange(tokens).roll(1)[None] + torch.arange(t)[:, None] - 1) % tokens  # moves to the left
-    words = TokenWords(
-        (shown + 1).reshape(t, h // 2, w // 2, 1),
-        torch.arange(tokens + 1),
-        torch.ones(1, tokens + 1, dtype=torch.bool),
-        torch.zeros(0, tokens + 1, dtype=torch.bool),
-        (),
-    )
-    with watching(model, inputs, labels, [[] for _ in rows], LAYER, [None, None, words]) as looks:
-        model(**inputs, selection="all", use_cache=False)
-    (loss,) = looking_losses(looks, "following")
-    assert not len(looking_losses(looks, "looking"))
-
-    model.set_attn_implementation("eager")
-    attention = model(**inputs, selection="all", use_cache=False, output_attentions=True).attentions[LAYER - 1]
-    visual = (inputs["input_ids"][place] == model.config.video_token_id).nonzero()[:, 0].tolist()
-    shares = []
-    for index, column in enumerate(visual[tokens:], tokens):
-        same = [other for other in range(index // tokens * tokens) if other // tokens == index // tokens - 1]
-        (before,) = [other for other in same if shown.flatten()[other] == shown.flatten()[index]]
-        shares.append(attention[place, :, column, visual[before]].mean())
-    twin = -(torch.stack(shares) / ENOUGH).clamp(max=1).log().mean()
-    torch.testing.assert_close(loss, twin)
-    weight = model.model.language_model.layers[LAYER - 1].self_attn.k_proj.weight
-    torch.testing.assert_close(*(torch.autograd.grad(value, weight)[0] for value in (loss, twin)), atol=1e-6, rtol=1e-4)
 
 
 def test_the_loss_gains_its_weighted_mean(tmp_path):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from benchmarks.teaching import naming
 from benchmarks.teaching.dataset import TinyWorldCollator, TinyWorldDataset, read_tinyworld
@@ -14,7 +13,7 @@ from benchmarks.world.token_words import UNNAMED, NamedTokens, read_token_words,
 from qtsplus.hub.files import hub_configs
 from qtsplus.training.models import make_config, make_model, make_processor
 from teaching_examples import make_trainer
-from training_examples import assert_same_training, collate, examples, steps
+from training_examples import assert_same_training, collate, steps
 
 WORDS = ("nothing", "red", "blue", "circle", "star", "up", "down")
 ASPECTS = (("nothing", "red", "blue"), ("nothing", "circle", "star"))
@@ -118,13 +117,6 @@ def test_another_file_is_refused(tmp_path, tokenizer, content):
         naming.load_token_words(path, tokenizer)
 
 
-def test_words_of_several_tokens_are_refused(tmp_path, tokenizer):
-    words = ("nothing", "hippopotamus")
-    write_token_words(tmp_path / "words", NamedTokens(np.zeros((1, 1, 1, 1), np.int64), words, (words,)))
-    with pytest.raises(ValueError, match="hippopotamus.*one token each"):
-        naming.load_token_words(tmp_path / "words", tokenizer)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # In training
 # --------------------------------------------------------------------------------------------------------------------
@@ -168,56 +160,6 @@ def test_every_question_names_its_own_words():
     words = words_of((1, 1, 1))
     assert naming.turns_of(labels[None])[0].tolist() == [UNNAMED] * 5 + [0] + [UNNAMED] * 5 + [1] + [UNNAMED] * 2
     assert naming._named(ids, labels, words).nonzero().tolist() == [[0, 1], [0, 3], [1, 4]]
-
-
-@pytest.mark.parametrize("keep", [{}, {"selection": "random", "retention": 0.5}])
-def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
-    model = make_trainer(tmp_path).model
-    rows = examples(5)[1:]
-    inputs = collate_with_words(rows)
-    labels, words = inputs.pop("labels"), inputs.pop("token_words")
-    inputs.pop("source_ids")
-    for row, begun in enumerate((labels != UNNAMED).long().argmax(1).tolist()):
-        inputs["input_ids"][row, begun - 2] = 11 + row  # a word that the question names
-    inputs = naming.with_features(model, {**inputs, **keep})
-    torch.manual_seed(0)
-    outputs = model(**inputs)
-    losses = naming.naming_losses(model, inputs, labels, outputs, words, LAYER)
-
-    embeddings, named_rows = model.get_input_embeddings().weight, 0
-    for row, (loss, word) in enumerate(zip(losses, words, strict=True)):
-        t, h, w, _ = word.labels.shape
-        columns = outputs.qtsplus.columns[row]
-        visual = (inputs["input_ids"][row] == model.config.video_token_id).nonzero()[:, 0].tolist()
-        early, states = (outputs.hidden_states[layer][row] for layer in (1, LAYER))
-        parts: dict[tuple[int, int], list[torch.Tensor]] = {}  # of what is told, and of each of its words
-        for place, column in enumerate(columns.tolist()):
-            if column in visual:
-                index = visual.index(column)
-                state = F.rms_norm(early[place], early[place].shape)
-                where = index // (h * w), index // w % h, index % w
-                for kind, (signs, number) in enumerate(zip(PLACES, where, strict=True)):
-                    parts.setdefault((kind, number), []).append(-(embeddings[signs] @ state).log_softmax(0)[number])
-                state = F.rms_norm(states[place], states[place].shape)
-                if (move := int(word.labels[where][2])) != UNNAMED:
-                    surprise = -(embeddings[[10, 15, 16]] @ state).log_softmax(0)[[0, 5, 6].index(move)]
-                    parts.setdefault((3, move), []).append(surprise)
-        kept = len(outputs.qtsplus.kept_indices[row])
-        assert sum(len(parts[key]) for key in parts if key[0] < 3) == 3 * kept and (not keep or kept < t * h * w)
-        shown = naming.naming_loss(inputs["video_features"][row], word.labels_on((t, h, w)), word, embeddings)
-        start = int((labels[row] != -100).nonzero()[0]) - 1
-        state = states[columns.tolist().index(start)]
-        named = sorted(set(range(11, 17)).intersection(inputs["input_ids"][row, : start + 1].tolist()))
-        scores = (embeddings[10:17] @ F.rms_norm(state, state.shape)).log_softmax(0)
-        asked = -torch.stack([scores[word - 10] for word in named]).mean() if named else 0.0
-        named_rows += bool(named)
-        told = sum(
-            torch.stack([torch.stack(parts[key]).mean() for key in parts if key[0] == kind]).mean() for kind in range(4)
-        )
-        expected = shown + naming.CONTEXT_WEIGHT * told + naming.QUESTION_WEIGHT * asked
-        torch.testing.assert_close(loss, expected)
-    assert named_rows
-    assert labels.shape == inputs["input_ids"].shape
 
 
 def test_a_base_learns_with_gaps(tmp_path):
