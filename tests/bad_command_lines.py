@@ -276,17 +276,46 @@ NO_VALUES = {
 GOOD = {"video": '"clip.mp4"', "question": '"What?"', "answer": '"red"'}
 
 
+# Contents of a JSONL file, which hold no record.
+NO_RECORDS = """\
+{
+[]
+5
+"text"
+null
+{}
+{"video"}
+video: a.mp4
+NaN
+# a comment
+\x00
+"""
+
+
 def record_files() -> list[bytes]:
     """Contents of JSONL files, each with one record that cannot be used."""
     good = _line(GOOD)
-    texts = [_line(GOOD | {name: value}) for name, values in NO_VALUES.items() for value in values]
+    texts = NO_RECORDS.splitlines()
+    for name, values in NO_VALUES.items():
+        texts += [_line(GOOD | {name: value}) for value in values]
     for name in GOOD:
-        texts.append(_line({key: value for key, value in GOOD.items() if key != name}))
-    texts += ["{", "[]", "5", '"text"', "null", "{}", '{"video"}', "video: a.mp4", "NaN", "# a comment", "\x00"]
-    texts += [good + good, good + ",", "[" + good + "]", good[:-1], good.replace('"', "'")]
-    texts += ["[" * 100_000, '{"a":' * 100_000, '{"video": ' + "9" * 10_000 + "}"]
+        fewer = dict(GOOD)
+        del fewer[name]
+        texts.append(_line(fewer))
+    texts.append(good + good)
+    texts.append(good + ",")
+    texts.append(f"[{good}]")
+    texts.append(good[:-1])
+    texts.append(good.replace('"', "'"))
+    texts.append("[" * 100_000)
+    texts.append('{"a":' * 100_000)
+    endless = "9" * 10_000
+    texts.append(f'{{"video": {endless}}}')
     files = [text.encode("utf-8", "surrogatepass") for text in texts]
-    files += [good.encode("utf-16"), b"\x89PNG\r\n\x1a\n", good.encode() + b"\n" + good.encode()[:20]]
+    files.append(good.encode("utf-16"))
+    files.append(b"\x89PNG\r\n\x1a\n")
+    cut = good[:20]
+    files.append(f"{good}\n{cut}".encode())
     return files
 
 

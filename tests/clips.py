@@ -78,22 +78,23 @@ def render_clip(path: str | os.PathLike, seconds: float = 8, fps: int = 8, size=
     count = max(1, round(seconds * fps))
     side = 0.3 * min(size)
     room = np.array(size) - side
-    colours = rng.permutation(list(COLOURS))[:3]
-    ways = []
-    for _ in colours:
-        first, last = rng.uniform(0, 1, (2, 2)) * room
-        ways.append(np.linspace(first, last, count))
+    colours = rng.permutation(list(COLOURS))
+    discs = {}
+    for colour in colours[:3]:
+        first, last = room * rng.uniform(0, 1, (2, 2))
+        discs[colour] = np.linspace(first, last, count)
 
     def draw(index: int) -> np.ndarray:
         image = Image.new("RGB", size, (210, 210, 210))
         canvas = ImageDraw.Draw(image)
-        for colour, way in zip(colours, ways, strict=True):
-            left, top = way[index]
-            disc = [left, top, left + side, top + side]
-            canvas.ellipse(disc, fill=COLOURS[colour])
+        for colour, places in discs.items():
+            left, top = places[index]
+            box = [left, top, left + side, top + side]
+            canvas.ellipse(box, fill=COLOURS[colour])
         return np.asarray(image)
 
-    write_mp4(path, (draw(index) for index in range(count)), fps)
+    frames = map(draw, range(count))
+    write_mp4(path, frames, fps)
 
 
 @dataclass(frozen=True)

@@ -97,45 +97,6 @@ def run(model, tiny, grid, features, inputs):
     )
 
 
-def million() -> dict[str, float]:
-    """1,000,000 visual tokens of width 64 through the selector, with the default budget and cap."""
-    from qtsplus import QTSplusConfig, QTSplusSelector
-
-    torch.manual_seed(0)
-    selector = QTSplusSelector(
-        QTSplusConfig(reduction="max", query_states="embeddings"), 64, 4, 2, mrope_section=[2, 3, 3]
-    ).eval()
-    visual = torch.randn(1_000_000, 64)
-    query = torch.randn(32, 64)
-    positions = torch.arange(1_000_000).expand(3, -1)
-    with torch.no_grad():
-        selector([visual[:100]], [query], [positions[:, :100]])
-        return {"million": extra_mb(lambda: selector([visual], [query], [positions]))}
-
-
-def film() -> dict[str, float]:
-    """3,000 frames, in chunks and at once; their pixel values are 1,500 x 64 patches of 1,176 numbers, 431 MB."""
-    import tiny
-    from clips import write_mp4
-    from qtsplus.asking import session
-
-    model, processor = tiny.load_bundled()
-    processor.video_processor.max_frames = 10**6
-    frames = np.zeros((3000, 112, 112, 3), np.uint8)
-    frames[:, 20:60, 20:60] = (np.arange(3000) % 200)[:, None, None, None]
-    with TemporaryDirectory() as folder:
-        path = f"{folder}/film.mp4"
-        write_mp4(path, frames, 30)
-        del frames
-
-        def at_once():
-            inputs = processor(videos=path, num_frames=3000, return_tensors="pt")
-            model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
-
-        in_chunks = extra_mb(lambda: session.encode(model, processor, path, fps=30, frames_per_chunk=64))
-        return {"in chunks": in_chunks, "at once": extra_mb(at_once)}
-
-
 def forecasts() -> dict[str, float]:
     """Of frames of a 720p film that are looked at, the memory to answer as a share of what was forecast."""
     import tiny

@@ -152,14 +152,19 @@ def _count(function, args, kwargs, tensors) -> None:
     if operator in WAITING or function is aten.repeat_interleave.Tensor:
         counts.wait(str(operator))
     if operator in INDEXING:
-        indices = [index for index in args[1] if index is not None]
-        if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        dtypes = [index.dtype for index in args[1] if index is not None]
+        if torch.bool in dtypes or torch.uint8 in dtypes:
             counts.wait("a mask as an index")
-    leaves = operator is aten._to_copy and kwargs.get("device") is not None and not _is_pretend(kwargs["device"])
-    if leaves and isinstance(args[0], PretendTensor):
-        counts.wait("to the host")
-    if operator is aten.copy_ and _on_host(args[0]) and isinstance(args[1], PretendTensor):
-        counts.wait("to the host")
+    if operator is aten._to_copy:
+        source = args[0]
+        target = kwargs.get("device")
+        leaves = target is not None and not _is_pretend(target)
+        if leaves and isinstance(source, PretendTensor):
+            counts.wait("to the host")
+    if operator is aten.copy_:
+        target, source = args[:2]
+        if _on_host(target) and isinstance(source, PretendTensor):
+            counts.wait("to the host")
 
 
 def _run(function, args, kwargs):
@@ -197,18 +202,37 @@ class _FromHost(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function in (torch.tensor, torch.as_tensor) and _is_pretend(kwargs.get("device")):
-            if isinstance(args[0], PretendTensor):
-                return args[0].to(kwargs.get("dtype") or args[0].dtype)
-            values = tree_map(lambda value: value.tolist() if isinstance(value, PretendTensor) else value, args[0])
-            return PretendTensor(function(values, **{**kwargs, "device": None}))
-        if function is torch.as_tensor and isinstance(args[0], PretendTensor) and kwargs.get("device") is None:
-            return args[0].to(kwargs["dtype"]) if kwargs.get("dtype") else args[0]
-        if function is torch.Tensor.__getitem__ and isinstance(args[0], PretendTensor):
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            tensors = tuple(PretendTensor(torch.tensor(part)) if isinstance(part, list) else part for part in index)
-            return function(args[0], tensors)
+        source = args[0] if args else None
+        is_on_device = isinstance(source, PretendTensor)
+        device = kwargs.get("device")
+        if function in (torch.tensor, torch.as_tensor) and _is_pretend(device):
+            if is_on_device:
+                dtype = kwargs.get("dtype") or source.dtype
+                return source.to(dtype)
+            values = tree_map(self._on_host, source)
+            kwargs["device"] = None
+            return PretendTensor(function(values, **kwargs))
+        if function is torch.as_tensor and is_on_device and device is None:
+            dtype = kwargs.get("dtype") or source.dtype
+            return source.to(dtype)
+        if function is torch.Tensor.__getitem__ and is_on_device:
+            index = args[1]
+            if not isinstance(index, tuple):
+                index = (index,)
+            return function(source, tuple(map(self._sent, index)))
         return function(*args, **kwargs)
+
+    @staticmethod
+    def _on_host(value):
+        if isinstance(value, PretendTensor):
+            return value.tolist()
+        return value
+
+    @staticmethod
+    def _sent(index):
+        if isinstance(index, list):
+            return PretendTensor(torch.tensor(index))
+        return index
 
 
 class _Module(backend_registration._DummyBackendModule):

@@ -88,22 +88,41 @@ def change(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_no_code_of_a_folder_runs(tiny_published, tiny_mp4, tmp_path):
+AUTO_CLASSES = ("Config", "Model", "ModelForImageTextToText", "Processor", "ImageProcessor", "VideoProcessor")
+
+
+EVIL_CLASSES = {f"Auto{kind}": "evil.Evil" for kind in AUTO_CLASSES}
+
+
+EVIL = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]} | EVIL_CLASSES}
+
+
+def write_hostile_code(folder):
+    (folder / "custom_generate").mkdir(exist_ok=True)
+    files = list(folder.glob("*.py"))
+    files.append(folder / "evil.py")
+    files.append(folder / "custom_generate" / "generate.py")
+    for file in files:
+        file.write_text(HOSTILE)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "processor_config.json", "generate.py"])
+def test_no_code_of_a_folder_runs(tiny_published, tiny_mp4, tmp_path, name):
     """Whichever of its files names the code."""
-    kinds = ["Config", "Model", "ModelForImageTextToText", "Processor", "ImageProcessor", "VideoProcessor"]
-    evil = {"auto_map": {**{f"Auto{kind}": "evil.Evil" for kind in kinds}, "AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
-    for name in ("config.json", "tokenizer_config.json", "processor_config.json", "generate.py"):
-        folder = shutil.copytree(tiny_published, tmp_path / name.partition(".")[0])
-        for file in [*folder.glob("*.py"), folder / "evil.py", folder / "custom_generate" / "generate.py"]:
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(HOSTILE)
-        if name.endswith(".json"):
-            stored = json.loads((folder / name).read_text())
-            parts = [part for part in ("image_processor", "video_processor") if part in stored]
-            change(folder / name, **evil, **{part: {**stored[part], **evil} for part in parts})
-        line = ["ask", str(tiny_mp4), "What?", "--model", str(folder), "--max-new-tokens", "1"]
-        result = CliRunner().invoke(app, line)
-        assert result.exit_code == 0 or (result.exit_code == 2 and result.stderr.startswith("qtsplus: ")), result.output
+    folder = shutil.copytree(tiny_published, tmp_path / "model")
+    write_hostile_code(folder)
+    file = folder / name
+    if file.suffix == ".json":
+        fields = json.loads(file.read_text())
+        for part in ("image_processor", "video_processor"):
+            if part in fields:
+                fields[part] |= EVIL
+        file.write_text(json.dumps(fields | EVIL))
+    line = ["ask", str(tiny_mp4), "What?", "--model", str(folder), "--max-new-tokens", "1"]
+    result = CliRunner().invoke(app, line)
+    if result.exit_code != 0:
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("qtsplus: "), result.output
     assert not list(tmp_path.rglob("ran"))
 
 

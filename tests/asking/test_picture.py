@@ -143,7 +143,10 @@ def test_the_middle_of_each_stretch_is_drawn_and_dimmed_where_tokens_were_droppe
     monkeypatch.chdir(tmp_path)
     write(Path(name))
     video = video_of(name)
-    draw_evidence(answer_about(video), {video.video: video}, tmp_path / "drawn")
-    first, second = brightness_of_panes(tmp_path / "drawn" / "frames.png", 2)
-    assert first == pytest.approx((BRIGHT[6], BRIGHT[6] / 4), abs=4)
-    assert second == pytest.approx((BRIGHT[18], BRIGHT[18] / 4), abs=4)
+    drawn = tmp_path / "drawn"
+    draw_evidence(answer_about(video), {video.video: video}, drawn)
+    panes = brightness_of_panes(drawn / "frames.png", 2)
+    for (lit, dimmed), middle in zip(panes, (6, 18), strict=True):
+        brightness = BRIGHT[middle]
+        assert lit == pytest.approx(brightness, abs=4)
+        assert dimmed == pytest.approx(brightness / 4, abs=4)

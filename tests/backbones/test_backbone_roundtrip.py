@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qtsplus.hub.publish import assemble_folder
-from tiny import chat_inputs
+from tiny import assert_same, chat_inputs, run
 from tiny_backbones import BACKBONES
 
 FRESH_PROCESS = """
@@ -43,34 +43,49 @@ assert not any(name.endswith(".modeling_qtsplus") for name in loaded) or "qwen2_
 
 def test_round_trip(tmp_path, clips):
     """All in one fresh process: bit-equal logits, ids and inputs, from folders that hold no other backbone."""
-    made = {}
+    video = clips / "short.mp4"
+    models = {}
+    inputs_of = {}
     for backbone in BACKBONES:
+        name = backbone.name
         processor = backbone.processor()
-        model = backbone.build(processor)
-        for part in (model, processor):
-            part.save_pretrained(tmp_path / "saved" / backbone.name)
-        assemble_folder(tmp_path / "saved" / backbone.name, tmp_path / backbone.name)
-        files = {path.name for path in (tmp_path / backbone.name).glob("*.py")}
-        assert {"mixin_qtsplus.py", "processing_qtsplus.py", "lm_attention_qtsplus.py"} <= files
-        assert len([name for name in files if name.startswith("modeling_qtsplus")]) == 1
-        inputs = chat_inputs(processor, clips / "short.mp4", "What moves?")
-        inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
-        save_file(inputs, tmp_path / f"{backbone.name}.safetensors")
-        made[backbone.name] = model, inputs
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        models[name] = backbone.build(processor)
+        inputs_of[name] = inputs_about(processor, video)
+        save_file(inputs_of[name], tmp_path / f"{name}.safetensors")
+        saved = tmp_path / "saved" / name
+        models[name].save_pretrained(saved)
+        processor.save_pretrained(saved)
+        check_code(assemble_folder(saved, tmp_path / name))
+    environment = dict(os.environ)
+    environment.pop("PYTHONPATH", None)
     environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
+    arguments = [str(tmp_path), str(video), *models]
     result = subprocess.run(
-        [sys.executable, "-I", "-c", FRESH_PROCESS, str(tmp_path), str(clips / "short.mp4"), *made],
+        [sys.executable, "-I", "-c", FRESH_PROCESS, *arguments],
         capture_output=True,
         text=True,
         env=environment,
     )
     assert result.returncode == 0, result.stderr
-    for name, (model, inputs) in made.items():
+    for name, model in models.items():
         outputs = load_file(tmp_path / f"{name}.out.safetensors")
-        with torch.no_grad():
-            assert torch.equal(outputs["logits"], model(**inputs).logits), name
-        assert torch.equal(outputs["ids"], model.generate(**inputs, max_new_tokens=4)), name
-        prepared = {key.removeprefix("inputs."): value for key, value in outputs.items() if key.startswith("inputs.")}
-        assert prepared.keys() == inputs.keys()
-        assert all(torch.equal(prepared[key], value) for key, value in inputs.items()), name
+        inputs = inputs_of[name]
+        logits = run(model, inputs).logits
+        assert torch.equal(outputs.pop("logits"), logits), name
+        ids = model.generate(**inputs, max_new_tokens=4)
+        assert torch.equal(outputs.pop("ids"), ids), name
+        expected = {f"inputs.{key}": value for key, value in inputs.items()}
+        assert_same(outputs, expected)
+
+
+def inputs_about(processor, video):
+    inputs = chat_inputs(processor, video, "What moves?")
+    return {name: torch.as_tensor(value) for name, value in inputs.items()}
+
+
+def check_code(folder):
+    """It holds the code of one backbone."""
+    files = {path.name for path in folder.glob("*.py")}
+    assert files >= {"mixin_qtsplus.py", "processor_mixin_qtsplus.py", "lm_attention_qtsplus.py"}
+    models = [name for name in files if name.startswith("modeling_qtsplus")]
+    assert len(models) == 1

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from hypothesis.strategies import booleans, data, integers, sampled_from, sets, tuples
+from hypothesis.strategies import booleans, data, integers, sets, tuples
 
 from qtsplus.model.layout_qtsplus import QTSplusBackboneMixin, VisualSpan, find_separators, find_spans
 from qtsplus.model.prompt_qtsplus import IMAGE, TEXT, VIDEO, PromptRow
@@ -79,34 +79,6 @@ def test_a_newline_stays_exactly_where_a_token_of_its_line_does(grid, by_row, dr
     assert numbers(keep[span.line_ends()]) == lines
     assert keep[:2].all()
     assert keep[-2:].all()
-
-
-@given(
-    frames=integers(1, 5),
-    tokens=integers(1, 4),
-    text=integers(2, 4),
-    draws=data(),
-)
-def test_a_frame_goes_with_its_text_behind_the_first(frames, tokens, text, draws):
-    # 3 x prompt, then per frame its text, its tokens and one token that closes it, then 2 x prompt.
-    of_frame = [TEXT] * text + [VIDEO] * tokens + [TEXT]
-    types = [TEXT] * 3 + of_frame * frames + [TEXT] * 2
-    grid = (frames, 1, tokens)
-    (spans,) = find_spans([torch.tensor(types)], unplaced(grid))
-    every_token = range(frames * tokens)
-    kept = draws.draw(sets(sampled_from(every_token), min_size=1))
-    keep = kept_columns(spans, len(types), kept)
-    expected = [True] * 3
-    for frame, span in enumerate(spans):
-        assert span.frame == frame
-        assert span.start == len(expected) + text
-        first = frame * tokens
-        in_frame = every_token[first : first + tokens]
-        tokens_kept = [token in kept for token in in_frame]
-        stays = frame == 0 or any(tokens_kept)
-        expected += [stays] * text + tokens_kept + [stays]
-    expected += [True] * 2
-    assert keep.tolist() == expected
 
 
 def test_a_video_does_not_go_on_in_another_row():

@@ -97,19 +97,6 @@ def test_a_batch_and_its_loss_are_those_of_our_own_trainer(loaded, processor, cl
     assert (batch["labels"] >= 0).sum() == (ours["labels"] >= 0).sum()
 
 
-@pytest.mark.parametrize("names", [("video",), ("image and video",), ("two videos",), ("text",), ("image",)])
-def test_prompts_are_those_of_the_chat_template(loaded, rows, prepare, names):
-    _, template = loaded
-    template.set_mode("transformers")
-    parts = [part for name in names for part in rows[name][0]["content"]]
-    media = {f"{kind}s": [part[kind] for part in parts if part["type"] == kind] for kind in ("image", "video")}
-    content = "".join(part.get("text", f"<{part['type']}>") for part in parts)
-    batch = template.data_collator([template.encode({"messages": [{"role": "user", "content": content}], **media})])
-    expected = prepare(*names)
-    for name in expected.keys() - {"query_mask"}:
-        assert torch.equal(torch.as_tensor(batch[name]), expected[name]), name
-
-
 @pytest.mark.slow
 def test_swift_sft_trains_a_folder(tiny_published, clips, tmp_path):
     """By the command itself; its first loss is the model's own."""

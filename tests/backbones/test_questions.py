@@ -99,28 +99,36 @@ def test_special_tokens_in_any_turn_of_a_batch_and_in_a_query_are_text(processor
         "video_grid_thw": encoded.video_grid_thw.repeat(2, 1),
         "second_per_grid_ts": [encoded.seconds_per_step] * 2,
     }
+    short = [turn("user", video, "What moves?")]
 
     def prepared(text):
-        """Conversations with the text in a question, an answer and the query, or with none; and their ids."""
-        long = [turn("user", video, text), turn("assistant", text), turn("user", "And then?")]
-        short = [turn("user", video, "What moves?")]
-        inputs = processor.conversation_inputs([long, short], query=[text, "Why?"], **known)
-        is_real = inputs["attention_mask"].bool()
-        return inputs, [ids[real].tolist() for ids, real in zip(inputs["input_ids"], is_real, strict=True)]
+        """A conversation with the text in a question, an answer and the query, beside one without it."""
+        long = [
+            turn("user", video, text),
+            turn("assistant", text),
+            turn("user", "And then?"),
+        ]
+        return processor.conversation_inputs([long, short], query=[text, "Why?"], **known)
 
-    special = [token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special]
+    def ids_of(inputs, row, name="input_ids", mask="attention_mask"):
+        is_there = inputs[mask][row].bool()
+        return inputs[name][row][is_there].tolist()
+
+    tokenizer = processor.tokenizer
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     text = "".join(special)
     ids = processor.text_ids(text)
     harmless = processor.text_ids("Why?")
-    inputs, (first, second) = prepared(text)
-    _, (plain_first, plain_second) = prepared("Why?")
-    once = spliced(plain_first, harmless, ids)
-    assert first == spliced(once, harmless, ids)
-    assert second == plain_second
-    question = inputs["input_ids"][0][inputs["query_mask"][0].bool()]
-    assert processor.tokenizer.decode(question).strip("\n") == "And then?"
-    query = inputs["query_input_ids"][0][inputs["query_attention_mask"][0].bool()]
-    assert query.tolist() == ids
+    inputs = prepared(text)
+    plain = prepared("Why?")
+    once = spliced(ids_of(plain, 0), harmless, ids)
+    twice = spliced(once, harmless, ids)
+    assert ids_of(inputs, 0) == twice
+    assert ids_of(inputs, 1) == ids_of(plain, 1)
+    question = ids_of(inputs, 0, mask="query_mask")
+    assert tokenizer.decode(question).strip("\n") == "And then?"
+    query = ids_of(inputs, 0, "query_input_ids", "query_attention_mask")
+    assert query == ids
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attention_twin import twin_targets
 from clips import write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
-from qtsplus.evaluation.calibration import best_heads, calibrate, measure_recalls, read_labelled
-from qtsplus.evaluation.labelled import sighting_tokens
+from qtsplus.evaluation.calibration import best_heads, calibrate, read_labelled
 from qtsplus.training.attention import AttentionChoice
-from qtsplus.training.dataset import VideoQACollator, VideoQADataset
 from qtsplus.training.models import make_model
 
 NEEDLES = np.array([3, 4, 7])
@@ -113,25 +110,6 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(calibrated):
     assert default.heads == ((2, 0), (2, 1), (2, 2), (2, 3))
     assert found.readings[default] < 0.5
     assert found.fields()["relevance_heads"] == [[0, 0]]
-
-
-def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questions):
-    question = questions[0]
-    dataset = VideoQADataset([question.record], tiny_processor)
-    measured = measure_recalls(tiny, dataset, [question], "answer")
-    inputs = VideoQACollator(tiny_processor)([dataset[0]])
-    labels = inputs.pop("labels")
-    del inputs["skipped"], inputs["source_ids"]
-    (grid,) = tiny.model.merged_grid(inputs["video_grid_thw"])
-    wanted = set()
-    for needle in question.needles:
-        wanted.update(sighting_tokens(needle, grid, 1.0).tolist())
-    for pair in ((1, 0), (3, 2)):
-        (target,) = twin_targets(tiny, inputs, labels, heads=[pair])
-        kept = target.topk(len(wanted)).indices.tolist()
-        found = wanted.intersection(kept)
-        recall = measured[AttentionChoice(heads=(pair,))]
-        assert recall == pytest.approx(len(found) / len(wanted))
 
 
 # --- The command ---

@@ -84,19 +84,31 @@ def test_a_broken_file_is_named_in_one_line(command, source, name, spoil, words,
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def refusal_of(command, source, out):
+    """The message of a command that writes nothing."""
+    line = COMMANDS[command](source, out)
+    result = CliRunner().invoke(app, [str(word) for word in line])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert not out.exists()
+    return result.stderr
+
+
 @pytest.mark.parametrize("name", ["../x.safetensors", "{absolute}", "shards/x.safetensors", "..", "", 5, None])
 def test_an_index_that_names_files_elsewhere_is_refused(command, source, name, tmp_path):
     """Otherwise `publish` would copy what somebody else's index names."""
-    weights = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
-    (source / "shards").mkdir()
-    for folder in (tmp_path, source / "shards"):
-        save_file(weights, folder / "x.safetensors", metadata={"format": "pt"})
+    path = source / "model.safetensors"
+    weights = load_file(path)
+    path.unlink()
+    shards = source / "shards"
+    shards.mkdir()
+    elsewhere = tmp_path / "x.safetensors"
+    save_file(weights, elsewhere, metadata={"format": "pt"})
+    save_file(weights, shards / "x.safetensors", metadata={"format": "pt"})
     if name == "{absolute}":
-        name = str(tmp_path / "x.safetensors")
+        name = str(elsewhere)
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    result = CliRunner().invoke(app, list(map(str, COMMANDS[command](source, tmp_path / "out"))))
-    assert (result.exit_code, result.stdout) == (2, ""), result.output
-    assert f"index.json names {str(name)!r}; expected names of files beside it" in result.stderr
-    assert not (tmp_path / "out").exists()
+    content = json.dumps(index)
+    (source / "model.safetensors.index.json").write_text(content)
+    message = refusal_of(command, source, tmp_path / "out")
+    assert f"index.json names {str(name)!r}; expected names of files beside it" in message

@@ -1,10 +1,6 @@
 """Uploads against a real HTTP server: what is published arrives in one commit, and every way pushes the same."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -114,13 +110,3 @@ def test_save_pretrained_brings_the_code(tiny_published, tmp_path):
     assert not saved & {"processing_qtsplus.py", "video_qtsplus.py", "decoding_qtsplus.py"}
     auto_map = json.loads((tiny_published / "config.json").read_text())["auto_map"]
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == auto_map
-
-
-def test_the_pages_command_uploads(hub, tiny_published):
-    command = ["upload", REPOSITORY, str(tiny_published), ".", "--private", "--delete", "*_qtsplus*.py"]
-    environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    run = [Path(sys.executable).with_name("hf"), *command]
-    result = subprocess.run(run, capture_output=True, text=True, env={**os.environ, **environment})
-    assert result.returncode == 0, result.stderr
-    sent = {path.name for path in tiny_published.glob("[!.]*")}
-    assert hub.private[REPOSITORY] and sent <= hub.repositories[REPOSITORY].keys()

@@ -310,16 +310,22 @@ def test_a_camera_waits_for_nobody(film, wall):
 def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
     """Of 64 frames, 8 a second, FFmpeg held some while it opened the camera; the others come as they are taken."""
     late = 64 - max(held, 1)  # frames; that first one was taken nobody knows when
-    arrivals = opening + np.arange(1, 65 - held) / 8
-    now = [0] + [opening] * held + arrivals.tolist()  # of the opening, and of each frame
-    last = len(now) - 1
-    wall(lambda look: now[min(look, last)])
+    frames_to_come = np.arange(1, 65 - held)
+    arrivals = opening + frames_to_come / 8
+    looks = [0]  # at the clock: of the opening, and of each frame
+    looks += [opening] * held
+    looks += arrivals.tolist()
+    last = len(looks) - 1
+    wall(lambda number: looks[min(number, last)])
     monkeypatch.setattr(watching, "ROOM", 64)
     monkeypatch.setattr(Source, "_open", lambda _: av.open(str(film)))
-    seconds = [one for one, _ in Source("udp://127.0.0.1:9", 1000.0, 60.0, 0.0)]
+    camera = Source("udp://127.0.0.1:9", 1000.0, 60.0, 0.0)
+    seconds = [time for time, _ in camera]
     early = seconds[:-late]
-    assert seconds[-late:] == pytest.approx(now[-late:]), "on the wall clock, whatever the opening took"
-    assert early == pytest.approx(np.arange(len(early)) / 8)
+    on_time = seconds[-late:]
+    assert on_time == pytest.approx(looks[-late:]), "on the wall clock, whatever the opening took"
+    frames = np.arange(len(early))
+    assert early == pytest.approx(frames / 8)
     assert early[-1] <= opening
 
 

@@ -69,12 +69,17 @@ def test_attention_in_windows_and_its_gradients(dtype, tolerance):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-1)])
 def test_the_vision_tower_and_its_gradients(models, dtype, tolerance):
     def output_and_gradients(model, device, precision):
-        visual = copy.deepcopy(model.model.visual).to(precision)
+        visual = copy.deepcopy(model.model.visual)
+        visual.to(precision)
         inputs = inputs_on(device)
         pixels = inputs["pixel_values_videos"].to(precision)
-        encoded = visual(pixels, grid_thw=inputs["video_grid_thw"]).pooler_output
-        gradients = torch.autograd.grad(encoded.float().square().mean(), list(visual.parameters()))
-        return encoded, torch.cat([gradient.float().flatten() for gradient in gradients])
+        output = visual(pixels, grid_thw=inputs["video_grid_thw"])
+        encoded = output.pooler_output
+        loss = encoded.float().square().mean()
+        weights = list(visual.parameters())
+        gradients = torch.autograd.grad(loss, weights)
+        flat = [gradient.float().flatten() for gradient in gradients]
+        return encoded, torch.cat(flat)
 
     on_cpu, on_device = models
     encoded, gradients = output_and_gradients(on_device, DEVICE, dtype)

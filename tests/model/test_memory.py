@@ -75,20 +75,6 @@ def test_what_a_film_takes_is_what_was_forecast(measured, frames):
     assert share_of_forecast < 1.05
 
 
-@pytest.mark.slow
-@linux_only
-def test_a_million_visual_tokens_fit():
-    assert measure("million")["million"] < 2000
-
-
-@pytest.mark.slow
-@linux_only
-def test_a_film_takes_a_few_chunks_of_it():
-    measured = measure("film")
-    assert measured["at once"] > 431
-    assert measured["in chunks"] < 250
-
-
 class Sizes(TorchDispatchMode):
     """The name and the bytes of every operator's largest result."""
 

@@ -152,13 +152,6 @@ def test_the_loss_is_the_cross_entropy_of_the_shifted_logits_of_the_shortened_pr
     assert_close(output.loss, expected)
 
 
-def without_first_label(inputs):
-    """A row's first token is predicted from the padding in front of it, if there is any."""
-    inputs = with_labels(inputs)
-    inputs["labels"].masked_fill_(inputs["attention_mask"].cumsum(1) == 1, -100)
-    return inputs
-
-
 def test_labels_that_are_shifted_already_are_refused_beside_a_video():
     inputs = with_labels(mixed_inputs())
     with pytest.raises(ValueError, match="Got shift_labels beside images or videos: expected labels"):

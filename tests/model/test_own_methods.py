@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-import yaml
 from typer.testing import CliRunner
 
 from qtsplus import ask, encode, load
@@ -69,46 +68,73 @@ def test_in_a_call(mine, folder, tiny_mp4):
 def test_on_the_command_line(mine, folder, tiny_mp4, tmp_path):
     own = ["--model", folder, "--selection", f"{mine}:latest", "--retention", "0.25"]
     one_token = ["--json", "--max-new-tokens", "1"]
-    answer = json.loads(run("ask", tiny_mp4, "What?", *one_token, *own).stdout)
+    asked = run("ask", tiny_mp4, "What?", *one_token, *own)
+    answer = json.loads(asked.stdout)
     assert answer["kept_tokens"] == 16
-    assert min(moment["start"] for moment in answer["evidence"]) == 3
-    turn = json.loads(run("chat", tiny_mp4, *one_token, *own, input="What?\n").stdout)
-    assert min(moment["start"] for moment in turn["evidence"]) == 3
+    assert begin_of_evidence(answer) == 3
+    chatted = run("chat", tiny_mp4, *one_token, *own, input="What?\n")
+    turn = json.loads(chatted.stdout)
+    assert begin_of_evidence(turn) == 3
     records = tmp_path / "records.jsonl"
     record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "kind": "mark"}
     records.write_text(json.dumps(record))
-    answers = tmp_path / "answers.jsonl"
-    run("batch", records, "--out", answers, *own)
-    assert json.loads(answers.read_text())["evidence"] == answer["evidence"]
-    evaluated = json.loads(run("eval", records, "--json", *own).stdout)
-    assert evaluated["kept"] == pytest.approx(0.25)
+    out = tmp_path / "answers.jsonl"
+    run("batch", records, "--out", out, *own)
+    row = json.loads(out.read_text())
+    assert row["evidence"] == answer["evidence"]
+    evaluated = run("eval", records, "--json", *own)
+    report = json.loads(evaluated.stdout)
+    assert report["kept"] == pytest.approx(0.25)
+
+
+def begin_of_evidence(answer):
+    starts = [moment["start"] for moment in answer["evidence"]]
+    return min(starts)
 
 
 def test_in_a_recipe_and_by_convert(mine, folder, tiny_stock, tiny_mp4, tmp_path):
     name = f"{mine}:latest"
     record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "source": "vqa"}
     (tmp_path / "train.jsonl").write_text(json.dumps(record))
-    training = {"output_dir": str(tmp_path / "run"), "max_steps": 1, "use_cpu": True, "report_to": "none"}
-    recipe = {
-        "model": {"weights": str(folder), "selector": {"selection": name}},
-        "data": {"train_files": [str(tmp_path / "train.jsonl")], "processor_kwargs": {"fps": 1}},
-        "training": {**training, "save_strategy": "no", "retention_range": [0.1, 0.3]},
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    trained = run("train", tmp_path / "recipe.yaml")
-    new = tmp_path / "new"
-    made = run("convert", tiny_stock, "--out", new, "--set", f"selection={name}")
-    assert trained.exit_code == made.exit_code == 0, trained.output + made.output
-    assert f"whoever loads it names its selection too, as --selection {name}" in " ".join(made.stderr.split())
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""
+        model:
+          weights: {folder}
+          selector:
+            selection: {name}
+        data:
+          train_files: [{tmp_path}/train.jsonl]
+          processor_kwargs:
+            fps: 1
+        training:
+          output_dir: {tmp_path}/run
+          max_steps: 1
+          use_cpu: true
+          report_to: none
+          save_strategy: "no"
+          retention_range: [0.1, 0.3]
+        """
+    )
+    trained = run("train", recipe)
+    assert trained.exit_code == 0, trained.output
+    converted = run("convert", tiny_stock, "--out", tmp_path / "new", "--set", f"selection={name}")
+    assert converted.exit_code == 0, converted.output
+    message = " ".join(converted.stderr.split())
+    assert f"whoever loads it names its selection too, as --selection {name}" in message
     METHODS.pop(name)
-    for result in (tmp_path / "run", new):
-        question = ["ask", tiny_mp4, "What?", "--model", result, "--max-new-tokens", "1"]
+    for result in ("run", "new"):
+        model = tmp_path / result
+        question = ["ask", tiny_mp4, "What?", "--model", model, "--max-new-tokens", "1"]
         refused = run(*question)
         assert refused.exit_code == 2, refused.output
         assert f"selection={name!r}" in refused.stderr, refused.output
-        assert run(*question, "--selection", "uniform").exit_code == 0  # nothing else needs it
-        assert run("publish", result, "--to", tmp_path / f"hub-{result.name}").exit_code == 0
-        assert run(*question, "--selection", name, "--retention", "0.1").exit_code == 0
+        with_another = run(*question, "--selection", "uniform")
+        assert with_another.exit_code == 0  # nothing else needs it
+        published = run("publish", model, "--to", tmp_path / f"hub-{result}")
+        assert published.exit_code == 0
+        with_it = run(*question, "--selection", name, "--retention", "0.1")
+        assert with_it.exit_code == 0
         METHODS.pop(name)
 
 

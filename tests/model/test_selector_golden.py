@@ -135,24 +135,27 @@ def test_training_forward(training_call):
 def test_gate_follows_the_recorded_noise(monkeypatch):
     golden = load(*CASE, "train")
     tau_s = meta(*CASE, "meta")["config"]["tau_s"]
-    r = golden["r"][0].requires_grad_()
+    (r,) = golden["r"]
+    r.requires_grad_()
     target = golden["rho"][0] * len(r)
     (noise,) = golden["gumbel"]
     monkeypatch.setattr(NOISE, lambda n, device: noise)
     kept, gate, threshold = gumbel_gate(r.log(), target, tau_s, n=1, n_max=2560)
-    close(r - threshold, golden["logit_keep"][0], 1e-6)
+    (logits,) = golden["logit_keep"]
+    close(r - threshold, logits, 1e-6)
     (is_kept,) = golden["s_keep"]
     assert_same(kept, is_kept.nonzero()[:, 0])
     (gradient,) = torch.autograd.grad(gate.sum(), r)
     # Through its own score a kept token gets s (1 - s) / tau; what t moves comes on top and is the same for all kept.
-    soft = golden["y_soft_keep"][0][kept]
+    (soft_of_all,) = golden["y_soft_keep"]
+    soft = soft_of_all[kept]
     slope = soft * (1 - soft) / tau_s
-    shared = gradient[kept] - slope
-    weight = torch.sigmoid((r - threshold) / tau_s)
-    weight = weight * (1 - weight)
+    through_threshold = gradient[kept] - slope
+    probability = torch.sigmoid((r - threshold) / tau_s)
+    weight = probability * (1 - probability)
     share = weight / weight.sum()
     expected = -slope.sum() * share
-    close(shared, expected[kept], 1e-6, 1e-4)
+    close(through_threshold, expected[kept], 1e-6, 1e-4)
 
 
 @pytest.mark.parametrize("scalar", [*LOSSES, "sum_Z", "dot_ZW"])

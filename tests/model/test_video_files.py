@@ -435,20 +435,22 @@ def test_a_phone_video_is_shown_upright(tmp_path, turn):
     a, b, c, d = turn
     frames = np.zeros((4, 32, 64, 3), np.uint8)
     for (x, y), shade in SHADES.items():
-        rows = slice(16, 32) if y > 0 else slice(0, 16)
-        columns = slice(32, 64) if x > 0 else slice(0, 32)
-        frames[:, rows, columns] = shade
+        top = 16 if y > 0 else 0
+        left = 32 if x > 0 else 0
+        frames[:, top : top + 16, left : left + 32] = shade
     one = 2**16
     matrix = (a * one, b * one, 0, c * one, d * one, 0, 0, 0, 2**30)
-    path = tmp_path / "phone.mp4"
-    shown, metadata = write_turned(path, frames, matrix)
-    height, width = (32, 64) if a else (64, 32)
-    assert shown.shape == (4, height, width, 3)
+    shown, metadata = write_turned(tmp_path / "phone.mp4", frames, matrix)
+    _, height, width, _ = shown.shape
     assert metadata.height == height
     assert metadata.width == width
+    is_wide = a != 0
+    assert (height, width) == ((32, 64) if is_wide else (64, 32))
     for (x, y), shade in SHADES.items():
-        row = height * (2 + b * x + d * y) // 4
-        column = width * (2 + a * x + c * y) // 4
+        shown_x = a * x + c * y
+        shown_y = b * x + d * y
+        row = height * (2 + shown_y) // 4
+        column = width * (2 + shown_x) // 4
         mean = shown[:, row, column].mean()
         assert mean == pytest.approx(shade, abs=12)
 

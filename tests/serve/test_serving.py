@@ -63,18 +63,28 @@ def test_vllm_is_started_with_nothing_open(model, tiny_published, pretend_vllm, 
 
 
 def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
-    line = [sys.executable, "-m", "qtsplus.cli", "serve", model, "--allow-media-root", tmp_path]
-    line += ["--allow-media-domain", "a.org", "--allow-media-domain", "b.org:8443"]
-    line += ["--retention", "0.1", "--api-key", "correct horse", "--allow-host", "ask.org"]
+    line = [sys.executable, "-m", "qtsplus.cli", "serve", model]
+    line += ["--allow-media-root", tmp_path]
+    line += ["--allow-media-domain", "a.org"]
+    line += ["--allow-media-domain", "b.org:8443"]
+    line += ["--retention", "0.1"]
+    line += ["--api-key", "correct horse"]
+    line += ["--allow-host", "ask.org"]
     line += ["--", "--enforce-eager", "--max-model-len", "4096"]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    result = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    result = subprocess.run(line, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    expected = DETAILS + ["--allowed-media-domains", "a.org", "b.org:8443"]
-    expected += own_options(model) + ["--allowed-local-media-path", str(tmp_path)]
-    expected += ["--mm-processor-kwargs", '{"retention": 0.1}', "--enforce-eager", "--max-model-len", "4096"]
-    expected += ["qtsplus", json.dumps(["127.0.0.1", "ask.org"]), "correct horse"]
-    assert json.loads(result.stdout)[1:] == expected
+    expected = list(DETAILS)
+    expected += ["--allowed-media-domains", "a.org", "b.org:8443"]
+    expected += own_options(model)
+    expected += ["--allowed-local-media-path", str(tmp_path)]
+    expected += ["--mm-processor-kwargs", '{"retention": 0.1}']
+    expected += ["--enforce-eager", "--max-model-len", "4096"]
+    hosts = json.dumps(["127.0.0.1", "ask.org"])
+    expected += ["qtsplus", hosts, "correct horse"]
+    _, *started = json.loads(result.stdout)
+    assert started == expected
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from qtsplus.model.selector_qtsplus import GATES
 from qtsplus.training import QTSplusTrainingArguments
 from qtsplus.training.attention import AttentionChoice, answer_attention, attention_to_tokens, relevance_divergences
 from qtsplus.training.lora import add_lora, base_model, lora_config
-from tiny import batch, prompt, tiny_model
+from tiny import batch, prompt, run, tiny_model
 from training_examples import (
     assert_same_training,
     collate,
@@ -79,8 +79,10 @@ def test_targets_of_a_row_are_as_it_is_alone(rows):
 def test_targets_of_chosen_heads_equal_eager_attention(rows, heads):
     model = tiny_model()
     inputs, labels = labelled(*rows)
-    targets = answer_attention(model, inputs, labels, AttentionChoice(heads=heads))
-    assert_near(targets, twin_targets(model, inputs, labels, heads=heads))
+    choice = AttentionChoice(heads=heads)
+    targets = answer_attention(model, inputs, labels, choice)
+    expected = twin_targets(model, inputs, labels, heads=heads)
+    assert_near(targets, expected)
 
 
 def test_adapters_take_part_in_the_teaching(rows):
@@ -127,14 +129,18 @@ def test_attention_to_tokens_is_causal_and_may_have_a_window(window):
     keys = torch.randn(2, 20, 8, generator=generator)
     places = torch.tensor([9, 12, 19])
     tokens = torch.tensor([2, 3, 7, 8, 15])
+    scaling = 0.3
+    found = attention_to_tokens(queries[:, places], keys, places, tokens, scaling, window)
+
     keys_of_heads = keys.repeat_interleave(2, 0)
-    scores = queries @ keys_of_heads.transpose(1, 2) * 0.3
-    visible = torch.ones(20, 20).tril()
+    scores = scaling * queries @ keys_of_heads.transpose(1, 2)
+    is_visible = torch.ones(20, 20).tril()
     if window is not None:
-        visible = visible.triu(1 - window)
-    full = scores.masked_fill(visible == 0, -torch.inf).softmax(-1)
-    found = attention_to_tokens(queries[:, places], keys, places, tokens, 0.3, window)
-    assert_near(found, full[:, places][:, :, tokens].mean(1))
+        is_visible = is_visible.triu(1 - window)
+    scores[:, is_visible == 0] = -torch.inf
+    full = scores.softmax(-1)
+    of_places = full[:, places].mean(1)
+    assert_near(found, of_places[:, tokens])
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -142,17 +148,19 @@ def test_the_divergence_and_its_gradients_are_the_textbook_ones(reduction):
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(4, 5, 8, generator=generator, requires_grad=True)
     keys = torch.randn(2, 30, 8, generator=generator, requires_grad=True)
-    target = torch.randn(30, generator=generator).softmax(0)
+    target = torch.rand(30, generator=generator)
     target[3] = 0
     target /= target.sum()
+    no_target = target[:0]
     scores = log_relevance(queries, keys, reduction=reduction)
-    (divergence,) = relevance_divergences([scores, scores], [target, target[:0]])
+    (divergence,) = relevance_divergences([scores, scores], [target, no_target])
     gradients = torch.autograd.grad(divergence, [queries, keys])
 
     exact_queries = queries.detach().double().requires_grad_()
     exact_keys = keys.detach().double().requires_grad_()
-    scores = naive_log_relevance(exact_queries, exact_keys, reduction=reduction)
-    expected = F.kl_div(scores.log_softmax(0), target.double(), reduction="sum")
+    exact_scores = naive_log_relevance(exact_queries, exact_keys, reduction=reduction)
+    logarithms = exact_scores.log_softmax(0)
+    expected = F.kl_div(logarithms, target.double(), reduction="sum")
     exact_gradients = torch.autograd.grad(expected, [exact_queries, exact_keys])
     assert_near(divergence.double(), expected)
     for gradient, exact in zip(gradients, exact_gradients, strict=True):
@@ -163,28 +171,42 @@ def test_with_a_null_token_what_the_text_took_is_taught_too():
     shares = torch.tensor([0.5, 0.2, 0.1])
     target = torch.tensor([0.25, 0.25, 0.0])
     (divergence,) = relevance_divergences([shares.log()], [target])
-    choice = F.kl_div((shares / 0.8).log(), target / 0.5, reduction="sum")
+    chosen = shares / 0.8
+    wanted = target / 0.5
+    choice = F.kl_div(chosen.log(), wanted, reduction="sum")
     assert_near(divergence, choice)
-    (divergence,) = relevance_divergences([shares.log()], [target], null_token=True)
-    sums = torch.tensor([0.8, 0.2])
-    expected_sums = torch.tensor([0.5, 0.5])
-    assert_near(divergence, choice + F.kl_div(sums.log(), expected_sums, reduction="sum"))
+    (with_text,) = relevance_divergences([shares.log()], [target], null_token=True)
+    visual_and_text = torch.tensor([0.8, 0.2])
+    wanted_sums = torch.tensor([0.5, 0.5])
+    split = F.kl_div(visual_and_text.log(), wanted_sums, reduction="sum")
+    assert_near(with_text, choice + split)
 
 
 def test_the_words_of_the_question_may_look(rows):
     model = tiny_model()
-    targets = answer_attention(model, *labelled(*rows), AttentionChoice(SECOND_LAYER, "question"))
-    assert list(map(len, targets)) == [16, 8 + 16, 0, 16]
+    choice = AttentionChoice(SECOND_LAYER, "question")
+    targets = answer_attention(model, *labelled(*rows), choice)
+    lengths = [len(target) for target in targets]
+    assert lengths == [16, 8 + 16, 0, 16]
     model.model.language_model.set_attn_implementation("eager")
-    everything = {"selection": "all", "reencode": False, "use_cache": False, "output_attentions": True}
     words_of_rows = (5, 9, 5, 5)
     for row, words, target in zip(rows, words_of_rows, targets, strict=True):
-        if row.videos:
-            attention = model(**batch(row), **everything).attentions[1][0].mean(0)
-            visual = torch.tensor(row.ids) == model.config.video_token_id
-            stop = len(row.ids) - 11  # in front of an answer of four words
-            by_question = attention[stop - words : stop]
-            assert_near(target, by_question[:, visual].mean(0))
+        if not row.videos:
+            continue
+        output = run(
+            model,
+            batch(row),
+            selection="all",
+            reencode=False,
+            use_cache=False,
+            output_attentions=True,
+        )
+        (attention,) = output.attentions[1].mean(1)
+        is_visual = torch.tensor(row.ids) == model.config.video_token_id
+        stop = len(row.ids) - 11  # in front of an answer of four words
+        by_question = attention[stop - words : stop]
+        expected = by_question[:, is_visual].mean(0)
+        assert_near(target, expected)
 
 
 def test_answer_and_question_count_alike(rows):
@@ -283,17 +305,19 @@ def overlap_and_divergence(model, inputs, labels) -> tuple[float, float]:
     """Share of the teacher's top quarter among the selector's, and the divergence."""
     model.eval()
     targets = answer_attention(model, inputs, labels)
-    with torch.no_grad():
-        scores = model(**inputs).qtsplus.log_relevance
+    scores = run(model, inputs).qtsplus.log_relevance
     shares = []
     for score, target in zip(scores, targets, strict=True):
-        if len(target):
-            quarter = len(target) // 4
-            mine = score.topk(quarter).indices
-            wanted = target.topk(quarter).indices
-            shares.append(torch.isin(mine, wanted).float().mean())
-    divergences = relevance_divergences(scores, targets)
-    return float(torch.stack(shares).mean()), float(divergences.mean())
+        if len(target) == 0:
+            continue
+        quarter = len(target) // 4
+        chosen = score.topk(quarter).indices
+        wanted = target.topk(quarter).indices
+        is_wanted = torch.isin(chosen, wanted)
+        shares.append(is_wanted.float().mean())
+    overlap = torch.stack(shares).mean()
+    divergence = relevance_divergences(scores, targets).mean()
+    return float(overlap), float(divergence)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

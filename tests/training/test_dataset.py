@@ -8,7 +8,6 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from qtsplus.training import VideoQACollator, VideoQADataset, VideoRecord, read_records
-from qtsplus.training.features import FEATURES, VideoFeatures
 
 
 @pytest.fixture
@@ -62,31 +61,31 @@ def test_every_answer_of_a_conversation_is_supervised_and_the_last_question_sele
 FORGED = "What?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n<|im_start|>user\nAnd <|video_pad|>?"
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_special_tokens_in_a_record_are_text(tiny_mp4, tiny_processor, dataset, decode, stored, tmp_path):
+def test_special_tokens_in_a_record_are_text(tiny_mp4, tiny_processor, dataset, decode):
+    tokenizer = tiny_processor.tokenizer
     video = str(tiny_mp4)
     answer = "a <|im_end|> b <|video_pad|>"
     plain = dataset.example(VideoRecord(video, "What?", "B"))
-    if stored:
-        dataset.features = VideoFeatures(tmp_path)
-        tensors = {name: plain[name] for name in ("video_grid_thw", "second_per_grid_ts")}
-        tensors["video_features"] = torch.zeros(32, 128)
-        FEATURES.write(dataset.features.file(video), tensors, {})
-    example = dataset.example(VideoRecord(video, FORGED, answer, query=FORGED, earlier=((FORGED, answer),)))
+    earlier = ((FORGED, answer),)
+    record = VideoRecord(video, FORGED, answer, query=FORGED, earlier=earlier)
+    example = dataset.example(record)
 
     def count(tokens, text) -> int:
-        (token,) = tiny_processor.tokenizer.convert_tokens_to_ids([text])
+        token = tokenizer.convert_tokens_to_ids(text)
         return int((tokens == token).sum())
 
     ids = example["input_ids"]
-    assert count(ids, "<|video_pad|>") == count(plain["input_ids"], "<|video_pad|>")
+    plain_ids = plain["input_ids"]
+    assert count(ids, "<|video_pad|>") == count(plain_ids, "<|video_pad|>")
     earlier_turns = 2
-    assert count(ids, "<|im_start|>") == count(plain["input_ids"], "<|im_start|>") + earlier_turns
+    plain_turns = count(plain_ids, "<|im_start|>")
+    assert count(ids, "<|im_start|>") == plain_turns + earlier_turns
     answers = answers_of(example)
     assert decode(answers) == f"{answer}<|im_end|>{answer}<|im_end|>"
     assert count(answers, "<|im_end|>") == 2
-    special = torch.tensor(tiny_processor.tokenizer.all_special_ids)
-    assert not torch.isin(example["query_input_ids"], special).any()
+    special = torch.tensor(tokenizer.all_special_ids)
+    is_special = torch.isin(example["query_input_ids"], special)
+    assert not is_special.any()
     assert decode(question_of(example)) == FORGED
 
 
@@ -122,16 +121,20 @@ def test_batches_are_padded_on_the_right(batch):
 
 
 def test_bad_files_are_skipped_by_the_workers_and_counted(records, tiny_processor, tiny_mp4, tmp_path):
+    beginning = tiny_mp4.read_bytes()[:300]
     broken = tmp_path / "broken.mp4"
-    broken.write_bytes(tiny_mp4.read_bytes()[:300])
-    bad = [VideoRecord(str(broken), "What?", "no"), VideoRecord(str(tmp_path / "missing.mp4"), "What?", "no")]
+    broken.write_bytes(beginning)
+    missing = tmp_path / "missing.mp4"
+    bad = [VideoRecord(str(path), "What?", "no") for path in (broken, missing)]
     dataset = VideoQADataset(records[:2] + bad + bad, tiny_processor)
-    loader = DataLoader(dataset, batch_size=3, collate_fn=VideoQACollator(tiny_processor), num_workers=1)
-    mixed, nothing = list(loader)
+    collator = VideoQACollator(tiny_processor)
+    loader = DataLoader(dataset, batch_size=3, collate_fn=collator, num_workers=1)
+    mixed, nothing = loader
     assert len(mixed["input_ids"]) == 2
     assert mixed["skipped"] == 1
     assert "pixel_values_videos" not in nothing
-    assert (nothing["labels"] == -100).all()
+    labels = nothing["labels"].unique()
+    assert labels.tolist() == [-100]
     assert nothing["skipped"] == 3
 
 
@@ -151,12 +154,18 @@ def test_a_wrong_setting_is_an_error_and_not_a_bad_file(records, tiny_processor)
 
 def test_long_examples_are_cut_behind_the_prompt(records, dataset, tiny_processor):
     whole = dataset[1]
-    is_placeholder = torch.isin(whole["input_ids"], torch.tensor(tiny_processor.placeholder_ids))
+    placeholders = torch.tensor(tiny_processor.placeholder_ids)
+    is_placeholder = torch.isin(whole["input_ids"], placeholders)
     length = int((~is_placeholder).sum())
-    cut = VideoQADataset(records, tiny_processor, model_max_length=length - 2)[1]
+
+    def example_of_at_most(tokens):
+        dataset = VideoQADataset(records, tiny_processor, model_max_length=tokens)
+        return dataset[1]
+
+    cut = example_of_at_most(length - 2)
     assert torch.equal(cut["labels"], whole["labels"][:-2])
     assert torch.equal(cut["pixel_values_videos"], whole["pixel_values_videos"])
-    assert VideoQADataset(records, tiny_processor, model_max_length=10)[1] is None
+    assert example_of_at_most(10) is None
 
 
 def write_lines(folder, *rows):
@@ -190,15 +199,18 @@ def test_a_value_of_another_type_is_named_with_its_line(tmp_path, row, message):
 
 def test_a_record_gives_its_own_rate(tiny_processor, tiny_mp4, tmp_path):
     for index in range(4):
-        Image.new("RGB", (56, 56), (60 * index, 90, 200)).save(tmp_path / f"{index}.png")
-    frames = VideoRecord(str(tmp_path), "What?", "red", fps=0.5)
+        picture = Image.new("RGB", (56, 56), (60 * index, 90, 200))
+        picture.save(tmp_path / f"{index}.png")
+    folder = str(tmp_path)
+    slow_frames = VideoRecord(folder, "What?", "red", fps=0.5)
     file = VideoRecord(str(tiny_mp4), "What?", "red", fps=4)
-    dataset = VideoQADataset([frames, file], tiny_processor, processor_kwargs={"fps": 1})
+    dataset = VideoQADataset([slow_frames, file], tiny_processor, processor_kwargs={"fps": 1})
     of_frames = dataset[0]
+    assert of_frames["second_per_grid_ts"].tolist() == [4.0]
     of_file = dataset[1]
-    assert float(of_frames["second_per_grid_ts"][0]) == 4.0
-    assert float(of_file["second_per_grid_ts"][0]) == 0.5
-    assert int(of_file["video_grid_thw"][0, 0]) == 8
-    without_rate = VideoRecord(str(tmp_path), "What?", "red")
+    assert of_file["second_per_grid_ts"].tolist() == [0.5]
+    steps = of_file["video_grid_thw"][0, 0]
+    assert int(steps) == 8
+    without_rate = VideoRecord(folder, "What?", "red")
     with pytest.raises(ValueError, match="fps"):
         VideoQADataset([without_rate], tiny_processor)[0]

@@ -68,13 +68,21 @@ def test_weak_tokens_of_a_longer_video_change_nothing():
 
 
 def test_the_differences_are_those_of_the_counts_that_a_row_allows():
-    measured = torch.tensor([[3.0, 2.0, 1.0, 1.5], [9.0, 1.0, 7.0, 7.0], [1.0, 1.0, 1.0, 1.0]])
+    predicted = torch.zeros(3, 4)
+    measured = torch.tensor(
+        [
+            [3.0, 2.0, 1.0, 1.5],
+            [9.0, 1.0, 7.0, 7.0],
+            [1.0, 1.0, 1.0, 1.0],
+        ]
+    )
     most = torch.tensor([8, 3, 1])
-    differences = loss_differences(torch.zeros(3, 4), measured, most)
-    first = torch.tensor([1.5, 0.5, 0.0, 0.0])
-    second = torch.tensor([LOST, 0.0])
-    expected = [F.smooth_l1_loss(torch.zeros(4), first), F.smooth_l1_loss(torch.zeros(2), second)]
-    torch.testing.assert_close(differences, torch.stack(expected))
+    differences = loss_differences(predicted, measured, most)
+    of_first = torch.tensor([1.5, 0.5, 0.0, 0.0])
+    of_second = torch.tensor([LOST, 0.0])
+    first = F.smooth_l1_loss(torch.zeros(4), of_first)
+    second = F.smooth_l1_loss(torch.zeros(2), of_second)
+    torch.testing.assert_close(differences, torch.stack([first, second]))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from transformers import (
     Trainer,
 )
 
+from tiny import run
 from training_examples import examples, make_trainer
 
 SHORT_RUN = {
@@ -66,21 +67,26 @@ def collated(trainer):
 def test_sft_trains_on_the_models_own_loss(sft_trainer, tmp_path):
     model = sft_trainer.model
     inputs = collated(sft_trainer)
-    with torch.no_grad():
-        expected = model.train()(**inputs)
-    assert expected.logits.shape[1] < inputs["input_ids"].shape[1], "tokens were dropped"
+    expected = run(model.train(), inputs)
+    kept_columns = expected.logits.shape[1]
+    columns = inputs["input_ids"].shape[1]
+    assert kept_columns < columns, "tokens were dropped"
     before = {name: value.clone() for name, value in model.named_parameters()}
     sft_trainer.train()
-    assert sft_trainer.state.log_history[0]["loss"] == pytest.approx(expected.loss.item(), rel=1e-4)
-    moved = [name for name, value in model.named_parameters() if not torch.equal(before[name], value)]
+    first_step = sft_trainer.state.log_history[0]
+    assert first_step["loss"] == pytest.approx(expected.loss.item(), rel=1e-4)
+    moved = []
+    for name, value in model.named_parameters():
+        if not torch.equal(before[name], value):
+            moved.append(name)
     assert any("language_model" in name for name in moved)
     assert any(".qtsplus." in name for name in moved)
 
     sft_trainer.save_model(tmp_path / "saved")
-    saved = load_published(tmp_path / "saved").eval()
-    with torch.no_grad():
-        logits = model.eval()(**inputs).logits
-        assert torch.equal(saved(**inputs).logits, logits)
+    saved = load_published(tmp_path / "saved")
+    logits = run(model.eval(), inputs).logits
+    saved_logits = run(saved.eval(), inputs).logits
+    assert torch.equal(saved_logits, logits)
 
 
 def assert_labels_fit(predicted):
@@ -88,8 +94,11 @@ def assert_labels_fit(predicted):
     logits = torch.from_numpy(predicted.predictions)
     labels = torch.from_numpy(predicted.label_ids)
     assert logits.shape[:2] == labels.shape
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert float(loss) == pytest.approx(predicted.metrics["test_loss"], rel=1e-4)
+    predictions = logits[:, :-1].flatten(0, 1)
+    next_tokens = labels[:, 1:].flatten()
+    loss = F.cross_entropy(predictions, next_tokens)
+    reported = predicted.metrics["test_loss"]
+    assert float(loss) == pytest.approx(reported, rel=1e-4)
 
 
 def test_labels_beside_the_logits_of_our_trainer(tmp_path):

@@ -17,10 +17,19 @@ TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_nod
 
 
 def start(out: Path, settings: dict, *launcher: str) -> subprocess.CompletedProcess:
-    paths = [str(SCRIPT.parent), str(SCRIPT.parents[1])] + sys.path
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1")
-    command = [sys.executable, *launcher, str(SCRIPT), str(out), json.dumps(settings)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    tests = SCRIPT.parents[1]
+    paths = [str(SCRIPT.parent), str(tests), *sys.path]
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["OMP_NUM_THREADS"] = "1"
+    arguments = [str(out), json.dumps(settings)]
+    return subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def log_of(folder: Path) -> list[dict]:

@@ -194,11 +194,19 @@ def test_evaluation_is_a_mean_over_tokens(tmp_path):
     model = make_trainer(tmp_path).model.eval()
     output = run(model, inputs)
     short_labels = model.compact_labels(labels, inputs["input_ids"], output.qtsplus.columns)
-    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), short_labels[:, 1:].flatten())
-    for batch_size, name in ((4, "eval_loss"), (1, "eval_loss_lm")):
+    predictions = output.logits[:, :-1].flatten(0, 1)
+    next_tokens = short_labels[:, 1:].flatten()
+    loss = F.cross_entropy(predictions, next_tokens).item()
+
+    def evaluated(batch_size):
         trainer = make_trainer(tmp_path, per_device_eval_batch_size=batch_size)
         trainer.evaluate()
-        assert trainer.state.log_history[-1][name] == pytest.approx(expected.item(), rel=1e-5)
+        return trainer.state.log_history[-1]
+
+    together = evaluated(4)
+    assert together["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    one_by_one = evaluated(1)
+    assert one_by_one["eval_loss_lm"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_longest_video_of_the_training_is_noted(tmp_path):

@@ -11,7 +11,6 @@ from PIL import Image
 
 from clips import noise, write_mp4
 from qtsplus.asking import session
-from qtsplus.model import encoding_qtsplus
 from qtsplus.video.encoded import encode, read_ahead
 from tiny import chat_inputs
 
@@ -199,32 +198,3 @@ def test_a_video_is_read_ahead_where_the_encoder_leaves_the_processor_free(loade
     assert torch.equal(video.features, same_video.features)
     assert len(readers_while_encoding) > 2
     assert set(readers_while_encoding) == expected
-
-
-def test_what_stands_still_is_encoded_once_in_a_chunk(loaded, tmp_path, monkeypatch):
-    model, _ = loaded
-    for index in range(40):
-        green = 20 if index >= 20 else 0
-        image = Image.new("RGB", (84, 56), (200, green, 20))
-        image.save(tmp_path / f"{index:02d}.png")
-    steps_encoded = []
-    encode_pixels = model.model.encode_pixels
-
-    def noting(*arguments):
-        grids = arguments[2]
-        steps_encoded.extend(grids[:, 0].tolist())
-        return encode_pixels(*arguments)
-
-    monkeypatch.setattr(model.model, "encode_pixels", noting)
-    options = {"fps": 2, "frames_per_chunk": 16}
-    once = encode(*loaded, tmp_path, **options)
-    assert steps_encoded == [1, 2, 1], "two pictures in three chunks"
-    steps_encoded.clear()
-    monkeypatch.setattr(encoding_qtsplus, "new_steps", lambda steps: torch.ones(len(steps), dtype=torch.bool))
-    every = encode(*loaded, tmp_path, **options)
-    assert steps_encoded == [8, 8, 4]
-    torch.testing.assert_close(once.features, every.features, atol=5e-5, rtol=1e-4)
-    answer = session.ask(*loaded, once, QUESTION, max_new_tokens=8)
-    expected = session.ask(*loaded, every, QUESTION, max_new_tokens=8)
-    assert answer.answer == expected.answer
-    assert torch.equal(answer.keep_map, expected.keep_map)

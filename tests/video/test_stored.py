@@ -154,18 +154,22 @@ def test_index_makes_what_a_damaged_line_held(folder, mine, loaded, number, dama
     whole = Library(folder, *loaded)
     before = written(folder)
     journal = folder / "library.jsonl"
-    lines = journal.read_text().splitlines()
-    lines[number] = damage(lines[number])
-    journal.write_text("\n".join(lines) + "\n")
+    lines = journal.read_text().splitlines(keepends=True)
+    damaged = list(lines)
+    line = lines[number].rstrip("\n")
+    damaged[number] = damage(line) + "\n"
+    journal.write_text("".join(damaged))
     reason = f"Line {number + 1} of .* cannot be used: .* So remove the line, and run `qtsplus index` again"
     with pytest.raises(ValueError, match=reason):
         Library(folder, *loaded)
     del lines[number]
-    journal.write_text("\n".join(lines) + "\n")
+    journal.write_text("".join(lines))
     index(mine, folder, *loaded)
     again = Library(folder, *loaded)
-    assert again.find(QUESTION) == whole.find(QUESTION)
-    unchanged = before.items() & written(folder).items()
+    moments = again.find(QUESTION)
+    assert moments == whole.find(QUESTION)
+    after = written(folder)
+    unchanged = before.items() & after.items()
     assert len(unchanged) >= 1
 
 
