@@ -93,6 +93,7 @@ def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
         (["--port", "1"], "expected --port in front of --"),
         (["--allowed_local_media_path=/"], "expected --allow-media-root"),
         (["--worker-extension-cls", "mine"], "is set by qtsplus serve"),
+        (["--no-trust-request-mm-kwargs"], "is set by qtsplus serve"),
         (["--mm-processor-kwargs", '{"fps": 1}'], "expected the budget in it"),
         (["--mm_processor_kw={}"], "expected the budget in it"),
         (["--mm-processor-kwargs.selection", "uniform"], "expected the budget in it"),

@@ -116,6 +116,7 @@ def check_more(words: list[str], refused: Mapping[str, str]) -> None:
     for word in words:
         if word.startswith("--"):
             stated = re.split(r"[=.]", word.removeprefix("--"))[0].replace("_", "-")
+            stated = stated.removeprefix("no-")
             for name, expected in refused.items():
                 if name.startswith(stated):  # vLLM takes shortened names
                     fail(f"{word} behind -- is set by qtsplus serve; expected {expected}")
