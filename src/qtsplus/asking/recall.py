@@ -61,12 +61,14 @@ def narrowed(
     backbone = model.model
     grids = layout.grids[VIDEO]
     is_text = backbone.token_types(layout.input_ids) != VIDEO
-    positions = model.config.get_text_config().max_position_embeddings
-    room = positions - new_tokens - int(is_text.sum())
+    text_config = model.config.get_text_config()
+    room = text_config.max_position_embeddings - new_tokens
+    room -= int(is_text.sum())
     for _, height, width in grids:
         room -= max(height, width)
     positions_per_step = backbone.tokens_per_second * videos[0].seconds_per_step
-    most_steps = int(room / max(positions_per_step, 1)) - 1
+    steps_in_room = room / max(positions_per_step, 1)
+    most_steps = int(steps_in_room) - 1
     rows = [video.rows for video in videos]
     numbers = within(rows, max(most_steps, 1))
     layout = at_steps(backbone, layout, numbers)
@@ -106,7 +108,8 @@ def within(
     """
     oldest = min(steps[0] for steps in rows)
     newest = max(steps[-1] for steps in rows)
-    excess = max(0, newest - oldest - most)
+    length = newest - oldest
+    excess = max(0, length - most)
     drawn_together = most - most // 2  # positions of the older steps
     share = drawn_together / (drawn_together + excess)
     numbers = []
@@ -131,16 +134,22 @@ def at_steps(
     positions = row.positions.clone()
     language_positions = row.language_positions.clone()
     has_language_time = model.rope_axes == 3 and not model.frames_apart  # else time is text, or a token's number
-    shifts = [_shifts(model, layout, video, numbers[video]) for video in range(len(numbers))]
+    shifts = []
+    for video, numbers_of_video in enumerate(numbers):
+        shifts_of_video = _shifts(model, layout, video, numbers_of_video)
+        shifts.append(shifts_of_video)
     for span in row.spans:
         selector_shift, language_shift = shifts[span.index]
         frames, height, width = span.grid
-        steps = slice(span.frame, span.frame + frames)
+        end = span.frame + frames
+        steps = slice(span.frame, end)
         columns = span.token_columns().to(positions.device)
         cells = height * width
-        positions[0, columns] += selector_shift[steps].repeat_interleave(cells)
+        shift = selector_shift[steps]
+        positions[0, columns] += shift.repeat_interleave(cells)
         if has_language_time:
-            language_positions[0, columns] += language_shift[steps].repeat_interleave(cells)
+            shift = language_shift[steps]
+            language_positions[0, columns] += shift.repeat_interleave(cells)
     row = replace(row, positions=positions, language_positions=language_positions)
     return replace(layout, rows=[row])
 

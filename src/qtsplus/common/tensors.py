@@ -23,7 +23,11 @@ from .files import first_line, whole_file
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def digest_of(tensors: Mapping[str, Tensor], settings=None) -> str:
+Tensors = Mapping[str, Tensor]  # by name
+Texts = Mapping[str, str]
+
+
+def digest_of(tensors: Tensors, settings=None) -> str:
     """A hash of tensors by name, in their order, and of settings that JSON can hold."""
     written_settings = json.dumps(settings, sort_keys=True, default=str)
     digest = hashlib.sha256(written_settings.encode())
@@ -31,11 +35,18 @@ def digest_of(tensors: Mapping[str, Tensor], settings=None) -> str:
         shape = tuple(tensor.shape)
         heading = f"{name} {tensor.dtype} {shape}"
         digest.update(heading.encode())
-        on_cpu = tensor.detach().cpu()
-        values = on_cpu.contiguous().flatten()
+        values = _on_cpu(tensor).flatten()
         as_bytes = values.view(torch.uint8)
         digest.update(as_bytes.numpy().data)
     return digest.hexdigest()
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    on_cpu = tensor.detach().cpu()
+    return on_cpu.contiguous()
+
+
+Sizes = dict[str | int, int]  # by symbol, see [`TensorKind`]
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,12 @@ class TensorKind:
     shape: tuple[str | int, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
 
-    def check(self, name: str, tensor: Tensor, sizes: dict[str | int, int]) -> None:
+    def check(
+        self,
+        name: str,
+        tensor: Tensor,
+        sizes: Sizes,
+    ) -> None:
         """A `ValueError` for another tensor. `sizes` has the number of each symbol, and gets those that are new."""
         shape = list(tensor.shape)
         for symbol, size in zip(self.shape, shape, strict=False):
@@ -92,12 +108,16 @@ class TensorFormat:
     has_digest: bool = True
 
     @contextmanager
-    def writing(self, path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Iterator[Path]:
+    def writing(
+        self,
+        path: Path,
+        tensors: Tensors,
+        texts: Texts,
+    ) -> Iterator[Path]:
         """Writes a file that is at `path` once the context ends; yields its place until then."""
         ordered = {}
-        for name, tensor in sorted(tensors.items()):
-            on_cpu = tensor.detach().cpu()
-            ordered[name] = on_cpu.contiguous()
+        for name in sorted(tensors):
+            ordered[name] = _on_cpu(tensors[name])
         header = dict(texts)
         if self.has_digest:
             header["digest"] = digest_of(ordered, header)
@@ -105,7 +125,12 @@ class TensorFormat:
             save_file(ordered, part.name, header)
             yield Path(part.name)
 
-    def write(self, path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    def write(
+        self,
+        path: Path,
+        tensors: Tensors,
+        texts: Texts,
+    ) -> None:
         """Writes a file that is never seen half written."""
         with self.writing(path, tensors, texts):
             pass
@@ -133,9 +158,10 @@ class TensorFormat:
             found_digest = digest_of(tensors, texts)
             if written_digest != found_digest:
                 raise ValueError("it was changed since it was written")
-        if tensors.keys() != self.tensors.keys() or texts.keys() != self.texts:
+        has_names = tensors.keys() == self.tensors.keys()
+        if not has_names or texts.keys() != self.texts:
             raise ValueError(f"it is no {self.what}")
-        sizes: dict[str | int, int] = {}
+        sizes: Sizes = {}
         for name, kind in self.tensors.items():
             kind.check(name, tensors[name], sizes)
         return TensorFile(tensors, texts)

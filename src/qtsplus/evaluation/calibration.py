@@ -8,6 +8,7 @@ for `selection="lm_attention"`.
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,8 @@ class Calibration:
     @property
     def best_reading(self) -> AttentionChoice:
         """The choice with the highest recall; among equals that with the shallowest layer."""
-        least = max(self.readings.values()) - EQUAL
+        highest = max(self.readings.values())
+        least = highest - EQUAL
         good = [choice for choice, recall in self.readings.items() if recall >= least]
         return min(good, key=_layer)
 
@@ -129,14 +131,17 @@ def _halves(questions: Questions, features: VideoFeatures) -> list[Questions]:
         Console(stderr=True).print(f"Left out, for they cannot be read: {listed(unreadable)}.", markup=False)
     if len(readable) < 2:
         raise ValueError(f"{len(readable)} of the videos can be read; expected two or more, to check with.")
-    return [sum(readable[::2], []), sum(readable[1::2], [])]
+    measured = list(chain.from_iterable(readable[::2]))
+    checked = list(chain.from_iterable(readable[1::2]))
+    return [measured, checked]
 
 
 def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
     """All heads of the default layer, and the best ones of every layer that a model can select by."""
     default = attention_layer(text_config)
-    heads = tuple((default, head) for head in range(text_config.num_attention_heads))
-    choices = [AttentionChoice(heads, "prompt")]
+    heads = range(text_config.num_attention_heads)
+    pairs = tuple((default, head) for head in heads)
+    choices = [AttentionChoice(pairs, "prompt")]
     for layer in full_attention_layers(text_config):
         choices.append(best_heads(recalls, layer))
     return choices
@@ -163,10 +168,15 @@ def measure_recalls(
     """The mean needle recall of the attention summed over each choice; without any, of every single head."""
     recalls: dict[AttentionChoice, list[float]] = {}
     for attention, shown in _attention_by_head(model, dataset, questions, positions):
-        for choice in choices or _single_heads(attention, positions):
-            recall = _recall(_summed(attention, choice), shown)
+        measured = choices or _single_heads(attention, positions)
+        for choice in measured:
+            scores = _summed(attention, choice)
+            recall = _recall(scores, shown)
             recalls.setdefault(choice, []).append(recall)
-    return {choice: float(np.mean(of_questions)) for choice, of_questions in recalls.items()}
+    means = {}
+    for choice, of_questions in recalls.items():
+        means[choice] = float(np.mean(of_questions))
+    return means
 
 
 def _single_heads(attention: Attention, positions: str) -> list[AttentionChoice]:
@@ -174,7 +184,9 @@ def _single_heads(attention: Attention, positions: str) -> list[AttentionChoice]
     choices = []
     for layer, weights in attention.items():
         for head in range(len(weights)):
-            choices.append(AttentionChoice(((layer, head),), positions))
+            heads = ((layer, head),)
+            choice = AttentionChoice(heads, positions)
+            choices.append(choice)
     return choices
 
 
@@ -222,8 +234,10 @@ def _needle_tokens(
 
 def _recall(scores: Tensor, shown: np.ndarray) -> float:
     """The share of the tokens `[k]` that show the answer among as many with the highest `scores` `[M]`."""
-    kept = scores.topk(len(shown)).indices.cpu().numpy()
-    return float(np.isin(shown, kept).mean())
+    best = scores.topk(len(shown)).indices
+    kept = best.cpu().numpy()
+    is_kept = np.isin(shown, kept)
+    return float(is_kept.mean())
 
 
 def _layer(choice: AttentionChoice) -> int:
@@ -243,8 +257,9 @@ def best_heads(recalls: Recalls, layer: int | None = None) -> AttentionChoice:
     best = single[0]
     least = recalls[best] / 2
     half = max(1, len(single) // 2)
+    most = min(MOST, half)
     heads: list[tuple[int, int]] = []
-    for choice in single[: min(MOST, half)]:
+    for choice in single[:most]:
         if recalls[choice] >= least:
             heads += choice.heads or ()
     heads.sort()

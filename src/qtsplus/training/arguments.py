@@ -11,7 +11,8 @@ from ..common.validation import STRICT, check_types
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Range = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
-Heads = Annotated[list[tuple[int, int]], Field(min_length=1)]
+Head = tuple[int, int]
+Heads = Annotated[list[Head], Field(min_length=1)]
 # Fields of Transformers that change nothing here, or not what they say: what they may be, and why.
 _WITHOUT_EFFECT: dict[str, tuple[list, str]] = {
     "average_tokens_across_devices": ([True], "losses are means over the tokens of all processes"),
@@ -91,7 +92,9 @@ class QTSplusTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ours = {name: getattr(self, name) for name in QTSplusTrainingArguments.__annotations__}
+        ours = {}
+        for name in QTSplusTrainingArguments.__annotations__:
+            ours[name] = getattr(self, name)
         check_types("", QTSplusTrainingArguments, ours)
         for name, (expected, reason) in _WITHOUT_EFFECT.items():
             value = getattr(self, name)
@@ -101,8 +104,8 @@ class QTSplusTrainingArguments(TrainingArguments):
         if retentions != sorted(retentions):
             raise ValueError(f"retention_range={retentions}: expected the lowest fraction first.")
         keeps_scores = self.freeze_selector or self.freeze_scores
-        trains_base = not self.freeze_language_model or not self.freeze_vision_model
-        if self.lora_rank and (keeps_scores or trains_base):
+        keeps_base = self.freeze_language_model and self.freeze_vision_model
+        if self.lora_rank and (keeps_scores or not keeps_base):
             raise ValueError(
                 "lora_rank trains adapters on a frozen language model, and the selector: leave "
                 "freeze_language_model and freeze_vision_model true, freeze_selector and freeze_scores false."

@@ -37,7 +37,9 @@ class RunningMeans:
         """Adds values of one thing each, or their sum over `weight` things."""
         row = self.totals[self.names.index(name)]
         row[0] += values.detach().sum()
-        row[1] += values.numel() if weight is None else weight
+        if weight is None:
+            weight = values.numel()
+        row[1] += weight
 
     def pop(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The means of all names that anything was added to, over all processes; the sums start again from 0."""

@@ -45,7 +45,9 @@ class VideoFeatures:
 
     def file(self, video: str, fps: float | None = None) -> Path:
         """Where a video's features are kept; a file that was changed since, or read at another rate, is another."""
-        name = os.path.abspath(video) if os.path.exists(video) else video
+        name = video
+        if os.path.exists(video):
+            name = os.path.abspath(video)
         rate = fps and float(fps)
         identity = json.dumps([name, media_state(video), rate])
         digest = hashlib.sha256(identity.encode()).hexdigest()

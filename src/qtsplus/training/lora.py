@@ -27,7 +27,8 @@ def add_lora(model, config: LoraConfig) -> PeftModel:
     """
     # The vision tower and the selector have projections of the same names.
     config.target_modules = config.target_modules or rf".*language_model\.layers\.\d+\.({model.projections})"
-    frozen = [name for name, weight in model.model.qtsplus.named_parameters() if not weight.requires_grad]
+    weights = model.model.qtsplus.named_parameters()
+    frozen = [name for name, weight in weights if not weight.requires_grad]
     adapted = get_peft_model(model, config)
     selector = active_selector(adapted)
     selector.config = base_model(adapted).config.qtsplus_config

@@ -37,7 +37,7 @@ class _State(TypedDict):
 
 
 _TERMS = ("loss_t", "loss_m", "loss_s", "loss_relevance", "loss_budget")
-_LOSSES = ("loss_lm",) + tuple(f"loss_{source}" for source in SOURCES) + _TERMS
+_LOSSES = ("loss_lm", "loss_mcq", "loss_vqa", "loss_caption") + _TERMS
 _BUDGET = ("rho", "n", "n_asked", "kept_fraction", "visual_tokens")
 
 
@@ -117,7 +117,8 @@ class QTSplusTrainer(Trainer):
         self.selector = active_selector(model)
         self.selector_config = base.config.qtsplus_config
         # A calibration of the scores says nothing about the scores that training makes of them.
-        if any(parameter.requires_grad for parameter in score_parameters(self.selector)):
+        of_scores = score_parameters(self.selector)
+        if any(parameter.requires_grad for parameter in of_scores):
             self.selector_config.seen_threshold = None
             self.selector_config.seen_area = None
         check_relevance(base, self.args)
@@ -267,7 +268,9 @@ class QTSplusTrainer(Trainer):
 
     def _predicted_losses(self, inputs, labels, qtsplus) -> Tensor:
         """How far off the losses are that the budget head predicts, `[k]` for the samples with visual tokens."""
-        totals = [0] if qtsplus is None else qtsplus.num_tokens.tolist()
+        totals = [0]
+        if qtsplus is not None:
+            totals = qtsplus.num_tokens.tolist()
         most = most_tokens(totals, self.selector_config).to(labels.device)
         largest = self.accelerator.gather(most.max()).max()  # no process may wait for another's pass
         steps = min(int(largest).bit_length(), DOUBLINGS)
@@ -407,7 +410,8 @@ def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
     if args.retention_range is None:
         return None
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-    share, place = torch.rand(2, generator=generator).tolist()
+    drawn = torch.rand(2, generator=generator)
+    share, place = drawn.tolist()
     if share >= args.retention_share:
         return None
     low, high = args.retention_range

@@ -83,11 +83,12 @@ def _files_beside(video: Path) -> list[Path]:
     other_videos.discard(video.stem)
     beside = []
     for path in files:
-        is_subtitles = path.suffix.lower() in SUFFIXES and path.stem not in other_videos
-        if is_subtitles and path.stem.startswith(video.stem) and not path.is_dir():
-            behind = path.stem.removeprefix(video.stem)
-            if _LANGUAGE.fullmatch(behind):
-                beside.append(path)
+        is_named = path.stem.startswith(video.stem) and path.stem not in other_videos
+        behind = path.stem.removeprefix(video.stem)
+        if not is_named or not _LANGUAGE.fullmatch(behind):
+            continue
+        if path.suffix.lower() in SUFFIXES and not path.is_dir():
+            beside.append(path)
     return beside
 
 
@@ -192,15 +193,19 @@ def near(kept_indices: torch.Tensor, videos: Mapping[str, "EncodedVideo"], proce
     maps = keep_maps(kept_indices, grids, processor.video_processor.merge_size)
     candidates = []
     for number, (video, kept) in enumerate(zip(videos.values(), maps, strict=True)):
-        has_kept = kept.flatten(1).any(1).numpy()
-        middles = np.flatnonzero(has_kept) + 0.5
+        has_kept = kept.flatten(1).any(1)
+        kept_steps = np.flatnonzero(has_kept.numpy())
+        middles = kept_steps + 0.5
         seconds = video.about.start + middles * video.seconds_per_step
         for line in video.subtitles:
             distance = line.start
             if len(seconds):
-                outside = np.maximum(line.start - seconds, seconds - line.end)
+                before = seconds - line.end
+                behind = line.start - seconds
+                outside = np.maximum(behind, before)
                 distance = max(outside.min(), 0.0)
-            candidates.append(_Candidate(distance, number, line.start, str(line)))
+            candidate = _Candidate(distance, number, line.start, str(line))
+            candidates.append(candidate)
     chosen = []
     for candidate in sorted(candidates):
         most -= len(processor.text_ids(f"{candidate.text}\n"))
