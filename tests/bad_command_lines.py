@@ -191,7 +191,7 @@ convert {stock} --out {out} --sett n_max=5
 publish <few_models> --to {out}
 publish <published> --to {out}
 publish {model} --to {out} --repo=<repository>
-publish {model} --to <{frames}|{model}>
+publish {model} --to {frames}
 publish {model} --to <place>
 publish {model}
 publish
