@@ -466,6 +466,15 @@ def reached(loaded):
     hook.remove()
 
 
+def test_a_chat_forgets_turns_that_can_never_be_read_again(fresh, positions):
+    positions(300)
+    fresh.turns = TURNS * 50
+    fresh.chat(LAST, retention=0.1, **SHORT)
+    words = [len(fresh.processor.text_ids(turn)) for turn in fresh.turns]
+    assert fresh.turns[-2] == LAST
+    assert 100 < sum(words) < 300
+
+
 @pytest.mark.parametrize("position_ids", ["original", "sequential"])
 def test_the_oldest_turns_that_have_no_positions_are_left_out(fresh, positions, reached, monkeypatch, position_ids):
     """As few as will do. The answer is that of the other turns, and every token has a position that the model has."""

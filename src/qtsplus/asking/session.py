@@ -18,6 +18,8 @@ from .question import Question, check_name, check_question
 
 T = TypeVar("T")
 
+_TURN_TOKENS = 2  # that a chat template adds to each turn, at least
+
 
 def ask(
     model,
@@ -237,8 +239,18 @@ class VideoSession:
         """
         with self._talking:
             answer = self.ask(question, turns=self.turns, **generation)
-            self.turns = self.turns + [question, answer.answer]
+            self.turns = self._newest(self.turns + [question, answer.answer])
         return answer
+
+    def _newest(self, turns: list[str]) -> list[str]:
+        """The newest questions with their answers: those whose words alone do not exceed the model's positions."""
+        positions = self.model.config.get_text_config().max_position_embeddings
+        for number in range(len(turns) - 2, -1, -2):
+            for turn in turns[number : number + 2]:
+                positions -= len(self.processor.text_ids(turn)) + _TURN_TOKENS
+            if positions < 0:
+                return turns[number + 2 :]
+        return turns
 
     def reset(self) -> None:
         """Ends the conversation; the videos stay."""
