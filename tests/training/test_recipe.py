@@ -268,6 +268,7 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path):
     for step in (2, 10, 12):
         (tmp_path / f"checkpoint-{step}").mkdir()
     for step in (2, 10):
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"glo')
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
     assert last_checkpoint(tmp_path / "nothing") is None

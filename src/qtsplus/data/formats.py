@@ -151,16 +151,36 @@ def _read_array(path: Path) -> list | None:
 def _read_table(path: Path) -> Iterator[dict]:
     """The rows of a Parquet file, batch by batch."""
     try:
+        from pyarrow import ArrowInvalid
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ImportError("Parquet needs the package pyarrow: pip install -e '.[parquet]' in a clone.") from error
     try:
         with ParquetFile(path) as table:
             for batch in table.iter_batches(ROWS_AT_ONCE):
-                for row in batch.to_pylist():
-                    yield _as_jsonl(row)
-    except (ValueError, LookupError, OverflowError) as error:  # such as an unknown time zone, or a time after 9999
+                for row in range(len(batch)):
+                    cells = {name: _cell(batch[name][row]) for name in batch.schema.names}
+                    yield _as_jsonl(cells)
+    except (ArrowInvalid, KeyError) as error:  # KeyError: two columns of one name
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A cell without a value in Python, such as a time after the year 9999: no field of a record takes it."""
+
+    kind: str
+
+    def __repr__(self) -> str:
+        return f"an unreadable {self.kind}"
+
+
+def _cell(scalar):
+    """The value of a cell of a table."""
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError):  # such as an unknown time zone, which the other columns do not need
+        return Unreadable(str(scalar.type).partition("[")[0])
 
 
 def _as_jsonl(value):

@@ -1,6 +1,7 @@
 """Runs a recipe: loads what it names, trains stage by stage, and goes on where an earlier run stopped."""
 
 import gc
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -80,15 +81,24 @@ def is_finished(output_dir: Path) -> bool:
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:
-    """The newest checkpoint that was written to its end: the Trainer's state is the last file."""
+    """The newest checkpoint whose last file, the Trainer's state, was written to its end."""
     newest = None
     last_step = -1
     for state in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json"):
         _, _, step = state.parent.name.rpartition("-")
-        if int(step) > last_step:
+        if int(step) > last_step and _is_json(state):
             newest = state.parent
             last_step = int(step)
     return newest
+
+
+def _is_json(path: Path) -> bool:
+    """Whether a file was written to its end."""
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
 
 
 def build_trainer(recipe: Recipe) -> QTSplusTrainer:
