@@ -58,7 +58,7 @@ def source(command, tiny_published, tiny_stock, tmp_path):
         ("config.json", cut, "config.json is not JSON"),
         ("config.json", written("[" * 100_000), "config.json is not JSON"),
         ("config.json", written("[1]"), "config.json holds no JSON object"),
-        ("config.json", as_folder, "config.json cannot be read"),
+        ("config.json", as_folder, "There is no config.json"),
         ("config.json", with_fields(image_token_id="x"), "image_token_id"),
         ("config.json", with_fields(dtype=[]), "config.json cannot be used: IndexError"),
         (

@@ -380,6 +380,8 @@ class Stream:
 
 def check_frames(frames: Sequence[np.ndarray], name: str) -> None:
     """A `ValueError` for frames of a camera that are not pictures."""
+    if not isinstance(frames, (Sequence, np.ndarray, Tensor)):
+        raise ValueError(f"Got frames of type {type(frames).__name__}; expected a list of arrays.")
     for frame in frames:
         pixels = np.asarray(frame)
         is_picture = pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size > 0
@@ -396,8 +398,11 @@ def seconds_of(
     name: str,
 ) -> list[float]:
     """The times of `count` frames of a camera; a `ValueError` for times that do not follow its last one."""
-    seconds = np.array(times, dtype=np.float64, ndmin=1)
-    waits = np.diff(seconds, prepend=last_time)
+    try:
+        seconds = np.array(times, dtype=np.float64, ndmin=1)
+        waits = np.diff(seconds, prepend=last_time)
+    except (TypeError, ValueError):
+        waits = np.empty(0)
     ascends = bool((waits > 0).all())
     is_good = waits.shape == (count,) and ascends
     if not is_good or seconds[0] < 0 or seconds[-1] == math.inf:
