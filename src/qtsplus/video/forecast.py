@@ -92,6 +92,7 @@ def forecast(
     pixels_of_chunk = _BYTES_OF_PIXELS * _VALUES * tokens // len(chunks)
     features = tokens * model.model.token_width * model.dtype.itemsize
     about = chunks.about
+    raw_frame = 3 * prod(chunks.shape[1:])
     return Forecast(
         frames=about.frames,
         seconds_of_video=about.length,
@@ -100,6 +101,6 @@ def forecast(
         visual_tokens=tokens,
         kept_tokens=kept_tokens,
         features=features,
-        memory=features + values * model.dtype.itemsize + pixels_of_chunk,
+        memory=features + values * model.dtype.itemsize + pixels_of_chunk + raw_frame,
         weights=sum(weight.nbytes for weight in model.parameters()),
     )
