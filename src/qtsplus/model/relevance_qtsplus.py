@@ -73,6 +73,7 @@ class QTSplusLayer(nn.Module):
         *,
         lengths: Sequence[int] | None = None,
         reduction: str | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
@@ -83,10 +84,11 @@ class QTSplusLayer(nn.Module):
                 other. Each sample attends to itself.
             reduction: return the `[M]` log-relevance of the attention with this reduction instead of the `[L, d]`
                 output.
+            keys: the result of [`keys`] for the context, if it is known.
         """
         normed = self.q_norm(query)
         query_states = self._heads(self.q_proj(normed))
-        key_states = self.keys(context)
+        key_states = self.keys(context) if keys is None else keys
         if reduction is not None:
             return log_relevance(query_states, key_states, reduction=reduction)
         values = in_blocks(lambda rows: self.v_proj(self.kv_norm(rows)), context)

@@ -42,11 +42,14 @@ SOFT_TOKENS = 3  # the soft gate lets this many times as many tokens through as 
 
 # --- Lines 1 and 2: the scores ---
 
+Keys = dict[tuple[Tensor, ...], Tensor]  # the keys of the last video, for further questions about it
+
 
 def score(
     selector: "QTSplusSelector",
     row: int,
     context: tuple[Tensor, ...],
+    keys: Keys,
     words: Tensor,
 ) -> Tensor:
     """
@@ -54,6 +57,7 @@ def score(
 
     Args:
         context: the visual tokens, `[k, d]` of each video, and behind them the null token.
+        keys: keeps the keys of the context for the next row.
         words: `[L, d]`, the states of the question's words.
     """
     num_tokens = sum(map(len, context)) - len(selector.null_tokens)
@@ -61,8 +65,11 @@ def score(
         raise no_question(row, num_tokens)
     for layer in selector.scoring_layers[:-1]:
         words = layer(words, context)
-    scoring_layer = selector.scoring_layers[-1]
-    scores = scoring_layer(words, context, reduction=selector.config.reduction)
+    last: Any = selector.scoring_layers[-1]
+    if context not in keys:
+        keys.clear()
+        keys[context] = last.keys(context)
+    scores = last(words, context, reduction=selector.config.reduction, keys=keys[context])
     return scores[:num_tokens]
 
 
@@ -452,6 +459,7 @@ class QTSplusSelector(nn.Module):
         if self.training and torch.is_grad_enabled():
             anchor = self._anchor()
         nulls = self.null_states()
+        keys: Keys = {}
         rows = []
         for index, parts in enumerate(videos):
             candidates = Candidates(
@@ -459,13 +467,14 @@ class QTSplusSelector(nn.Module):
                 query=query[index],
                 positions=positions[index],
                 grids=grids[index],
-                score=partial(score, self, index, parts + nulls),
+                score=partial(score, self, index, parts + nulls, keys),
                 contextualise=partial(self.contextualise, query[index]),
                 attend=None if attention is None else attention[index],
             )
             budget = predict_budget(self, candidates, call, call.retentions[index])
             candidates.scores = None  # scores that only the budget has read are not reported
             rows.append(choose(self.config, candidates, budget, call))
+        keys.clear()
         choices = []
         for row in rows:
             if row.gates is None and row.budget.n:
