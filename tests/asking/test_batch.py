@@ -372,9 +372,9 @@ def test_failed_rows_are_asked_again(batch, videos, rows, tmp_path):
     batch.root = None
     late = {"video": "late.mp4", "question": "What?"}
     write(batch.file, [rows[0], late])
-    for count in (2, 3):
+    for _ in range(2):
         assert "error" in batch.answers()[1]
-        assert len(batch.entries()) == count
+        assert len(batch.entries()) == 1, "the answer; what failed is not kept"
     shutil.copy(videos / "clip1.mp4", tmp_path / "late.mp4")
     assert "answer" in batch.answers()[1]
 

@@ -54,10 +54,16 @@ def whole(loaded, tmp_path_factory):
     indexing.index(folder / "videos", folder / "library", *loaded, name="org/model", say=lambda line: None)
     journal = Journal(folder / "batch.jsonl", {"model": "org/model"}, batch._ENTRIES)
     evidence = [{"start": 0.0, "end": 1.5, "video": "a.mp4", "box": [0.0, 0.5, 1.0, 1.0]}]
-    answer = {"answer": "A ball.", "kept_tokens": 3, "visual_tokens": 9, "evidence": evidence, "warnings": []}
-    journal.add("0", answer)
-    journal.add("1", {"error": "no video"})
-    journal.add("2", answer)
+    answer = {
+        "answer": "A ball.",
+        "kept_tokens": 3,
+        "visual_tokens": 9,
+        "evidence": evidence,
+        "warnings": [],
+        "unheard": False,
+    }
+    for key in ("0", "1", "2"):
+        journal.add(key, answer)
     tensors = {
         "video_features": torch.rand(4, 8),
         "video_grid_thw": torch.ones(1, 3, dtype=torch.int64),

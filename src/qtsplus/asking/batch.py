@@ -51,21 +51,13 @@ class Answered(BaseModel):
     answer: String
     kept_tokens: int
     visual_tokens: int
-    evidence: list[dict[String, object]] = []
+    evidence: list[dict[String, object]]
     warnings: list[str]
-    unheard: bool = False
-
-
-class Failed(BaseModel):
-    """Why a question has no answer."""
-
-    model_config = STORED
-
-    error: String
+    unheard: bool
 
 
 # By the digest of a row's content.
-_ENTRIES = Schema(line=Line[str, Answered | Failed], format=3)
+_ENTRIES = Schema(line=Line[str, Answered], format=4)
 
 
 @dataclass(frozen=True)
@@ -164,9 +156,9 @@ class Asker:
         del settings["choice"]
         return settings
 
-    def answers(self, waiting: Sequence[list[Task]]) -> Iterator[tuple[Task, dict[str, object]]]:
+    def answers(self, waiting: Sequence[list[Task]]) -> Iterator[tuple[Task, Answer | BaseException]]:
         """
-        Each task with the fields of its answer, or with `error`: what is wrong with the video or with the question.
+        Each task with its answer, or with what is wrong with the video or with the question.
 
         Args:
             waiting: the tasks of each video, which is encoded once.
@@ -188,11 +180,7 @@ class Asker:
                 max_new_tokens=self.max_new_tokens,
             )
             for number, result in results:
-                if isinstance(result, Answer):
-                    fields = result.as_dict()
-                    yield tasks[number], {name: fields[name] for name in Answered.model_fields}
-                else:
-                    yield tasks[number], {"error": first_line(result)}
+                yield tasks[number], result
 
     def _question(self, row: QuestionRow) -> Question:
         choice = replace(
@@ -209,32 +197,36 @@ def _digest(content: object) -> str:
 
 def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
     """
-    Asks what is not answered yet, and again what failed, and writes all rows in the order of the file. What is finished
-    stands in the journal in the folder `<out>.run`. Gives how many rows have an `answer` and an `error`.
+    Asks what is not answered yet, and again what failed, and writes all rows in the order of the file. Answers stand in
+    the journal in the folder `<out>.run`. Gives how many rows have an `answer` and an `error`.
     """
     folder = Path(f"{out}.run")
     check_output(out, overwrite=folder.is_dir())
     with working_in(folder):
         journal = Journal(folder / "journal.jsonl", asker.settings(), _ENTRIES)
+        outcomes: dict[str, dict] = {}
         for task, result in asker.answers(_waiting(questions, journal)):
-            journal.add(task.key, result)
+            if isinstance(result, Answer):
+                fields = result.as_dict()
+                journal.add(task.key, {name: fields[name] for name in Answered.model_fields})
+            else:
+                outcomes[task.key] = {"error": first_line(result)}
+        for key, answered in journal.done.items():
+            outcomes[key] = answered.model_dump()
         counts = Counter[str]()
         with whole_file(out) as file:
             for row in questions.rows:
-                if row.number in questions.tasks:
-                    task = questions.tasks[row.number]
-                    fields = journal.done[task.key].model_dump(exclude_unset=True)
-                else:
-                    fields = {"error": questions.problems[row.number]}
-                line = _named(row) | fields
+                task = questions.tasks.get(row.number)
+                outcome = outcomes[task.key] if task else {"error": questions.problems[row.number]}
+                line = _named(row) | outcome
                 file.write(json.dumps(line) + "\n")
-                counts["error" if "error" in fields else "answer"] += 1
+                counts["error" if "error" in outcome else "answer"] += 1
     return counts
 
 
 def _waiting(questions: Questions, journal: Journal) -> list[list[Task]]:
     """By video, which is read in one way, the tasks that have no answer yet; of rows that ask the same, the first."""
-    known = {key for key, entry in journal.done.items() if isinstance(entry, Answered)}
+    known = set(journal.done)
     videos: dict[tuple, list[Task]] = {}
     for task in questions.tasks.values():
         if task.key in known:

@@ -8,7 +8,7 @@ for `selection="lm_attention"`.
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..common.files import listed
 from ..common.folders import read_json, update_json
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
-from ..training.attention import AttentionChoice, note_attention
+from ..training.attention import AttentionChoice, attention_modules, note_attention
 from ..training.dataset import VideoQACollator, VideoQADataset
 from ..training.features import VideoFeatures, encode_files
 from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
@@ -62,9 +62,8 @@ class Calibration:
 
     def attention_fields(self) -> dict:
         """The best reading as fields of `qtsplus_config`."""
-        reading = self.best_reading
-        heads = [head for _, head in reading.heads or ()]
-        return {"attention_layer": _layer(reading), "attention_heads": heads}
+        heads = self.best_reading.heads or ()
+        return {"attention_layer": heads[0][0], "attention_heads": [head for _, head in heads]}
 
     def fields(self) -> dict:
         """The best choice as fields of a recipe's `training` section; none if all heads are best."""
@@ -105,12 +104,14 @@ def calibrate(
         measured, checked = _halves(questions, features)
         choices: Recalls = {}
         for positions in ("answer", "question", "both"):
-            recalls = measure_recalls(model, dataset, measured, positions)
+            heads = _single_heads(model, positions)
+            recalls = measure_recalls(model, dataset, measured, heads)
             sums = [best_heads(recalls), AttentionChoice(positions=positions)]
-            choices |= measure_recalls(model, dataset, checked, positions, sums)
-        recalls = measure_recalls(model, dataset, measured, "prompt")
+            choices |= measure_recalls(model, dataset, checked, sums)
+        heads = _single_heads(model, "prompt")
+        recalls = measure_recalls(model, dataset, measured, heads)
         of_layers = _readings(recalls, model.config.text_config)
-        readings = measure_recalls(model, dataset, checked, "prompt", of_layers)
+        readings = measure_recalls(model, dataset, checked, of_layers)
     counts = (len(measured), len(checked))
     return Calibration(choices, readings, counts)
 
@@ -120,15 +121,14 @@ def _halves(questions: Questions, features: VideoFeatures) -> list[Questions]:
     by_video: dict[tuple[str, float | None], list[LabelledQuestion]] = {}
     for question in questions:
         by_video.setdefault(question.video, []).append(question)
-    readable = []
-    unreadable = []
-    for video, of_video in by_video.items():
-        if features.file(*video).exists():
-            readable.append(of_video)
-        else:
-            unreadable.append(video[0])
+    unreadable = [video for video in by_video if not features.file(*video).exists()]
+    for video in unreadable:
+        del by_video[video]
     if unreadable:
-        Console(stderr=True).print(f"Left out, for they cannot be read: {listed(unreadable)}.", markup=False)
+        names = [name for name, _ in unreadable]
+        console = Console(stderr=True)
+        console.print(f"Left out, for they cannot be read: {listed(names)}.", markup=False)
+    readable = list(by_video.values())
     if len(readable) < 2:
         raise ValueError(f"{len(readable)} of the videos can be read; expected two or more, to check with.")
     measured = list(chain.from_iterable(readable[::2]))
@@ -140,8 +140,8 @@ def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
     """All heads of the default layer, and the best ones of every layer that a model can select by."""
     default = attention_layer(text_config)
     heads = range(text_config.num_attention_heads)
-    pairs = tuple((default, head) for head in heads)
-    choices = [AttentionChoice(pairs, "prompt")]
+    pairs = product([default], heads)
+    choices = [AttentionChoice(tuple(pairs), "prompt")]
     for layer in full_attention_layers(text_config):
         choices.append(best_heads(recalls, layer))
     return choices
@@ -162,42 +162,33 @@ def measure_recalls(
     model,
     dataset: VideoQADataset,
     questions: Questions,
-    positions: str,
-    choices: Sequence[AttentionChoice] = (),
+    choices: Sequence[AttentionChoice],
 ) -> Recalls:
-    """The mean needle recall of the attention summed over each choice; without any, of every single head."""
-    recalls: dict[AttentionChoice, list[float]] = {}
-    for attention, shown in _attention_by_head(model, dataset, questions, positions):
-        measured = choices or _single_heads(attention, positions)
-        for choice in measured:
+    """The mean needle recall of the attention summed over each choice; all look from the same positions."""
+    recalls = dict.fromkeys(choices, 0.0)
+    for attention, shown in _attention_by_head(model, dataset, questions, choices[0].positions):
+        for choice in choices:
             scores = _summed(attention, choice)
             recall = _recall(scores, shown)
-            recalls.setdefault(choice, []).append(recall)
-    means = {}
-    for choice, of_questions in recalls.items():
-        means[choice] = float(np.mean(of_questions))
-    return means
+            recalls[choice] += recall / len(questions)
+    return recalls
 
 
-def _single_heads(attention: Attention, positions: str) -> list[AttentionChoice]:
+def _single_heads(model, positions: str) -> list[AttentionChoice]:
     """Every head by itself."""
-    choices = []
-    for layer, weights in attention.items():
-        for head in range(len(weights)):
-            heads = ((layer, head),)
-            choice = AttentionChoice(heads, positions)
-            choices.append(choice)
-    return choices
+    layers = attention_modules(model.model.language_model)
+    heads = range(model.config.text_config.num_attention_heads)
+    return [AttentionChoice((pair,), positions) for pair in product(layers, heads)]
 
 
 def _summed(attention: Attention, choice: AttentionChoice) -> Tensor:
     """`[M]`: the attention summed over the heads of a choice."""
     if choice.heads is None:
-        weights = torch.cat(list(attention.values()))
-    else:
-        of_heads = [attention[layer][head] for layer, head in choice.heads]
-        weights = torch.stack(of_heads)
-    return weights.sum(0)
+        return torch.cat(list(attention.values())).sum(0)
+    weights = []
+    for layer, head in choice.heads:
+        weights.append(attention[layer][head])
+    return torch.stack(weights).sum(0)
 
 
 def _attention_by_head(
@@ -215,29 +206,19 @@ def _attention_by_head(
         del inputs["source_ids"]
         (grid,) = model.model.merged_grid(inputs["video_grid_thw"])
         seconds = float(inputs["second_per_grid_ts"][0])
-        shown = _needle_tokens(question, grid, seconds)
+        sightings = list(chain.from_iterable(question.needles))
+        shown = sighting_tokens(sightings, grid, seconds)
         inputs = send_to_device(inputs, model.device)
         labels = inputs.pop("labels")
         (row,) = note_attention(model, inputs, labels, choice)
         yield row.by_head, shown
 
 
-def _needle_tokens(
-    question: LabelledQuestion,
-    grid: tuple[int, int, int],
-    seconds: float,
-) -> np.ndarray:
-    """`[k]`: the visual tokens that show any needle of a question."""
-    tokens = [sighting_tokens(needle, grid, seconds) for needle in question.needles]
-    return np.unique(np.concatenate(tokens))
-
-
 def _recall(scores: Tensor, shown: np.ndarray) -> float:
     """The share of the tokens `[k]` that show the answer among as many with the highest `scores` `[M]`."""
     best = scores.topk(len(shown)).indices
     kept = best.cpu().numpy()
-    is_kept = np.isin(shown, kept)
-    return float(is_kept.mean())
+    return float(np.isin(shown, kept).mean())
 
 
 def _layer(choice: AttentionChoice) -> int:
@@ -252,8 +233,9 @@ def best_heads(recalls: Recalls, layer: int | None = None) -> AttentionChoice:
     The sum of the best of the single heads, of a layer if one is given: those with the highest recall of tokens, at
     least half of the best one's; at most half of all.
     """
-    single = [choice for choice in recalls if layer is None or _layer(choice) == layer]
-    single.sort(key=recalls.__getitem__, reverse=True)
+    single = sorted(recalls, key=recalls.__getitem__, reverse=True)
+    if layer is not None:
+        single = [choice for choice in single if _layer(choice) == layer]
     best = single[0]
     least = recalls[best] / 2
     half = max(1, len(single) // 2)

@@ -43,10 +43,6 @@ class Outcome:
     correct: bool = False
     unreadable: str | None = None  # why its video could not be read
 
-    @property
-    def kept_tokens(self) -> int:
-        return len(self.kept_indices)
-
 
 def evaluate_records(
     model,
@@ -73,10 +69,12 @@ def evaluate_records(
     """
     max_new_tokens = 0
     for record in records:
-        if record.fps is None and os.path.isdir(str(record.video)):
+        has_rate = record.fps is not None
+        if not has_rate and os.path.isdir(str(record.video)):
             raise ValueError(f'{record.video} is a folder of frames: give their rate in its records, such as "fps": 2.')
         check_question(model, processor, record.question)
-        max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
+        answer_ids = processor.text_ids(record.answer)
+        max_new_tokens = max(max_new_tokens, len(answer_ids) + 2)
     if matcher is not is_exact:
         max_new_tokens = max(max_new_tokens, SENTENCE)
     choice = Choice(retention=retention, selection=selection)
@@ -85,7 +83,8 @@ def evaluate_records(
         letters = ""
         if by_likelihood and record.options:
             letters = ascii_uppercase[: len(record.options)]
-        groups.setdefault(_Group(str(record.video), record.fps, letters), []).append(record)
+        group = _Group(str(record.video), record.fps, letters)
+        groups.setdefault(group, []).append(record)
     outcomes: dict[VideoRecord, Outcome] = {}
     for group, asked in logging.tqdm(groups.items(), "Asking", disable=None):
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
@@ -102,7 +101,8 @@ def evaluate_records(
             **options,
         )
         for number, result in results:
-            outcomes[asked[number]] = _outcome(asked[number], result, matcher)
+            record = asked[number]
+            outcomes[record] = _outcome(record, result, matcher)
     return [outcomes[record] for record in records]
 
 
@@ -127,7 +127,8 @@ def _outcome(
 ) -> Outcome:
     if not isinstance(result, Answer):
         return Outcome(record, unreadable=first_line(result))
-    kept = result.keep_map.flatten().nonzero()[:, 0].tolist()
+    is_kept = result.keep_map.flatten()
+    kept = is_kept.nonzero()[:, 0].tolist()
     return Outcome(
         record,
         said=result.answer,
@@ -146,11 +147,12 @@ def tally(outcomes: Sequence[Outcome]) -> dict:
     by_kind: dict[str, list[Outcome]] = {}
     unreadable: dict[str, dict[str, Any]] = {}
     for outcome in outcomes:
-        by_kind.setdefault(outcome.record.kind, []).append(outcome)
+        record = outcome.record
+        by_kind.setdefault(record.kind, []).append(outcome)
         if outcome.unreadable is not None:
-            video = str(outcome.record.video)
-            unreadable.setdefault(video, {"video": video, "reason": outcome.unreadable, "questions": 0})
-            unreadable[video]["questions"] += 1
+            video = str(record.video)
+            problem = {"video": video, "reason": outcome.unreadable, "questions": 0}
+            unreadable.setdefault(video, problem)["questions"] += 1
     kinds = {kind: _row(by_kind[kind]) for kind in sorted(by_kind)}
     return _row(outcomes) | {"kinds": kinds, "unreadable": list(unreadable.values())}
 
@@ -185,6 +187,9 @@ def _wilson_interval(share: float, count: int) -> tuple[float, float]:
     z = 1.96
     scale = 1 + z**2 / count
     middle = (share + z**2 / 2 / count) / scale
-    variance = share * (1 - share) / count + (z / 2 / count) ** 2
+    shift = z / 2 / count
+    variance = share * (1 - share) / count + shift**2
     half = z / scale * math.sqrt(variance)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    low = max(0.0, middle - half)
+    high = min(1.0, middle + half)
+    return low, high

@@ -10,11 +10,14 @@ from ..data.records import VideoRecord
 Matcher = Callable[[VideoRecord, str], bool]
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-_DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)} | {"none": "0"}
+_DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)}
+_DIGITS["none"] = "0"
 _ARTICLES = {"a", "an", "the"}
 _NEGATIONS = {"not", "no", "never", "without", "isn't", "aren't", "wasn't", "doesn't", "don't"}
 _NEAR = 3  # words; a negation as near before an answer denies it
 _WORD = re.compile(r"[\w']+")
+# The letter of an option: "B", "B." or "(B) a dog" at the start, though not "A dog"; "(B)"; or "the answer is B".
+_LETTER = r"^\W*([{0}])\b(?! \w)|\(([{0}])\)|\b(?:[Aa]nswer|[Oo]ption|[Cc]hoice)\W+(?:is\W+)?([{0}])\b"
 _JUDGE = """Question: {question}
 Right answer: {answer}
 Given answer: {said}
@@ -35,29 +38,37 @@ def gives_answer(record: VideoRecord, said: str) -> bool:
     """
     if record.options:
         right = _chosen(record.answer, record.options)
-        return right is not None and right == _chosen(said, record.options)
+        chosen = _chosen(said, record.options)
+        return right is not None and right == chosen
     expected = _words(record.answer)
     words = _words(said)
     if expected in (["yes"], ["no"]):
         decisions = [word for word in words if word in ("yes", "no")]
         return decisions[:1] == expected
     if len(expected) == 1 and expected[0].isdecimal():
-        return words[:1] == expected or {word for word in words if word.isdecimal()} == set(expected)
+        numbers = {word for word in words if word.isdecimal()}
+        is_first = words[:1] == expected
+        return is_first or numbers == set(expected)
     return _says(words, expected)
 
 
 def _words(text: str) -> list[str]:
-    words = _WORD.findall(text.lower().replace("’", "'"))
-    return [_DIGITS.get(word, word) for word in words if word not in _ARTICLES]
+    plain = text.lower().replace("’", "'")
+    words = []
+    for word in _WORD.findall(plain):
+        if word not in _ARTICLES:
+            words.append(_DIGITS.get(word, word))
+    return words
 
 
 def _says(words: Sequence[str], expected: Sequence[str]) -> bool:
     """Whether the expected words follow each other among the words, without a negation just before them."""
     if not expected:
         return not words
-    for start in range(len(words) - len(expected) + 1):
+    for start in range(len(words)):
+        end = start + len(expected)
         before = words[max(0, start - _NEAR) : start]
-        if words[start : start + len(expected)] == expected and not _NEGATIONS.intersection(before):
+        if words[start:end] == expected and _NEGATIONS.isdisjoint(before):
             return True
     return False
 
@@ -65,20 +76,18 @@ def _says(words: Sequence[str], expected: Sequence[str]) -> bool:
 def _chosen(said: str, options: Sequence[str]) -> int | None:
     """The option that a text chooses, by its letter or because it is the only one whose text it holds."""
     letters = ascii_uppercase[: len(options)]
-    ways = (
-        rf"^\W*([{letters}])\b(?! \w)",  # "B", "B.", "(B) a dog", and not "A dog"
-        rf"\(([{letters}])\)",
-        rf"\b(?:[Aa]nswer|[Oo]ption|[Cc]hoice)\W+(?:is\W+)?([{letters}])\b",
-    )
-    for way in ways:
-        found = re.search(way, said.upper() if len(said) == 1 else said)
-        if found is not None:
-            return letters.index(found[1])
+    if len(said) == 1:
+        said = said.upper()
+    stated = re.search(_LETTER.format(letters), said)
+    if stated is not None:
+        letter = stated[stated.lastindex or 0]
+        return letters.index(letter)
     words = _words(said)
-    named = [number for number, option in enumerate(options) if _says(words, _words(option))]
-    if len(named) == 1:
-        return named[0]
-    return None
+    named = []
+    for number, option in enumerate(options):
+        if _says(words, _words(option)):
+            named.append(number)
+    return named[0] if len(named) == 1 else None
 
 
 def judge_at(address: str, model: str) -> Matcher:
@@ -94,15 +103,13 @@ def judge_at(address: str, model: str) -> Matcher:
 
     def judge(record: VideoRecord, said: str) -> bool:
         prompt = _JUDGE.format(question=record.question, answer=record.answer, said=said)
+        message = {"role": "user", "content": prompt}
         try:
-            reply = client.chat.completions.create(
-                model=model,
-                messages=[{"role": "user", "content": prompt}],
-                temperature=0,
-            )
+            reply = client.chat.completions.create(model=model, messages=[message], temperature=0)
         except OpenAIError as error:
             raise ValueError(f"The judge {model} at {address} gave no reply: {error}") from None
-        text = reply.choices[0].message.content or ""
+        choice = reply.choices[0]
+        text = choice.message.content or ""
         decision = _words(text)[:1]
         if decision not in (["yes"], ["no"]):
             raise ValueError(f"The judge {model} replied {text[:80]!r}; expected yes or no.")
