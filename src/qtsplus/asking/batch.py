@@ -1,7 +1,6 @@
 """Asks the questions of a file, video by video: each row is answered once, however often a run is killed."""
 
 import csv
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,8 @@ from rich.console import Console
 from rich.progress import track
 
 from ..common.files import check_output, first_line, whole_file, working_in
-from ..common.journals import STORED, Journal, Line, Schema
+from ..common.journals import STORED, Journal, Key, Line, Schema
+from ..common.tensors import digest_of
 from ..common.validation import explain, show
 from ..data.formats import Row, iter_rows, media_folder
 from ..data.media import find_media, media_state
@@ -106,7 +106,7 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
                 question = QuestionRow.model_validate(row.content)
             place = find_media(question.video, root)
             # A row that moved or has another id has the same key, and a video that was changed has another.
-            key = _digest([question.model_dump(exclude={"id"}), state_of(place)])
+            key = digest_of({}, [question.model_dump(exclude={"id"}), state_of(place)])
             questions.tasks[row.number] = Task(question, place, key)
         except ValidationError as error:
             questions.problems[row.number] = explain(error, row.content)
@@ -150,7 +150,7 @@ class Asker:
     def settings(self) -> dict[str, Any]:
         """All that decides an answer, with a digest of the model's files and of those of a method of one's own."""
         method_file, _, _ = str(self.choice.selection).rpartition(":")
-        files = _digest([media_state(self.model), media_state(method_file)])
+        files = digest_of({}, [media_state(self.model), media_state(method_file)])
         settings = dict(vars(self), **vars(self.choice), files=files)
         del settings["device"]
         del settings["choice"]
@@ -191,10 +191,6 @@ class Asker:
         return Question(row.question, choice=choice)
 
 
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-
-
 def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
     """
     Asks what is not answered yet, and again what failed, and writes all rows in the order of the file. Answers stand in
@@ -204,7 +200,7 @@ def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
     check_output(out, overwrite=folder.is_dir())
     with working_in(folder):
         journal = Journal(folder / "journal.jsonl", asker.settings(), _ENTRIES)
-        outcomes: dict[str, dict] = {}
+        outcomes: dict[Key, dict] = {}
         for task, result in asker.answers(_waiting(questions, journal)):
             if isinstance(result, Answer):
                 fields = result.as_dict()
@@ -216,8 +212,10 @@ def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
         counts = Counter[str]()
         with whole_file(out) as file:
             for row in questions.rows:
-                task = questions.tasks.get(row.number)
-                outcome = outcomes[task.key] if task else {"error": questions.problems[row.number]}
+                if row.number in questions.tasks:
+                    outcome = outcomes[questions.tasks[row.number].key]
+                else:
+                    outcome = {"error": questions.problems[row.number]}
                 line = _named(row) | outcome
                 file.write(json.dumps(line) + "\n")
                 counts["error" if "error" in outcome else "answer"] += 1

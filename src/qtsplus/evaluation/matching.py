@@ -103,9 +103,12 @@ def judge_at(address: str, model: str) -> Matcher:
 
     def judge(record: VideoRecord, said: str) -> bool:
         prompt = _JUDGE.format(question=record.question, answer=record.answer, said=said)
-        message = {"role": "user", "content": prompt}
         try:
-            reply = client.chat.completions.create(model=model, messages=[message], temperature=0)
+            reply = client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": prompt}],
+                temperature=0,
+            )
         except OpenAIError as error:
             raise ValueError(f"The judge {model} at {address} gave no reply: {error}") from None
         choice = reply.choices[0]
