@@ -134,7 +134,9 @@ def temporal_redundancy(candidates: Candidates, n: int) -> Tensor:
     EVS keeps the whole first frame. Here it is compared with its own mean, so that small budgets leave a choice.
     """
     similarities = []
-    for features, (_, height, width) in zip(_by_grid(candidates), candidates.grids, strict=True):
+    sizes = [math.prod(grid) for grid in candidates.grids]
+    features_by_grid = _joined(candidates).split(sizes)
+    for features, (_, height, width) in zip(features_by_grid, candidates.grids, strict=True):
         places = height * width
         first_frame = features[:places].float()
         mean = first_frame.mean(0).expand(places, -1)
@@ -146,12 +148,6 @@ def temporal_redundancy(candidates: Candidates, n: int) -> Tensor:
             similarities.append(F.cosine_similarity(before.float(), now.float(), dim=-1))
     changes = 1 - torch.cat(similarities)
     return top_n(changes, n)
-
-
-def _by_grid(candidates: Candidates) -> Sequence[Tensor]:
-    """`[time * height * width, d]`: the features of each grid in turn."""
-    sizes = [math.prod(grid) for grid in candidates.grids]
-    return _joined(candidates).split(sizes)
 
 
 def _joined(candidates: Candidates) -> Tensor:
@@ -231,42 +227,28 @@ class Neighbours:
     def similarities(self, others: Tensor, tokens: Tensor | slice = slice(None)) -> Tensor:
         """`[k, m]`: the cosines of `tokens`, or of all, with m others, both ascending; -inf out of reach."""
         features = self.features[tokens]
-        features_of_others = features if tokens is others else self.features[others]
+        features_of_others = self.features[others]
         if self.step_of_token is None:
             return features @ features_of_others.T
         steps = self.step_of_token[tokens]
         steps_of_others = self.step_of_token[others]
         if features.is_cpu:
-            return self._in_reach(features, features_of_others, steps, steps_of_others)
+            # Only the pairs in reach are computed, the others of one step at a time.
+            cosines = features.new_full((len(features), len(others)), -torch.inf)
+            step_of_group, counts = steps_of_others.unique_consecutive(return_counts=True)
+            edges = torch.stack([step_of_group - self.reach, step_of_group + self.reach + 1], dim=1)
+            bounds = torch.searchsorted(steps, edges)
+            stop = 0
+            for (begin, end), count in zip(bounds.tolist(), counts.tolist(), strict=True):
+                start = stop
+                stop += count
+                cosines[begin:end, start:stop] = features[begin:end] @ features_of_others[start:stop].T
+            return cosines
         # All pairs: an accelerator would have to wait for the places of those in reach.
         cosines = features @ features_of_others.T
         apart = steps[:, None] - steps_of_others
         is_out_of_reach = apart.abs() > self.reach
         return cosines.masked_fill_(is_out_of_reach, -torch.inf)
-
-    def _in_reach(
-        self,
-        features: Tensor,
-        others: Tensor,
-        steps: Tensor,
-        steps_of_others: Tensor,
-    ) -> Tensor:
-        """As `similarities`, but only the pairs in reach are computed."""
-        cosines = features.new_full((len(features), len(others)), -torch.inf)
-        step_of_group, counts = steps_of_others.unique_consecutive(return_counts=True)
-        starts = torch.searchsorted(steps, step_of_group - self.reach)
-        stops = torch.searchsorted(steps, step_of_group + self.reach, right=True)
-        sizes = counts.tolist()
-        groups = zip(
-            starts.tolist(),
-            stops.tolist(),
-            others.split(sizes),
-            cosines.split(sizes, dim=1),
-            strict=True,
-        )
-        for start, stop, group, columns in groups:
-            columns[start:stop] = features[start:stop] @ group.T
-        return cosines
 
 
 def add_farthest(
@@ -474,9 +456,7 @@ def check_kept(
     """
     are_wrong = []
     for kept, n, num_tokens in choices:
-        if not isinstance(kept, Tensor) or kept.shape != (n,):
-            raise _wrong_choice(selection)
-        if kept.dtype != torch.int64:
+        if not isinstance(kept, Tensor) or kept.shape != (n,) or kept.dtype != torch.int64:
             raise _wrong_choice(selection)
         descends = (kept.diff() < 1).any()
         is_outside = (kept[0] < 0) | (kept[-1] >= num_tokens)

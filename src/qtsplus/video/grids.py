@@ -20,13 +20,8 @@ def token_grids(video_grid_thw: Tensor, merge_size: int) -> list[Grid]:
 
 def token_maps(values: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
     """Cuts one value per visual token of a sample, `[M]`, into one `[T, H, W]` per video."""
-    maps = []
-    start = 0
-    for grid in grids:
-        end = start + prod(grid)
-        maps.append(values[start:end].reshape(grid))
-        start = end
-    return maps
+    sizes = [prod(grid) for grid in grids]
+    return [part.reshape(grid) for part, grid in zip(values.split(sizes), grids, strict=True)]
 
 
 def keep_maps(kept_indices: Tensor, video_grid_thw: Tensor, merge_size: int) -> list[Tensor]:
