@@ -241,7 +241,7 @@ def test_a_repetition_is_said_once(text, shown):
 
 def test_texts_beyond_the_models_positions_are_refused(loaded, monkeypatch):
     monkeypatch.setattr(loaded[0].config.get_text_config(), "max_position_embeddings", 64)
-    with pytest.raises(ValueError, match="texts of 70 chapters take .* joins them 4; the model has 64: ask for less"):
+    with pytest.raises(ValueError, match="texts of 70 chapters, .* the answer 4, but the model has 64: ask for"):
         summaries._join(*loaded, ["ball"] * 70, {"max_new_tokens": 4})
 
 
@@ -255,7 +255,7 @@ def test_a_streams_memory_is_not_summarised(loaded, session_of):
     session = session_of("frame")
     (memory,) = stream.videos().values()
     session.add(memory, "camera")
-    with pytest.raises(ValueError, match="What a stream remembers has no chapters"):
+    with pytest.raises(ValueError, match="A stream's memory has no chapters"):
         summarise(session)
     with pytest.raises(ValueError, match="beside no other videos: ask about it alone"):
         session.ask("What is it?", max_new_tokens=1)

@@ -77,7 +77,7 @@ def test_rows_that_are_no_records_are_listed_with_their_numbers(tmp_path):
     assert answer.id == "x"
     assert broken.row == 5
     assert broken.id is None
-    assert "no JSON" in broken.reason
+    assert "not JSON" in broken.reason
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_the_command_ends_with_0_for_a_good_set(tmp_path, tiny_mp4):
         (["{missing}"], "There is no file"),
         (["{set}", "--media-root", "{missing}"], "There is no folder"),
         (["{set}", "--against", "{missing}"], "There is no file"),
-        (["{broken}"], "is no JSON array of records"),
+        (["{broken}"], "is not a JSON array of records"),
         ([""], "is empty"),
         (["{set}", "--media-root", ""], "is empty"),
         (["{set}", "--against", " "], "is empty"),

@@ -190,9 +190,9 @@ GPT = {"from": "gpt", "value": "A"}
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
-        ([], "expected human and gpt, one after the other"),
-        ([HUMAN], "expected human and gpt, one after the other"),
-        ([GPT, HUMAN], "expected human and gpt, one after the other"),
+        ([], "expected human and gpt in turn"),
+        ([HUMAN], "expected human and gpt in turn"),
+        ([GPT, HUMAN], "expected human and gpt in turn"),
         ([HUMAN, {**GPT, "value": None}], "conversations.1.value is null; expected a text"),
         ([{**HUMAN, "value": "<image>"}, GPT], "question is empty"),
         ("Q", "is 'Q'; expected a valid list"),
@@ -210,7 +210,7 @@ def test_broken_conversations_are_named(turns, message, tmp_path):
 @pytest.mark.parametrize("text", ['[{"a": 1}', '[{"a": 1} {"a": 2}]', "[nonsense]", '[{"a": 1}] {}', '[{"a": 1}, '])
 def test_a_broken_array_ends_the_reading(text, tmp_path):
     (tmp_path / "set.json").write_text(text)
-    with pytest.raises(ValueError, match=r"set\.json is no JSON array"):
+    with pytest.raises(ValueError, match=r"set\.json is not a JSON array"):
         list(iter_rows(tmp_path / "set.json"))
     (tmp_path / "set.jsonl").write_text(text)
     for row in iter_rows(tmp_path / "set.jsonl"):
@@ -225,7 +225,7 @@ def test_good_rows_are_read_beside_bad_ones(tmp_path):
     rows = list(iter_rows(path))
     assert [row.number for row in rows] == [1, 3, 4, 5, 6, 7]
     assert [row.number for row in rows if row.record is not None] == [1, 6]
-    with pytest.raises(ValueError, match=r"Row 3 of .*set\.jsonl is not a record: it is no JSON"):
+    with pytest.raises(ValueError, match=r"Row 3 of .*set\.jsonl is not a record: it is not JSON"):
         read_records(path)
 
 

@@ -241,7 +241,7 @@ def test_recordings_joined_end_to_end_are_read_to_their_end(tmp_path, codec, kin
     about = open_video(str(path), choose_frames).about
     assert about.metadata.duration == pytest.approx(4 * parts, abs=0.05)
     for warning in about.warnings:
-        assert "is set anew after 4." in warning
+        assert "restarts after 4." in warning
     watched = list(watch(path, 2.0))
     check_times(watched, shown)
     assert len(watched) == 8 * parts
@@ -262,7 +262,7 @@ def test_what_comes_after_a_clock_that_jumps_is_put_behind(tmp_path, caplog, off
     check_times(frames, shown)
     assert len(frames) == len(shown)
     (record,) = caplog.records
-    assert "is set anew after 4." in record.message
+    assert "restarts after 4." in record.message
     check_times(watch(path, 2.0), shown)
 
 

@@ -1,4 +1,4 @@
-"""Summaries: videos in chapters by change, each described from the tokens that cover it, with an overview of all."""
+"""Summaries: videos are split into chapters where they change. A model describes each chapter, then all of them."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,11 @@ from .recall import Remembered
 from .session import batches_of
 
 JOIN = "These are parts of a video in their order. Tell what happens in all of them together."
-TOGETHER = 32  # texts that are joined at a time
-LONGEST = 60.0  # seconds of a chapter, if the model was not trained on shorter videos only
-REPEATS = 4  # A text that says the same so often in a row ends there.
-REPEATED_TOKENS = 16  # the longest repetition that is looked for, in tokens
-# Options of a question or of `generate` that cannot be the same for every chapter.
+TOGETHER = 32  # the most texts in one prompt that asks for an overview
+LONGEST = 60.0  # the most seconds of a chapter, or fewer if the model was trained on shorter videos
+REPEATS = 4  # A text ends where it says the same thing this many times in a row.
+REPEATED_TOKENS = 16  # the longest thing whose repetition is noticed, in tokens
+# Options of a question or of `generate` that a summary refuses: they cannot be the same for every chapter.
 REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")
 _WORD = re.compile(r"\w+")
 _CLOCK_TIME = re.compile(r"\d:\d\d")
@@ -37,7 +37,7 @@ _REPETITION = re.compile(rf"(\s.+?)\1{{{REPEATS - 1},}}$", re.DOTALL)
 
 @dataclass(frozen=True)
 class Chapter:
-    """A stretch of a video, from second `start` to `end` on a player's clock, and what the model says of it."""
+    """A stretch of a video, from second `start` to `end` on a player's clock, and what the model says about it."""
 
     video: str
     start: float
@@ -49,17 +49,17 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the model says of each chapter of videos, and of all of them together."""
+    """What the model says about each chapter, and about all chapters together."""
 
-    text: str  # a line for each chapter: its times, and what the model says of it
-    # What the model makes of all chapters' texts, without times. `None` if there is one chapter, if it repeats fewer of
-    # the chapters' words than a single chapter has, or if it states a time: the model is not shown any.
+    text: str  # a line for each chapter: its times, and what the model says about it
+    # One text that the model makes from those of all chapters. `None` if there is only one chapter; if the text repeats
+    # fewer of the chapters' words than one chapter alone has; or if it states a time, since the model reads none.
     overview: str | None
     chapters: list[Chapter]
     warnings: list[str]  # as in `EncodedVideo`
-    frames: int  # that were looked at
+    frames: int  # how many the model saw
     seconds_of_video: float
-    unheard: bool  # whether a video has sound
+    unheard: bool  # whether a video has sound, which the model does not hear
 
 
 class StopRepeating(StoppingCriteria):
@@ -94,24 +94,25 @@ def summarise(
 
     Args:
         about: a `VideoSession` or a `Library`.
-        prompt: what is asked of each chapter.
-        names: of the videos, all when absent.
-        chapter_seconds: the longest chapter. A longer stretch is split where its features change most, else in the
-            middle. By default a minute, or the longest video of the model's training (`trained_seconds`) if shorter.
-        retention, max_visual_tokens, selection: as for `answer_questions`. Where neither count is given, as many as the
-            configuration allows, `rho_max`: a prompt about everything needs more than a question about one thing.
-        max_new_tokens: of each chapter, and of the overview; as for `answer_questions` when absent.
+        prompt: what is asked about each chapter.
+        names: the videos to summarise; all of them by default.
+        chapter_seconds: the longest chapter. A longer stretch is split where its features change most, or in the middle
+            if they change equally. By default a minute, or the longest video in the model's training
+            (`trained_seconds`) if that is shorter.
+        retention, max_visual_tokens, selection: as for `answer_questions`. Without the first two, the fraction is
+            `rho_max` of the configuration: a prompt about everything needs more tokens than a question about one thing.
+        max_new_tokens: the most for each chapter, and for the overview; by default as for `answer_questions`.
         progress: show a bar on standard error.
         generation: as for `generate`.
 
     Raises:
-        ValueError: no video, a stream's memory, an empty prompt; as `answer_questions`.
+        ValueError: without a video; for a stream's memory; for an empty prompt; and as `answer_questions` does.
     """
     if not hasattr(about, "film"):
         raise ValueError(f"Got {type(about).__name__} to summarise; expected a VideoSession or a Library.")
     refused = [option for option in REFUSED if option in generation]
     if refused:
-        raise ValueError(f"Got {', '.join(refused)} for a summary, which asks each chapter the same: leave it out.")
+        raise ValueError(f"Got {', '.join(refused)} for a summary: expected only options that suit every chapter.")
     names = _check_names(names, about.names)
     model = about.model
     processor = about.processor
@@ -130,7 +131,7 @@ def summarise(
         for name in names:
             video = about.film(name)
             if isinstance(video, Remembered):
-                raise ValueError("What a stream remembers has no chapters to summarise: ask about it.")
+                raise ValueError("A stream's memory has no chapters to summarise: ask it a question instead.")
             known.append(video.about)
             edges = list(chapter_steps(video, chapter_seconds))
             for first, last in edges:
@@ -175,7 +176,7 @@ def _check_names(
     names: Sequence[str] | None,
     known: Sequence[str],
 ) -> Sequence[str]:
-    """The videos to summarise, all that are known by default."""
+    """The names of the videos to summarise: by default all that are known."""
     if names is None:
         names = known
     are_good = False
@@ -187,39 +188,39 @@ def _check_names(
 
 
 def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, int]]:
-    """The chapters of a video in turn, each by its first step of the grid and the step behind its last."""
+    """The chapters of a video in order: for each, its first step in the grid and the step after its last."""
     edges = video.steps
     steps = len(edges) - 1
     tokens = video.features.unflatten(0, (steps, -1)).float()
     later = tokens[1:]
     earlier = tokens[:-1]
     difference = 1 - F.cosine_similarity(later, earlier, dim=-1)
-    changes = [0.0] + difference.mean(1).tolist()  # of each step from the one before
+    changes = [0.0] + difference.mean(1).tolist()  # how much each step differs from the one before
 
-    def parted(first: int, last: int) -> Iterator[tuple[int, int]]:
+    def split(first: int, last: int) -> Iterator[tuple[int, int]]:
         count = last - first
         seconds = edges[last] - edges[first]
         if count < 2 or seconds <= longest:
             yield first, last
             return
-        shortest = max(1, count // 8)  # steps of either part
+        shortest = max(1, count // 8)  # the fewest steps on each side of a cut
         middle = (first + last) / 2
 
         def preference(step: int) -> tuple[float, float]:
-            """The largest change; among equal ones, the nearest to the middle."""
+            """Prefers the largest change and, among equal changes, the one nearest to the middle."""
             change = round(changes[step], 4)
             return change, -abs(step - middle)
 
         candidates = range(first + shortest, last - shortest + 1)
         cut = max(candidates, key=preference)
-        yield from parted(first, cut)
-        yield from parted(cut, last)
+        yield from split(first, cut)
+        yield from split(cut, last)
 
-    return parted(0, steps)
+    return split(0, steps)
 
 
 def _with_times(chapters: Sequence[Chapter], name_videos: bool) -> str:
-    """A line for each chapter with its own times, which no model wrote."""
+    """A line for each chapter. The program writes the times, not the model."""
     lines = []
     for chapter in chapters:
         span = f"{clock(chapter.start)} to {clock(chapter.end)}"
@@ -230,7 +231,7 @@ def _with_times(chapters: Sequence[Chapter], name_videos: bool) -> str:
 
 
 def _without_repetition(text: str) -> str:
-    """A text whose end says the same [`REPEATS`] times or more, with that said once."""
+    """The text; if its end says the same thing [`REPEATS`] times or more, it is kept once."""
     return _REPETITION.sub(r"\1", text).strip()
 
 
@@ -240,7 +241,7 @@ def _overview(
     chapters: Sequence[Chapter],
     options: dict[str, Any],
 ) -> str | None:
-    """One text of all chapters: of groups of their texts, then of groups of what was made of those, until it is one."""
+    """One text from the texts of all chapters: groups are joined, then groups of the results, until one is left."""
     texts = [chapter.text for chapter in chapters]
     if len(texts) < 2:
         return None
@@ -276,8 +277,8 @@ def _join(
     positions = model.config.get_text_config().max_position_embeddings
     if length + new_tokens > positions:
         raise ValueError(
-            f"The texts of {len(texts)} chapters take {length} positions and what joins them {new_tokens}; the model "
-            f"has {positions}: ask for less (max_new_tokens)."
+            f"To join the texts of {len(texts)} chapters, the prompt takes {length} positions and the answer "
+            f"{new_tokens}, but the model has {positions}: ask for shorter texts (max_new_tokens)."
         )
     output = model.generate(**inputs, **options)
     new_ids = output.sequences[0, length:]

@@ -1,6 +1,6 @@
 """Sets on disk: records as JSONL, JSON, Parquet, or LLaVA-Video conversations.
 
-Readers stream: what they hold does not grow with the file, except for a JSON array, which is read whole.
+Readers stream, so that memory does not grow with the file. Only a JSON array is read whole.
 """
 
 import json
@@ -19,19 +19,19 @@ from ..common.validation import explain
 from .media import AnyPath, find_media
 from .records import Record, VideoRecord, media_name, parse_record, to_video_record
 
-ROWS_AT_ONCE = 1000  # of a table
+ROWS_AT_ONCE = 1000  # rows of a table that are read together
 
 _PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:image|video)>")
-_Turn = TypedDict("_Turn", {"from": str, "value": str})  # of a LLaVA-Video conversation
+_Turn = TypedDict("_Turn", {"from": str, "value": str})  # one turn of a LLaVA-Video conversation
 _TURNS = TypeAdapter(list[_Turn])
 
 
 @dataclass(frozen=True)
 class Row:
-    """One place of a file, which holds a record or has a problem."""
+    """One row of a set: a record, or the problem with it."""
 
     number: int  # from 1: a line of JSONL, an item of a JSON array, a row of a table
-    content: Any = None  # by key, as the file has it; `None` where that cannot be read
+    content: Any = None  # as it is in the file; `None` if it cannot be read
     problem: str | None = None  # why it cannot be read, or is not a record
     record: Record | None = None
 
@@ -48,11 +48,11 @@ class Row:
 
 def iter_rows(path: AnyPath) -> Iterator[Row]:
     """
-    Every row of a set in order, good or bad; blank lines are not rows. A set is JSONL, a JSON array (.json) or a table
-    (.parquet). Its rows are records, the reference's rows or LLaVA-Video conversations.
+    Every row of a set in order, good or bad; blank lines are skipped. A set is JSONL, a JSON array (.json) or a table
+    (.parquet). Its rows are records of this package or of the paper's authors, or LLaVA-Video conversations.
 
     Raises:
-        ValueError: no such file, a table that cannot be read, or a JSON array that is broken.
+        ValueError: for a missing file, an unreadable table, or a broken JSON array.
     """
     path = Path(path)
     if not path.is_file():
@@ -79,7 +79,7 @@ def _parse(number: int, content: object) -> Row:
 
 
 def iter_records(path: AnyPath) -> Iterator[Record]:
-    """Every record of a set in order, see [`iter_rows`]; the first row that is not a record raises a `ValueError`."""
+    """Every record of a set in order, see [`iter_rows`]. Raises `ValueError` at the first row that is not a record."""
     for row in iter_rows(path):
         if row.record is None:
             raise ValueError(f"Row {row.number} of {path} is not a record: {row.problem}")
@@ -91,8 +91,8 @@ def read_records(
     media_root: AnyPath | None = None,
 ) -> list[VideoRecord]:
     """
-    The questions that `qtsplus train` and `qtsplus eval` read from a file, with the places of their videos; the first
-    row that is not a question with an answer raises a `ValueError`.
+    The questions that `qtsplus train` and `qtsplus eval` read from a file, with the paths of their videos. Raises
+    `ValueError` at the first row that is not a question with an answer.
     """
     root = media_folder(path, media_root)
     records = []
@@ -107,11 +107,11 @@ def read_records(
 
 
 def media_folder(path: AnyPath, media_root: AnyPath | None = None) -> Path:
-    """The folder with the videos of a set: the media root, or else the file's folder. `ValueError` if it is missing."""
+    """The folder with the videos of a set: the media root, or the file's folder. Raises `ValueError` if missing."""
     if media_root is None:
         return Path(path).parent
     if not Path(media_root).is_dir():
-        raise ValueError(f"There is no folder {str(media_root)!r}; expected the media root, which has the videos.")
+        raise ValueError(f"There is no folder {str(media_root)!r}; expected the folder with the videos (media root).")
     return Path(media_root)
 
 
@@ -131,13 +131,13 @@ def _iter_lines(path: Path) -> Iterator[Row]:
             try:
                 content = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                yield Row(number, problem=f"it is no JSON: {error}.")
+                yield Row(number, problem=f"it is not JSON: {error}.")
             else:
                 yield _parse(number, content)
 
 
 def _read_array(path: Path) -> list | None:
-    """The items of a JSON array, which is read whole; `None` where the file begins otherwise."""
+    """The items of a JSON array, which is read whole; `None` if the file begins otherwise."""
     with open(path, encoding="utf-8-sig") as file:
         try:
             if not file.read(2**16).lstrip().startswith("["):
@@ -145,7 +145,7 @@ def _read_array(path: Path) -> list | None:
             file.seek(0)
             return json.load(file)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no JSON array of records: {error}.") from None
+            raise ValueError(f"{path} is not a JSON array of records: {error}.") from None
 
 
 def _read_table(path: Path) -> Iterator[dict]:
@@ -161,13 +161,13 @@ def _read_table(path: Path) -> Iterator[dict]:
                 for row in range(len(batch)):
                     cells = {name: _cell(batch[name][row]) for name in batch.schema.names}
                     yield _as_jsonl(cells)
-    except (ArrowInvalid, KeyError) as error:  # KeyError: two columns of one name
+    except (ArrowInvalid, KeyError) as error:  # KeyError: two columns with the same name
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A cell without a value in Python, such as a time after the year 9999: no field of a record takes it."""
+    """A cell that Python cannot hold, such as a time after the year 9999. No field of a record accepts it."""
 
     kind: str
 
@@ -179,13 +179,13 @@ def _cell(scalar):
     """The value of a cell of a table."""
     try:
         return scalar.as_py()
-    except (ValueError, OverflowError):  # such as an unknown time zone, which the other columns do not need
+    except (ValueError, OverflowError):  # such as an unknown time zone; the other columns can still be read
         return Unreadable(str(scalar.type).partition("[")[0])
 
 
 def _as_jsonl(value):
     """
-    A row as JSONL has it: with numbers for decimals, and without nulls, except for `video`, where a null says that
+    A row as it would be in JSONL. Decimals become numbers. Nulls are left out, except for `video`, where null says that
     there is no video.
     """
     if isinstance(value, Decimal):
@@ -202,7 +202,7 @@ def _from_llava(row: Mapping) -> VideoRecord:
         raise ValueError(explain(error, row["conversations"], "conversations.")) from None
     speakers = [turn["from"] for turn in turns]
     if not turns or speakers != ["human", "gpt"] * (len(turns) // 2):
-        raise ValueError(f"conversations has turns of {speakers}; expected human and gpt, one after the other.")
+        raise ValueError(f"conversations has turns of {speakers}; expected human and gpt in turn.")
     questions = [_PLACEHOLDER.sub("", turn["value"]) for turn in turns[::2]]
     answers = [turn["value"] for turn in turns[1::2]]
     fields = {"id": row.get("id"), "video": row.get("video"), "question": questions[-1], "answer": answers[-1]}

@@ -1,4 +1,4 @@
-"""Asks a model questions about videos, and counts the answers that match."""
+"""Asks a model questions about videos, and counts the right answers."""
 
 import math
 import os
@@ -20,26 +20,26 @@ from ..model.methods_qtsplus import Method
 from ..video.sampling import Sampling
 from .matching import Matcher, is_exact
 
-SENTENCE = 64  # tokens of an answer that need not be the record's to the letter
+SENTENCE = 64  # the most new tokens, at least, where an answer may be a sentence around the record's answer
 
 
 @dataclass(frozen=True)
 class _Group:
-    """What records that are asked together share."""
+    """What the records that are asked together have in common."""
 
     video: str
     fps: float | None
-    letters: str  # of the options between which the answer is chosen by likelihood
+    letters: str  # those of the options, if the answer is the most likely letter; else empty
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One question."""
+    """A record's question, the model's answer, and whether it is right."""
 
     record: VideoRecord
     said: str = ""
     visual_tokens: int = 0
-    kept_indices: tuple[int, ...] = ()  # of the visual tokens, those that the language model read
+    kept_indices: tuple[int, ...] = ()  # the visual tokens that the language model read
     correct: bool = False
     unreadable: str | None = None  # why its video could not be read
 
@@ -56,22 +56,22 @@ def evaluate_records(
     by_likelihood: bool = False,
 ) -> list[Outcome]:
     """
-    Greedy answers to records with a video, and whether they are right: an outcome for each record. Each video is
-    encoded once for all of its questions, of which `batch_size` are asked at a time.
+    Asks the questions of records with a video, decodes greedily, and returns an outcome for each record. Each video is
+    encoded once for all of its questions; `batch_size` of them are asked at a time.
 
     Args:
         matcher: says whether a text gives a record's answer (`matching.py`).
-        by_likelihood: of a record with options, the answer is the letter that the model finds most likely.
+        by_likelihood: if a record has options, its answer is the letter that the model finds most likely.
 
     Raises:
-        ValueError: a folder of frames whose record does not give its rate; a question longer than the model's
-            positions; for `by_likelihood`, a tokenizer in which a letter is several tokens.
+        ValueError: for a folder of frames whose record has no rate; for a question longer than the model's positions;
+            with `by_likelihood`, for a tokenizer that splits a letter into several tokens.
     """
     max_new_tokens = 0
     for record in records:
         has_rate = record.fps is not None
         if not has_rate and os.path.isdir(str(record.video)):
-            raise ValueError(f'{record.video} is a folder of frames: give their rate in its records, such as "fps": 2.')
+            raise ValueError(f'{record.video} is a folder of frames: give its rate in its records, such as "fps": 2.')
         check_question(model, processor, record.question)
         answer_ids = processor.text_ids(record.answer)
         max_new_tokens = max(max_new_tokens, len(answer_ids) + 2)
@@ -107,10 +107,10 @@ def evaluate_records(
 
 
 def _one_of(processor, letters: str) -> dict[str, Any]:
-    """Options of `generate` for an answer of one token, the most likely of the letters."""
+    """Options of `generate` that make the model answer with the most likely of the letters."""
     ids = [processor.text_ids(letter) for letter in letters]
     if max(map(len, ids)) > 1:
-        raise ValueError(f"The tokenizer has no single tokens for {letters}, which choices by likelihood need.")
+        raise ValueError(f"The tokenizer splits a letter of {letters}; choosing by likelihood needs one token each.")
     allowed = [letter_ids[0] for letter_ids in ids]
     return {"max_new_tokens": 1, "prefix_allowed_tokens_fn": lambda row, written: allowed}
 
@@ -140,9 +140,9 @@ def _outcome(
 
 def tally(outcomes: Sequence[Outcome]) -> dict:
     """
-    Questions, videos, accuracy with Wilson's 95% interval over videos (questions about one video are not independent),
-    and kept fraction (`None` where no video could be read); the same per kind, and the videos that could not be read,
-    with the number of their questions.
+    Counts questions and videos, and gives the accuracy, its Wilson 95% interval and the kept fraction (`None` if no
+    video could be read): for all questions and for each kind. The interval counts videos, since questions about one
+    video are not independent. Videos that could not be read are listed with the number of their questions.
     """
     by_kind: dict[str, list[Outcome]] = {}
     unreadable: dict[str, dict[str, Any]] = {}

@@ -23,9 +23,9 @@ _AHEAD = 60.0
 _FAR_AHEAD = 86400.0
 LEAP = 1.0  # seconds: a single time this far off is damaged, and a gap this long in a constant rate is reported
 NEAR = 0.05  # seconds by which a frame of a constant rate may be early or late
-SLOWEST = 10.0  # frames per second, at least, of the clock for a variable rate
-_LATE = 1.0  # seconds from decoding to showing; a longer delay in AVI is a guess of FFmpeg: the video begins late
-_DAMAGED_SHARE = 20  # fewer than one time in this many is damaged; if more look so, the file means them
+SLOWEST = 10.0  # the lowest rate, in frames per second, of the regular clock for a video with a variable rate
+_LATE = 1.0  # seconds from decoding to showing; if an AVI states more, it begins late and FFmpeg guessed its times
+_DAMAGED_SHARE = 20  # If one time in this many, or more, looks damaged, the file means them.
 
 
 class Clock:
@@ -36,8 +36,8 @@ class Clock:
     continue where the earlier ones end. A single time that fits neither the one before nor the one after it is damaged:
     it is replaced by a time that fits between them.
 
-    In two formats few times are reliable. AVI knows only when a packet is decoded. MPEG-PS (`.mpg`) states few
-    times, and FFmpeg guesses some of the others too early.
+    In two formats few times are reliable. AVI states only when a packet is decoded. MPEG-PS (`.mpg`) states few times,
+    and some of FFmpeg's guesses for the others are too early.
 
     Attributes:
         joins: the seconds after which the file's clock restarted. strays: the number of damaged times.
@@ -79,11 +79,9 @@ class Clock:
         if self.joins:
             first = self.joins[0]
             restarts = len(self.joins)
-            behind = "what follows is put behind that"
-            states.append(f"has a clock that is set anew after {first:.1f} s (restarts: {restarts}); {behind}")
+            states.append(f"has a clock that restarts after {first:.1f} s (restarts: {restarts}); times continue there")
         if self.strays:
-            shown = "which are shown where their neighbours say"
-            states.append(f"has {self.strays} damaged times among its frames, {shown}")
+            states.append(f"has {self.strays} damaged times among its frames, which are replaced by times that fit")
         return states
 
     def over(self, packets: Iterable["av.Packet"], live: bool = False) -> Iterator["av.Packet"]:
@@ -99,7 +97,7 @@ class Clock:
             yield packet
 
     def _is_damaged(self, packet: "av.Packet", after: int | None) -> bool:
-        """Whether the packet's time is far from those before and after, which follow each other."""
+        """Whether the packet's time is far from those before and after it, which fit each other."""
         before = self._last_dts
         dts = packet.dts
         if self.is_ps or packet.is_discard:
@@ -132,7 +130,7 @@ class Clock:
             packet.dts += self._offset
         pts = packet.pts + self._offset
         packet.pts = pts
-        if packet.is_discard:  # an edit list cuts this frame off; it is decoded since decoding begins at a key frame
+        if packet.is_discard:  # an edit list hides this frame; it is decoded because a later one needs it
             return
         if self._begin is None or pts > self._newest:
             self._newest = pts
@@ -157,7 +155,7 @@ class Clock:
             self._join(self.end)
 
     def _continues(self, ticks: int) -> bool:
-        """Whether a clock that moves by this many ticks runs on; otherwise it restarted."""
+        """Whether a clock that moves by this many ticks has not restarted."""
         return self._fewest_ticks <= ticks <= self._most_ticks
 
     def _join(self, ticks: int) -> None:
@@ -231,20 +229,20 @@ def with_next(items: Iterable, live: bool = False) -> Iterator[tuple]:
 
 def regular_clock(times: np.ndarray, length: float) -> tuple[int, float] | None:
     """
-    The number of frames and the frame rate of a constant clock on which a video's frames are shown at their times.
+    The number of frames and the frame rate of a regular clock that shows a video's frames at their times.
 
     Args:
         times: `[N]`, seconds from the first frame.
         length: the seconds after which the last frame is over.
 
     Returns:
-        `None` where all frames have one time.
+        `None` if all frames have the same time.
     """
     last = times[-1]
     if last <= 0:
         return None
     num_gaps = len(times) - 1
-    fps = float(num_gaps / last)  # assumes that the last frame lasts as long as the mean
+    fps = float(num_gaps / last)  # as if the last frame lasted as long as the others on average
     constant = np.arange(len(times)) / fps
     early_or_late = np.abs(times - constant)
     if early_or_late.max() <= NEAR:

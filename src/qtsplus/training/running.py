@@ -1,4 +1,4 @@
-"""Runs a recipe: loads what it names, trains stage by stage, and goes on where an earlier run stopped."""
+"""Runs a recipe: loads what it names, trains stage by stage, and continues where an earlier run stopped."""
 
 import gc
 import json
@@ -28,8 +28,8 @@ logger = logging.get_logger(__name__)
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
     """
-    Runs stages as [`run`] does, and gives the folder of the last; with `resume` finished ones are left out, and one
-    without a checkpoint starts from its first step.
+    Runs the stages in order, each as [`run`] does, and returns the folder of the last. With `resume`, earlier stages
+    that are finished are skipped, and a stage without a checkpoint starts from its first step.
     """
     if not resume:
         for stage in stages:
@@ -39,19 +39,20 @@ def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
         if resume and is_finished(stage.output_dir) and stage is not last:
             logger.warning(f"{stage.name} is finished: {stage.output_dir}.")
             continue
-        # A copy of the arguments prepares the process again: a Trainer leaves its sharding behind.
+        # A copy of the arguments sets up the process again, since a Trainer leaves its sharding behind.
         run(replace(stage, training=replace(stage.training)), resume)
-        gc.collect()  # a Trainer refers to itself, and holds its model until the collector finds it
+        gc.collect()  # a Trainer refers to itself, so that only the collector frees its model
     PartialState().destroy_process_group()
     return last.output_dir
 
 
 def run(recipe: Recipe, resume: bool = False) -> Path:
     """
-    Trains, and saves the model to the recipe's `output_dir`; with `resume` from the last complete checkpoint there, if
-    there is one. A `ValueError` for an `output_dir` that cannot be written, or that holds other files.
+    Trains, and saves the model to the recipe's `output_dir`. With `resume`, training continues from the last complete
+    checkpoint there, if there is one. Raises `ValueError` for an `output_dir` that cannot be written or holds other
+    files.
     """
-    unset_hf_deepspeed_config()  # Transformers would share out the model before it is whole
+    unset_hf_deepspeed_config()  # with it, Transformers would shard the model before it is complete
     output_dir = check_folder(recipe.output_dir)
     checkpoint = last_checkpoint(output_dir) if resume else None
     if checkpoint is None:
@@ -60,28 +61,28 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     trainer = build_trainer(recipe)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
-    trainer.save_state()  # the last file, which tells a finished run
+    trainer.save_state()  # the last file that is written: it marks a finished run
     return output_dir
 
 
 def require_free(output_dir: Path) -> None:
-    """Raises `ValueError` for a folder that holds more than folders of other stages, for nothing is replaced."""
+    """Raises `ValueError` if a folder holds files or checkpoints, since none are replaced. Other folders may stay."""
     for path in sorted(output_dir.glob("*")):
         if path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR):
             what = "a finished model" if is_finished(output_dir) else path.name
             raise ValueError(
-                f"{output_dir} holds {what}, which is not replaced: choose another output_dir, or, where it holds a "
+                f"{output_dir} holds {what}, which is not replaced: choose another output_dir, or, if it has a "
                 "checkpoint, go on with --resume."
             )
 
 
 def is_finished(output_dir: Path) -> bool:
-    """Whether a run into this folder came to its end."""
+    """Whether a run into this folder has finished."""
     return (output_dir / "trainer_state.json").exists()
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:
-    """The newest checkpoint whose last file, the Trainer's state, was written to its end."""
+    """The newest complete checkpoint. The Trainer's state is written last, so it must be there and be whole."""
     newest = None
     last_step = -1
     for state in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json"):
@@ -93,7 +94,7 @@ def last_checkpoint(output_dir: Path) -> Path | None:
 
 
 def _is_json(path: Path) -> bool:
-    """Whether a file was written to its end."""
+    """Whether a file holds JSON; a half-written one does not."""
     try:
         json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -102,23 +103,23 @@ def _is_json(path: Path) -> bool:
 
 
 def build_trainer(recipe: Recipe) -> QTSplusTrainer:
-    """The Trainer of a recipe; a `ValueError` for weights or records that are not there or cannot be read."""
+    """The Trainer of a recipe. Raises `ValueError` for weights or records that are missing or cannot be read."""
     args = recipe.model
     data = recipe.data
     trainer_class = recipe.trainer_class
     train = _read_records(recipe, data.train_files)
     evaluation = _read_records(recipe, data.eval_files)
     if not train:
-        raise ValueError(f"{recipe.path}: data.train_files hold no record.")
+        raise ValueError(f"{recipe.path}: the files of data.train_files hold no records.")
     _check_frozen(recipe)
     if args.weights is None:
-        logger.warning(f"No model.weights: {recipe.name} starts from random ones.")
+        logger.warning(f"The recipe names no model.weights: {recipe.name} starts from random weights.")
     config = make_config(args.variant, args.weights, args.selector)
     processor = make_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
     seed = recipe.training.seed
     model = make_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, seed)
-    adopt_tokenizer(model.config, processor)  # a stock model's configuration does not know them
+    adopt_tokenizer(model.config, processor)  # a stock model's configuration lacks the ids by which questions are found
     features = None
     if data.features is not None:
         features = _encode_videos(recipe, data.features, model, processor, train + evaluation)
@@ -151,14 +152,14 @@ def _read_records(recipe: Recipe, files: list[str]) -> list[VideoRecord]:
 
 
 def _check_frozen(recipe: Recipe) -> None:
-    """Raises `ValueError` for features of a tower that trains, and for a dtype in which nothing would be computed."""
+    """Raises `ValueError` for stored features of a vision tower that trains, or a dtype without mixed precision."""
     training = recipe.training
     dtype = recipe.model.dtype
     if recipe.data.features is not None and not training.freeze_vision_model:
-        raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
+        raise ValueError("data.features needs a vision tower that does not change: set training.freeze_vision_model.")
     frozen = training.freeze_language_model or training.freeze_vision_model
     if dtype != "float32" and frozen and not (training.bf16 or training.fp16):
-        raise ValueError(f"model.dtype={dtype} is of what is frozen; expected training.bf16 or training.fp16 too.")
+        raise ValueError(f"model.dtype={dtype} needs training.bf16 or fp16: the weights that train are float32.")
 
 
 def _encode_videos(
