@@ -183,9 +183,9 @@ def without_numbers(text: str) -> list[str]:
 def test_the_first_page_runs_and_prints_what_it_says(after_demo, tiny_stock, monkeypatch):
     """With the tiny model in place of the 7B, and a clip that it understands in place of the video."""
     monkeypatch.chdir(after_demo)
-    folder = after_demo / "films"
+    folder = after_demo / "videos"
     folder.mkdir()
-    shutil.copyfile(after_demo / "demo" / "clip.mp4", folder / "film.mp4")
+    shutil.copyfile(after_demo / "demo" / "clip.mp4", folder / "video.mp4")
     black = np.zeros((16, 112, 112, 3), np.uint8)
     write_mp4(folder / "night.mp4", black, 8)
     monkeypatch.setenv("COLUMNS", "200")
@@ -193,7 +193,7 @@ def test_the_first_page_runs_and_prints_what_it_says(after_demo, tiny_stock, mon
     printed: list[str] = []
     for language, block in BLOCK.findall(read("docs/start.md")):
         block = block.replace("Qwen/Qwen2.5-VL-7B-Instruct", "stock")
-        block = block.replace("film.mp4", "films/film.mp4")
+        block = block.replace("video.mp4", "videos/video.mp4")
         if language == "":
             assert set(without_numbers(block)) <= set(printed), printed
             continue

@@ -161,7 +161,7 @@ def test_a_corrupt_film_and_an_empty_question_are_told_and_the_page_stays(visit,
     (tmp_path / "<b>broken.mp4").write_bytes(CLIP.read_bytes()[:2000])
     anna = visit(address)
     anna.ask(RING.question)
-    anna.sees(".note", "Drop a film first.")
+    anna.sees(".note", "Drop a video first.")
     anna.drop(tmp_path / "<b>broken.mp4")
     anna.sees(".note", "Cannot decode")
     anna.ask(RING.question)
@@ -329,7 +329,7 @@ def test_another_film_takes_the_place_of_one_that_is_read(visit, gated_tower, ti
     anna.page.locator("#film button[aria-label=Clear]").click()
     anna.page.wait_for_timeout(1000)
     gate.set()
-    anna.sees(".empty", "Drop a film")
+    anna.sees(".empty", "Drop a video")
 
 
 def test_questions_wait_in_line_and_stop_ends_those_before_it(visit, gated):
@@ -412,7 +412,7 @@ def test_every_control_has_a_name_of_its_own_and_answers_are_said_where_nothing_
         "all => all.map(one => one.ariaLabel ?? one.textContent)"
     )
     assert len(set(names)) == len(names) and all(names)
-    assert {"Film demo.mp4, answer 1", "Position in demo.mp4, answer 2", "Play, answer 2"} <= set(names)
+    assert {"Video demo.mp4, answer 1", "Position in demo.mp4, answer 2", "Play, answer 2"} <= set(names)
 
 
 def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):
@@ -421,4 +421,4 @@ def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):
     anna = visit(shown(*session.load(tiny_published, "cpu"), max_file_size=20_000))
     anna.drop(CLIP)
     sync_api.expect(anna.page.get_by_text("exceed")).to_be_visible()
-    anna.sees(".empty", "Drop a film")
+    anna.sees(".empty", "Drop a video")

@@ -27,14 +27,14 @@ class Pane {
 
   open(name, seconds) {
     if (this.name !== name) this.change(name);
-    this.video.currentTime = seconds + 0.01; // a film at 0 is not drawn everywhere
+    this.video.currentTime = seconds + 0.01; // some browsers draw nothing at 0
   }
 
   change(name) {
     Object.assign(this, { name, drawn: null, map: this.answer?.maps[name] });
     this.screen.replaceChildren();
     this.line.ariaLabel = `Position in ${name}${this.which}`;
-    const more = { ariaLabel: `Film ${name}${this.which}`, playsInline: true, onclick: play };
+    const more = { ariaLabel: `Video ${name}${this.which}`, playsInline: true, onclick: play };
     this.video = make("video", "", this.screen, "", { src: this.films[name].url, ...more });
     this.video.onloadedmetadata = () => {
       this.root.style.maxWidth = `${(62 * this.video.videoWidth) / this.video.videoHeight}vh`;
@@ -68,7 +68,7 @@ class Pane {
     };
     this.line.onkeydown = (event) => {
       const by = { ArrowLeft: -1, ArrowDown: -1, PageDown: -10, Home: -Infinity, ArrowRight: 1, ArrowUp: 1, PageUp: 10, End: Infinity }[event.key];
-      if (!by || !(end > 0)) return; // a film that is not there yet has no end
+      if (!by || !(end > 0)) return; // a video that is not loaded yet has no end
       event.preventDefault();
       this.video.currentTime = Math.min(Math.max(this.video.currentTime + by * (step ?? 1), 0), end);
     };
@@ -89,7 +89,7 @@ class Pane {
     if (this.map) this.dim(lit, Math.min(Math.max(Math.floor((now - this.map.start) / this.map.step), 0), this.kept.length - 1));
   }
 
-  // One pixel of the canvas is one visual token; the browser stretches it over the film.
+  // One pixel of the canvas is one visual token; the browser stretches it over the video.
   dim(lit, step) {
     if (this.drawn === `${step} ${lit}`) return;
     this.drawn = `${step} ${lit}`;
@@ -116,7 +116,7 @@ const show = (value) => {
   panes = Object.keys(films).length ? (answers ?? [null]).map((answer, index) => new Pane(row, films, answer, which(index))) : [];
   if (!panes.length) return error || make("div", "empty", stage, facts);
   for (const warning of warnings) make("div", "note", stage, warning);
-  if (answers) make("label", "small", stage, "Dim the rest of the film").prepend(make("input", "lit", stage, "", { type: "checkbox", checked: true }));
+  if (answers) make("label", "small", stage, "Dim the rest of the video").prepend(make("input", "lit", stage, "", { type: "checkbox", checked: true }));
   make("div", "small", stage, facts + (answers ? " On the timeline grey is how many tokens were kept, amber what the answer rests on." : ""));
   for (const earlier of asked.filter((one) => one.answers !== answers)) {
     const text = earlier.answers.map(({ question, answer }) => `${question} ${answer}`).join(" | ");

@@ -1,4 +1,4 @@
-"""`qtsplus app`: a page on which people ask about a film, and see in it what each answer rests on."""
+"""`qtsplus app`: a page on which people ask about a video, and see in it what each answer rests on."""
 
 import os
 import signal
@@ -19,24 +19,24 @@ from ..data.media import VIDEO_SUFFIXES
 from ..video.encoded import FAILURES
 from .door import Guard
 
-LARGEST_FILM = 10**9  # bytes
-LARGEST_REQUEST = LARGEST_FILM + 10**6  # bytes: a film in its form
-FILM_AGE = 86400  # seconds, after which one of them goes
-VISITS = 64  # whose films are held in memory; of others the film is read again
+LARGEST_VIDEO = 10**9  # bytes
+LARGEST_REQUEST = LARGEST_VIDEO + 10**6  # bytes: an uploaded video with its form
+VIDEO_AGE = 86400  # seconds after which an uploaded video is removed
+VISITS = 64  # the most visits whose videos stay in memory; for others the video is read again
 _HERE = Path(__file__)
 _STYLE = _HERE.with_suffix(".css")
 _SCRIPT = _HERE.with_suffix(".js")
 # By their names alone: a font of Google's would be fetched from there.
 _FONTS: Any = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
 _THEME = gr.themes.Base(primary_hue="amber", neutral_hue="slate", radius_size="lg", font=_FONTS, font_mono="monospace")
-_HEADER = """# Ask a film
-It is read once. For each question the model keeps the few visual tokens that matter, and the film shows which."""
-_FILM = f"A film, of at most {LARGEST_FILM / 10**9:.0f} GB"
+_HEADER = """# Ask a video
+It is read once. For each question the model keeps the few visual tokens that matter, and the video shows which."""
+_VIDEO = f"A video of at most {LARGEST_VIDEO / 10**9:.0f} GB"
 _SHARE = "As a share of all, in percent. At 0 the model decides."
 
 
 class _Stoppable:
-    """The model for one visit: it encodes no further piece of a film once `check` raises."""
+    """The model for one visit: it encodes no further piece of a video once `check` raises."""
 
     def __init__(self, model, check: Callable[[], None]) -> None:
         self._model = model
@@ -93,7 +93,7 @@ class Visit:
             self.served += 1
 
     def read(self, path: str | None) -> dict:
-        """Forgets the film that was there, and encodes another if there is one."""
+        """Forgets the previous video, and encodes the new one if there is one."""
         for name in self.session.names:
             self.session.remove(name)
         self.path = path or ""
@@ -101,7 +101,7 @@ class Visit:
         try:
             self._check()
             if path is not None:
-                self.session.add(path, device="cpu")  # the model's device may have no room for the films of all visits
+                self.session.add(path, device="cpu")  # the model's device may have no room for the videos of all visits
         except FAILURES as error:
             self.problem = str(error).replace(self.path, Path(self.path).name)
             return self.stage(error=self.problem)
@@ -114,14 +114,14 @@ class Visit:
         second: str,
         share: float,
     ) -> dict:
-        """Answers one question, or two beside each other, about the film on the page."""
+        """Answers one question, or two beside each other, about the video on the page."""
         questions = [question for question in (first, second) if question.strip()]
         if path and not self.path:  # other visits took the place of this one
             error = self.read(path)["error"]
             if error:
                 return self.stage(error=error)
         if not self.session.names:
-            return self.stage(error=self.problem or "Drop a film first.")
+            return self.stage(error=self.problem or "Drop a video first.")
         if not questions:
             return self.stage(error="Write a question first.")
         try:
@@ -139,7 +139,7 @@ class Visit:
         error: str | None = None,
     ) -> dict:
         """The content for page.js: the video and what is known of it, with new answers or with an error."""
-        facts = "Drop a film to begin."
+        facts = "Drop a video to begin."
         films = {}
         warnings: list[str] = []
         for name, video in self.session.videos.items():  # there is one at most
@@ -185,19 +185,19 @@ def build_page(model, processor, hosts: Sequence[str]):
     """The page of [`launch`], and how Gradio is to serve it. What visitors drop goes to GRADIO_TEMP_DIR."""
 
     def begin(visit: Visit | None, reads: bool = False) -> Visit:
-        """Before a request waits in line, where Stop may already find it. Another film ends what is about the last."""
+        """Before a request waits in line, where Stop may already find it. Another video ends what is about the last."""
         visit = visit or Visit(model, processor)
         if reads:
             visit.stop()
         visit.begun += 1
         return visit
 
-    with gr.Blocks(title="QTSplus", analytics_enabled=False, fill_width=True, delete_cache=(3600, FILM_AGE)) as blocks:
+    with gr.Blocks(title="QTSplus", analytics_enabled=False, fill_width=True, delete_cache=(3600, VIDEO_AGE)) as blocks:
         visit = gr.State()
         gr.Markdown(_HEADER)
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
-                film = gr.File(label=_FILM, file_types=list(VIDEO_SUFFIXES), height=160, elem_id="film")
+                film = gr.File(label=_VIDEO, file_types=list(VIDEO_SUFFIXES), height=160, elem_id="film")
                 first = gr.Textbox(label="Question", placeholder="What is in the yellow ring?", elem_id="first")
                 second = gr.Textbox(label="A second one, beside it", placeholder="May stay empty", elem_id="second")
                 share = gr.Slider(0, 100, 0, step=1, label="Tokens to keep", info=_SHARE, elem_id="share")
@@ -220,7 +220,7 @@ def build_page(model, processor, hosts: Sequence[str]):
         stop.click(lambda visit: visit and visit.stop(), visit, **at_once)
     guard = Middleware(Guard, hosts=hosts, largest=LARGEST_REQUEST, own_pages=True)
     options = {
-        "max_file_size": LARGEST_FILM,
+        "max_file_size": LARGEST_VIDEO,
         "theme": _THEME,
         "css": _STYLE.read_text("utf-8"),
         "footer_links": [],
@@ -258,7 +258,7 @@ def launch(
         say: takes the page's address.
     """
     safehttpx.async_validate_url = _refuse
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the videos are removed then too
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
         page, options = build_page(model, processor, [host] + list(allow_hosts))
