@@ -36,6 +36,9 @@ class Engine:
         self.vllm_config = SimpleNamespace(model_config=config)
         self.released = []
 
+    async def add_lora(self, request):
+        return True
+
     def generate(self, prompt, *_, **__):
         return prompt
 
@@ -190,6 +193,44 @@ def test_what_a_request_held_is_released_later(connection, monkeypatch):
     assert asyncio.run(end()) == []
     assert engine.released == [["a"]]
     engine.processor.release(["b"])  # the loop is closed
+
+
+def test_a_request_for_an_adapter_that_holds_a_selector_is_told_to_merge_it(connection, tmp_path):
+    config = tmp_path / "adapter_config.json"
+    config.write_text('{"modules_to_save": ["qtsplus"]}')
+    engine = Engine()
+    taken = []
+
+    async def load(scope, receive, send):
+        """As vLLM does."""
+        status = 200
+        try:
+            taken.append(await engine.add_lora(SimpleNamespace(lora_path=str(tmp_path))))
+        except Exception:
+            status = 500
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    def ask():
+        exchange = Exchange([], [], [b"{}"])
+        connection.app = load
+        scope = {
+            "type": "http",
+            "path": "/v1/load_lora_adapter",
+            "method": "POST",
+            "headers": [(b"host", b"localhost"), (b"content-length", b"2")],
+            "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
+        }
+        asyncio.run(connection(scope, exchange.receive, exchange.send))
+        start, body = exchange.sent
+        return start["status"], body["body"]
+
+    status, body = ask()
+    assert status == 400
+    assert b"merge_lora" in body
+    config.write_text('{"modules_to_save": null}')
+    assert ask() == (200, b"{}")
+    assert taken == [True]
 
 
 def test_what_is_about_no_video_stays_as_it_is(connection):

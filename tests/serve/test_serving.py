@@ -103,3 +103,14 @@ def test_an_option_that_serve_sets_is_refused_behind_the_dashes(model, pretend_v
     result = CliRunner().invoke(app, ["serve", str(model), "--retention", "0.1", "--"] + line)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("form", ["mine={}", '{{"name": "mine", "path": "{}"}}'])
+def test_an_adapter_that_holds_a_selector_is_refused_before_vllm_starts(model, tmp_path, pretend_vllm, form):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"modules_to_save": ["qtsplus"]}')
+    adapters = ["--enable-lora", "--lora-modules", form.format(adapter)]
+    result = CliRunner().invoke(app, ["serve", str(model), "--"] + adapters)
+    assert result.exit_code == 2
+    assert "merge_lora" in result.stderr

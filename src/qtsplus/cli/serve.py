@@ -65,7 +65,7 @@ def serve(
         check_key("VLLM_API_KEY", os.environ.get("VLLM_API_KEY"))
     if find_spec("vllm") is None:
         fail("vLLM is not installed: pip install vllm; qtsplus app, ask and batch work without it")
-    from ..hub.loading import check_model, stored_config, stored_dtype
+    from ..hub.loading import check_model, check_served_adapter, stored_config, stored_dtype
 
     check_model(model, revision)
     if "longrope" in str(stored_config(model, revision)):  # such as the bundled model
@@ -102,6 +102,9 @@ def serve(
         if value is not None:
             server += [f"--{name}", value]
     check_more(more or [], refused)
+    for word in more or []:
+        for part in re.findall('[^="]+', word):  # NAME=FOLDER of --lora-modules, or JSON
+            check_served_adapter(part)
     server += more or []  # of an option that is given twice vLLM takes the last
     environment = dict(os.environ)
     environment["VLLM_MEDIA_CONNECTOR"] = "qtsplus"

@@ -4,6 +4,7 @@ No folder's own Python runs: that is for Transformers without this package. Its 
 """
 
 import json
+import os
 import re
 import sys
 from itertools import count
@@ -293,6 +294,20 @@ def check_model(model: str | Path, revision: str | None = None) -> None:
                 f"The folder {name!r} holds no processor; expected {names[0]} beside the weights. Save it there with "
                 "`processor.save_pretrained`."
             )
+
+
+def check_served_adapter(folder: str) -> None:
+    """Raises `ValueError` for a PEFT adapter that holds a selector: vLLM takes adapters of the language model alone."""
+    path = os.path.join(os.path.expanduser(folder), "adapter_config.json")
+    if not os.path.isfile(path):
+        return
+    modules = read_json(Path(path)).get("modules_to_save")
+    if modules:
+        raise ValueError(
+            f"The adapter {folder!r} also trained {show(modules)}, and vLLM takes only adapters of the language "
+            "model. Merge it into the model with qtsplus.training.lora.merge_lora, save the model and its processor "
+            "(docs/use.md, LoRA), and serve that folder."
+        )
 
 
 def refuse_adapter(model: str | Path, revision: str | None = None) -> None:

@@ -26,7 +26,7 @@ from vllm.utils.async_utils import make_async
 
 from ..common.journals import file_state
 from ..data.media import UNREADABLE
-from ..hub.loading import load_processor
+from ..hub.loading import check_served_adapter, load_processor
 from ..model.addresses_qtsplus import is_address, is_inline, shown_name
 from ..model.sampling_qtsplus import read_keys
 from ..serve.door import HEALTH, Door, Guard, refuse
@@ -43,6 +43,8 @@ Video = tuple[np.ndarray, dict]  # its frames `[T, H, W, 3]`, and what vLLM is t
 
 # The hashes of what the engine was asked while a request was answered.
 _ASKED: ContextVar[list[str]] = ContextVar("asked")
+# Why the adapter of a request was refused.
+_REFUSED: ContextVar[list[str]] = ContextVar("refused")
 
 
 def read_frames(processor, place: str, name: str, **reading) -> Video:
@@ -198,8 +200,19 @@ class Connection:
             _ASKED.get([]).extend(videos)
             return generate(prompt, *args, **kwargs)
 
+        add_lora = engine.add_lora
+
+        async def add_checked(request):
+            try:
+                await asyncio.to_thread(check_served_adapter, request.lora_path)
+            except ValueError as error:  # of which vLLM tells its log alone, or answers with status 500
+                _REFUSED.get([]).append(str(error))
+                raise
+            return await add_lora(request)
+
         self.engine = engine
         engine.generate = noting
+        engine.add_lora = add_checked
         processor.call_engine = call_and_wait
         processor.release = release
         # In vLLM's own single thread each request would wait for a step of the engine, one after the other.
@@ -220,11 +233,13 @@ class Connection:
             self._connect(scope["app"].state.engine_client)
         asked: list[str] = []
         _ASKED.set(asked)
-        telling = self._telling(asked, send)
+        refused: list[str] = []
+        _REFUSED.set(refused)
+        telling = self._telling(asked, refused, send)
         await self.app(scope, receive, telling)
 
-    def _telling(self, asked: list[str], send: Send) -> Send:
-        """Sends an answer, or the parts of a stream, with what its choices rest on."""
+    def _telling(self, asked: list[str], refused: list[str], send: Send) -> Send:
+        """Sends an answer, or the parts of a stream, with what its choices rest on, or why its adapter was refused."""
         start: Message = {}
 
         async def tell(message: Message) -> None:
@@ -234,6 +249,9 @@ class Connection:
             body = message.get("body", b"")
             body = await self._told(body, asked)
             if start:
+                if refused and start["status"] >= 400:
+                    start["status"] = 400
+                    body = refuse(400, refused[0]).body
                 headers = MutableHeaders(raw=start["headers"])
                 if "content-length" in headers:
                     headers["content-length"] = str(len(body))
