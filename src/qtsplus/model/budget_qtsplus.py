@@ -88,21 +88,13 @@ class QTSplusLossHead(nn.Module):
 
     def forward(self, query: Tensor, log_relevance: Tensor) -> Tensor:
         """
+        The features are the query, the tokens' part of all relevance, and how relevance is spread among the tokens with
+        at least [`NEAR_SHARE`] of the highest. The thousands of weak tokens that a long video adds do not change how
+        many tokens an answer needs.
+
         Args:
             query: `[L, d]`, the states of the question's words.
             log_relevance: `[M]` float32.
-        """
-        features = self._features(query, log_relevance)
-        logits = self.mlp(features).flatten()
-        falls = F.softplus(logits - 4)  # small before training
-        return falls.flip(0).cumsum(0).flip(0)
-
-    @staticmethod
-    def _features(query: Tensor, log_relevance: Tensor) -> Tensor:
-        """
-        The query, the tokens' part of all relevance, and how relevance is spread among the tokens with at least
-        [`NEAR_SHARE`] of the highest. The thousands of weak tokens that a long video adds do not change how many tokens
-        an answer needs.
         """
         relevance = log_relevance.exp()
         total = relevance.sum()
@@ -118,7 +110,10 @@ class QTSplusLossHead(nn.Module):
         parts = torch.stack([shares[0], total, 1 - total])
         log_parts = parts.clamp(min=1e-4).log()
         mean_query = query.float().mean(0)
-        return torch.cat([mean_query, log_parts, entropy[None], log_counts])
+        features = torch.cat([mean_query, log_parts, entropy[None], log_counts])
+        logits = self.mlp(features).flatten()
+        falls = F.softplus(logits - 4)  # small before training
+        return falls.flip(0).cumsum(0).flip(0)
 
 
 # --- From a prediction to a count ---

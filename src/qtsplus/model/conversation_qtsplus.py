@@ -51,31 +51,17 @@ def question_turns(processor: "QTSplusProcessorMixin", conversation: list, *args
 
 def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args, **kwargs) -> int:
     """How many turns are written as a user's in the prompt of these messages."""
-    if kwargs.pop("sanitize_control_tokens", False):  # then a header is text wherever the template itself has none
-        header = processor.user_turn
-        own_template = {name: value for name, value in kwargs.items() if name == "chat_template"}
-        messages = _without(header, messages)
-        args = (*args[:1], *_without(header, args[1:]))
-        kwargs = _without(header, kwargs) | own_template
-    template_tools_documents = args[:3]
+    kwargs.update(zip(("chat_template", "tools", "documents"), args, strict=False))
     kwargs.update(_TO_COUNT)
-    prompt = processor.apply_chat_template(messages, *template_tools_documents, **kwargs)
-    ids = torch.tensor(processor.prompt_ids(prompt))
+    if kwargs.get("sanitize_control_tokens"):  # only the tokenizer tells a header of the template from one in a text
+        template = kwargs.pop("chat_template", None) or processor.chat_template
+        kwargs["tokenize"] = True
+        ids = processor.tokenizer.apply_chat_template(messages, chat_template=template, **kwargs)
+    else:
+        prompt = processor.apply_chat_template(messages, **kwargs)
+        ids = processor.prompt_ids(prompt)
     header_ids = processor.prompt_ids(processor.user_turn)
-    return len(find_places(ids, header_ids))
-
-
-def _without(words: str, value):
-    """A message, a tool, or a list of them, without these words in any of its texts."""
-    if isinstance(value, str):
-        while words in value:  # what is left may form them again
-            value = value.replace(words, "")
-        return value
-    if isinstance(value, dict):
-        return {name: _without(words, inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without(words, inner) for inner in value]
-    return value
+    return len(find_places(torch.tensor(ids), header_ids))
 
 
 # --- Plain texts ---

@@ -288,12 +288,6 @@ class Film:
         if num_shown < len(instants):
             yield from itertools.islice(self.read(instants), num_shown, None)
 
-    def _packets(self, instants: np.ndarray) -> np.ndarray:
-        """`[T]`, the packets of the frames that are shown at `instants`."""
-        appeared = np.searchsorted(self.times, instants, side="right")
-        frames = np.maximum(appeared - 1, 0)
-        return self.order[frames]
-
     def read(self, instants: np.ndarray, skipping: bool = False) -> Iterator[ShownFrame]:
         """
         The frames shown at `instants`; one is whole if it is its packet's and nothing since its key frame is damaged.
@@ -301,8 +295,12 @@ class Film:
         Args:
             skipping: decode only what the frames need, and end where one does not come out of the decoder at its time.
         """
-        chosen = self._packets(instants)
-        needed = self.needed(chosen) if skipping else None
+        appeared = np.searchsorted(self.times, instants, side="right")
+        frames_shown = np.maximum(appeared - 1, 0)
+        chosen = self.order[frames_shown]
+        needed = np.full(len(self.key), 2)
+        if skipping:
+            needed = self.needed(chosen)
         upright = Upright()
         num_shown = 0
         shown = None
@@ -318,11 +316,8 @@ class Film:
                     appears = self._time(frame, number)
                     stop = int(np.searchsorted(instants, appears))
                 if shown is not None and stop > num_shown:
-                    packets = chosen[num_shown:stop]
-                    is_right = np.full(len(packets), True)
-                    if self.timed:
-                        times = self.pts[packets]
-                        is_right = times == shown.pts
+                    times = self.pts[chosen[num_shown:stop]]
+                    is_right = (times == shown.pts) | (not self.timed)
                     if skipping and not is_right.all():
                         return
                     picture = upright(shown, stream)
@@ -370,14 +365,11 @@ class Film:
         self,
         container: "av.container.InputContainer",
         stream: "av.VideoStream",
-        needed: np.ndarray | None,
+        needed: np.ndarray,
     ) -> "Iterator[av.VideoFrame]":
-        """The frames in the order in which they are shown: all of them, or at least those that are [`needed`]."""
+        """The frames in the order in which they are shown, at least those that are [`needed`]."""
         decoder = stream.codec_context
-        last = len(self.key) - 1
-        if needed is not None:
-            packets = np.flatnonzero(needed)
-            last = int(packets[-1])
+        last = np.flatnonzero(needed)[-1]
         skips = decoder.name in _SKIPPING_CODECS
         number = -1
         holds_frames = False
@@ -389,14 +381,14 @@ class Film:
                 break
             if not self.whole[number]:
                 continue
-            if needed is not None and needed[number] == 0:
+            if needed[number] == 0:
                 if holds_frames:
                     yield from drain(decoder)
                     decoder.flush_buffers()
                     holds_frames = False
                 continue
             packet.pts = int(self.pts[number])
-            if needed is not None and skips:
+            if skips:
                 is_shown = needed[number] == 2
                 decoder.skip_frame = "DEFAULT" if is_shown else "NONREF"
             try:

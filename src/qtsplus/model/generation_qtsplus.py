@@ -266,11 +266,8 @@ class QTSplusGenerationMixin:
     def _settings(self, generation_config: GenerationConfig | None, kwargs: dict) -> dict:
         """As stock finds them: in the call, in the configuration passed with it, or in the model's own."""
         settings: dict = {}
-        for config in (self.generation_config, generation_config):
-            if config is not None:
-                for name, value in vars(config).items():
-                    if value is not None:
-                        settings[name] = value
+        for config in filter(None, (self.generation_config, generation_config)):
+            settings |= {name: value for name, value in vars(config).items() if value is not None}
         return settings | kwargs  # where a None is said, and counts
 
     def _count_new_tokens(

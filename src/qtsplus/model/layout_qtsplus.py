@@ -165,27 +165,23 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> Tensor:
         spans: those among whose tokens the selector chooses.
         length: tokens of the row.
     """
-    separators = [torch.zeros(3, 0, dtype=torch.long)]
+    separators = []
     first = 0
     for index, span in enumerate(spans):
         end = first + span.tokens
         if span.line:
-            lines = torch.arange(first, end, span.line)
-            line_stops = lines + span.line
-            ends_of_lines = torch.stack([span.line_ends(), lines, line_stops])
-            separators.append(ends_of_lines)
+            lines = range(first, end, span.line)
+            for column, line in zip(span.line_ends().tolist(), lines, strict=True):
+                separators.append((column, line, line + span.line))
         if span.frame:
-            before = spans[index - 1]
-            text_start = before.stop + 1
+            text_start = spans[index - 1].stop + 1
             text = list(range(text_start, span.start))
             if span.stop < length:
                 text.append(span.stop)
-            ranges = [[column, first, end] for column in text]
-            text_of_frame = torch.tensor(ranges, dtype=torch.long)
-            by_column = text_of_frame.reshape(-1, 3)
-            separators.append(by_column.T)
+            separators += [(column, first, end) for column in text]
         first = end
-    return torch.cat(separators, dim=1)
+    by_column = torch.tensor(separators, dtype=torch.long).reshape(-1, 3)
+    return by_column.T
 
 
 # --- What a backbone hooks in ---

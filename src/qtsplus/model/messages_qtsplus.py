@@ -128,8 +128,7 @@ def read_messages(messages, loads: bool):
 def _read_content(part: dict, loads: bool) -> dict:
     name = part.pop("type", None)
     if not name:
-        names = [known for known in _KINDS if known in part]
-        name = names[0] if names else None
+        name = next((known for known in _KINDS if known in part), None)
     if name not in _KINDS:
         raise ValueError(f"A message has content of type {name!r}; expected one of {', '.join(_KINDS)}.")
     kind = _KINDS[name]
@@ -139,13 +138,8 @@ def _read_content(part: dict, loads: bool) -> dict:
         if not isinstance(address, Mapping):  # the address itself; by others, {"url": ...}
             address = {"url": address}
         part.update(address)
-    given = []
-    ignored = []
-    for key, value in part.items():
-        if value is not None:
-            given.append(key)
-            if key not in _IMAGE_KEYS:
-                ignored.append(repr(key))
+    given = [key for key, value in part.items() if value is not None]
+    ignored = [repr(key) for key in given if key not in _IMAGE_KEYS]
     if loads and kind == "image" and ignored:
         raise ValueError(f"A message has {', '.join(ignored)} of an image, which no processor takes from there.")
     names_video = not set(_SOURCES).isdisjoint(given)

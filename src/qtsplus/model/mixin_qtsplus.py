@@ -246,9 +246,9 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if visual.given:
             if inputs_embeds is not None and input_ids is None and not visual.videos_given:
                 input_ids = self.image_ids(inputs_embeds)
-            elif inputs_embeds is not None:
+            elif inputs_embeds is not None or input_ids is None:
                 raise alone_with_ids()
-            if input_ids is None or mm_encoder_outputs:
+            if mm_encoder_outputs:
                 raise alone_with_ids()
             if cache is not None and cache.get_seq_length() > 0:
                 raise ValueError("New images or videos after a cache: expected an empty one.")

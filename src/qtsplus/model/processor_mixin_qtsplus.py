@@ -217,7 +217,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
     def grid_of(self, num_frames: int, height: int, width: int, **options) -> Tensor:
         """`[1, 3]`: the grid of a video, which the video processor itself makes of a video without values."""
         num_frames = max(num_frames, self.video_processor.temporal_patch_size)
-        blank = _blank_frames(num_frames, height, width)
+        blank = torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")
         options |= {"do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
         return self.video_processor(videos=[blank], **options)["video_grid_thw"]
 
@@ -256,7 +256,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         processor = self.video_processor
         num_frames = t * processor.temporal_patch_size
         side = processor.patch_size
-        return _blank_frames(num_frames, h * side, w * side)
+        return torch.empty(num_frames, 3, h * side, w * side, dtype=torch.uint8, device="meta")
 
     def _process_videos(self, videos, **kwargs):
         """As the backbone's own, with the seconds of a temporal patch, which not all backbones give."""
@@ -283,11 +283,3 @@ class QTSplusProcessorMixin(ProcessorMixin):
         if torch.is_tensor(input_ids):
             return torch.stack(masks)
         return [mask.tolist() for mask in masks]
-
-
-def _blank_frames(
-    num_frames: int,
-    height: int,
-    width: int,
-) -> Tensor:
-    return torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")

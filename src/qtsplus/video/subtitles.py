@@ -6,7 +6,7 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 SUFFIXES = (".srt", ".vtt", ".ass", ".ssa")
 MAX_FILE_BYTES = 8 * 2**20  # a day of one subtitle per second has 5 MiB
 # What a file's name may have behind the video's: a language, and that it describes sounds, as in talk.pt-BR.sdh.srt.
-_LANGUAGE = re.compile(r"(\.[a-z]{2,3}([-_][a-z\d]+)?)?(\.(sdh|cc|hi))?", re.IGNORECASE)
+_LANGUAGE = r"(?i:(\.[a-z]{2,3}([-_][a-z\d]+)?)?(\.(sdh|cc|hi))?)"
 
 _BITMAPS = ("pgssub", "dvdsub", "dvbsub", "xsub")  # codecs of pictures, which have no text
 # FFmpeg brings other formats to ASS: eight fields, then a text with blocks of `{\\tags}`.
@@ -77,17 +77,14 @@ def read_subtitles(video) -> list[Subtitle]:
 
 def _files_beside(video: Path) -> list[Path]:
     """The files of a video's subtitles, those with the shortest names first."""
-    files = sorted(video.parent.iterdir())
-    files.sort(key=lambda path: len(path.name))
+    files = sorted(video.parent.iterdir(), key=lambda path: (len(path.name), path))
     other_videos = {path.stem for path in files if path.suffix.lower() in VIDEO_SUFFIXES}
     other_videos.discard(video.stem)
+    name = re.compile(re.escape(video.stem) + _LANGUAGE)
     beside = []
     for path in files:
-        is_named = path.stem.startswith(video.stem) and path.stem not in other_videos
-        behind = path.stem.removeprefix(video.stem)
-        if not is_named or not _LANGUAGE.fullmatch(behind):
-            continue
-        if path.suffix.lower() in SUFFIXES and not path.is_dir():
+        is_named = name.fullmatch(path.stem) and path.stem not in other_videos
+        if is_named and path.suffix.lower() in SUFFIXES and not path.is_dir():
             beside.append(path)
     return beside
 
@@ -172,16 +169,6 @@ def check_subtitles(most: int | None, videos: Iterable["EncodedVideo"]) -> None:
         raise ValueError("No video was encoded with its subtitles; give `subtitles=True` to `encode` or `add`.")
 
 
-@dataclass(frozen=True, order=True)
-class _Candidate:
-    """A subtitle that a prompt may have; the nearest to what was kept comes first."""
-
-    distance: float  # seconds to the nearest kept tokens
-    video: int  # its number in the prompt
-    start: float
-    text: str = field(compare=False)
-
-
 def near(kept_indices: torch.Tensor, videos: Mapping[str, "EncodedVideo"], processor, most: int) -> str:
     """
     The subtitles that fit into `most` tokens, those nearest in time to kept tokens first, in their order.
@@ -191,29 +178,27 @@ def near(kept_indices: torch.Tensor, videos: Mapping[str, "EncodedVideo"], proce
     """
     grids = torch.cat([video.video_grid_thw for video in videos.values()])
     maps = keep_maps(kept_indices, grids, processor.video_processor.merge_size)
-    candidates = []
+    candidates = []  # seconds to the nearest kept tokens, and where the subtitle is
     for number, (video, kept) in enumerate(zip(videos.values(), maps, strict=True)):
         has_kept = kept.flatten(1).any(1)
         kept_steps = np.flatnonzero(has_kept.numpy())
         middles = kept_steps + 0.5
         seconds = video.about.start + middles * video.seconds_per_step
-        for line in video.subtitles:
+        for index, line in enumerate(video.subtitles):
             distance = line.start
             if len(seconds):
                 before = seconds - line.end
                 behind = line.start - seconds
                 outside = np.maximum(behind, before)
                 distance = max(outside.min(), 0.0)
-            candidate = _Candidate(distance, number, line.start, str(line))
-            candidates.append(candidate)
+            candidates.append((distance, number, index, f"{line}\n"))
     chosen = []
-    for candidate in sorted(candidates):
-        most -= len(processor.text_ids(f"{candidate.text}\n"))
+    for _, number, index, text in sorted(candidates):
+        most -= len(processor.text_ids(text))
         if most < 0:
             break
-        chosen.append(candidate)
+        chosen.append((number, index, text))
     if not chosen:
         return ""
-    chosen.sort(key=lambda candidate: (candidate.video, candidate.start))
-    texts = [candidate.text for candidate in chosen]
-    return "\n".join(["Subtitles:"] + texts) + "\n"
+    texts = [text for _, _, text in sorted(chosen)]
+    return "".join(["Subtitles:\n"] + texts)
