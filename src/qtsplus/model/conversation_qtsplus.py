@@ -55,7 +55,7 @@ def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args,
     kwargs.update(_TO_COUNT)
     if kwargs.get("sanitize_control_tokens"):  # only the tokenizer tells a header of the template from one in a text
         template = kwargs.pop("chat_template", None) or processor.chat_template
-        kwargs["tokenize"] = True
+        kwargs.update(tokenize=True, return_tensors=None)
         ids = processor.tokenizer.apply_chat_template(messages, chat_template=template, **kwargs)
     else:
         prompt = processor.apply_chat_template(messages, **kwargs)
