@@ -28,7 +28,7 @@ TOGETHER = 32  # the most texts in one prompt that asks for an overview
 LONGEST = 60.0  # the most seconds of a chapter, or fewer if the model was trained on shorter videos
 REPEATS = 4  # A text ends where it says the same thing this many times in a row.
 REPEATED_TOKENS = 16  # the longest thing whose repetition is noticed, in tokens
-# Options of a question or of `generate` that a summary refuses: they cannot be the same for every chapter.
+# Options of a question or of `generate` that a summary refuses, since they cannot be the same for every chapter.
 REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")
 _WORD = re.compile(r"\w+")
 _CLOCK_TIME = re.compile(r"\d:\d\d")

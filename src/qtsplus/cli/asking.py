@@ -273,7 +273,7 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
     if answer.seen is not None:
         threshold = answer.seen_threshold or 0.0
         verdict = "probably" if answer.seen >= threshold else "probably not"
-        calibration = f"seen {answer.seen:.0%}; from {threshold:.0%} on, in the model's calibration"
+        calibration = f"seen is {answer.seen:.0%}; the model's calibration asks for {threshold:.0%}"
         table.add_row("shown", f"{verdict} ({calibration})")
     timings = []
     for stage, seconds in answer.timings.items():

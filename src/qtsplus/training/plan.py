@@ -40,7 +40,7 @@ def make_plan(recipe: Recipe) -> Plan:
         disk += 2 * checkpoint
     lines = [
         f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})",
-        f"{size(memory)} of memory, and what a step of {samples} records holds beside weights and optimizer",
+        f"{size(memory)} of memory for weights, gradients and optimizer, and more for the {samples} records of a step",
         f"{size(saved)} of disk for the model in {recipe.output_dir}, and {size(checkpoint)} for each checkpoint",
     ]
     return Plan(disk, lines)
