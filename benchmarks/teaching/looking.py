@@ -71,14 +71,13 @@ class Looks:
         queries: torch.Tensor,
         keys: torch.Tensor,
         scaling: float,
-        window: int | None,
     ) -> None:
         """Of queries `[heads, S, head_dim]` and keys `[kv_heads, S, head_dim]`."""
         assert self.columns is not None
         for look in self.by_kind.values():
             if look.layer == layer:
                 columns, places, wanted = (part.to(keys.device) for part in (self.columns, look.places, look.wanted))
-                found = attention_rows(queries[:, columns[places]], keys[:, columns], places, scaling, window)
+                found = attention_rows(queries[:, columns[places]], keys[:, columns], places, scaling)
                 look.shares = (found * wanted).sum(-1).mean(0)
 
 

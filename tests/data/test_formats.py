@@ -277,7 +277,7 @@ def test_a_column_that_cannot_be_read_costs_only_the_rows_that_need_it(arrow, od
     write_table(path, arrow.table({**record, "answer": odd_columns[name]}))
     second = list(iter_rows(path))[1]
     assert second.record is None
-    assert "answer is an unreadable " in second.problem
+    assert second.problem.startswith("answer is ")
 
 
 def test_decimals_are_numbers(arrow, tmp_path):

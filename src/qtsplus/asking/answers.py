@@ -133,18 +133,13 @@ def answer_questions(
     timings = reader.clock.timings()
     new_ids = output.sequences[:, prompts.length :]
     texts = processor.tokenizer.batch_decode(new_ids, skip_special_tokens=True)
-    unheard = [video for video in videos.values() if video.about.sound]
-    if subtitles:
-        unheard = [video for video in unheard if not video.subtitles]
     answers = []
     for row, text in enumerate(texts):
         answer = _answer(reader, batch, prompts, row)
-        answer = replace(
-            answer,
-            answer=text.strip(),
-            timings=timings,
-            unheard=bool(unheard),
-        )
+        answer = replace(answer, answer=text.strip(), timings=timings)
+        if subtitles:
+            unheard = [video for video in videos.values() if video.about.sound and not video.subtitles]
+            answer = replace(answer, unheard=bool(unheard))
         answers.append(answer)
     return answers
 

@@ -239,8 +239,8 @@ def _waiting(questions: Questions, journal: Journal) -> list[list[Task]]:
 def _named(row: Row) -> dict[str, object]:
     """The id, video and question of a row as they are in the file, also where they are not valid."""
     content = row.content if isinstance(row.content, Mapping) else {}
-    named: dict[str, object] = {"id": row.number}
-    for name in ("id", "video", "question"):
-        value = content.get(name, named.get(name))
+    named: dict[str, object] = {"id": row.number, "video": None, "question": None}
+    for name, absent in named.items():
+        value = content.get(name, absent)
         named[name] = value if isinstance(value, str | int | None) else show(value)
     return named

@@ -31,14 +31,11 @@ class Interval:
 
     def as_dict(self) -> dict[str, object]:
         """As it stands in the JSON of an answer."""
-        return {
-            "video": self.name,
-            "start": self.start,
-            "end": self.end,
-            "weight": self.weight,
-            "box": list(self.box),
-            "pixels": None if self.pixels is None else list(self.pixels),
-        }
+        fields = dict(vars(self), video=self.name, box=list(self.box))
+        del fields["name"]
+        if self.pixels is not None:
+            fields["pixels"] = list(self.pixels)
+        return fields
 
 
 def evidence_intervals(

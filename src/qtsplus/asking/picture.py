@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from PIL import Image, ImageDraw, ImageOps
 
 from ..common.folders import whole_folder
 from ..model.frames_qtsplus import image_paths, load_frames
@@ -20,18 +18,15 @@ from .recall import Remembered
 from .session import Answer
 
 _DRAWN = 8  # stretches of evidence in one picture
+_SIDE = 320  # pixels of a frame's longer side in it
 
 
-def lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """`[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` `[H, W]` leaves out."""
-    height, width, _ = frame.shape
-    row_count, column_count = kept.shape
-    rows = np.arange(height) * row_count // height
-    columns = np.arange(width) * column_count // width
-    is_lit = kept[np.ix_(rows, columns)]
-    dimmed = frame >> 2
-    dimmed[is_lit] = frame[is_lit]
-    return dimmed
+def lit(frame: np.ndarray, kept: np.ndarray) -> Image.Image:
+    """A frame `[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` bool `[H, W]` leaves out."""
+    image = Image.fromarray(frame)
+    dimmed = Image.fromarray(frame >> 2)
+    mask = Image.fromarray(kept).resize(image.size)
+    return Image.composite(image, dimmed, mask)
 
 
 def draw_evidence(
@@ -91,32 +86,22 @@ def draw_spans(
         kept: bool `[T, H, W]`, tokens.
         evidence: stretches of this video on a player's clock, at least one, the surest first; eight are drawn.
     """
-    spans = sorted(evidence[:_DRAWN], key=lambda interval: interval.start)
-    count = len(spans)
-    figure = Figure(figsize=(2.4 * count, 2.6), layout="constrained")
-    panes = figure.subplots(1, count, squeeze=False)[0]
-    for axes, interval in zip(panes, spans, strict=True):
+    panes = []
+    for interval in sorted(evidence[:_DRAWN], key=lambda interval: interval.start):
         middle = (interval.start + interval.end) / 2
-        frame = frame_at(video, middle)
         elapsed = middle - video.about.start
         steps_begun = bisect_right(video.steps, elapsed + 1e-6)
         step = min(steps_begun, len(kept)) - 1
-        axes.imshow(lit(frame, kept[step].numpy()))
-        left, top, right, bottom = interval.box
-        box = Rectangle(
-            xy=(left, 1 - bottom),
-            width=right - left,
-            height=bottom - top,
-            transform=axes.transAxes,
-            fill=False,
-            color="tab:orange",
-            linewidth=2,
-        )
-        axes.add_patch(box)
-        axes.set_title(f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}", fontsize=8)
-        axes.axis("off")
-    FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+        frame = lit(frame_at(video, middle), kept[step].numpy())
+        pane = ImageOps.contain(frame, (_SIDE, _SIDE))
+        draw = ImageDraw.Draw(pane)
+        box = np.multiply(interval.box, pane.size * 2)
+        draw.rectangle(box.tolist(), outline="orange", width=2)
+        draw.rectangle((0, 0, _SIDE, 14), fill="black")
+        draw.text((2, 2), f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}")
+        panes.append(np.asarray(pane))
+    picture = Image.fromarray(np.hstack(panes))
+    picture.save(path)
 
 
 def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:

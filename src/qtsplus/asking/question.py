@@ -85,27 +85,9 @@ class Batch:
         conversations = []
         captions = self.captions or [""] * len(self.questions)
         for question, caption in zip(self.questions, captions, strict=True):
-            contents = [[_text(turn)] for turn in self.turns]
-            own_turn = []
-            if caption:
-                own_turn.append(_text(caption))
-            own_turn.append(_text(question))
-            contents.append(own_turn)
-            contents[0] = self._shown() + contents[0]
-            messages = []
-            for role, content in zip(cycle(_ROLES), contents, strict=False):
-                messages.append({"role": role, "content": content})
-            conversations.append(messages)
+            texts = [caption, question] if caption else [question]
+            conversations.append(conversation(list(self.videos), self.turns, texts))
         return conversations
-
-    def _shown(self) -> list[dict[str, str]]:
-        """The parts of a message that show the videos, each of several behind its name."""
-        parts = []
-        for name in self.videos:
-            if len(self.videos) > 1:
-                parts.append(_text(f"{name}: "))
-            parts.append({"type": "video"})
-        return parts
 
     @property
     def needs_queries(self) -> bool:
@@ -113,6 +95,25 @@ class Batch:
         if self.queries or any(self.captions):
             return True
         return len(self.videos) > 1 and not self.turns  # then the names of the videos are there
+
+
+def conversation(videos: Sequence[str], turns: Sequence[str], texts: Sequence[str]) -> list[dict]:
+    """
+    The messages of a prompt: the videos, each of several behind its name, in front of the first text; turns; and the
+    last turn, in one or several texts.
+    """
+    shown = []
+    for name in videos:
+        if len(videos) > 1:
+            shown.append(_text(f"{name}: "))
+        shown.append({"type": "video"})
+    contents = [[_text(turn)] for turn in turns]
+    contents.append([_text(text) for text in texts])
+    contents[0] = shown + contents[0]
+    messages = []
+    for role, content in zip(cycle(_ROLES), contents, strict=False):
+        messages.append({"role": role, "content": content})
+    return messages
 
 
 def _text(text: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ..common.files import clock, printable
@@ -19,6 +19,7 @@ from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo
 from .answers import answer_questions
 from .generation import generation_options
+from .question import conversation
 from .ranking import Piece
 from .recall import Remembered
 from .session import batches_of
@@ -102,7 +103,7 @@ def summarise(
         retention, max_visual_tokens, selection: as for `answer_questions`. Without the first two, the fraction is
             `rho_max` of the configuration: a prompt about everything needs more tokens than a question about one thing.
         max_new_tokens: the most for each chapter, and for the overview; by default as for `answer_questions`.
-        progress: show a bar on standard error.
+        progress: show a bar of the chapters of each video on standard error.
         generation: as for `generate`.
 
     Raises:
@@ -113,7 +114,11 @@ def summarise(
     refused = [option for option in REFUSED if option in generation]
     if refused:
         raise ValueError(f"Got {', '.join(refused)} for a summary: expected only options that suit every chapter.")
-    names = _check_names(names, about.names)
+    if names is None:
+        names = about.names
+    is_list = isinstance(names, list | tuple)
+    if not is_list or not names or not all(name in about.names for name in names):
+        raise ValueError(f"names={show(names)}: no video to summarise; expected a list, some of {show(about.names)}.")
     model = about.model
     processor = about.processor
     if chapter_seconds is None:
@@ -126,37 +131,34 @@ def summarise(
         retention = model.config.qtsplus_config.rho_max
     chapters = []
     known: list[AboutVideo] = []
-    with Progress(console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("Summarising", total=len(names))
-        for name in names:
-            video = about.film(name)
-            if isinstance(video, Remembered):
-                raise ValueError("A stream's memory has no chapters to summarise: ask it a question instead.")
-            known.append(video.about)
-            edges = list(chapter_steps(video, chapter_seconds))
-            for first, last in edges:
-                (answer,) = answer_questions(
-                    model,
-                    processor,
-                    {name: Piece(name, first, last).cut(video)},
-                    [prompt],
-                    retention=retention,
-                    max_visual_tokens=max_visual_tokens,
-                    selection=selection,
-                    max_new_tokens=max_new_tokens,
-                    **generation,
-                )
-                start, end = video.span(first, last)
-                chapter = Chapter(
-                    video=name,
-                    start=start,
-                    end=end,
-                    text=_without_repetition(answer.answer),
-                    kept_tokens=answer.kept_tokens,
-                    visual_tokens=answer.visual_tokens,
-                )
-                chapters.append(chapter)
-                bar.advance(task, 1 / len(edges))
+    for name in names:
+        video = about.film(name)
+        if isinstance(video, Remembered):
+            raise ValueError("A stream's memory has no chapters to summarise: ask it a question instead.")
+        known.append(video.about)
+        edges = list(chapter_steps(video, chapter_seconds))
+        for first, last in track(edges, printable(name), console=Console(stderr=True), disable=not progress):
+            (answer,) = answer_questions(
+                model,
+                processor,
+                {name: Piece(name, first, last).cut(video)},
+                [prompt],
+                retention=retention,
+                max_visual_tokens=max_visual_tokens,
+                selection=selection,
+                max_new_tokens=max_new_tokens,
+                **generation,
+            )
+            start, end = video.span(first, last)
+            chapter = Chapter(
+                video=name,
+                start=start,
+                end=end,
+                text=_without_repetition(answer.answer),
+                kept_tokens=answer.kept_tokens,
+                visual_tokens=answer.visual_tokens,
+            )
+            chapters.append(chapter)
     warnings = list(about.warnings)
     for video_known in known:
         warnings += video_known.warnings
@@ -170,21 +172,6 @@ def summarise(
         seconds_of_video=sum(video.length for video in known),
         unheard=any(video.sound for video in known),
     )
-
-
-def _check_names(
-    names: Sequence[str] | None,
-    known: Sequence[str],
-) -> Sequence[str]:
-    """The names of the videos to summarise: by default all that are known."""
-    if names is None:
-        names = known
-    are_good = False
-    if isinstance(names, list | tuple) and names:
-        are_good = all(name in known for name in names)
-    if not are_good:
-        raise ValueError(f"names={show(names)}: no video to summarise; expected a list, some of {show(known)}.")
-    return names
 
 
 def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, int]]:
@@ -268,10 +255,9 @@ def _join(
     options: dict[str, Any],
 ) -> str:
     """One text that the model makes from several."""
-    content = {"type": "text", "text": "\n".join([JOIN, *texts])}
-    message = {"role": "user", "content": [content]}
-    inputs = processor.conversation_inputs([[message]])
-    inputs = inputs.to(model.device)
+    text = "\n".join([JOIN, *texts])
+    messages = conversation([], [], [text])
+    inputs = processor.conversation_inputs([messages]).to(model.device)
     new_tokens = options["max_new_tokens"]
     length = inputs["input_ids"].shape[1]
     positions = model.config.get_text_config().max_position_embeddings

@@ -165,22 +165,15 @@ def _read_table(path: Path) -> Iterator[dict]:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """A cell that Python cannot hold, such as a time after the year 9999. No field of a record accepts it."""
-
-    kind: str
-
-    def __repr__(self) -> str:
-        return f"an unreadable {self.kind}"
-
-
 def _cell(scalar):
-    """The value of a cell of a table."""
+    """
+    The value of a cell of a table. Of one without a value in Python, such as a time after the year 9999, it is the
+    error, which no field of a record takes.
+    """
     try:
         return scalar.as_py()
-    except (ValueError, OverflowError):  # such as an unknown time zone; the other columns can still be read
-        return Unreadable(str(scalar.type).partition("[")[0])
+    except (ValueError, OverflowError) as error:
+        return error
 
 
 def _as_jsonl(value):

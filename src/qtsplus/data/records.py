@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, get_args
 
@@ -132,6 +133,11 @@ class VideoRecord:
     earlier: tuple[tuple[String, String], ...] = ()
     fps: Rate | None = None  # of a file, frames to look at per second; of a folder, the rate of its frames
     id: RowId | None = None
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """The earlier questions and answers, in turn."""
+        return tuple(chain.from_iterable(self.earlier))
 
     def row(self) -> dict:
         """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..common.files import listed
 from ..common.folders import read_json, update_json
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
-from ..training.attention import AttentionChoice, attention_modules, note_attention
+from ..training.attention import AttentionChoice, note_attention
 from ..training.dataset import VideoQACollator, VideoQADataset
 from ..training.features import VideoFeatures, encode_files
 from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
@@ -176,8 +176,9 @@ def measure_recalls(
 
 def _single_heads(model, positions: str) -> list[AttentionChoice]:
     """Every head by itself."""
-    layers = attention_modules(model.model.language_model)
-    heads = range(model.config.text_config.num_attention_heads)
+    config = model.config.text_config
+    layers = full_attention_layers(config)
+    heads = range(config.num_attention_heads)
     return [AttentionChoice((pair,), positions) for pair in product(layers, heads)]
 
 

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from string import ascii_uppercase
 from typing import Any
 
@@ -64,8 +63,7 @@ def evaluate_records(
         by_likelihood: if a record has options, its answer is the letter that the model finds most likely.
 
     Raises:
-        ValueError: for a folder of frames whose record has no rate; for a question longer than the model's positions;
-            with `by_likelihood`, for a tokenizer that splits a letter into several tokens.
+        ValueError: for a folder of frames whose record has no rate; for a question longer than the model's positions.
     """
     max_new_tokens = 0
     for record in records:
@@ -95,7 +93,7 @@ def evaluate_records(
             processor,
             group.video,
             Sampling(fps=group.fps),
-            [_question(record, choice) for record in asked],
+            [Question(record.question, record.query, record.turns, choice) for record in asked],
             batch_size=batch_size,
             do_sample=False,
             **options,
@@ -108,16 +106,8 @@ def evaluate_records(
 
 def _one_of(processor, letters: str) -> dict[str, Any]:
     """Options of `generate` that make the model answer with the most likely of the letters."""
-    ids = [processor.text_ids(letter) for letter in letters]
-    if max(map(len, ids)) > 1:
-        raise ValueError(f"The tokenizer splits a letter of {letters}; choosing by likelihood needs one token each.")
-    allowed = [letter_ids[0] for letter_ids in ids]
+    allowed = [processor.text_ids(letter)[0] for letter in letters]
     return {"max_new_tokens": 1, "prefix_allowed_tokens_fn": lambda row, written: allowed}
-
-
-def _question(record: VideoRecord, choice: Choice) -> Question:
-    turns = tuple(chain.from_iterable(record.earlier))
-    return Question(record.question, record.query, turns, choice)
 
 
 def _outcome(

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..model.layout_qtsplus import lay_out
-from ..model.lm_attention_qtsplus import reading_of
+from ..model.lm_attention_qtsplus import full_attention_layers, reading_of
 from ..model.prompt_qtsplus import Layout, SelectionInputs, find_questions, take_inputs
 from .arguments import QTSplusTrainingArguments
 from .dataset import IGNORED
@@ -29,7 +29,7 @@ from .lora import base_model
 # A model that reads every visual token and re-encodes none.
 EVERYTHING = {"selection": "all", "reencode": False, "retention": None, "max_visual_tokens": None}
 NOTED_ATTENTION = "qtsplus_noted"
-HeadsByLayer = dict[int, list[int] | None]  # `None` for all heads of a layer
+HeadsByLayer = Mapping[int, list[int] | None]  # `None` for all heads of a layer
 REST = 1e-6  # the least share that is told from none, in float32
 
 
@@ -59,7 +59,7 @@ class AttentionChoice:
         if self.heads is None:
             return dict.fromkeys(layers)
         most = language_model.config.num_attention_heads - 1
-        chosen: HeadsByLayer = {}
+        chosen: dict[int, list[int]] = {}
         for layer, head in sorted(self.heads, key=itemgetter(0)):
             if layer not in layers:
                 raise ValueError(
@@ -67,9 +67,7 @@ class AttentionChoice:
                 )
             if not 0 <= head <= most:
                 raise ValueError(f"relevance_heads name head {head}; expected heads from 0 to {most}.")
-            heads = chosen.setdefault(layer, [])
-            assert heads is not None
-            heads.append(head)
+            chosen.setdefault(layer, []).append(head)
         return chosen
 
 
@@ -137,17 +135,15 @@ def relevance_divergences(
     null_token: bool = False,
 ) -> Tensor:
     """
-    `KL(target || softmax(log r))` of each row `[M_b]` that has a target, both made to sum to 1: `[rows with a target]`;
-    a `ValueError` for a target of other visual tokens than were scored. A target sums to at most 1, or is empty. With a
-    `null_token` the sum of r learns the sum of the target too, as a second divergence: in one divergence over all
-    tokens the sum would hardly count, because it is small in a pretrained model.
+    `KL(target || softmax(log r))` of each row `[M_b]` that has a target, both made to sum to 1: `[rows with a target]`.
+    A target sums to at most 1, or is empty. With a `null_token` the sum of r learns the sum of the target too, as a
+    second divergence: in one divergence over all tokens the sum would hardly count, because it is small in a pretrained
+    model.
     """
     divergences = []
-    for row, (scores, target) in enumerate(zip(log_relevance, targets, strict=True)):
+    for scores, target in zip(log_relevance, targets, strict=True):
         if len(target) == 0:
             continue
-        if len(scores) != len(target):
-            raise ValueError(f"Row {row} has {len(target)} targets for {len(scores)} scored visual tokens.")
         target = target.to(scores.device, scores.dtype)
         mass = target.sum().clamp(min=REST)
         divergence = F.kl_div(scores.log_softmax(0), target / mass, reduction="sum")
@@ -214,7 +210,6 @@ class NotedRow:
         queries: Tensor,
         keys: Tensor,
         scaling: float,
-        window: int | None,
     ) -> None:
         """Adds a layer: queries `[heads, S, head_dim]` and keys `[kv_heads, S, head_dim]` of the language model."""
         assert self.columns is not None
@@ -230,7 +225,7 @@ class NotedRow:
         for places in self.places:
             places = places.to(keys.device)
             looking = queries[:, columns[places]]
-            by_places.append(attention_to_tokens(looking, keys, places, visual, scaling, window))
+            by_places.append(attention_to_tokens(looking, keys, places, visual, scaling))
         shares = torch.stack(by_places).mean(0)
         self.by_head[layer] = shares.to(self.visual.device)
 
@@ -251,12 +246,10 @@ def attention_to_tokens(
     places: Tensor,
     tokens: Tensor,
     scaling: float,
-    window: int | None = None,
 ) -> Tensor:
     """
     Causal attention to some `tokens` `[M]` of a sequence, with keys `[kv_heads, S, head_dim]`, from some of its
-    `places` `[n]`, with queries `[heads, n, head_dim]`: `[heads, M]`, the mean over the places. Each sees a `window` of
-    tokens, itself included; all before it if `None`.
+    `places` `[n]`, with queries `[heads, n, head_dim]`: `[heads, M]`, the mean over the places.
     """
     heads, count, _ = queries.shape
     length = keys.shape[1]
@@ -265,7 +258,7 @@ def attention_to_tokens(
     total = torch.zeros(heads, len(tokens), dtype=precise, device=device)
     rows_at_once = max(1, 2**24 // (heads * length))
     for block in torch.arange(count, device=device).split(rows_at_once):
-        rows = attention_rows(queries[:, block], keys, places[block], scaling, window)
+        rows = attention_rows(queries[:, block], keys, places[block], scaling)
         total += rows[..., tokens].sum(1)
     return total / count
 
@@ -275,16 +268,12 @@ def attention_rows(
     keys: Tensor,
     places: Tensor,
     scaling: float,
-    window: int | None = None,
 ) -> Tensor:
     """Causal attention from some places of a sequence to all of it, `[heads, n, S]`; as in [`attention_to_tokens`]."""
     precise = torch.promote_types(queries.dtype, torch.float32)
     device = keys.device
     columns = torch.arange(keys.shape[1], device=device)
-    distance = places[:, None] - columns
-    hidden = distance < 0
-    if window is not None:
-        hidden = hidden | (distance >= window)
+    hidden = columns > places[:, None]
     with torch.autocast(device.type, enabled=False):
         groups = queries.to(precise).unflatten(0, (len(keys), -1))
         turned_keys = keys.to(precise).transpose(1, 2)
@@ -294,12 +283,9 @@ def attention_rows(
 
 
 def attention_modules(language_model) -> dict[int, nn.Module]:
-    """By layer the attention of all layers that have one; others are recurrent."""
-    modules = {}
-    for index, layer in enumerate(language_model.layers):
-        if hasattr(layer, "self_attn"):
-            modules[index] = layer.self_attn
-    return modules
+    """By layer the full attention of all layers that have it; others are recurrent or see a window."""
+    layers = full_attention_layers(language_model.config)
+    return {index: language_model.layers[index].self_attn for index in layers}
 
 
 def _places(
@@ -338,10 +324,8 @@ def noting(
     chosen: HeadsByLayer,
 ) -> Iterator[None]:
     """While it lasts, every row of a batch notes the queries and keys of the chosen heads, as [`NotedRow`] does."""
-    all_modules: dict[int, Any] = attention_modules(language_model)
-    modules = {layer: all_modules[layer] for layer in chosen}
-    configs = {layer: module.config for layer, module in modules.items()}
-    taught = {index: row for index, row in enumerate(rows) if row.taught}
+    modules: dict[int, Any] = attention_modules(language_model)
+    configs = {layer: modules[layer].config for layer in chosen}
 
     def find_columns(module, args, kwargs):
         mask = kwargs["attention_mask"]
@@ -352,20 +336,21 @@ def noting(
 
     hook = language_model.register_forward_pre_hook(find_columns, with_kwargs=True)
     try:
-        for layer, module in modules.items():
+        for layer, own in configs.items():
             # A copy, since all layers share one; the mask is still made for the model's own attention function.
-            config = copy.copy(configs[layer])
+            config = copy.copy(own)
             config._attn_implementation = NOTED_ATTENTION
             config.noted = {}
-            for index, row in taught.items():
-                config.noted[index] = partial(row.note, layer, chosen[layer])
-            config.own_attention = configs[layer]._attn_implementation
-            module.config = config
+            for index, row in enumerate(rows):
+                if row.taught:
+                    config.noted[index] = partial(row.note, layer, chosen[layer])
+            config.own_attention = own._attn_implementation
+            modules[layer].config = config
         yield
     finally:
         hook.remove()
-        for layer, module in modules.items():
-            module.config = configs[layer]
+        for layer, own in configs.items():
+            modules[layer].config = own
 
 
 def noted_attention_forward(
@@ -378,7 +363,7 @@ def noted_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The model's own attention function, after the rows have noted what they need; see [`answer_attention`]."""
     for row, note in module.config.noted.items():
-        note(query[row], key[row], kwargs["scaling"], kwargs.get("sliding_window"))
+        note(query[row], key[row], kwargs["scaling"])
     own = module.config.own_attention
     # Every model file has an "eager" of its own; the others compute the same from the same mask.
     if own == "eager":

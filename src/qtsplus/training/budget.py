@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +29,11 @@ class RunningMeans:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.totals = torch.zeros(len(names), 2, dtype=dtype, device=device)
 
-    def add(
-        self,
-        name: str,
-        values: Tensor,
-        weight: Tensor | float | None = None,
-    ) -> None:
-        """Adds values of one thing each, or their sum over `weight` things."""
+    def add(self, name: str, values: Tensor) -> None:
+        """Adds values of one thing each."""
         row = self.totals[self.names.index(name)]
         row[0] += values.detach().sum()
-        if weight is None:
-            weight = values.numel()
-        row[1] += weight
+        row[1] += values.numel()
 
     def pop(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The means of all names that anything was added to, over all processes; the sums start again from 0."""
@@ -142,15 +136,13 @@ class RhoControl:
         """The sum of the terms over the samples with visual tokens, of `rho` and `num_tokens` `[k]`."""
         config = self.config
         running = self.running[True]
-        count = torch.tensor(len(rho), device=rho.device)
+        count = len(rho)
         distance = rho - self._prior(rho)
-        loss_s = (config.lambda_s * distance.pow(2)).sum()
-        loss_t = qtsplus.loss_t * count
-        loss_m = qtsplus.loss_m * count
-        running.add("loss_t", loss_t, count)
-        running.add("loss_m", loss_m, count)
-        running.add("loss_s", loss_s, count)
-        total = loss_t + loss_m + loss_s
+        losses_s = config.lambda_s * distance.pow(2)
+        running.add("loss_t", qtsplus.loss_t.expand(count))
+        running.add("loss_m", qtsplus.loss_m.expand(count))
+        running.add("loss_s", losses_s)
+        total = qtsplus.loss_t * count + qtsplus.loss_m * count + losses_s.sum()
         target = config.target_n
         if target is not None:
             soft_n = rho * num_tokens
@@ -163,16 +155,13 @@ class RhoControl:
 
     def _count_asked(self, rho: Tensor, num_tokens: Tensor) -> None:
         """Adds the counts that the model itself asks for to the log and to the step."""
-        n_max = self.config.n_max
-        total = 0
-        for share, tokens in zip(rho.tolist(), num_tokens.tolist(), strict=True):
-            total += kept_count(share, tokens, n_max)
-        n = torch.tensor(total, device=rho.device)
-        self.running[True].add("n_asked", n, len(rho))
+        counts = map(kept_count, rho.tolist(), num_tokens.tolist(), repeat(self.config.n_max))
+        n = torch.tensor(list(counts), dtype=torch.int64, device=rho.device)
+        self.running[True].add("n_asked", n)
         units = rho.detach().double() * 2.0**32
         self._step[0] += units.round().long().sum()
         self._step[1] += len(rho)
-        self._step[2] += n
+        self._step[2] += n.sum()
 
     def _prior(self, rho: Tensor) -> Tensor | float:
         """The fixed prior of rho, or the mean over all earlier steps; the first step is its own prior."""

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers.utils import logging
 
+from ..asking.question import conversation
 from ..data.formats import read_records
 from ..data.media import AnyPath, media_problem
 from ..data.records import SOURCES, VideoRecord
@@ -129,15 +130,11 @@ class VideoQADataset(Dataset):
 
     def _process(self, record: VideoRecord) -> Inputs:
         """The prompt of a record as the processor gives it, with its video or the features that are stored of it."""
-        messages: list[Inputs] = []
-        for question, answer in record.earlier:
-            messages.append(_message("user", question))
-            messages.append(_message("assistant", answer))
-        messages.append(_message("user", record.question))
+        names = []
         stored: Inputs = {}
         videos: Inputs = {}
         if record.video is not None:
-            messages[0]["content"].insert(0, {"type": "video"})
+            names.append(record.video)
             if self.features is not None:
                 stored = self.features.load(record.video, record.fps) or {}
             if stored:  # the grid alone says where its tokens are
@@ -149,6 +146,7 @@ class VideoQADataset(Dataset):
                     videos["fps"] = record.fps
         if record.query is not None:
             videos["query"] = [record.query]
+        messages = conversation(names, record.turns, [record.question])
         inputs = self.processor.conversation_inputs([messages], **videos)
         return dict(inputs) | stored
 
@@ -170,10 +168,6 @@ def _token_ids(tokenizer, text: str) -> Tensor:
     """`[n]`, of a text in which special tokens are tokens."""
     encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     return encoded["input_ids"][0]
-
-
-def _message(role: str, text: str) -> Inputs:
-    return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
 class VideoQACollator:
