@@ -1,11 +1,17 @@
 """Kept tokens become seconds and regions."""
 
+from fractions import Fraction
+
+import av
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clips import make_world, render_world
 from qtsplus.asking.evidence import STRONG, evidence_intervals
+from qtsplus.asking.session import ask, encode
 from qtsplus.video.grids import token_grids, token_maps
 
 MERGE = 2
@@ -210,3 +216,52 @@ def check_box(box, is_strong):
     inside = rows[:, first_column:last_column]
     assert inside.any(0).all()
     assert inside.any(1).all()
+
+
+# A player's clock -----------------------------------------------------------------------------------------------------
+
+
+SIXTEENTH = Fraction(1, 16)
+WORLD = make_world(10)
+
+
+def write_at(path, frames, times):
+    """Each frame at its time, in seconds."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=16)
+        stream.height, stream.width, _ = frames[0].shape
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": "10"}
+        stream.time_base = SIXTEENTH
+        stream.codec_context.time_base = SIXTEENTH
+        for frame, time in zip(frames, times, strict=True):
+            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            picture.pts = round(16 * time)
+            picture.time_base = SIXTEENTH
+            packets = stream.encode(picture)
+            container.mux(packets)
+        container.mux(stream.encode())
+
+
+@pytest.mark.parametrize("late", [0.0, 3.0])
+def test_evidence_of_a_variable_rate_is_on_the_players_clock(loaded, tmp_path, late):
+    """Four frames a second at first and sixteen later: most of the frames show the second half."""
+    slow = np.arange(0, 4, 0.25)
+    fast = np.arange(4, 8, 0.0625)
+    times = np.concatenate([slow, fast])
+    world = render_world(WORLD)
+    shown = world[(2 * times).astype(int)]
+    path = tmp_path / "video.mp4"
+    write_at(path, shown, late + times)
+    video = encode(*loaded, path)
+    answered = 0
+    for thing in WORLD.objects:
+        answer = ask(*loaded, video, thing.question, max_new_tokens=8)
+        if answer.answer != thing.mark:
+            continue
+        answered += 1
+        place = answer.evidence[0]
+        assert late <= place.start < place.end <= late + 8.1
+        assert place.start - late < thing.vanishes_at
+        assert place.end - late > thing.appears_at
+    assert answered >= 3

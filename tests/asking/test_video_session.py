@@ -1,10 +1,7 @@
 """A session answers as one call of `generate`: about one video or several, in a batch, in a conversation."""
 
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 
-import av
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -14,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 from clips import make_world, render_world, write_mp4
 from qtsplus.asking import answers, session
 from qtsplus.asking.question import Batch, prompt_inputs
-from qtsplus.asking.session import VideoSession, encode
+from qtsplus.asking.session import VideoSession
 from qtsplus.live.stream import Stream
 
 FRONT = make_world(10)
@@ -555,51 +552,3 @@ def test_threads_talk_in_turn(fresh):
     assert reply_to == dict(zip(asked, said, strict=True))
     fresh.reset()
     assert [chat(question) for question in questions] == replies
-
-
-# A player's clock -----------------------------------------------------------------------------------------------------
-
-
-SIXTEENTH = Fraction(1, 16)
-
-
-def write_at(path, frames, times):
-    """Each frame at its time, in seconds."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=16)
-        stream.height, stream.width, _ = frames[0].shape
-        stream.pix_fmt = "yuv420p"
-        stream.options = {"crf": "10"}
-        stream.time_base = SIXTEENTH
-        stream.codec_context.time_base = SIXTEENTH
-        for frame, time in zip(frames, times, strict=True):
-            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
-            picture.pts = round(16 * time)
-            picture.time_base = SIXTEENTH
-            packets = stream.encode(picture)
-            container.mux(packets)
-        container.mux(stream.encode())
-
-
-@pytest.mark.parametrize("late", [0.0, 3.0])
-def test_evidence_of_a_variable_rate_is_on_the_players_clock(loaded, tmp_path, late):
-    """Four frames a second at first and sixteen later: most of the frames show the second half."""
-    slow = np.arange(0, 4, 0.25)
-    fast = np.arange(4, 8, 0.0625)
-    times = np.concatenate([slow, fast])
-    world = render_world(FRONT)
-    shown = world[(2 * times).astype(int)]
-    path = tmp_path / "video.mp4"
-    write_at(path, shown, late + times)
-    video = encode(*loaded, path)
-    answered = 0
-    for thing in FRONT.objects:
-        answer = session.ask(*loaded, video, thing.question, **SHORT)
-        if answer.answer != thing.mark:
-            continue
-        answered += 1
-        place = answer.evidence[0]
-        assert late <= place.start < place.end <= late + 8.1
-        assert place.start - late < thing.vanishes_at
-        assert place.end - late > thing.appears_at
-    assert answered >= 3
