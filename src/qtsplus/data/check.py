@@ -107,7 +107,7 @@ def _marks(record: Record) -> Iterator[tuple[str, str]]:
     else:
         texts.append(record.question)
     if isinstance(record, VideoRecord):
-        texts += [question for question, _ in record.earlier]
+        texts += record.turns[::2]
     yield what, "\0".join(" ".join(text.casefold().split()) for text in texts)
 
 

@@ -62,8 +62,9 @@ class Calibration:
 
     def attention_fields(self) -> dict:
         """The best reading as fields of `qtsplus_config`."""
-        heads = self.best_reading.heads or ()
-        return {"attention_layer": heads[0][0], "attention_heads": [head for _, head in heads]}
+        reading = self.best_reading
+        heads = [head for _, head in reading.heads or ()]
+        return {"attention_layer": _layer(reading), "attention_heads": heads}
 
     def fields(self) -> dict:
         """The best choice as fields of a recipe's `training` section; none if all heads are best."""
@@ -150,7 +151,9 @@ def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
 def write_attention(folder: Path, calibration: Calibration) -> Path | None:
     """Writes the best reading into a model's config.json; `None` where there is no folder with a QTSplus model."""
     path = folder / "config.json"
-    content = read_json(path) if path.is_file() else {}
+    if not path.is_file():
+        return None
+    content = read_json(path)
     if "qtsplus_config" not in content:
         return None
     selector = content["qtsplus_config"] | calibration.attention_fields()
@@ -179,7 +182,11 @@ def _single_heads(model, positions: str) -> list[AttentionChoice]:
     config = model.config.text_config
     layers = full_attention_layers(config)
     heads = range(config.num_attention_heads)
-    return [AttentionChoice((pair,), positions) for pair in product(layers, heads)]
+    choices = []
+    for pair in product(layers, heads):
+        choice = AttentionChoice((pair,), positions)
+        choices.append(choice)
+    return choices
 
 
 def _summed(attention: Attention, choice: AttentionChoice) -> Tensor:
@@ -188,7 +195,8 @@ def _summed(attention: Attention, choice: AttentionChoice) -> Tensor:
         return torch.cat(list(attention.values())).sum(0)
     weights = []
     for layer, head in choice.heads:
-        weights.append(attention[layer][head])
+        of_layer = attention[layer]
+        weights.append(of_layer[head])
     return torch.stack(weights).sum(0)
 
 

@@ -46,8 +46,10 @@ def sighting_tokens(
     steps, rows, columns = grid
     shown = np.zeros((steps, rows, columns), dtype=bool)
     for sighting in seen:
-        first = int(sighting.start / seconds_per_grid + 1e-6)
-        last = int(np.ceil(sighting.end / seconds_per_grid - 1e-6))
+        start = sighting.start / seconds_per_grid
+        end = sighting.end / seconds_per_grid
+        first = int(start + 1e-6)
+        last = int(np.ceil(end - 1e-6))
         first = min(first, steps - 1)
         last = max(last, first + 1)
         shown[first:last] |= _cells(sighting, rows, columns)

@@ -67,8 +67,10 @@ def _says(words: Sequence[str], expected: Sequence[str]) -> bool:
         return not words
     for start in range(len(words)):
         end = start + len(expected)
-        before = words[max(0, start - _NEAR) : start]
-        if words[start:end] == expected and _NEGATIONS.isdisjoint(before):
+        first = max(0, start - _NEAR)
+        before = words[first:start]
+        is_said = words[start:end] == expected
+        if is_said and _NEGATIONS.isdisjoint(before):
             return True
     return False
 
@@ -78,7 +80,8 @@ def _chosen(said: str, options: Sequence[str]) -> int | None:
     letters = ascii_uppercase[: len(options)]
     if len(said) == 1:
         said = said.upper()
-    stated = re.search(_LETTER.format(letters), said)
+    pattern = _LETTER.format(letters)
+    stated = re.search(pattern, said)
     if stated is not None:
         letter = stated[stated.lastindex or 0]
         return letters.index(letter)
@@ -87,7 +90,9 @@ def _chosen(said: str, options: Sequence[str]) -> int | None:
     for number, option in enumerate(options):
         if _says(words, _words(option)):
             named.append(number)
-    return named[0] if len(named) == 1 else None
+    if len(named) == 1:
+        return named[0]
+    return None
 
 
 def judge_at(address: str, model: str) -> Matcher:
@@ -112,7 +117,8 @@ def judge_at(address: str, model: str) -> Matcher:
         except OpenAIError as error:
             raise ValueError(f"The judge {model} at {address} gave no reply: {error}") from None
         choice = reply.choices[0]
-        text = choice.message.content or ""
+        message = choice.message
+        text = message.content or ""
         decision = _words(text)[:1]
         if decision not in (["yes"], ["no"]):
             raise ValueError(f"The judge {model} replied {text[:80]!r}; expected yes or no.")

@@ -92,9 +92,7 @@ class QTSplusTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ours = {}
-        for name in QTSplusTrainingArguments.__annotations__:
-            ours[name] = getattr(self, name)
+        ours = {name: getattr(self, name) for name in QTSplusTrainingArguments.__annotations__}
         check_types("", QTSplusTrainingArguments, ours)
         for name, (expected, reason) in _WITHOUT_EFFECT.items():
             value = getattr(self, name)

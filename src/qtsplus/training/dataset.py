@@ -102,7 +102,10 @@ class VideoQADataset(Dataset):
         input_ids = torch.cat([prompt, target])
         labels = torch.cat([self._earlier_answers(prompt), target])
         query_mask = F.pad(inputs["query_mask"][0], (0, len(target)))
-        length = self._fitting_length(input_ids)
+        is_text = ~torch.isin(input_ids, self.placeholders)
+        length = len(input_ids)
+        if self.model_max_length is not None:
+            length = int((is_text.cumsum(0) <= self.model_max_length).sum())
         if length <= len(prompt):
             most = self.model_max_length
             logger.warning_once(f"Skipped {name}: its prompt leaves no room for an answer within {most} tokens.")
@@ -119,14 +122,6 @@ class VideoQADataset(Dataset):
                 example[key] = torch.as_tensor(inputs[key])
         example["source"] = record.source
         return example
-
-    def _fitting_length(self, input_ids: Tensor) -> int:
-        """How many tokens of an example fit into `model_max_length`, in which visual tokens do not count."""
-        if self.model_max_length is None:
-            return len(input_ids)
-        is_text = ~torch.isin(input_ids, self.placeholders)
-        fits = is_text.cumsum(0) <= self.model_max_length
-        return int(fits.sum())
 
     def _process(self, record: VideoRecord) -> Inputs:
         """The prompt of a record as the processor gives it, with its video or the features that are stored of it."""

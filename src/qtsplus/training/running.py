@@ -1,7 +1,6 @@
 """Runs a recipe: loads what it names, trains stage by stage, and continues where an earlier run stopped."""
 
 import gc
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..common.files import check_folder, require_space
+from ..common.folders import read_json
 from ..data.records import VideoRecord
 from ..hub.loading import adopt_tokenizer
 from .dataset import check_processor_kwargs
@@ -96,7 +96,7 @@ def last_checkpoint(output_dir: Path) -> Path | None:
 def _is_json(path: Path) -> bool:
     """Whether a file holds JSON; a half-written one does not."""
     try:
-        json.loads(path.read_text(encoding="utf-8"))
+        read_json(path)
     except ValueError:
         return False
     return True
