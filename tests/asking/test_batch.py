@@ -164,7 +164,7 @@ BAD_ROWS = {
     '{"video": "clip0.mp4", "question": "%s"}' % ("word " * 40000): "tokens",
     '{"question": "What?"}': "is missing",
     '["clip0.mp4"]': "expected a mapping",
-    '{"video": "clip0.mp4", "quest': "no JSON",
+    '{"video": "clip0.mp4", "quest': "not JSON",
 }
 
 
