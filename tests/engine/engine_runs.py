@@ -101,8 +101,16 @@ def last_tokens(candidates: Any, n: int) -> torch.Tensor:
 BREAKING = range(2, 8)  # numbers of kept tokens for which `breaking` does not do what a method has to
 
 
+ONCE = 11  # a number of kept tokens that `breaking` takes only once
+once_taken = []
+
+
 def breaking(candidates: Any, n: int) -> torch.Tensor:
     """A method that fails in a way of its own for each number of tokens in [`BREAKING`]; else the last tokens."""
+    if n == ONCE and once_taken:
+        raise RuntimeError("broken later")
+    if n == ONCE:
+        once_taken.append(n)
     if n == 2:
         raise RuntimeError("broken")
     if n == 3:

@@ -184,15 +184,15 @@ def test_what_a_request_held_is_released_later(connection, monkeypatch):
 
     async def end():
         connection._connect(engine)
-        engine.processor.release(["a"])
+        engine.processor.release("a")
         await asyncio.sleep(0)
         early = list(engine.released)
         await asyncio.sleep(0.2)
         return early
 
     assert asyncio.run(end()) == []
-    assert engine.released == [["a"]]
-    engine.processor.release(["b"])  # the loop is closed
+    assert engine.released == ["a"]
+    engine.processor.release("b")  # the loop is closed
 
 
 def test_a_request_for_an_adapter_that_holds_a_selector_is_told_to_merge_it(connection, tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 import openai
 
 from clips import render_clip
-from engine_runs import BREAKING, TOKENS, build, engine_environment, processor_of, write_folder
+from engine_runs import BREAKING, ONCE, TOKENS, build, engine_environment, processor_of, write_folder
 from server_process import running_server
 from tiny_backbones import QWEN2_5_VL
 
@@ -38,12 +39,15 @@ def server(tmp_path_factory, clip):
     command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", 1024]
     environment = engine_environment()
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment["VLLM_SERVER_DEV_MODE"] = "1"
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     with running_server(folder / "server.log", *map(str, command), environment=environment) as port:
         yield f"http://127.0.0.1:{port}"
 
 
-def test_a_failing_method_ends_its_own_request_alone(server, clip):
+@pytest.fixture
+def ask(server, clip):
+    """Asks for a number of kept tokens; the answer, or the status of a refusal."""
     content = [{"type": "video_url", "video_url": {"url": f"file://{clip}"}}, {"type": "text", "text": "What moves?"}]
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=120)
 
@@ -60,6 +64,10 @@ def test_a_failing_method_ends_its_own_request_alone(server, clip):
             return error.status_code  # of a refusal
         return answer.choices[0].message.content
 
+    return ask
+
+
+def test_a_failing_method_ends_its_own_request_alone(ask):
     good = {count: ask(count) for count in (8, 9, 10)}
     assert all(isinstance(answer, str) for answer in good.values()), good
     draw = random.Random(0)
@@ -72,3 +80,12 @@ def test_a_failing_method_ends_its_own_request_alone(server, clip):
         else:
             assert answer == 400
     assert {count: ask(count) for count in good} == good
+
+
+def test_a_repeated_question_that_vllm_forgot_is_not_chosen_again_inside_the_engine(server, ask):
+    answer = ask(ONCE)
+    assert isinstance(answer, str)
+    for name in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):
+        urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="POST"), timeout=30).close()
+    assert ask(ONCE) == answer
+    assert isinstance(ask(8), str), "the engine lives"

@@ -4,6 +4,7 @@ A video's tokens are chosen where vLLM asks for its embeddings. Every row of tho
 values, so what vLLM does with them (caching, prefill in chunks, batches) needs not know of the selection.
 """
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,10 +32,12 @@ from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo
 from .attention import Pieces, Unfinished, check_attention, read_group
 from .processing import QTSplusMultiModalProcessor, read
-from .worker import AGAIN, FRAMES, PIXELS, Budget
+from .worker import AGAIN, BUSY, FRAMES, PIXELS, Budget
 
-CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
-CHOSEN_BYTES = 2**28  # of the model's memory, for tokens that were chosen before their request runs
+logger = logging.getLogger(__name__)
+
+CACHE_GB = 4.0  # of main memory, for chosen tokens and the features of videos that may be asked about again
+LEAST_HELD = 2**30  # bytes of chosen tokens that requests may hold where the cache is smaller
 BASES = 2**16  # requests whose bases of answers are kept: more than vLLM's own caches answer again
 
 # The selector's weights have another name in vLLM. The first prefix that fits counts, so these come before vLLM's.
@@ -52,6 +55,10 @@ class Choice:
 
     tokens: Tensor  # [n, token_width]
     kept_indices: Tensor  # [n] int64, into all of its visual tokens
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + self.kept_indices.nbytes
 
 
 class QTSplusForVLLM:
@@ -85,14 +92,13 @@ class QTSplusForVLLM:
         self.qtsplus = hooks.qtsplus = hooks.build_selector(self.config)
         object.__setattr__(self, "hooks", hooks.eval())  # no part of the weights
         gigabytes = vllm_config.additional_config.get("qtsplus_cache_gb", CACHE_GB)
-        # The features of videos, `[k, token_width]`, by their content and the settings of the processor.
-        self.encoded: LRUCache = LRUCache(gigabytes * 2**30, attrgetter("nbytes"))
+        # The features of videos, `[k, token_width]`, by their content and the settings of the processor, and each
+        # `Choice` of requests that are over, by the hash of the video item.
+        self.cache: LRUCache = LRUCache(gigabytes * 2**30, attrgetter("nbytes"))
         # Fields of an `Answer`, by the hash of a video item.
         self.bases: LRUCache = LRUCache(BASES)
-        # The `Choice` that was made when the budget was asked, by the same.
-        self.chosen: LRUCache = LRUCache(CHOSEN_BYTES, attrgetter("tokens.nbytes"))
-        # Features as in `encoded`, of the videos of requests that wait or run, and how often these have each video.
-        self.held: dict[str, Tensor] = {}
+        # The `Choice` of requests that wait or run, and how many requests share it, by the same.
+        self.held: dict[str, Choice] = {}
         self.holds: Counter[str] = Counter()
         # What was read for requests whose attention is read group by group, by the hash of a video item.
         self.pieces: dict[str, Pieces] = {}
@@ -101,9 +107,8 @@ class QTSplusForVLLM:
         self.moved: tuple[Tensor, Tensor] | None = None
 
     def load_weights(self, weights):
-        self.encoded.clear()  # of other weights, where these replace them
+        self.cache.clear()  # of other weights, where these replace them
         self.bases.clear()
-        self.chosen.clear()
         return super().load_weights(weights)  # type: ignore[misc]
 
     def embed_multimodal(self, **kwargs):
@@ -119,14 +124,22 @@ class QTSplusForVLLM:
     def _embed(self, item: Item) -> Tensor:
         """`[length, token_width + positions]`: the item's part of the shortened prompt, with each row's position."""
         hooks = self.hooks
-        layout, choice = self._choose(item)
+        settings = item["settings"]
+        device = self.visual.device
+        layout = self._lay_out(item, device)
+        choice = self._choice(settings["key"])
+        if choice is None:
+            if PIXELS not in item:
+                return self._nothing(settings, layout)
+            choice = self._choose(item, self._encode(item))  # in a vLLM that was not started by qtsplus serve
         layout = with_all_times(layout)
-        kept = QTSplusOutput(kept_indices=(choice.kept_indices,))
-        nothing = hooks.no_features(layout.mask.device)
+        kept_indices = choice.kept_indices.to(device)
+        tokens = choice.tokens.to(device)
+        kept = QTSplusOutput(kept_indices=(kept_indices,))
+        nothing = hooks.no_features(device)
         count = len(layout.grids[IMAGE])
         features = {IMAGE: [nothing] * count}
-        prompt = splice(hooks, layout, features, [choice.tokens], kept, pad_left=False)
-        settings = item["settings"]
+        prompt = splice(hooks, layout, features, [tokens], kept, pad_left=False)
         start = settings["start"]
         part = slice(start, start + settings["length"])
         ids = prompt.input_ids[0, part]
@@ -140,6 +153,14 @@ class QTSplusForVLLM:
         positions = language[:, 0, part].T.int()
         stored = positions.contiguous().view(rows.dtype)
         return torch.cat([rows, stored], dim=1)
+
+    def _nothing(self, settings: dict, layout: Layout) -> Tensor:
+        """As [`_embed`], for a request that runs after its release, whose answer nobody reads: an error ends all."""
+        logger.error("A request ran after its tokens were released; its answer is void.")
+        nothing = self.hooks.no_features(layout.mask.device)
+        axes = len(layout.rows[0].language_positions)
+        stored = torch.zeros(axes, dtype=torch.int32).view(nothing.dtype)
+        return nothing.new_zeros(settings["length"], self.hooks.token_width + len(stored))
 
     def _basis(self, item: Item, features: list[Tensor], chosen: QTSplusOutput) -> dict:
         """What an answer rests on: the fields of an `Answer`, whose videos are called by their numbers from 1."""
@@ -169,53 +190,53 @@ class QTSplusForVLLM:
     @torch.inference_mode()
     def prepare(self, item: Item) -> Budget | str:
         """
-        Chooses the tokens of a request before it runs, so that an error costs this request alone, and keeps the
-        features of its videos until [`release`], so that the request can come without pixels. [`FRAMES`] where a video
-        is not known here and its pixels are not in the item; [`AGAIN`] where attention was read for one more group of
-        tokens, and others are left.
+        Chooses the tokens of a request before it runs, so that an error costs this request alone, and keeps them until
+        [`release`]: the request itself comes without pixels. [`BUSY`] where requests hold too much already, [`FRAMES`]
+        where a video is not known here and its pixels are not in the item, [`AGAIN`] where attention was read for one
+        more group of tokens, and others are left.
         """
         item = read(item)
         settings = item["settings"]
         key = settings["key"]
-        videos = settings["hashes"]
         pieces = self.pieces.pop(key, None)
-        if pieces is None:
-            is_known = all(self._known(video) is not None for video in videos)
-            if not is_known and PIXELS not in item:
-                return FRAMES
-            pieces = Pieces(self._encode(item))
-        keeps_all = settings["selection"] == "all"
-        if not keeps_all and key not in self.bases:
+        choice = self._choice(key)
+        held_bytes = sum(known.nbytes for known in self.held.values())
+        if pieces is None and held_bytes >= max(self.cache.maxsize, LEAST_HELD):
+            return BUSY
+        if choice is None or key not in self.bases:
+            if pieces is None:
+                is_known = all(video in self.cache for video in settings["hashes"])
+                if not is_known and PIXELS not in item:
+                    return FRAMES
+                pieces = Pieces(self._encode(item))
             pieces.begin()
             self.reading = pieces
             try:
-                _, choice = self._choose(item)
+                choice = self._choose(item, pieces.features)
             except Unfinished:
                 self.pieces[key] = pieces
                 return AGAIN
             finally:
                 self.reading = None
-            if choice.tokens.nbytes <= self.chosen.maxsize:
-                self.chosen[key] = choice
-        self.holds.update(videos)  # nothing can fail any more
-        self.held.update(zip(videos, pieces.features, strict=True))
-        if keeps_all:
-            return sum(len(features) for features in pieces.features), 1.0
-        basis = self.bases[key]
-        return basis["kept_tokens"], basis["rho"]
+        self.held[key] = choice
+        self.holds[key] += 1
+        while self.cache and self.cache.currsize + held_bytes + choice.nbytes > self.cache.maxsize:
+            self.cache.popitem()  # what is held counts with it
+        return len(choice.kept_indices), self.bases[key]["rho"]
 
-    def release(self, videos: list[str]) -> None:
-        """Forgets the features that [`prepare`] kept for one request."""
-        self.holds.subtract(videos)
-        for video in set(videos):
-            if self.holds[video] == 0:
-                del self.holds[video]
-                del self.held[video]
+    def release(self, key: str) -> None:
+        """Ends what [`prepare`] keeps for one request: its tokens are in the cache from then on."""
+        self.holds[key] -= 1
+        if self.holds[key] == 0:
+            del self.holds[key]
+            self._remember(key, self.held.pop(key))
 
-    def _known(self, video: str) -> Tensor | None:
-        """The features of a video `[k, token_width]`, where they are in the cache or held for a request."""
-        features = self.encoded.get(video)
-        return self.held.get(video) if features is None else features
+    def _choice(self, key: str) -> Choice | None:
+        return self.held.get(key) or self.cache.get(key)
+
+    def _remember(self, key: str, value: Tensor | Choice) -> None:
+        if value.nbytes <= self.cache.maxsize:
+            self.cache[key] = value
 
     def _group_attention(self, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
         """In place of our Transformers model's, for `lm_attention`: in vLLM's own layers."""
@@ -226,15 +247,10 @@ class QTSplusForVLLM:
             return read_this()
         return self.reading.next(read_this)
 
-    def _choose(self, item: Item) -> tuple[Layout, Choice]:
-        """The full prompt of a request, and the choice for it."""
+    def _choose(self, item: Item, features: list[Tensor]) -> Choice:
+        """The choice for a request among the features of its videos, per video `[k, token_width]`."""
         settings = item["settings"]
-        key = settings["key"]
         layout = self._lay_out(item, self.visual.device)
-        choice = self.chosen.pop(key, None)
-        if choice is not None:
-            return layout, choice
-        features = self._encode(item)
         query_mask = item["query_mask"][None]
         most = settings.get("max_visual_tokens")
         selection = SelectionInputs(
@@ -244,21 +260,18 @@ class QTSplusForVLLM:
             selection=settings["selection"],
             reencode=settings.get("reencode", True),
         )
-        selected, qtsplus = choose(self.hooks, layout, {VIDEO: features}, selection)
-        if key not in self.bases:
-            self.bases[key] = self._basis(item, features, qtsplus)
-        (kept,) = qtsplus.kept_indices or ()
-        return layout, Choice(selected[0], kept)
+        (tokens,), qtsplus = choose(self.hooks, layout, {VIDEO: features}, selection)
+        self.bases[settings["key"]] = self._basis(item, features, qtsplus)
+        (kept_indices,) = qtsplus.kept_indices or ()
+        return Choice(tokens.cpu(), kept_indices.cpu())
 
     def _encode(self, item: Item) -> list[Tensor]:
         """Per video `[k, token_width]`; the vision tower sees those that are not known."""
-        if self.reading is not None:
-            return self.reading.features
         videos = item["settings"]["hashes"]
         return [self._encode_video(item, index, video) for index, video in enumerate(videos)]
 
     def _encode_video(self, item: Item, index: int, video: str) -> Tensor:
-        features = self._known(video)
+        features = self.cache.get(video)
         if features is None:
             here = slice(index, index + 1)
             pixels = item[PIXELS][index]
@@ -268,8 +281,7 @@ class QTSplusForVLLM:
                 second_per_grid_ts=item["second_per_grid_ts"][here],
             )
             features = embedded.cpu()
-            if features.nbytes <= self.encoded.maxsize:
-                self.encoded[video] = features
+            self._remember(video, features)
         return features
 
     def _lay_out(self, item: Item, device="cpu") -> Layout:

@@ -84,13 +84,13 @@ class QTSplusMultiModalProcessor:
     In front of a backbone's processor for vLLM, which does its work as if nothing were selected, and never hears of the
     question: so its cache of processed videos serves every question about one.
 
-    Where the workers of vLLM are connected, `call_engine(method, args)` calls a method of theirs, and `release(videos)`
-    says that a request about these hashes is over. Then a video's frames travel to the engine once.
+    Where the workers of vLLM are connected, `call_engine(method, args)` calls a method of theirs, and `release(key)`
+    says that a request is over, by the hash of its video item. Then a video's frames travel to the engine once.
     """
 
     info: Any
     call_engine: Callable[..., Any] | None = None
-    release: Callable[[list[str]], None]
+    release: Callable[[str], None]
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -226,7 +226,7 @@ class QTSplusMultiModalProcessor:
             item["settings"] = element(as_bytes(settings))
             kept, rho = prepare(self.call_engine, item, self._turn)
             del item[PIXELS]
-            finalize(item, self.release, hashes["video"]).atexit = False  # lives as long as its request
+            finalize(item, self.release, key).atexit = False  # lives as long as its request
         between = [token for token in replaced if token != placeholder]  # text that is part of the item
         length = kept + len(between)
         settings["start"] = start

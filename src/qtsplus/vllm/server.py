@@ -33,7 +33,7 @@ from ..serve.door import HEALTH, Door, Guard, refuse
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 ASKING = 32  # questions that are made ready at once
-RELEASE_SECONDS = 60
+RELEASE_SECONDS = 10
 READ_BYTES = 2 * 2**30  # of main memory, for frames of videos that may be asked about again
 FRESH_SECONDS = 60  # after which a video behind an address is read again
 HOSTS = "QTSPLUS_HOSTS"  # in the environment: the names that the server answers to
@@ -190,9 +190,9 @@ class Connection:
         def call_and_wait(method, args):
             return call(method, args).result()  # in the thread where requests are prepared
 
-        def release(videos):
+        def release(key):
             if not loop.is_closed():  # later, since vLLM runs what is cancelled on its way to the engine
-                loop.call_soon_threadsafe(loop.call_later, RELEASE_SECONDS, call, "qtsplus_release", (videos,))
+                loop.call_soon_threadsafe(loop.call_later, RELEASE_SECONDS, call, "qtsplus_release", (key,))
 
         def noting(prompt, *args, **kwargs):
             hashes = prompt.get("mm_hashes", {})

@@ -1,7 +1,7 @@
 """
 What the server asks vLLM's engine apart from the requests themselves. Before a request runs, the engine is asked to
-keep the features of its videos, so that their frames are sent once and not with every question. It is also asked for
-the model's own budget, since vLLM must know the number of tokens first. Afterwards it is asked what an answer rests on.
+choose its tokens, since vLLM must know their number first and an error then costs one request. Frames are sent once per
+video and not with every question. Afterwards it is asked what an answer rests on.
 
 [`prepare`] runs in the server, [`Worker`] in the engine: `qtsplus serve` passes it as `--worker-extension-cls`.
 """
@@ -9,6 +9,7 @@ the model's own budget, since vLLM must know the number of tokens first. Afterwa
 import logging
 from collections.abc import Callable
 from threading import Lock
+from time import sleep
 from typing import Any
 
 from safetensors.torch import load, save
@@ -19,7 +20,9 @@ PIXELS = "pixel_values_videos"
 Budget = tuple[int, float]  # the tokens that a request keeps, and the fraction that it aims at
 FRAMES = "frames"  # in place of a budget: the engine needs the frames
 REFUSED = "refused: "  # in place of a budget, with the reason behind it
+BUSY = "busy"  # in place of a budget: other requests hold too much memory, so ask later
 AGAIN = "again"  # in place of a budget: the engine has done a part of the work, so ask it again
+BUSY_SECONDS = 0.1
 
 
 class Worker:
@@ -39,9 +42,9 @@ class Worker:
             logger.exception("The tokens of a request could not be chosen.")
             return f"{REFUSED}{type(error).__name__}: {error}"
 
-    def qtsplus_release(self, videos: list[str]) -> None:
+    def qtsplus_release(self, key: str) -> None:
         """Calls the model's `release`."""
-        self.get_model().release(videos)
+        self.get_model().release(key)
 
     def qtsplus_basis(self, key: str) -> dict | None:
         """What the answers to a request rest on, by the hash of its video item; `None` if this worker does not know."""
@@ -50,7 +53,7 @@ class Worker:
 
 def prepare(call_engine: Callable[..., Any], item, turn: Lock) -> Budget:
     """
-    Has the engine choose a request's tokens and keep the features of its videos. Frames are sent only if the engine
+    Has the engine choose a request's tokens and keep them. Frames are sent only if the engine
     does not have their features, and only by the question that holds `turn`; other questions wait for it.
 
     Args:
@@ -62,7 +65,12 @@ def prepare(call_engine: Callable[..., Any], item, turn: Lock) -> Budget:
     without_frames = save(data)
 
     def ask(content: bytes) -> Any:
-        return call_engine("qtsplus_prepare", (content,))[0]
+        answer = BUSY
+        while answer == BUSY:
+            answer = call_engine("qtsplus_prepare", (content,))[0]
+            if answer == BUSY:
+                sleep(BUSY_SECONDS)
+        return answer
 
     answer = ask(without_frames)
     if answer == FRAMES:
