@@ -149,7 +149,7 @@ class Load:
 
 
 def _forget_videos(model: Any) -> None:
-    for known in (model.cache, model.bases, model.held, model.holds):
+    for known in (model.cache, model.held, model.holds):
         known.clear()
 
 

@@ -12,6 +12,7 @@ from vllm.multimodal.parse import MultiModalDataItems, VideoProcessorItems
 
 from qtsplus import QTSplusConfig
 from qtsplus.model.methods_qtsplus import METHODS, add_method
+from qtsplus.vllm.attention import check_attention
 from qtsplus.vllm.models import check_engine
 from qtsplus.vllm.processing import check_settings, count_kept, marks_of, settings_of_request
 from qtsplus.vllm.server import mark_of
@@ -82,3 +83,22 @@ def test_a_mark_tells_what_vllm_is_told_of_a_video():
         mark_of(frames.reshape(2, 2, 8, 3), about),
     }
     assert len(marks) == 4
+
+
+@pytest.mark.parametrize(
+    ("layers", "adapters", "processes", "problem"),
+    [
+        (["linear_attention", "full_attention"], None, 1, "recurrent layers"),
+        (["full_attention"] * 2, "adapters", 1, "LoRA adapters"),
+        (["full_attention"] * 2, None, 2, "tensor_parallel_size above 1"),
+        (["full_attention"] * 2, None, 1, ""),
+    ],
+)
+def test_attention_is_refused_where_an_engine_cannot_read_it(layers, adapters, processes, problem):
+    config = SimpleNamespace(text_config=SimpleNamespace(num_hidden_layers=2, layer_types=layers))
+    parallel = SimpleNamespace(tensor_parallel_size=processes)
+    engine = SimpleNamespace(lora_config=adapters, parallel_config=parallel)
+    if not problem:
+        return check_attention(config, engine)
+    with pytest.raises(ValueError, match=f"does not work in vLLM with .*{problem}.* Expected another selection"):
+        check_attention(config, engine)

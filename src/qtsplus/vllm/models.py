@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 CACHE_GB = 4.0  # of main memory, for chosen tokens and the features of videos that may be asked about again
 LEAST_HELD = 2**30  # bytes of chosen tokens that requests may hold where the cache is smaller
-BASES = 2**16  # requests whose bases of answers are kept: more than vLLM's own caches answer again
 
 # The selector's weights have another name in vLLM. The first prefix that fits counts, so these come before vLLM's.
 SELECTOR_WEIGHTS = WeightsMapper(
@@ -55,6 +54,7 @@ class Choice:
 
     tokens: Tensor  # [n, token_width]
     kept_indices: Tensor  # [n] int64, into all of its visual tokens
+    basis: dict  # what an answer rests on, see `QTSplusForVLLM._basis`
 
     @property
     def nbytes(self) -> int:
@@ -95,8 +95,6 @@ class QTSplusForVLLM:
         # The features of videos, `[k, token_width]`, by their content and the settings of the processor, and each
         # `Choice` of requests that are over, by the hash of the video item.
         self.cache: LRUCache = LRUCache(gigabytes * 2**30, attrgetter("nbytes"))
-        # Fields of an `Answer`, by the hash of a video item.
-        self.bases: LRUCache = LRUCache(BASES)
         # The `Choice` of requests that wait or run, and how many requests share it, by the same.
         self.held: dict[str, Choice] = {}
         self.holds: Counter[str] = Counter()
@@ -108,7 +106,6 @@ class QTSplusForVLLM:
 
     def load_weights(self, weights):
         self.cache.clear()  # of other weights, where these replace them
-        self.bases.clear()
         return super().load_weights(weights)  # type: ignore[misc]
 
     def embed_multimodal(self, **kwargs):
@@ -127,10 +124,12 @@ class QTSplusForVLLM:
         settings = item["settings"]
         device = self.visual.device
         layout = self._lay_out(item, device)
-        choice = self._choice(settings["key"])
+        choice = self.find_choice(settings["key"])
         if choice is None:
-            if PIXELS not in item:
-                return self._nothing(settings, layout)
+            if PIXELS not in item:  # after the release: nobody reads the answer, and an error would end the engine
+                logger.error("A request ran after its tokens were released; its answer is void.")
+                nothing = hooks.no_features(device)
+                return nothing.new_zeros(settings["length"], hooks.token_width)
             choice = self._choose(item, self._encode(item))  # in a vLLM that was not started by qtsplus serve
         layout = with_all_times(layout)
         kept_indices = choice.kept_indices.to(device)
@@ -153,14 +152,6 @@ class QTSplusForVLLM:
         positions = language[:, 0, part].T.int()
         stored = positions.contiguous().view(rows.dtype)
         return torch.cat([rows, stored], dim=1)
-
-    def _nothing(self, settings: dict, layout: Layout) -> Tensor:
-        """As [`_embed`], for a request that runs after its release, whose answer nobody reads: an error ends all."""
-        logger.error("A request ran after its tokens were released; its answer is void.")
-        nothing = self.hooks.no_features(layout.mask.device)
-        axes = len(layout.rows[0].language_positions)
-        stored = torch.zeros(axes, dtype=torch.int32).view(nothing.dtype)
-        return nothing.new_zeros(settings["length"], self.hooks.token_width + len(stored))
 
     def _basis(self, item: Item, features: list[Tensor], chosen: QTSplusOutput) -> dict:
         """What an answer rests on: the fields of an `Answer`, whose videos are called by their numbers from 1."""
@@ -199,11 +190,11 @@ class QTSplusForVLLM:
         settings = item["settings"]
         key = settings["key"]
         pieces = self.pieces.pop(key, None)
-        choice = self._choice(key)
+        choice = self.find_choice(key)
         held_bytes = sum(known.nbytes for known in self.held.values())
         if pieces is None and held_bytes >= max(self.cache.maxsize, LEAST_HELD):
             return BUSY
-        if choice is None or key not in self.bases:
+        if choice is None:
             if pieces is None:
                 is_known = all(video in self.cache for video in settings["hashes"])
                 if not is_known and PIXELS not in item:
@@ -222,7 +213,7 @@ class QTSplusForVLLM:
         self.holds[key] += 1
         while self.cache and self.cache.currsize + held_bytes + choice.nbytes > self.cache.maxsize:
             self.cache.popitem()  # what is held counts with it
-        return len(choice.kept_indices), self.bases[key]["rho"]
+        return len(choice.kept_indices), choice.basis["rho"]
 
     def release(self, key: str) -> None:
         """Ends what [`prepare`] keeps for one request: its tokens are in the cache from then on."""
@@ -231,7 +222,8 @@ class QTSplusForVLLM:
             del self.holds[key]
             self._remember(key, self.held.pop(key))
 
-    def _choice(self, key: str) -> Choice | None:
+    def find_choice(self, key: str) -> Choice | None:
+        """The choice that was made for a request, by the hash of its video item."""
         return self.held.get(key) or self.cache.get(key)
 
     def _remember(self, key: str, value: Tensor | Choice) -> None:
@@ -261,9 +253,9 @@ class QTSplusForVLLM:
             reencode=settings.get("reencode", True),
         )
         (tokens,), qtsplus = choose(self.hooks, layout, {VIDEO: features}, selection)
-        self.bases[settings["key"]] = self._basis(item, features, qtsplus)
         (kept_indices,) = qtsplus.kept_indices or ()
-        return Choice(tokens.cpu(), kept_indices.cpu())
+        basis = self._basis(item, features, qtsplus)
+        return Choice(tokens.cpu(), kept_indices.cpu(), basis)
 
     def _encode(self, item: Item) -> list[Tensor]:
         """Per video `[k, token_width]`; the vision tower sees those that are not known."""

@@ -48,13 +48,14 @@ class Worker:
 
     def qtsplus_basis(self, key: str) -> dict | None:
         """What the answers to a request rest on, by the hash of its video item; `None` if this worker does not know."""
-        return self.get_model().bases.get(key)
+        choice = self.get_model().find_choice(key)
+        return choice and choice.basis
 
 
 def prepare(call_engine: Callable[..., Any], item, turn: Lock) -> Budget:
     """
-    Has the engine choose a request's tokens and keep them. Frames are sent only if the engine
-    does not have their features, and only by the question that holds `turn`; other questions wait for it.
+    Has the engine choose a request's tokens and keep them. Frames are sent only if the engine does not have their
+    features, and only by the question that holds `turn`; other questions wait for it.
 
     Args:
         item: what [`processing.merged_item`] has made.
@@ -65,12 +66,11 @@ def prepare(call_engine: Callable[..., Any], item, turn: Lock) -> Budget:
     without_frames = save(data)
 
     def ask(content: bytes) -> Any:
-        answer = BUSY
-        while answer == BUSY:
+        while True:
             answer = call_engine("qtsplus_prepare", (content,))[0]
-            if answer == BUSY:
-                sleep(BUSY_SECONDS)
-        return answer
+            if answer != BUSY:
+                return answer
+            sleep(BUSY_SECONDS)
 
     answer = ask(without_frames)
     if answer == FRAMES:
