@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from packaging.version import Version
 
 import pretend_device
 from clips import LIBRARY, render_world, write_mp4, write_records
+from model_checks import TRANSFORMERS
 from qtsplus import Stream, VideoSession, ask, encode, summarise
 from qtsplus.evaluation.calibration import calibrate, read_labelled
 from qtsplus.evaluation.evaluate import evaluate_records
@@ -315,6 +317,8 @@ def test_generate(pair, way):
 
 
 def test_assisted_generation(pair):
+    if Version("5.24") > TRANSFORMERS:
+        pytest.skip("a stock assistant does not take the features of images and videos")
     inputs = batch(prompt(videos=[(4, 4, 6)]))
     assistants = Pair.of(stock_twin(tiny_model(seed=1)))
     expected = pair.host.generate(

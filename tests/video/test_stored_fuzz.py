@@ -227,7 +227,7 @@ class Opened:
         place = arguments[0]
         if isinstance(place, str | bytes):
             self.places.append(os.fsdecode(place))
-        elif event != "open":
+        elif event not in ("open", "os.truncate"):  # a number is that of a file that was opened before
             self.places.append(event)
 
 

@@ -141,10 +141,9 @@ class QTSplusProcessorMixin(ProcessorMixin):
         # With `sanitize_control_tokens` the text holds marked tokens that only the tokenizer can tell apart.
         if text is not None and not kwargs.get("sanitize_control_tokens"):
             written = check_text("text", text if isinstance(text, str) else "".join(text))
-            if videos is not None:
-                check_placeholders(written, self.video_token, videos, "videos")
-            if images is not None:
-                check_placeholders(written, self.image_token, make_flat_list_of_images(images), "images")
+            pictures = [] if images is None else make_flat_list_of_images(images)
+            check_placeholders(written, self.video_token, [] if videos is None else videos, "videos")
+            check_placeholders(written, self.image_token, pictures, "images")
         inputs = super().__call__(images=images, text=text, videos=videos, **kwargs)
         if video_grid_thw is not None:  # both would be those of the stand-ins
             inputs.pop("pixel_values_videos")
