@@ -90,6 +90,14 @@ def test_weights_that_do_not_fit_are_not_published(tiny_published, tmp_path):
     assert not (tmp_path / "hub").exists()
 
 
+def test_a_folder_is_not_published_onto_itself(tmp_path):
+    folder = assemble_folder("qtsplus-tiny", tmp_path / "hub", repository="lab/seven")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match="hub is the source itself; choose another folder"):
+        assemble_folder(folder, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_an_earlier_assembly_is_replaced(tiny_published, tmp_path):
     assemble_folder("qtsplus-tiny", tmp_path / "hub")
     assemble_folder(tiny_published, tmp_path / "hub")

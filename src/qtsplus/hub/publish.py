@@ -47,6 +47,8 @@ def assemble_folder(
     bundled = not Path(source).is_dir() and source in variants()
     source = hub_configs() / source if bundled else Path(source).resolve()
     folder = check_folder(folder).resolve()
+    if source == folder:
+        raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
     _check_publishable(source)
     config = load_config(source)
     stored = read_checkpoint(source)
