@@ -458,6 +458,8 @@ WIDE = np.zeros((56, 28, 3))
         (with_one(float("nan")), "NaN or infinite"),
         (with_one(float("inf")), "NaN or infinite"),
         (with_one(0.9), "from 0 to 1; expected 0 to 255, or `do_rescale=False`"),
+        (with_one(256.0), "numbers from 0 to 256; expected 0 to 255"),
+        (np.full((4, 56, 56, 3), -300, np.int16), "numbers from -300 to -300; expected 0 to 255"),
         ([], r"empty video \(0 frames\)"),
         ([[]], r"empty video \(0 frames\)"),
         (EMPTY, r"empty video \(0 frames\)"),
@@ -468,6 +470,14 @@ WIDE = np.zeros((56, 28, 3))
 def test_frames_that_are_none_are_refused(processor, videos, message):
     with pytest.raises(ValueError, match=message):
         processor(text=PROMPT, videos=videos, fps=2.0)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_rate_may_be_a_numpy_number(processor):
+    frames = shaded_frames(4)
+    expected = processor(text=PROMPT, videos=frames, fps=2.0)["second_per_grid_ts"]
+    for kind in (np.float16, np.float32, np.float64, np.int32):
+        assert processor(text=PROMPT, videos=frames, fps=kind(2))["second_per_grid_ts"] == expected
 
 
 def test_frames_from_0_to_1_are_taken_as_the_caller_says(processor):

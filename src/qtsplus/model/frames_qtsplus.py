@@ -99,11 +99,14 @@ def check_frames(frames, rescaled: bool):
     if isinstance(frames, np.ndarray):
         frames = np.ascontiguousarray(frames)
     values = torch.as_tensor(frames)
-    if values.is_floating_point():
-        if not torch.isfinite(values).all():
-            raise ValueError("The frames of a video hold NaN or infinite pixels; expected finite values.")
-        if rescaled and 0 < values.max() <= 1:
+    if values.is_floating_point() and not torch.isfinite(values).all():
+        raise ValueError("The frames of a video hold NaN or infinite pixels; expected finite values.")
+    if rescaled and values.dtype != torch.uint8:
+        lowest, highest = torch.stack(values.aminmax()).tolist()
+        if values.is_floating_point() and 0 < highest <= 1:
             raise ValueError("The frames of a video are numbers from 0 to 1; expected 0 to 255, or `do_rescale=False`.")
+        if lowest < 0 or highest > 255:
+            raise ValueError(f"The frames of a video are numbers from {lowest:g} to {highest:g}; expected 0 to 255.")
     return frames
 
 

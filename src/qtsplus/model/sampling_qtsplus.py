@@ -82,7 +82,10 @@ def check_key(name: str, value) -> None:
 
 def require_positive(name: str, value) -> None:
     """Raises a `ValueError` unless the value is a number above 0 that a float can hold."""
-    if not is_number(value) or not 0 < value <= sys.float_info.max:
+    number = (
+        value.item() if isinstance(value, np.generic) else value
+    )  # float32 cannot be compared with the largest float
+    if not is_number(value) or not 0 < number <= sys.float_info.max:
         raise ValueError(f"Got {name}={value!r}; expected a finite number above 0.")
 
 
