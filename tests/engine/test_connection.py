@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cachetools import LRUCache
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from cachetools import LRUCache
 
 from qtsplus.vllm import models, server, worker
 from qtsplus.vllm.models import QTSplusForVLLM
