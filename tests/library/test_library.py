@@ -66,7 +66,7 @@ def joint_choice(library, question):
     words = torch.tensor(library.processor.text_ids(question))
     features = []
     for name in library.names:
-        video = library.stored(name)
+        video = library.video(name)
         features.append(video.features)
     tokens = sum(len(part) for part in features)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, 
     parts = []
     peaks = {}
     for name in changed.names:
-        relevance = scorer.relevance(changed.stored(name).features)
+        relevance = scorer.relevance(changed.video(name).features)
         peaks[name] = float(relevance.max())
         parts.append(relevance)
     streamed = torch.cat(parts)
@@ -217,12 +217,12 @@ def test_what_is_shown_before_and_after_a_window_changes_nothing(library, monkey
     _, expected = opened.rank(QUESTION, window=(2, 4))
     changed = {}
     for name in opened.names:
-        video = opened.stored(name)
+        video = opened.video(name)
         features = video.features.clone()
         features[:72] = 1e3
         features[144:] = 1e3
         changed[name] = replace(video, features=features)
-    monkeypatch.setattr(opened, "stored", changed.__getitem__)
+    monkeypatch.setattr(opened, "video", changed.__getitem__)
     _, again = opened.rank(QUESTION, window=(2, 4))
     assert again == expected
 
@@ -258,7 +258,7 @@ def test_ask_is_a_session_of_the_files_that_rank_first(library):
     answer = library.ask("What?", pieces=3, **options)
     session = VideoSession(library.model, library.processor)
     for name in library.names:
-        session.add(library.stored(name), f"{name}, 0:00 to 0:06")
+        session.add(library.video(name), f"{name}, 0:00 to 0:06")
     expected = session.ask("What?", **options)
     assert answer.answer == expected.answer
     assert answer.kept_tokens == expected.kept_tokens
@@ -281,7 +281,7 @@ def in_pieces(library, monkeypatch):
 
 
 def test_a_long_video_competes_in_pieces_at_their_times(in_pieces):
-    whole = in_pieces.stored("a.mp4")
+    whole = in_pieces.video("a.mp4")
     _, pieces = in_pieces.rank(QUESTION, ["a.mp4"])
     features = []
     frames = []
@@ -322,7 +322,7 @@ def test_several_pieces_of_a_video_are_read_together(in_pieces):
 
 
 def test_a_piece_that_is_the_whole_video_is_the_video(library):
-    video = library.stored("b.mp4")
+    video = library.video("b.mp4")
     assert Piece("b.mp4", 0, 6).cut(video) is video
 
 

@@ -25,7 +25,7 @@ from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.live import watching
 from qtsplus.live.watching import ROOM, Source, watch
-from qtsplus.model.decoding_qtsplus import Film
+from qtsplus.model.decoding_qtsplus import VideoDecoder
 from qtsplus.model.video_qtsplus import open_video
 
 WORLD = make_world(3)
@@ -347,7 +347,7 @@ def test_ask_says_what_a_pipe_is(tmp_path, tiny_published, monkeypatch, place, r
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     with pytest.raises(ValueError, match=reason):
-        Film(place)
+        VideoDecoder(place)
     result = CliRunner().invoke(app, ["ask", place, "Who?", "--model", str(tiny_published)])
     assert result.exit_code == 2
     assert reason in " ".join(result.stderr.split())

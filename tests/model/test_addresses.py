@@ -13,7 +13,7 @@ from qtsplus.asking import session
 from qtsplus.live.watching import Source
 from qtsplus.model import addresses_qtsplus
 from qtsplus.model.addresses_qtsplus import download
-from qtsplus.model.decoding_qtsplus import Film
+from qtsplus.model.decoding_qtsplus import VideoDecoder
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def test_a_file_address_is_quoted_or_as_it_is_written(tmp_path, tiny_processor, 
     for address in (path.as_uri(), f"file://{path}"):
         watched = list(Source(address, 2.0, 10.0, 0.0))
         assert len(watched) == 8
-        assert len(Film(address).order) == 32
+        assert len(VideoDecoder(address).order) == 32
         assert tiny_processor.video_chunks(address).shape[0] == 8
 
 
@@ -116,7 +116,7 @@ def test_a_video_at_an_address_has_a_largest_size(monkeypatch, clip, states_its_
         with pytest.raises(ValueError, match="is larger than 1,000 bytes.*download it"):
             download(address)
         with pytest.raises(ValueError, match="is larger than"):
-            Film(inline(clip))
+            VideoDecoder(inline(clip))
 
 
 def test_a_connection_that_ends_early_is_named(clip):
@@ -146,7 +146,7 @@ def test_an_address_is_read_however_it_is_written(clip, scheme):
 
     with serving(answer) as address:
         odd_path = address.replace("clip.mp4", "ü b%20c.mp4?d=é#e")
-        assert Film(odd_path.replace("http", scheme)).total == 32
+        assert VideoDecoder(odd_path.replace("http", scheme)).total == 32
     assert asked == ["/%C3%BC%20b%20c.mp4?d=%C3%A9"]
 
 
@@ -170,7 +170,7 @@ def test_a_data_address_is_the_file(loaded, tiny_mp4, clip):
 )
 def test_a_data_address_without_a_video_is_refused(content, reason):
     with pytest.raises(ValueError, match=reason) as refused:
-        Film(f"data:video/mp4{content}")
+        VideoDecoder(f"data:video/mp4{content}")
     assert len(str(refused.value)) < 300
 
 

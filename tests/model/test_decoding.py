@@ -14,7 +14,7 @@ from films import CLOCKS, SIDE, packets_of, paint, read_paint, spoil, write_film
 from qtsplus.asking import session
 from qtsplus.asking.picture import frame_at
 from qtsplus.live.watching import Source
-from qtsplus.model.decoding_qtsplus import Film
+from qtsplus.model.decoding_qtsplus import VideoDecoder
 from qtsplus.model.sampling_qtsplus import choose_frames
 from qtsplus.model.video_qtsplus import open_video
 from qtsplus.video.encoded import EncodedVideo, encode
@@ -152,7 +152,7 @@ def warnings_of(path):
 def test_every_frame_says_when_it_is_shown(tmp_path, codec, kind, clock):
     """And is the same whether or not frames in front of it are skipped."""
     path, shown, begin = make(tmp_path, codec, kind, clock)
-    film = Film(str(path))
+    film = VideoDecoder(str(path))
     assert film.warnings == []
     check_times(look(path), shown, begin)
     check_times(look(path, fps=2.0), shown, begin)
@@ -185,7 +185,7 @@ def test_avi_with_frames_left_out_is_complete(tmp_path):
     """It counts them, and so slow a video has a clock of its own."""
     shown = [0, *range(2000, 6000, 200)]
     path = write_film(tmp_path / "film.avi", "mpeg4", shown, 5)
-    film = Film(str(path))
+    film = VideoDecoder(str(path))
     assert film.total / film.fps == 6.0
     assert film.warnings == []
 
@@ -208,7 +208,7 @@ def test_a_frame_that_was_shown_is_let_go(tmp_path):
     gc.collect()
     gc.disable()
     try:
-        for _ in Film(str(path)).show(np.arange(0, 3, 0.04)):
+        for _ in VideoDecoder(str(path)).show(np.arange(0, 3, 0.04)):
             pass
         held = [thing for thing in gc.get_objects() if type(thing) is av.VideoFrame]
         assert len(held) < 5
@@ -302,7 +302,7 @@ def test_a_time_that_is_damaged_moves_no_other(tmp_path, codec, seconds):
 def test_no_more_is_lost_than_is_looked_at(tmp_path):
     path = write(tmp_path, "mpeg4 without B", "mp4", g="50")
     spoil(path, range(3, 12), kept=1)
-    film = Film(str(path))
+    film = VideoDecoder(str(path))
     frames = list(film.show(np.array([0.81])))
     assert len(frames) == 1
     (warning,) = film.warnings
@@ -313,7 +313,7 @@ def test_a_packet_that_a_decoder_drops_is_said(tmp_path):
     """In an AVI nothing tells which frame is missing: as many come out as are expected."""
     path = write(tmp_path, "libx264", "avi")
     spoil(path, [2], kept=6)
-    film = Film(str(path))
+    film = VideoDecoder(str(path))
     list(film.show(film.times))
     (warning,) = film.warnings
     assert warning.endswith(" is damaged, and with it 1 of the 100 frames that are looked at.")
@@ -323,7 +323,7 @@ def test_what_follows_from_a_damaged_frame_is_counted(tmp_path):
     """Of two in five frames none is the damaged one, whose blocks they show until the next key frame."""
     path = write(tmp_path, "libx264 without B", "mkv", g="50", sc_threshold="0")
     spoil(path, [61], kept=20)
-    film = Film(str(path))
+    film = VideoDecoder(str(path))
     looked_at = np.array([10, 40, 70, 99]) / 25
     list(film.show(looked_at + 0.01))
     (warning,) = film.warnings
@@ -334,7 +334,7 @@ def test_what_follows_from_a_damaged_frame_is_counted(tmp_path):
 def test_a_video_without_times_has_the_rate_of_its_codec(tmp_path, name, codec):
     """And not the 25 frames a second that FFmpeg takes for one without a clock."""
     path = write_film(tmp_path / name, codec, range(0, 4000, 100), 10)
-    film = Film(str(path))
+    film = VideoDecoder(str(path))
     assert film.total == 40
     assert film.fps == 10.0
     assert not film.timed
@@ -395,7 +395,7 @@ def test_a_still_and_a_busy_stretch_are_looked_at_by_the_clock(tmp_path):
 
 def test_only_what_a_frame_is_made_from_is_decoded(tmp_path):
     path = write_film(tmp_path / "film.mp4", "libx264", range(0, 20_000, 40), 25, g="50", sc_threshold="0", bf="2")
-    needed = Film(str(path)).needed(np.array([52, 449]))
+    needed = VideoDecoder(str(path)).needed(np.array([52, 449]))
     assert np.flatnonzero(needed == 2).tolist() == [52, 449]
     assert np.count_nonzero(needed) <= 3 + 50
     assert needed[50] == 1

@@ -268,7 +268,7 @@ def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, 
     folder = tmp_path / "library"
     index(videos, folder, *loaded, **reading)
     library = Library(folder, *loaded)
-    stored = library.film(long_video.name)
+    stored = library.video(long_video.name)
     encoded = encode(*loaded, long_video, **reading)
     assert torch.equal(stored.features, encoded.features)
     assert stored.about.start == encoded.about.start

@@ -16,7 +16,7 @@ from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.live.watching import Source
 from qtsplus.model.containers_qtsplus import TAGS, read_packets
-from qtsplus.model.decoding_qtsplus import Film
+from qtsplus.model.decoding_qtsplus import VideoDecoder
 from qtsplus.model.frames_qtsplus import image_paths, load_frames
 from qtsplus.model.sampling_qtsplus import choose_frames
 from qtsplus.video.subtitles import read_subtitles
@@ -113,7 +113,7 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, w
     assert answer.as_dict()["warnings"] == [expected]
     assert caplog.messages.count(expected) == 1
     assert answer.seconds_of_video == 3.0
-    film = Film(str(path))
+    film = VideoDecoder(str(path))
     assert film.total == 24
     assert len(frames_of(film)) == 24
 
@@ -130,9 +130,9 @@ def test_the_command_line_says_it_once(whole, tiny_published, tmp_path, caplog):
 
 def test_a_file_that_states_only_its_length(tmp_path):
     whole = write(tmp_path / "whole.mkv")
-    assert Film(str(whole)).warnings == []
+    assert VideoDecoder(str(whole)).warnings == []
     half = whole.stat().st_size // 2
-    film = Film(str(cut(whole, tmp_path, half)))
+    film = VideoDecoder(str(cut(whole, tmp_path, half)))
     (warning,) = film.warnings
     assert "its header states 6.0 s, and 2." in warning
 
@@ -159,13 +159,13 @@ def test_a_cut_off_video_says_how_long_its_header_states_that_it_is(tmp_path, ki
         pix_fmt=pix_fmt,
         g="20",
     )
-    assert Film(str(whole)).warnings == []
+    assert VideoDecoder(str(whole)).warnings == []
     packets = packets_of(whole)
     for number in (160, 100, 60):
         start, packet = packets[number]
         in_next_packet = start + len(packet) + 3
         path = cut(whole, tmp_path, in_next_packet)
-        (warning,) = Film(str(path)).warnings
+        (warning,) = VideoDecoder(str(path)).warnings
         assert re.search("its header states (20|21)[.][0-9] s, and [0-9]{1,2}[.][0-9] s can be read", warning)
     stream, _ = watch(path)
     assert "is incomplete: its header states 2" in stream.warnings[-1]
@@ -175,9 +175,9 @@ def test_a_cut_off_video_says_how_long_its_header_states_that_it_is(tmp_path, ki
 def test_a_video_is_read_up_to_where_its_reader_fails(tmp_path, share):
     """As FFmpeg's for RealMedia does where a file ends in a packet."""
     whole = write_film(tmp_path / "whole.rm", "rv20", TENTHS, 10)
-    assert Film(str(whole)).warnings == []
+    assert VideoDecoder(str(whole)).warnings == []
     length = int(share * whole.stat().st_size)
-    film = Film(str(cut(whole, tmp_path, length)))
+    film = VideoDecoder(str(cut(whole, tmp_path, length)))
     (warning,) = film.warnings
     assert re.search(" is incomplete: its header states 4.0 s, and [0-9.]+ s can be read", warning)
     assert len(film.order) == pytest.approx(40 * share, abs=6)
@@ -195,7 +195,7 @@ def test_an_avi_that_was_written_to_a_pipe_is_whole(tmp_path):
         assert frames == 40
         struct.pack_into("<I", data, field, 2**30)
     path.write_bytes(data)
-    assert Film(str(path)).warnings == []
+    assert VideoDecoder(str(path)).warnings == []
     stream, _ = watch(path)
     assert stream.warnings == []
 
@@ -235,7 +235,7 @@ def write_with_sound(path, video_codec, sound_codec):
 )
 def test_a_video_with_longer_sound_is_whole(tmp_path, kind, video_codec, sound_codec):
     path = write_with_sound(tmp_path / f"whole.{kind}", video_codec, sound_codec)
-    assert Film(str(path)).warnings == []
+    assert VideoDecoder(str(path)).warnings == []
     stream, _ = watch(path)
     assert stream.warnings == []
 
@@ -243,7 +243,7 @@ def test_a_video_with_longer_sound_is_whole(tmp_path, kind, video_codec, sound_c
 def test_the_length_of_a_wmv_is_that_in_its_header(tmp_path):
     """FFmpeg makes another one of the rate of bits where little is left of a file."""
     whole = write_with_sound(tmp_path / "whole.wmv", "wmv2", "mp2")
-    film = Film(str(cut(whole, tmp_path, 5000)))
+    film = VideoDecoder(str(cut(whole, tmp_path, 5000)))
     (warning,) = film.warnings
     assert re.search("its header states 9[.][0-9] s, and 0[.][0-9] s can be read", warning)
 
@@ -270,7 +270,7 @@ def test_one_frame_that_a_decoder_refuses_is_left_out(tmp_path, chunk, place, ra
     with av.open(str(path)) as container, pytest.raises(raised):
         list(container.decode(video=0))
 
-    film = Film(str(path))
+    film = VideoDecoder(str(path))
     assert len(frames_of(film)) == 40
     (warning,) = film.warnings
     assert re.search(" is damaged, and with it [1-9] of the 40 frames that are looked at.", warning)
@@ -282,7 +282,7 @@ def test_a_damaged_end_is_left_out_and_said(tmp_path):
     """A fragmented file states nothing about its whole."""
     whole = write(tmp_path / "whole.mp4", movflags="frag_keyframe+empty_moov")
     half = whole.stat().st_size // 2
-    film = Film(str(cut(whole, tmp_path, half)))
+    film = VideoDecoder(str(cut(whole, tmp_path, half)))
     (warning,) = film.warnings
     assert "1 of its 24 frames are damaged and left out" in warning
     assert len(frames_of(film)) == 23
@@ -380,7 +380,7 @@ def test_an_edit_list_is_followed(tmp_path, name, b_frames):
             seconds = float(frame.pts * frame.time_base)
             times.append(seconds)
             shown.append(frame.to_ndarray(format="rgb24").mean())
-    film = Film(str(path))
+    film = VideoDecoder(str(path))
     assert film.warnings == []
     expected = np.array(times) - times[0]
     assert film.times == pytest.approx(expected, abs=0.03)
@@ -394,7 +394,7 @@ def test_a_trimmed_file_is_whole(tmp_path, part):
     whole = write(tmp_path / "whole.mp4")
     trimmed = tmp_path / "trimmed.mp4"
     write_edits(trimmed, whole.read_bytes(), [part])
-    assert Film(str(trimmed)).warnings == []
+    assert VideoDecoder(str(trimmed)).warnings == []
 
 
 # --- Turned ---
@@ -499,7 +499,7 @@ def test_the_frames_of_a_large_video_are_never_all_there(tiny_processor, tmp_pat
 def test_a_gap_in_a_constant_rate_is_said(tmp_path, kind, said):
     shown = [*range(0, 1200, 40), *range(3200, 4400, 40)]
     path = write_film(tmp_path / f"gap.{kind}", "libx264", shown)
-    warnings = Film(str(path)).warnings
+    warnings = VideoDecoder(str(path)).warnings
     assert [warning.split("' ")[1] for warning in warnings] == said
 
 
@@ -529,7 +529,7 @@ def test_tags_that_are_no_utf8_cost_no_film(tmp_path, tiny_mp4):
                 packet.stream = stream
                 copy.mux(packet)
     assert b"Caf\xe9 du" in path.read_bytes()
-    assert len(frames_of(Film(str(path)))) == 32
+    assert len(frames_of(VideoDecoder(str(path)))) == 32
     _, frames = watch(path)
     assert frames
     with pytest.raises(ValueError, match="No subtitles are"):

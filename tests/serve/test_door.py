@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qtsplus.model.addresses_qtsplus import download, shown_name
-from qtsplus.model.decoding_qtsplus import Film
+from qtsplus.model.decoding_qtsplus import VideoDecoder
 from qtsplus.serve.door import Door, _is_public
 from server_process import hosting
 
@@ -150,7 +150,7 @@ def test_no_password_is_shown(address):
     shown = shown_name(address)
     assert "SECRET" not in shown
     assert "host/film" in shown
-    for opened in (Film, download, lambda video: read(Door(), video)):
+    for opened in (VideoDecoder, download, lambda video: read(Door(), video)):
         with pytest.raises(ValueError) as refused:
             opened(address)
         assert "SECRET" not in str(refused.value)
@@ -294,5 +294,5 @@ def test_a_system_that_does_not_say_where_an_open_file_is_reads_none(root, monke
 
 def test_the_reader_of_videos_takes_what_a_door_hands_on(tiny_mp4):
     with Door(tiny_mp4.parent).place(f"file://{tiny_mp4}") as place:
-        opened = Film(place)
-        assert opened.total == Film(str(tiny_mp4)).total
+        opened = VideoDecoder(place)
+        assert opened.total == VideoDecoder(str(tiny_mp4)).total

@@ -77,7 +77,7 @@ def read_library(folder, model):
     found = Library(folder / "library", *model)
     if found.missing:  # the commands say so
         raise ValueError(f"{folder} lacks {found.missing}")
-    return {name: as_json(found.stored(name)) for name in found.names}
+    return {name: as_json(found.video(name)) for name in found.names}
 
 
 def read_journal(folder, model):

@@ -149,7 +149,7 @@ class VideoSession:
         """The videos' names, in the order in which the model sees them."""
         return list(self.videos)
 
-    def film(self, name: str) -> EncodedVideo:
+    def video(self, name: str) -> EncodedVideo:
         """A video by its name."""
         return self.videos[name]
 

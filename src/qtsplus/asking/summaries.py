@@ -109,7 +109,7 @@ def summarise(
     Raises:
         ValueError: without a video; for a stream's memory; for an empty prompt; and as `answer_questions` does.
     """
-    if not hasattr(about, "film"):
+    if not hasattr(about, "video"):
         raise ValueError(f"Got {type(about).__name__} to summarise; expected a VideoSession or a Library.")
     refused = [option for option in REFUSED if option in generation]
     if refused:
@@ -132,7 +132,7 @@ def summarise(
     chapters = []
     known: list[AboutVideo] = []
     for name in names:
-        video = about.film(name)
+        video = about.video(name)
         if isinstance(video, Remembered):
             raise ValueError("A stream's memory has no chapters to summarise: ask it a question instead.")
         known.append(video.about)

@@ -133,7 +133,7 @@ class Talk:
         """Encodes one more video."""
         name = self.about.add(video, name, progress=True, subtitles=subtitles is not None, **sampling.options())
         self.places[name] = video
-        encoded = self.about.film(name)
+        encoded = self.about.video(name)
         self.warnings.update(encoded.about.warnings)
         return encoded
 
@@ -162,7 +162,7 @@ class Talk:
             if self.is_library:
                 video = self.about.with_file(name)
             else:  # by the address that was asked for: what it is called may leave out a password
-                video = replace(self.about.film(name), video=self.places[name])
+                video = replace(self.about.video(name), video=self.places[name])
             if video.video == IN_MEMORY:
                 note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
             videos[name] = video

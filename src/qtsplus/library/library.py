@@ -183,8 +183,7 @@ class Library:
         if self.missing:
             waiting = counted(len(self.missing), "video")
             self.warnings.append(f"Not encoded yet: {waiting} of the library. Run `qtsplus index` again.")
-        self.stored = lru_cache(maxsize=KEPT)(self._read)  # an encoded video, which names no file
-        self.film = self.stored  # the name of this method in a session
+        self.video = lru_cache(maxsize=KEPT)(self._read)  # an encoded video, which names no file
         self._keys = lru_cache(maxsize=KEPT)(self._read_keys)
 
     def select(self, pattern: str) -> list[str]:
@@ -234,7 +233,7 @@ class Library:
         chosen = sorted(ranking[:pieces])  # by their names and times
         parts: dict[str, EncodedVideo] = {}
         for piece in chosen:
-            video = self.stored(piece.name)
+            video = self.video(piece.name)
             part = piece.cut(video)
             start = part.about.start
             end = start + part.length
@@ -251,7 +250,7 @@ class Library:
         kept_maps = answer.keep_maps.values()
         for piece, kept in zip(chosen, kept_maps, strict=True):
             if piece.name not in maps:
-                steps = self.stored(piece.name).count
+                steps = self.video(piece.name).count
                 _, height, width = kept.shape
                 maps[piece.name] = kept.new_zeros(steps, height, width)
             whole = maps[piece.name]
@@ -274,7 +273,7 @@ class Library:
         place = IN_MEMORY
         if os.path.exists(path) and file_state(path).items() <= self.entries[name].items():
             place = str(path)
-        return replace(self.stored(name), video=place)
+        return replace(self.video(name), video=place)
 
     def rank(
         self,
@@ -318,7 +317,7 @@ class Library:
 
     def _searched(self, name: str) -> EncodedVideo | KeyedVideo:
         """The keys of a video, or its features if it has no keys for this selector."""
-        return self._keys(name) or self.stored(name)
+        return self._keys(name) or self.video(name)
 
     def _read(self, name: str) -> EncodedVideo:
         entry = self.entries[name]
@@ -332,7 +331,7 @@ class Library:
 
     def _moments(self, scorer: Scorer, piece: Piece) -> list[Interval]:
         """The stretches of a piece that hold strong tokens."""
-        video = self.stored(piece.name)
+        video = self.video(piece.name)
         part = piece.cut(video)
         share = self.model.config.qtsplus_config.evidence_share
         seconds = part.seconds_per_step

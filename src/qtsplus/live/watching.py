@@ -25,10 +25,10 @@ from ..model.containers_qtsplus import (
     UNDECODABLE,
     Stated,
     ends_early,
-    film_stream,
     open_container,
     read_packets,
     read_stated,
+    video_stream,
 )
 from ..model.decoding_qtsplus import Upright
 from ..model.sampling_qtsplus import require_count, require_positive
@@ -191,7 +191,7 @@ class Source:
     def _decode(self) -> Iterator[tuple[float, np.ndarray]]:
         opened = time.monotonic() - self.began
         with self._open() as container:
-            stream = film_stream(container)
+            stream = video_stream(container)
             self.sound = bool(container.streams.audio)
             stated = read_stated(self.address, container, stream) if self.is_file else None
             upright = Upright()

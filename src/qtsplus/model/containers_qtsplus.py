@@ -83,7 +83,7 @@ def read_packets(container: "av.container.InputContainer", *streams: "av.stream.
         yield from container.demux(*streams)
 
 
-def film_stream(container: "av.container.InputContainer") -> "av.VideoStream":
+def video_stream(container: "av.container.InputContainer") -> "av.VideoStream":
     """The stream that a player shows; raises `ValueError` if there is none, only a cover, or no decoder for it."""
     cover = av.stream.Disposition.attached_pic
     videos = [stream for stream in container.streams.video if not stream.disposition & cover]

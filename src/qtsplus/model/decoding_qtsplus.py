@@ -28,11 +28,11 @@ from .containers_qtsplus import (
     UNDECODABLE,
     Stated,
     ends_early,
-    film_stream,
     open_container,
     open_source,
     read_packets,
     read_stated,
+    video_stream,
 )
 
 logger = logging.get_logger(__name__)
@@ -46,7 +46,7 @@ _SKIPPING_CODECS = ("h264", "hevc")  # whose decoders pass over frames from whic
 ShownFrame = tuple[np.ndarray, bool]  # [H, W, 3] uint8, and whether it is whole
 
 
-class Film:
+class VideoDecoder:
     """
     The video in a file, at an `http(s)` address, or in a `data:` address: when a player shows its frames, and those.
 
@@ -76,7 +76,7 @@ class Film:
         self.warnings: list[str] = []
         self.is_cut = False  # whether FFmpeg fails on what follows the last packet
         with self._naming(), open_container(self.source) as container:
-            stream = film_stream(container)
+            stream = video_stream(container)
             states = self._read_packets(container, stream)
             self.joined = self._is_joined(container)
             self.sound = bool(container.streams.audio)
@@ -306,7 +306,7 @@ class Film:
         shown = None
         self.is_hurt = False  # whether something is damaged since the last key frame
         with open_container(self.source) as container:
-            stream = film_stream(container)
+            stream = video_stream(container)
             stream.thread_type = "AUTO"
             frames = self._decode(container, stream, needed)
             for number, frame in enumerate(itertools.chain(frames, [None])):

@@ -15,7 +15,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from .addresses_qtsplus import shown_name
-from .decoding_qtsplus import Film
+from .decoding_qtsplus import VideoDecoder
 from .frames_qtsplus import decode_images, describe_frames, image_paths, load_frames, stack_frames
 from .sampling_qtsplus import FrameChoice
 
@@ -72,28 +72,28 @@ def open_video(
     within: tuple[float | None, float | None] = (None, None),
 ) -> VideoFile:
     """
-    Opens a [`Film`] and chooses from its regular clock, between two times of a player. Of a file that was cut off, what
-    is there is read; the log and `warnings` say how much that is.
+    Opens a [`VideoDecoder`] and chooses from its regular clock, between two times of a player. If a file was cut off,
+    the rest is read; the log and `warnings` say how much that is.
     """
-    film = Film(path)
-    first, stop = film.stretch(*within)
+    decoder = VideoDecoder(path)
+    first, stop = decoder.stretch(*within)
     total = stop - first
-    indices = first + np.asarray(choose(total, film.fps))
-    instants = (indices + 0.25) / film.fps  # a quarter of a frame later, since containers round timestamps
-    decode = functools.partial(film.show, instants)
+    indices = first + np.asarray(choose(total, decoder.fps))
+    instants = (indices + 0.25) / decoder.fps  # a quarter of a frame later, since containers round timestamps
+    decode = functools.partial(decoder.show, instants)
     height, width, _ = next(decode()).shape
     metadata = VideoMetadata(
         total_num_frames=total,
-        fps=film.fps,
-        duration=total / film.fps,
+        fps=decoder.fps,
+        duration=total / decoder.fps,
         height=height,
         width=width,
         video_backend="pyav",
         frames_indices=[int(index) for index in indices],
     )
-    start = film.start + first / film.fps
-    about = AboutVideo(metadata, start, film.warnings, film.sound)
-    return VideoFile(film.name, about, (len(indices), height, width), decode)
+    start = decoder.start + first / decoder.fps
+    about = AboutVideo(metadata, start, decoder.warnings, decoder.sound)
+    return VideoFile(decoder.name, about, (len(indices), height, width), decode)
 
 
 def open_folder(folder: str, fps: float | None) -> VideoFile:

@@ -108,7 +108,7 @@ class Shelf(MCPServer):
             matching = [name for name in self.names if text.lower() in name.lower()]
             videos = []
             for name in matching[first : first + count]:
-                video = library.stored(self.names[name])
+                video = library.video(self.names[name])
                 videos.append({"video": name, "start": video.about.start, "seconds": video.length})
             missing = [printable(name) for name in library.missing[:count]]
             return {"videos": videos, "of": len(matching), "not_encoded_yet": missing}
