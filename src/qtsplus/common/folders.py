@@ -6,16 +6,30 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 
 from .files import check_folder, listed, naming_full_disk, size, whole_file
 from .journals import Document, State, file_state, write_json
 
 # In every folder that is written here: what was written, so that a later run replaces that and nothing else.
 WRITTEN = ".qtsplus-files.json"
-# What Transformers and its parsers raise with a message for users.
+# What Transformers and its parsers raise for a file whose content is not what its name says: with a message for users,
+# or without.
 _SPEAKING = (OSError, ValueError, ImportError, StrictDataclassError)
+_SILENT = (
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    ArithmeticError,
+    UnpicklingError,
+    SafetensorError,
+    TemplateError,
+)
 
 
 @contextmanager
@@ -79,8 +93,11 @@ def reading(what: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # All kinds have to be caught: for a damaged file parsers raise nearly all of them, and the tokenizers library
-        # raises `Exception` itself, for example for merges outside of the vocabulary.
+        # All kinds have to be caught because the tokenizers library raises `Exception` itself, for example for merges
+        # outside of the vocabulary; every kind that is not expected is raised again.
+        is_expected = isinstance(error, _SPEAKING + _SILENT) or type(error) is Exception
+        if not is_expected:
+            raise
         reason = " ".join(str(error).split())
         if isinstance(error, ModuleNotFoundError):
             reason += f", which it needs; install it, such as by pip install {error.name}."
