@@ -52,7 +52,7 @@ class Source:
 
 
 def open_library(folder: Path, source: Source, selection: str | None = None) -> "Library":
-    """A library, about which the model answers that made it."""
+    """A library, with the model that answers questions about it."""
     from ..library.library import Index, Library
 
     Index(folder)  # raises for a folder that is no library before the model is loaded
