@@ -193,8 +193,7 @@ class _Prompts:
             whole = torch.zeros(tokens)
             whole[self.places] = relevance.float().cpu()
             relevance = whole
-        indices = self.places[kept.indices]
-        return replace(kept, indices=indices, relevance=relevance)
+        return replace(kept, indices=self.places[kept.indices], relevance=relevance)
 
 
 @dataclass(frozen=True)
@@ -216,8 +215,7 @@ class _Reader:
         new_tokens = self.generation["max_new_tokens"]
         left_out = 0
         while True:
-            remaining = replace(batch, turns=batch.turns[left_out:])
-            prompts = self._read(remaining)
+            prompts = self._read(replace(batch, turns=batch.turns[left_out:]))
             needed = int(prompts.compact.next_position.max()) + new_tokens
             if needed <= positions:
                 break
@@ -244,8 +242,7 @@ class _Reader:
         self.clock.start()
         visual, selection = take_inputs(inputs | vars(self.choice))
         input_ids = inputs["input_ids"]
-        mask = inputs["attention_mask"]
-        layout = lay_out(backbone, visual, input_ids, mask)
+        layout = lay_out(backbone, visual, input_ids, inputs["attention_mask"])
         places = None
         if batch.remembered:
             new_tokens = self.generation["max_new_tokens"]
@@ -280,8 +277,7 @@ def _captions(
     """For each question, the subtitles near its kept tokens."""
     captions = []
     for row in range(len(batch.questions)):
-        indices = prompts.kept(row).indices
-        captions.append(near(indices, batch.videos, processor, most))
+        captions.append(near(prompts.kept(row).indices, batch.videos, processor, most))
     return captions
 
 
@@ -294,8 +290,7 @@ def _answer(
     """An answer without its text."""
     config = reader.model.config.qtsplus_config
     merge_size = reader.processor.video_processor.merge_size
-    kept = prompts.kept(row)
-    answer = shown_by(batch.videos, kept, merge_size, config)
+    answer = shown_by(batch.videos, prompts.kept(row), merge_size, config)
     if batch.remembered:  # cameras share a clock, so their seconds are not added
         answer = replace(
             answer,
@@ -372,6 +367,5 @@ def placed(
             ceil(bottom * height),
         )
     first = round(interval.start / video.seconds_per_step)
-    last = round(interval.end / video.seconds_per_step)
-    start, end = video.span(first, last)
+    start, end = video.span(first, round(interval.end / video.seconds_per_step))
     return replace(interval, start=start, end=end, name=name, pixels=pixels)

@@ -169,12 +169,11 @@ class Asker:
         console = Console(stderr=True)
         for tasks in track(waiting, "Asking", console=console, disable=not console.is_terminal):
             row = tasks[0].question
-            sampling = Sampling(fps=row.fps or self.fps, start=row.start, end=row.end)
             results = answer_file(
                 model,
                 processor,
                 tasks[0].place,
-                sampling,
+                Sampling(fps=row.fps or self.fps, start=row.start, end=row.end),
                 [self._question(task.question) for task in tasks],
                 name=row.video,
                 max_new_tokens=self.max_new_tokens,
@@ -231,8 +230,7 @@ def _waiting(questions: Questions, journal: Journal) -> list[list[Task]]:
             continue
         known.add(task.key)
         row = task.question
-        video = (row.video, row.fps, row.start, row.end)
-        videos.setdefault(video, []).append(task)
+        videos.setdefault((row.video, row.fps, row.start, row.end), []).append(task)
     return list(videos.values())
 
 

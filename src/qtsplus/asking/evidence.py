@@ -66,8 +66,7 @@ def evidence_intervals(
     if len(kept_indices) == 0:
         return []
     grids = token_grids(video_grid_thw, merge_size)
-    tokens = sum(map(math.prod, grids))
-    weights = torch.zeros(tokens, dtype=torch.float64)
+    weights = torch.zeros(sum(map(math.prod, grids)), dtype=torch.float64)
     if relevance is not None and len(relevance):
         weights = relevance.detach().cpu().double()
     if weights.sum() == 0:
@@ -88,13 +87,12 @@ def evidence_intervals(
             if stretch.max() < sure:
                 continue
             strong_stretch = stretch * is_strong[first:end]
-            strong_weight = strong_stretch.sum(0)
             interval = Interval(
                 start=first * float(seconds),
                 end=end * float(seconds),
                 weight=float(stretch.sum()),
                 video=video,
-                box=_bounding_box(strong_weight),
+                box=_bounding_box(strong_stretch.sum(0)),
             )
             intervals.append(interval)
     return sorted(intervals, key=lambda interval: -interval.weight)

@@ -25,8 +25,7 @@ def lit(frame: np.ndarray, kept: np.ndarray) -> Image.Image:
     """A frame `[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` bool `[H, W]` leaves out."""
     image = Image.fromarray(frame)
     dimmed = Image.fromarray(frame >> 2)
-    mask = Image.fromarray(kept).resize(image.size)
-    return Image.composite(image, dimmed, mask)
+    return Image.composite(image, dimmed, Image.fromarray(kept).resize(image.size))
 
 
 def draw_evidence(
@@ -100,8 +99,7 @@ def draw_spans(
         draw.rectangle((0, 0, _SIDE, 14), fill="black")
         draw.text((2, 2), f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}")
         panes.append(np.asarray(pane))
-    picture = Image.fromarray(np.hstack(panes))
-    picture.save(path)
+    Image.fromarray(np.hstack(panes)).save(path)
 
 
 def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
@@ -116,13 +114,11 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     elapsed = seconds - start
     index = int(elapsed * fps + 1e-3)
     if Path(video.video).is_dir():
-        paths = image_paths(video.video)
-        path = paths[: index + 1][-1]
+        path = image_paths(video.video)[: index + 1][-1]
         return load_frames([path])[0]
 
     def choose(total: int, _: float) -> np.ndarray:
         return np.array([min(index, total - 1)])
 
-    whole = (start, end - 0.5 / fps)
-    opened = open_video(video.video, choose, whole)
+    opened = open_video(video.video, choose, (start, end - 0.5 / fps))
     return next(opened.decode())

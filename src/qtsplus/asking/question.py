@@ -153,8 +153,7 @@ def check_question(
     if not check_text("question", question).strip():
         raise ValueError("The question is empty; expected some text.")
     most = model.config.get_text_config().max_position_embeddings
-    encoded = processor.tokenizer(question, add_special_tokens=False)
-    tokens = len(encoded["input_ids"])
+    tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
     if tokens >= most:
         raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
 

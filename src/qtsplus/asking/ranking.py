@@ -94,10 +94,8 @@ def keys_fingerprint(model) -> str:
 @torch.no_grad()
 def token_keys(layer: QTSplusLayer, features: Tensor) -> Tensor:
     """`[M, key_width]` float32 on the CPU, the keys of tokens `[M, token_width]`."""
-    width = layer.k_proj.in_features
-    tokens = features[:, :width].to(layer.k_proj.weight)
-    keys_of_heads = layer.keys(tokens)
-    keys = keys_of_heads.transpose(0, 1).flatten(1)
+    tokens = features[:, : layer.k_proj.in_features].to(layer.k_proj.weight)
+    keys = layer.keys(tokens).transpose(0, 1).flatten(1)
     return keys.float().cpu()
 
 
@@ -116,8 +114,7 @@ class StandingQuestion:
         selector = model.model.qtsplus
         layer = scoring_layer(model)
         ids = torch.tensor(processor.text_ids(question), device=model.device)
-        words = model.get_input_embeddings()(ids)
-        states = selector.contextualise(words)
+        states = selector.contextualise(model.get_input_embeddings()(ids))
         normed = layer.q_norm(states)
         projected = layer.q_proj(normed).float().cpu()
         queries = projected.unflatten(-1, (-1, layer.head_dim)).transpose(0, 1)
@@ -143,14 +140,12 @@ class StandingQuestion:
         """`[k]` log-relevance of tokens with these scores `[k, rows]`, among all tokens so far."""
         log_attention = scores - self.total
         if self.reduction == "mean":
-            rows = scores.shape[1]
-            return log_attention.logsumexp(1) - math.log(rows)
+            return log_attention.logsumexp(1) - math.log(scores.shape[1])
         return log_attention.amax(1)
 
     def _scores(self, keys: Tensor) -> Tensor:
         """`[k, rows]` of keys `[k, key_width]`."""
-        heads = len(self.queries)
-        keys_of_heads = keys.unflatten(1, (heads, -1)).permute(1, 2, 0)
+        keys_of_heads = keys.unflatten(1, (len(self.queries), -1)).permute(1, 2, 0)
         products = self.queries @ keys_of_heads
         scores = products.flatten(0, 1).T
         if self.reduction == "sum":
@@ -158,8 +153,7 @@ class StandingQuestion:
         return scores
 
     def _count(self, scores: Tensor) -> None:
-        total_of_new = scores.logsumexp(0)
-        self.total = self.total.logaddexp(total_of_new)
+        self.total = self.total.logaddexp(scores.logsumexp(0))
 
 
 class Scorer(StandingQuestion):

@@ -43,9 +43,7 @@ class Remembered(EncodedVideo):
         end_step = self.rows[last - 1] + 1
         seconds = self.seconds_per_step
         start = self.begins.get(start_step, start_step * seconds)
-        regular_end = min(end_step * seconds, self.length)
-        end = self.begins.get(end_step, regular_end)
-        return start, end
+        return start, self.begins.get(end_step, min(end_step * seconds, self.length))
 
 
 def narrowed(
@@ -61,16 +59,14 @@ def narrowed(
     backbone = model.model
     grids = layout.grids[VIDEO]
     is_text = backbone.token_types(layout.input_ids) != VIDEO
-    text_config = model.config.get_text_config()
-    room = text_config.max_position_embeddings - new_tokens
+    room = model.config.get_text_config().max_position_embeddings - new_tokens
     room -= int(is_text.sum())
     for _, height, width in grids:
         room -= max(height, width)
     positions_per_step = backbone.tokens_per_second * videos[0].seconds_per_step
     steps_in_room = room / max(positions_per_step, 1)
     most_steps = int(steps_in_room) - 1
-    rows = [video.rows for video in videos]
-    numbers = within(rows, max(most_steps, 1))
+    numbers = within([video.rows for video in videos], max(most_steps, 1))
     layout = at_steps(backbone, layout, numbers)
     layout = layout.narrow([video.places for video in videos])
     if backbone.rope_axes == 1:  # the language model counts tokens: those that are there
@@ -136,13 +132,11 @@ def at_steps(
     has_language_time = model.rope_axes == 3 and not model.frames_apart  # else time is text, or a token's number
     shifts = []
     for video, numbers_of_video in enumerate(numbers):
-        shifts_of_video = _shifts(model, layout, video, numbers_of_video)
-        shifts.append(shifts_of_video)
+        shifts.append(_shifts(model, layout, video, numbers_of_video))
     for span in row.spans:
         selector_shift, language_shift = shifts[span.index]
         frames, height, width = span.grid
-        end = span.frame + frames
-        steps = slice(span.frame, end)
+        steps = slice(span.frame, span.frame + frames)
         columns = span.token_columns().to(positions.device)
         cells = height * width
         shift = selector_shift[steps]

@@ -106,8 +106,7 @@ def answer_file(
         return
     groups: dict[tuple, list[int]] = {}
     for number, question in enumerate(questions):
-        same_prompt = (question.turns, question.choice)
-        groups.setdefault(same_prompt, []).append(number)
+        groups.setdefault((question.turns, question.choice), []).append(number)
     videos = {name or video.video: video}
     for (turns, choice), numbers in groups.items():
         for batch in batches_of(numbers, batch_size):

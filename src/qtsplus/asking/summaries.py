@@ -195,8 +195,7 @@ def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, in
 
         def preference(step: int) -> tuple[float, float]:
             """Prefers the largest change and, among equal changes, the one nearest to the middle."""
-            change = round(changes[step], 4)
-            return change, -abs(step - middle)
+            return round(changes[step], 4), -abs(step - middle)
 
         candidates = range(first + shortest, last - shortest + 1)
         cut = max(candidates, key=preference)
@@ -266,7 +265,6 @@ def _join(
             f"To join the texts of {len(texts)} chapters, the prompt takes {length} positions and the answer "
             f"{new_tokens}, but the model has {positions}: ask for shorter texts (max_new_tokens)."
         )
-    output = model.generate(**inputs, **options)
-    new_ids = output.sequences[0, length:]
+    new_ids = model.generate(**inputs, **options).sequences[0, length:]
     text = processor.tokenizer.decode(new_ids, skip_special_tokens=True)
     return _without_repetition(text)

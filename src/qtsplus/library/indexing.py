@@ -67,8 +67,7 @@ def index(
         place = str(videos.resolve())
         indexing.recognise(files, place, prune)
         library.add(MADE, {"model": name, "videos": place})
-        waiting = indexing.find_waiting(files)
-        indexing.encode_all(waiting)
+        indexing.encode_all(indexing.find_waiting(files))
         indexing.store_keys()
     return library
 
@@ -272,8 +271,7 @@ class _Indexing:
             except FAILURES as error:
                 self._refuse(name, error)
                 continue
-            file = self.index.file(entry)
-            with saved_video(encoded, file, self.made_by) as features:
+            with saved_video(encoded, self.index.file(entry), self.made_by) as features:
                 # Noted before it is there: a file that is there and was not noted would belong to nobody.
                 self._note(name, entry | {"error": None, "features": features})
             stored[content] = features
@@ -312,5 +310,4 @@ class _Indexing:
             video = load_video(file, self.made_by, self.model, features)
             keys = token_keys(self.layer, video.features)
             made_from = {"made_by": self.selector, "features": features["digest"]}
-            keys_file = self.index.keys_file(entry)
-            save_keys(keys_file, video, keys, made_from)
+            save_keys(self.index.keys_file(entry), video, keys, made_from)

@@ -233,8 +233,7 @@ class Library:
         chosen = sorted(ranking[:pieces])  # by their names and times
         parts: dict[str, EncodedVideo] = {}
         for piece in chosen:
-            video = self.video(piece.name)
-            part = piece.cut(video)
+            part = piece.cut(self.video(piece.name))
             start = part.about.start
             end = start + part.length
             name = f"{printable(piece.name)}, {clock(start)} to {clock(end)}"
@@ -247,8 +246,7 @@ class Library:
             **options,
         )
         maps: dict[str, Tensor] = {}  # of whole videos
-        kept_maps = answer.keep_maps.values()
-        for piece, kept in zip(chosen, kept_maps, strict=True):
+        for piece, kept in zip(chosen, answer.keep_maps.values(), strict=True):
             if piece.name not in maps:
                 steps = self.video(piece.name).count
                 _, height, width = kept.shape
@@ -312,8 +310,7 @@ class Library:
     def _tokens(self, pieces: Sequence[Piece]) -> Iterator[Tokens]:
         """The tokens of each piece, read when they are looked at."""
         for piece in pieces:
-            searched = self._searched(piece.name)
-            yield piece.tokens(searched)
+            yield piece.tokens(self._searched(piece.name))
 
     def _searched(self, name: str) -> EncodedVideo | KeyedVideo:
         """The keys of a video, or its features if it has no keys for this selector."""
@@ -326,13 +323,11 @@ class Library:
         return replace(video, video=name)
 
     def _read_keys(self, name: str) -> KeyedVideo | None:
-        entry = self.entries[name]
-        return self.index.load_keys(entry, self.model, self.selector)
+        return self.index.load_keys(self.entries[name], self.model, self.selector)
 
     def _moments(self, scorer: Scorer, piece: Piece) -> list[Interval]:
         """The stretches of a piece that hold strong tokens."""
-        video = self.video(piece.name)
-        part = piece.cut(video)
+        part = piece.cut(self.video(piece.name))
         share = self.model.config.qtsplus_config.evidence_share
         seconds = part.seconds_per_step
         relevance = scorer.relevance(part.features)

@@ -41,8 +41,7 @@ class Tokens:
         return len(self.features)
 
     def take(self, kept: Tensor) -> "Tokens":
-        tensors = vars(self).values()
-        chosen = [tensor[kept] for tensor in tensors]
+        chosen = [tensor[kept] for tensor in vars(self).values()]
         return Tokens(*chosen)
 
     def join(self, newer: "Tokens") -> "Tokens":
@@ -124,8 +123,7 @@ class Stream:
     @property
     def num_tokens(self) -> int:
         """Tokens in memory."""
-        counts = [len(camera.tokens) for camera in self.cameras.values()]
-        return sum(counts)
+        return sum(len(camera.tokens) for camera in self.cameras.values())
 
     def append(
         self,
@@ -156,15 +154,13 @@ class Stream:
             first = newest + 1
             times = np.arange(first, first + len(frames)) / self.fps
         seconds = seconds_of(times, len(frames), last_time, name)
-        shape = np.shape(frames[0])
-        camera = self.camera(name, shape)
+        camera = self.camera(name, np.shape(frames[0]))
         camera.last_time = seconds[-1]
         steps = []
         for pixels, time in zip(frames, seconds, strict=True):
             steps += self._into_steps(camera, np.asarray(pixels), time)
         for first in range(0, len(steps), STEPS_AT_A_TIME):
-            batch = steps[first : first + STEPS_AT_A_TIME]
-            self._add(camera, batch)
+            self._add(camera, steps[first : first + STEPS_AT_A_TIME])
 
     def _into_steps(
         self,
@@ -235,10 +231,8 @@ class Stream:
             missing = self.frames_per_step - len(step.frames)
             frames += step.frames
             frames += [last] * missing
-        one_step = torch.ones(1, 1, dtype=torch.long)
-        grid = torch.cat([one_step, camera.patches], dim=1)
-        stacked = stack_frames(frames)
-        pixels, grid = self.processor.preprocess_frames(stacked, grid)
+        grid = torch.cat([torch.ones(1, 1, dtype=torch.long), camera.patches], dim=1)
+        pixels, grid = self.processor.preprocess_frames(stack_frames(frames), grid)
         (features,) = self.model.encode_videos(pixels, grid)
         camera.missing = 0
         self.remember(camera, features, [step.number for step in steps])
@@ -254,12 +248,10 @@ class Stream:
         cells = len(features) // len(steps)
         scores = torch.empty(len(features), 0)
         if self.question is not None:
-            visual = features[:, : self._width]
-            scores = self.question.add(visual)
+            scores = self.question.add(features[:, : self._width])
         count = len(steps)
         step_of = torch.tensor(list(steps)).repeat_interleave(cells)
-        cell_of = torch.arange(cells).repeat(count)
-        new = Tokens(features, step_of, cell_of, scores)
+        new = Tokens(features, step_of, torch.arange(cells).repeat(count), scores)
         with self._changing:
             camera.tokens = camera.tokens.join(new)
             camera.newest = int(steps[-1])
@@ -269,15 +261,13 @@ class Stream:
     def _forget(self, count: int) -> None:
         """Keeps `count` tokens of all cameras together, as the policy chooses."""
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
-        candidates = self._competing(cameras)
-        kept = self.policy(candidates, count).cpu()
+        kept = self.policy(self._competing(cameras), count).cpu()
         check_kept([(kept, count, self.num_tokens)], self.policy)
         first = 0
         for camera in cameras:
             end = first + len(camera.tokens)
             is_of_camera = (kept >= first) & (kept < end)
-            kept_of_camera = kept[is_of_camera] - first
-            camera.tokens = camera.tokens.take(kept_of_camera)
+            camera.tokens = camera.tokens.take(kept[is_of_camera] - first)
             first = end
             steps = set(camera.tokens.steps.tolist())
             begins = {}
@@ -296,12 +286,10 @@ class Stream:
         for camera in cameras:
             tokens = camera.tokens
             width = camera.cells[1]
-            features = tokens.features[:, : self._width]
-            visual.append(features)
+            visual.append(tokens.features[:, : self._width])
             rows = tokens.cells // width
             columns = tokens.cells % width
-            places = torch.stack([tokens.steps, rows, columns])
-            positions.append(places)
+            positions.append(torch.stack([tokens.steps, rows, columns]))
             scores.append(tokens.scores)
             lines.append((1, 1, len(tokens)))
 
@@ -311,8 +299,7 @@ class Stream:
             return self.question.log_relevance(torch.cat(scores))
 
         no_text = visual[0][:0]
-        all_positions = torch.cat(positions, dim=1)
-        return Candidates(visual, no_text, all_positions, lines, score)
+        return Candidates(visual, no_text, torch.cat(positions, dim=1), lines, score)
 
     def ask(self, question: str, **options) -> Answer:
         """
@@ -360,8 +347,7 @@ class Stream:
         )
         height, width = camera.patches[0].tolist()
         cells = math.prod(camera.cells)
-        steps_of_rows = torch.tensor(rows)
-        rows_of_tokens = torch.searchsorted(steps_of_rows, camera.tokens.steps)
+        rows_of_tokens = torch.searchsorted(torch.tensor(rows), camera.tokens.steps)
         return Remembered(
             video=name,
             features=camera.tokens.features,

@@ -230,8 +230,7 @@ class Source:
             if after is not None and frame.time > (after.time or 0) + LEAP:
                 clock.strays += 1  # the next frame is shown before it
             elif self.is_camera:
-                joins = len(clock.joins)
-                yield camera_clock.seconds(frame.time, joins), frame
+                yield camera_clock.seconds(frame.time, len(clock.joins)), frame
             else:
                 yield max(frame.time - begin, 0.0), frame
 
@@ -322,8 +321,7 @@ def _looks(sources: Mapping[str, Source]) -> Iterator[_Look]:
             yield _Look(seconds, name, frame)
 
     looks = [of_source(name, source) for name, source in sources.items()]
-    by_time = attrgetter("seconds")
-    return heapq.merge(*looks, key=by_time)
+    return heapq.merge(*looks, key=attrgetter("seconds"))
 
 
 def watch(

@@ -26,9 +26,7 @@ class Linear(nn.Linear):
 
     def forward(self, states: Tensor) -> Tensor:
         with torch.autocast(states.device.type, enabled=False):
-            weight = self.weight.float()
-            bias = self.bias.float()
-            return F.linear(states.float(), weight, bias)
+            return F.linear(states.float(), self.weight.float(), self.bias.float())
 
 
 def float32_mlp(

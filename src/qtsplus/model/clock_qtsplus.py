@@ -160,8 +160,7 @@ class Clock:
 
     def _join(self, ticks: int) -> None:
         begin = self._begin or 0
-        seconds = (ticks - begin) * self.step
-        self.joins.append(seconds)
+        self.joins.append((ticks - begin) * self.step)
 
     def _take_decoding_time(self, packet: "av.Packet") -> None:
         """In AVI a packet is shown when it is decoded, unless the video begins late and FFmpeg guesses a long delay."""
@@ -197,8 +196,7 @@ class Clock:
         therefore belongs to a damaged frame.
         """
         late = np.subtract(pts, dts)
-        usual = np.median(late)
-        off = np.abs(late - usual)
+        off = np.abs(late - np.median(late))
         is_far = off * self.step > LEAP
         decoding_times = set(dts)
         strays = [place for place in np.flatnonzero(is_far) if pts[place] not in decoding_times]
@@ -210,8 +208,7 @@ class Clock:
         for place in strays:
             decoded = dts[place]
             latest = decoded + self._leap
-            earliest = max(decoded, first)
-            index = bisect_left(free, earliest)
+            index = bisect_left(free, max(decoded, first))
             if index < len(free) and free[index] <= latest:
                 pts[place] = free.pop(index)
                 mended += 1
@@ -248,10 +245,8 @@ def regular_clock(times: np.ndarray, length: float) -> tuple[int, float] | None:
     if early_or_late.max() <= NEAR:
         return len(times), fps
     gaps = np.diff(times)
-    longer_than_0 = gaps[gaps > 0]
-    typical_gap = np.median(longer_than_0)
+    typical_gap = np.median(gaps[gaps > 0])
     typical_fps = float(1 / typical_gap)
     fps = max(round(typical_fps, 3), SLOWEST)
     through_last = int(last * fps) + 1
-    stated = round(length * fps)
-    return max(stated, through_last), fps
+    return max(round(length * fps), through_last), fps

@@ -55,8 +55,7 @@ class KeptColumns:
 
     def shorten(self, values: Tensor) -> Tensor:
         """`[B, S]` -> `[B, S']`; padding has any value."""
-        columns = self.columns.clamp(min=0)
-        return values.gather(1, columns)
+        return values.gather(1, self.columns.clamp(min=0))
 
     def take_states(
         self,
@@ -108,8 +107,7 @@ class CachedPrompt(KeptColumns):
     def of(cls, prompt: CompactPrompt) -> "CachedPrompt":
         columns = prompt.qtsplus.columns
         length = prompt.source_ids.shape[1]
-        tokens = prompt.attention_mask.sum(-1)
-        rope_deltas = prompt.next_position - tokens
+        rope_deltas = prompt.next_position - prompt.attention_mask.sum(-1)
         return cls(columns, length, rope_deltas[:, None], prompt.input_ids)  # type: ignore[arg-type]
 
     @staticmethod
@@ -132,9 +130,7 @@ class CachedPrompt(KeptColumns):
         if rows % prompts:
             raise ValueError(f"{rows} rows for a cache of {prompts} prompts: expected {prompts}, or a multiple of it.")
         indices = torch.arange(prompts, device=self.columns.device)
-        repeats = rows // prompts
-        repeated = indices.repeat_interleave(repeats)
-        return self.select(repeated)
+        return self.select(indices.repeat_interleave(rows // prompts))
 
     def select(self, indices: Tensor) -> "CachedPrompt":
         """This for some of the rows, given by their indices `[R]`."""

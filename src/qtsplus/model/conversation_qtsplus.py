@@ -58,8 +58,7 @@ def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args,
         kwargs.update(tokenize=True, return_tensors=None)
         ids = processor.tokenizer.apply_chat_template(messages, chat_template=template, **kwargs)
     else:
-        prompt = processor.apply_chat_template(messages, **kwargs)
-        ids = processor.prompt_ids(prompt)
+        ids = processor.prompt_ids(processor.apply_chat_template(messages, **kwargs))
     header_ids = processor.prompt_ids(processor.user_turn)
     return len(find_places(torch.tensor(ids), header_ids))
 

@@ -112,12 +112,10 @@ class VideoDecoder:
                 self.last_byte = packet.pos
                 pts.append(packet.pts)
                 dts.append(packet.dts)
-                flags_of_packet = (packet.is_keyframe, packet.is_corrupt, packet.is_discard)
-                flags.append(flags_of_packet)
+                flags.append((packet.is_keyframe, packet.is_corrupt, packet.is_discard))
         if clock.reorders and None not in pts and None not in dts:
             clock.mend(pts, dts)
-        table = np.array(flags, bool).reshape(-1, 3)
-        key, is_damaged, is_hidden = table.T
+        key, is_damaged, is_hidden = np.array(flags, bool).reshape(-1, 3).T
         for number in np.flatnonzero(is_damaged):
             behind = number + 1
             next_are_key = key[behind : behind + _JOIN]
@@ -132,8 +130,7 @@ class VideoDecoder:
         self.key = key & ~is_damaged
         self.whole = ~is_damaged
         shown = self.pts[~is_hidden]
-        distinct = np.unique(shown)
-        has_own_times = len(distinct) == len(shown)
+        has_own_times = len(np.unique(shown)) == len(shown)
         is_guessed = clock.is_avi and clock.reorders
         self.timed = self.has_times and has_own_times and not is_guessed
         if clock.is_ps and pts:
@@ -149,8 +146,7 @@ class VideoDecoder:
         frames = np.flatnonzero(is_shown)
         if not len(frames):
             raise ValueError(f"of its {len(pts)} frames none is whole")
-        in_order = np.argsort(self.pts[frames], kind="stable")
-        self.order = frames[in_order]
+        self.order = frames[np.argsort(self.pts[frames], kind="stable")]
         return clock.states
 
     def _demux(self, container: "av.container.InputContainer", stream: "av.VideoStream") -> "Iterator[av.Packet]":
@@ -177,9 +173,7 @@ class VideoDecoder:
             seconds = self._seconds(self.pts[self.order])
             self.first = float(seconds[0])
             self.times = seconds - seconds[0]
-            end = self._seconds(self.end)
-            length = end - self.first
-            clock = regular_clock(self.times, length)
+            clock = regular_clock(self.times, self._seconds(self.end) - self.first)
         if clock is None:
             if not stated.fps:
                 raise ValueError(f"The video {self.name!r} states no times and no rate; pass its frames, with `fps=`.")
@@ -187,8 +181,7 @@ class VideoDecoder:
         self.total, self.fps = clock
         if not self.timed and self.total == len(self.order):
             self.times = np.arange(self.total) / self.fps
-        seconds_behind = self.first - stated.begin
-        self.start = max(seconds_behind, 0.0)
+        self.start = max(self.first - stated.begin, 0.0)
 
     def _missing(self, stated: Stated) -> str:
         """What of the video is not there."""
@@ -296,8 +289,7 @@ class VideoDecoder:
             skipping: decode only what the frames need, and end where one does not come out of the decoder at its time.
         """
         appeared = np.searchsorted(self.times, instants, side="right")
-        frames_shown = np.maximum(appeared - 1, 0)
-        chosen = self.order[frames_shown]
+        chosen = self.order[np.maximum(appeared - 1, 0)]
         needed = np.full(len(self.key), 2)
         if skipping:
             needed = self.needed(chosen)
@@ -313,8 +305,7 @@ class VideoDecoder:
                 # Until this frame appears the one before it is shown.
                 stop = len(instants)
                 if frame is not None:
-                    appears = self._time(frame, number)
-                    stop = int(np.searchsorted(instants, appears))
+                    stop = int(np.searchsorted(instants, self._time(frame, number)))
                 if shown is not None and stop > num_shown:
                     times = self.pts[chosen[num_shown:stop]]
                     is_right = (times == shown.pts) | (not self.timed)
@@ -349,15 +340,13 @@ class VideoDecoder:
         last_key = np.searchsorted(key_packets, chosen, side="right")
         # Some frames are behind a key frame in the file and are shown before it.
         key_times = self.pts[keys[last_key]]
-        times = self.pts[chosen]
-        key_is_later = key_times > times
+        key_is_later = key_times > self.pts[chosen]
         last_key = np.maximum(last_key - key_is_later, 0)
         begins = keys[last_key]
         changes = np.zeros(len(self.key) + 1, np.int64)
         np.add.at(changes, begins, 1)
         np.subtract.at(changes, chosen, 1)
-        open_groups = changes.cumsum()
-        needed = np.minimum(open_groups[:-1], 1)
+        needed = np.minimum(changes.cumsum()[:-1], 1)
         needed[chosen] = 2
         return needed
 
@@ -430,8 +419,7 @@ class Upright:
         if self.is_mirrored:
             pixels = pixels[::-1]
         if self.is_turned:
-            quarters = round(frame.rotation / 90)
-            pixels = np.rot90(pixels, quarters)
+            pixels = np.rot90(pixels, round(frame.rotation / 90))
         return pixels
 
     def _look_at(self, frame: "av.VideoFrame", stream: "av.VideoStream") -> tuple[int, int]:

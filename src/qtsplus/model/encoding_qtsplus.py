@@ -78,8 +78,7 @@ def encode_modality(
     if home.type == "cpu" and model.device.type != "meta":  # as where weights wait on disk
         home = model.device
     grid_thw = grid_thw.cpu()
-    rows_of_each = model.pixel_rows(grid_thw)
-    pixels_of_each = pixels.split(rows_of_each)
+    pixels_of_each = pixels.split(model.pixel_rows(grid_thw))
     steps_of_each = grid_thw[:, 0].tolist()
     distinct_steps = []
     is_new = []
@@ -96,8 +95,7 @@ def _repeat_steps(features: Tensor, is_new: Tensor) -> Tensor:
     """The features of all steps of a video, from those of the steps that are new."""
     if is_new.all():
         return features
-    num_new = int(is_new.sum())
-    by_step = features.unflatten(0, (num_new, -1))
+    by_step = features.unflatten(0, (int(is_new.sum()), -1))
     last_new = is_new.cumsum(0) - 1
     return by_step[last_new].flatten(0, 1)
 
@@ -170,8 +168,7 @@ def _chunks(
     if frames_per_chunk is not None:
         require_count("frames_per_chunk", frames_per_chunk)
         frames_per_step = getattr(model.config.vision_config, "temporal_patch_size", 1)
-        costs = [frames_per_step] * len(counts)
-        return chunk_steps(counts, frames_per_chunk, costs)
+        return chunk_steps(counts, frames_per_chunk, [frames_per_step] * len(counts))
     patches_per_step = [rows.shape[1] * model.patches_per_row for rows in steps]
     capacity = PATCHES_PER_CHUNK
     if model.training and torch.is_grad_enabled():
@@ -215,8 +212,7 @@ def chunk_steps(counts: Sequence[int], capacity: int, costs: Sequence[int]) -> I
     for index, (count, cost) in enumerate(zip(counts, costs, strict=True)):
         first = 0
         while first < count:
-            left = count - first
-            fits = min(left, room // cost)
+            fits = min(count - first, room // cost)
             if fits < 1 and chunk:
                 yield chunk
                 chunk = []
@@ -238,8 +234,7 @@ def stored_parts(weight: Tensor) -> list[Tensor]:
     names, _ = weight.__tensor_flatten__()
     parts = []
     for name in names:
-        inner = getattr(weight, name)
-        parts += stored_parts(inner)
+        parts += stored_parts(getattr(weight, name))
     return parts
 
 
@@ -283,8 +278,7 @@ class PatchProjection(nn.Conv3d):
         if patches.dtype == torch.float32:
             return super().forward(patches)
         weight = self.weight.flatten(1)
-        flat = patches.flatten(1)
-        projected = nn.functional.linear(flat, weight, self.bias)
+        projected = nn.functional.linear(patches.flatten(1), weight, self.bias)
         return projected[..., None, None, None]
 
 
@@ -313,12 +307,10 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
         """`[N, d]`, and `[sequences + 1]` int32 where each sequence begins -> `[N, d]`."""
         if self.config._attn_implementation != "sdpa":
             return super().forward(hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs)
-        states = self.qkv(hidden_states)
-        by_head = states.unflatten(1, (3, self.num_heads, -1))
+        by_head = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
         query, key, value = by_head.unbind(1)
         query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
-        attended = attend_within(query, key, value, cu_seqlens)
-        return self.proj(attended.flatten(1))
+        return self.proj(attend_within(query, key, value, cu_seqlens).flatten(1))
 
 
 def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
@@ -371,6 +363,5 @@ def _attend_in_batch(query: Tensor, key: Tensor, value: Tensor, length: int) -> 
     for states in (query, key, value):
         by_sequence = states.unflatten(0, (-1, length))
         batches.append(by_sequence.transpose(1, 2))
-    attended = nn.functional.scaled_dot_product_attention(*batches)
-    by_sequence = attended.transpose(1, 2)
+    by_sequence = nn.functional.scaled_dot_product_attention(*batches).transpose(1, 2)
     return by_sequence.flatten(0, 1)

@@ -56,8 +56,7 @@ def _place_of(kind: type) -> str:
 def code_of(module_name: str) -> list[Path]:
     """The Python file of a module and of all that it imports from beside it, sorted."""
     entry = str(sys.modules[module_name].__file__)
-    files = {entry, *get_relative_import_files(entry)}
-    return sorted(map(Path, files))
+    return sorted(map(Path, {entry, *get_relative_import_files(entry)}))
 
 
 def check_finite(model: torch.nn.Module, name: Any) -> None:

@@ -74,8 +74,7 @@ class VisualSpan:
     def line_ends(self) -> Tensor:
         """`[lines]`, the columns of the newlines."""
         first = self.start + self.line
-        lines = torch.arange(self.lines)
-        return first + lines * (self.line + 1)
+        return first + torch.arange(self.lines) * (self.line + 1)
 
 
 def find_spans(token_types: list[Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]) -> list[list[VisualSpan]]:
@@ -180,8 +179,7 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> Tensor:
                 text.append(span.stop)
             separators += [(column, first, end) for column in text]
         first = end
-    by_column = torch.tensor(separators, dtype=torch.long).reshape(-1, 3)
-    return by_column.T
+    return torch.tensor(separators, dtype=torch.long).reshape(-1, 3).T
 
 
 # --- What a backbone hooks in ---
@@ -282,8 +280,7 @@ class QTSplusBackboneMixin:
             frames, height, width = grid
             frame_grid = (1, height, width)
             for frame in range(frames):
-                span_of_frame = replace(span, grid=frame_grid, frame=frame)
-                spans.append(span_of_frame)
+                spans.append(replace(span, grid=frame_grid, frame=frame))
         return spans
 
     # --- Positions ---
@@ -325,11 +322,9 @@ class QTSplusBackboneMixin:
         axes = torch.stack(cells).flatten(1)
         if span.line:  # a newline has the position of the token in front of it
             lines = axes.unflatten(1, (-1, span.line))
-            newlines = lines[..., -1:]
-            with_newlines = torch.cat([lines, newlines], dim=-1)
+            with_newlines = torch.cat([lines, lines[..., -1:]], dim=-1)
             axes = with_newlines.flatten(1)
-        side = max(len(rows), len(columns))
-        return axes + start, start + side
+        return axes + start, start + max(len(rows), len(columns))
 
     def row_positions(
         self,
@@ -347,8 +342,7 @@ class QTSplusBackboneMixin:
         def count_text(stop: int) -> int:
             """Adds the positions of the text up to a column, and returns the position behind it."""
             behind = position + stop - column
-            text = torch.arange(position, behind, device=device)
-            parts.append(text.expand(3, -1))
+            parts.append(torch.arange(position, behind, device=device).expand(3, -1))
             return behind
 
         for span in spans:
@@ -391,8 +385,7 @@ class QTSplusBackboneMixin:
         features: FeaturesOfRows,
     ) -> dict:
         """The language model's arguments for features in place of the placeholders' embeddings."""
-        spliced = self.splice(inputs_embeds, input_ids, features)
-        return {"inputs_embeds": spliced}
+        return {"inputs_embeds": self.splice(inputs_embeds, input_ids, features)}
 
     def splice(
         self,
@@ -445,8 +438,7 @@ def lay_out(
         pixel_values_videos=visual.pixel_values_videos,
     )
     if attention_mask is None:
-        text_config = model.config.get_text_config()
-        pad_token_id = getattr(text_config, "pad_token_id", None)
+        pad_token_id = getattr(model.config.get_text_config(), "pad_token_id", None)
         check_no_padding(input_ids, pad_token_id)
     mask = full_mask(input_ids, attention_mask)
     if position_ids is not None and restarts(position_ids, mask):
@@ -468,8 +460,7 @@ def lay_out_again(
     ids: Sequence[Tensor],
 ) -> Layout:
     """The same images and videos in other prompts, per row `[S_b]` ids."""
-    ones = [torch.ones_like(row) for row in ids]
-    mask = pad_rows(ones, 0, left=False)
+    mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
     input_ids = pad_rows(ids, 0, left=False)
     rows = _rows(model, input_ids, mask, layout.grids, layout.seconds)
     again = replace(layout, input_ids=input_ids, mask=mask, rows=rows, present=None)
@@ -493,8 +484,7 @@ def are_packed(position_ids: Tensor | None) -> bool:
     """
     if position_ids is None or position_ids.ndim != 3 or len(position_ids) != 4:
         return False
-    all_real = torch.ones_like(position_ids[0])
-    return restarts(position_ids, all_real)
+    return restarts(position_ids, torch.ones_like(position_ids[0]))
 
 
 def _rows(
@@ -516,8 +506,7 @@ def _rows(
         if position_ids is None:
             language_positions = model.language_positions(spans, positions)
         else:
-            axes = model.language_axes(position_ids)
-            language_positions = axes[:, index, real]
+            language_positions = model.language_axes(position_ids)[:, index, real]
         videos = [span for span in spans if span.modality == VIDEO]
         candidates = [span.token_columns().to(device) for span in videos]
         candidates.insert(0, real[:0])  # a row without videos has none

@@ -135,10 +135,8 @@ def look(
         query = queries[:, place].float()
         by_key_head = query.reshape(len(keys), -1, query.shape[-1])
         grouped = by_key_head * scaling
-        precise_keys = keys.float()
-        scores = grouped @ precise_keys.transpose(1, 2)
-        places = torch.arange(keys.shape[1], device=keys.device)
-        is_later = places > place
+        scores = grouped @ keys.float().transpose(1, 2)
+        is_later = torch.arange(keys.shape[1], device=keys.device) > place
         scores = scores.reshape(len(query), -1)
         scores = scores.masked_fill(is_later, -torch.inf)
         visual_scores = scores[:, visual]

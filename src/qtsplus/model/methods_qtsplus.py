@@ -146,8 +146,7 @@ def temporal_redundancy(candidates: Candidates, n: int) -> Tensor:
         blocks_now = features[places:].split(BLOCK)
         for before, now in zip(blocks_before, blocks_now, strict=True):
             similarities.append(F.cosine_similarity(before.float(), now.float(), dim=-1))
-    changes = 1 - torch.cat(similarities)
-    return top_n(changes, n)
+    return top_n(1 - torch.cat(similarities), n)
 
 
 def _joined(candidates: Candidates) -> Tensor:
@@ -168,8 +167,7 @@ def diversity(candidates: Candidates, n: int) -> Tensor:
     features = F.normalize(_joined(candidates).float(), dim=-1)
     neighbours = Neighbours(features)
     mean = F.normalize(features.mean(0), dim=0)
-    from_mean = 1 - features @ mean
-    first = top_n(from_mean, 1)
+    first = top_n(1 - features @ mean, 1)
     distance = 1 - neighbours.similarities(first).flatten()
     return add_farthest(first, distance, n, neighbours)
 
@@ -303,8 +301,7 @@ def _farthest(
     if distance.is_cpu:
         # The best of the pool mostly decide alone. A GPU would have to wait for the news that they do.
         best, scores = _as_if_better_were_kept(distance, min(size, 8 * count), neighbours)
-        lowest_chosen = scores.topk(count).values.amin()
-        if lowest_chosen > distance[best].amin() + 4 * TIE:
+        if scores.topk(count).values.amin() > distance[best].amin() + 4 * TIE:
             return best[top_n(scores, count)]
     pool, scores = _as_if_better_were_kept(distance, size, neighbours)
     return pool[top_n(scores, count)]
@@ -347,8 +344,7 @@ def _places(mask: Tensor, n: int) -> Tensor:
     `[n]` int64, ascending: where a mask is true, as `mask.nonzero()[:, 0]`, but without a wait of the host for their
     number. -1 stands for each that is missing.
     """
-    rank = mask.cumsum(0) - 1
-    behind_the_end = torch.where(mask, rank, n)
+    behind_the_end = torch.where(mask, mask.cumsum(0) - 1, n)
     places = torch.full((n + 1,), -1, device=mask.device)
     everything = torch.arange(len(mask), device=mask.device)
     return places.scatter_(0, behind_the_end, everything)[:n]
@@ -360,8 +356,7 @@ def take_rows(parts: Sequence[Tensor], indices: Tensor) -> Tensor:
         return parts[0][indices]
     sizes = [len(part) for part in parts]
     starts = list(accumulate(sizes, initial=0))
-    edges = torch.tensor(starts, device=indices.device)
-    bounds = torch.searchsorted(indices, edges)
+    bounds = torch.searchsorted(indices, torch.tensor(starts, device=indices.device))
     counts = bounds.diff().tolist()
     pieces = []
     for part, start, chosen in zip(parts, starts, indices.split(counts), strict=False):
@@ -438,8 +433,7 @@ def is_finite(values: Tensor) -> Tensor:
     if values.dtype.itemsize == 1:  # float8 has no extremes
         values = values.to(torch.bfloat16)
     lowest, highest = values.detach().aminmax()
-    extremes = torch.stack([lowest, highest])
-    return extremes.isfinite().all()
+    return torch.stack([lowest, highest]).isfinite().all()
 
 
 def check_kept(

@@ -66,10 +66,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
         """The ids of `tool_response`, as they are in a turn that a chat template writes."""
         begin, end = self.tool_response
         header_and_break = len(self.prompt_ids(self.user_turn)) + 1
-        turn_that_begins = self.prompt_ids(f"{self.user_turn}\n{begin}\n")
-        opening = turn_that_begins[header_and_break:-1]
-        turn_that_ends = self.prompt_ids(f"{self.turn_end}{end}{self.turn_end}")
-        closing = turn_that_ends[1:-1]
+        opening = self.prompt_ids(f"{self.user_turn}\n{begin}\n")[header_and_break:-1]
+        closing = self.prompt_ids(f"{self.turn_end}{end}{self.turn_end}")[1:-1]
         if opening and closing:
             return [opening, closing]
         return []

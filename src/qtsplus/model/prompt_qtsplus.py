@@ -156,8 +156,7 @@ class PromptRow:
         kept = keep.nonzero()[:, 0]  # as an index the mask itself would make the host wait for each tensor
         separators = self.separators
         if separators.shape[1]:
-            stays = keep[separators[0]]
-            separators = separators[:, stays]
+            separators = separators[:, keep[separators[0]]]
         separators, first, stop = separators
         first = torch.searchsorted(present, first)
         stop = torch.searchsorted(present, stop)
@@ -209,8 +208,7 @@ class Layout:
             for span in self.competing(row):
                 tokens = present[span.index].long()
                 candidates.append(tokens + num_before)
-                grid = self.grids[VIDEO][span.index]
-                num_before += math.prod(grid)
+                num_before += math.prod(self.grids[VIDEO][span.index])
             left = torch.cat(candidates).to(row.columns.device)
             rows.append(row.only(left))
         return replace(self, rows=rows, present=list(present))

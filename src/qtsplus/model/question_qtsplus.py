@@ -95,8 +95,7 @@ def _find_user_turns(
     for place in find_places(ids, header):
         after_break = place + len(header) + 1
         start = min(after_break, len(ids))
-        stop = ends[bisect_left(ends, start)]
-        turns.append((start, stop))
+        turns.append((start, ends[bisect_left(ends, start)]))
     return turns
 
 

@@ -116,8 +116,7 @@ def _take_frames(
     if metadata is not None and samples:
         chosen = choose(len(frames), described.sampled_fps)
         frames = frames[chosen]
-        indices = np.asarray(described.frames_indices)
-        described.frames_indices = indices[chosen].tolist()
+        described.frames_indices = np.asarray(described.frames_indices)[chosen].tolist()
     return frames, described
 
 

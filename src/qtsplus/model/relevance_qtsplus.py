@@ -86,8 +86,7 @@ class QTSplusLayer(nn.Module):
                 output.
             keys: the result of [`keys`] for the context, if it is known.
         """
-        normed = self.q_norm(query)
-        query_states = self._heads(self.q_proj(normed))
+        query_states = self._heads(self.q_proj(self.q_norm(query)))
         key_states = self.keys(context) if keys is None else keys
         if reduction is not None:
             return log_relevance(query_states, key_states, reduction=reduction)
@@ -101,8 +100,7 @@ class QTSplusLayer(nn.Module):
         else:
             attention = attention_within_samples(query_states, key_states, value_states, lengths)
         attention = attention.transpose(0, 1).flatten(1)
-        attended = self.o_proj(attention)
-        query = query + self.dropout(attended)
+        query = query + self.dropout(self.o_proj(attention))
         feed_forward = in_blocks(lambda rows: self.ffn(self.ffn_norm(rows)), query)
         return query + self.dropout(feed_forward)
 
@@ -112,8 +110,7 @@ class QTSplusLayer(nn.Module):
         return self._heads(keys)
 
     def _heads(self, states: Tensor) -> Tensor:
-        by_head = states.unflatten(-1, (-1, self.head_dim))
-        return by_head.transpose(0, 1)
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
 
 
 def rotary_tables(
@@ -129,12 +126,10 @@ def rotary_tables(
     dimensions = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     exponents = dimensions / head_dim
     frequencies = rope_theta**-exponents
-    precise = positions.float()
-    angles_of_axes = precise[..., None] * frequencies
+    angles_of_axes = positions.float()[..., None] * frequencies
     sections = []
     for number, section in enumerate(angles_of_axes.split(mrope_section, dim=-1)):
-        axis = number % 3
-        sections.append(section[axis])
+        sections.append(section[number % 3])
     angles = torch.cat(sections * 2, dim=-1)
     return angles.cos(), angles.sin()
 
@@ -182,8 +177,7 @@ def attention_within_samples(
         values.split(present, dim=1),
         strict=True,
     )
-    attentions = [grouped_attention(*sample) for sample in samples]
-    return torch.cat(attentions, dim=1)
+    return torch.cat([grouped_attention(*sample) for sample in samples], dim=1)
 
 
 def in_blocks(
@@ -256,14 +250,12 @@ def log_relevance(
     totals = block_totals.logsumexp(-1, keepdim=True)
     if reduction == "max":
         return _over_blocks(_largest_of_rows, blocks, queries, totals)
-    sums = _over_blocks(_sum_over_rows, blocks, queries, totals)
-    return sums - math.log(num_rows)
+    return _over_blocks(_sum_over_rows, blocks, queries, totals) - math.log(num_rows)
 
 
 def _over_blocks(function: Callable[..., Tensor], blocks: Sequence[Tensor], *others: Tensor) -> Tensor:
     """A function of each block of keys and of other tensors; the results side by side along the last dimension."""
-    results = [again(function, block, *others) for block in blocks]
-    return torch.cat(results, -1)
+    return torch.cat([again(function, block, *others) for block in blocks], -1)
 
 
 def _scores(keys: Tensor, queries: Tensor) -> Tensor:
@@ -274,8 +266,7 @@ def _scores(keys: Tensor, queries: Tensor) -> Tensor:
 
 
 def _total_of_each_row(keys: Tensor, queries: Tensor) -> Tensor:
-    scores = _scores(keys, queries)
-    return scores.logsumexp(-1, keepdim=True)
+    return _scores(keys, queries).logsumexp(-1, keepdim=True)
 
 
 def _sum_over_rows(
@@ -283,8 +274,7 @@ def _sum_over_rows(
     queries: Tensor,
     totals: Tensor | float = 0.0,
 ) -> Tensor:
-    log_shares = _scores(keys, queries).sub_(totals)
-    return log_shares.logsumexp((0, 1))
+    return _scores(keys, queries).sub_(totals).logsumexp((0, 1))
 
 
 def _largest_of_rows(
@@ -329,8 +319,7 @@ def find_threshold(
     for _ in range(60):
         middle = (low + high) / 2
         gates = torch.sigmoid((x - middle) / tau_s)
-        total = gates.sum()
-        too_many = total > goal
+        too_many = gates.sum() > goal
         low = torch.where(too_many, middle, low)
         high = torch.where(too_many, high, middle)
 

@@ -202,8 +202,7 @@ def detached_gate(
     """The tokens that inference keeps, without a gradient: for scores that attention teaches. It has no threshold."""
     kept = top_n(log_relevance.detach(), n)
     gates = torch.ones(n, device=kept.device)
-    no_threshold = torch.zeros((), device=kept.device)
-    return Gated(kept, gates, no_threshold)
+    return Gated(kept, gates, torch.zeros((), device=kept.device))
 
 
 def soft_gate(
@@ -225,8 +224,7 @@ def soft_gate(
     spread = centred.square().mean().clamp(min=1e-12).sqrt()
     noise = gumbel_noise(len(centred), centred.device)[:, 0]
     scores = centred / spread + tau_s * noise
-    count = min(SOFT_TOKENS * n, len(scores), n_max)
-    kept = top_n(scores.detach(), count)
+    kept = top_n(scores.detach(), min(SOFT_TOKENS * n, len(scores), n_max))
     threshold = find_threshold(scores, target, tau_s)
     gates = torch.sigmoid((scores[kept] - threshold) / tau_s)
     return Gated(kept, gates, threshold)

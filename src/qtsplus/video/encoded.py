@@ -100,8 +100,7 @@ class EncodedVideo:
             if seconds_off.max() * fps > 1:
                 edges = begins
         regular_end = max(count * self.seconds_per_step, edges[-1])
-        end = float(min(regular_end, self.length))
-        return edges.tolist() + [end]
+        return edges.tolist() + [float(min(regular_end, self.length))]
 
 
 def encode(
@@ -145,10 +144,9 @@ def encode(
     started = time.perf_counter()
     chunks = open_chunks(processor, video, sampling, frames_per_chunk)
     forecast(model, chunks).require_memory(device or model.device)
-    features = _encode_chunks(model, processor, chunks, device, progress)
     return EncodedVideo(
         video=shown_name(str(video)),
-        features=features,
+        features=_encode_chunks(model, processor, chunks, device, progress),
         video_grid_thw=chunks.video_grid_thw,
         seconds_per_step=chunks.second_per_grid_ts[0],
         about=chunks.about,

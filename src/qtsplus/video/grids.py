@@ -13,8 +13,7 @@ def token_grids(video_grid_thw: Tensor, merge_size: int) -> list[Grid]:
     """The grid of visual tokens of each video, from `[N, 3]` patches before the spatial merge."""
     grids = []
     for steps, height, width in video_grid_thw.tolist():
-        grid = (steps, height // merge_size, width // merge_size)
-        grids.append(grid)
+        grids.append((steps, height // merge_size, width // merge_size))
     return grids
 
 
@@ -27,7 +26,6 @@ def token_maps(values: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
 def keep_maps(kept_indices: Tensor, video_grid_thw: Tensor, merge_size: int) -> list[Tensor]:
     """One bool `[T, H, W]` per video: which tokens of each frame were kept, `[n]` indices among those of all videos."""
     grids = token_grids(video_grid_thw, merge_size)
-    tokens = sum(map(prod, grids))
-    kept = torch.zeros(tokens, dtype=torch.bool)
+    kept = torch.zeros(sum(map(prod, grids)), dtype=torch.bool)
     kept[kept_indices.cpu()] = True
     return token_maps(kept, grids)

@@ -146,8 +146,7 @@ def _texts(packet, codec: str) -> Iterator[str]:
     """The texts of a packet, with their markup."""
     if codec not in _WRITTEN:
         for event in packet.decode():
-            fields = event.ass.decode("utf-8", "replace").split(",", _ASS_FIELDS)
-            yield fields[-1]
+            yield event.ass.decode("utf-8", "replace").split(",", _ASS_FIELDS)[-1]
         return
     text = bytes(packet).decode("utf-8", "replace")
     yield html.unescape(text) if codec == "webvtt" else text
@@ -181,15 +180,12 @@ def near(kept_indices: torch.Tensor, videos: Mapping[str, "EncodedVideo"], proce
     candidates = []  # seconds to the nearest kept tokens, and where the subtitle is
     for number, (video, kept) in enumerate(zip(videos.values(), maps, strict=True)):
         has_kept = kept.flatten(1).any(1)
-        kept_steps = np.flatnonzero(has_kept.numpy())
-        middles = kept_steps + 0.5
+        middles = np.flatnonzero(has_kept.numpy()) + 0.5
         seconds = video.about.start + middles * video.seconds_per_step
         for index, line in enumerate(video.subtitles):
             distance = line.start
             if len(seconds):
-                before = seconds - line.end
-                behind = line.start - seconds
-                outside = np.maximum(behind, before)
+                outside = np.maximum(line.start - seconds, seconds - line.end)
                 distance = max(outside.min(), 0.0)
             candidates.append((distance, number, index, f"{line}\n"))
     chosen = []
