@@ -202,8 +202,6 @@ data check --no-media <{missing}|{empty}|{empty_folder}|/dev/null/x>
 data check --no-media <nul>
 data check <| >
 data check {records} <--media-root=|--media-root={missing}|--media-root={video}>
-data check {records} <--against=|--against={missing}|--against={empty}|--against={text}|--against={garbage}>
-data check {records} --against=<nul>
 data check {records} <extra|--json=1>
 data check {records} --no-media --media-root {empty_folder}
 data check

@@ -18,9 +18,6 @@ data_app = typer.Typer(help="Check training data.", no_args_is_help=True)
 def check(
     path: Annotated[Path, typer.Argument(help="JSONL, JSON or Parquet.", metavar="SET")],
     media_root: MediaRoot = None,
-    against: Annotated[
-        Path | None, typer.Option(help="Another set, such as the test set, that must not share a video with this one.")
-    ] = None,
     media: Annotated[
         bool, typer.Option("--media/--no-media", help="Look for every video; decode a frame of it.")
     ] = True,
@@ -28,8 +25,8 @@ def check(
     """
     Check a set, and list every bad row.
 
-    Looks for rows that are no records, videos that are missing or broken, doubles, and videos of another
-    set. Ends with 1 where anything is wrong, and with 2 where nothing could be checked.
+    Looks for rows that are no records, and for videos that are missing or broken. Ends with 1 where anything is wrong,
+    and with 2 where nothing could be checked.
     """
     if media_root is not None and not media:
         fail("--media-root has no effect with --no-media; leave one of them out")
@@ -38,13 +35,13 @@ def check(
     try:
         from ..data.check import check_set
 
-        checked = check_set(path, media_root, against, media)
+        checked = check_set(path, media_root, media)
     finally:
         signal.signal(signal.SIGINT, interrupt)
     for bad in checked.bad:
         name = "" if bad.id is None else f" ({bad.id})"
         reason = " ".join(bad.reason.split())
-        print(f"Row {bad.row}{name}, {bad.check}: {printable(reason)}")
+        print(f"Row {bad.row}{name}: {printable(reason)}")
     bad_rows = len({bad.row for bad in checked.bad})
     rows = counted(checked.rows, "row")
     videos = counted(checked.videos, "video")

@@ -37,14 +37,6 @@ def find_media(
     return str(bases[0])
 
 
-def media_key(name: str) -> str:
-    """What one video is called whether its suffix is named or not."""
-    stem, suffix = os.path.splitext(os.path.normpath(name))
-    if suffix.lower() in VIDEO_SUFFIXES:
-        return stem
-    return stem + suffix
-
-
 def media_state(place: str) -> dict[str, State]:
     """The [`file_state`] of a file, or of each file in a folder, by its name; empty for an address."""
     if not place:
