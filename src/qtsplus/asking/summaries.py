@@ -255,8 +255,7 @@ def _join(
 ) -> str:
     """One text that the model makes from several."""
     text = "\n".join([JOIN, *texts])
-    messages = conversation([], [], [text])
-    inputs = processor.conversation_inputs([messages]).to(model.device)
+    inputs = processor.conversation_inputs([conversation([], [], [text])]).to(model.device)
     new_tokens = options["max_new_tokens"]
     length = inputs["input_ids"].shape[1]
     positions = model.config.get_text_config().max_position_embeddings

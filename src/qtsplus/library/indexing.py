@@ -297,8 +297,7 @@ class _Indexing:
             self.entries[name] = entry
 
     def _refuse(self, name: str, error: BaseException) -> None:
-        entry = self.entries[name]
-        self._note(name, entry | {"error": first_line(error), "features": None})
+        self._note(name, self.entries[name] | {"error": first_line(error), "features": None})
 
     def store_keys(self) -> None:
         """Makes the keys that this model's selector has not made yet."""
@@ -306,8 +305,7 @@ class _Indexing:
             features = entry["features"]
             if features is None or self.index.load_keys(entry, self.model, self.selector) is not None:
                 continue
-            file = self.index.file(entry)
-            video = load_video(file, self.made_by, self.model, features)
+            video = load_video(self.index.file(entry), self.made_by, self.model, features)
             keys = token_keys(self.layer, video.features)
             made_from = {"made_by": self.selector, "features": features["digest"]}
             save_keys(self.index.keys_file(entry), video, keys, made_from)

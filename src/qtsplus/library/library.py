@@ -143,8 +143,7 @@ class Index(Journal):
         if features is None or not path.exists():
             return None
         made_from = {"made_by": selector, "features": features["digest"]}
-        layer = scoring_layer(model)
-        return load_keys(path, model, layer.k_proj.out_features, made_from)
+        return load_keys(path, model, scoring_layer(model).k_proj.out_features, made_from)
 
     def require(self, made_by: str) -> None:
         if self.settings["made_by"] != made_by:
@@ -318,8 +317,7 @@ class Library:
 
     def _read(self, name: str) -> EncodedVideo:
         entry = self.entries[name]
-        file = self.index.file(entry)
-        video = load_video(file, self.made_by, self.model, entry["features"])
+        video = load_video(self.index.file(entry), self.made_by, self.model, entry["features"])
         return replace(video, video=name)
 
     def _read_keys(self, name: str) -> KeyedVideo | None:

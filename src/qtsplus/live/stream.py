@@ -179,8 +179,7 @@ class Stream:
         if camera.waiting and step > camera.frame // self.frames_per_step:
             ended.append(self._end_step(camera))
         camera.frame = number
-        resized = resize_frame(self.processor.video_processor, camera.size, pixels)
-        camera.waiting.append(resized)
+        camera.waiting.append(resize_frame(self.processor.video_processor, camera.size, pixels))
         if number == self._last_frame(step):
             ended.append(self._end_step(camera))
         return ended

@@ -223,8 +223,7 @@ class Source:
         if container.format.flags & ARBITRARY_CLOCK:
             begin = (container.start_time or 0) / av.time_base
         camera_clock = _CameraClock(self.began, opened, has_times)
-        frames = self._frames(container, stream, clock)
-        for frame, after in with_next(frames, self.is_camera):
+        for frame, after in with_next(self._frames(container, stream, clock), self.is_camera):
             if frame.time is None or not (has_times or self.is_camera):
                 raise ValueError("its frames have no times")
             if after is not None and frame.time > (after.time or 0) + LEAP:

@@ -70,8 +70,7 @@ def budget_features(query: Tensor, relevance: Tensor) -> Tensor:
     log_p = (p + EPSILON).log()
     entropy = -(p * log_p).sum()
     log_m = torch.full_like(entropy, math.log(len(relevance)))
-    statistics = torch.stack([log_m, relevance.max(), entropy])
-    return torch.cat([query.float().mean(0), statistics])
+    return torch.cat([query.float().mean(0), torch.stack([log_m, relevance.max(), entropy])])
 
 
 class QTSplusLossHead(nn.Module):

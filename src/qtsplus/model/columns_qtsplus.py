@@ -41,8 +41,7 @@ class KeptColumns:
         """Whether the shortened prompts have all of the caller's columns, in the same places."""
         if self.columns.shape[1] != self.length:
             return False
-        own_places = torch.arange(self.length, device=self.columns.device)
-        is_in_place = self.columns == own_places
+        is_in_place = self.columns == torch.arange(self.length, device=self.columns.device)
         return bool((is_in_place | ~self.is_real).all())
 
     def places(self) -> Tensor:

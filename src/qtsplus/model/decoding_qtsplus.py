@@ -414,8 +414,7 @@ class Upright:
         if self.size is None:
             self.size = self._look_at(frame, stream)
         width, height = self.size
-        reformatted = self.reformatter.reformat(frame, width, height, format="rgb24")
-        pixels = reformatted.to_ndarray()
+        pixels = self.reformatter.reformat(frame, width, height, format="rgb24").to_ndarray()
         if self.is_mirrored:
             pixels = pixels[::-1]
         if self.is_turned:

@@ -277,8 +277,7 @@ class PatchProjection(nn.Conv3d):
     def forward(self, patches: Tensor) -> Tensor:
         if patches.dtype == torch.float32:
             return super().forward(patches)
-        weight = self.weight.flatten(1)
-        projected = nn.functional.linear(patches.flatten(1), weight, self.bias)
+        projected = nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
         return projected[..., None, None, None]
 
 

@@ -272,8 +272,7 @@ class QTSplusBackboneMixin:
         """The images or videos of a batch as spans whose place in the prompt is still to be found."""
         spans = []
         for index, grid in enumerate(grids):
-            line = self.line_length(modality, grid)
-            span = VisualSpan(modality, index, 0, grid, line=line)
+            span = VisualSpan(modality, index, 0, grid, line=self.line_length(modality, grid))
             if not self.frames_apart or modality == IMAGE:
                 spans.append(span)
                 continue
@@ -438,8 +437,7 @@ def lay_out(
         pixel_values_videos=visual.pixel_values_videos,
     )
     if attention_mask is None:
-        pad_token_id = getattr(model.config.get_text_config(), "pad_token_id", None)
-        check_no_padding(input_ids, pad_token_id)
+        check_no_padding(input_ids, getattr(model.config.get_text_config(), "pad_token_id", None))
     mask = full_mask(input_ids, attention_mask)
     if position_ids is not None and restarts(position_ids, mask):
         raise ValueError(

@@ -140,8 +140,7 @@ def look(
         scores = scores.reshape(len(query), -1)
         scores = scores.masked_fill(is_later, -torch.inf)
         visual_scores = scores[:, visual]
-        text_scores = scores.index_fill(-1, visual, -torch.inf)
-        text_total = text_scores.logsumexp(-1, keepdim=True)
+        text_total = scores.index_fill(-1, visual, -torch.inf).logsumexp(-1, keepdim=True)
         visual_total = visual_scores.logsumexp(-1, keepdim=True)
         total = torch.logaddexp(visual_total, text_total)
         log_weights = (visual_scores - total).logsumexp(0) - math.log(len(query))

@@ -117,8 +117,7 @@ def uniform(candidates: Candidates, n: int) -> Tensor:
 
 def random(candidates: Candidates, n: int) -> Tensor:
     """n different tokens drawn with torch's global generator."""
-    shuffled = torch.randperm(candidates.num_tokens, device=candidates.device)
-    return shuffled[:n].sort().values
+    return torch.randperm(candidates.num_tokens, device=candidates.device)[:n].sort().values
 
 
 def everything(candidates: Candidates, n: int) -> Tensor:
@@ -134,8 +133,7 @@ def temporal_redundancy(candidates: Candidates, n: int) -> Tensor:
     EVS keeps the whole first frame. Here it is compared with its own mean, so that small budgets leave a choice.
     """
     similarities = []
-    sizes = [math.prod(grid) for grid in candidates.grids]
-    features_by_grid = _joined(candidates).split(sizes)
+    features_by_grid = _joined(candidates).split([math.prod(grid) for grid in candidates.grids])
     for features, (_, height, width) in zip(features_by_grid, candidates.grids, strict=True):
         places = height * width
         first_frame = features[:places].float()

@@ -152,8 +152,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             rows = len(inputs["input_ids"])
             inputs["query_mask"] = self.query_mask(inputs["input_ids"])
         if query is not None:
-            like = inputs.get("input_ids")
-            inputs.update(tokenize_query(self.tokenizer, query, rows, like))
+            inputs.update(tokenize_query(self.tokenizer, query, rows, inputs.get("input_ids")))
         return inputs
 
     def apply_chat_template(self, conversation, *args, **kwargs):

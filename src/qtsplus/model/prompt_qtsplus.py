@@ -404,9 +404,8 @@ def splice(
         language = pad_rows(positions, 0, pad_left).permute(2, 0, 1)
         next_position = torch.stack(last_positions) + 1
     padding_id = model.config.text_config.pad_token_id or 0
-    input_ids = layout.input_ids.gather(1, source)
     return CompactPrompt(
-        input_ids=input_ids.masked_fill(is_padding, padding_id),
+        input_ids=layout.input_ids.gather(1, source).masked_fill(is_padding, padding_id),
         attention_mask=attention_mask,
         position_ids=lay_positions(order, language),
         features={MODALITIES[IMAGE]: image_features, MODALITIES[VIDEO]: video_features},

@@ -109,18 +109,17 @@ def _written_by_users(
     """
     The turns that a user wrote, as far as ids tell.
 
-    A tool's turn begins with the ids that begin a response and ends with those that end one, or with a line break
-    after them. A turn of a user inside of
-    it is part of the response, if no other role's turn begins before its end. The first turn is always the user's,
-    since a tool answers a request. So a later message of a user that is nothing but a response in its tags is taken for
-    a tool's, and a turn of a user is taken for a user's if the response itself has ended before it.
+    A tool's turn begins with the ids that begin a response and ends with those that end one, or with a line break after
+    them. A turn of a user inside of it is part of the response, if no other role's turn begins before its end. The
+    first turn is always the user's, since a tool answers a request. So a later message of a user that is nothing but a
+    response in its tags is taken for a tool's, and a turn of a user is taken for a user's if the response itself has
+    ended before it.
     """
     opening, closing = tool_response_token_ids
     opened = set(find_places(ids, opening))
     response_ends = _find_response_ends(ids, closing, turn_end)
     user_headers = set(find_places(ids, header))
-    headers = find_places(ids, header[:1])
-    others = [place for place in headers if place not in user_headers]
+    others = [place for place in find_places(ids, header[:1]) if place not in user_headers]
 
     users = turns[:1]
     response_end = 0

@@ -192,8 +192,7 @@ def stand_ins(
     Videos of the given grids without values, by which the backbone's processor counts placeholders; and the keywords
     of the call for them. Without seconds or metadata they have any times, for prompts that state none.
     """
-    grids = torch.as_tensor(video_grid_thw).tolist()
-    videos = [processor.blank_video(*grid) for grid in grids]
+    videos = [processor.blank_video(*grid) for grid in torch.as_tensor(video_grid_thw).tolist()]
     nested = kwargs.get("videos_kwargs") or {}
     metadata = kwargs.get("video_metadata") or nested.get("video_metadata")
     if not metadata:

@@ -32,8 +32,7 @@ class QTSplusRMSNorm(nn.RMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         precise = hidden_states.float()
-        weight = self.weight.float()
-        normed = F.rms_norm(precise, self.normalized_shape, weight, self.eps)
+        normed = F.rms_norm(precise, self.normalized_shape, self.weight.float(), self.eps)
         return normed.to(hidden_states.dtype)
 
 
@@ -246,8 +245,7 @@ def log_relevance(
     blocks = key_states.split(block_size, dim=1)
     if reduction == "sum":
         return _over_blocks(_sum_over_rows, blocks, queries).log_softmax(0)
-    block_totals = _over_blocks(_total_of_each_row, blocks, queries)
-    totals = block_totals.logsumexp(-1, keepdim=True)
+    totals = _over_blocks(_total_of_each_row, blocks, queries).logsumexp(-1, keepdim=True)
     if reduction == "max":
         return _over_blocks(_largest_of_rows, blocks, queries, totals)
     return _over_blocks(_sum_over_rows, blocks, queries, totals) - math.log(num_rows)

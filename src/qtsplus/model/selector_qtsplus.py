@@ -105,8 +105,7 @@ def predict_budget(
     if retention is not None:
         return stated(retention, kept_count(retention, num_tokens, call.cap))
     if call.selection == "lm_attention":
-        log_shares = candidates.log_attention.log_softmax(0)
-        share = share_of_mass(log_shares, config.attention_mass)
+        share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
         rounded = torch.tensor(share)  # a share of the tokens is rounded as a predicted rho is
         rho_within_bounds = float(rounded.clamp(config.rho_min, config.rho_max))
         return stated(rho_within_bounds, kept_count(rho_within_bounds, num_tokens, call.cap))

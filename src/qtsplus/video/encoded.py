@@ -175,8 +175,7 @@ def _encode_chunks(model, processor, chunks: VideoChunks, device: str | None, pr
         transient=True,
         disable=not (progress and console.is_terminal),
     )
-    patches = int(chunks.video_grid_thw.prod())
-    tokens = patches // processor.video_processor.merge_size**2
+    tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features = torch.empty(0)
     end = 0
     for pixels, grid in pieces:
