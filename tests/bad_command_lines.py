@@ -182,7 +182,6 @@ convert <few_models> --out {out}
 convert <converted> --out {out}
 convert {stock} --out <{frames}|{stock}>
 convert {stock} --out <place>
-convert {stock} --out {out} <--variant=qtsplus-99b|--variant=|--variant=../qtsplus-tiny>
 convert {stock} --out {out} --set=<setting>
 convert {stock} --out {out} <--processor=|--processor={missing}|--processor={video}|--processor={empty_folder}>
 convert {stock}

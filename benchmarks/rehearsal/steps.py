@@ -184,7 +184,7 @@ def _converting(place: Place, variant: str, stock: str, model: str, shards: str,
         ),
         Step(
             f"convert{behind}",
-            [_COMMANDS, "convert", place.at(stock), "--out", place.at(model), "--variant", variant],
+            [_COMMANDS, "convert", place.at(stock), "--out", place.at(model)],
             lambda output, done: _check_converted(place, variant, stock, model),
             makes=(model,),
             gigabytes=gigabytes / 2,

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from qtsplus import QTSplusConfig, ask, encode
 from qtsplus.cli import app
-from qtsplus.hub.convert import convert
 from qtsplus.training.trainer import QTSplusTrainer
 from training_examples import make_trainer
 
@@ -138,12 +137,3 @@ def test_training_the_scores_removes_the_calibration(freezing, threshold, tmp_pa
     settings = {"freeze_language_model": False, **freezing}
     trainer: QTSplusTrainer = make_trainer(tmp_path, selector=CALIBRATION, **settings)
     assert trainer.model.config.qtsplus_config.seen_threshold == threshold
-
-
-def test_a_new_selector_does_not_have_the_calibration_of_its_variant(tiny_stock, tmp_path):
-    convert(tiny_stock, tmp_path / "ours", variant="qtsplus-tiny")
-    config = json.loads((tmp_path / "ours" / "config.json").read_text())
-    selector = config["qtsplus_config"]
-    assert selector["null_token"]
-    assert selector["seen_threshold"] is None
-    assert selector["seen_area"] is None

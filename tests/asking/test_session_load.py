@@ -68,7 +68,7 @@ def test_a_stock_model(folder):
 def test_a_folder_without_its_processor(folder, gone):
     for name in gone:
         (folder / name).unlink()
-    with pytest.raises(ValueError, match=f"holds no processor; expected {gone[0]} beside the weights"):
+    with pytest.raises(ValueError, match="The processor of .* cannot be used|has a tokenizer without words"):
         loading.load(folder)
 
 

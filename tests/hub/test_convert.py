@@ -92,19 +92,12 @@ def test_a_stock_checkpoint_computes_what_it_did(stock, saving, tmp_path, ours):
     assert torch.equal(output.logits, theirs.logits)
 
 
-@pytest.mark.parametrize(
-    ("variant", "expected"),
-    [
-        (None, [1, 2]),
-        ("qtsplus-3b", [151644, 872]),
-    ],
-)
-def test_a_stock_configuration_may_say_where_a_question_stands(variant, expected, stock_folder, ours):
-    """A configuration that was written from ours does so; a variant takes precedence."""
+def test_a_stock_configuration_may_say_where_a_question_stands(stock_folder, ours):
+    """A configuration that was written from ours does so."""
     edit_json(stock_folder, user_turn_token_ids=[1, 2])
-    convert(stock_folder, ours, variant=variant)
+    convert(stock_folder, ours)
     config = read_json(ours)
-    assert config["user_turn_token_ids"] == expected
+    assert config["user_turn_token_ids"] == [1, 2]
 
 
 def test_a_stock_checkpoint_loaded_naively_is_refused_with_the_command(stock_folder):
@@ -155,12 +148,11 @@ def test_a_new_selector_is_the_same_each_time(stock_folder, tmp_path):
     assert torch.equal(first[name], again[name])
 
 
-def test_a_variant_gives_the_hyperparameters_and_settings_come_on_top(stock_folder, ours):
-    result = run(stock_folder, ours, "--variant", "qtsplus-3b-ft", "--set", "n_max=77")
+def test_settings_change_the_hyperparameters(stock_folder, ours):
+    result = run(stock_folder, ours, "--set", "lambda_t=0.2", "--set", "n_max=77")
     assert result.exit_code == 0, result.output
     selector = selector_config(ours)
     assert selector.lambda_t == 0.2
-    assert selector.lambda_m == 0.3
     assert selector.n_max == 77
 
 
@@ -528,8 +520,7 @@ def test_a_model_of_another_type_is_refused(reference_folder, ours):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--variant", "qtsplus-3b"], ["--variant", "a new selector"]),
-        (["--set", "n_max=3"], ["--set"]),
+        (["--set", "n_max=3"], ["--set", "a new selector"]),
         (["--set", "n_max"], ["expected NAME=VALUE"]),
     ],
 )
@@ -541,7 +532,6 @@ def test_an_argument_without_a_meaning_is_refused(arguments, words, ours):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--variant", "qtsplus-9b"], ["qtsplus-9b", "qtsplus-3b"]),
         (["--set", "n_mex=3"], ["n_mex"]),
         (["--set", "rho_min=2"], ["rho_min"]),
         (["--set", "selection=best"], ["selection='best'"]),

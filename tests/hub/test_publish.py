@@ -128,8 +128,8 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"config.json": '{"model_type": "qwen2_5_vl"}'}, "model of type 'qwen2_5_vl'"),
-        ({"config.json": '{"model_type": "qwen2_5_vl_qtsplus"}'}, "no weights"),
+        ({"config.json": '{"model_type": "qwen2_5_vl"}'}, "no QTSplus model: its model_type is 'qwen2_5_vl'"),
+        ({"config.json": '{"model_type": "qwen2_5_vl_qtsplus", "qtsplus_config": {}}'}, "no weights"),
         ({"adapter_config.json": "{}"}, "adapter"),
     ],
 )

@@ -21,9 +21,6 @@ def convert(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
-    variant: Annotated[
-        str | None, typer.Option(help="Give a stock model the selector settings of this variant, such as qtsplus-3b.")
-    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,7 +48,6 @@ def convert(
         folder = conversion.convert(
             source,
             out,
-            variant=variant,
             selector=selector or None,
             processor=processor,
             revision=revision,

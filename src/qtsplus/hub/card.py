@@ -67,21 +67,13 @@ def card_data(variant: str | None, *names: str) -> dict:
     """What is known of a variant of `hub_configs` (licence, base model, what its card tells), or only some `names`."""
     if variant is None:
         return {}
-    path = hub_configs() / variant / "card.json"
-    if not path.exists():
-        return {}
-    data = read_json(path)
-    if not names:
-        return data
-    return {name: value for name, value in data.items() if name in names}
+    data = read_json(hub_configs() / variant / "card.json")
+    return {name: data[name] for name in names or data if name in data}
 
 
-def matching_variant(config, preferred: str | None = None) -> str | None:
-    """The variant whose backbone has this one's sizes, `preferred` before others; `None` if none has."""
-    names = variants()
-    if preferred is not None:
-        names.insert(0, preferred)
-    for name in names:
+def matching_variant(config) -> str | None:
+    """The variant whose backbone has this one's sizes; `None` if none has."""
+    for name in variants():
         if _sizes(read_json(hub_configs() / name / "config.json")) == _sizes(config):
             return name
     return None

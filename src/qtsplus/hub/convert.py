@@ -4,7 +4,7 @@ A conversion renames tensors and writes them elsewhere, byte by byte: nothing is
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..model.methods_qtsplus import add_method
 from .backbones import OURS, Backbone, backbone_of, model_types
 from .card import card_data, matching_variant
 from .checkpoint import EMBEDDINGS, HEAD, REFERENCE, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_checkpoint
-from .files import hub_configs, require_variant
+from .files import hub_configs
 from .loading import adopt_tokenizer, load_generation_config, processor_of, stored_config
 from .publish import write_repository
 
@@ -80,7 +80,6 @@ def convert(
     source: str | Path,
     out: str | Path,
     *,
-    variant: str | None = None,
     selector: Mapping | None = None,
     processor: str | Path | None = None,
     revision: str | None = None,
@@ -89,14 +88,13 @@ def convert(
     """
     Writes a Hub folder made from a checkpoint; which way it goes follows from the checkpoint's `model_type`.
 
-    A stock model (Qwen2.5-VL or another backbone) gets a fresh selector, and `variant` and `selector` are about that; a
-    reference QTSplus becomes one of ours.
+    A stock model (Qwen2.5-VL or another backbone) gets a fresh selector, and `selector` is about that; a reference
+    QTSplus becomes one of ours.
 
     Args:
         source: a folder, or a Hub repository's id, at a `revision`. A reference checkpoint lacks the configuration of
             its vision tower; one of another size than 3B and 7B needs it beside its own, as `vision_config.json`.
         out: the folder to write, see [`whole_folder`].
-        variant: a folder of `hub_configs` whose selector hyperparameters are taken.
         selector: fields of `qtsplus_config` to set.
         processor: a folder or Hub id to take the processor from, where the source has none.
         say: takes a line for every choice that was made.
@@ -113,10 +111,10 @@ def convert(
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=list(_DOWNLOADED)))
     model_type = stated.get("model_type")
     from_stock = model_type in _STOCK
-    if not from_stock and (variant is not None or selector is not None):
-        raise ValueError(f"--variant and --set start a new selector, and {folder} is of type {model_type!r}.")
+    if not from_stock and selector is not None:
+        raise ValueError(f"--set is about a new selector, and {folder} is of type {model_type!r}.")
     if from_stock:
-        made = _from_base(stated, folder, str(source), variant, selector or {}, say)
+        made = _from_base(stated, folder, str(source), selector or {}, say)
     elif model_type == REFERENCE_TYPE:
         made = _from_reference(stated, folder)
     else:
@@ -153,7 +151,6 @@ def _from_base(
     stated: Mapping,
     folder: Path,
     source: str,
-    variant: str | None,
     selector: Mapping,
     say: Callable[[str], object],
 ) -> _Conversion:
@@ -163,8 +160,8 @@ def _from_base(
         stock = backbone.stock_config.from_pretrained(folder)
     if getattr(stock, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantized; convert the checkpoint it was made from, and quantize the result.")
-    config = _config_from_base(backbone, stock.to_dict(), variant, selector)
-    known = matching_variant(config, variant)
+    config = _config_from_base(backbone, stock.to_dict(), selector)
+    known = matching_variant(config)
     tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
     config.dtype = tensors[EMBEDDINGS].dtype
     tensors.update(fresh_selector(config, tensors[EMBEDDINGS].dtype))
@@ -190,25 +187,13 @@ def _from_base(
 def _config_from_base(
     backbone: Backbone,
     values: dict,
-    variant: str | None,
     selector: Mapping,
 ):
-    """The configuration of a stock model with that of a selector, by its variant and the fields that are given."""
-    settings: dict = {}
-    if variant is not None:
-        stated = read_json(require_variant(variant) / "config.json")
-        settings = stated["qtsplus_config"]
-        for name in ("model_type", "seen_threshold", "seen_area", "trained_seconds"):  # a new selector has none
-            settings.pop(name, None)
-        # A stock configuration has no fields for the layout of the prompt: they are the variant's.
-        stock_fields = {field.name for field in fields(backbone.stock_config)}
-        for field in fields(backbone.config):
-            if field.name in stated and field.name not in stock_fields:
-                values[field.name] = stated[field.name]
-    if selector.get("selection", settings.get("selection")) == "lm_attention":
-        settings["reencode_layers"] = 0  # they would have to be trained
-    add_method(selector.get("selection"))
-    settings.update(selector)
+    """The configuration of a stock model with that of a selector, by the fields that are given."""
+    settings = dict(selector)
+    if settings.get("selection") == "lm_attention":
+        settings.setdefault("reencode_layers", 0)  # they would have to be trained
+    add_method(settings.get("selection"))
     values["qtsplus_config"] = settings
     config = backbone.config(**values)
     check_attention(config.text_config, config.qtsplus_config)

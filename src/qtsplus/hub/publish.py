@@ -12,11 +12,11 @@ from huggingface_hub.utils import validate_repo_id
 from ..common.files import check_folder
 from ..common.folders import update_json, whole_folder
 from ..model.generation_qtsplus import auto_map, code_of
-from .backbones import backbone_of, model_types
+from .backbones import backbone_of
 from .card import card_data, model_card
 from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
 from .files import hub_configs, variants
-from .loading import load_config, load_generation_config, processor_of, stored_config
+from .loading import check_model, load_config, load_generation_config, processor_of
 
 # The line of the card's usage that names the repository.
 _CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)
@@ -49,7 +49,9 @@ def assemble_folder(
     folder = check_folder(folder).resolve()
     if source == folder:
         raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
-    _check_publishable(source)
+    if not source.is_dir():
+        raise ValueError(f"{source} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
+    check_model(source)
     config = load_config(source)
     stored = read_checkpoint(source)
     model = on_meta(config)
@@ -109,14 +111,3 @@ def write_repository(
     model.config.architectures = [type(model).__name__]
     model.config.auto_map = auto_map(backbone.model)
     model.config.save_pretrained(folder)
-
-
-def _check_publishable(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
-    model_type = stored_config(folder).get("model_type")
-    if model_type not in model_types():
-        raise ValueError(
-            f"{folder} holds a model of type {model_type!r}; expected one of {', '.join(model_types())}. A stock model "
-            "or a reference checkpoint becomes one with qtsplus convert."
-        )
