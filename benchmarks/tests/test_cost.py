@@ -1,5 +1,6 @@
-"""The cost model counts what PyTorch counts, and the page says what the model says."""
+"""The cost model counts what PyTorch counts, and the pages' figures are its own."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,16 +8,14 @@ import torch
 
 from benchmarks.prompts import compress
 from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, least_memory, stage_costs
+from benchmarks.speed.cost_figures import cost_figures
 from benchmarks.speed.shapes import MODEL_SHAPES, build_pair, make_config, make_processor, prompt_text
 from pairs import counted_flops
-from qtsplus import Qwen2_5_VLQTSplusConfig
-from qtsplus.hub.files import hub_configs
 from qtsplus.model.fields_qtsplus import REDUCTIONS
 from qtsplus.model.lm_attention_qtsplus import attention_layer
 
 TEXT, QUESTION, RETENTION = 10, 5, 0.11
-PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
-NOTEBOOK = Path(__file__).parents[2] / "benchmarks" / "notebook.md"
+BENCHMARKS = Path(__file__).parents[1]
 
 
 def paper_costs():
@@ -76,15 +75,6 @@ def test_attention_selection_is_the_first_layers_over_every_group(group):
     assert total - attention / 2 == pytest.approx(costs["relevance"].flops, rel=0.01)
 
 
-def test_the_papers_longest_video():
-    """DESIGN's figures for 600 frames with 180,000 tokens: 5,800 TFLOP of stock prefill, 170 of ours, 950 of vision."""
-    costs = paper_costs()
-    assert MODEL_SHAPES["3b"].visual_tokens == 180_000
-    assert costs["stock"]["prefill"].flops == pytest.approx(5.8e15, rel=0.02)
-    assert costs["ours"]["prefill"].flops == pytest.approx(170e12, rel=0.02)
-    assert costs["ours"]["vision"].flops == pytest.approx(950e12, rel=0.02)
-
-
 def test_windows_at_the_edge_are_smaller():
     """A frame of 9 x 16 tokens has windows of 4 x 4 and, in its last row, of 1 x 4."""
     shape = MODEL_SHAPES["cpu"]
@@ -111,26 +101,6 @@ def test_the_least_memory_of_a_question():
     assert least == 2 * (3_754_622_976 + selector + 10_000 * 2048 + 1_000 * (2 * 11008 + 2048 + 36 * 2 * 2 * 128))
 
 
-def test_the_notebook_carries_the_table_and_the_page_what_follows_from_it():
-    costs, page = paper_costs(), " ".join(PAGE.read_text().split())
-    assert cost_table(costs, DATA_SHEETS) in NOTEBOOK.read_text()
-    for device in DATA_SHEETS:
-        stock, ours = ({stage: device.floor(cost) for stage, cost in costs[side].items()} for side in costs)
-        selection = ours["relevance"] + ours["gate"] + ours["re-encode"]
-        ours_from_features, stock_from_pixels = selection + ours["prefill"], stock["vision"] + stock["prefill"]
-        assert f"{stock['prefill'] / ours_from_features:.0f} times sooner from features" in page
-        assert f"{stock_from_pixels / (ours['vision'] + ours_from_features):.1f} times sooner from pixels" in page
-        assert f"{stock_from_pixels / ours_from_features:.1f} times sooner for a second question" in page
-        assert f"selection takes {selection / stock['prefill']:.2%} of stock's prefill" in page
-
-
-@pytest.mark.parametrize("size", ["3b", "7b"])
-def test_the_first_page_says_what_a_question_takes(size):
-    config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / f"qtsplus-{size}")
-    cells = []
-    for frames in (64, 600, 3600):
-        tokens = 300 * frames
-        lengths = (min(tokens // 10, config.qtsplus_config.n_max) + 100, tokens + 100)
-        ours, everything = (least_memory(config, tokens, length) / 1e9 for length in lengths)
-        cells.append(f"{ours:.1f} ({everything:.{0 if everything > 100 else 1}f})")
-    assert f"| {size.upper()} | {' | '.join(cells)} |" in (PAGE.parent / "start.md").read_text()
+def test_the_notebook_and_the_figures_of_the_pages_are_of_this_model():
+    assert cost_table(paper_costs(), DATA_SHEETS) in (BENCHMARKS / "notebook.md").read_text()
+    assert json.loads((BENCHMARKS / "results" / "cost-model.json").read_text()) == cost_figures()
