@@ -26,7 +26,7 @@ def models():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Results of `qtsplus bench speed --shape tiny`."""
+    """Results of `python -m benchmarks speed --shape tiny`."""
     out = tmp_path_factory.mktemp("results")
     speed.run_speed("tiny", out, dtype="float32", repeats=REPEATS, progress=False)
     return out
