@@ -12,6 +12,7 @@ from qtsplus.hub.backbones import backbone_of
 from qtsplus.model.lm_attention_qtsplus import attention_layer, frame_groups
 from qtsplus.model.selector_qtsplus import kept_count
 
+from ..tables import markdown_table
 from .clock import now
 
 
@@ -378,10 +379,9 @@ def faster_dtype(device: str) -> torch.dtype:
 def cost_table(costs: dict[str, dict[str, Cost]], devices: Sequence[Device]) -> str:
     """Markdown: a row for each stage of either side, with the floor on each device."""
     heads = ["side", "stage", "TFLOP", "GB", *(f"{device.name}, s" for device in devices)]
-    lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
+    rows = []
     for side, stages in costs.items():
         for stage, cost in stages.items():
-            floors = (f"{device.floor(cost):.3g}" for device in devices)
-            cells = [side, stage.replace("_", " "), f"{cost.flops / 1e12:.3g}", f"{cost.bytes / 1e9:.3g}", *floors]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            numbers = [cost.flops / 1e12, cost.bytes / 1e9, *(device.floor(cost) for device in devices)]
+            rows.append([side, stage.replace("_", " "), *(f"{number:.3g}" for number in numbers)])
+    return "\n".join(markdown_table(heads, rows, texts=2))

@@ -7,6 +7,7 @@ writes `benchmarks/results/cost-model.json`: what a question about 600 frames co
 """
 
 from pathlib import Path
+from typing import Any
 
 from qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.common.journals import write_json
@@ -42,7 +43,7 @@ def question_costs(shape: str, selection: str = "qtsplus") -> dict[str, float]:
 
 def gigabytes(size: str, frames: int) -> list[float]:
     """Memory for frames of 300 visual tokens: with a tenth of the tokens, and with all."""
-    config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / f"qtsplus-{size}")
+    config: Any = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / f"qtsplus-{size}")
     tokens = 300 * frames
     kept = min(tokens // 10, config.qtsplus_config.n_max)
     return [least_memory(config, tokens, length + 100) / 1e9 for length in (kept, tokens)]
