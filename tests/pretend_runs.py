@@ -16,8 +16,9 @@ import pretend_device
 from clips import LIBRARY, render_world, write_mp4, write_records
 from model_checks import TRANSFORMERS
 from qtsplus import Stream, VideoSession, ask, encode, summarise
-from qtsplus.evaluation.calibration import calibrate, read_labelled
+from qtsplus.evaluation.calibration import calibrate
 from qtsplus.evaluation.evaluate import evaluate_records
+from qtsplus.evaluation.labelled import labelled_questions
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
 from qtsplus.model.methods_qtsplus import METHODS, Candidates
@@ -501,9 +502,9 @@ def test_calibration_and_evaluation(bundled, tmp_path):
     pair, processor = bundled
     file = write_records(tmp_path, 2, seconds=2, objects=6)
     by_video = {}
-    for question in read_labelled(file):
+    for question in labelled_questions(file):
         record = question.record
-        if record.kind not in ("caption", "moment", "summary"):
+        if question.needles and record.kind not in ("caption", "moment", "summary"):
             by_video[record.video] = question
     questions = list(by_video.values())
     records = [question.record for question in questions]

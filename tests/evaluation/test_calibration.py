@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,11 +13,21 @@ from typer.testing import CliRunner
 from clips import write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
-from qtsplus.evaluation.calibration import best_heads, calibrate, read_labelled
+from qtsplus.evaluation.calibration import (
+    Finds,
+    attention_fields,
+    best_heads,
+    calibrate,
+    recipe_fields,
+)
+from qtsplus.evaluation.evaluate import Outcome
+from qtsplus.evaluation.labelled import Sighting, labelled_questions
 from qtsplus.training.attention import AttentionChoice
+from qtsplus.training.dataset import VideoQADataset
 from qtsplus.training.models import make_model
 
 NEEDLES = np.array([3, 4, 7])
+ELSEWHERE = np.array([9, 10, 15])
 LAYERS = 4
 HEADS = 4
 TOKENS = 20
@@ -31,8 +42,8 @@ def records(tmp_path_factory):
 @pytest.fixture(scope="module")
 def questions(records):
     others = ("caption", "moment", "summary")
-    labelled = read_labelled(records)
-    return [question for question in labelled if question.record.kind not in others]
+    asked = labelled_questions(records)
+    return [question for question in asked if question.needles and question.record.kind not in others]
 
 
 @pytest.fixture(scope="module")
@@ -40,35 +51,37 @@ def tiny(tiny_published):
     return make_model(None, str(tiny_published)).eval()
 
 
-def planted(finders, generator):
-    """Attention in which the heads of `finders` look at the needles and all others at nothing in particular."""
+def planted(finders, generator, tokens):
+    """Attention in which the heads of `finders` look at some tokens and all others at nothing in particular."""
     attention = {}
-    for layer in range(LAYERS):
-        attention[layer] = torch.rand(HEADS, TOKENS, generator=generator) / 100
-    for layer, head in finders:
-        attention[layer][head, [3, 7, 12]] = 1.0
+    for head in product(range(LAYERS), range(HEADS)):
+        attention[head] = torch.rand(TOKENS, generator=generator) / 100
+    for head in finders:
+        attention[head][tokens] = 1.0
     return attention
 
 
 @pytest.fixture
 def calibrated(monkeypatch, tiny, tiny_processor, questions):
     """
-    Calibrates on planted attention: by the heads that find the needles, perhaps others for a kind of positions.
+    Calibrates on planted attention: by the heads that find the needles, perhaps others for a kind of positions, by the
+    heads that look at everything that the video shows, and by how many answers each layer gives right.
     """
 
-    def run(
-        finders,
-        most=2,
-        asked=questions,
-        **of_positions,
-    ):
+    def run(finders, most=2, asked=questions, salient=(), right=None, **of_positions):
         def attention_by_head(model, dataset, asked, positions):
             generator = torch.Generator().manual_seed(0)
             for _ in asked:
-                attention = planted(of_positions.get(positions, finders), generator)
-                yield attention, NEEDLES
+                attention = planted(of_positions.get(positions, finders), generator, [3, 7, 12])
+                for head in salient:
+                    attention[head][[*NEEDLES, *ELSEWHERE]] = 1.0
+                yield attention, NEEDLES, ELSEWHERE
+
+        def count_right(model, processor, asked, reading):
+            return (right or {}).get(attention_fields(reading)["attention_layer"], 0)
 
         monkeypatch.setattr(calibration, "_attention_by_head", attention_by_head)
+        monkeypatch.setattr(calibration, "count_right", count_right)
         monkeypatch.setattr(calibration, "MOST", most)
         return calibrate(tiny, tiny_processor, asked)
 
@@ -76,40 +89,72 @@ def calibrated(monkeypatch, tiny, tiny_processor, questions):
 
 
 def test_heads_that_find_little_are_not_summed_with_one_that_finds_all():
-    tokens_of_heads = [0.1, 1.0, 0.6, 0.4]
-    recalls = {}
-    for head, tokens in enumerate(tokens_of_heads):
-        recalls[AttentionChoice(((head, 0),))] = tokens
-    assert best_heads(recalls).heads == ((1, 0), (2, 0))
-    assert best_heads(recalls, layer=3).heads == ((3, 0),)
+    found = {}
+    for layer, own in enumerate([0.1, 1.0, 0.6, 0.4]):
+        found[AttentionChoice(((layer, 0),))] = Finds(own)
+    assert best_heads(found).heads == ((1, 0), (2, 0))
+
+
+def test_heads_that_look_at_all_that_is_there_are_not_best():
+    """What a head finds of other questions' evidence counts against it."""
+    at_everything = AttentionChoice(((0, 0),))
+    at_the_answer = AttentionChoice(((1, 0),))
+    at_nothing = AttentionChoice(((2, 0),))
+    found = {at_everything: Finds(0.7, 0.6), at_the_answer: Finds(0.6, 0.1), at_nothing: Finds(0.1, 0.3)}
+    assert best_heads(found) == at_the_answer
+    assert best_heads({at_nothing: Finds(0.1, 0.3)}) == at_nothing
 
 
 def test_the_heads_that_find_the_needles_are_chosen(calibrated, questions):
-    found = calibrated([(2, 1), (0, 3)])
+    found = calibrated([(2, 1), (0, 3)], salient=[(1, 1)])
     assert found.best.heads == ((0, 3), (2, 1))
-    recall = found.choices[found.best]
-    assert recall == pytest.approx(2 / 3)
+    finds = found.choices[found.best]
+    assert finds.own == pytest.approx(2 / 3)
+    assert finds.other == 0
     assert sum(found.questions) == len(questions)
-    assert found.choices[AttentionChoice()] == recall  # all heads find as much
-    assert found.fields() == {"relevance_heads": [[0, 3], [2, 1]]}
+    every_head = found.choices[AttentionChoice()]
+    assert every_head.own == pytest.approx(2 / 3)
+    assert recipe_fields(found.best) == {"relevance_heads": ((0, 3), (2, 1)), "relevance_positions": "answer"}
 
 
 def test_the_question_s_words_teach_where_they_find_more(calibrated):
     found = calibrated([], most=1, question=[(1, 2)])
-    assert found.fields() == {"relevance_heads": [[1, 2]], "relevance_positions": "question"}
+    assert recipe_fields(found.best) == {"relevance_heads": ((1, 2),), "relevance_positions": "question"}
 
 
-def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(calibrated):
-    """From where the answer begins, which knows no answer; the heads that look elsewhere are left out."""
-    of_prompt = [(1, 2), (3, 0), (3, 1)]
-    found = calibrated([(0, 0)], most=20, prompt=of_prompt)
-    assert found.attention_fields() == {"attention_layer": 1, "attention_heads": [2]}
-    best = found.readings[found.best_reading]
-    assert best == pytest.approx(2 / 3, abs=1e-4)
-    default = next(iter(found.readings))
-    assert default.heads == ((2, 0), (2, 1), (2, 2), (2, 3))
-    assert found.readings[default] < 0.5
-    assert found.fields()["relevance_heads"] == [[0, 0]]
+@pytest.mark.parametrize(
+    ("right", "fields"),
+    [
+        ({2: 3, 3: 3, 1: 2}, {"attention_layer": 2, "attention_heads": [0, 1, 2, 3]}),
+        ({2: 3, 3: 2, 1: 5}, {"attention_layer": 1, "attention_heads": [2]}),
+    ],
+    ids=["the default is kept", "another layer is better"],
+)
+def test_right_answers_decide_which_layer_is_read(right, fields, calibrated, tiny):
+    """Layer 3 finds as much as layer 1; heads that look elsewhere are left out."""
+    found = calibrated([(0, 0)], most=20, right=right, prompt=[(1, 2), (3, 0), (3, 1)])
+    assert attention_fields(found.best_reading) == fields
+    assert tiny.config.qtsplus_config.attention_layer == fields["attention_layer"]
+    layers = [attention_fields(reading)["attention_layer"] for reading in found.readings]
+    assert layers[0] == 2
+    assert set(layers[1:3]) == {1, 3}
+    own = [finds.own for finds in found.readings.values()]
+    assert own[1] == pytest.approx(2 / 3)
+    assert own[0] < 0.5
+
+
+def test_answers_are_counted_from_the_tokens_that_a_layer_chooses(tiny, tiny_processor, questions, monkeypatch):
+    asked = []
+
+    def evaluate_records(model, processor, records, **options):
+        selector = model.config.qtsplus_config
+        asked.append((selector.attention_layer, selector.attention_heads, options["selection"], options["retention"]))
+        return [Outcome(record, correct=number < 3) for number, record in enumerate(records)]
+
+    monkeypatch.setattr(calibration, "evaluate_records", evaluate_records)
+    reading = AttentionChoice(((1, 0), (1, 2)), "prompt")
+    assert calibration.count_right(tiny, tiny_processor, questions, reading) == 3
+    assert asked == [(1, [0, 2], "lm_attention", calibration.KEPT)]
 
 
 # --- The command ---
@@ -120,33 +165,31 @@ def run_command(model, records):
     return CliRunner().invoke(app, command)
 
 
-def test_the_command_prints_a_recipes_lines_and_writes_attention(records, tiny_published, tmp_path, monkeypatch):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_published, folder)
-    before = json.loads((folder / "config.json").read_text())
-    fields = {"relevance_heads": [[0, 3], [2, 1]]}
-    monkeypatch.setattr(calibration.Calibration, "fields", lambda self: fields)
-    result = run_command(folder, records)
-    assert result.exit_code == 0, result.output
-    after = json.loads((folder / "config.json").read_text())
-    written = {}
-    for name in ("attention_layer", "attention_heads"):
-        before["qtsplus_config"].pop(name, None)
-        written[name] = after["qtsplus_config"].pop(name)
-    assert after == before
-    assert written["attention_layer"] in range(4)
-    output = " ".join(result.stdout.split())
-    assert f"selection=lm_attention: {json.dumps(written)} finds" in output
-    for words in ("measured on", "needle tokens", "best: ", "relevance_heads: [[0, 3], [2, 1]]"):
-        assert words in output
-
-
-def test_questions_about_unreadable_videos_are_left_out(calibrated, questions, tmp_path, capsys):
-    record = replace(questions[0].record, video=str(tmp_path / "gone.mp4"))
+def test_questions_about_unreadable_videos_and_without_evidence_are_left_out(calibrated, questions, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("qtsplus.training.dataset.logger.warning_once", warnings.append)
+    record = replace(questions[0].record, video="gone.mp4")
     missing = replace(questions[0], record=record)
-    found = calibrated([(2, 1)], asked=[missing, *questions])
+    unlabelled = replace(questions[0], needles=[])
+    found = calibrated([(2, 1)], asked=[missing, unlabelled, *questions])
     assert sum(found.questions) == len(questions)
-    assert "gone.mp4" in capsys.readouterr().err.replace("\n", "")
+    (warning,) = warnings
+    assert warning.startswith("Skipped gone.mp4: ")
+
+
+def test_what_only_other_questions_ask_for_is_elsewhere(tiny, tiny_processor, questions):
+    video = questions[0].video
+    of_video = [question for question in questions if question.video == video]
+    early = replace(of_video[0], needles=[[Sighting(0, 1)]])
+    late = replace(of_video[0], needles=[[Sighting(0, 1), Sighting(1, 2)]])
+    dataset = VideoQADataset([], tiny_processor)
+    first, second = calibration._attention_by_head(tiny, dataset, [early, late], "question")
+    _, shown, elsewhere = first
+    _, all_shown, nothing = second
+    assert sorted([*shown, *elsewhere]) == all_shown.tolist()
+    assert len(shown) > 0
+    assert len(elsewhere) > 0
+    assert len(nothing) == 0
 
 
 @pytest.fixture
@@ -159,6 +202,29 @@ def labelled(records) -> list[dict]:
         if row["evidence"]:
             rows.append(row)
     return rows
+
+
+def test_the_command_prints_a_recipes_lines_and_writes_attention(labelled, tiny_published, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_published, folder)
+    before = json.loads((folder / "config.json").read_text())
+    best = AttentionChoice(((0, 3), (2, 1)))
+    monkeypatch.setattr(calibration.Calibration, "best", best)
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(map(json.dumps, [*labelled[:2], *labelled[-2:]])))
+    result = run_command(folder, few)
+    assert result.exit_code == 0, result.output
+    after = json.loads((folder / "config.json").read_text())
+    written = {}
+    for name in ("attention_layer", "attention_heads"):
+        before["qtsplus_config"].pop(name, None)
+        written[name] = after["qtsplus_config"].pop(name)
+    assert after == before
+    assert written["attention_layer"] in range(4)
+    output = " ".join(result.stdout.split())
+    assert f": {json.dumps(written)}" in output
+    for words in ("Measured on", "with right answers from 2.5%", "best, as lines", "relevance_heads: [[0, 3], [2, 1]]"):
+        assert words in output
 
 
 def without_evidence(rows):
@@ -178,8 +244,8 @@ def with_other_evidence(rows):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_evidence, "no question about a video with evidence"),
-        (about_one_video, "1 of the videos can be read"),
+        (without_evidence, "0 videos with evidence can be read"),
+        (about_one_video, "1 videos with evidence can be read"),
         (with_other_evidence, "is not a list of needles"),
     ],
 )

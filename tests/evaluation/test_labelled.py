@@ -13,11 +13,11 @@ GRID = (2, 4, 8)
     ("sighting", "tokens"),
     [
         (Sighting(0, 1, (0.125, 0, 0.25, 0.125)), [1]),
-        (Sighting(0, 1, (0, 0, 1, 1)), list(range(32))),
+        (Sighting(0, 1), list(range(32))),
         (Sighting(0, 1, (0.1, 0.2, 0.4, 0.6)), [9, 10, 17, 18]),
         (Sighting(0, 1, (0, 0.3, 1, 0.31)), list(range(8, 16))),
     ],
-    ids=["shares", "all", "large", "thin"],
+    ids=["shares", "only the time is known", "large", "thin"],
 )
 def test_a_box_is_shown_by_the_tokens_that_share_enough_with_it(sighting, tokens):
     assert sighting_tokens([sighting], GRID).tolist() == tokens
@@ -34,7 +34,7 @@ def test_a_part_of_a_step_counts():
         ({"box": [80, 0, 1, 1]}, r"0\.0\.box\.0 is 80; expected at most 1"),
         ({"box": [0.5, 0, 0.5, 1]}, "is empty; expected left, top, right and bottom"),
         ({"box": [0, 0, 1]}, r"0\.0\.box\.3 is missing"),
-        ({}, r"0\.0\.box is missing"),
+        ({"end": None}, r"0\.0\.end is null"),
     ],
 )
 def test_another_box_is_refused_with_its_file(sighting, message, tmp_path):

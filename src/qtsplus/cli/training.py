@@ -78,9 +78,10 @@ def calibrate(
     selection="lm_attention". The latter are written into the configuration of a model's folder.
     """
     from ..evaluation import calibration
+    from ..evaluation.labelled import labelled_questions
     from ..training.models import load_either
 
-    questions = calibration.read_labelled(records)
+    questions = labelled_questions(records)
     result = calibration.calibrate(*load_either(model), questions)
     _print_calibration(result)
     configuration = calibration.write_attention(Path(model), result)
@@ -89,12 +90,23 @@ def calibrate(
 
 
 def _print_calibration(result: "Calibration") -> None:
-    console.print("measured on {} questions, checked on {}".format(*result.questions))
-    best = result.choices[result.best]
-    console.print(f"distillation, best: {best:.1%} of the needle tokens, with these lines of a recipe:")
-    console.print("training:")
-    for name, value in result.fields().items():
+    from ..evaluation.calibration import KEPT, attention_fields, recipe_fields
+
+    measured, checked = result.questions
+    console.print(
+        f"Measured on {measured} questions, checked on {checked}. Of as many tokens with the most attention as show the"
+        " answer,\nown is the share that does, other the share that shows only what other questions about the video "
+        "ask for.\nfor distillation:"
+    )
+    for choice, finds in result.choices.items():
+        heads = "all" if choice.heads is None else len(choice.heads)
+        console.print(f"  {finds}: {heads} heads, positions: {choice.positions}")
+    console.print("best, as lines of a recipe:\ntraining:")
+    for name, value in recipe_fields(result.best).items():
         console.print(f"  {name}: {json.dumps(value)}")
-    reading = result.readings[result.best_reading]
-    fields = json.dumps(result.attention_fields())
-    console.print(f"selection=lm_attention: {fields} finds {reading:.1%} of the needle tokens")
+    console.print(f"for selection=lm_attention, with right answers from {KEPT:.1%} of the tokens:")
+    for reading, finds in result.readings.items():
+        fields = json.dumps(attention_fields(reading))
+        console.print(f"  {result.right[reading]} right, {finds}: {fields}")
+    if result.best_reading == next(iter(result.readings)):
+        console.print("The default layer is kept: no other has more right answers.")

@@ -1,8 +1,8 @@
 """
-Which heads look at what an answer rests on: needle recall of each, over questions with their evidence.
+Which heads look at what an answer rests on, and not at what other questions about the same video ask for.
 
 While the model answers and while it reads the question, for attention distillation; and from where the answer begins,
-for `selection="lm_attention"`.
+for `selection="lm_attention"`, where answers decide.
 """
 
 import tempfile
@@ -14,26 +14,45 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
-from rich.console import Console
 from torch import Tensor
 from transformers.utils import logging
 
-from ..common.files import listed
 from ..common.folders import read_json, update_json
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
+from ..training.arguments import Head
 from ..training.attention import AttentionChoice, note_attention
 from ..training.dataset import VideoQACollator, VideoQADataset
-from ..training.features import VideoFeatures, encode_files
-from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
+from ..training.features import encode_files
+from .evaluate import evaluate_records
+from .labelled import LabelledQuestion, sighting_tokens
+from .matching import gives_answer
 
-EQUAL = 0.01  # the largest difference of recalls that are taken for the same
 MOST = 20  # of the best heads that are summed
-
+LAYERS = 3  # of the best, whose answers are compared with those by the default layer
+KEPT = 0.025  # the fraction of the visual tokens from which these answers are given
 
 Questions = Sequence[LabelledQuestion]
-# The mean share of a question's needle tokens among as many tokens with the most attention.
-Recalls = dict[AttentionChoice, float]
-Attention = dict[int, Tensor]  # [heads, M] of each layer
+
+
+@dataclass
+class Finds:
+    """
+    Where attention goes: of as many tokens as show the answer, those that get the most. Means over questions.
+    """
+
+    own: float = 0.0  # the share that shows the answer
+    other: float = 0.0  # the share that shows only what other questions about the video ask for
+
+    @property
+    def lead(self) -> float:
+        """What the question decides: attention to everything that can be seen has none."""
+        return self.own - self.other
+
+    def __str__(self) -> str:
+        return f"own {self.own:.1%}, other {self.other:.1%}"
+
+
+Found = dict[AttentionChoice, Finds]
 
 
 @dataclass(frozen=True)
@@ -41,51 +60,34 @@ class Calibration:
     """What [`calibrate`] has found."""
 
     # For attention distillation, what the sum over each finds in the half of the videos that did not choose it.
-    choices: Recalls
-    # For `selection="lm_attention"`, what the best heads of each layer find there; first that which a model reads
-    # without this.
-    readings: Recalls
+    choices: Found
+    # For `selection="lm_attention"`, what the default layer and the best layers find there, and how many of these
+    # questions are answered right from the tokens that they choose.
+    readings: Found
+    right: dict[AttentionChoice, int]
     questions: tuple[int, int]  # how many were measured, and how many checked
 
     @property
     def best_reading(self) -> AttentionChoice:
-        """The choice with the highest recall; among equals that with the shallowest layer."""
-        highest = max(self.readings.values())
-        least = highest - EQUAL
-        good = [choice for choice, recall in self.readings.items() if recall >= least]
-        return min(good, key=_layer)
+        """The reading with the most right answers; among equals the first, which is the default."""
+        return max(self.right, key=self.right.__getitem__)
 
     @property
     def best(self) -> AttentionChoice:
-        """The choice with the highest recall, to 1%; among equals the first, which is of fewer heads."""
-        return max(self.choices, key=lambda choice: round(self.choices[choice], 2))
-
-    def attention_fields(self) -> dict:
-        """The best reading as fields of `qtsplus_config`."""
-        reading = self.best_reading
-        heads = [head for _, head in reading.heads or ()]
-        return {"attention_layer": _layer(reading), "attention_heads": heads}
-
-    def fields(self) -> dict:
-        """The best choice as fields of a recipe's `training` section; none if all heads are best."""
-        best = self.best
-        fields: dict = {}
-        if best.heads is not None:
-            fields["relevance_heads"] = list(map(list, best.heads))
-        if best.positions != "answer":
-            fields["relevance_positions"] = best.positions
-        return fields
+        """The choice with the largest lead, to 1%; among equals the first, which is of fewer heads."""
+        return max(self.choices, key=lambda choice: round(self.choices[choice].lead, 2))
 
 
-def read_labelled(path: Path) -> list[LabelledQuestion]:
-    """The [`labelled_questions`] of a JSONL file that have `evidence`; a `ValueError` if there are none."""
-    labelled = [question for question in labelled_questions(path) if question.needles]
-    if not labelled:
-        raise ValueError(
-            f"{path} holds no question about a video with evidence; expected records that say as `evidence` when and "
-            "where their answers can be seen."
-        )
-    return labelled
+def recipe_fields(choice: AttentionChoice) -> dict:
+    """A choice as fields of a recipe's `training` section."""
+    return {"relevance_heads": choice.heads, "relevance_positions": choice.positions}
+
+
+def attention_fields(reading: AttentionChoice) -> dict:
+    """A reading as fields of `qtsplus_config`."""
+    assert reading.heads is not None
+    layers, heads = zip(*reading.heads, strict=True)
+    return {"attention_layer": layers[0], "attention_heads": list(heads)}
 
 
 def calibrate(
@@ -94,110 +96,105 @@ def calibrate(
     questions: Questions,
 ) -> Calibration:
     """
-    Measures every head on one half of the videos, and the sums over the best of them on the other half;
-    a `ValueError` for fewer than two videos that can be read. The model, whose selector takes no part, reads all visual
-    tokens of a question and its true answer.
+    Measures every head on one half of the videos. On the other half it measures the sums over the best heads, and has
+    the questions answered from the tokens that the best layers choose by `lm_attention`. Questions without evidence do
+    not count; a `ValueError` for fewer than two videos that can be read. While heads are measured, the model reads all
+    visual tokens and the true answer; afterwards `lm_attention` reads its best layer.
     """
+    config = model.config.text_config
+    all_heads = list(product(full_attention_layers(config), range(config.num_attention_heads)))
     with tempfile.TemporaryDirectory() as folder:
-        videos = [question.video for question in questions]
-        features = encode_files(model, processor, videos, folder)
-        dataset = VideoQADataset([], processor, features=features)
-        measured, checked = _halves(questions, features)
-        choices: Recalls = {}
+        labelled = [question for question in questions if question.needles]
+        videos = [question.video for question in labelled]
+        dataset = VideoQADataset([], processor, features=encode_files(model, processor, videos, folder))
+        measured, checked = _halves([question for question in labelled if dataset.example(question.record)])
+
+        def measure_single(positions: str) -> Found:
+            single = [AttentionChoice((head,), positions) for head in all_heads]
+            return measure_heads(model, dataset, measured, single)
+
+        choices: Found = {}
         for positions in ("answer", "question", "both"):
-            heads = _single_heads(model, positions)
-            recalls = measure_recalls(model, dataset, measured, heads)
-            sums = [best_heads(recalls), AttentionChoice(positions=positions)]
-            choices |= measure_recalls(model, dataset, checked, sums)
-        heads = _single_heads(model, "prompt")
-        recalls = measure_recalls(model, dataset, measured, heads)
-        of_layers = _readings(recalls, model.config.text_config)
-        readings = measure_recalls(model, dataset, checked, of_layers)
-    counts = (len(measured), len(checked))
-    return Calibration(choices, readings, counts)
+            sums = [best_heads(measure_single(positions)), AttentionChoice(positions=positions)]
+            choices |= measure_heads(model, dataset, checked, sums)
+        of_default = [head for head in all_heads if head[0] == attention_layer(config)]
+        layers = [AttentionChoice(tuple(of_default), "prompt"), *_best_layers(measure_single("prompt"))]
+        readings = measure_heads(model, dataset, checked, layers)
+    right = {reading: count_right(model, processor, checked, reading) for reading in layers}
+    result = Calibration(choices, readings, right, (len(measured), len(checked)))
+    model.config.qtsplus_config.update(attention_fields(result.best_reading))
+    return result
 
 
-def _halves(questions: Questions, features: VideoFeatures) -> list[Questions]:
-    """The questions about every second video with features, and those about the others; says which are left out."""
-    by_video: dict[tuple[str, float | None], list[LabelledQuestion]] = {}
-    for question in questions:
-        by_video.setdefault(question.video, []).append(question)
-    unreadable = [video for video in by_video if not features.file(*video).exists()]
-    for video in unreadable:
-        del by_video[video]
-    if unreadable:
-        names = [name for name, _ in unreadable]
-        console = Console(stderr=True)
-        console.print(f"Left out, for they cannot be read: {listed(names)}.", markup=False)
-    readable = list(by_video.values())
-    if len(readable) < 2:
-        raise ValueError(f"{len(readable)} of the videos can be read; expected two or more, to check with.")
-    measured = list(chain.from_iterable(readable[::2]))
-    checked = list(chain.from_iterable(readable[1::2]))
-    return [measured, checked]
+def count_right(
+    model,
+    processor,
+    questions: Questions,
+    reading: AttentionChoice,
+) -> int:
+    """How many questions are answered right from [`KEPT`] of the tokens, which `lm_attention` chooses by a reading."""
+    model.config.qtsplus_config.update(attention_fields(reading))
+    outcomes = evaluate_records(
+        model,
+        processor,
+        [question.record for question in questions],
+        retention=KEPT,
+        selection="lm_attention",
+        matcher=gives_answer,
+    )
+    return sum(outcome.correct for outcome in outcomes)
 
 
-def _readings(recalls: Recalls, text_config) -> list[AttentionChoice]:
-    """All heads of the default layer, and the best ones of every layer that a model can select by."""
-    default = attention_layer(text_config)
-    heads = range(text_config.num_attention_heads)
-    pairs = product([default], heads)
-    choices = [AttentionChoice(tuple(pairs), "prompt")]
-    for layer in full_attention_layers(text_config):
-        choices.append(best_heads(recalls, layer))
-    return choices
+def _halves(questions: Questions) -> list[Questions]:
+    """The questions about every second video, and those about the others."""
+    videos = list(dict.fromkeys(question.video for question in questions))
+    if len(videos) < 2:
+        raise ValueError(
+            f"{len(videos)} videos with evidence can be read; expected two or more, to check with. A record says as "
+            "`evidence` when and where its answer can be seen."
+        )
+    measured = videos[::2]
+    return [
+        [question for question in questions if question.video in measured],
+        [question for question in questions if question.video not in measured],
+    ]
+
+
+def _best_layers(single: Found) -> list[AttentionChoice]:
+    """The best heads of the [`LAYERS`] layers whose best head has the largest lead."""
+    by_layer: dict[int, Found] = {}
+    for choice in sorted(single, key=lambda choice: single[choice].lead, reverse=True):
+        layer = attention_fields(choice)["attention_layer"]
+        by_layer.setdefault(layer, {})[choice] = single[choice]
+    return [best_heads(found) for found in list(by_layer.values())[:LAYERS]]
 
 
 def write_attention(folder: Path, calibration: Calibration) -> Path | None:
     """Writes the best reading into a model's config.json; `None` where there is no folder with a QTSplus model."""
     path = folder / "config.json"
-    if not path.is_file():
+    selector = read_json(path).get("qtsplus_config") if path.is_file() else None
+    if selector is None:
         return None
-    content = read_json(path)
-    if "qtsplus_config" not in content:
-        return None
-    selector = content["qtsplus_config"] | calibration.attention_fields()
-    update_json(path, qtsplus_config=selector)
+    update_json(path, qtsplus_config=selector | attention_fields(calibration.best_reading))
     return path
 
 
-def measure_recalls(
+def measure_heads(
     model,
     dataset: VideoQADataset,
     questions: Questions,
     choices: Sequence[AttentionChoice],
-) -> Recalls:
-    """The mean needle recall of the attention summed over each choice; all look from the same positions."""
-    recalls = dict.fromkeys(choices, 0.0)
-    for attention, shown in _attention_by_head(model, dataset, questions, choices[0].positions):
-        for choice in choices:
-            scores = _summed(attention, choice)
-            recall = _recall(scores, shown)
-            recalls[choice] += recall / len(questions)
-    return recalls
-
-
-def _single_heads(model, positions: str) -> list[AttentionChoice]:
-    """Every head by itself."""
-    config = model.config.text_config
-    layers = full_attention_layers(config)
-    heads = range(config.num_attention_heads)
-    choices = []
-    for pair in product(layers, heads):
-        choice = AttentionChoice((pair,), positions)
-        choices.append(choice)
-    return choices
-
-
-def _summed(attention: Attention, choice: AttentionChoice) -> Tensor:
-    """`[M]`: the attention summed over the heads of a choice."""
-    if choice.heads is None:
-        return torch.cat(list(attention.values())).sum(0)
-    weights = []
-    for layer, head in choice.heads:
-        of_layer = attention[layer]
-        weights.append(of_layer[head])
-    return torch.stack(weights).sum(0)
+) -> Found:
+    """What the attention summed over each choice finds; all look from the same positions."""
+    found = {choice: Finds() for choice in choices}
+    for attention, shown, elsewhere in _attention_by_head(model, dataset, questions, choices[0].positions):
+        for choice, finds in found.items():
+            heads = choice.heads or attention
+            scores = torch.stack([attention[head] for head in heads]).sum(0)
+            most = scores.topk(len(shown)).indices.cpu().numpy()
+            finds.own += float(np.isin(most, shown).mean()) / len(questions)
+            finds.other += float(np.isin(most, elsewhere).mean()) / len(questions)
+    return found
 
 
 def _attention_by_head(
@@ -205,8 +202,11 @@ def _attention_by_head(
     dataset: VideoQADataset,
     questions: Questions,
     positions: str,
-) -> Iterator[tuple[Attention, np.ndarray]]:
-    """The attention `[heads, M]` of each layer, and the needles' tokens `[k]`, for every question."""
+) -> Iterator[tuple[dict[Head, Tensor], np.ndarray, np.ndarray]]:
+    """
+    For every question the attention `[M]` of each head, the tokens `[k]` that show its answer, and those that show only
+    what other questions about the video ask for.
+    """
     collate = VideoQACollator(dataset.processor)
     choice = AttentionChoice(positions=positions)
     for question in logging.tqdm(questions, "Reading with all tokens", disable=None):
@@ -215,43 +215,26 @@ def _attention_by_head(
         del inputs["source_ids"]
         (grid,) = model.model.merged_grid(inputs["video_grid_thw"])
         seconds = float(inputs["second_per_grid_ts"][0])
-        sightings = list(chain.from_iterable(question.needles))
-        shown = sighting_tokens(sightings, grid, seconds)
+        shown = sighting_tokens(question.sightings, grid, seconds)
+        about = [one.sightings for one in questions if one.video == question.video]
+        of_video = sighting_tokens(list(chain.from_iterable(about)), grid, seconds)
         inputs = send_to_device(inputs, model.device)
         labels = inputs.pop("labels")
         (row,) = note_attention(model, inputs, labels, choice)
-        yield row.by_head, shown
+        attention = {}
+        for layer, rows in row.by_head.items():
+            for head, weights in enumerate(rows):
+                attention[layer, head] = weights
+        yield attention, shown, np.setdiff1d(of_video, shown)
 
 
-def _recall(scores: Tensor, shown: np.ndarray) -> float:
-    """The share of the tokens `[k]` that show the answer among as many with the highest `scores` `[M]`."""
-    best = scores.topk(len(shown)).indices
-    kept = best.cpu().numpy()
-    return float(np.isin(shown, kept).mean())
-
-
-def _layer(choice: AttentionChoice) -> int:
-    """The layer of a choice that has one."""
-    assert choice.heads is not None
-    layer, _ = choice.heads[0]
-    return layer
-
-
-def best_heads(recalls: Recalls, layer: int | None = None) -> AttentionChoice:
-    """
-    The sum of the best of the single heads, of a layer if one is given: those with the highest recall of tokens, at
-    least half of the best one's; at most half of all.
-    """
-    single = sorted(recalls, key=recalls.__getitem__, reverse=True)
-    if layer is not None:
-        single = [choice for choice in single if _layer(choice) == layer]
-    best = single[0]
-    least = recalls[best] / 2
-    half = max(1, len(single) // 2)
-    most = min(MOST, half)
-    heads: list[tuple[int, int]] = []
-    for choice in single[:most]:
-        if recalls[choice] >= least:
+def best_heads(found: Found) -> AttentionChoice:
+    """The sum of at most [`MOST`] single heads: those with the largest lead, each at least half of the best one's."""
+    single = sorted(found, key=lambda choice: found[choice].lead, reverse=True)
+    lead = found[single[0]].lead
+    least = min(lead, lead / 2)
+    heads: list[Head] = []
+    for choice in single[:MOST]:
+        if found[choice].lead >= least:
             heads += choice.heads or ()
-    heads.sort()
-    return replace(best, heads=tuple(heads))
+    return replace(single[0], heads=tuple(sorted(heads)))

@@ -1,6 +1,7 @@
 """Questions about videos, with where their answers can be seen."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,8 @@ class Sighting:
 
     start: float  # seconds
     end: float
-    box: tuple[Share, Share, Share, Share]  # left, top, right, bottom, in shares of the frame
+    # Left, top, right and bottom in shares of the frame; the whole frame where only the time is known.
+    box: tuple[Share, Share, Share, Share] = (0.0, 0.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
         left, top, right, bottom = self.box
@@ -98,6 +100,11 @@ class LabelledQuestion:
         """The place of its video, and the rate at which it is read."""
         return str(self.record.video), self.record.fps
 
+    @property
+    def sightings(self) -> list[Sighting]:
+        """All of its needles."""
+        return list(chain.from_iterable(self.needles))
+
 
 _NEEDLES = TypeAdapter(list[list[Sighting]])
 
@@ -105,7 +112,7 @@ _NEEDLES = TypeAdapter(list[list[Sighting]])
 def labelled_questions(path: Path) -> list[LabelledQuestion]:
     """
     The questions of a set of records that have a video, with their `evidence` where they have any; a `ValueError` for
-    what is no record, evidence of another form, or no question about a video.
+    what is no record, and for evidence of another form.
     """
     questions = []
     for record, row in zip(read_records(path), iter_rows(path), strict=True):
@@ -117,6 +124,4 @@ def labelled_questions(path: Path) -> list[LabelledQuestion]:
             raise ValueError(explain(error, evidence, where)) from None
         if record.video is not None:
             questions.append(LabelledQuestion(record, needles))
-    if not questions:
-        raise ValueError(f"{path} holds no question about a video.")
     return questions
