@@ -208,7 +208,8 @@ def test_the_command_prints_a_recipes_lines_and_writes_attention(labelled, tiny_
     folder = tmp_path / "model"
     shutil.copytree(tiny_published, folder)
     before = json.loads((folder / "config.json").read_text())
-    best = AttentionChoice(((0, 3), (2, 1)))
+    many = product(range(10, 30), range(2))
+    best = AttentionChoice(((0, 3), (2, 1), *many))
     monkeypatch.setattr(calibration.Calibration, "best", best)
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(map(json.dumps, [*labelled[:2], *labelled[-2:]])))
@@ -223,8 +224,12 @@ def test_the_command_prints_a_recipes_lines_and_writes_attention(labelled, tiny_
     assert written["attention_layer"] in range(4)
     output = " ".join(result.stdout.split())
     assert f": {json.dumps(written)}" in output
-    for words in ("Measured on", "with right answers from 2.5%", "best, as lines", "relevance_heads: [[0, 3], [2, 1]]"):
+    for words in ("Measured on", "with right answers from 2.5%", "Best, as lines"):
         assert words in output
+    lines = result.stdout.splitlines()
+    first = lines.index("training:") + 1
+    assert lines[first].startswith("  relevance_heads: [[0, 3], [2, 1], ")
+    assert lines[first + 1].startswith("  relevance_positions: ")
 
 
 def without_evidence(rows):

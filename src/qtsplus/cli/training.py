@@ -92,21 +92,21 @@ def calibrate(
 def _print_calibration(result: "Calibration") -> None:
     from ..evaluation.calibration import KEPT, attention_fields, recipe_fields
 
-    measured, checked = result.questions
     console.print(
-        f"Measured on {measured} questions, checked on {checked}. Of as many tokens with the most attention as show the"
-        " answer,\nown is the share that does, other the share that shows only what other questions about the video "
-        "ask for.\nfor distillation:"
+        "Measured on {} questions, checked on {}. Of as many tokens with the most attention as show the answer,\nown is "
+        "the share that does, other the share that shows only what other questions about the video ask for.\nFor "
+        "distillation:".format(*result.questions),
+        soft_wrap=True,
     )
     for choice, finds in result.choices.items():
         heads = "all" if choice.heads is None else len(choice.heads)
         console.print(f"  {finds}: {heads} heads, positions: {choice.positions}")
-    console.print("best, as lines of a recipe:\ntraining:")
+    console.print("Best, as lines of a recipe:\ntraining:")
     for name, value in recipe_fields(result.best).items():
-        console.print(f"  {name}: {json.dumps(value)}")
-    console.print(f"for selection=lm_attention, with right answers from {KEPT:.1%} of the tokens:")
+        console.print(f"  {name}: {json.dumps(value)}", soft_wrap=True)
+    console.print(f"For selection=lm_attention, with right answers from {KEPT:.1%} of the tokens:")
     for reading, finds in result.readings.items():
         fields = json.dumps(attention_fields(reading))
-        console.print(f"  {result.right[reading]} right, {finds}: {fields}")
+        console.print(f"  {result.right[reading]} right, {finds}: {fields}", soft_wrap=True)
     if result.best_reading == next(iter(result.readings)):
         console.print("The default layer is kept: no other has more right answers.")
