@@ -93,9 +93,9 @@ def _print_calibration(result: "Calibration") -> None:
     from ..evaluation.calibration import KEPT, attention_fields, recipe_fields
 
     console.print(
-        "Measured on {} questions, checked on {}. Of as many tokens with the most attention as show the answer,\nown is "
-        "the share that does, other the share that shows only what other questions about the video ask for.\nFor "
-        "distillation:".format(*result.questions),
+        "Measured on {} questions, checked on {}. Of as many tokens with the most attention as show the answer,\nown "
+        "is the share that does, other the share that shows only what other questions about the video ask for.\n"
+        "For distillation:".format(*result.questions),
         soft_wrap=True,
     )
     for choice, finds in result.choices.items():
