@@ -1,6 +1,7 @@
 """A session answers as one call of `generate`: about one video or several, in a batch, in a conversation."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -269,6 +270,38 @@ def test_an_empty_name_and_options_without_effect_are_refused(fresh):
         fresh.add(video, " ")
     with pytest.raises(ValueError, match="Got fps for a video that was encoded before"):
         fresh.add(video, fps=2)
+
+
+@pytest.mark.parametrize("selection", ["qtsplus", "uniform", "all"])
+def test_features_that_hold_nan_are_refused(loaded, both, selection):
+    video = both.video("front.mp4")
+    features = video.features.clone()
+    features[3, 5] = float("nan")
+    made = VideoSession(*loaded)
+    made.add(replace(video, features=features), "front")
+    with pytest.raises(ValueError, match="NaN or infinity in the features of a video"):
+        made.ask(FIRST, selection=selection)
+
+
+@pytest.mark.parametrize(
+    ("video", "options", "message"),
+    [
+        (["front.mp4"], {}, "Got list of videos \\(1\\); expected a path that is not in a list"),
+        (["front.mp4", "back.mp4"], {"fps": 1}, "Got list of videos \\(2\\); expected a path that is not in a list"),
+        (None, {}, "Got a video of type NoneType; expected a path, or frames"),
+        ("front.mp4", {"start": -1}, "Got start=-1; expected 0 or a finite number above 0"),
+        ("front.mp4", {"end": 0}, "Got end=0; expected a finite number above 0"),
+    ],
+)
+def test_a_session_says_what_a_video_is(fresh, video, options, message):
+    with pytest.raises(ValueError, match=message):
+        fresh.add(video, "new", **options)
+
+
+def test_frames_may_be_of_a_short_type(fresh):
+    frames = torch.as_tensor(render_world(FRONT))
+    video = fresh.video(fresh.add(frames.bfloat16(), fps=2))
+    assert video.about.metadata.height == frames.shape[1]
 
 
 def test_a_session_without_a_video_is_refused(loaded):

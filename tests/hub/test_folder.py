@@ -1,10 +1,12 @@
 """A folder appears whole or not at all, also when its process is killed or is not alone."""
 
+import errno
 import os
 import resource
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +92,27 @@ def test_a_file_changed_to_the_same_size_and_time_stays(tmp_path):
     with pytest.raises(FileExistsError, match="changed since"):
         lines(tmp_path / "hub")
     assert card.read_text() == "a poem"
+
+
+def test_an_earlier_folder_stays_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    folder = tmp_path / "hub"
+    lines(folder)
+    move = Path.rename
+
+    def refuse(path, target):
+        if path.suffix == ".partial":
+            raise PermissionError(errno.EACCES, "Permission denied", str(target))
+        return move(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError, match="hub"):
+        write(folder)
+    assert (folder / "README.md").read_text() == "a card"
+    assert os.listdir(tmp_path) == ["hub"]
+    monkeypatch.undo()
+    write(folder)
+    assert os.listdir(tmp_path) == ["hub"]
+    assert not (folder / "README.md").exists()
 
 
 def copy_a_file(staging):

@@ -147,5 +147,7 @@ def test_frames_of_objects_are_refused(calls):
             calls["frames"](video=frames)
     large_numbers = few.astype(np.uint16) * 257
     for frames in (large_numbers, few > 99):  # which are no numbers from 0 to 255
-        with pytest.raises(ValueError, match=r"of the type (uint16|bool); expected numbers, such as uint8"):
+        with pytest.raises(
+            ValueError, match=r"of the type (uint16|bool); expected pixels from 0 to 255, such as uint8"
+        ):
             calls["frames"](video=frames)

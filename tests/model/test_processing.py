@@ -391,6 +391,8 @@ def test_metadata_gives_the_times_of_sampled_frames(processor, sampling, steps, 
         ([{"fps": 30.0, "total_num_frames": 240}], "without `frames_indices`"),
         ([{"fps": 30.0, "total_num_frames": 240, "frames_indices": [1, 2]}], "8 frames"),
         ([{"fps": 0.0}], "finite number above 0"),
+        ([{"rate": 30.0}], "unexpected keyword argument 'rate'"),
+        (30.0, "video_metadata=30.0 is not a dictionary"),
         ([{"fps": 30.0}] * 2, "2 entries of `video_metadata` for 1 videos"),
     ],
 )
@@ -464,6 +466,9 @@ WIDE = np.zeros((56, 28, 3))
         ([[]], r"empty video \(0 frames\)"),
         (EMPTY, r"empty video \(0 frames\)"),
         ([{"clip.mp4"}], "type set"),
+        (np.zeros((4, 56, 56, 3), np.uint16), "type uint16; expected pixels from 0 to 255, such as uint8: scale and"),
+        (torch.zeros(4, 3, 56, 56, dtype=torch.uint16), "type uint16; expected pixels"),
+        (torch.zeros(4, 3, 56, 56, dtype=torch.complex64), "type complex64; expected pixels"),
         ([NARROW, WIDE], "differ in shape"),
     ],
 )

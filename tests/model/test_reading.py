@@ -118,7 +118,7 @@ def test_frames_that_are_evenly_apart_have_steps_of_one_length(loaded, times):
         ),
         (
             {"metadata": {"fps": 30}, "fps": 2},
-            "expected one of them",
+            "expected `fps` alone, or metadata alone",
         ),
         (
             {"fps": 2, "start": 1},

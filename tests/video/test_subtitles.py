@@ -179,6 +179,13 @@ def test_a_video_that_has_no_subtitles_is_refused(loaded, talk):
         session.ask(*loaded, str(talk), "What?", subtitles=50)
 
 
+@pytest.mark.parametrize("content", ["", "\ufeff\n", "1\n00:00:00,000 --> 00:00:01,000\n\n"])
+def test_a_file_of_subtitles_without_text_is_named(content, talk):
+    talk.with_suffix(".srt").write_text(content)
+    with pytest.raises(ValueError, match="No subtitles are in talk.srt, talk.mp4; expected text in talk.srt"):
+        read_subtitles(talk)
+
+
 def test_a_video_without_its_subtitles_is_refused(loaded, film):
     video = session.encode(*loaded, str(film))
     with pytest.raises(ValueError, match="encoded with its subtitles"):

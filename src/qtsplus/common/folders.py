@@ -44,6 +44,7 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     """
     folder = check_own(folder)
     staging = folder.with_name(f".{folder.name}.partial")
+    earlier = folder.with_name(f".{folder.name}.earlier")
     try:
         staging.mkdir()
     except FileExistsError as error:
@@ -55,9 +56,12 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
             yield staging
         write_json(staging / WRITTEN, _states(staging))
         if folder.exists():
-            shutil.rmtree(folder)  # only what an earlier run wrote is in there
+            folder.rename(earlier)
         staging.rename(folder)
+        shutil.rmtree(earlier, ignore_errors=True)  # it holds only what an earlier run wrote
     finally:
+        if earlier.exists() and not folder.exists():
+            earlier.rename(folder)
         shutil.rmtree(staging, ignore_errors=True)
 
 

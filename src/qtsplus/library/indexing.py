@@ -98,8 +98,7 @@ def _find_videos(root: Path) -> dict[str, Path]:
             if is_video and not name.startswith(".") and path.is_file():
                 videos[path.relative_to(root).as_posix()] = path
     if not videos:
-        suffixes = ", ".join(VIDEO_SUFFIXES)
-        raise ValueError(f"There is no video in {root}; expected files such as {suffixes}.")
+        raise ValueError(f"There is no video in {root}; expected files such as .mp4.")
     return dict(sorted(videos.items()))
 
 

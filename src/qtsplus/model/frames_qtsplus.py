@@ -61,9 +61,9 @@ def image_paths(folder: str) -> list[str]:
         if name.lower().endswith(FRAME_SUFFIXES) and not is_hidden:
             names.append(name)
     if not names:
-        suffixes = ", ".join(FRAME_SUFFIXES)
-        expected = f"expected images ({suffixes}); `qtsplus index` makes a library of one with videos"
-        raise ValueError(f"The folder {folder!r} holds no frames; {expected}.")
+        raise ValueError(
+            f"The folder {folder!r} holds no frames; expected images, such as .png (`qtsplus index` reads videos)."
+        )
     names.sort(key=_natural_order)
     return [os.path.join(folder, name) for name in names]
 
@@ -120,18 +120,21 @@ def describe_frames(frames, metadata: Mapping | None, fps: float | None) -> Vide
             f"Got {count} frames without their times. Pass the rate at which they were sampled as `fps=...`, or"
             ' `video_metadata=[{"fps": ..., "total_num_frames": ..., "frames_indices": [...]}]`, one per video.'
         )
-    given = dict(metadata or {"fps": fps})
-    require_positive("the `fps` of `video_metadata`", given.get("fps"))
-    total = given.get("total_num_frames")
-    indices = given.get("frames_indices")
-    if indices is None:
-        indices = range(count)
-        if total not in (None, count):
-            raise ValueError(
-                f"Got {count} frames of a video of {total} without `frames_indices` in their `video_metadata`;"
-                " expected the index of each frame."
-            )
-    indices = np.asarray(indices, np.int64)
+    given = metadata or {"fps": fps}
+    try:
+        described = VideoMetadata(**dict({"total_num_frames": None}, **given))
+    except TypeError as error:
+        raise ValueError(f"video_metadata={metadata!r} is not a dictionary of the fields of one: {error}.") from error
+    require_positive("the `fps` of `video_metadata`", described.fps)
+    total = described.total_num_frames
+    indices = np.arange(count)
+    if described.frames_indices is not None:
+        indices = np.asarray(described.frames_indices, np.int64)
+    elif total not in (None, count):
+        raise ValueError(
+            f"Got {count} frames of a video of {total} without `frames_indices` in their `video_metadata`;"
+            " expected the index of each frame."
+        )
     gaps = np.diff(indices)
     if len(indices) != count or indices[0] < 0 or (gaps < 0).any():
         raise ValueError(f"Got frames_indices={indices[:8]}... of {count} frames; expected as many, ascending from 0.")
@@ -141,6 +144,6 @@ def describe_frames(frames, metadata: Mapping | None, fps: float | None) -> Vide
         total = covered + max(int(typical_gap), 1)  # the last frame lasts as long as most
     if total <= covered:
         raise ValueError(f"total_num_frames={total}: `frames_indices` go over {covered + 1} frames.")
-    given["frames_indices"] = indices.tolist()
-    given["total_num_frames"] = total
-    return VideoMetadata(**given)
+    described.frames_indices = indices.tolist()
+    described.total_num_frames = total
+    return described

@@ -4,14 +4,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from .addresses_qtsplus import local_path
 from .frames_qtsplus import ARRAYS, IMAGE_SUFFIXES, image_paths, load_frames, stack_frames
 from .sampling_qtsplus import VideoRequest, read_keys
 
 _SOURCES = ("video", "url", "path")
 _KINDS = {"text": "text", "image": "image", "video": "video", "image_url": "image", "video_url": "video"}
+# Those that torch computes with.
+_PIXEL_TYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _IMAGE_KEYS = {"type", "image", "url", "path", "base64"}
 
 
@@ -38,13 +38,13 @@ def _check_given(request: VideoRequest) -> None:
     others = sorted(request.asked.keys() - {"fps"})
     if others:
         raise ValueError(f"Got frames with {others}; expected the frames to look at, and fps alone.")
-    if isinstance(request.video, np.ndarray):
-        dtype = request.video.dtype
-        is_number = dtype.kind in "uif"
-        if dtype == np.uint16 or not is_number:
-            raise ValueError(f"Got frames of the type {dtype}; expected numbers, such as uint8.")
+    dtype = str(request.video.dtype).removeprefix("torch.")
+    if dtype not in _PIXEL_TYPES:
+        raise ValueError(
+            f"Got frames of the type {dtype}; expected pixels from 0 to 255, such as uint8: scale and convert them."
+        )
     shape = tuple(request.video.shape)
-    if not {shape[1], shape[3]} & {1, 3}:
+    if len(shape) != 4 or not {shape[1], shape[3]} & {1, 3}:
         raise ValueError(
             f"Got frames of the shape {shape}; expected [T, H, W, C] or [T, C, H, W] with 1 or 3 channels."
         )
@@ -59,15 +59,12 @@ def _flatten(videos) -> list[VideoRequest]:
         return [VideoRequest(video)]
     if isinstance(videos, Mapping):
         return [_read_video(videos)]
-    if hasattr(videos, "convert"):  # an image
-        return [VideoRequest(stack_frames([videos]))]
-    if isinstance(videos, ARRAYS) and videos.ndim in (3, 4):
-        frames = videos[None] if videos.ndim == 3 else videos
-        return [VideoRequest(frames)]
+    if isinstance(videos, ARRAYS):
+        return [VideoRequest(videos)]
     if not isinstance(videos, (list, tuple)):
         raise ValueError(
-            f"Got a video of type {type(videos).__name__} and shape {getattr(videos, 'shape', None)}; expected a path, "
-            "or frames: an array or tensor [T, H, W, C], or images."
+            f"Got a video of type {type(videos).__name__}; expected a path, or frames: an array or tensor [T, H, W, C],"
+            " or images."
         )
     if videos and all(_is_frame(item) for item in videos):
         return [VideoRequest(stack_frames(videos))]

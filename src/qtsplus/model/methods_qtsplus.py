@@ -458,7 +458,9 @@ def check_kept(
     if not flaws or not torch.stack(flaws).any():
         return
     if any(are_broken):
-        raise ValueError("NaN or infinity in video_features: expected finite values, as encode_videos returns them.")
+        raise ValueError(
+            "NaN or infinity in the features of a video: expected finite values, as encoding it returns them."
+        )
     raise _wrong_choice(selection)
 
 

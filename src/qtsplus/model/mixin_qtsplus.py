@@ -76,7 +76,7 @@ def choose(
     selection: SelectionInputs,
     *,
     sample_gate: bool | None = None,
-    is_checked: bool = True,
+    is_checked: bool = False,
 ) -> tuple[list[Tensor], QTSplusOutput]:
     """
     Per row the kept tokens `[n_b, token_width]`, and how they were chosen.

@@ -82,11 +82,11 @@ def check_key(name: str, value) -> None:
 
 def require_positive(name: str, value) -> None:
     """Raises a `ValueError` unless the value is a number above 0 that a float can hold."""
-    number = (
-        value.item() if isinstance(value, np.generic) else value
-    )  # float32 cannot be compared with the largest float
+    # As a Python number, since float32 cannot be compared with the largest float.
+    number = value.item() if isinstance(value, np.generic) else value
     if not is_number(value) or not 0 < number <= sys.float_info.max:
-        raise ValueError(f"Got {name}={value!r}; expected a finite number above 0.")
+        zero = "0 or " if name.endswith("start") else ""
+        raise ValueError(f"Got {name}={value!r}; expected {zero}a finite number above 0.")
 
 
 def require_count(name: str, value: float) -> None:

@@ -200,14 +200,7 @@ def _tool(function: Callable) -> Tool:
 
 
 def _moment(interval: Interval) -> Fields:
-    return {
-        "video": printable(interval.name),
-        "start": interval.start,
-        "end": interval.end,
-        "weight": interval.weight,
-        "box": interval.box,
-        "pixels": interval.pixels,
-    }
+    return dict(interval.as_dict(), video=printable(interval.name))
 
 
 def serve_shelf(

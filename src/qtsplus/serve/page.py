@@ -31,7 +31,7 @@ _FONTS: Any = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
 _THEME = gr.themes.Base(primary_hue="amber", neutral_hue="slate", radius_size="lg", font=_FONTS, font_mono="monospace")
 _HEADER = """# Ask a video
 It is read once. For each question the model keeps the few visual tokens that matter, and the video shows which."""
-_VIDEO = f"A video of at most {LARGEST_VIDEO / 10**9:.0f} GB"
+_VIDEO = "A video of at most 1 GB"
 _SHARE = "As a share of all, in percent. At 0 the model decides."
 
 
@@ -143,7 +143,7 @@ class Visit:
         films = {}
         warnings: list[str] = []
         for name, video in self.session.videos.items():  # there is one at most
-            frames = counted(len(video.about.metadata.frames_indices), "frame")
+            frames = counted(video.frames, "frame")
             facts = f"{name}: {frames} read in {video.seconds:.1f} s, {len(video.features):,} visual tokens."
             warnings = video.about.warnings
             # Gradio adds the address of a file in what goes to page.js.

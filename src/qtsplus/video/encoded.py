@@ -193,19 +193,25 @@ def _encode_frames(
 ) -> EncodedVideo:
     """[`encode`] of frames that are in memory, which are one chunk."""
     started = time.perf_counter()
-    if sampling != Sampling(fps=sampling.fps):
-        raise ValueError(f"Got {sampling} for frames; expected `fps` alone: all of them are looked at, in their size.")
-    if metadata is not None and sampling.fps is not None:
-        raise ValueError(f"Got fps={sampling.fps!r} and metadata, which says its own; expected one of them.")
+    expected = Sampling(fps=sampling.fps)
     times: dict = {"fps": sampling.fps}
     if metadata is not None:
-        times = {"video_metadata": [dict(metadata)]}
+        expected = Sampling()
+        times = {"video_metadata": [metadata]}
+    if sampling != expected:
+        raise ValueError(
+            f"Got {sampling} for frames; expected `fps` alone, or metadata alone: all are looked at, in their size."
+        )
+    requests = flatten_videos(frames)
+    video = requests[0].video
+    if len(requests) > 1 or isinstance(video, str):
+        raise ValueError(
+            f"Got {type(frames).__name__} of videos ({len(requests)}); expected a path that is not in a list, or the "
+            "frames of one video."
+        )
     inputs = processor(videos=frames, return_metadata=True, return_tensors="pt", **times)
-    of_video, *others = inputs["video_metadata"]
-    if others:
-        raise ValueError(f"Got {1 + len(others)} videos; expected the frames of one.")
-    first_frame = flatten_videos(frames)[0].video[0]
-    of_video.height, of_video.width = get_image_size(np.asarray(first_frame))
+    (of_video,) = inputs["video_metadata"]
+    of_video.height, of_video.width = get_image_size(video[0])
     grid = inputs["video_grid_thw"]
     (features,) = model.encode_videos(inputs["pixel_values_videos"], grid, device=device)
     return EncodedVideo(

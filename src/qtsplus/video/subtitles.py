@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from ..common.files import first_line
+from ..common.files import first_line, listed
 from ..data.media import VIDEO_SUFFIXES
 from ..model.containers_qtsplus import open_container, open_file, read_packets
 from ..model.sampling_qtsplus import require_count
@@ -68,11 +68,15 @@ def read_subtitles(video) -> list[Subtitle]:
     if not isinstance(video, (str, Path)) or not os.path.isfile(video):
         raise ValueError("Subtitles are read from a file beside the video, or from within it; expected its path.")
     video = Path(video)
-    for path in _files_beside(video) + [video]:
+    files = _files_beside(video) + [video]
+    for path in files:
         subtitles = _read_file(path, is_video=path == video)
         if subtitles:
             return sorted(subtitles, key=lambda subtitle: subtitle.start)
-    raise ValueError(f"No subtitles are in {str(video)!r}; expected {video.stem}.srt beside the video, or a track.")
+    names = [path.name for path in files]
+    raise ValueError(
+        f"No subtitles are in {listed(names)}; expected text in {video.stem}.srt beside the video, or a track."
+    )
 
 
 def _files_beside(video: Path) -> list[Path]:
