@@ -119,10 +119,6 @@ def test_the_command_asks_a_judge(judge_server, tiny_mp4, tiny_published, tmp_pa
     assert rules["accuracy"] == 0
     judged = [*line, "--match", "judge", "--judge", address, "--judge-model", "a-judge"]
     assert json.loads(CliRunner().invoke(app, judged).stdout)["accuracy"] == 1
-    replies.append("perhaps")
-    unclear = CliRunner().invoke(app, judged)
-    assert unclear.exit_code == 2
-    assert "replied 'perhaps'; expected yes or no" in unclear.stderr
     incomplete = CliRunner().invoke(app, [*line, "--judge", address])
     assert incomplete.exit_code == 2
     assert "--match judge, --judge and --judge-model belong together" in incomplete.stderr

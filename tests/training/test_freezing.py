@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtsplus.training.freezing import part_of, trained_and_all
+from qtsplus.training.freezing import part_of
 from training_examples import make_trainer
 
 
@@ -32,14 +32,3 @@ def test_only_what_is_not_frozen_moves(tmp_path, arguments, moved):
             assert not name.startswith("model.qtsplus.scoring_layers.0.o_proj")
             assert not name.startswith("model.qtsplus.scoring_layers.0.ffn")
     assert parts == moved
-
-
-def size_of(parameters) -> int:
-    return sum(parameter.numel() for parameter in parameters)
-
-
-def test_counts_are_of_what_a_gradient_reaches(tmp_path):
-    model = make_trainer(tmp_path).model
-    trained, total = trained_and_all(model)
-    assert trained == size_of(weight for weight in model.parameters() if weight.requires_grad)
-    assert total == size_of(model.parameters())

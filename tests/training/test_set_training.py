@@ -90,26 +90,6 @@ def test_the_papers_stage_trains_on_both_sets_and_is_evaluated(sets, tmp_path):
     assert summary["unreadable"] == []
 
 
-def test_tables_and_conversations_train_too(sets, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    answer = FreeAnswer(vision_id="v_1", question="What is shown?", answer="A red circle.")
-    parquet.write_table(pyarrow.Table.from_pylist([answer.row()]), sets / "vqa.parquet")
-    turns = [
-        {"from": "human", "value": "<image>\nWhat?"},
-        {"from": "gpt", "value": "A."},
-        {"from": "human", "value": "Where?"},
-        {"from": "gpt", "value": "Left."},
-    ]
-    conversations = [{"video": "v_1.mp4", "conversations": turns}]
-    (sets / "llava.json").write_text(json.dumps(conversations))
-    result = train(sets, tmp_path / "run", ["vqa.parquet", "llava.json"], "training.max_steps=2")
-    assert result.exit_code == 0, result.output
-    state = state_of(tmp_path / "run")
-    assert state["global_step"] == 2
-    assert state["log_history"][0]["loss_vqa"] > 0
-
-
 @pytest.mark.parametrize(
     ("record", "message"),
     [

@@ -1,0 +1,94 @@
+"""The scripts in recipes/ that turn public sets into records, on small files in the published shapes."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from qtsplus.data.formats import iter_records, read_records
+from qtsplus.data.records import Caption
+from qtsplus.evaluation.labelled import Sighting, labelled_questions
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+QUESTIONS = """video_id,frame_count,width,height,question,answer,qid,type,a0,a1,a2,a3,a4
+111,2697,640,480,why did the boy get up,unwrap it,1,CW,share it,sit down,unwrap it,play,point
+111,2697,640,480,what does the dog do at the end,runs,3,TN,runs,barks,sleeps,jumps,eats
+222,1906,640,480,how does the man sell the watch,show it,7,CH,give it,show it,dismount,shout,wave
+"""
+MOMENTS = {"111": {"duration": 90, "location": {"1": [[1.2, 5.8], [20.0, 23.5]], "3": [[80.1, 90]]}, "fps": 29.97}}
+PLACES = {"111": "0101/111", "222": "0016/222"}
+CONVERSATION = {
+    "video": "v_abc-Scene-011",
+    "conversations": [
+        {"from": "human", "value": "<video>\nWhat is the setting of the video?"},
+        {"from": "gpt", "value": "A newsroom."},
+    ],
+    "id": "v_abc-Scene-011_1",
+}
+
+
+@pytest.fixture
+def convert(tmp_path, monkeypatch):
+    """Runs a script of recipes/ in a folder with the files of the sets; returns the file that it writes."""
+    monkeypatch.chdir(tmp_path)
+    Path("val.csv").write_text(QUESTIONS)
+    Path("gsub_val.json").write_text(json.dumps(MOMENTS))
+    Path("map.json").write_text(json.dumps(PLACES))
+    Path("rows.jsonl").write_text(2 * (json.dumps(CONVERSATION) + "\n"))
+
+    def run(script, *arguments):
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        runpy.run_path(str(RECIPES / script), run_name="__main__")
+        return tmp_path / "out.jsonl"
+
+    return run
+
+
+def test_next_gqa_s_moments_are_evidence(convert):
+    path = convert("nextgqa.py", "val.csv", "out.jsonl", "--videos", "map.json", "--moments", "gsub_val.json")
+    first, second, third = labelled_questions(path)
+    record = first.record
+    assert record.video == str(path.parent / "0101/111")
+    assert record.query == "Why did the boy get up?"
+    lines = record.question.splitlines()
+    assert lines == [record.query, "A. share it", "B. sit down", "C. unwrap it", "D. play", "E. point", lines[-1]]
+    assert record.answer == "C"
+    assert record.options == ("share it", "sit down", "unwrap it", "play", "point")
+    assert first.needles == [[Sighting(1.2, 5.8), Sighting(20.0, 23.5)]]
+    assert second.needles == [[Sighting(80.1, 90)]]
+    assert third.needles == []
+
+
+def test_next_qa_has_answers_by_number_and_may_be_asked_without_options(convert):
+    rows = QUESTIONS.replace("video_id", "video").replace(",runs,3,TN", ",0,3,TN")
+    Path("train.csv").write_text(rows)
+    record = read_records(convert("nextgqa.py", "train.csv", "out.jsonl", "--open"))[1]
+    assert (record.question, record.answer) == ("What does the dog do at the end?", "runs")
+    assert record.options is None
+
+
+def test_sharegptvideo_s_conversations_are_questions_or_captions(convert):
+    (record,) = read_records(convert("sharegptvideo.py", "rows.jsonl", "out.jsonl", "--limit", "1"))
+    assert (record.question, record.answer) == ("What is the setting of the video?", "A newsroom.")
+    assert Path(record.video).name == "v_abc-Scene-011"
+    assert record.fps == 2
+    caption, _ = iter_records(convert("sharegptvideo.py", "rows.jsonl", "out.jsonl", "--captions"))
+    assert isinstance(caption, Caption)
+    assert (caption.vision_id, caption.caption) == ("v_abc-Scene-011", "A newsroom.")
+
+
+def test_controls_select_by_another_question_of_the_same_video_and_of_another(convert):
+    convert("nextgqa.py", "val.csv", "out.jsonl", "--moments", "gsub_val.json")
+    own = read_records(convert("controls.py", "out.jsonl").with_name("out-own.jsonl"))
+    assert len(own) == 2  # the third has no other question about its video
+    for name, queries in (
+        ("question", ["What does the dog do at the end?", "Why did the boy get up?"]),
+        ("video", 2 * ["How does the man sell the watch?"]),
+    ):
+        control = read_records(Path(f"out-other-{name}.jsonl"))
+        assert [record.query for record in control] == queries
+        assert [record.question for record in control] == [record.question for record in own]
+        assert [record.answer for record in control] == [record.answer for record in own]
