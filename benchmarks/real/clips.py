@@ -48,17 +48,21 @@ def clip_scene(
     seconds: int | None = None,
     crowd: bool = False,
     drawings: Sequence[int] | None = None,
+    plain: bool = False,
 ) -> tuple[Scene, np.ndarray, np.ndarray]:
     """
     A scene of things that are seen, its frames `[T, H, W, 3]`, and whom tokens show `[time, rows, columns]`.
 
     Args:
         drawings: what may be shown; else what is trained.
+        plain: the background alone.
     """
     rng = np.random.default_rng([seed, 5])
     size, drawn = SIZES[rng.integers(len(SIZES))], SECONDS[rng.integers(len(SECONDS))]
     size = CROWD_SIZE if crowd else size
     scene = make_scene(pictures, seed, seconds or drawn, split, drawings, most=3, size=size, crowd=crowd)
+    if plain:
+        scene = replace(scene, things=())
     frames, owners = render(scene, pictures)
     shown = token_things(owners, len(scene.things))
     seen = [number for number in range(len(scene.things)) if (shown == number).any()]

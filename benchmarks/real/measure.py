@@ -1,10 +1,10 @@
-"""Measures a selector on the base with real words: `python -m benchmarks.real.measure MODEL RECORDS OUT.json`."""
+"""Measures a selector on the base with real words: `python -m benchmarks.real.measure MODEL OUT.json RECORDS ...`."""
 
 import argparse
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,13 +16,15 @@ import torch
 from qtsplus.common.journals import write_json
 from qtsplus.evaluation.labelled import labelled_questions, sighting_tokens
 from qtsplus.hub.convert import fresh_selector
-from qtsplus.model.methods_qtsplus import Candidates
 from qtsplus.training.dataset import IGNORED, VideoQACollator, VideoQADataset
 from qtsplus.training.features import encode_files
 from qtsplus.training.models import make_config, make_processor
 
+from ..files import read_result
 from ..open.asking import Answers, OpenTest, load, of_other_videos
-from ..open.measures import area_under_curve, constant_right, interval, spearman
+from ..open.measures import area_under_curve, interval, spearman
+from .fetch import ELSEWHERE
+from .questions import YES_OR_NO
 from .words import NAMES
 from .work import half_precision
 
@@ -30,14 +32,8 @@ KINDS = ("present", "absent", "some", "kind", "which", "first")  # a list is sel
 LADDER = (1, 2, 4, 8, 16, 32, 64)
 
 
-def cap(count: int) -> dict[str, Any]:
-    return {"retention": 1.0, "max_visual_tokens": count}
-
-
-SIZES: dict[str, dict[str, Any]] = {"2 tokens": cap(2), "8 tokens": cap(8), "a tenth": {"retention": 0.1}}
-# Other records beside those of a test, by what is other about them.
-OTHERS = {"crowds": "", "other wordings": "-held-out", "other drawings": "-drawing", "other things": "-thing"}
-OTHERS |= {"few things": "-few", "32 s": "-32s"}
+SIZES = {"2 tokens": 2, "8 tokens": 8}
+METHODS = ("diversity", "uniform", "coverage", "random", "lm_attention")
 
 
 class RealTest(OpenTest):
@@ -79,17 +75,6 @@ class RealTest(OpenTest):
     def marked(self, mark: str) -> np.ndarray:
         return np.array([row.get(mark, False) for row in self.rows])
 
-    @property
-    def named(self) -> list[list[int]]:
-        return [[] for _ in self.rows]
-
-    def batches(
-        self, queries: Sequence[str] | None = None, texts: Sequence[str] | None = None
-    ) -> Iterator[tuple[slice, dict[str, Any], torch.Tensor]]:
-        for rows, inputs, labels in super().batches(queries, texts):
-            inputs.pop("attention", None)
-            yield rows, inputs, labels
-
     def blind(self, model: Any) -> Answers:
         """Answers to the words alone."""
         right = []
@@ -100,21 +85,6 @@ class RealTest(OpenTest):
                 said = model(input_ids=inputs["input_ids"], use_cache=False).logits[:, :-1].argmax(-1)
             right.append(bool(((said == labels) | (labels == IGNORED)).all()))
         return Answers(right, [0] * len(right))
-
-    def without_needles(self) -> Callable[[Candidates, int], torch.Tensor]:
-        """A selection by relevance among what shows nothing of the answer, for one pass over the questions in turn."""
-
-        def each() -> Iterator[list[int]]:  # found when the first is asked for
-            yield from self.needles
-
-        rows = each()
-
-        def select(candidates: Candidates, n: int) -> torch.Tensor:
-            relevance = candidates.log_relevance.clone()
-            relevance[next(rows)] -= 1e6  # kept only where nothing else is left
-            return relevance.topk(n).indices.sort().values
-
-        return select
 
 
 def of_same_videos(test: OpenTest) -> list[str]:
@@ -139,127 +109,141 @@ def with_another_thing(test: OpenTest) -> list[str]:
     return changed
 
 
-def measure(folder: str, records: Path, out: Path, only: str = "") -> None:
-    """All figures of a model, or those whose names match `only`; what the file `out` has is not measured again."""
+def measure(folder: str, records: Sequence[Path], out: Path, only: str = "") -> None:
+    """Asks each set of records in all ways whose names match `only`; what the file `out` has is not asked again."""
     model = load(folder)
+    untrained = load(folder)
+    untrained.load_state_dict(fresh_selector(model.config, model.dtype), strict=False)
     processor = make_processor(None, folder, make_config(None, folder, {}))
-    result: dict[str, Any] = {"model": Path(folder).name}
-    if out.exists():
-        result = json.loads(out.read_text(encoding="utf-8"))
-
-    def note(name: str, test: RealTest, ask: Callable[[], Answers]) -> None:
-        if name not in result and re.search(only, name):
+    result = read_result(out) or {"model": Path(folder).name}
+    for path in records:
+        test = RealTest(model, processor, path)
+        for way, ask in ways_to_ask(test, model, untrained).items():
+            name = f"{path.stem}, {way}"
+            if name in result or not re.search(only, name):
+                continue
             with half_precision():
                 answers = ask()
             result[name] = row(test, answers)
-            result[name]["rights"] = "".join(str(int(hit)) for hit in answers.right)  # of each question in turn
-            if name.endswith("budget"):
-                result[name]["kepts"] = answers.kept
+            if way == "its own budget":
+                result[name] |= budget(test, answers)
+            result["elsewhere"] = {way: over_videos(result, way) for way in ways_elsewhere(result)}
+            result["seen elsewhere"] = seen_elsewhere(result)
             write_json(out, result)
-            print(name, {key: value for key, value in result[name].items() if key[-1] != "s"}, flush=True)
-
-    untrained = load(folder)
-    untrained.load_state_dict(fresh_selector(model.config, model.dtype), strict=False)
-    for title, mark in OTHERS.items():
-        other = records.with_name(f"{records.stem}{mark}.jsonl")
-        if not other.is_file():
-            continue
-        test = RealTest(model, processor, other)
-        note(f"{title}, no video", test, partial(test.blind, model))
-        note(f"{title}, its own budget", test, partial(test.ask, model))
-        for size, choice in SIZES.items():
-            note(f"{title}, {size}", test, partial(test.ask, model, **choice))
-            note(f"{title}, diversity, {size}", test, partial(test.ask, model, selection="diversity", **choice))
-            if title == "32 s":
-                same = of_same_videos(test)
-                note(f"{title}, another question, {size}", test, partial(test.ask, model, queries=same, **choice))
-                note(f"{title}, not trained, {size}", test, partial(test.ask, untrained, **choice))
-                for method in ("uniform", "coverage"):
-                    note(f"{title}, {method}, {size}", test, partial(test.ask, model, selection=method, **choice))
-        note(f"{title}, all tokens", test, partial(test.ask, model, selection="all"))
-    test = RealTest(model, processor, records)
-    queries = {"another question of the same video": of_same_videos(test)}
-    queries |= {"another video's question": of_other_videos(test), "other things' names": with_another_thing(test)}
-    methods = ("uniform", "coverage", "random", "lm_attention")
-    for size, choice in SIZES.items():
-        for name, asked in queries.items():
-            note(f"{name}, {size}", test, partial(test.ask, model, queries=asked, **choice))
-        note(f"not trained, {size}", test, partial(test.ask, untrained, **choice))
-        same = queries["another question of the same video"]
-        note(f"not trained, another question, {size}", test, partial(test.ask, untrained, queries=same, **choice))
-        without = test.without_needles()
-        note(f"without the needles, {size}", test, partial(test.ask, model, selection=without, **choice))
-        for method in methods:
-            note(f"{method}, {size}", test, partial(test.ask, model, selection=method, **choice))
-    for count in LADDER:
-        note(f"{count} tokens", test, partial(test.ask, model, **cap(count)))
-    if not only:
-        result["budget"] = budget(test, result)
-        result["seen"] = seen(test, model)
-        write_json(out, result)
-        print(result["budget"], result["seen"])
+            print(name, result[name]["right"], flush=True)
 
 
-def seen(test: RealTest, model: Any) -> dict[str, float]:
-    """What the null token leaves where something answers and where nothing does, and how often the first is more."""
-    with half_precision():
-        _, left, _ = test.scores(model)
-    there = np.array([bool(found) for found in test.needles])
-    some, none = (np.array(left)[there == part] for part in (True, False))
-    area = area_under_curve(some.tolist(), none.tolist())
-    return {
-        name: round(float(value), 3) for name, value in (("some", some.mean()), ("none", none.mean()), ("area", area))
+def ways_to_ask(test: RealTest, model: Any, untrained: Any) -> dict[str, Callable[[], Answers]]:
+    ways: dict[str, Callable[[], Answers]] = {
+        "no video": partial(test.blind, model),
+        "all tokens": partial(test.ask, model, selection="all"),
+        "its own budget": partial(test.ask, model),
+        "a tenth": partial(test.ask, model, retention=0.1),
     }
+    for count in LADDER:
+        ways[f"{count} tokens"] = partial(test.ask, model, retention=1.0, max_visual_tokens=count)
+    for size, count in SIZES.items():
+        few: dict[str, Any] = {"retention": 1.0, "max_visual_tokens": count}
+        for method in METHODS:
+            ways[f"{method}, {size}"] = partial(test.ask, model, selection=method, **few)
+        ways[f"not trained, {size}"] = partial(test.ask, untrained, **few)
+        ways[f"another question, {size}"] = partial(test.ask, model, queries=of_same_videos(test), **few)
+        ways[f"another thing, {size}"] = partial(test.ask, model, queries=with_another_thing(test), **few)
+    return ways
 
 
 def row(test: RealTest, answers: Answers) -> dict[str, Any]:
-    """Per cent of right answers with its interval over videos, by kind, the tokens, and the needles' tokens kept."""
-    right, counted = np.array(answers.right, dtype=float), test.counted
+    """Per cent of right answers with its interval over clips, by kind, the tokens, and the needles' tokens kept."""
+    right = np.array(answers.right, dtype=float)
+    counted = test.counted
     low, high = interval(right[counted], test.videos[counted])
-    share = np.array(answers.share)[~np.isnan(answers.share)] if answers.share else np.array([])
-    return {
+    share = np.array(answers.share)
+    by_kind = {}
+    for kind in KINDS:
+        asked = counted & (test.kinds == kind)
+        by_kind[kind] = [_percent(right[asked]), int(asked.sum())]
+    found = {
         "right": _percent(right[counted]),
-        "interval": [round(100 * low, 1), round(100 * high, 1)],
+        "interval": [_percent([low]), _percent([high])],
         "tokens": round(float(np.mean(answers.kept)), 1),
-        "needles kept": _percent(share) if len(share) else None,
-        "kinds": {
-            str(kind): [_percent(right[counted & (test.kinds == kind)]), int((counted & (test.kinds == kind)).sum())]
-            for kind in KINDS
-        },
+        "needles kept": _percent(share[~np.isnan(share)]),
+        "kinds": by_kind,
         "other words": _percent(right[test.marked("other_words") & ~test.marked("doubtful")]),
         "doubtful": _percent(right[test.marked("doubtful")]),
-        "list": _percent(right[test.kinds == "list"]),
+        "rights": "".join(str(int(hit)) for hit in right[counted]),  # of each question in turn
+        "clips": test.videos[counted].tolist(),
     }
+    if answers.seen:
+        seen = np.array(answers.seen).round(4)
+        asked = counted & np.isin(test.kinds, YES_OR_NO)
+        there = np.array([bool(line["evidence"]) for line in test.rows])
+        found["seen, there"] = seen[asked & there].tolist()
+        found["seen, missing"] = seen[asked & ~there].tolist()
+    return found
 
 
-def budget(test: RealTest, result: dict[str, Any]) -> dict[str, Any]:
-    """The model's own budget beside a constant one of equal mean, and how it follows the needles."""
-    counted, own = test.counted, result["crowds, its own budget"]
-    right = np.array([[*map(int, result[f"{count} tokens"]["rights"])] for count in LADDER]).T[counted]
-    kept, needles = np.array(own["kepts"]), np.array([len(found) for found in test.needles])
-    mean = float(kept[counted].mean())
-    lead = np.array([*map(float, own["rights"])])[counted] - constant_right(right, LADDER, mean)
-    low, high = interval(lead, test.videos[counted])
-    some = needles > 0
+def ways_elsewhere(result: Mapping[str, Any]) -> list[str]:
+    """What all videos of [`ELSEWHERE`] were asked: the ending of their records, and the way."""
+    first = f"video-{ELSEWHERE[0]}"
+    endings = [name.removeprefix(first) for name in result if name.startswith(first)]
+    return [ending for ending in endings if all(f"video-{name}{ending}" in result for name in ELSEWHERE)]
+
+
+def over_videos(result: Mapping[str, Any], ending: str) -> dict[str, Any]:
+    """Per cent right over the videos of [`ELSEWHERE`], with intervals over videos and over clips, and of each."""
+    rows = {name: result[f"video-{name}{ending}"] for name in ELSEWHERE}
+    right = np.array([int(hit) for row in rows.values() for hit in row["rights"]], dtype=float)
+    videos = np.array([name for name, row in rows.items() for _ in row["rights"]])
+    clips = np.array([clip for row in rows.values() for clip in row["clips"]])
     return {
-        "tokens": round(mean, 1),
-        "spread": round(float(kept[counted].std()), 1),
-        "over constant": [round(100 * float(value), 1) for value in (lead.mean(), low, high)],
-        "follows needles": round(spearman(kept, needles), 2) if kept.std() else None,
-        "of those with needles": round(spearman(kept[some], needles[some]), 2) if kept[some].std() else None,
-        "tokens by kind": {str(k): round(float(kept[test.kinds == k].mean()), 1) for k in np.unique(test.kinds)},
+        "right": _percent(right),
+        "over videos": [_percent([edge]) for edge in interval(right, videos)],
+        "over clips": [_percent([edge]) for edge in interval(right, clips)],
+        "questions": len(right),
+        "by video": {name: row["right"] for name, row in rows.items()},
     }
 
 
-def _percent(values: Any) -> float | None:
-    return round(100 * float(np.mean(values)), 1) if len(values) else None
+def seen_elsewhere(result: Mapping[str, Any]) -> dict[str, Any]:
+    """How often `seen` is larger for what a crowd shows than for what it, or a background alone, does not show."""
+    seen: dict[str, list[float]] = {"there": [], "missing": [], "missing, plain": []}
+    by_video = {}
+    for name in ELSEWHERE:
+        crowds = result.get(f"video-{name}, 8 tokens")
+        plain = result.get(f"video-{name}-plain, 8 tokens")
+        if crowds is None or plain is None:
+            return {}
+        seen["there"] += crowds["seen, there"]
+        seen["missing"] += crowds["seen, missing"]
+        seen["missing, plain"] += plain["seen, missing"]
+        by_video[name] = round(area_under_curve(crowds["seen, there"], crowds["seen, missing"]), 3)
+    areas = {name: round(area_under_curve(seen["there"], seen[name]), 3) for name in ("missing", "missing, plain")}
+    return {"areas": areas, "by video": by_video, "questions": {name: len(values) for name, values in seen.items()}}
+
+
+def budget(test: RealTest, answers: Answers) -> dict[str, Any]:
+    """What the model's own budget follows: the tokens that show the answer, with lists and without."""
+    kept = np.array(answers.kept)
+    needles = np.array([len(found) for found in test.needles])
+    groups = {"all": needles >= 0, "with needles": needles > 0}
+    groups["with needles, no lists"] = groups["with needles"] & (test.kinds != "list")
+    follows = {}
+    for name, group in groups.items():
+        if kept[group].std():
+            follows[name] = round(spearman(kept[group], needles[group]), 2)
+    by_kind = {str(kind): round(float(kept[test.kinds == kind].mean()), 1) for kind in np.unique(test.kinds)}
+    return {"kepts": kept.tolist(), "follows": follows, "tokens by kind": by_kind}
+
+
+def _percent(shares: Any) -> float | None:
+    return round(100 * float(np.mean(shares)), 1) if len(shares) else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("records", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--only", default="", help="a regular expression of the figures' names")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -60,6 +60,7 @@ WORDINGS: Final[Mapping[str, tuple[Sequence[str], Sequence[str]]]] = {
         ["List the things that are shown.", "Which things appear?"],
     ),
 }
+YES_OR_NO = ("present", "absent", "some")  # asked in the same words about what is there and what is not
 # What the base and its selector learn beside the first of each; no record to test with has one.
 FURTHER: Final[Mapping[str, Sequence[str]]] = {
     "present": ["Is {a} in the video?", "Does the clip show {a}?", "Was {a} filmed?"],

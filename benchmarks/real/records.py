@@ -14,7 +14,7 @@ from .clips import CROWD_SECONDS, clip_scene, film_scene
 from .questions import ask_scene
 from .world import Pictures
 
-FIRST = {"train": 1_000_000, "validation": 0, "test": 0}  # the train records' clips are none that the base learned from
+FIRST = {"train": 1_000_000}  # the train records' clips are none that the base learned from
 
 
 def write_records(
@@ -27,6 +27,7 @@ def write_records(
     held_out: bool = False,
     things: str = "trained",
     crowd: bool = True,
+    plain: bool = False,
 ) -> Path:
     """
     Renders clips of crowds into `out` and writes records of them. What is on disk is not rendered again.
@@ -37,27 +38,29 @@ def write_records(
         held_out: in wordings, with synonyms and about kinds that are never trained.
         things: which set of [`Pictures.of`] is shown; "drawing" and "thing" are never trained.
         crowd: else clips as the base learned from.
+        plain: backgrounds without things, about which something is asked all the same.
 
     Returns:
-        `SPLIT.jsonl` in `out`, with `-held-out`, `-drawing`, `-32s` or `-few` in its name where that is so.
+        `SPLIT.jsonl` in `out`, with `-held-out`, `-drawing`, `-32s`, `-few` or `-plain` in its name where that is so.
     """
     pictures = Pictures(work)
     names = tuple(dict.fromkeys(pictures.names[drawing] for drawing in pictures.of(things)))
     rows = []
-    kinds = {things: things != "trained", f"{seconds}s": seconds != 8, "few": not crowd}
+    kinds = {things: things != "trained", f"{seconds}s": seconds != 8, "few": not crowd, "plain": plain}
     marks = "".join(f"-{mark}" for mark, is_so in kinds.items() if is_so)
-    for seed in range(FIRST[split], FIRST[split] + clips):
+    first = FIRST.get(split, 0)
+    for seed in range(first, first + clips):
         video = f"{split}{marks}/{seed:07d}-{seconds}s.mp4"
         if seconds > CROWD_SECONDS:
             scene, frames, shown = film_scene(pictures, seed, split, seconds // CROWD_SECONDS)
         else:
-            scene, frames, shown = clip_scene(pictures, seed, split, seconds, crowd, pictures.of(things))
+            scene, frames, shown = clip_scene(pictures, seed, split, seconds, crowd, pictures.of(things), plain)
         if not (out / video).is_file():
             (out / video).parent.mkdir(parents=True, exist_ok=True)
             write_mp4(out / f"{video}.part.mp4", frames, FPS)
             (out / f"{video}.part.mp4").replace(out / video)
         for question in ask_scene(scene, questions, seed, held_out, names, further=split == "train"):
-            if question.doubtful and split != "test":
+            if question.doubtful and split in ("train", "validation"):
                 continue
             about = [place for place, thing in enumerate(scene.things) if thing.name in question.about]
             evidence = [sightings(shown == place) for place in about]

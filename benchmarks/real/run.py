@@ -10,19 +10,17 @@ from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import is_finished, last_checkpoint, run_stages
 
 from ..bases import REAL
-from ..drawing import draw_kept_tokens
-from ..world.scene import FPS
 from .base import save_base, save_parts
-from .clips import SECONDS, clip_scene
-from .fetch import ATTRIBUTION, fetch
+from .clips import SECONDS
+from .fetch import ATTRIBUTION, ELSEWHERE, fetch
 from .reading import train_reading
 from .records import write_records
 from .tower import train_tower
 from .work import HALVES
-from .world import Pictures
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/qtsplus-3b.yaml"
 RECORDS = {"train": 120, "validation": 24, "test": 160}  # clips
+CLIPS_ELSEWHERE = 10  # of each video
 # Where the words of a question look at what they name, on validation clips: by their own question these heads find most
 # of it, and by another question of the same clip least.
 HEADS = [[2, 4], [5, 6], [8, 0], [8, 1], [9, 2], [14, 3], [15, 6], [15, 7]]
@@ -43,7 +41,6 @@ SECOND = (
     *("model.selector.target_n=12", "model.selector.rho_max=0.2", "training.retention_share=0"),
     *("training.learning_rate=1.0e-3", "training.max_steps=150"),
 )
-SHOWN = 5_000_045  # a scene over Big Buck Bunny
 ASKED = (
     "What can be seen?",
     "Is there anything to eat?",
@@ -76,7 +73,20 @@ def make_real(work: Path, minutes: float, say: Callable[[str], None] = print) ->
     for split, clips in RECORDS.items():
         say(f"Clips with questions: {write_records(work, work / 'records', split, clips, max(SECONDS))}")
     write_records(work, work / "records", "test", RECORDS["test"], max(SECONDS), held_out=True)
+    write_elsewhere(work)
     return teach_selector(work)
+
+
+def write_elsewhere(work: Path) -> list[Path]:
+    """Records about videos that taught nothing: in trained wordings, in free ones, and of the videos alone."""
+    paths = []
+    for name in ELSEWHERE:
+        for held_out, plain in ((False, False), (True, False), (False, True)):
+            path = write_records(
+                work, work / "records", f"video-{name}", CLIPS_ELSEWHERE, held_out=held_out, plain=plain
+            )
+            paths.append(path)
+    return paths
 
 
 def teach_selector(work: Path) -> Path:
@@ -88,18 +98,6 @@ def teach_selector(work: Path) -> Path:
         begun = any(is_finished(stage.output_dir) or last_checkpoint(stage.output_dir) for stage in stages)
         run_stages(stages, resume=begun)
     return stages[-1].output_dir
-
-
-def draw_real(work: Path, path: Path) -> None:
-    """What is kept for two questions about drawings over Big Buck Bunny, in a clip that no training saw."""
-    _, frames, _ = clip_scene(Pictures(work), SHOWN, "train", max(SECONDS), crowd=True)
-    model, processor = load(work / "qtsplus")
-    video, kept = encode(model, processor, frames, fps=FPS), []
-    for question in ("Is there a car?", "Which animal can you see?"):
-        answer = ask(model, processor, video, question, max_new_tokens=8, max_visual_tokens=8)
-        count = f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens"
-        kept.append((f"“{question}” {answer.answer}: {count}", answer.keep_map))
-    draw_kept_tokens(frames[::2], kept, 1.0, path)
 
 
 def ask_real(work: Path) -> tuple[Path, list[tuple[str, Answer, Answer]]]:

@@ -23,7 +23,6 @@ from qtsplus.asking.summaries import Summary, chapter_steps, summarise
 from qtsplus.common.journals import write_json
 from qtsplus.video.encoded import EncodedVideo
 
-from ..intervals import share_interval
 from ..world.scene import FPS
 from .clips import CROWD_SECONDS, film_scene
 from .keeping import BUDGETS, WAYS
@@ -35,7 +34,6 @@ PROMPT = "Summarise the video."
 PARTS = 8  # crowds in which no name comes twice
 FILMS = {"32 s": (0.5, 4), "10 min": (9, 4), "60 min": (56, 3)}  # how many times [`PARTS`] crowds, and how many films
 CHAPTER = 8.0  # seconds at most, or as many more as leave a token for each chapter
-SHOWN = ("told", "order within chapters", "invented", "at another time", "names in the overview")
 SEED = 40_000  # of films that nothing else shows
 Event = tuple[str, np.ndarray]  # a name, and the tokens `[n]` that show it
 
@@ -170,35 +168,6 @@ def run_telling(work: Path, folder: str, out: Path, lengths: list[str], budgets:
                 note(f"{name}: all told", film.summarised, selection="all")
 
 
-def tables(result: dict[str, Any]) -> Iterator[str]:
-    """Of each length a table in Markdown: per cent, and of several films their interval."""
-    for length in FILMS:
-        films = [name for name in result if re.fullmatch(rf"{length}, \d+", name)]
-        if not films:
-            continue
-        shares = [f"{size:,}: {what}" for size in BUDGETS for what in SHOWN]
-        yield f"\n{length}, {len(films)} films, {sum(result[name]['events'] for name in films):,} events\n"
-        yield "\n".join([f"| kept by | {' | '.join(shares)} |", f"|---|{'---:|' * len(shares)}"])
-        for way in WAYS:
-            cells = []
-            for size in BUDGETS:
-                told = [result.get(f"{name}: {way}, {size} told", {}) for name in films]
-                cells += [_cell([one.get(what) for one in told]) for what in SHOWN]
-            yield f"| {way} | {' | '.join(cells)} |"
-        every = [result.get(f"{name}: all told", {}) for name in films]
-        yield f"all tokens: {', '.join(f'{what} {_cell([one.get(what) for one in every])}' for what in SHOWN)}"
-
-
-def _cell(values: list[float | None]) -> str:
-    """The mean of films, and its interval unless all are the same."""
-    if None in values:
-        return ""
-    found = share_interval(np.array(values, dtype=float), np.arange(len(values)))
-    if len({*values}) == 1:
-        return f"{100 * float(values[0] or 0):.0f}"
-    return f"{100 * found['mean']:.0f} [{100 * found['low']:.0f}, {100 * found['high']:.0f}]"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
@@ -209,7 +178,6 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     run_telling(given.work, given.model, given.out, given.film or list(FILMS), given.budget or [*BUDGETS, math.inf])
-    print(*tables(json.loads(given.out.read_text(encoding="utf-8"))), sep="\n")
 
 
 if __name__ == "__main__":

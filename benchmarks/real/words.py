@@ -69,4 +69,5 @@ FOOTAGE: Final[Mapping[str, frozenset[str]]] = {
         {"car", "bus", "truck", "bicycle", "house", "tree", "shoe", "vehicle", "building", "plant", "clothing"}
         | {"a living creature"}
     ),
+    "photographs": frozenset({"lion", "cat", "animal", "a living creature", "tree", "plant", "building"}),
 }

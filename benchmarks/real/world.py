@@ -290,6 +290,8 @@ def token_things(owners: np.ndarray, count: int) -> np.ndarray:
         `[time, height, width]` int64: the thing's place, [`NOTHING`] or [`UNCLEAR`].
     """
     frames, height, width = owners.shape
+    if count == 0:
+        return np.full((frames // FPS, height // CELL, width // CELL), NOTHING)
     cells = owners.reshape(frames // FPS, FPS, height // CELL, CELL, width // CELL, CELL)
     cells = cells.transpose(0, 2, 4, 1, 3, 5).reshape(frames // FPS, height // CELL, width // CELL, -1)
     shares = np.stack([(cells == number).mean(-1) for number in range(count)], -1)

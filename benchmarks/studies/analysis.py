@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
@@ -17,19 +16,11 @@ from qtsplus.data.records import VideoRecord
 from qtsplus.model.selector_qtsplus import find_threshold
 from qtsplus.training.features import encode_files
 
-from ..files import save_figure
 from ..intervals import correlation, share_interval
 from ..prompts import compress, model_inputs
 
 # What the paper's budget head sees, and the gate's threshold: what the paper holds against rho.
-QUANTITIES = {
-    "sq_mean": "mean query embedding s_q",
-    "log_m": "log M",
-    "r_max": "peak relevance r_max",
-    "entropy": "entropy H(p)",
-    "threshold": "threshold t on r",
-    "log_threshold": "threshold t on log r",
-}
+QUANTITIES = ("sq_mean", "log_m", "r_max", "entropy", "threshold", "log_threshold")
 # Of QTSplus-3B, in the paper's appendix.
 PUBLISHED = {"sq_mean": 0.2868, "log_m": -0.4834, "r_max": -0.0788, "entropy": -0.4911, "threshold": -0.8998}
 
@@ -44,7 +35,7 @@ def run_analysis(
     progress: bool = True,
 ) -> Path:
     """
-    Lets the model choose for every question with its own budget: `analysis.json` and `.png`. Questions about videos
+    Lets the model choose for every question with its own budget: `analysis.json`. Questions about videos
     that cannot be read are left out, and counted.
 
     Args:
@@ -64,7 +55,6 @@ def run_analysis(
         video = features.load(str(record.video), record.fps)
         measured.append(None if video is None else measure(model, processor, record, video))
     document = summarise_choices(records, measured)
-    save_figure(draw(document), target.with_suffix(""))
     write_json(target, document)
     return target
 
@@ -126,19 +116,3 @@ def summarise_choices(records: Sequence[VideoRecord], measured: Sequence[Mapping
         "rho": {"mean": float(columns["rho"].mean()), **share_interval(columns["rho"], clusters)},
         "pairs": [{"video": name, "kind": record.kind, **one} for name, (record, one) in zip(names, read, strict=True)],
     }
-
-
-def draw(document: Mapping[str, Any]) -> Figure:
-    """The paper's scatters: rho against each of [`QUANTITIES`], a point per question, and the least-squares line."""
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    rho = np.array([pair["rho"] for pair in document["pairs"]])
-    for axes, (name, title) in zip(figure.subplots(2, 3).flat, QUANTITIES.items(), strict=True):
-        values = np.array([pair[name] for pair in document["pairs"]])
-        axes.scatter(values, rho, s=6, alpha=0.4, color="#0b6e99", linewidths=0)
-        if figures := document["correlations"][name]:
-            ends = np.array([values.min(), values.max()])
-            axes.plot(ends, np.polyval(np.polyfit(values, rho, 1), ends), "--", color="#c0392b")
-            title += ": r = {r:+.2f} ({low:+.2f} to {high:+.2f})".format(**figures)
-        axes.set_title(title, fontsize=9)
-        axes.set_ylabel("rho")
-    return figure

@@ -70,7 +70,6 @@ def test_a_run_leaves_out_what_cannot_be_read_and_encodes_nothing_twice(
     assert (document["questions"], document["videos"], document["unreadable"]) == (len(records), 4, 1)
     assert set(document["correlations"]) == set(analysis.QUANTITIES)
     assert len(document["pairs"]) == len(records) and document["published"]["entropy"] == -0.4911
-    assert (tmp_path / "analysis.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="is there already"):
         run_analysis(model, tiny_processor, asked, tmp_path, **call)
     assert json.loads((tmp_path / "analysis.json").read_text()) == document
@@ -85,10 +84,6 @@ def test_longer_videos_with_smaller_shares_correlate():
     ]
     document = summarise_choices(records, measured)
     assert document["correlations"]["log_m"]["r"] < -0.9 and document["correlations"]["r_max"] == {}
-    panels = dict(zip(analysis.QUANTITIES, analysis.draw(document).axes, strict=True))
-    assert all(len(axes.collections[0].get_offsets()) == 2 * len(lengths) for axes in panels.values())
-    (line,) = panels["log_m"].lines
-    assert line.get_ydata()[0] > line.get_ydata()[1] and not panels["r_max"].lines
     assert document["rho"]["mean"] == pytest.approx(np.mean([10 / m for m in lengths]))
     assert document["rho"]["low"] < document["rho"]["mean"] < document["rho"]["high"]
     with pytest.raises(ValueError, match="expected at least two"):

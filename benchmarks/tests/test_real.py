@@ -14,15 +14,19 @@ from benchmarks.bases import REAL
 from benchmarks.real import work
 from benchmarks.real.base import IDS, make_config
 from benchmarks.real.clips import Clip, clip_scene, join
-from benchmarks.real.measure import RealTest, of_same_videos, with_another_thing
-from benchmarks.real.questions import FURTHER, OTHER_WORDS, WORDINGS, Question, ask_scene, join_things
+from benchmarks.real.fetch import ELSEWHERE, SPLITS
+from benchmarks.real.labels import calibrate_seen, make_lessons, teach
+from benchmarks.real.measure import of_same_videos, over_videos, seen_elsewhere, ways_elsewhere, with_another_thing
+from benchmarks.real.questions import FURTHER, OTHER_WORDS, WORDINGS, YES_OR_NO, Question, ask_scene, join_things
 from benchmarks.real.reading import Packer, Reader, answer_loss
 from benchmarks.real.records import sightings
 from benchmarks.real.words import KINDS, NAMES, OTHER_DRAWINGS, OTHER_THINGS
-from benchmarks.real.world import SPLITS, make_scene, render
+from benchmarks.real.world import make_scene, render
 from qtsplus.evaluation.labelled import Sighting, sighting_tokens
+from qtsplus.model.configuration_qtsplus import QTSplusConfig
+from qtsplus.model.selector_qtsplus import QTSplusSelector
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?<|>_ \n"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?<|>_.,:; \n"
 
 
 class Pictures:
@@ -50,8 +54,9 @@ def test_what_is_never_trained_is_not_trained():
     assert not set(OTHER_THINGS) & set(NAMES) and set(OTHER_DRAWINGS) <= set(NAMES)
     for kind, (trained, held_out) in WORDINGS.items():
         assert not {*trained, *FURTHER[kind]} & set(held_out) and not set(trained) & set(FURTHER[kind])
-    films = [film for split, films in SPLITS.items() for film in films if split != "varied"]
-    assert len(films) == len(set(films)) and not set(SPLITS["varied"]) & {*SPLITS["test"], *SPLITS["validation"]}
+    films = [film for split in ("train", "validation", "test") for film in SPLITS[split]]
+    assert len(films) == len(set(films)) and not set(SPLITS["train"]) & set(ELSEWHERE)
+    assert not set(SPLITS["varied"]) & {*SPLITS["test"], *SPLITS["validation"]}
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -183,15 +188,6 @@ def test_a_packed_question_is_read_as_alone(monkeypatch):
     assert begin == len(scores)
 
 
-def test_a_packed_text_is_the_prompt_of_a_text():
-    packed = Packer(tokenizer).pack(
-        [Clip(torch.zeros(0, 64), torch.zeros(0, 3).long(), 0, (Question("join", "A", "B"),))]
-    )
-    ids = tokenizer("<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nB<|im_end|>")["input_ids"]
-    assert packed["input_ids"].tolist() == [ids] and not packed["visual"].any()
-    assert packed["positions"].tolist() == 3 * [[list(range(len(ids)))]]
-
-
 def test_the_trained_parts_fit_their_model():
     """The language model itself is fetched when the model is built; what was taught here is small and committed."""
     path = REAL / "parts.safetensors"
@@ -204,11 +200,41 @@ def test_the_trained_parts_fit_their_model():
     assert {name: part.shape for name, part in load_file(path).items()} == expected
 
 
-def test_a_selection_without_the_needles():
-    test = SimpleNamespace(needles=[[1, 4], []])
-    select = RealTest.without_needles(test)  # type: ignore[arg-type]
-    candidates = SimpleNamespace(log_relevance=torch.tensor([0.0, 9.0, 1.0, 2.0, 8.0, -1.0]))
-    assert select(candidates, 2).tolist() == [2, 3] and select(candidates, 2).tolist() == [1, 4]
+def test_labels_teach_a_selector_what_is_there(pictures):
+    base = small_base()
+    selector = QTSplusSelector(
+        QTSplusConfig(reduction="mean", null_token=True, reencode_layers=0), 64, 1, 1, mrope_section=(8, 12, 12)
+    )
+    lessons = make_lessons(pictures, base, tokenizer, "varied", 8)
+    for number, lesson in enumerate(lessons):
+        is_plain = number % 4 == 3
+        shown = [bool(needles.any()) for needles in lesson.needles]
+        assert any(shown) != is_plain and len(lesson.queries) == len(lesson.kinds) == len(shown)
+        assert is_plain or all(shown[place] for place, kind in enumerate(lesson.kinds) if kind not in YES_OR_NO)
+    losses = teach(selector, lessons, 0, steps=30)
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    threshold, area = calibrate_seen(selector, lessons)
+    assert 0 < threshold < 1 and area > 0.5
+
+
+def asked_of(video, seen, rights):
+    there, missing = seen
+    row = {"right": 50.0, "rights": rights, "clips": [f"{video} {place}" for place in range(len(rights))]}
+    return row | {"seen, there": there, "seen, missing": missing}
+
+
+def test_figures_elsewhere_are_means_over_the_videos():
+    result = {}
+    for video in ELSEWHERE:
+        result[f"video-{video}, 8 tokens"] = asked_of(video, ([0.9, 0.6], [0.5, 0.7]), "10")
+        result[f"video-{video}-plain, 8 tokens"] = asked_of(video, ([], [0.1]), "1")
+    result["video-bikes, all tokens"] = asked_of("bikes", ([], []), "1")  # not asked of all videos yet
+    assert ways_elsewhere(result) == [", 8 tokens", "-plain, 8 tokens"]
+    crowds = over_videos(result, ", 8 tokens")
+    assert crowds["right"] == 50.0 and crowds["over videos"] == [50.0, 50.0] and crowds["questions"] == 10
+    found = seen_elsewhere(result)
+    assert found["areas"] == {"missing": 0.75, "missing, plain": 1.0}
+    assert found["questions"] == {"there": 10, "missing": 10, "missing, plain": 5}
 
 
 def test_another_thing_is_asked_for():

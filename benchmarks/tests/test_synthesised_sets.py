@@ -113,12 +113,9 @@ THERE = [*VQA, *SERVER]
         ([*VSCQ1, "--extra-body", "3"], "JSON object"),
         ([*VSCQ1, "--out", ""], "is empty"),
         ([*VSCQ1, "--out", "captions.jsonl"], "is a file; expected a folder"),
-        (["vscq1", "", *SERVER], "is empty"),
         (["vscq1", "missing.jsonl", *SERVER], "There is no file"),
         (["vscq2", "captions.jsonl", *SERVER], "is no single-choice question"),
-        ([*THERE, "--out", "captions.jsonl"], "is a file; expected a folder"),
         ([*THERE, "--media-root", "nowhere"], "no folder"),
-        ([*THERE, "--media-root", ""], "is empty"),
     ],
 )
 def test_bad_command_lines(tmp_path, monkeypatch, arguments, message):
@@ -133,10 +130,3 @@ def test_bad_command_lines(tmp_path, monkeypatch, arguments, message):
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out" / "journal.jsonl").exists()
-
-
-@pytest.mark.parametrize("option", ["--concurrency=1000000000", "--frames=1000000000", "--limit=0"])
-def test_absurd_numbers_are_refused(tmp_path, option):
-    result = CliRunner().invoke(app, ["make", *THERE, "--out", str(tmp_path / "out"), option])
-    assert result.exit_code == 2 and "should be" in " ".join(result.stderr.split()), result.stderr
-    assert not (tmp_path / "out").exists()

@@ -1,11 +1,11 @@
-"""What a summary tells of known events, and the tables of films."""
+"""What a summary tells of known events."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from benchmarks.real.telling import SHOWN, score, tables
+from benchmarks.real.telling import score
 from qtsplus.asking.summaries import Chapter, Summary
 
 CELLS = 4  # tokens of a step
@@ -42,20 +42,6 @@ def test_order_is_that_of_what_is_told():
     trumpet = told("A trumpet, a trumpet and the ant", "The antelope")
     assert trumpet["invented"] == 1 / 2, "a name counts once"
     assert trumpet["at another time"] == 0, "no trumpet is ever shown"
-
-
-def test_tables_have_an_interval_over_films_and_no_gap_is_filled():
-    films = {f"10 min, {n}": {"events": 300} for n in range(3)}
-    row = dict(zip(SHOWN, (0.5, 1.0, 0.2, 0.1, 0.1), strict=True))
-    for n, name in enumerate(list(films)):
-        films[f"{name}: uniform, 64 told"] = {**row, "told": 0.4 + 0.1 * n}
-    text = "\n".join(tables({**films, "32 s, 0": {"events": 5}, "32 s, 0: all told": row}))
-    assert (
-        "10 min, 3 films, 900 events" in text and "all tokens: told 50, order within chapters 100, invented 20" in text
-    )
-    cells = next(line for line in text.splitlines() if line.startswith("| uniform | 50")).split(" | ")
-    assert cells[1] == "50 [25, 75]" and cells[6] == "", "0.1 * 4.303 / sqrt(3)"
-    assert "60 min" not in text
 
 
 def test_a_film_that_stops_short_tells_less():
