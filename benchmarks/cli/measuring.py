@@ -119,7 +119,7 @@ def waits(out: Results = RESULTS) -> None:
         from ..speed.waits import run_waits
 
         file = run_waits(out)
-    _print_figures(file)
+    wrote(file)
 
 
 def methods(out: Results = RESULTS) -> None:
@@ -128,7 +128,7 @@ def methods(out: Results = RESULTS) -> None:
         from ..speed.method_shares import run_methods
 
         file = run_methods(out)
-    _print_figures(file)
+    wrote(file)
 
 
 def efficiency(

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from qtsplus.hub.backbones import backbone_of
 from qtsplus.model.lm_attention_qtsplus import attention_layer, frame_groups
 from qtsplus.model.selector_qtsplus import kept_count
 
-from ..tables import markdown_table
 from .clock import now
 
 
@@ -374,14 +373,3 @@ def faster_dtype(device: str) -> torch.dtype:
     if torch.device(device).type == "cuda":
         return torch.bfloat16
     return max((torch.bfloat16, torch.float32), key=lambda dtype: probe(device, dtype, size=512).flops)
-
-
-def cost_table(costs: dict[str, dict[str, Cost]], devices: Sequence[Device]) -> str:
-    """Markdown: a row for each stage of either side, with the floor on each device."""
-    heads = ["side", "stage", "TFLOP", "GB", *(f"{device.name}, s" for device in devices)]
-    rows = []
-    for side, stages in costs.items():
-        for stage, cost in stages.items():
-            numbers = [cost.flops / 1e12, cost.bytes / 1e9, *(device.floor(cost) for device in devices)]
-            rows.append([side, stage.replace("_", " "), *(f"{number:.3g}" for number in numbers)])
-    return "\n".join(markdown_table(heads, rows, texts=2))

@@ -55,13 +55,19 @@ def run_methods(out: Path, *, tokens: int = TOKENS, shape_name: str = "layers", 
             "dtype": "bfloat16",
             "paper_tokens": PAPER_TOKENS,
         },
-        "figures": {f"share_{name}": share["measured"] for name, share in shares.items()},
         "measured": measured,
         "shares": shares,
     }
+    return write_result(out / "methods-cpu.json", document, page(document))
+
+
+def page(document: dict[str, Any]) -> str:
+    """Everything as Markdown."""
+    measured = document["measured"]
+    tokens = document["settings"]["tokens"]
     devices = [device.name for device in DATA_SHEETS]
     rows = []
-    for name, share in shares.items():
+    for name, share in document["shares"].items():
         cells = [f"{share[device]:.2%}" for device in devices]
         rows.append([name, f"{measured['seconds'][name]:.2f}", f"{share['measured']:.2%}", *cells])
     lines = [
@@ -75,7 +81,7 @@ def run_methods(out: Path, *, tokens: int = TOKENS, shape_name: str = "layers", 
         "",
         *markdown_table(["method", "s", "measured", *devices], rows),
     ]
-    return write_result(out / "methods-cpu.json", document, "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def measure_methods(tokens: int, shape_name: str, whole: str) -> dict[str, Any]:

@@ -46,23 +46,24 @@ def run_waits(out: Path, *, frames: Sequence[int] = FRAMES, retentions: Sequence
         },
         "frames": by_frames,
         "retentions": by_share,
-        "figures": {
-            f"{step}_waits_{side}": by_frames[frames[-1]][step][side][0]
-            for step in ("prefill", "decoding step")
-            for side in SIDES
-        },
     }
+    return write_result(out / "waits.json", document, page(document))
+
+
+def page(document: dict[str, Any]) -> str:
+    """Everything as Markdown."""
+    by_frames, by_share = document["frames"], document["retentions"]
     lines = [
         "# Waits for the host",
         "",
         "A narrow model with the layers of Qwen2.5-VL-3B (36, and 32 of vision).",
         "Each cell: waits, and kernels in brackets. Made by `python -m benchmarks waits`.",
         "",
-        *_table([f"{count} frames" for count in frames], list(by_frames.values())),
+        *_table([f"{count} frames" for count in by_frames], list(by_frames.values())),
         "",
-        *_table([f"{share:.0%} kept" for share in retentions], list(by_share.values())),
+        *_table([f"{float(share):.0%} kept" for share in by_share], list(by_share.values())),
     ]
-    return write_result(out / "waits.json", document, "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def _table(heads: list[str], columns: list[Counts]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from benchmarks.machine import steps
 from benchmarks.speed.results import SUMMARY, spread, summarise
-from benchmarks.tables import markdown_table
 from qtsplus.common.journals import write_json
 
 
@@ -36,7 +35,3 @@ def test_progress_goes_to_standard_error(capsys):
     with steps("speed-cpu", 1, progress=False) as step:
         step("1 of 1")
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_table():
-    assert markdown_table(["a", "b"], [["x|y", "1"]]) == ["| a | b |", "|---|---:|", "| x\\|y | 1 |"]
