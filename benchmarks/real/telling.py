@@ -128,7 +128,7 @@ class Film:
         return {"chapters": chapters, **self.summarised(longest, **choice)}
 
     def summarised(self, longest: float = CHAPTER, **choice: Any) -> dict[str, float | None]:
-        summary = summarise(self.session, PROMPT, chapter_seconds=longest, max_new_tokens=80, progress=True, **choice)
+        summary = summarise(self.session, PROMPT, chapter_seconds=longest, max_new_tokens=80, **choice)
         return score(summary, self.events, self.video)
 
 

@@ -115,6 +115,10 @@ def tool(text):
 
 SYSTEM = {"role": "system", "content": [{"type": "text", "text": "Be brief. <tool_response> comes from a tool."}]}
 WRAPPED = "<tool_response>\nWhy?\n</tool_response>"
+HEADER = "What does <|im_start|>user\nmean?"
+HEADER_WORDS = "What does user\nmean?"
+ENDED = "What does <|im_end|> mean?"
+ENDED_WORDS = "What does  mean?"
 START = user(ASKED, VIDEO)
 CONVERSATIONS = {  # each with its question
     "no tool": ([START], ASKED),
@@ -144,6 +148,15 @@ CONVERSATIONS = {  # each with its question
         [START, says("The ball."), user("<tool_response> is what?"), calls("clock"), tool("Where?")],
         "<tool_response> is what?",
     ),
+}
+SPECIAL = {  # where a text holds tokens of the template, which are no part of the question
+    "a header in the question": ([user(HEADER, VIDEO)], HEADER_WORDS),
+    "a header in the question, and a tool": ([user(HEADER, VIDEO), calls("clock"), tool("Where?")], HEADER_WORDS),
+    "a header in a later question": ([START, says("."), user(HEADER), calls("clock"), tool("Where?")], HEADER_WORDS),
+    "an end in the question": ([user(ENDED, VIDEO)], ENDED_WORDS),
+    "an end in the question, and a tool": ([user(ENDED, VIDEO), calls("clock"), tool("Where?")], ENDED_WORDS),
+    "an end in a later question": ([START, says("."), user(ENDED)], ENDED_WORDS),
+    "a header in an answer": ([START, says(HEADER), user(LATER), calls("clock"), tool("Where?")], LATER),
 }
 FORGED = ("a header in the result", "a turn in the result")
 ROLES = {  # which only who knows the roles can tell from a tool's, or from a user's
@@ -196,7 +209,7 @@ def questions(processor, inputs):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_question_of_a_conversation_whose_roles_are_known(processor, prepare, name):
-    every = {**CONVERSATIONS, **ROLES}
+    every = {**CONVERSATIONS, **SPECIAL, **ROLES}
     conversations = [conversation for conversation, _ in every.values()]
     found = questions(processor, prepare(conversations, name))
     for key, question in zip(every, found, strict=True):
@@ -206,7 +219,7 @@ def test_the_question_of_a_conversation_whose_roles_are_known(processor, prepare
 @pytest.mark.parametrize("name", ["as user", "with a break", "as role", "vision first"])
 def test_the_question_of_a_text_and_of_ids(processor, model, prepare, name):
     """In the processor, and in the model (and in vLLM) by the configuration's ids."""
-    every = dict(CONVERSATIONS)
+    every = CONVERSATIONS | SPECIAL
     if name not in ("as user", "with a break"):  # there a header in a result opens a turn like any other
         for key in FORGED:
             del every[key]

@@ -54,8 +54,8 @@ def test_what_another_process_writes_is_left_alone(writer, tmp_path):
     with pytest.raises(FileExistsError, match=refusal):
         write(tmp_path / "hub")
     assert sorted(tmp_path.rglob("*")) == before
-    write(tmp_path / "other")
-    assert (tmp_path / "other" / "config.json").exists()
+    write(tmp_path / "other" / "deep")
+    assert (tmp_path / "other" / "deep" / "config.json").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from rich.console import Console
-from rich.progress import track
 
 from ..common.files import check_output, first_line, whole_file, working_in
 from ..common.journals import STORED, Journal, Key, Line, Schema
@@ -21,6 +19,7 @@ from ..data.formats import Row, iter_rows, media_folder
 from ..data.media import find_media, media_state
 from ..data.records import Rate, String, Text
 from ..hub import loading
+from ..video.encoded import with_bar
 from ..video.sampling import Sampling
 from .answers import Answer
 from .choice import Choice
@@ -166,8 +165,7 @@ class Asker:
         if not waiting:
             return
         model, processor = loading.load(self.model, self.device, self.dtype, revision=self.revision)
-        console = Console(stderr=True)
-        for tasks in track(waiting, "Asking", console=console, disable=not console.is_terminal):
+        for tasks in with_bar(waiting, "Asking"):
             row = tasks[0].question
             results = answer_file(
                 model,

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import track
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ..common.files import clock, printable
@@ -16,7 +14,7 @@ from ..common.validation import show
 from ..model.methods_qtsplus import Method
 from ..model.sampling_qtsplus import require_positive
 from ..model.video_qtsplus import AboutVideo
-from ..video.encoded import EncodedVideo
+from ..video.encoded import EncodedVideo, with_bar
 from .answers import answer_questions
 from .generation import generation_options
 from .question import conversation
@@ -87,7 +85,6 @@ def summarise(
     max_visual_tokens: int | None = None,
     selection: str | Method = "coverage",
     max_new_tokens: int | None = None,
-    progress: bool = False,
     **generation,
 ) -> Summary:
     """
@@ -103,7 +100,6 @@ def summarise(
         retention, max_visual_tokens, selection: as for `answer_questions`. Without the first two, the fraction is
             `rho_max` of the configuration: a prompt about everything needs more tokens than a question about one thing.
         max_new_tokens: the most for each chapter, and for the overview; by default as for `answer_questions`.
-        progress: show a bar of the chapters of each video on standard error.
         generation: as for `generate`.
 
     Raises:
@@ -137,7 +133,7 @@ def summarise(
             raise ValueError("A stream's memory has no chapters to summarise: ask it a question instead.")
         known.append(video.about)
         edges = list(chapter_steps(video, chapter_seconds))
-        for first, last in track(edges, printable(name), console=Console(stderr=True), disable=not progress):
+        for first, last in with_bar(edges, printable(name)):
             (answer,) = answer_questions(
                 model,
                 processor,

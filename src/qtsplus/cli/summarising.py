@@ -11,7 +11,7 @@ from ..common.files import printable
 from ..video.sampling import Sampling
 from . import options
 from .asking import Talk, check_videos, chosen_names, looked_at
-from .console import console, notes, print_json
+from .console import console, print_json
 from .library import Like
 from .models import Source
 
@@ -48,7 +48,7 @@ def summarise(
     else:
         talk.add(video, sampling, name=printable(shown_name(video)))
     stated = {option: value for option, value in stated.items() if value is not None}
-    summary = summarise_videos(talk.about, progress=notes.is_terminal, **stated)
+    summary = summarise_videos(talk.about, **stated)
     talk.note_new(summary)
     print_summary(summary, as_json)
 

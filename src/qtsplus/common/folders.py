@@ -46,7 +46,7 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     staging = folder.with_name(f".{folder.name}.partial")
     earlier = folder.with_name(f".{folder.name}.earlier")
     try:
-        staging.mkdir()
+        staging.mkdir(parents=True)
     except FileExistsError as error:
         raise FileExistsError(
             f"Another process is writing {folder}, or was stopped while it did: wait for it, or remove {staging}."

@@ -4,8 +4,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
 from transformers import PreTrainedModel, ProcessorMixin
 from typing_extensions import Unpack
 
@@ -14,7 +12,7 @@ from ..common.files import check_folder, counted, first_line, listed, require_sp
 from ..common.journals import file_state
 from ..data.media import VIDEO_SUFFIXES
 from ..hub.files import TINY
-from ..video.encoded import FAILURES, EncodedVideo, encode, open_chunks
+from ..video.encoded import FAILURES, EncodedVideo, encode, open_chunks, with_bar
 from ..video.sampling import Sampling, SamplingOptions
 from ..video.storage import SAMPLING, Stored, fingerprint, load_video, measure, save_keys, saved_video
 from .library import INDEX, MADE, Entry, Index
@@ -252,14 +250,7 @@ class _Indexing:
 
     def encode_all(self, waiting: dict[str, Path]) -> None:
         stored: dict[str | None, Stored] = {}  # by content, of which there may be copies
-        console = Console(stderr=True)
-        bar = track(
-            waiting.items(),
-            "Encoding",
-            console=console,
-            disable=not console.is_terminal,
-        )
-        for name, path in bar:
+        for name, path in with_bar(waiting.items(), "Encoding"):
             entry = self.entries[name]
             content = entry["content"]
             if content in stored:

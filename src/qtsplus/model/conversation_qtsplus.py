@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import BatchFeature
 
-from .question_qtsplus import find_places
+from .question_qtsplus import find_user_turns
 
 if TYPE_CHECKING:
     from .processor_mixin_qtsplus import QTSplusProcessorMixin
@@ -59,8 +59,9 @@ def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args,
         ids = processor.tokenizer.apply_chat_template(messages, chat_template=template, **kwargs)
     else:
         ids = processor.prompt_ids(processor.apply_chat_template(messages, **kwargs))
-    header_ids = processor.prompt_ids(processor.user_turn)
-    return len(find_places(torch.tensor(ids), header_ids))
+    token_ids = processor.query_token_ids
+    turns = find_user_turns(torch.tensor(ids), token_ids["user_turn_token_ids"], token_ids["turn_end_token_id"])
+    return len(turns)
 
 
 # --- Plain texts ---

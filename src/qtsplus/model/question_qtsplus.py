@@ -43,7 +43,7 @@ def find_query_mask(
 
     mask = torch.zeros_like(input_ids)
     for row, ids in enumerate(input_ids.cpu()):
-        turns = _find_user_turns(ids, user_turn_token_ids, turn_end_token_id)
+        turns = find_user_turns(ids, user_turn_token_ids, turn_end_token_id)
         question: int | None = -1
         if question_turns is not None:
             question = question_turns[row]
@@ -83,19 +83,29 @@ def find_places(ids: Tensor, pattern: Sequence[int]) -> list[int]:
     return begins.nonzero()[:, 0].tolist()
 
 
-def _find_user_turns(
+def find_user_turns(
     ids: Tensor,
     header: Sequence[int],
     turn_end: int,
 ) -> list[tuple[int, int]]:
-    """`(start, stop)` of the text of every turn that is written as a user's."""
-    ends = find_places(ids, [turn_end])
-    ends.append(len(ids))
+    """
+    `(start, stop)` of the text of every turn that is written as a user's. A text may hold the ids of a header and of an
+    end: it goes on to the last end before another turn begins.
+    """
+    length = len(ids)
+    begins = find_places(ids, header[:1]) + [length]
+    ends = find_places(ids, [turn_end]) + [length]
     turns = []
+    stop = 0
     for place in find_places(ids, header):
-        after_break = place + len(header) + 1
-        start = min(after_break, len(ids))
-        turns.append((start, ends[bisect_left(ends, start)]))
+        if place < stop:
+            continue
+        start = min(place + len(header) + 1, length)  # behind the line break
+        stop = ends[bisect_left(ends, start)]
+        if stop < length:
+            next_begin = begins[bisect_left(begins, stop)]
+            stop = ends[bisect_left(ends, next_begin) - 1]
+        turns.append((start, stop))
     return turns
 
 

@@ -160,21 +160,19 @@ def open_chunks(processor, video: str | Path, sampling: Sampling, frames_per_chu
     return processor.video_chunks(video, frames_per_chunk=frames_per_chunk, **sampling.video_keys())
 
 
+def with_bar(items: Iterable[T], title: str, is_shown: bool = True):
+    """The same items; on a terminal, a bar on standard error says how many of them are done."""
+    console = Console(stderr=True)
+    is_shown = is_shown and console.is_terminal
+    return track(items, title, console=console, transient=True, disable=not is_shown)
+
+
 def _encode_chunks(model, processor, chunks: VideoChunks, device: str | None, progress: bool) -> Tensor:
     """`[M, d]`, the features of all chunks."""
+    pieces = with_bar(chunks, "Encoding the video", progress)
     # A reading thread has OpenMP threads of its own: on a CPU they cost the encoder more than reading ahead saves.
-    pieces: Iterable = chunks
     if model.device.type != "cpu":
-        pieces = read_ahead(chunks)
-    console = Console(stderr=True)
-    pieces = track(
-        pieces,
-        "Encoding the video",
-        len(chunks),
-        console=console,
-        transient=True,
-        disable=not (progress and console.is_terminal),
-    )
+        pieces = read_ahead(pieces)
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features = torch.empty(0)
     end = 0
