@@ -6,19 +6,24 @@ of 16 numbers do not run in vLLM on a CPU.
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import torch
 from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from qtsplus.hub.publish import assemble_folder
+from server_process import running_server
 
 TOKENS = 6  # of every answer
 POSITIONS = ("original", "sequential")
@@ -98,9 +103,7 @@ def last_tokens(candidates: Any, n: int) -> torch.Tensor:
     return torch.arange(num_tokens - n, num_tokens, device=candidates.device)
 
 
-BREAKING = range(2, 8)  # numbers of kept tokens for which `breaking` does not do what a method has to
-
-
+BREAKING = range(1, 8)  # numbers of kept tokens for which `breaking` does not do what a method has to
 ONCE = 11  # a number of kept tokens that `breaking` takes only once
 once_taken = []
 
@@ -111,6 +114,10 @@ def breaking(candidates: Any, n: int) -> torch.Tensor:
         raise RuntimeError("broken later")
     if n == ONCE:
         once_taken.append(n)
+    if n == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)  # its time is nearly over
+        while True:
+            pass
     if n == 2:
         raise RuntimeError("broken")
     if n == 3:
@@ -343,3 +350,44 @@ def engine_environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
+
+
+@contextmanager
+def serving(published: Path, media: Path, *options: Any, own: tuple[Any, ...] = ()) -> Iterator[str]:
+    """
+    The address of `qtsplus serve` with a folder, called `tiny`.
+
+    Args:
+        media: the folder with the videos.
+        options: vLLM's, behind `--`.
+        own: those in front of it.
+    """
+    command = ["-m", "qtsplus.cli", "serve", published, "--port", "{port}", "--allow-media-root", media, *own, "--"]
+    command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", 1024, *options]
+    environment = engine_environment()
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment["VLLM_SERVER_DEV_MODE"] = "1"
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    log = published.parent / "server.log"
+    with running_server(log, *map(str, command), environment=environment) as port:
+        yield f"http://127.0.0.1:{port}"
+    assert "its answer is void" not in log.read_text()
+
+
+def ask_server(server: str, model: str, video: Path, question: str, budget: dict[str, Any]) -> Any:
+    """The first choice of the response."""
+    content = [{"type": "video_url", "video_url": {"url": video.as_uri()}}, {"type": "text", "text": question}]
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        response = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": content}],
+            temperature=0,
+            max_tokens=TOKENS,
+            extra_body={"mm_processor_kwargs": budget, "ignore_eos": True, "min_tokens": TOKENS},
+        )
+    return response.choices[0]
+
+
+def shown_text(answer: str) -> str:
+    """What vLLM shows of an answer: it waits for the rest of a character."""
+    return answer.rstrip("\N{REPLACEMENT CHARACTER}").strip()

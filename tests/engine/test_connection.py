@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from cachetools import LRUCache
+from safetensors.torch import save_file
 
 from qtsplus.vllm import models, server, worker
 from qtsplus.vllm.models import QTSplusForVLLM
@@ -42,6 +43,14 @@ class Engine:
         config = SimpleNamespace(model="tiny", revision=None, multimodal_config=multimodal)
         self.vllm_config = SimpleNamespace(model_config=config)
         self.released = []
+        self.aborted = []
+
+    async def add_request(self, name):
+        await asyncio.sleep(0)
+        return SimpleNamespace(request_id=f"{name} in vLLM")
+
+    async def abort(self, name, internal):
+        self.aborted.append((name, internal))
 
     async def add_lora(self, request):
         return True
@@ -202,9 +211,27 @@ def test_what_a_request_held_is_released_later(connection, monkeypatch):
     engine.processor.release("b")  # the loop is closed
 
 
+def test_a_request_whose_client_leaves_while_it_is_sent_is_ended(connection):
+    """Or the engine would run it after its tokens were released, and keep the result for the same question."""
+    engine = Engine()
+
+    async def leave():
+        connection._connect(engine)
+        sent = await engine.add_request("a")
+        sending = asyncio.create_task(engine.add_request("b"))
+        await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        return sent.request_id
+
+    assert asyncio.run(leave()) == "a in vLLM"
+    assert engine.aborted == [("b in vLLM", True)]
+
+
 def test_a_request_for_an_adapter_that_holds_a_selector_is_told_to_merge_it(connection, tmp_path):
-    config = tmp_path / "adapter_config.json"
-    config.write_text('{"modules_to_save": ["qtsplus"]}')
+    weights = tmp_path / "adapter_model.safetensors"
+    save_file({"base_model.model.model.qtsplus.norm.weight": torch.zeros(1)}, weights)
     engine = Engine()
     taken = []
 
@@ -235,7 +262,7 @@ def test_a_request_for_an_adapter_that_holds_a_selector_is_told_to_merge_it(conn
     status, body = ask()
     assert status == 400
     assert b"merge_lora" in body
-    config.write_text('{"modules_to_save": null}')
+    save_file({"base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(1)}, weights)
     assert ask() == (200, b"{}")
     assert taken == [True]
 
@@ -481,7 +508,7 @@ def test_what_requests_hold_counts_with_the_cache(monkeypatch):
     model._choose = lambda item, features: models.Choice(torch.zeros(100), torch.zeros(1).long(), {"rho": 0.5})
 
     def prepare(key):
-        settings = as_bytes({"key": key, "hashes": []})
+        settings = as_bytes({"key": key, "hashes": [], "selection": "uniform"})
         return model.prepare({"settings": settings})
 
     assert prepare("a") == (1, 0.5)

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,9 +14,18 @@ import openai
 
 import qtsplus
 from clips import render_clip
-from engine_runs import BREAKING, ONCE, TOKENS, build, engine_environment, processor_of, write_folder
+from engine_runs import (
+    BREAKING,
+    ONCE,
+    TOKENS,
+    ask_server,
+    build,
+    processor_of,
+    serving,
+    shown_text,
+    write_folder,
+)
 from qtsplus.model.methods_qtsplus import add_method
-from server_process import running_server
 from tiny_backbones import QWEN2_5_VL
 
 METHOD = "engine_runs:breaking"
@@ -42,37 +50,21 @@ def model():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, clip, model):
-    folder = tmp_path_factory.mktemp("served")
-    published = write_folder(*model, folder)
-    command = ["-m", "qtsplus.cli", "serve", published, "--port", "{port}", "--allow-media-root", clip.parent, "--"]
-    command += ["--mm-processor-kwargs", json.dumps({"selection": METHOD})]
-    command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", 1024]
-    environment = engine_environment()
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    environment["VLLM_SERVER_DEV_MODE"] = "1"
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    with running_server(folder / "server.log", *map(str, command), environment=environment) as port:
-        yield f"http://127.0.0.1:{port}"
+    published = write_folder(*model, tmp_path_factory.mktemp("served"))
+    with serving(published, clip.parent, "--mm-processor-kwargs", json.dumps({"selection": METHOD})) as address:
+        yield address
 
 
 @pytest.fixture
 def ask(server, clip):
     """Asks for a number of kept tokens; the answer, or the status of a refusal."""
-    content = [{"type": "video_url", "video_url": {"url": f"file://{clip}"}}, {"type": "text", "text": QUESTION}]
-    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=120)
 
     def ask(count):
+        budget = {"retention": 1.0, "max_visual_tokens": count}
         try:
-            answer = client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": content}],
-                temperature=0,
-                max_tokens=TOKENS,
-                extra_body={"mm_processor_kwargs": {"retention": 1.0, "max_visual_tokens": count}, "ignore_eos": True},
-            )
+            return ask_server(server, "tiny", clip, QUESTION, budget).message.content
         except openai.APIStatusError as error:
             return error.status_code  # of a refusal
-        return answer.choices[0].message.content
 
     return ask
 
@@ -91,8 +83,7 @@ def test_a_failing_method_ends_its_own_request_alone(ask, model, clip):
             max_new_tokens=TOKENS,
             min_new_tokens=TOKENS,
         )
-        # vLLM waits for the rest of a character.
-        good[count] = answer.answer.rstrip("\N{REPLACEMENT CHARACTER}")
+        good[count] = shown_text(answer.answer)
     draw = random.Random(0)
     asked = [draw.choice([*BREAKING, *good]) for _ in range(REQUESTS)]
     with ThreadPoolExecutor(CLIENTS) as pool:

@@ -7,9 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
+from qtsplus.hub import loading
+from tiny_backbones import INTERNVL
 
 STAND_IN = """
 import json, os, sys
@@ -39,12 +43,12 @@ def pretend_vllm(tmp_path, monkeypatch):
 def own_options(model):
     """The options that vLLM's server gets in any case."""
     options = ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
-    options += ["--middleware", "qtsplus.vllm.server.Connection"]
     options += ["--model", str(model), "--host", "127.0.0.1", "--port", "8000"]
     return options + ["--allowed-origins", "[]", "--served-model-name", model.name, "--dtype", "float32"]
 
 
 DETAILS = ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
+GUARD = ["--middleware", "qtsplus.vllm.server.Connection"]  # the last, so that no other one is in front of it
 
 
 def test_vllm_is_started_with_nothing_open(model, tiny_published, pretend_vllm, monkeypatch):
@@ -56,7 +60,7 @@ def test_vllm_is_started_with_nothing_open(model, tiny_published, pretend_vllm, 
     assert not started
     assert CliRunner().invoke(app, ["serve", str(model)]).exit_code == 0
     ((options, environment),) = started
-    assert options == DETAILS + own_options(model)
+    assert options == DETAILS + own_options(model) + GUARD
     assert environment["VLLM_MEDIA_CONNECTOR"] == "qtsplus"
     assert "VLLM_API_KEY" not in environment
     assert json.loads(environment["QTSPLUS_HOSTS"]) == ["127.0.0.1"], "the guard adds the names of every machine"
@@ -70,17 +74,17 @@ def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
     line += ["--retention", "0.1"]
     line += ["--api-key", "correct horse"]
     line += ["--allow-host", "ask.org"]
-    line += ["--", "--enforce-eager", "--max-model-len", "4096"]
+    line += ["--", "--enforce-eager", "--middleware", "mine.Log"]
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     result = subprocess.run(line, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     expected = list(DETAILS)
-    expected += ["--allowed-media-domains", "a.org", "b.org:8443"]
     expected += own_options(model)
+    expected += ["--allowed-media-domains", "a.org", "b.org:8443"]
     expected += ["--allowed-local-media-path", str(tmp_path)]
     expected += ["--mm-processor-kwargs", '{"retention": 0.1}']
-    expected += ["--enforce-eager", "--max-model-len", "4096"]
+    expected += ["--enforce-eager", "--middleware", "mine.Log"] + GUARD
     hosts = json.dumps(["127.0.0.1", "ask.org"])
     expected += ["qtsplus", hosts, "correct horse"]
     _, *started = json.loads(result.stdout)
@@ -92,8 +96,11 @@ def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
     [
         (["--port", "1"], "expected --port in front of --"),
         (["--allowed_local_media_path=/"], "expected --allow-media-root"),
-        (["--worker-extension-cls", "mine"], "is set by qtsplus serve"),
-        (["--no-trust-request-mm-kwargs"], "is set by qtsplus serve"),
+        (["--worker-extension-cls", "mine"], "qtsplus serve decides it"),
+        (["--no-trust-request-mm-kwargs"], "qtsplus serve decides it"),
+        (["--allowed-origins", '["*"]'], "expected a proxy in front"),
+        (["--video-pruning-rate", "0.9"], "expected --retention in front of --"),
+        (["--enable-tower-connector-lora"], "expected an adapter of the language model"),
         (["--mm-processor-kwargs", '{"fps": 1}'], "expected the budget in it"),
         (["--mm_processor_kw={}"], "expected the budget in it"),
         (["--mm-processor-kwargs.selection", "uniform"], "expected the budget in it"),
@@ -105,12 +112,78 @@ def test_an_option_that_serve_sets_is_refused_behind_the_dashes(model, pretend_v
     assert message in " ".join(result.stderr.split())
 
 
+def write_adapter(folder, *names):
+    folder.mkdir()
+    save_file({name: torch.zeros(1) for name in names}, folder / "adapter_model.safetensors")
+    return folder
+
+
+LANGUAGE = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
 @pytest.mark.parametrize("form", ["mine={}", '{{"name": "mine", "path": "{}"}}'])
-def test_an_adapter_that_holds_a_selector_is_refused_before_vllm_starts(model, tmp_path, pretend_vllm, form):
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text('{"modules_to_save": ["qtsplus"]}')
+@pytest.mark.parametrize("part", ["qtsplus.budget.net.0.weight", "qtsplus.scoring.0.q_proj.lora_A.weight"])
+def test_an_adapter_that_holds_a_selector_is_refused_before_vllm_starts(model, tmp_path, pretend_vllm, form, part):
+    adapter = write_adapter(tmp_path / "adapter", LANGUAGE, f"base_model.model.model.{part}")
     adapters = ["--enable-lora", "--lora-modules", form.format(adapter)]
     result = CliRunner().invoke(app, ["serve", str(model), "--"] + adapters)
     assert result.exit_code == 2
+    assert part in result.stderr
     assert "merge_lora" in result.stderr
+
+
+def test_an_adapter_on_the_hub_is_looked_at_too(tmp_path, monkeypatch):
+    wrong = write_adapter(tmp_path / "wrong", "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight")
+    right = write_adapter(tmp_path / "right", LANGUAGE)
+    downloaded = {"org/wrong": wrong, "org/right": right}
+    monkeypatch.setattr(loading, "cached_file", lambda name, file: downloaded[name] / file)
+    loading.check_served_adapter("org/right")
+    with pytest.raises(ValueError, match="org/wrong.*visual.*merge_lora"):
+        loading.check_served_adapter("org/wrong")
+
+
+def test_an_adapter_that_is_not_there_is_refused(model, tmp_path, pretend_vllm):
+    adapters = ["--enable-lora", "--lora-modules", f"mine={tmp_path}"]
+    result = CliRunner().invoke(app, ["serve", str(model), "--"] + adapters)
+    assert result.exit_code == 2
+    assert "is no adapter" in result.stderr
+
+
+LM_ATTENTION = {"selection": "lm_attention"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "words", "message"),
+    [
+        (LM_ATTENTION, ["--enable-lora"], "LoRA adapters"),
+        (LM_ATTENTION, ["-tp", "2"], "tensor_parallel_size above 1"),
+        (LM_ATTENTION, ["--tensor_parallel_size=2"], "tensor_parallel_size above 1"),
+        ({}, ["--enable-lora", "--mm_processor_kwargs", json.dumps(LM_ATTENTION)], "LoRA adapters"),
+        ({**LM_ATTENTION, "attention_layer": 99}, [], "attention_layer=99; expected a layer of the language model"),
+        ({**LM_ATTENTION, "attention_heads": [99]}, [], "expected heads from 0"),
+        (LM_ATTENTION, ["--enable-lora", "--mm-processor-kwargs", '{"selection": "diversity"}'], None),
+        (LM_ATTENTION, [], None),
+    ],
+)
+def test_attention_that_vllm_cannot_read_is_refused_before_it_starts(
+    model, pretend_vllm, monkeypatch, stored, words, message
+):
+    started = []
+    monkeypatch.setattr(os, "execve", lambda *line: started.append(line))
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    config["qtsplus_config"].update(stored)
+    path.write_text(json.dumps(config))
+    result = CliRunner().invoke(app, ["serve", str(model), "--"] + words)
+    assert bool(started) == (message is None)
+    assert result.exit_code == (2 if message else 0)
+    if message:
+        (line,) = result.stderr.splitlines()
+        assert message in line
+
+
+def test_a_backbone_that_vllm_does_not_take_is_refused_before_it_starts(model, pretend_vllm):
+    INTERNVL.config(INTERNVL.processor(), {}).save_pretrained(model)
+    result = CliRunner().invoke(app, ["serve", str(model)])
+    assert result.exit_code == 2
+    assert "vLLM does not take InternVLQTSplus; expected Qwen2_5_VLQTSplus" in result.stderr

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,18 +16,23 @@ from .console import fail
 from .models import split_revision
 from .options import HOST, AllowHost, ApiKey, MaxVisualTokens, Retention, check_key, command
 
-# Options of vLLM's server that cannot be given behind `--`, and what to give in place of them.
+# Options of vLLM's server that cannot be given behind `--`, since `serve` sets them or they would bypass its guard or
+# the selector, and what to give in place of them.
 SET_BY_SERVE = {
     "allowed-local-media-path": "--allow-media-root",
     "allowed-media-domains": "--allow-media-domain",
+    "allowed-origins": "a proxy in front, which lets in pages of other origins",
     "api-key": "--api-key in front of --",
     "config": "its options, one by one",
     "enable-prompt-tokens-details": "nothing",
+    "enable-tower-connector-lora": "an adapter of the language model, or one merged into the model",
     "host": "--host in front of --",
     "model": "the model as the argument",
+    "model-impl": "nothing",
     "port": "--port in front of --",
     "revision": "MODEL@COMMIT",
     "trust-request-mm-kwargs": "nothing",
+    "video-pruning-rate": "--retention in front of --",
     "worker-extension-cls": "nothing",
 }
 
@@ -65,47 +71,37 @@ def serve(
         check_key("VLLM_API_KEY", os.environ.get("VLLM_API_KEY"))
     if find_spec("vllm") is None:
         fail("vLLM is not installed: pip install vllm; qtsplus app, ask and batch work without it")
-    from ..hub.loading import check_model, check_served_adapter, stored_config, stored_dtype
+    from ..hub.loading import check_model, load_config, stored_dtype
 
     check_model(model, revision)
-    if "longrope" in str(stored_config(model, revision)):  # such as the bundled model
+    config = load_config(model, revision)
+    if "longrope" in str(config):  # such as the bundled model
         fail(f"{model} has rotary positions (longrope) that vLLM does not support; qtsplus app, ask and batch do")
-    weights = stored_dtype(model, revision)
-    refused = dict(SET_BY_SERVE)
-    options = {
-        "worker-extension-cls": "qtsplus.vllm.worker.Worker",
-        "middleware": "qtsplus.vllm.server.Connection",
-        "model": model,
-        "host": host,
-        "port": str(port),
-        "allowed-origins": "[]",  # web pages of other origins may neither send requests nor read responses
-        "served-model-name": os.path.basename(os.path.abspath(model)),
-        "dtype": weights,
-        "revision": revision,
-    }
-    if allow_media_root is not None:
-        options["allowed-local-media-path"] = str(allow_media_root.resolve())
-    budget = {}
-    if retention is not None:
-        budget["retention"] = retention
-    if max_visual_tokens is not None:
-        budget["max_visual_tokens"] = max_visual_tokens
-    if budget:
-        refused["mm-processor-kwargs"] = "the budget in it, and not in front of --"
-        options["mm-processor-kwargs"] = json.dumps(budget)
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     # With these details, `usage` in a response says how many tokens were kept.
     server += ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
+    server += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
+    server += ["--model", model, "--host", host, "--port", str(port)]
+    server += ["--allowed-origins", "[]"]  # web pages of other origins may neither send requests nor read responses
+    server += ["--served-model-name", os.path.basename(os.path.abspath(model))]
+    server += ["--dtype", stored_dtype(model, revision)]
+    if revision is not None:
+        server += ["--revision", revision]
     if domains:
         server += ["--allowed-media-domains"] + domains
-    for name, value in options.items():
-        if value is not None:
-            server += [f"--{name}", value]
-    check_more(more or [], refused)
-    for word in more or []:
-        for part in re.findall('[^="]+', word):  # NAME=FOLDER of --lora-modules, or JSON
-            check_served_adapter(part)
-    server += more or []  # of an option that is given twice vLLM takes the last
+    if allow_media_root is not None:
+        server += ["--allowed-local-media-path", str(allow_media_root.resolve())]
+    refused = dict(SET_BY_SERVE)
+    both = {"retention": retention, "max_visual_tokens": max_visual_tokens}
+    budget = {name: value for name, value in both.items() if value is not None}
+    if budget:
+        refused["mm-processor-kwargs"] = "the budget in it, and not in front of --"
+        server += ["--mm-processor-kwargs", json.dumps(budget)]
+    words = more or []
+    check_more(words, refused)
+    check_methods(config, words)
+    server += words  # of an option that is given twice vLLM takes the last
+    server += ["--middleware", "qtsplus.vllm.server.Connection"]  # in front of all others, since it is the last
     environment = dict(os.environ)
     environment["VLLM_MEDIA_CONNECTOR"] = "qtsplus"
     environment["QTSPLUS_HOSTS"] = json.dumps([host] + (allow_host or []))
@@ -122,4 +118,27 @@ def check_more(words: list[str], refused: Mapping[str, str]) -> None:
             stated = stated.removeprefix("no-")
             for name, expected in refused.items():
                 if name.startswith(stated):  # vLLM takes shortened names
-                    fail(f"{word} behind -- is set by qtsplus serve; expected {expected}")
+                    fail(f"{word} cannot be given behind --, since qtsplus serve decides it; expected {expected}")
+
+
+def check_methods(config, words: list[str]) -> None:
+    """Raises `ValueError` where a model, its method or an adapter cannot work with vLLM's options behind `--`."""
+    from ..hub.loading import check_served_adapter
+    from ..vllm import BACKBONES
+    from ..vllm.attention import check_attention
+
+    name = type(config).__name__.removesuffix("Config")
+    if name not in BACKBONES:
+        fail(f"vLLM does not take {name}; expected {', '.join(BACKBONES)}. qtsplus app, ask and batch take it")
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--lora-modules", nargs="+", default=[])
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    parser.add_argument("--mm-processor-kwargs", type=json.loads, default={})
+    named = [re.sub(r"^--\w+", lambda match: match[0].replace("_", "-"), word) for word in words]
+    stated, _ = parser.parse_known_args(named)
+    for adapter in stated.lora_modules:  # NAME=PLACE, or JSON
+        check_served_adapter(json.loads(adapter)["path"] if "{" in adapter else adapter.partition("=")[2])
+    selection = stated.mm_processor_kwargs.get("selection", config.qtsplus_config.selection)
+    if selection == "lm_attention":
+        check_attention(config, stated.enable_lora, stated.tensor_parallel_size)

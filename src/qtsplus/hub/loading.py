@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2.nodes import Pow
+from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import find_adapter_config_file
+from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ..common.files import first_line
@@ -279,15 +280,27 @@ def check_model(model: str | Path, revision: str | None = None) -> None:
         )
 
 
-def check_served_adapter(folder: str) -> None:
-    """Raises `ValueError` for a PEFT adapter that holds a selector: vLLM takes adapters of the language model alone."""
-    path = os.path.join(os.path.expanduser(folder), "adapter_config.json")
-    if not os.path.isfile(path):
-        return
-    modules = read_json(Path(path)).get("modules_to_save")
-    if modules:
+def check_served_adapter(adapter: str) -> None:
+    """
+    Raises `ValueError` for a PEFT adapter that is not of the language model alone: vLLM leaves out in silence what
+    adapts the selector or the vision tower.
+
+    Args:
+        adapter: a folder or a Hub id.
+    """
+    try:
+        weights = cached_file(os.path.expanduser(adapter), "adapter_model.safetensors")
+        with safe_open(weights, "pt") as file:
+            names = sorted(file.keys())
+    except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"The adapter {folder!r} also trained {show(modules)}, and vLLM takes only adapters of the language "
+            f"{adapter!r} is no adapter: {first_line(error)} Expected a folder, or a Hub id, with its "
+            "adapter_model.safetensors."
+        ) from error
+    others = [name for name in names if not re.search(r"\.(language_model|lm_head)\..*lora_", name)]
+    if others:
+        raise ValueError(
+            f"The adapter {adapter!r} also trained {others[0]!r}, and vLLM takes only adapters of the language "
             "model. Merge it into the model with qtsplus.training.lora.merge_lora, save the model and its processor "
             "(docs/use.md, LoRA), and serve that folder."
         )

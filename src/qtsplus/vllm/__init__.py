@@ -10,8 +10,6 @@ from ..hub import backbones
 
 logger = logging.getLogger(__name__)
 
-OLDEST = (0, 29)  # of vLLM
-NEWEST = (0, 33)
 # How the names of our classes begin, in Transformers and in models.py.
 BACKBONES = ("Qwen2_5_VLQTSplus", "Qwen2VLQTSplus", "Qwen3VLQTSplus", "Qwen3_5QTSplus")
 
@@ -23,14 +21,9 @@ def register() -> None:
     """
     import vllm
 
-    version = tuple(vllm.__version_tuple__[:2])
-    if not OLDEST <= version <= NEWEST:
-        oldest = ".".join(map(str, OLDEST))
-        newest = ".".join(map(str, NEWEST))
+    if not (0, 29) <= vllm.__version_tuple__[:2] <= (0, 33):
         logger.error(
-            "qtsplus takes vLLM %s to %s, and this is %s: its models are not registered.",
-            oldest,
-            newest,
+            "qtsplus takes vLLM 0.29 to 0.33, and this is %s: its models are not registered.",
             vllm.__version__,
         )
         return

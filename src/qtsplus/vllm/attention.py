@@ -6,10 +6,13 @@ in memory twice. For the time of a call their attention is replaced by a causal 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from ..model.lm_attention_qtsplus import GroupAttention, attention_layer, full_attention_layers, look
+from ..model.lm_attention_qtsplus import check_attention as check_layer_and_heads
 from ..model.prompt_qtsplus import CompactPrompt
 
 
@@ -23,23 +26,21 @@ class Pieces:
     def __init__(self, features: list[Tensor]):
         self.features = features  # per video [k, token_width]: the request's pixels come with its first call only
         self._known: list[GroupAttention] = []
-        self._place = 0
-        self._has_read = False
 
     def begin(self) -> None:
         """Another call of the engine begins, which goes through all groups again."""
-        self._place = 0
+        self._known_again = iter(list(self._known))
         self._has_read = False
 
     def next(self, read: Callable[[], GroupAttention]) -> GroupAttention:
         """The next group's attention, from an earlier call or by `read`; [`Unfinished`] where one was read already."""
-        if self._place == len(self._known):
-            if self._has_read:
-                raise Unfinished
-            self._known.append(read())
-            self._has_read = True
-        self._place += 1
-        return self._known[self._place - 1]
+        for attention in self._known_again:
+            return attention
+        if self._has_read:
+            raise Unfinished
+        self._has_read = True
+        self._known.append(read())
+        return self._known[-1]
 
 
 def by_heads(states: Tensor, head_size: int) -> Tensor:
@@ -48,44 +49,23 @@ def by_heads(states: Tensor, head_size: int) -> Tensor:
     return of_tokens.transpose(0, 1)
 
 
-class _CausalAttention(nn.Module):
-    """In place of a layer's attention: over the tokens of this call alone."""
-
-    def __init__(self, attention):
-        super().__init__()
-        self.head_size = attention.head_size
-        self.scaling = attention.impl.scale
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs) -> Tensor:
-        attended = nn.functional.scaled_dot_product_attention(
-            by_heads(query, self.head_size),
-            by_heads(key, self.head_size),
-            by_heads(value, self.head_size),
-            is_causal=True,
-            scale=self.scaling,
-            enable_gqa=True,
-        )
-        return attended.transpose(0, 1).flatten(1)
-
-
-class _ReadAttention(_CausalAttention):
-    """In place of the attention that is read: hands out queries and keys, `[heads, S, head_size]`."""
-
-    def __init__(self, attention, read: Callable):
-        super().__init__(attention)
-        self.read = read
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs) -> Tensor:
-        queries = by_heads(query, self.head_size)
-        keys = by_heads(key, self.head_size)
-        self.read(queries, keys, self.scaling)
-        return query.new_zeros(query.shape)
+def _causal_attention(attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """In place of a layer's `attention`: over the tokens of this call alone, `[S, heads * head_size]`."""
+    attended = nn.functional.scaled_dot_product_attention(
+        by_heads(query, attention.head_size),
+        by_heads(key, attention.head_size),
+        by_heads(value, attention.head_size),
+        is_causal=True,
+        scale=attention.impl.scale,
+        enable_gqa=True,
+    )
+    return attended.transpose(0, 1).flatten(1)
 
 
 @contextmanager
-def _replaced(mixer, attention: nn.Module) -> Iterator[None]:
+def _replaced(mixer, attention: Callable) -> Iterator[None]:
     original = mixer._modules["attn"]
-    mixer._modules["attn"] = attention
+    mixer._modules["attn"] = partial(attention, original)
     try:
         yield
     finally:
@@ -104,9 +84,12 @@ def read_group(hooks, layers, prompt: CompactPrompt, visual: Tensor, place: Tens
     last = attention_layer(hooks.config.text_config, selector.attention_layer)
     attentions: list[GroupAttention] = []
 
-    def read(queries: Tensor, keys: Tensor, scaling: float) -> None:
-        attention = look(queries, keys, place, visual, scaling, selector.attention_heads)
-        attentions.append(attention)
+    def read(attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """In place of the attention that is read."""
+        queries = by_heads(query, attention.head_size)
+        keys = by_heads(key, attention.head_size)
+        attentions.append(look(queries, keys, place, visual, attention.impl.scale, selector.attention_heads))
+        return torch.zeros_like(query)
 
     embeds = hooks.get_input_embeddings()(prompt.input_ids)
     inputs = hooks.language_inputs(embeds, prompt.input_ids, prompt.features)
@@ -117,8 +100,7 @@ def read_group(hooks, layers, prompt: CompactPrompt, visual: Tensor, place: Tens
     levels = inputs.get("deepstack_visual_embeds", [])
     for number in range(last):
         layer = layers[number]
-        causal = _CausalAttention(layer.self_attn.attn)
-        with _replaced(layer.self_attn, causal):
+        with _replaced(layer.self_attn, _causal_attention):
             hidden, residual = layer(positions, hidden, residual)
         if number < len(levels):
             level = levels[number].to(hidden.dtype)
@@ -130,22 +112,27 @@ def read_group(hooks, layers, prompt: CompactPrompt, visual: Tensor, place: Tens
         normed = layer.input_layernorm(hidden)
     else:
         normed, _ = layer.input_layernorm(hidden, residual)
-    reading = _ReadAttention(layer.self_attn.attn, read)
-    with _replaced(layer.self_attn, reading):
+    with _replaced(layer.self_attn, read):
         layer.self_attn(positions, normed)
     return attentions[0]
 
 
-def check_attention(config, vllm_config) -> None:
-    """Raises `ValueError` if `lm_attention` would give wrong answers in this engine."""
+def check_attention(config, adapters: bool, processes: int) -> None:
+    """
+    Raises `ValueError` if `lm_attention` cannot be read in vLLM, or would give wrong answers there.
+
+    Args:
+        config: of the model.
+        adapters: whether the engine takes LoRA adapters.
+        processes: that share the heads of a layer.
+    """
+    check_layer_and_heads(config.text_config, config.qtsplus_config)
     problem = ""
-    text = config.text_config
-    layers = full_attention_layers(text)
-    if len(layers) < text.num_hidden_layers:
+    if len(full_attention_layers(config.text_config)) < config.text_config.num_hidden_layers:
         problem = "a language model with recurrent layers"
-    if vllm_config.lora_config is not None:
+    if adapters:
         problem = "LoRA adapters, which would not take part in choosing (merge the adapter into the model)"
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
+    if processes > 1:
         problem = "tensor_parallel_size above 1, where each process has a part of the heads"
     if problem:
         raise ValueError(

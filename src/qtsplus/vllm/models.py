@@ -32,7 +32,7 @@ from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo
 from .attention import Pieces, Unfinished, check_attention, read_group
 from .processing import QTSplusMultiModalProcessor, read
-from .worker import AGAIN, BUSY, FRAMES, PIXELS, Budget
+from .worker import AGAIN, BUSY, FRAMES, METHOD_SECONDS, PIXELS, Budget, time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,12 @@ class QTSplusForVLLM:
         check_engine(vllm_config)
         defaults = vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {}
         selection = defaults.get("selection") or self.config.qtsplus_config.selection
-        self.check_attention = partial(check_attention, self.config, vllm_config)
+        self.check_attention = partial(
+            check_attention,
+            self.config,
+            adapters=vllm_config.lora_config is not None,
+            processes=vllm_config.parallel_config.tensor_parallel_size,
+        )
         if selection == "lm_attention":
             self.check_attention()
         add_method(defaults.get("selection"))
@@ -103,10 +108,6 @@ class QTSplusForVLLM:
         self.reading: Pieces | None = None  # of the request that is being prepared
         # Columns `[k]` of the next forward pass and their positions `[axes, k]`.
         self.moved: tuple[Tensor, Tensor] | None = None
-
-    def load_weights(self, weights):
-        self.cache.clear()  # of other weights, where these replace them
-        return super().load_weights(weights)  # type: ignore[misc]
 
     def embed_multimodal(self, **kwargs):
         """Per video item `[length, token_width + positions]`; images as they are."""
@@ -202,8 +203,11 @@ class QTSplusForVLLM:
                 pieces = Pieces(self._encode(item))
             pieces.begin()
             self.reading = pieces
+            is_named_by_operator = ":" in settings["selection"]
+            seconds = METHOD_SECONDS if is_named_by_operator else 0
             try:
-                choice = self._choose(item, pieces.features)
+                with time_limit(seconds):
+                    choice = self._choose(item, pieces.features)
             except Unfinished:
                 self.pieces[key] = pieces
                 return AGAIN
@@ -353,10 +357,7 @@ class QTSplusForVLLM:
 
 def with_all_times(layout: Layout) -> Layout:
     """The times of all frames stay in the prompts: where vLLM counts, nobody knows which frames keep a token."""
-    rows = []
-    for row in layout.rows:
-        none = row.separators[:, :0]
-        rows.append(replace(row, separators=none))
+    rows = [replace(row, separators=row.separators[:, :0]) for row in layout.rows]
     return replace(layout, rows=rows)
 
 

@@ -20,13 +20,13 @@ from vllm.multimodal import inputs as mm
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.parse import VideoProcessorItems
 
-from ..model.methods_qtsplus import METHODS, add_method, check_budget
+from ..model.methods_qtsplus import add_method, check_budget, find_method
 from ..model.question_qtsplus import find_query_mask, question_token_ids
 from ..model.selector_qtsplus import kept_count
 from .worker import PIXELS, prepare
 
-BUDGET = ("retention", "max_visual_tokens")
-SETTINGS = BUDGET + ("selection", "reencode")  # in a request's mm_processor_kwargs
+BUDGET = {"retention", "max_visual_tokens"}
+SETTINGS = ("retention", "max_visual_tokens", "selection", "reencode")  # in a request's mm_processor_kwargs
 BY_QUESTION = ("qtsplus", "lm_attention")  # methods that compare tokens with the question
 
 
@@ -35,29 +35,22 @@ Fields = dict[str, Any]  # settings of a request, or facts about a video
 
 def settings_of_request(defaults: Mapping, request: Fields) -> Fields:
     """The [`SETTINGS`] of a request, beside the server's `defaults` where it states none; a budget is one setting."""
+    settings = {name: defaults[name] for name in SETTINGS if name in defaults}
     stated = {name: value for name, value in request.items() if value is not None}
-    states_budget = "retention" in stated or "max_visual_tokens" in stated or stated.get("selection") == "all"
-    settings = {}
-    for name in SETTINGS:
-        is_replaced = states_budget and name in BUDGET
-        if name in defaults and not is_replaced:
-            settings[name] = defaults[name]
-    settings.update(stated)
-    return settings
+    if stated.keys() & BUDGET or stated.get("selection") == "all":
+        for name in BUDGET:
+            settings.pop(name, None)
+    return settings | stated
 
 
 def check_settings(settings: Fields) -> None:
     """Raises `ValueError` for a budget out of range, or a selection that is unknown or not possible here."""
     selection = settings["selection"]
-    if not isinstance(selection, str) or selection not in METHODS:
-        names = ", ".join(sorted(METHODS))
-        raise ValueError(f"selection={selection!r}: expected one of {names}.")
+    find_method(selection)
     reencode = settings.get("reencode", True)
     if not isinstance(reencode, bool):
         raise ValueError(f"reencode={reencode!r}: expected true or false.")
-    retention = settings.get("retention")
-    most = settings.get("max_visual_tokens")
-    check_budget(selection, [retention], most)
+    check_budget(selection, [settings.get("retention")], settings.get("max_visual_tokens"))
 
 
 def count_kept(config, num_tokens: int, settings: Fields) -> int:
@@ -72,11 +65,8 @@ def count_kept(config, num_tokens: int, settings: Fields) -> int:
             'max_visual_tokens, with the request as mm_processor_kwargs (such as {"retention": 0.1}) or for all '
             "requests as --mm-processor-kwargs at the server's start."
         )
-    cap = config.n_max
-    if most is not None:
-        cap = int(min(cap, most))
-    fraction = 1.0 if retention is None else retention  # a cap alone is the budget
-    return kept_count(fraction, num_tokens, cap)
+    cap = config.n_max if most is None else int(min(config.n_max, most))
+    return kept_count(1.0 if retention is None else retention, num_tokens, cap)  # a cap alone is the budget
 
 
 class QTSplusMultiModalProcessor:
@@ -133,7 +123,8 @@ class QTSplusMultiModalProcessor:
             beside = known.pop("about", {})
             plain.append((frames, known))
             told.append(_told(frames, known, beside, step))
-        processed = super()._apply_hf_processor_main(_with_videos(mm_items, plain), hf_kwargs)  # type: ignore[misc]
+        plain_items = dict(mm_items, video=VideoProcessorItems(plain, items.metadata))
+        processed = super()._apply_hf_processor_main(type(mm_items)(plain_items), hf_kwargs)  # type: ignore[misc]
         if told:
             processed["told"] = [as_bytes(of_video) for of_video in told]
             seconds = [of_video["step"] for of_video in told]
@@ -238,23 +229,17 @@ class QTSplusMultiModalProcessor:
             settings["max_visual_tokens"] = None
         item["settings"] = element(as_bytes(settings))
 
-        placeholders: Fields = {}
+        placeholders: Fields = {"video": [mm.PlaceholderRange(offset=start, length=length)]}
         if images:
             shift = length - len(replaced)
             placeholders["image"] = _moved(images, stop, shift)
-        placeholders["video"] = [mm.PlaceholderRange(offset=start, length=length)]
-        shortened_ids = ids[:start]
-        shortened_ids += [placeholder] * kept
-        shortened_ids += between
-        shortened_ids += ids[stop:]
-        shortened_items = dict(items)
-        shortened_items["video"] = [item]
-        shortened = dict(processed)
-        shortened["prompt_token_ids"] = shortened_ids
-        shortened["mm_kwargs"] = mm.MultiModalKwargsItems(shortened_items)
-        shortened["mm_hashes"] = dict(hashes, video=[key])
-        shortened["mm_placeholders"] = placeholders
-        return shortened
+        return dict(
+            processed,
+            prompt_token_ids=ids[:start] + [placeholder] * kept + between + ids[stop:],
+            mm_kwargs=mm.MultiModalKwargsItems(dict(items, video=[item])),
+            mm_hashes=dict(hashes, video=[key]),
+            mm_placeholders=placeholders,
+        )
 
 
 def marks_of(mm_items) -> dict[str, list]:
@@ -277,13 +262,6 @@ def _moved(images: list, stop: int, shift: int) -> list:
             image = replace(image, offset=image.offset + shift)
         moved.append(image)
     return moved
-
-
-def _with_videos(mm_items, videos: list):
-    """vLLM's items of a request, with other videos."""
-    items = dict(mm_items)
-    items["video"] = VideoProcessorItems(videos, items["video"].metadata)
-    return type(mm_items)(items)
 
 
 def _told(frames, known: Fields, beside: Fields, step: int) -> Fields:

@@ -66,12 +66,8 @@ def read_frames(processor, place: str, name: str, **reading) -> Video:
         frames = np.repeat(frames, 2, 0)
     known = dict(vars(chunks.about))
     metadata = known.pop("metadata")
-    warnings = known["warnings"]
-    known["warnings"] = [warning.replace(place, name) for warning in warnings]
-    about = dict(vars(metadata))
-    about["video_backend"] = "opencv"
-    about["do_sample_frames"] = False
-    about["about"] = known
+    known["warnings"] = [warning.replace(place, name) for warning in known["warnings"]]
+    about = dict(vars(metadata), video_backend="opencv", do_sample_frames=False, about=known)
     about["mark"] = mark_of(frames, about)
     return frames, about
 
@@ -93,18 +89,11 @@ def _state(door: Door, processor, url: str, **reading):
         minute = monotonic() // FRESH_SECONDS
         return hashkey(url, minute, **reading)
     with door.place(url) as place:
-        device = os.stat(place).st_dev
-        state = file_state(place)
-        return hashkey(url, device, *state.values(), **reading)
-
-
-def _size(video: Video) -> int:
-    frames, _ = video
-    return frames.nbytes
+        return hashkey(url, os.stat(place).st_dev, *file_state(place).values(), **reading)
 
 
 # Of questions about one video that come together, one reads it and the others wait.
-@cached(LRUCache(READ_BYTES, _size), _state, condition=Condition())
+@cached(LRUCache(READ_BYTES, lambda video: video[0].nbytes), _state, condition=Condition())
 def _read(door: Door, processor, url: str, **reading) -> Video:
     """The video that a request names."""
     with door.place(url) as place:
@@ -128,10 +117,7 @@ class Media(MediaConnector):
         return await asyncio.to_thread(self.load_from_url, url, media_io)
 
     def fetch_video(self, video_url, **kwargs):
-        if video_url[:16].lower() == "data:video/jpeg;":  # frames, as vLLM takes them
-            return super().fetch_video(video_url, **kwargs)
-        reading = self._reading()
-        return _read(self._door, self.processor, video_url, **reading)
+        return _read(self._door, self.processor, video_url, **self._reading())
 
     def _reading(self) -> dict:
         """How a request's `media_io_kwargs` have its videos read; `ValueError` for what cannot be."""
@@ -191,8 +177,20 @@ class Connection:
             return call(method, args).result()  # in the thread where requests are prepared
 
         def release(key):
-            if not loop.is_closed():  # later, since vLLM runs what is cancelled on its way to the engine
+            if not loop.is_closed():  # later, since the answer is still told what it rests on
                 loop.call_soon_threadsafe(loop.call_later, RELEASE_SECONDS, call, "qtsplus_release", (key,))
+
+        add_request = engine.add_request
+
+        async def add_whole(*args, **kwargs):
+            """Ends a request whose client leaves while it is sent; vLLM would run it after its tokens were released."""
+            sending = asyncio.ensure_future(add_request(*args, **kwargs))
+            try:
+                return await asyncio.shield(sending)
+            except asyncio.CancelledError:
+                sent = await sending
+                await engine.abort(sent.request_id, internal=True)
+                raise
 
         def noting(prompt, *args, **kwargs):
             hashes = prompt.get("mm_hashes", {})
@@ -212,6 +210,7 @@ class Connection:
 
         self.engine = engine
         engine.generate = noting
+        engine.add_request = add_whole
         engine.add_lora = add_checked
         processor.call_engine = call_and_wait
         processor.release = release
@@ -263,23 +262,16 @@ class Connection:
 
     async def _told(self, body: bytes, asked: list[str]) -> bytes:
         """A whole answer, or one event of a stream, with what its finished choices rest on."""
-        is_event = body.startswith(b"data: {")
-        content = body.removeprefix(b"data: ") if is_event else body
+        content = body.removeprefix(b"data: ")
         if not any(asked) or not content.startswith(b"{"):
             return body
         answer = json.loads(content)
-        finished = 0
-        for choice in answer.get("choices", ()):
-            if choice.get("finish_reason") is None:
-                continue
-            finished += 1
+        finished = [choice for choice in answer.get("choices", ()) if choice.get("finish_reason") is not None]
+        for choice in finished:
             number = min(choice["index"], len(asked) - 1)  # several choices may answer one question
-            key = asked[number]
-            choice["qtsplus"] = None
-            if key:
-                answers = await self.engine.collective_rpc("qtsplus_basis", args=(key,))
-                choice["qtsplus"] = answers[0]
-        if finished == 0:
+            answers = await self.engine.collective_rpc("qtsplus_basis", args=(asked[number],))
+            choice["qtsplus"] = answers[0]
+        if not finished:
             return body
         told = json.dumps(answer).encode()
-        return b"data: " + told + b"\n\n" if is_event else told
+        return body.replace(content.rstrip(), told)

@@ -7,7 +7,9 @@ video and not with every question. Afterwards it is asked what an answer rests o
 """
 
 import logging
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Lock
 from time import sleep
 from typing import Any
@@ -23,6 +25,22 @@ REFUSED = "refused: "  # in place of a budget, with the reason behind it
 BUSY = "busy"  # in place of a budget: other requests hold too much memory, so ask later
 AGAIN = "again"  # in place of a budget: the engine has done a part of the work, so ask it again
 BUSY_SECONDS = 0.1
+METHOD_SECONDS = 60  # after which a method of one's own is ended
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Ends a block of Python with `TimeoutError`, since what hangs in the engine stops it for everyone; 0 for never."""
+
+    def end(*_):
+        raise TimeoutError(f"the method did not return within {seconds} seconds")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 class Worker:

@@ -1,0 +1,52 @@
+"""An adapter on the language model answers in vLLM as with PEFT in Transformers."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from peft import LoraConfig, get_peft_model
+
+import qtsplus
+from clips import render_clip
+from engine_runs import TOKENS, ask_server, build, processor_of, serving, shown_text, write_folder
+from tiny_backbones import QWEN2_5_VL
+
+QUESTIONS = [f"Where is the circle number {number}?" for number in range(12)]
+BUDGET = {"retention": 0.3}
+CLIENTS = 4
+
+
+def test_an_adapter_answers_as_with_peft(tmp_path):
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    clip = clips / "clip.mp4"
+    render_clip(clip, seconds=4, fps=4, size=(112, 112))
+    processor = processor_of(QWEN2_5_VL)
+    model = build(QWEN2_5_VL, processor)
+    published = write_folder(model, processor, tmp_path)
+    modules = rf".*language_model\.layers\.\d+\.({model.projections})"
+    config = LoraConfig(r=8, lora_alpha=32, target_modules=modules, init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(model), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = {"tiny": model, "mine": adapted.get_base_model().eval()}
+
+    def ask(name):
+        return [ask_server(server, name, clip, question, BUDGET).message.content for question in QUESTIONS]
+
+    options = ["--enable-lora", "--lora-modules", f"mine={tmp_path / 'adapter'}"]
+    with serving(published, clips, *options) as server, ThreadPoolExecutor(CLIENTS) as pool:
+        names = ["tiny", "mine", "mine", "tiny"]  # at once, with what vLLM has cached of the other
+        answers = list(pool.map(ask, names))
+    here = {}
+    for name, known in expected.items():
+        here[name] = []
+        for question in QUESTIONS:
+            length = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
+            answer = qtsplus.ask(known, processor, clip, question, **length, **BUDGET)
+            here[name].append(shown_text(answer.answer))
+    for name, texts in zip(names, answers, strict=True):
+        assert [text.strip() for text in texts] == here[name]
+    assert here["mine"] != here["tiny"]

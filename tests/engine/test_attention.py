@@ -1,0 +1,89 @@
+"""A folder that says `lm_attention` is served as it is: many clients get what Transformers answers."""
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+import qtsplus
+from clips import render_clip
+from engine_runs import TOKENS, ask_server, build, processor_of, same_basis, serving, shown_text, write_folder
+from qtsplus.model import layout_qtsplus, methods_qtsplus
+from tiny_backbones import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+
+CLIENTS = 8
+COUNT = int(os.environ.get("QUESTIONS", "24"))
+VIDEOS = 4
+BUDGETS = ({}, {"retention": 0.2}, {"max_visual_tokens": 6}, {"retention": 0.5, "max_visual_tokens": 9})
+
+
+@pytest.fixture(scope="module", params=[QWEN2_5_VL, QWEN2_VL, QWEN3_VL], ids=lambda backbone: backbone.name)
+def model(request):
+    """(model, processor)."""
+    processor = processor_of(request.param)
+    return build(request.param, processor, selection="lm_attention", attention_group=64), processor
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    for seed in range(VIDEOS):
+        render_clip(folder / f"{seed}.mp4", seconds=2 + seed, fps=8, size=(112, 112), seed=seed)
+    return folder
+
+
+def questions():
+    """(number of a video, question, budget): no two are alike."""
+    draw = random.Random(0)
+    for number in range(COUNT):
+        colour = draw.choice(("red", "blue", "green", "white"))
+        yield draw.randrange(VIDEOS), f"Where is the {colour} circle number {number}?", draw.choice(BUDGETS)
+
+
+def test_many_clients_get_what_transformers_answers(model, clips, tmp_path_factory, monkeypatch):
+    published = write_folder(*model, tmp_path_factory.mktemp("served"))
+    asked = list(questions())
+
+    def ask(question):
+        video, text, budget = question
+        return ask_server(server, "tiny", clips / f"{video}.mp4", text, budget)
+
+    with serving(published, clips) as server, ThreadPoolExecutor(CLIENTS) as pool:
+        choices = list(pool.map(ask, asked))
+
+    by_attention = methods_qtsplus.METHODS["lm_attention"]
+    kept = torch.zeros(0)
+
+    def noting(candidates, n):
+        nonlocal kept
+        kept = by_attention(candidates, n)
+        return kept
+
+    monkeypatch.setitem(methods_qtsplus.METHODS, "lm_attention", noting)
+    find_separators = layout_qtsplus.find_separators
+    videos = [qtsplus.encode(*model, clips / f"{number}.mp4") for number in range(VIDEOS)]
+    length = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
+    kept_counts = set()
+    for (video, text, budget), choice in zip(asked, choices, strict=True):
+        here = qtsplus.ask(*model, videos[video], text, **length, **budget)
+        same_basis(choice.qtsplus, here.as_dict())
+        kept_counts.add(here.kept_tokens)
+        # vLLM keeps the times of all frames in the prompt (docs/serving.md), which matter to the words of an answer.
+        monkeypatch.setattr(layout_qtsplus, "find_separators", lambda spans, size: torch.zeros(3, 0, dtype=torch.long))
+        again = qtsplus.ask(
+            *model,
+            videos[video],
+            text,
+            selection=lambda candidates, n: kept,
+            retention=1.0,
+            max_visual_tokens=len(kept),
+            **length,
+        )
+        monkeypatch.setattr(layout_qtsplus, "find_separators", find_separators)
+        assert shown_text(choice.message.content) == shown_text(again.answer)
+    assert len(kept_counts) > len(BUDGETS)  # the question decides
+    print(f"{len(asked)} questions equal, {len(kept_counts)} numbers of kept tokens")
