@@ -25,9 +25,14 @@ def main() -> None:
     places = json.loads(given.videos.read_text(encoding="utf-8")) if given.videos else {}
     moments = json.loads(given.moments.read_text(encoding="utf-8")) if given.moments else {}
     with open(given.questions, encoding="utf-8", newline="") as rows, open(given.out, "w", encoding="utf-8") as out:
-        for row in csv.DictReader(rows):
+        # The questions about a video follow each other, so that the first rows are about few videos.
+        for row in sorted(csv.DictReader(rows), key=video_of):
             record = make_record(row, places, moments, given.open)
             out.write(json.dumps(record) + "\n")
+
+
+def video_of(row: dict[str, str]) -> str:
+    return row.get("video_id") or row["video"]  # NExT-QA's own files call it video
 
 
 def make_record(row: dict[str, str], places: dict, moments: dict, is_open: bool) -> dict:
@@ -39,7 +44,7 @@ def make_record(row: dict[str, str], places: dict, moments: dict, is_open: bool)
         moments: by video the `location` of each question, a list of [start, end] in seconds.
         is_open: ask without options.
     """
-    video = row.get("video_id") or row["video"]  # NExT-QA's own files call it video
+    video = video_of(row)
     options = [row[f"a{number}"] for number in range(len(LETTERS))]
     answer = row["answer"]
     right = options.index(answer) if answer in options else int(answer)  # NExT-QA's own files have the number

@@ -292,7 +292,11 @@ def _last_line(output: str) -> dict[str, Any]:
 
 def _training(place: Place) -> list[Step]:
     folder = str(place.folder)
-    stock = [f"model.variant={place.scale.variant}", f"model.weights={place.at('stock')}"]
+    stock = [
+        f"model.variant={place.scale.variant}",
+        f"model.weights={place.at('stock')}",
+        "training.relevance_heads=[[0, 0]]",
+    ]
     stages = _train(place, RECIPES / "qtsplus-3b.yaml", "trained", stock)
     return [
         Step(

@@ -19,6 +19,7 @@ from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import last_checkpoint, run
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+HEADS = "training.relevance_heads=[[3, 0], [3, 1]]"
 # The paper's table: hyperparameter, QTSplus-3B-FT, QTSplus-3B
 TABLE = """
 model_max_length 384 288
@@ -102,7 +103,9 @@ def test_a_dry_run_counts_what_a_gradient_reaches(name):
 def test_a_dry_run_of_two_stages_needs_no_variant(tmp_path):
     folder = RECIPES.parent / "hub_configs" / "qtsplus-tiny"
     settings = ["model.variant=null", f"model.weights={folder}", f"training.output_dir={tmp_path / 'out'}"]
-    result = dry_run("qtsplus-3b.yaml", *settings)
+    without_heads = dry_run("qtsplus-3b.yaml", *settings)
+    assert "training.relevance_heads is 'what calibrate prints'" in without_heads.stderr
+    result = dry_run("qtsplus-3b.yaml", *settings, HEADS)
     assert result.exit_code == 0, result.output
     assert "stage relevance: " in result.output
     assert "stage answers: " in result.output
@@ -111,7 +114,7 @@ def test_a_dry_run_of_two_stages_needs_no_variant(tmp_path):
 @pytest.mark.parametrize("name", REAL)
 def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    relevance, answers = load_stages(RECIPES / "qtsplus-3b.yaml", on_cpu(f"model.variant={name}"))
+    relevance, answers = load_stages(RECIPES / "qtsplus-3b.yaml", on_cpu(f"model.variant={name}", HEADS))
     base = card_data(name)["base_model"].rpartition("/")[2]
     weights = str(relevance.model.weights)
     assert base in weights or weights.startswith("checkpoints/")
