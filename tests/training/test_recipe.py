@@ -130,10 +130,7 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         assert selector.reduction == "mean"
         assert selector.query_states == "layer"
     from_nothing = replace(relevance.model, weights=None)
-    parameters, memory, disk = make_plan(replace(relevance, model=from_nothing)).lines
-    assert "parameters are trained" in parameters
-    assert "of memory" in memory
-    assert "of disk" in disk
+    assert "parameters are trained" in make_plan(replace(relevance, model=from_nothing)).lines[0]
 
 
 @pytest.mark.parametrize(
