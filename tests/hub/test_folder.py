@@ -123,13 +123,17 @@ def save_tensors(staging):
     save_file({"weight": torch.zeros(1000)}, staging / "model.safetensors")
 
 
-@pytest.mark.parametrize("fill", [copy_a_file, save_tensors])
+def save_by_torch(staging):
+    torch.save({"weight": torch.zeros(1000)}, staging / "optimizer.pt")
+
+
+@pytest.mark.parametrize("fill", [copy_a_file, save_tensors, save_by_torch])
 def test_a_disk_without_room_for_a_folder_is_named(tmp_path, fill):
     (tmp_path / "large").write_bytes(b"a" * 4000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     refused = pytest.raises(
-        OSError, match=f"{tmp_path}/hub.* cannot be written: .*File too large|File too large: '{tmp_path}/hub'"
+        OSError, match=f"{tmp_path}/hub.* cannot be written: .*is the disk full|File too large: '{tmp_path}/hub'"
     )
     try:
         with refused, whole_folder(tmp_path / "hub") as staging:

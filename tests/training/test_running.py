@@ -2,6 +2,7 @@
 
 import gc
 import json
+import resource
 import weakref
 from pathlib import Path
 
@@ -41,6 +42,17 @@ def train(recipe: Path, *overrides: str):
     for override in overrides:
         command += ["--set", override]
     return CliRunner().invoke(app, command)
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_is_one_line(recipe_file, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        result = train(recipe_file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 2, result.output
+    assert f"{tmp_path}/run cannot be written: Error while serializing" in " ".join(result.stderr.split())
 
 
 def test_a_run_whose_videos_are_all_missing_is_an_error(recipe_file, record, tmp_path):

@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 NAMED = 8  # the most names that a message lists
+_UNWRITTEN = re.compile("while serializing|inline_container")  # in errors of safetensors, and of `torch.save`
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, or the largest file that is allowed
 
 
@@ -41,8 +42,10 @@ def naming_full_disk(path: Path) -> Iterator[None]:
     """Raises an `OSError` that names what is written, for a disk without room. Others name the source, or nothing."""
     try:
         yield
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {first_line(error)}") from error
+    except (SafetensorError, RuntimeError) as error:
+        if not _UNWRITTEN.search(str(error)):
+            raise
+        raise OSError(f"{path} cannot be written: {first_line(error)} (is the disk full?)") from error
     except OSError as error:
         if error.errno not in _FULL:
             raise

@@ -11,7 +11,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..common.files import check_folder, require_space
+from ..common.files import check_folder, naming_full_disk, require_space
 from ..common.folders import read_json
 from ..data.records import VideoRecord
 from ..hub.loading import adopt_tokenizer
@@ -59,9 +59,10 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
         require_free(output_dir)
     require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
     trainer = build_trainer(recipe)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trainer.save_model()
-    trainer.save_state()  # the last file that is written: it marks a finished run
+    with naming_full_disk(output_dir):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.save_model()
+        trainer.save_state()  # the last file that is written: it marks a finished run
     return output_dir
 
 
