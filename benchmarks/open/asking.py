@@ -34,13 +34,11 @@ class Answers:
         right: whether the answer is right to its last word.
         kept: the visual tokens that the language model read.
         share: of as many tokens that hold the answer as could be kept, the part that was; NaN where there are none.
-        seen: the part of the relevance that the null token did not take, where a selector with one has chosen.
     """
 
     right: list[bool] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     share: list[float] = field(default_factory=list)
-    seen: list[float] = field(default_factory=list)
 
 
 class OpenTest:
@@ -138,8 +136,6 @@ class OpenTest:
             right = ((output.logits[:, :-1].argmax(-1) == said) | (said == IGNORED)).all(1)
             answers.right += right.tolist()
             answers.kept += output.qtsplus.n.tolist()
-            if output.qtsplus.seen is not None:
-                answers.seen += output.qtsplus.seen.tolist()
             pairs = zip(output.qtsplus.kept_indices, self.needles[rows], strict=True)
             answers.share += [_part_of(wanted, kept.numpy()) for kept, wanted in pairs]
         return answers

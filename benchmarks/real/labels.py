@@ -9,7 +9,7 @@ model takes no part: its weights stay as they are, and the whole takes minutes.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from qtsplus.training.recipe import load_stages
 
 from ..open.measures import area_under_curve
 from .clips import CROWD_SECONDS, clip_scene
+from .fetch import ELSEWHERE
 from .questions import YES_OR_NO, Question, ask_scene
 from .run import RECIPE, SETTINGS
 from .tower import see
@@ -37,6 +38,7 @@ FIRST_CLIP = 2_000_000  # neither base nor other records have these clips
 CLIPS = 160
 PLAIN_EVERY = 4  # every fourth clip is a background alone
 VALIDATION_CLIPS = 24
+CLIPS_ELSEWHERE = 40  # of each video
 KINDS = (*YES_OR_NO, "present", "absent", "kind", "which", "first", "list")
 QUESTIONS = 9
 STEPS = 300
@@ -112,12 +114,12 @@ def score(selector: Any, lesson: Lesson) -> list[torch.Tensor]:
     return list(chosen.log_relevance)
 
 
-def teach(selector: Any, lessons: Sequence[Lesson], seed: int, steps: int = STEPS) -> list[float]:
+def teach(selector: Any, lessons: Sequence[Lesson], seed: int, steps: int = STEPS) -> float:
     """
     The choice among the tokens learns the needles, and the sum of the relevance whether there are any.
 
     Returns:
-        the loss of every step.
+        the last step's loss.
     """
     for parameter in selector.parameters():
         parameter.requires_grad_(False)
@@ -128,7 +130,6 @@ def teach(selector: Any, lessons: Sequence[Lesson], seed: int, steps: int = STEP
     optimizer = torch.optim.AdamW([weight for weight in weights if weight.requires_grad], lr=RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.1)
     rng = np.random.default_rng(seed)
-    losses = []
     for _ in range(steps):
         terms = []
         for place in rng.integers(len(lessons), size=CLIPS_PER_STEP).tolist():
@@ -139,8 +140,7 @@ def teach(selector: Any, lessons: Sequence[Lesson], seed: int, steps: int = STEP
         loss.backward()
         optimizer.step()
         schedule.step()
-        losses.append(loss.item())
-    return losses
+    return loss.item()
 
 
 def _loss(scores: torch.Tensor, needles: torch.Tensor) -> torch.Tensor:
@@ -152,17 +152,56 @@ def _loss(scores: torch.Tensor, needles: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def calibrate_seen(selector: Any, lessons: Sequence[Lesson]) -> tuple[float, float]:
-    """The `seen` that tells best, over the kinds that ask for both, what is there from what is not; and its area."""
-    there: list[float] = []
-    missing: list[float] = []
+def seen_by_answer(selector: Any, lessons: Sequence[Lesson]) -> dict[str, list[float]]:
+    """`seen` of the questions that are asked alike about what is there and about what is not."""
+    found: dict[str, list[float]] = {"there": [], "missing": [], "missing, plain": []}
     for lesson in lessons:
+        is_plain = not torch.stack(lesson.needles).any()
         for scores, needles, kind in zip(score(selector, lesson), lesson.needles, lesson.kinds, strict=True):
-            if kind in YES_OR_NO:
-                (there if needles.any() else missing).append(float(scores.exp().sum()))
-    thresholds = np.unique(there + missing)
-    hits = [np.mean(np.array(there) >= least) + np.mean(np.array(missing) < least) for least in thresholds]
-    return float(thresholds[np.argmax(hits)]), area_under_curve(there, missing)
+            if kind not in YES_OR_NO:
+                continue
+            answer = "missing"
+            if needles.any():
+                answer = "there"
+            elif is_plain:
+                answer = "missing, plain"
+            found[answer].append(float(scores.exp().sum()))
+    return found
+
+
+def calibrate_seen(selector: Any, lessons: Sequence[Lesson]) -> tuple[float, float]:
+    """
+    The `seen` that tells best what is there from what is not, and the area under the curve in crowds, where that is
+    harder than on a background alone.
+    """
+    found = seen_by_answer(selector, lessons)
+    there = np.array(found["there"])
+    missing = np.array(found["missing"] + found["missing, plain"])
+    thresholds = np.concatenate([there, missing])
+    hits = [np.mean(there >= least) + np.mean(missing < least) for least in thresholds]
+    return float(thresholds[np.argmax(hits)]), area_under_curve(found["there"], found["missing"])
+
+
+def measure_seen(selector: Any, lessons: Mapping[str, Sequence[Lesson]], threshold: float) -> dict[str, Any]:
+    """
+    How often `seen` is larger for what a video shows than for what it does not, and how often a threshold is right.
+
+    Args:
+        lessons: by video.
+    """
+    by_video = {name: seen_by_answer(selector, own) for name, own in lessons.items()}
+    by_video["all"] = {answer: sum((seen[answer] for seen in by_video.values()), []) for answer in by_video["bikes"]}
+    result = {}
+    for name, seen in by_video.items():
+        there = seen["there"]
+        row: dict[str, Any] = {answer: len(values) for answer, values in seen.items()}
+        row["area in crowds"] = area_under_curve(there, seen["missing"])
+        row["area on plain videos"] = area_under_curve(there, seen["missing, plain"])
+        row["there, above the threshold"] = np.mean(np.array(there) >= threshold)
+        row["missing, below it"] = np.mean(np.array(seen["missing"]) < threshold)
+        row["missing, plain, below it"] = np.mean(np.array(seen["missing, plain"]) < threshold)
+        result[name] = {key: round(float(value), 3) for key, value in row.items()}
+    return result
 
 
 def teach_from_labels(work: Path, seeds: Sequence[int]) -> None:
@@ -176,10 +215,13 @@ def teach_from_labels(work: Path, seeds: Sequence[int]) -> None:
     pictures = Pictures(work)
     lessons = make_lessons(pictures, model, processor.tokenizer, "varied", CLIPS)
     validation = make_lessons(pictures, model, processor.tokenizer, "validation", VALIDATION_CLIPS)
+    elsewhere = {}
+    for name in ELSEWHERE:
+        elsewhere[name] = make_lessons(pictures, model, processor.tokenizer, f"video-{name}", CLIPS_ELSEWHERE)
     for seed in seeds:
         model.load_state_dict(fresh_selector(model.config, model.dtype, seed), strict=False)
         _, untrained_area = calibrate_seen(selector, validation)
-        losses = teach(selector, lessons, seed)
+        loss = teach(selector, lessons, seed)
         threshold, area = calibrate_seen(selector, validation)
         config = model.config.qtsplus_config
         config.seen_threshold = round(threshold, 3)
@@ -187,8 +229,8 @@ def teach_from_labels(work: Path, seeds: Sequence[int]) -> None:
         folder = work / f"labels-{seed}"
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
-        line = {"seed": seed, "loss": losses[-1], "area before": untrained_area, "area": area, "threshold": threshold}
-        log(work / "labels.jsonl", line)
+        line = {"seed": seed, "loss": loss, "area before": untrained_area, "area": area, "threshold": threshold}
+        log(work / "labels.jsonl", line | {"elsewhere": measure_seen(selector, elsewhere, threshold)})
 
 
 def main() -> None:

@@ -22,9 +22,8 @@ from qtsplus.training.models import make_config, make_processor
 
 from ..files import read_result
 from ..open.asking import Answers, OpenTest, load, of_other_videos
-from ..open.measures import area_under_curve, interval, spearman
+from ..open.measures import interval, spearman
 from .fetch import ELSEWHERE
-from .questions import YES_OR_NO
 from .words import NAMES
 from .work import half_precision
 
@@ -128,7 +127,6 @@ def measure(folder: str, records: Sequence[Path], out: Path, only: str = "") -> 
             if way == "its own budget":
                 result[name] |= budget(test, answers)
             result["elsewhere"] = {way: over_videos(result, way) for way in ways_elsewhere(result)}
-            result["seen elsewhere"] = seen_elsewhere(result)
             write_json(out, result)
             print(name, result[name]["right"], flush=True)
 
@@ -162,7 +160,7 @@ def row(test: RealTest, answers: Answers) -> dict[str, Any]:
     for kind in KINDS:
         asked = counted & (test.kinds == kind)
         by_kind[kind] = [_percent(right[asked]), int(asked.sum())]
-    found = {
+    return {
         "right": _percent(right[counted]),
         "interval": [_percent([low]), _percent([high])],
         "tokens": round(float(np.mean(answers.kept)), 1),
@@ -173,13 +171,6 @@ def row(test: RealTest, answers: Answers) -> dict[str, Any]:
         "rights": "".join(str(int(hit)) for hit in right[counted]),  # of each question in turn
         "clips": test.videos[counted].tolist(),
     }
-    if answers.seen:
-        seen = np.array(answers.seen).round(4)
-        asked = counted & np.isin(test.kinds, YES_OR_NO)
-        there = np.array([bool(line["evidence"]) for line in test.rows])
-        found["seen, there"] = seen[asked & there].tolist()
-        found["seen, missing"] = seen[asked & ~there].tolist()
-    return found
 
 
 def ways_elsewhere(result: Mapping[str, Any]) -> list[str]:
@@ -202,23 +193,6 @@ def over_videos(result: Mapping[str, Any], ending: str) -> dict[str, Any]:
         "questions": len(right),
         "by video": {name: row["right"] for name, row in rows.items()},
     }
-
-
-def seen_elsewhere(result: Mapping[str, Any]) -> dict[str, Any]:
-    """How often `seen` is larger for what a crowd shows than for what it, or a background alone, does not show."""
-    seen: dict[str, list[float]] = {"there": [], "missing": [], "missing, plain": []}
-    by_video = {}
-    for name in ELSEWHERE:
-        crowds = result.get(f"video-{name}, 8 tokens")
-        plain = result.get(f"video-{name}-plain, 8 tokens")
-        if crowds is None or plain is None:
-            return {}
-        seen["there"] += crowds["seen, there"]
-        seen["missing"] += crowds["seen, missing"]
-        seen["missing, plain"] += plain["seen, missing"]
-        by_video[name] = round(area_under_curve(crowds["seen, there"], crowds["seen, missing"]), 3)
-    areas = {name: round(area_under_curve(seen["there"], seen[name]), 3) for name in ("missing", "missing, plain")}
-    return {"areas": areas, "by video": by_video, "questions": {name: len(values) for name, values in seen.items()}}
 
 
 def budget(test: RealTest, answers: Answers) -> dict[str, Any]:

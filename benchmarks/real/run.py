@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from qtsplus import ask, encode, load
@@ -76,16 +77,13 @@ def make_real(work: Path, minutes: float, say: Callable[[str], None] = print) ->
     return teach_selector(work)
 
 
-def write_elsewhere(work: Path) -> list[Path]:
+def write_elsewhere(work: Path) -> None:
     """Records about videos that taught nothing: in trained wordings, in free ones, and of the videos alone."""
-    paths = []
     for name in ELSEWHERE:
-        for held_out, plain in ((False, False), (True, False), (False, True)):
-            path = write_records(
-                work, work / "records", f"video-{name}", CLIPS_ELSEWHERE, held_out=held_out, plain=plain
-            )
-            paths.append(path)
-    return paths
+        write = partial(write_records, work, work / "records", f"video-{name}", CLIPS_ELSEWHERE)
+        write()
+        write(held_out=True)
+        write(plain=True)
 
 
 def teach_selector(work: Path) -> Path:

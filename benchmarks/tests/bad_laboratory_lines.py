@@ -23,7 +23,7 @@ def rehearsal_lines() -> list[list[str]]:
         [*rehearsal, "--shape", "tiny"],
         *each_value([*rehearsal, "--shape", "tiny"], "--work", ("{video}", "/dev/null/x", "", LONG)),
         *each_value([*rehearsal, "--work", "{out}"], "--shape", ("", "99b")),
-        *each_value([*rehearsal, "--work", "{out}"], "--vocabulary", ("{missing}", "{video}", "")),
+        *each_value([*rehearsal, "--work", "{out}"], "--vocabulary", ("{missing}", "{video}")),
     ]
 
 

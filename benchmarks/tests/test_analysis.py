@@ -84,7 +84,6 @@ def test_longer_videos_with_smaller_shares_correlate():
     ]
     document = summarise_choices(records, measured)
     assert document["correlations"]["log_m"]["r"] < -0.9 and document["correlations"]["r_max"] == {}
-    assert document["rho"]["mean"] == pytest.approx(np.mean([10 / m for m in lengths]))
     assert document["rho"]["low"] < document["rho"]["mean"] < document["rho"]["high"]
     with pytest.raises(ValueError, match="expected at least two"):
         summarise_choices(records[:3], [measured[0], measured[1], None])
