@@ -247,6 +247,26 @@ def test_a_template_that_is_only_written_out_leaves_keys_to_others(processor, cl
     assert processor.video_token in prompt
 
 
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        ([], "a conversation without a message"),
+        ([[]], "a conversation without a message"),
+        ([{"role": "user", "content": ["What?"]}], "A message has 'What\\?' in a list; expected parts"),
+        ([{"role": "user", "content": [TEXT, None]}], "A message has None in a list; expected parts"),
+    ],
+)
+def test_a_conversation_without_messages_or_parts_is_refused(processor, conversation, message):
+    for tokenizes in (False, True):
+        with pytest.raises(ValueError, match=message):
+            processor.apply_chat_template(conversation, tokenize=tokenizes, return_dict=tokenizes)
+
+
+def test_a_message_without_a_role_is_no_question(processor):
+    inputs = processor.apply_chat_template([{"content": "What?"}], tokenize=True, return_dict=True)
+    assert not any(map(any, inputs["query_mask"]))
+
+
 @pytest.mark.parametrize("content", [{"answer": "12:00"}, 12])
 def test_a_message_whose_content_is_no_text_is_refused(processor, content):
     messages = [

@@ -34,7 +34,7 @@ def question_turns(processor: "QTSplusProcessorMixin", conversation: list, *args
     for messages in [conversation] if is_one else conversation:
         question = None
         for index, message in enumerate(messages):
-            if message["role"] == "user":
+            if message.get("role") == "user":
                 question = index
         if question is None:
             turns.append(None)

@@ -110,6 +110,8 @@ def read_messages(messages, loads: bool):
     they are not only written out. `ValueError` for what would be ignored.
     """
     if isinstance(messages, (list, tuple)):
+        if not messages:
+            raise ValueError("Got a conversation without a message; expected at least one.")
         return [read_messages(message, loads) for message in messages]
     if not isinstance(messages, Mapping):
         return messages
@@ -118,11 +120,16 @@ def read_messages(messages, loads: bool):
         if loads and content is not None and not isinstance(content, str):
             raise ValueError(f"A message has the content {content!r}; expected a str, or a list of parts.")
         return messages
-    parts = [_read_content(dict(part), loads) for part in content]
+    parts = [_read_content(part, loads) for part in content]
     return dict(messages, content=parts)
 
 
-def _read_content(part: dict, loads: bool) -> dict:
+def _read_content(part, loads: bool) -> dict:
+    if not isinstance(part, Mapping):
+        raise ValueError(
+            f"A message has {part!r} in a list; expected parts, such as a dictionary of `type` and `text`."
+        )
+    part = dict(part)
     name = part.pop("type", None)
     if not name:
         name = next((known for known in _KINDS if known in part), None)
