@@ -334,10 +334,10 @@ def top_n(scores: Tensor, n: int) -> Tensor:
     is_tied = (scores >= cut - TIE) & ~is_above
     room = n - is_above.sum()
     is_earliest = is_tied & (is_tied.cumsum(0) <= room)
-    return _places(is_above | is_earliest, n)
+    return true_places(is_above | is_earliest, n)
 
 
-def _places(mask: Tensor, n: int) -> Tensor:
+def true_places(mask: Tensor, n: int) -> Tensor:
     """
     `[n]` int64, ascending: where a mask is true, as `mask.nonzero()[:, 0]`, but without a wait of the host for their
     number. -1 stands for each that is missing.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
-from .methods_qtsplus import Method
+from .methods_qtsplus import Method, true_places
 from .question_qtsplus import find_query_mask, question_token_ids
 from .selector_qtsplus import QTSplusOutput
 
@@ -149,11 +149,18 @@ class PromptRow:
         keep[separators] = num_kept_before[stop] > num_kept_before[first]
         return keep
 
+    def places(self, keep: Tensor, kept_candidates: int) -> Tensor:
+        """The places of the tokens that stay by [`keep`]; the host waits for their number only where it is unknown."""
+        if self.separators.shape[1]:
+            return keep.nonzero()[:, 0]
+        num_others = len(self.columns) - len(self.candidates)
+        return true_places(keep, num_others + kept_candidates)
+
     def only(self, present: Tensor) -> "PromptRow":
         """The row with only the candidates `present` `[k]`, ascending, and with the separators that stay with them."""
         keep = self.keep(present)
         place = keep.cumsum(0) - 1
-        kept = keep.nonzero()[:, 0]  # as an index the mask itself would make the host wait for each tensor
+        kept = self.places(keep, len(present))
         separators = self.separators
         if separators.shape[1]:
             separators = separators[:, keep[separators[0]]]
@@ -378,7 +385,7 @@ def splice(
     video_features = []
     for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
         keep = row.keep(kept_indices.to(row.columns.device))
-        stays = keep.nonzero()[:, 0]
+        stays = row.places(keep, len(kept_indices))
         columns.append(row.columns[stays])
         positions_of_row = row.language_positions.T
         positions.append(positions_of_row[stays])
