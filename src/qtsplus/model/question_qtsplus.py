@@ -54,6 +54,10 @@ def find_query_mask(
         start, stop = turns[question]
         mask_of_turn = mask[row, start:stop]
         mask_of_turn.copy_(eligible[row, start:stop])
+        # Some templates also write the line break of the header behind a video or an image.
+        is_break = input_ids[row, start:stop] == ids[start - 1]
+        is_behind_special = ~eligible[row, start - 1 : stop - 1]
+        mask_of_turn[is_break & is_behind_special] = 0
         if frame_text_token_ids:
             text = ids[start:stop].tolist()
             for first, last in _frame_texts(text, video_token_id, frame_text_token_ids):
