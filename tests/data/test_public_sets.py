@@ -15,8 +15,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 QUESTIONS = """video_id,frame_count,width,height,question,answer,qid,type,a0,a1,a2,a3,a4
 111,2697,640,480,why did the boy get up,unwrap it,1,CW,share it,sit down,unwrap it,play,point
-111,2697,640,480,what does the dog do at the end,runs,3,TN,runs,barks,sleeps,jumps,eats
 222,1906,640,480,how does the man sell the watch,show it,7,CH,give it,show it,dismount,shout,wave
+111,2697,640,480,what does the dog do at the end,runs,3,TN,runs,barks,sleeps,jumps,eats
 """
 MOMENTS = {"111": {"duration": 90, "location": {"1": [[1.2, 5.8], [20.0, 23.5]], "3": [[80.1, 90]]}, "fps": 29.97}}
 PLACES = {"111": "0101/111", "222": "0016/222"}
