@@ -4,13 +4,11 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 import safehttpx
-import torch
 from starlette.middleware import Middleware
 
 from ..asking.session import Answer, VideoSession
@@ -35,62 +33,13 @@ _VIDEO = "A video of at most 1 GB"
 _SHARE = "As a share of all, in percent. At 0 the model decides."
 
 
-class _Stoppable:
-    """The model for one visit: it encodes no further piece of a video once `check` raises."""
-
-    def __init__(self, model, check: Callable[[], None]) -> None:
-        self._model = model
-        self._check = check
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-    def encode_videos(self, *inputs, **options):
-        self._check()
-        features = self._model.encode_videos(*inputs, **options)
-        self._check()
-        return features
-
-
 class Visit:
     """One open page: its video and conversation, and the work behind its buttons; all visits share the model."""
 
     def __init__(self, model, processor) -> None:
-        # Numbers of requests, which are served in turn.
-        self.begun = 0
-        self.served = 0
-        self.stopped = 0  # the last that was stopped
         self.path = ""  # of the video on the page
         self.problem = ""  # why it cannot be read
-        self.session = VideoSession(_Stoppable(model, self._check), processor)
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the request that is being served shall end."""
-        return self.served < self.stopped
-
-    def stop(self) -> None:
-        """Ends the requests of this visit, and none that comes later."""
-        self.stopped = self.begun
-
-    def _check(self) -> None:
-        if self.is_stopped:
-            raise ValueError("Stopped.")
-
-    def _ends(self, input_ids: torch.Tensor, *_, **__) -> torch.Tensor:
-        """A stopping criterion: per answer whether it shall end after this token."""
-        return torch.full((len(input_ids),), self.is_stopped, device=input_ids.device)
-
-    def serve(self, *inputs, work: Callable[..., dict]):
-        """Does the work of the next request in line."""
-        try:
-            result = work(self, *inputs)
-            another_waits = self.served + 1 < self.begun
-            if self.is_stopped and another_waits:
-                return gr.skip()  # the next one is shown
-            return result
-        finally:
-            self.served += 1
+        self.session = VideoSession(model, processor)
 
     def read(self, path: str | None) -> dict:
         """Forgets the previous video, and encodes the new one if there is one."""
@@ -99,7 +48,6 @@ class Visit:
         self.path = path or ""
         self.problem = ""
         try:
-            self._check()
             if path is not None:
                 self.session.add(path, device="cpu")  # the model's device may have no room for the videos of all visits
         except FAILURES as error:
@@ -126,8 +74,7 @@ class Visit:
             return self.stage(error="Write a question first.")
         try:
             retention = share / 100 or None
-            answers = self.session.ask_many(questions, retention=retention, stopping_criteria=[self._ends])
-            self._check()
+            answers = self.session.ask_many(questions, retention=retention)
         except FAILURES as error:
             return self.stage(error=str(error))
         panes = [self._pane(question, answer) for question, answer in zip(questions, answers, strict=True)]
@@ -184,13 +131,13 @@ class Visit:
 def build_page(model, processor, hosts: Sequence[str]):
     """The page of [`launch`], and how Gradio is to serve it. What visitors drop goes to GRADIO_TEMP_DIR."""
 
-    def begin(visit: Visit | None, reads: bool = False) -> Visit:
-        """Before a request waits in line, where Stop may already find it. Another video ends what is about the last."""
+    def read(visit: Visit | None, path: str | None) -> tuple[dict, Visit]:
         visit = visit or Visit(model, processor)
-        if reads:
-            visit.stop()
-        visit.begun += 1
-        return visit
+        return visit.read(path), visit
+
+    def answer(visit: Visit | None, *fields) -> tuple[dict, Visit]:
+        visit = visit or Visit(model, processor)
+        return visit.ask(*fields), visit
 
     with gr.Blocks(title="QTSplus", analytics_enabled=False, fill_width=True, delete_cache=(3600, VIDEO_AGE)) as blocks:
         visit = gr.State()
@@ -201,23 +148,22 @@ def build_page(model, processor, hosts: Sequence[str]):
                 first = gr.Textbox(label="Question", placeholder="What is in the yellow ring?", elem_id="first")
                 second = gr.Textbox(label="A second one, beside it", placeholder="May stay empty", elem_id="second")
                 share = gr.Slider(0, 100, 0, step=1, label="Tokens to keep", info=_SHARE, elem_id="share")
-                with gr.Row():
-                    ask = gr.Button("Ask", variant="primary", min_width=80, scale=2, elem_id="ask")
-                    stop = gr.Button("Stop", min_width=80, elem_id="stop")
+                ask = gr.Button("Ask", variant="primary", elem_id="ask")
             with gr.Column(scale=7, min_width=320):
                 empty = Visit(model, processor).stage()
                 frame = "<div class='said' role='status'></div><div class='stage'></div>"
                 stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
         # "multiple", or else what comes while another is served would be dropped.
-        every: dict = {"trigger_mode": "multiple", "api_visibility": "private"}
-        at_once = every | {"queue": False, "show_progress": "hidden"}
-        in_line = every | {"concurrency_limit": 1, "concurrency_id": "model"}
-        reading = gr.on([film.upload, film.clear], partial(begin, reads=True), visit, visit, **at_once)
-        reading.then(partial(Visit.serve, work=Visit.read), [visit, film], stage, **in_line)
-        asking = gr.on([ask.click, first.submit, second.submit], begin, visit, visit, **at_once)
+        in_line: dict = {
+            "trigger_mode": "multiple",
+            "api_visibility": "private",
+            "concurrency_limit": 1,
+            "concurrency_id": "model",
+        }
+        shown = [stage, visit]
+        gr.on([film.upload, film.clear], read, [visit, film], shown, **in_line)
         fields = [visit, film, first, second, share]
-        asking.then(partial(Visit.serve, work=Visit.ask), fields, stage, scroll_to_output=True, **in_line)
-        stop.click(lambda visit: visit and visit.stop(), visit, **at_once)
+        gr.on([ask.click, first.submit, second.submit], answer, fields, shown, scroll_to_output=True, **in_line)
     guard = Middleware(Guard, hosts=hosts, largest=LARGEST_REQUEST, own_pages=True)
     options = {
         "max_file_size": LARGEST_VIDEO,
