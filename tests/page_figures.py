@@ -43,13 +43,13 @@ WORDS = {
     "a fortieth": 1 / 40,
     "half": 1 / 2,
     "Half": 1 / 2,
-    "two thirds": 2 / 3,
     "Five sixths": 5 / 6,
     "five": 5,
 }
 PRINTED = "|".join([r"[-+]?\d[\d,.]*\d%?", r"[-+]?\d%?", *WORDS])
 
 NOT_PROSE = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)|(?<=\n\n)    .*?\n\n", re.DOTALL | re.MULTILINE)
+TABLE_HEAD = re.compile(r"^\|.*\n\|--", re.MULTILINE)
 # Where a line of prose goes on.
 LINE_BREAK = re.compile(r"\n +(?=\S)|\n(?=[^\s|#-])")
 NUMBER = r"(?<![\w.,-])[-+]?\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)"
@@ -116,41 +116,30 @@ def pattern_of(text: str) -> str:
     return r"\s+".join(re.escape(word) for word in re.split(r"\s+", text))
 
 
-def compare(page: str, source: str, text: str, content: str) -> tuple[str, str, list[str]]:
-    """
-    Looks for one listed text on a page.
-
-    Returns:
-        The content with the figures of the JSON file, the content without the text, and what is wrong.
-    """
-    texts = HOLE.split(text)
-    pattern = f"({PRINTED})".join(pattern_of(words) for words in texts[::3])
+def compare(source: str, text: str, content: str) -> tuple[str, str] | None:
+    """A listed text as the content has it, and with the figures of the JSON file; `None` if it is not there."""
+    words, keys, forms = (HOLE.split(text)[start::3] for start in range(3))
+    pattern = f"({PRINTED})".join(pattern_of(part) for part in words)
     match = re.search(pattern, content)
     if match is None:
-        return content, content, [f"{page} does not say: {text}"]
-    expected = [printed(key, form, source) for key, form in zip(texts[1::3], texts[2::3], strict=True)]
-    faults = []
-    corrected = content
-    for number, figure in reversed(list(enumerate(expected, 1))):
-        if match[number] != figure:
-            faults.append(f"{page} says {match[number]}, {source} {figure}: {texts[3 * number - 2]}")
-        begin, end = match.span(number)
-        corrected = corrected[:begin] + figure + corrected[end:]
-    rest = content[: match.start()] + " " + content[match.end() :]
-    return corrected, rest, faults
+        return None
+    expected = match[0]
+    for number in reversed(range(len(keys))):
+        begin, end = match.span(number + 1)
+        figure = printed(keys[number], forms[number], source)
+        expected = expected[: begin - match.start()] + figure + expected[end - match.start() :]
+    return match[0], expected
 
 
 def unlisted_figures(content: str) -> list[str]:
     """The measurements on a page: numbers in tables, numbers with a unit, and decimal numbers."""
     prose = NOT_PROSE.sub("x", content)
-    lines = LINE_BREAK.sub(" ", prose).splitlines()
+    prose = LINE_BREAK.sub(" ", prose)
     figures = []
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        is_head = following.startswith("|--")
+    for line in TABLE_HEAD.sub("", prose).splitlines():
         is_row = line.startswith("|")
         words = line.split("|", 2)[-1] if is_row else line
-        matches = [] if is_head else (IN_TABLES if is_row else IN_PROSE).finditer(words)
-        for match in matches:
+        for match in (IN_TABLES if is_row else IN_PROSE).finditer(words):
             begin = max(match.start() - 40, 0)
             figures.append(words[begin : match.end() + 20].strip())
     return figures
@@ -158,22 +147,23 @@ def unlisted_figures(content: str) -> list[str]:
 
 def check(path: Path) -> tuple[str, list[str]]:
     """A page with the figures of the JSON files, and what is wrong with it."""
+    content = path.read_text(encoding="utf-8")
     page = path.relative_to(ROOT).as_posix()
-    corrected = path.read_text(encoding="utf-8")
-    rest = corrected
-    faults: list[str] = []
-    texts_by_file = dict(listed_texts().get(page, {}))
-    settings = texts_by_file.pop("settings", [])
-    for source, texts in texts_by_file.items():
+    corrected = content
+    unlisted = content
+    faults = []
+    for source, texts in listed_texts().get(page, {}).items():
         for text in texts:
-            corrected, _, wrong = compare(page, source, text.strip(), corrected)
-            _, rest, _ = compare(page, source, text.strip(), rest)
-            faults += wrong
-    for text in settings:
-        rest, found = re.subn(pattern_of(text), " ", rest)
-        if not found:
-            faults.append(f"{page} does not say: {text}")
-    for figure in unlisted_figures(rest):
+            found = compare(source, text.strip(), content)
+            if found is None:
+                faults.append(f"{page} does not say: {text}")
+                continue
+            said, expected = found
+            if said != expected:
+                faults.append(f"{page} says: {said}\n{source} says: {expected}")
+            corrected = corrected.replace(said, expected)
+            unlisted = unlisted.replace(said, " ")
+    for figure in unlisted_figures(unlisted):
         faults.append(f"{page} has a figure without a key in {LIST.name}: ... {figure} ...")
     return corrected, faults
 
@@ -181,6 +171,7 @@ def check(path: Path) -> tuple[str, list[str]]:
 if __name__ == "__main__":
     for page_path in PAGES:
         corrected_page, found_faults = check(page_path)
-        print(*found_faults, sep="\n", end="\n" if found_faults else "")
+        for fault in found_faults:
+            print(fault)
         if sys.argv[1:] == ["--write"]:
             page_path.write_text(corrected_page, encoding="utf-8")
