@@ -172,7 +172,7 @@ def _from_base(
     if selection == "lm_attention":
         text = _UNTRAINED
         layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
-        say(f"Nothing needs training: the attention of layer {layer} selects. `qtsplus calibrate` finds a better one.")
+        say(f"Nothing needs training: the attention of layer {layer} selects. `qtsplus calibrate` seeks a better one.")
     else:
         say("The selector is new: it chooses nearly at random until it is trained.")
     about = card_data(known, "license", "license_name", "license_link", "recipe")
