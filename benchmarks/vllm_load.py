@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.video_utils import VideoMetadata
 
+from qtsplus import ask, encode
 from qtsplus.common.journals import write_json
 from qtsplus.hub.publish import assemble_folder
 from qtsplus.vllm.server import mark_of
 
 from .machine import environment
-from .speed.peak import extra_memory
 from .speed.results import spread
 from .speed.shapes import build, find_shape, make_processor, prompt_text, write_stock
 
@@ -62,9 +61,7 @@ class Load:
         self.processor, self.model = make_processor(shape), build(shape, "ours", DEVICE, DTYPE)
         selector = self.model.config.qtsplus_config
         selector.rho_min = selector.rho_max = fraction
-        for part in (self.model, self.processor):
-            part.save_pretrained(folder / "saved")
-        assemble_folder(folder / "saved", folder / "published")
+        publish(self.model, self.processor, folder)
         rng, (width, height) = np.random.default_rng(0), shape.size
         self.length = FRAMES * width * height // 28**2  # twice the tokens of a video
         self.videos = [rng.integers(0, 255, (FRAMES, height, width, 3), dtype=np.uint8) for _ in range(VIDEOS)]
@@ -116,28 +113,11 @@ class Load:
     def ask_transformers(self) -> None:
         """One request after another."""
         known: dict[int, Any] = {}
+        length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
         for video, question, retention in self.requests:
             if video not in known:
-                known[video] = self._encode(video)
-            features, metadata, grid, seconds = known[video]
-            asked = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}]
-            inputs = self.processor.conversation_inputs([asked], video_grid_thw=grid, video_metadata=[metadata])
-            settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "retention": retention}
-            settings["second_per_grid_ts"] = seconds
-            self.model.generate(**inputs.to(DEVICE), video_features=features, **settings)
-
-    def _encode(self, video: int) -> tuple[list[torch.Tensor], VideoMetadata, torch.Tensor, list[float]]:
-        metadata = VideoMetadata(**self.described)
-        inputs = self.processor(
-            text=[prompt_text(self.processor, "")],
-            videos=[self.videos[video]],
-            video_metadata=[metadata],
-            do_sample_frames=False,
-            return_tensors="pt",
-        )
-        grid = inputs["video_grid_thw"]
-        seconds = [float(second) for second in inputs["second_per_grid_ts"]]
-        return self.model.encode_videos(inputs["pixel_values_videos"], grid), metadata, grid, seconds
+                known[video] = encode(self.model, self.processor, self.videos[video], metadata=self.described)
+            ask(self.model, self.processor, known[video], question, retention=retention, **length)
 
     def forget(self) -> None:
         """What vLLM and the plugin know of videos."""
@@ -146,6 +126,13 @@ class Load:
             llm.llm_engine.reset_encoder_cache()
         self.llm.llm_engine.renderer.get_mm_processor()._processed.clear_cache()
         self.llm.apply_model(_forget_videos)
+
+
+def publish(model: Any, processor: Any, folder: Path) -> None:
+    """Saves a model, and makes the folder `published` of it."""
+    for part in (model, processor):
+        part.save_pretrained(folder / "saved")
+    assemble_folder(folder / "saved", folder / "published")
 
 
 def _forget_videos(model: Any) -> None:
@@ -183,15 +170,12 @@ def measure(out: Path, shape_name: str) -> dict[str, Any]:
             "transformers_one_by_one": load.ask_transformers,
         }
         runs: dict[str, list[float]] = {name: [] for name in sides}
-        megabytes: dict[str, float] = {}
         for repeat in range(REPEATS):
             for name in [*sides][repeat % len(sides) :] + [*sides][: repeat % len(sides)]:  # none is always the first
                 if repeat >= SLOW.get(name, REPEATS):
                     continue
                 load.forget()
-                with extra_memory(DEVICE) as peak:
-                    runs[name].append(seconds_of(sides[name]))
-                megabytes.setdefault(name, round(peak.mb, 1))
+                runs[name].append(seconds_of(sides[name]))
                 print(f"{name}: {runs[name][-1]:.1f} s", file=sys.stderr)
     from vllm import __version__ as vllm_version
 
@@ -202,7 +186,10 @@ def measure(out: Path, shape_name: str) -> dict[str, Any]:
         "settings": {
             "shape": shape_name,
             "frames": FRAMES,
-            **{"videos": VIDEOS, "questions": QUESTIONS, "requests": REQUESTS, "new_tokens": NEW_TOKENS},
+            "videos": VIDEOS,
+            "questions": QUESTIONS,
+            "requests": REQUESTS,
+            "new_tokens": NEW_TOKENS,
             "retentions": RETENTIONS,
         },
         "figures": {
@@ -211,13 +198,8 @@ def measure(out: Path, shape_name: str) -> dict[str, Any]:
             "evs_over_ours_without_reencoder": medians["vllm_evs"] / medians["vllm_without_reencoder"],
             "own_budget_over_ours": medians["vllm_own_budget"] / medians["vllm"],
             "one_by_one_over_ours": medians["transformers_one_by_one"] / medians["vllm"],
-            "requests_per_second": REQUESTS / medians["vllm"],
         },
-        "evs_over_ours_by_round": spread(
-            [evs / ours for evs, ours in zip(runs["vllm_evs"], runs["vllm"], strict=True)]
-        ),
         "prompt_tokens": load.prompt_tokens,
-        "peak_mb_of_the_first_run": megabytes,
         "seconds": {name: spread(times) for name, times in runs.items()},
         "runs": runs,
     }

@@ -2,16 +2,17 @@
 
     python -m benchmarks.vllm_served benchmarks/results/vllm-served-cpu.json
     python -m benchmarks.vllm_served benchmarks/results/vllm-served-prefix-cpu.json deep enable
+    python -m benchmarks.vllm_served benchmarks/results/vllm-gap-cpu.json gap
 
 Each of 32 clients sends its questions about mp4 files one after the other. The models have random weights. The second
 command leaves vLLM its prefix cache, by which EVS gains and a choice by the question does not. Every run is about files
 that no server has seen; the servers take turns. Seconds are of the processors, in one thread, without those of vLLM's
-scheduler: it waits busily for the model where a core is free, and they stand apart. It needs vLLM.
+scheduler: it waits busily for the model where a core is free. The third measures how long other clients wait beside a
+long video. It needs vLLM.
 """
 
 import json
 import os
-import queue
 import random
 import statistics
 import sys
@@ -32,12 +33,11 @@ from vllm import __version__ as vllm_version
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from qtsplus.common.journals import write_json
-from qtsplus.hub.publish import assemble_folder
 
 from .machine import environment
 from .speed.results import spread
 from .speed.shapes import build, find_shape, make_processor, write_stock
-from .vllm_load import DTYPE, FRAMES, NEW_TOKENS, QUESTIONS, REQUESTS, RETENTIONS, VIDEOS
+from .vllm_load import DTYPE, FRAMES, NEW_TOKENS, QUESTIONS, REQUESTS, RETENTIONS, VIDEOS, publish
 
 CLIENTS, REPEATS, SOURCE_FPS = 32, 7, 24
 SLOW = {"all tokens": 2}  # runs at most
@@ -58,12 +58,10 @@ class Server:
     def __init__(self, process: psutil.Popen, port: int):
         self.process, self.address = process, f"http://127.0.0.1:{port}"
 
-    def seconds(self) -> tuple[float, float]:
-        """Of the scheduler, and of all other processes."""
+    def seconds(self) -> float:
+        """Of all processes but the scheduler."""
         processes = [self.process, *self.process.children(recursive=True)]
-        times = {"".join(one.cmdline()): sum(one.cpu_times()[:2]) for one in processes}
-        scheduler = sum(seconds for name, seconds in times.items() if "EngineCore" in name)
-        return scheduler, sum(times.values()) - scheduler
+        return sum(sum(one.cpu_times()[:2]) for one in processes if "EngineCore" not in "".join(one.cmdline()))
 
     def peak_mb(self) -> float:
         """Of the largest of its processes, which has the model."""
@@ -73,16 +71,24 @@ class Server:
     def ask(self, video: Path, question: str, settings: dict[str, Any]) -> int:
         """Asks, and returns how many tokens the prompt had."""
         content = [{"type": "video_url", "video_url": {"url": video.as_uri()}}, {"type": "text", "text": question}]
-        asked = {
-            **{"model": "served", "messages": [{"role": "user", "content": content}]},
-            **{"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True},
-            **({"mm_processor_kwargs": settings} if settings else {}),
-        }
-        request = urllib.request.Request(f"{self.address}/v1/chat/completions", json.dumps(asked).encode())
+        asked: dict[str, Any] = {"model": "served", "messages": [{"role": "user", "content": content}]}
+        asked |= {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+        if settings:
+            asked["mm_processor_kwargs"] = settings
+        with self._post("chat/completions", asked) as answer:
+            return json.load(answer)["usage"]["prompt_tokens"]
+
+    def stream(self) -> list[float]:
+        """When each of 100 tokens of an answer without a video came."""
+        asked = {"model": "served", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with self._post("completions", asked) as answer:
+            return [time.monotonic() for line in answer if line.startswith(b"data: {")]
+
+    def _post(self, path: str, asked: dict[str, Any]) -> Any:
+        request = urllib.request.Request(f"{self.address}/v1/{path}", json.dumps(asked).encode())
         request.add_header("Content-Type", "application/json")
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-                return json.load(answer)["usage"]["prompt_tokens"]
+            return urllib.request.urlopen(request, timeout=ANSWER_SECONDS)
         except urllib.error.HTTPError as error:
             raise RuntimeError(error.read().decode()) from error
 
@@ -92,9 +98,12 @@ def running(log: Path, *command: Any) -> Iterator[Server]:
     """A server of Python's arguments, until the block ends."""
     port = random.Random(str(log)).randrange(20_000, 30_000)
     own = {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    line = [sys.executable, "-m", *map(str, command)]
+    place = line.index("--") if "--" in line else len(line)
+    line[place:place] = ["--port", str(port)]
     with log.open("w") as output:
         process = psutil.Popen(
-            [sys.executable, "-m", *map(str, command), "--port", str(port)],
+            line,
             stdout=output,
             stderr=output,
             env={**os.environ, **own, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
@@ -109,11 +118,6 @@ def running(log: Path, *command: Any) -> Iterator[Server]:
     finally:
         process.terminate()
         process.wait()
-
-
-def _options(**values: Any) -> list[str]:
-    """On a command line; one without a value is named alone."""
-    return [part for name, value in values.items() for part in (f"--{name}", *([] if value is None else [str(value)]))]
 
 
 def _healthy(address: str) -> bool:
@@ -142,26 +146,50 @@ def render(folder: Path, size: tuple[int, int]) -> list[Path]:
 def ask_all(server: Server, videos: list[Path], settings: Callable[[float], dict[str, Any]]) -> dict[str, float]:
     """All requests, by so many clients at once."""
     draw = random.Random(0)
-    waiting: queue.SimpleQueue = queue.SimpleQueue()
+    requests = []
     for retention in draw.choices(RETENTIONS, k=REQUESTS):
         question = f"What is in the picture number {draw.randrange(QUESTIONS)}?"
-        waiting.put((videos[draw.randrange(VIDEOS)], question, settings(retention)))
+        requests.append((videos[draw.randrange(VIDEOS)], question, settings(retention)))
     start, begun = server.seconds(), time.monotonic()
-    tokens: list[int] = []
-
-    def client(_: int) -> None:
-        while True:
-            try:
-                asked = waiting.get_nowait()
-            except queue.Empty:
-                return
-            tokens.append(server.ask(*asked))
-
     with ThreadPoolExecutor(CLIENTS) as pool:
-        list(pool.map(client, range(CLIENTS)))
+        tokens = list(pool.map(lambda request: server.ask(*request), requests))
     wall = time.monotonic() - begun
-    scheduler, others = (after - before for after, before in zip(server.seconds(), start, strict=True))
-    return {"seconds": others, "scheduler": scheduler, "wall": wall, "prompt_tokens": statistics.mean(tokens)}
+    return {"seconds": server.seconds() - start, "wall": wall, "prompt_tokens": statistics.mean(tokens)}
+
+
+def measure_gap(out: Path, _: str) -> dict[str, Any]:
+    """The time between tokens of a client while `lm_attention` chooses for another one's video of ten minutes."""
+    shape = find_shape("small")
+    width, height = shape.size
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        video = folder / "video.mp4"
+        frame = np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8)
+        write_mp4(video, (np.roll(frame, number, 1) for number in range(2 * 600)), 2)
+        model = build(shape, "ours", "cpu", DTYPE)
+        model.config.qtsplus_config.selection = "lm_attention"
+        publish(model, make_processor(shape), folder)
+        options = ["--served-model-name", "served", "--max-model-len", 32768, "--enforce-eager"]
+        ours = ["qtsplus.cli", "serve", folder / "published", "--allow-media-root", folder, "--"]
+        with running(folder / "log", *ours, *options) as server, ThreadPoolExecutor(1) as pool:
+            before, alone = server.peak_mb(), server.stream()
+            asking = pool.submit(server.ask, video, "What is it?", {"retention": 0.05})
+            beside, begun = server.stream(), time.monotonic()
+            while not asking.done():
+                beside += server.stream()
+            document = {
+                "command": f"python -m benchmarks.vllm_served {out} gap",
+                "environment": {**environment("cpu"), "vllm": vllm_version},
+                "longest_gap": {
+                    "alone": max(np.diff(alone)),
+                    "beside": max(np.diff(beside)),
+                    "seconds": beside[-1] - begun,
+                },
+                "peak_mb": {"before": before, "after": server.peak_mb()},
+                "prompt_tokens": asking.result(),
+            }
+    write_json(out, document)
+    return document
 
 
 def measure(out: Path, shape_name: str = "deep", prefix_cache: str = "no-enable") -> dict[str, Any]:
@@ -172,22 +200,16 @@ def measure(out: Path, shape_name: str = "deep", prefix_cache: str = "no-enable"
         processor, model = make_processor(shape), build(shape, "ours", "cpu", DTYPE)
         selector = model.config.qtsplus_config
         selector.rho_min = selector.rho_max = fraction
-        for part in (model, processor):
-            part.save_pretrained(folder / "saved")
-        assemble_folder(folder / "saved", folder / "published")
+        publish(model, processor, folder)
         write_stock(folder / "published", folder / "stock")
         del model
         length = FRAMES * shape.size[0] * shape.size[1] // 28**2  # twice the tokens of a video
-        common = _options(
-            **{"served-model-name": "served", "max-model-len": length, "max-num-batched-tokens": length},
-            **{"max-num-seqs": CLIENTS, "enforce-eager": None, f"{prefix_cache}-prefix-caching": None},
-        )
-        stock = _options(
-            **{"model": folder / "stock", "dtype": "float32", "allowed-local-media-path": folder},
-            **{"worker-cls": f"{__spec__.name}.Pruned", "video-pruning-rate": 1 - fraction},
-            **{"media-io-kwargs": json.dumps({"video": {"num_frames": FRAMES}})},
-            **{"mm-processor-kwargs": json.dumps({"do_sample_frames": False})},  # the reader has chosen them
-        )
+        common = ["--served-model-name", "served", "--max-model-len", length, "--max-num-batched-tokens", length]
+        common += ["--max-num-seqs", CLIENTS, "--enforce-eager", f"--{prefix_cache}-prefix-caching"]
+        stock = ["--model", folder / "stock", "--dtype", "float32", "--allowed-local-media-path", folder]
+        stock += ["--worker-cls", f"{__spec__.name}.Pruned", "--video-pruning-rate", 1 - fraction]
+        stock += ["--media-io-kwargs", json.dumps({"video": {"num_frames": FRAMES}})]
+        stock += ["--mm-processor-kwargs", '{"do_sample_frames": false}']  # the reader has chosen them
         ours = ["qtsplus.cli", "serve", folder / "published", "--allow-media-root", folder, "--"]
         with (
             running(folder / "ours.log", *ours, *common) as own,
@@ -234,10 +256,9 @@ def _write(
             for name in ("seconds", "wall")
         },
         "peak_mb": peaks,
-        "seconds": {side: spread([run["seconds"] for run in every]) for side, every in runs.items()},
         **{
             name: {side: spread([run[name] for run in every]) for side, every in runs.items()}
-            for name in ("scheduler", "wall")
+            for name in ("seconds", "wall")
         },
         "runs": runs,
     }
@@ -246,4 +267,5 @@ def _write(
 
 
 if __name__ == "__main__":
-    print(measure(Path(sys.argv[1]), *sys.argv[2:])["seconds over ours by round"])
+    run = measure_gap if "gap" in sys.argv else measure
+    print(run(Path(sys.argv[1]), *sys.argv[2:]))
