@@ -389,5 +389,5 @@ def ask_server(server: str, model: str, video: Path, question: str, budget: dict
 
 
 def shown_text(answer: str) -> str:
-    """An answer without a last character that is not whole: vLLM may wait for its rest."""
-    return answer.rstrip("\N{REPLACEMENT CHARACTER}").strip()
+    """An answer without white space around it, and a last character that is not whole: vLLM may wait for its rest."""
+    return answer.strip().rstrip("\N{REPLACEMENT CHARACTER}").strip()
