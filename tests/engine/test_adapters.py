@@ -1,0 +1,45 @@
+"""An adapter on the language model answers in vLLM as with PEFT in Transformers."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from peft import LoraConfig, get_peft_model
+
+import qtsplus
+from clips import render_clip
+from engine_runs import TOKENS, ask_server, build, processor_of, serving, shown_text, write_folder
+from tiny_backbones import QWEN2_5_VL
+
+QUESTIONS = [f"Where is the circle number {number}?" for number in range(12)]
+BUDGET = {"retention": 0.3}
+CLIENTS = 4
+
+
+def test_an_adapter_answers_as_with_peft(tmp_path):
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    clip = clips / "clip.mp4"
+    render_clip(clip, seconds=4, fps=4, size=(112, 112))
+    processor = processor_of(QWEN2_5_VL)
+    model = build(QWEN2_5_VL, processor)
+    published = write_folder(model, processor, tmp_path)
+    modules = rf".*language_model\.layers\.\d+\.({model.projections})"
+    config = LoraConfig(r=8, lora_alpha=32, target_modules=modules, init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(model), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted = adapted.get_base_model().eval()
+
+    def ask(question):
+        return shown_text(ask_server(server, "mine", clip, question, BUDGET).message.content)
+
+    options = ["--enable-lora", "--lora-modules", f"mine={tmp_path / 'adapter'}"]
+    with serving(published, clips, *options) as server, ThreadPoolExecutor(CLIENTS) as pool:
+        answers = list(pool.map(ask, QUESTIONS))
+    length = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
+    for question, text in zip(QUESTIONS, answers, strict=True):
+        assert text == shown_text(qtsplus.ask(adapted, processor, clip, question, **length, **BUDGET).answer)
+        assert text != shown_text(qtsplus.ask(model, processor, clip, question, **length, **BUDGET).answer)
