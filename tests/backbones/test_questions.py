@@ -87,6 +87,16 @@ def test_an_ordinary_question_is_tokenized_as_the_chat_template_does(processor, 
     assert_same(given["query_mask"], inputs["query_mask"])
 
 
+@each_unlike
+def test_the_line_break_that_a_template_writes_behind_a_video_is_no_part_of_the_question(processor, encoded):
+    known = {"video_grid_thw": encoded.video_grid_thw, "second_per_grid_ts": [encoded.seconds_per_step]}
+    question = "What moves?\nAnd why?"
+    prompt = f"{processor.user_turn}\n{processor.video_token}\n{question}{processor.turn_end}\n"
+    inputs = processor(text=[prompt], return_tensors="pt", **known)
+    marked = inputs["input_ids"][inputs["query_mask"].bool()]
+    assert processor.tokenizer.decode(marked) == question
+
+
 def turn(role, *content):
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     return {"role": role, "content": parts}
