@@ -44,8 +44,7 @@ def evaluate(
 
     if selection == "all" and retention is not None:
         fail("--retention has no effect with --selection all, which keeps every token")
-    judge_options = {match == "judge", judge is not None, judge_model is not None}
-    if len(judge_options) > 1:
+    if len({match == "judge", judge is not None, judge_model is not None}) > 1:
         fail("--match judge, --judge and --judge-model belong together")
     matcher: Matcher = gives_answer
     if match == "exact":

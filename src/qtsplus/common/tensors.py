@@ -29,21 +29,18 @@ Texts = Mapping[str, str]
 
 def digest_of(tensors: Tensors, settings=None) -> str:
     """A hash of tensors by name, in their order, and of settings that JSON can hold."""
-    written_settings = json.dumps(settings, sort_keys=True, default=str)
-    digest = hashlib.sha256(written_settings.encode())
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         heading = f"{name} {tensor.dtype} {shape}"
         digest.update(heading.encode())
-        values = _on_cpu(tensor).flatten()
-        as_bytes = values.view(torch.uint8)
+        as_bytes = _on_cpu(tensor).flatten().view(torch.uint8)
         digest.update(as_bytes.numpy().data)
     return digest.hexdigest()
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    on_cpu = tensor.detach().cpu()
-    return on_cpu.contiguous()
+    return tensor.detach().cpu().contiguous()
 
 
 Sizes = dict[str | int, int]  # by symbol, see [`TensorKind`]
@@ -153,11 +150,8 @@ class TensorFormat:
             texts = file.metadata() or {}
             for name in sorted(file.keys()):
                 tensors[name] = file.get_tensor(name)
-        if self.has_digest:
-            written_digest = texts.pop("digest", None)
-            found_digest = digest_of(tensors, texts)
-            if written_digest != found_digest:
-                raise ValueError("it was changed since it was written")
+        if self.has_digest and texts.pop("digest", None) != digest_of(tensors, texts):
+            raise ValueError("it was changed since it was written")
         has_names = tensors.keys() == self.tensors.keys()
         if not has_names or texts.keys() != self.texts:
             raise ValueError(f"it is no {self.what}")

@@ -219,8 +219,7 @@ def _attention_by_head(
         about = [one.sightings for one in questions if one.video == question.video]
         of_video = sighting_tokens(list(chain.from_iterable(about)), grid, seconds)
         inputs = send_to_device(inputs, model.device)
-        labels = inputs.pop("labels")
-        (row,) = note_attention(model, inputs, labels, choice)
+        (row,) = note_attention(model, inputs, inputs.pop("labels"), choice)
         attention = {}
         for layer, rows in row.by_head.items():
             for head, weights in enumerate(rows):

@@ -180,6 +180,4 @@ def _wilson_interval(share: float, count: int) -> tuple[float, float]:
     shift = z / 2 / count
     variance = share * (1 - share) / count + shift**2
     half = z / scale * math.sqrt(variance)
-    low = max(0.0, middle - half)
-    high = min(1.0, middle + half)
-    return low, high
+    return max(0.0, middle - half), min(1.0, middle + half)

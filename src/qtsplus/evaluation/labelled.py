@@ -65,14 +65,11 @@ def _cells(
 ) -> np.ndarray:
     """`[rows, columns]` bool: the cells of the grid that share enough with the box of a sighting."""
     left, top, right, bottom = sighting.box
-    row_shares = _shares(rows, top, bottom)
-    column_shares = _shares(columns, left, right)
-    shares = np.outer(row_shares, column_shares)
+    shares = np.outer(_shares(rows, top, bottom), _shares(columns, left, right))
     box_area = (bottom - top) * (right - left)
     cell_area = 1 / rows / columns
     shares /= min(1.0, cell_area / box_area)
-    least = min(LEAST_SHARE, shares.max())
-    return shares >= least
+    return shares >= min(LEAST_SHARE, shares.max())
 
 
 def _shares(
@@ -84,8 +81,7 @@ def _shares(
     edges = np.arange(count + 1) / count
     begins = np.maximum(edges[:-1], low)
     ends = np.minimum(edges[1:], high)
-    overlaps = np.clip(ends - begins, 0, None)
-    return overlaps / (high - low)
+    return np.clip(ends - begins, 0, None) / (high - low)
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,7 @@ def _says(words: Sequence[str], expected: Sequence[str]) -> bool:
         return not words
     for start in range(len(words)):
         end = start + len(expected)
-        first = max(0, start - _NEAR)
-        before = words[first:start]
+        before = words[max(0, start - _NEAR) : start]
         is_said = words[start:end] == expected
         if is_said and _NEGATIONS.isdisjoint(before):
             return True
@@ -80,11 +79,9 @@ def _chosen(said: str, options: Sequence[str]) -> int | None:
     letters = ascii_uppercase[: len(options)]
     if len(said) == 1:
         said = said.upper()
-    pattern = _LETTER.format(letters)
-    stated = re.search(pattern, said)
+    stated = re.search(_LETTER.format(letters), said)
     if stated is not None:
-        letter = stated[stated.lastindex or 0]
-        return letters.index(letter)
+        return letters.index(stated[stated.lastindex or 0])
     words = _words(said)
     named = []
     for number, option in enumerate(options):
@@ -116,8 +113,7 @@ def judge_at(address: str, model: str) -> Matcher:
             )
         except OpenAIError as error:
             raise ValueError(f"The judge {model} at {address} gave no reply: {error}") from None
-        choice = reply.choices[0]
-        message = choice.message
+        message = reply.choices[0].message
         text = message.content or ""
         decision = _words(text)[:1]
         if decision not in (["yes"], ["no"]):

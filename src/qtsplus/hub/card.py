@@ -43,8 +43,7 @@ def model_card(model, repository: str, about: Mapping | None = None) -> str:
         **about,
     )
     text = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
-    template = jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True)
-    return template.render(
+    return jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True).render(
         front_matter=front_matter.to_yaml().strip(),
         name=repository.rpartition("/")[2],
         backbone=model.backbone_name,

@@ -121,12 +121,10 @@ def load_processor(model: str | Path, revision: str | None = None):
 
 def _black_video(processor) -> tuple[torch.Tensor, torch.Tensor]:
     """Pixel values and grid of two black frames, made as those of a file are."""
-    choose = frame_choice(processor.video_processor, VideoRequest(None))
-    chosen = choose(2, DEFAULT_FPS)
+    chosen = frame_choice(processor.video_processor, VideoRequest(None))(2, DEFAULT_FPS)
     height, width = processor.frame_size(len(chosen), _SIDE, _SIDE)
     grid = processor.grid_of(len(chosen), height, width, do_resize=not processor.native_resolution)
-    frames = np.zeros((2, _SIDE, _SIDE, 3), np.uint8)
-    return processor.preprocess_frames(frames, grid)
+    return processor.preprocess_frames(np.zeros((2, _SIDE, _SIDE, 3), np.uint8), grid)
 
 
 def _check_template(

@@ -73,8 +73,7 @@ class Visit:
         if not questions:
             return self.stage(error="Write a question first.")
         try:
-            retention = share / 100 or None
-            answers = self.session.ask_many(questions, retention=retention)
+            answers = self.session.ask_many(questions, retention=share / 100 or None)
         except FAILURES as error:
             return self.stage(error=str(error))
         panes = [self._pane(question, answer) for question, answer in zip(questions, answers, strict=True)]

@@ -272,8 +272,7 @@ def attention_rows(
     """Causal attention from some places of a sequence to all of it, `[heads, n, S]`; as in [`attention_to_tokens`]."""
     precise = torch.promote_types(queries.dtype, torch.float32)
     device = keys.device
-    columns = torch.arange(keys.shape[1], device=device)
-    hidden = columns > places[:, None]
+    hidden = torch.arange(keys.shape[1], device=device) > places[:, None]
     with torch.autocast(device.type, enabled=False):
         groups = queries.to(precise).unflatten(0, (len(keys), -1))
         turned_keys = keys.to(precise).transpose(1, 2)
@@ -368,8 +367,7 @@ def noted_attention_forward(
     # Every model file has an "eager" of its own; the others compute the same from the same mask.
     if own == "eager":
         own = "sdpa"
-    function = ALL_ATTENTION_FUNCTIONS[own]
-    return function(module, query, key, value, attention_mask, **kwargs)
+    return ALL_ATTENTION_FUNCTIONS[own](module, query, key, value, attention_mask, **kwargs)
 
 
 AttentionInterface.register(NOTED_ATTENTION, noted_attention_forward)

@@ -178,11 +178,9 @@ class RhoControl:
         step = sum_over_processes(self._step)
         _, samples, n = step
         if self.config.rho_prior is None:
-            history = self._rho_history + step[:2]
-            self.selector.rho_history.copy_(history)
+            self.selector.rho_history.copy_(self._rho_history + step[:2])
         if self.config.target_n is not None and samples > 0:
-            mean_count = float(n / samples)
-            self._move_price(mean_count, self.config.target_n)
+            self._move_price(float(n / samples), self.config.target_n)
         self._step.zero_()
 
     def _move_price(self, mean_count: float, target: float) -> None:
@@ -202,8 +200,7 @@ class RhoControl:
 
 def most_tokens(totals: Sequence[int], config: QTSplusConfig) -> Tensor:
     """`[B]` int64, the most of each row's visual tokens that `rho_max` and `n_max` allow; 1 where there are none."""
-    counts = [kept_count(config.rho_max, total, config.n_max) for total in totals]
-    return torch.tensor(counts)
+    return torch.tensor([kept_count(config.rho_max, total, config.n_max) for total in totals])
 
 
 def loss_differences(
@@ -216,14 +213,11 @@ def loss_differences(
     row with visual tokens: `[k]`. `measured` `[B, K]` is the cross-entropy of the answer with 1, 2, 4, ... tokens. A
     loss is measured against that of the largest count that the row allows, by `most` `[B]`, and is at most [`LOST`].
     """
-    steps = torch.arange(measured.shape[1], device=most.device)
-    counts = 2**steps
+    counts = 2 ** torch.arange(measured.shape[1], device=most.device)
     within = counts <= most[:, None]
-    largest = within.sum(1, keepdim=True) - 1
-    with_most = measured.gather(1, largest)
+    with_most = measured.gather(1, within.sum(1, keepdim=True) - 1)
     excess = measured - with_most
     excess = excess.clamp(0, LOST)
-    errors = F.smooth_l1_loss(predicted, excess, reduction="none")
-    total = (errors * within).sum(1)
+    total = (F.smooth_l1_loss(predicted, excess, reduction="none") * within).sum(1)
     means = total / within.sum(1)
     return means[most > 1]

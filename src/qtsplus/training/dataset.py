@@ -142,15 +142,13 @@ class VideoQADataset(Dataset):
         if record.query is not None:
             videos["query"] = [record.query]
         messages = conversation(names, record.turns, [record.question])
-        inputs = self.processor.conversation_inputs([messages], **videos)
-        return dict(inputs) | stored
+        return dict(self.processor.conversation_inputs([messages], **videos)) | stored
 
     def _earlier_answers(self, prompt: Tensor) -> Tensor:
         """Labels `[S]` of a prompt: its answers with the tokens that end them; the last header has no answer yet."""
         labels = torch.full_like(prompt, IGNORED)
         length = len(self.answer_header)
-        windows = prompt.unfold(0, length, 1)
-        is_header = (windows == self.answer_header).all(-1)
+        is_header = (prompt.unfold(0, length, 1) == self.answer_header).all(-1)
         starts = is_header.nonzero()[:, 0] + length
         for start in starts.tolist()[:-1]:
             is_end = prompt[start:] == self.end_of_turn
@@ -161,8 +159,7 @@ class VideoQADataset(Dataset):
 
 def _token_ids(tokenizer, text: str) -> Tensor:
     """`[n]`, of a text in which special tokens are tokens."""
-    encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    return encoded["input_ids"][0]
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
 
 
 class VideoQACollator:
@@ -205,8 +202,7 @@ class VideoQACollator:
             padding["query_attention_mask"] = 0
         for row in rows:
             is_question = row["query_mask"].bool()
-            question = row["input_ids"][is_question]
-            query = row.setdefault("query_input_ids", question)
+            query = row.setdefault("query_input_ids", row["input_ids"][is_question])
             row["attention_mask"] = torch.ones_like(row["input_ids"])
             row["query_attention_mask"] = torch.ones_like(query)
         sources = [SOURCES.index(row["source"]) for row in rows]

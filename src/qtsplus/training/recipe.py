@@ -164,8 +164,7 @@ def load_stages(
 
 
 def _read_yaml(path: Path) -> Fields:
-    text = path.read_text(encoding="utf-8")
-    return parse_yaml(text, str(path))
+    return parse_yaml(path.read_text(encoding="utf-8"), str(path))
 
 
 def _variant_defaults(variant) -> Fields:

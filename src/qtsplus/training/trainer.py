@@ -139,11 +139,9 @@ class QTSplusTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """As stock; counts what the terms of this optimizer step are means over."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        size = len(SOURCES) + 2
-        counts = torch.zeros(size, dtype=torch.int64, device=self.args.device)
+        counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=self.args.device)
         for batch in batches:
-            of_batch = self._count(batch)
-            counts += of_batch.to(counts.device)
+            counts += self._count(batch).to(counts.device)
             longest = _longest_video(batch).to(self._longest)
             self._longest = torch.maximum(self._longest, longest)
             self.skipped += batch.get("skipped", 0)
@@ -218,8 +216,7 @@ class QTSplusTrainer(Trainer):
         running = self.running[training]
         running.add("loss_lm", token_losses)
         for index, source in enumerate(SOURCES):
-            losses_of_source = token_losses[sources == index]
-            running.add(f"loss_{source}", losses_of_source)
+            running.add(f"loss_{source}", token_losses[sources == index])
         tokens = counts.tokens
         if self.args.sft_loss == "token_mean":
             tokens = tokens.sum().expand(len(tokens))
@@ -241,8 +238,7 @@ class QTSplusTrainer(Trainer):
         """`[B, S]` labels -> `[B, S']`, of the columns that selection left."""
         if qtsplus is None or qtsplus.columns is None:
             return labels
-        model = base_model(self.model)
-        return model.compact_labels(labels, input_ids, qtsplus.columns)
+        return base_model(self.model).compact_labels(labels, input_ids, qtsplus.columns)
 
     def answer(
         self,
@@ -263,8 +259,7 @@ class QTSplusTrainer(Trainer):
             reduction="none",
             label_smoothing=smoothing,
         )
-        rows = supervised.nonzero()[:, 0]
-        return outputs, losses, rows
+        return outputs, losses, supervised.nonzero()[:, 0]
 
     def _predicted_losses(self, inputs, labels, qtsplus) -> Tensor:
         """How far off the losses are that the budget head predicts, `[k]` for the samples with visual tokens."""
@@ -283,13 +278,11 @@ class QTSplusTrainer(Trainer):
                 measured[:, step].index_add_(0, rows, token_losses)
         if qtsplus is None:
             return measured[:0, 0]
-        predicted = qtsplus.predicted_losses[:, :steps]
-        return loss_differences(predicted, measured, most)
+        return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
 
     def attention_targets(self, inputs: Mapping, labels: Tensor) -> Sequence[Tensor]:
         """What teaches the scores of each row, see [`answer_attention`]."""
-        choice = AttentionChoice.of(self.args)
-        return answer_attention(self.model, inputs, labels, choice)
+        return answer_attention(self.model, inputs, labels, AttentionChoice.of(self.args))
 
     def _relevance_divergences(self, qtsplus, inputs, labels) -> Tensor:
         """How far the scores are from the attention, `[k]` for the samples with visual tokens and an answer."""
@@ -309,8 +302,7 @@ class QTSplusTrainer(Trainer):
         placeholder = base_model(self.model).config.video_token_id
         with_vision = (batch["input_ids"] == placeholder).any(1)
         answered = with_vision & (tokens > 0)
-        samples = torch.stack([with_vision.sum(), answered.sum()])
-        return torch.cat([by_source, samples])
+        return torch.cat([by_source, torch.stack([with_vision.sum(), answered.sum()])])
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
         return self.accelerator.reduce(values.clone(), reduction="sum")
@@ -339,8 +331,7 @@ class QTSplusTrainer(Trainer):
                 logs |= self.budget.price()
         for name in list(logs):
             if name.startswith("eval") and name.endswith("_loss"):
-                means = self.running[False].pop(self.sum_over_processes)
-                for mean, value in means.items():
+                for mean, value in self.running[False].pop(self.sum_over_processes).items():
                     logs[name.removesuffix("loss") + mean] = value
         super().log(logs, start_time)
 
@@ -410,8 +401,7 @@ def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
     if args.retention_range is None:
         return None
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-    drawn = torch.rand(2, generator=generator)
-    share, place = drawn.tolist()
+    share, place = torch.rand(2, generator=generator).tolist()
     if share >= args.retention_share:
         return None
     low, high = args.retention_range

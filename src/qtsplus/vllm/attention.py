@@ -45,8 +45,7 @@ class Pieces:
 
 def by_heads(states: Tensor, head_size: int) -> Tensor:
     """`[heads, S, head_size]` of `[S, heads * head_size]`."""
-    of_tokens = states.unflatten(-1, (-1, head_size))
-    return of_tokens.transpose(0, 1)
+    return states.unflatten(-1, (-1, head_size)).transpose(0, 1)
 
 
 def _causal_attention(attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -95,8 +94,7 @@ def read_group(hooks, layers, prompt: CompactPrompt, visual: Tensor, place: Tens
     inputs = hooks.language_inputs(embeds, prompt.input_ids, prompt.features)
     hidden = inputs["inputs_embeds"][0].clone()  # vLLM's norms work in place
     residual = None
-    all_positions = hooks.language_axes(prompt.position_ids)
-    positions = all_positions[:, 0].contiguous()
+    positions = hooks.language_axes(prompt.position_ids)[:, 0].contiguous()
     levels = inputs.get("deepstack_visual_embeds", [])
     for number in range(last):
         layer = layers[number]

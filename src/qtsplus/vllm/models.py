@@ -89,8 +89,7 @@ class QTSplusForVLLM:
             self.check_attention()
         add_method(defaults.get("selection"))
         with torch.device("meta"):
-            backbone = backbone_of(self.config.model_type)
-            hooks = backbone.model.model_class(self.config)
+            hooks = backbone_of(self.config.model_type).model.model_class(self.config)
         del hooks.visual, hooks.language_model
         hooks.get_input_embeddings = lambda: self.language_model.model.embed_tokens
         hooks.group_attention = self._group_attention
@@ -137,8 +136,7 @@ class QTSplusForVLLM:
         tokens = choice.tokens.to(device)
         kept = QTSplusOutput(kept_indices=(kept_indices,))
         nothing = hooks.no_features(device)
-        count = len(layout.grids[IMAGE])
-        features = {IMAGE: [nothing] * count}
+        features = {IMAGE: [nothing] * len(layout.grids[IMAGE])}
         prompt = splice(hooks, layout, features, [tokens], kept, pad_left=False)
         start = settings["start"]
         part = slice(start, start + settings["length"])
@@ -149,10 +147,8 @@ class QTSplusForVLLM:
         is_kept = ids == self.config.video_token_id
         kept_tokens = prompt.features["video"][0]
         rows[is_kept] = kept_tokens.to(rows.dtype)
-        language = hooks.language_axes(prompt.position_ids)
-        positions = language[:, 0, part].T.int()
-        stored = positions.contiguous().view(rows.dtype)
-        return torch.cat([rows, stored], dim=1)
+        positions = hooks.language_axes(prompt.position_ids)[:, 0, part].T.int()
+        return torch.cat([rows, positions.contiguous().view(rows.dtype)], dim=1)
 
     def _basis(self, item: Item, features: list[Tensor], chosen: QTSplusOutput) -> dict:
         """What an answer rests on: the fields of an `Answer`, whose videos are called by their numbers from 1."""
@@ -173,8 +169,7 @@ class QTSplusForVLLM:
         kept = Kept.of(chosen, 0)
         kept = replace(kept, rho=settings.get("rho", kept.rho))
         merge_size = self.config.vision_config.spatial_merge_size
-        answer = shown_by(videos, kept, merge_size, self.config.qtsplus_config)
-        fields = answer.as_dict()
+        fields = shown_by(videos, kept, merge_size, self.config.qtsplus_config).as_dict()
         for name in ("answer", "video", "timings"):
             del fields[name]
         return fields
@@ -298,8 +293,7 @@ class QTSplusForVLLM:
         """`[3, S]` of the shortened prompt, right outside of its video item, and what decoding adds to the count."""
         count = len(input_tokens)
         if self.config.qtsplus_config.position_ids == "sequential":
-            row = torch.arange(count)
-            return row.expand(3, -1).clone(), 0
+            return torch.arange(count).expand(3, -1).clone(), 0
         videos = [feature for feature in mm_features if feature.modality == "video"]
         if not videos:
             return super().get_mrope_input_positions(input_tokens, mm_features)  # type: ignore[misc]
@@ -315,8 +309,7 @@ class QTSplusForVLLM:
         full = full[:, : full_length - length + count]
         before = full[:, :first]
         after = full[:, first + full_length :]
-        inside = full.new_zeros(3, length)
-        positions = torch.cat([before, inside, after], dim=1)
+        positions = torch.cat([before, full.new_zeros(3, length), after], dim=1)
         prompt_length = positions.shape[1]
         last = int(full[:, -1].max())
         behind = last + 1 - prompt_length
@@ -334,8 +327,7 @@ class QTSplusForVLLM:
             positions = []
             for of_item, rows in zip(all_columns.split(lengths), multimodal_embeddings, strict=True):
                 if rows.shape[1] > width:
-                    stored = rows[:, width:].contiguous()
-                    of_rows = stored.view(torch.int32)
+                    of_rows = rows[:, width:].contiguous().view(torch.int32)
                     columns.append(of_item)
                     positions.append(of_rows.T)
             if columns:

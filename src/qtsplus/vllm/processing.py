@@ -98,8 +98,7 @@ class QTSplusMultiModalProcessor:
 
     def _settings(self, request: Fields) -> Fields:
         """The settings of a request, or of the server or the model where it states none; [`check_settings`] raises."""
-        config = self.info.get_hf_config().qtsplus_config
-        settings = {"selection": config.selection}
+        settings = {"selection": self.info.get_hf_config().qtsplus_config.selection}
         settings.update(settings_of_request(self._defaults, request))
         check_settings(settings)
         return settings
@@ -187,8 +186,7 @@ class QTSplusMultiModalProcessor:
         start = videos[0].offset
         stop = last.offset + last.length
         prompt = torch.tensor(ids)
-        tokens_of_turns = question_token_ids(config)
-        mask = find_query_mask(prompt[None], None, **tokens_of_turns)
+        mask = find_query_mask(prompt[None], None, **question_token_ids(config))
         mask = mask[0].bool()
         if any(start < image.offset < stop for image in images):
             raise ValueError("An image stands between two videos: put images in front of the videos or behind them.")
@@ -297,8 +295,7 @@ def merged_item(items, ids: Tensor, mask: Tensor) -> mm.MultiModalKwargsItem:
         "prompt_ids": ids,
         "query_mask": mask,
     }
-    elements = {name: element(data) for name, data in fields.items()}
-    return mm.MultiModalKwargsItem(elements)
+    return mm.MultiModalKwargsItem({name: element(data) for name, data in fields.items()})
 
 
 def element(data) -> mm.MultiModalFieldElem:
@@ -308,14 +305,12 @@ def element(data) -> mm.MultiModalFieldElem:
 
 def as_bytes(fields) -> Tensor:
     """JSON as a tensor, which is all that an item may hold."""
-    text = json.dumps(fields)
-    content = bytearray(text.encode())
+    content = bytearray(json.dumps(fields).encode())
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def of_bytes(content: Tensor):
-    text = content.numpy().tobytes()
-    return json.loads(text)
+    return json.loads(content.numpy().tobytes())
 
 
 def read(item: Fields) -> Fields:

@@ -58,8 +58,7 @@ def read_frames(processor, place: str, name: str, **reading) -> Video:
     """
     try:
         chunks = processor.video_chunks(place, **reading)
-        resized = [chunks.resize(frame) for frame in chunks.decode()]
-        frames = np.stack(resized)
+        frames = np.stack([chunks.resize(frame) for frame in chunks.decode()])
     except UNREADABLE as error:
         raise ValueError(str(error).replace(place, name)) from error
     if len(frames) == 1:  # as Transformers shows one to the vision tower
@@ -86,8 +85,7 @@ def _state(door: Door, processor, url: str, **reading):
         digest = hashlib.sha256(url.encode())
         return hashkey(digest.digest(), **reading)
     if is_address(url):
-        minute = monotonic() // FRESH_SECONDS
-        return hashkey(url, minute, **reading)
+        return hashkey(url, monotonic() // FRESH_SECONDS, **reading)
     with door.place(url) as place:
         return hashkey(url, os.stat(place).st_dev, *file_state(place).values(), **reading)
 
@@ -128,8 +126,7 @@ class Media(MediaConnector):
         reading = read_keys(stated)
         if "num_frames" in reading:
             count = reading.pop("num_frames")
-            usual = self.processor.video_processor.max_frames
-            most = max(self.most_frames, usual)
+            most = max(self.most_frames, self.processor.video_processor.max_frames)
             if count > most:
                 raise ValueError(f"num_frames={count}: expected at most {most}, or more at the server's start.")
             reading["max_frames"] = count
@@ -193,8 +190,7 @@ class Connection:
                 raise
 
         def noting(prompt, *args, **kwargs):
-            hashes = prompt.get("mm_hashes", {})
-            videos = hashes.get("video", [""])
+            videos = prompt.get("mm_hashes", {}).get("video", [""])
             _ASKED.get([]).extend(videos)
             return generate(prompt, *args, **kwargs)
 
@@ -234,8 +230,7 @@ class Connection:
         _ASKED.set(asked)
         refused: list[str] = []
         _REFUSED.set(refused)
-        telling = self._telling(asked, refused, send)
-        await self.app(scope, receive, telling)
+        await self.app(scope, receive, self._telling(asked, refused, send))
 
     def _telling(self, asked: list[str], refused: list[str], send: Send) -> Send:
         """Sends an answer, or the parts of a stream, with what its choices rest on, or why its adapter was refused."""
