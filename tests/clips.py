@@ -89,12 +89,10 @@ def render_clip(path: str | os.PathLike, seconds: float = 8, fps: int = 8, size=
         canvas = ImageDraw.Draw(image)
         for colour, places in discs.items():
             left, top = places[index]
-            box = [left, top, left + side, top + side]
-            canvas.ellipse(box, fill=COLOURS[colour])
+            canvas.ellipse([left, top, left + side, top + side], fill=COLOURS[colour])
         return np.asarray(image)
 
-    frames = map(draw, range(count))
-    write_mp4(path, frames, fps)
+    write_mp4(path, map(draw, range(count)), fps)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ def paint(milliseconds, side=SIDE):
     bits = milliseconds >> np.arange(16) & 1
     shades = 255 * bits.astype(np.uint8)
     block_side = side // 4
-    rows = shades.reshape(4, 4).repeat(block_side, axis=0)
-    grey = rows.repeat(block_side, axis=1)
+    grey = shades.reshape(4, 4).repeat(block_side, axis=0).repeat(block_side, axis=1)
     return np.stack([grey] * 3, axis=2)
 
 
@@ -94,6 +93,5 @@ def spoil(path, numbers, kept):
     data = path.read_bytes()
     for number in numbers:
         _, packet = packets[number]
-        spoilt = packet[:kept].ljust(len(packet), b"\0")
-        data = data.replace(packet, spoilt)
+        data = data.replace(packet, packet[:kept].ljust(len(packet), b"\0"))
     path.write_bytes(data)

@@ -56,8 +56,7 @@ class Pair:
 
     @classmethod
     def of(cls, host: torch.nn.Module) -> "Pair":
-        device = pretend_device.to_device(copy.deepcopy(host))
-        return cls(host, device)
+        return cls(host, pretend_device.to_device(copy.deepcopy(host)))
 
     @property
     def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -113,8 +112,7 @@ def assert_close(on_device: torch.Tensor, expected: torch.Tensor) -> None:
 def inputs():
     """Two rows: two videos, and a video with a longer question."""
     two_videos = prompt(videos=[(4, 4, 6), (2, 4, 4)])
-    longer_question = prompt(videos=[(6, 6, 4)], question=9, seed=1)
-    return batch(two_videos, longer_question)
+    return batch(two_videos, prompt(videos=[(6, 6, 4)], question=9, seed=1))
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +252,7 @@ def waits_of(model, inputs, **options):
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_waits_do_not_grow_with_the_kept_tokens(pair, inputs, method):
     few = waits_of(pair.device, inputs, selection=method, retention=0.1)
-    many = waits_of(pair.device, inputs, selection=method, retention=0.9)
-    assert few == many
+    assert few == waits_of(pair.device, inputs, selection=method, retention=0.9)
 
 
 def test_waits_grow_neither_with_the_steps_of_a_video_nor_with_layers_and_are_hardly_more_than_stocks(pair):
@@ -289,11 +286,10 @@ def test_a_further_question_waits_at_most_so_often(pair, method, most):
     inputs = batch(prompt(videos=[(4, 8, 8)]))
     pixels = inputs.pop("pixel_values_videos").to(pretend_device.NAME)
     grid = inputs["video_grid_thw"].to(pretend_device.NAME)
-    features = pair.device.encode_videos(pixels, grid)
     waits = waits_of(
         pair.device,
         inputs,
-        video_features=features,
+        video_features=pair.device.encode_videos(pixels, grid),
         selection=method,
         retention=0.3,
     )
@@ -327,9 +323,8 @@ def test_assisted_generation(pair):
         **GREEDY,
         assistant_model=assistants.host,
     )
-    on_device = pretend_device.inputs_to_device(inputs)
     written = pair.device.generate(
-        **on_device,
+        **pretend_device.inputs_to_device(inputs),
         **GREEDY,
         assistant_model=assistants.device,
     )
@@ -343,8 +338,7 @@ def test_assisted_generation(pair):
 )
 def test_half_precision(inputs, dtype):
     half = Pair.of(tiny_model().to(dtype))
-    pixels = inputs["pixel_values_videos"].to(dtype)
-    inputs = {**inputs, "pixel_values_videos": pixels}
+    inputs = {**inputs, "pixel_values_videos": inputs["pixel_values_videos"].to(dtype)}
     half.generate(inputs, **GREEDY)
 
 
@@ -368,9 +362,8 @@ def test_features_in_place_of_pixels(pair, inputs, features_on):
     for mine, other in zip(features, expected, strict=True):
         assert mine.device.type == features_on
         assert_close(mine, other)
-    rest_on_device = pretend_device.inputs_to_device(rest)
     written = pair.device.generate(
-        **rest_on_device,
+        **pretend_device.inputs_to_device(rest),
         video_features=features,
         **GREEDY,
     )
@@ -392,8 +385,7 @@ def test_gate(gate):
         lambda_m=0.1,
         lambda_s=0.1,
     )
-    pair = Pair.of(model.train())
-    pair.train(collate(examples(4)))
+    Pair.of(model.train()).train(collate(examples(4)))
 
 
 def test_gradient_checkpointing():
@@ -424,11 +416,9 @@ def test_attention_distillation():
         for name, value in rows.items():
             if name != "source_ids":
                 on_place[name] = value.to(place)
-        labels = on_place.pop("labels")
-        targets = answer_attention(model, on_place, labels)
+        targets = answer_attention(model, on_place, on_place.pop("labels"))
         relevance = model(**on_place).qtsplus.log_relevance
-        divergences = relevance_divergences(relevance, targets)
-        losses.append(divergences.mean())
+        losses.append(relevance_divergences(relevance, targets).mean())
     expected, loss = losses
     loss.backward()
     assert_close(loss, expected)
@@ -464,10 +454,8 @@ def test_library(bundled, videos, tmp_path):
         folder = tmp_path / model.device.type
         index(videos, folder, model, processor, say=lambda line: None)
         library = Library(folder, model, processor)
-        moments = library.find(QUESTION, top=2)
-        places = [(moment.name, moment.start) for moment in moments]
-        answer = library.ask(QUESTION).answer
-        results.append((places, answer))
+        places = [(moment.name, moment.start) for moment in library.find(QUESTION, top=2)]
+        results.append((places, library.ask(QUESTION).answer))
     assert results[0] == results[1]
 
 
@@ -493,8 +481,7 @@ def test_summary(bundled, video):
     for model in pair.models:
         session = VideoSession(model, processor)
         session.add(video, "front")
-        summary = summarise(session, QUESTION, chapter_seconds=2, max_new_tokens=4)
-        texts.append(summary.text)
+        texts.append(summarise(session, QUESTION, chapter_seconds=2, max_new_tokens=4).text)
     assert texts[0] == texts[1]
 
 

@@ -77,8 +77,7 @@ def _write_models(folder: Path, published: Path) -> None:
     write_config("list_config", b"[1, 2]")
     write_fields("number_type", model_type=5)
     write_fields("foreign", model_type="bert", auto_map={})
-    text_config = fields["text_config"] | {"hidden_size": "wide"}
-    write_fields("wrong_types", text_config=text_config)
+    write_fields("wrong_types", text_config=fields["text_config"] | {"hidden_size": "wide"})
 
 
 def assert_refused(arguments: list[str], app: Typer) -> None:

@@ -8,8 +8,7 @@ def write_records(path, records):
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [record.row() for record in records]
     if path.suffix == ".json":
-        array = json.dumps(rows, ensure_ascii=False)
-        path.write_text(array)
+        path.write_text(json.dumps(rows, ensure_ascii=False))
         return
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("".join(line + "\n" for line in lines))

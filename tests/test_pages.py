@@ -114,8 +114,7 @@ def test_the_notebook_runs(after_demo, monkeypatch, capsys):
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             assert not cell["outputs"], "it is kept without outputs"
-            code = "".join(cell["source"])
-            exec(code, names)
+            exec("".join(cell["source"]), names)
     assert capsys.readouterr().out.startswith("ball - ")
 
 
@@ -127,8 +126,7 @@ def test_many_videos_in_order(after_demo, monkeypatch, capsys):
             assert capsys.readouterr().out, "a snippet shows what it got"
         if language == "bash":
             for line in block.splitlines():
-                words = shlex.split(line)
-                typed(*words[1:])
+                typed(*shlex.split(line)[1:])
 
 
 def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
@@ -144,8 +142,7 @@ def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
     monkeypatch.setattr(agents, "serve_shelf", record)
     typed_lines = "".join(blocks("agents.md", "bash"))
     for line in typed_lines.splitlines()[1:]:
-        words = shlex.split(line)
-        typed(*words[1:])
+        typed(*shlex.split(line)[1:])
     (settings,) = blocks("agents.md", "json")
     (server,) = json.loads(settings)["mcpServers"].values()
     assert server["command"] == "qtsplus"
@@ -186,8 +183,7 @@ def test_the_first_page_runs_and_prints_what_it_says(after_demo, tiny_stock, mon
     folder = after_demo / "videos"
     folder.mkdir()
     shutil.copyfile(after_demo / "demo" / "clip.mp4", folder / "video.mp4")
-    black = np.zeros((16, 112, 112, 3), np.uint8)
-    write_mp4(folder / "night.mp4", black, 8)
+    write_mp4(folder / "night.mp4", np.zeros((16, 112, 112, 3), np.uint8), 8)
     monkeypatch.setenv("COLUMNS", "200")
     (after_demo / "stock").symlink_to(tiny_stock)
     printed: list[str] = []
@@ -202,8 +198,7 @@ def test_the_first_page_runs_and_prints_what_it_says(after_demo, tiny_stock, mon
         for line in block.splitlines():
             if line.startswith(("pip ", "qtsplus app", "qtsplus serve")):
                 continue
-            words = shlex.split(line)
-            output = typed(*words[1:])
+            output = typed(*shlex.split(line)[1:])
             output = output.replace(str(after_demo), "/home/you")
             printed += without_numbers(output)
 
@@ -232,8 +227,7 @@ def command_lines():
         for language, block in BLOCK.findall(read(page)):
             if language not in ("", "bash", "console", "sh"):
                 continue
-            variables = re.findall(r'^(\w+)="([^"\n]*)"$', block, re.MULTILINE)
-            for name, value in variables:
+            for name, value in re.findall(r'^(\w+)="([^"\n]*)"$', block, re.MULTILINE):
                 block = block.replace(f"${name}", value)
             block = block.replace("\\\n", " ")
             for line in block.splitlines():
@@ -250,11 +244,8 @@ def test_commands_are_what_the_command_line_takes(line):
     words = shlex.split(typed_words, comments=True)
     command = typer.main.get_command(app)
     while words and words[0] in getattr(command, "commands", {}):
-        name = words.pop(0)
-        command = command.commands[name]
-    context = command.context_class(command)
-    parser = command.make_parser(context)
-    values, rest, _ = parser.parse_args(words)
+        command = command.commands[words.pop(0)]
+    values, rest, _ = command.make_parser(command.context_class(command)).parse_args(words)
     assert not rest, f"{rest} is more than the command takes"
     if "--help" in words:
         return
@@ -308,8 +299,7 @@ def test_the_page_on_design_names_files_of_the_package():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tests_it_names_exist(page):
-    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", read(page))
-    for file, name in named:
+    for file, name in re.findall(r"`(tests/\S+\.py)::(\w+)`", read(page)):
         definition = rf"^\s*(def|class) {name}\b"
         assert re.search(definition, read(file), re.MULTILINE), name
 
@@ -319,11 +309,9 @@ def texts_of(folder: str, files: str) -> list[str]:
     """The texts in Python files, without line breaks; of a text with values in it what stands between these."""
     texts = []
     for path in (ROOT / folder).rglob(files):
-        tree = ast.parse(read(path))
-        for node in ast.walk(tree):
+        for node in ast.walk(ast.parse(read(path))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                words = node.value.split()
-                texts.append(" ".join(words))
+                texts.append(" ".join(node.value.split()))
     return texts
 
 
@@ -350,6 +338,5 @@ def test_make_targets_it_names_exist(page):
     makefile = read("Makefile")
     code = re.findall(r"`([^`\n]+)`|^    ?([^\n]+)$|^(make [^\n]+)$", read(page), re.MULTILINE)
     text = "\n".join("".join(groups) for groups in code)
-    targets = re.findall(r"(?<!benchmarks )\bmake ([a-z][a-z-]+)", text)
-    for target in targets:
+    for target in re.findall(r"(?<!benchmarks )\bmake ([a-z][a-z-]+)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

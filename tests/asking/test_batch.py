@@ -170,8 +170,7 @@ BAD_ROWS = {
 
 def test_bad_videos_and_bad_rows_are_rows_with_their_error(batch, rows):
     good = json.dumps(rows[0])
-    lines = [good, *BAD_ROWS, good]
-    batch.file.write_text("\n".join(lines))
+    batch.file.write_text("\n".join([good, *BAD_ROWS, good]))
     result = batch.run()
     assert result.exit_code == 0
     assert "9 of 11 rows have an error" in result.stderr
@@ -202,8 +201,7 @@ def write_parquet(path, rows):
     fields = []
     for name, kind in zip(COLUMNS, kinds, strict=True):
         fields.append((name, getattr(pyarrow, kind)()))
-    schema = pyarrow.schema(fields)
-    table = pyarrow.Table.from_pylist(rows, schema=schema)
+    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(fields))
     parquet.write_table(table, path)
 
 
@@ -412,8 +410,7 @@ def write_table(batch, tmp_path, column, value):
     good.pop(column, None)
     strange[column] = value
     batch.file = tmp_path / "rows.parquet"
-    table = pyarrow.Table.from_pylist([strange, good])
-    parquet.write_table(table, batch.file)
+    parquet.write_table(pyarrow.Table.from_pylist([strange, good]), batch.file)
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=repr)

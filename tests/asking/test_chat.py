@@ -29,8 +29,7 @@ def chat(tiny_published, shared_model):
     """Runs `chat` about videos, with these lines from a pipe."""
 
     def run_chat(lines, *options, videos=(CLIP,)):
-        text = "\n".join(lines)
-        return run("chat", tiny_published, *videos, *options, text=text)
+        return run("chat", tiny_published, *videos, *options, text="\n".join(lines))
 
     return run_chat
 
@@ -44,16 +43,14 @@ def assert_answered_after_an_error(result, reason):
     """One line on standard error is about the line that failed, and the next line was answered."""
     assert result.exit_code == 1
     assert result.stdout.startswith(f"{MARK}\n")
-    errors = [line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")]
-    (error,) = errors
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")]
     assert reason in error
 
 
 def test_questions_through_a_pipe(chat):
     result = chat([INSIDE, COLOURS, "/quit", "never asked"], "--json")
     assert result.exit_code == 0, result.stderr
-    answers = [json.loads(line) for line in result.stdout.splitlines()]
-    first, second = answers
+    first, second = [json.loads(line) for line in result.stdout.splitlines()]
     assert first["answer"] == MARK
     assert second["answer"] == TAKEN
     assert first["evidence"][0]["video"] == "demo.mp4"
@@ -74,8 +71,7 @@ def test_a_conversation_that_is_too_long_says_what_is_left_out(tiny_published, t
     config = json.loads(path.read_text())
     config["text_config"]["max_position_embeddings"] = 100
     path.write_text(json.dumps(config))
-    six_times = "\n".join([INSIDE] * 6)
-    result = run("chat", folder, CLIP, "--max-new-tokens", 8, text=six_times)
+    result = run("chat", folder, CLIP, "--max-new-tokens", 8, text="\n".join([INSIDE] * 6))
     assert result.exit_code == 0
     assert result.stdout.count(MARK) == 6
     assert "The model has 100 positions. Left out of the conversation, the oldest questions: 1." in result.stderr
@@ -93,13 +89,11 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_a_line_that_fails_is_one_line_and_the_next_is_answered(chat, line):
-    result = chat([line, INSIDE])
-    assert_answered_after_an_error(result, BAD_LINES[line])
+    assert_answered_after_an_error(chat([line, INSIDE]), BAD_LINES[line])
 
 
 def test_bytes_that_are_no_text_are_one_line(tiny_published, shared_model):
-    text = b"\xff\xfe\n" + INSIDE.encode()
-    result = run("chat", tiny_published, CLIP, text=text)
+    result = run("chat", tiny_published, CLIP, text=b"\xff\xfe\n" + INSIDE.encode())
     assert_answered_after_an_error(result, "expected Unicode")
 
 
@@ -134,8 +128,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(chat, monkeypatch):
 
 @pytest.mark.slow
 def test_in_a_terminal_there_is_a_prompt_and_ctrl_d_ends(tiny_published):
-    pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
+    ours, theirs = pytest.importorskip("pty").openpty()
     command = [sys.executable, "-m", "qtsplus.cli", "chat", str(CLIP), "--model", str(tiny_published)]
     process = subprocess.Popen(
         command,

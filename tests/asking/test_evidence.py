@@ -63,8 +63,7 @@ def relevance_of(count, values):
 def test_neighbouring_steps_form_one_interval():
     values = {0: 0.21, 5: 0.23, 12: 0.25, 15: 0.27}  # in the steps 0, 1 and 3
     relevance = relevance_of(16, values)
-    kept = list(values)
-    last, first = intervals_of(kept, relevance, FOUR_STEPS, [0.5])
+    last, first = intervals_of(list(values), relevance, FOUR_STEPS, [0.5])
     assert (first.start, first.end) == (0.0, 1.0)
     assert (last.start, last.end) == (1.5, 2.0)
     assert first.weight == pytest.approx(0.44 / 0.96)
@@ -78,8 +77,7 @@ def test_what_was_kept_since_there_was_room_is_no_evidence():
     relevance[5] = 0.4
     relevance[9] = 0.21  # half of the highest is enough
     relevance[12] = 0.19
-    every_token = list(range(16))
-    (interval,) = intervals_of(every_token, relevance, FOUR_STEPS)
+    (interval,) = intervals_of(list(range(16)), relevance, FOUR_STEPS)
     assert interval.start == 1.0
     assert interval.end == 3.0
     assert interval.box == (0.5, 0.0, 1.0, 0.5)
@@ -88,9 +86,7 @@ def test_what_was_kept_since_there_was_room_is_no_evidence():
 
 
 def test_tokens_weigh_the_same_where_the_selection_did_not_look():
-    unknown = torch.empty(0)
-    grid = grid_of((3, 2, 2))
-    heavy, light = intervals_of([0, 1, 8], unknown, grid)
+    heavy, light = intervals_of([0, 1, 8], torch.empty(0), grid_of((3, 2, 2)))
     assert heavy.weight == pytest.approx(2 / 3)
     assert light.weight == pytest.approx(1 / 3)
 
@@ -112,24 +108,19 @@ SHARES = [
 @pytest.mark.parametrize(("share", "spans"), SHARES)
 def test_what_shows_it_is_evidence_though_an_answer_needs_less_of_it(share, spans):
     relevance = torch.tensor([0.0, 0.3, 0.1, 0.3, 0.0, 0.1])
-    grid = grid_of((6, 1, 1))
-    intervals = intervals_of([1], relevance, grid, strong_share=share)
+    intervals = intervals_of([1], relevance, grid_of((6, 1, 1)), strong_share=share)
     assert spans_of(intervals) == spans
 
 
 def test_weak_tokens_lengthen_a_stretch_and_make_none():
-    of_steps = torch.tensor([0.3, 0.0, 0.3, 1.0, 0.2, 0.0, 0.3])
-    relevance = of_steps.repeat_interleave(4) / 8.4
-    grid = grid_of((7, 2, 2))
-    intervals = intervals_of([12], relevance, grid, strong_share=0.2)
+    relevance = torch.tensor([0.3, 0.0, 0.3, 1.0, 0.2, 0.0, 0.3]).repeat_interleave(4) / 8.4
+    intervals = intervals_of([12], relevance, grid_of((7, 2, 2)), strong_share=0.2)
     assert spans_of(intervals) == [(2.0, 5.0)]
 
 
 def test_no_kept_token_is_no_evidence():
     nothing = torch.empty(0, dtype=torch.long)
-    relevance = torch.ones(4)
-    grid = grid_of((1, 2, 2))
-    assert evidence_intervals(nothing, relevance, grid, [1], MERGE) == []
+    assert evidence_intervals(nothing, torch.ones(4), grid_of((1, 2, 2)), [1], MERGE) == []
 
 
 def test_a_box_is_of_the_group_with_the_most_and_joins_no_cell_elsewhere():
@@ -142,8 +133,7 @@ def test_a_box_is_of_the_group_with_the_most_and_joins_no_cell_elsewhere():
     }
     relevance = relevance_of(50, values)
     grid = grid_of((2, 5, 5))
-    kept = list(values)
-    (interval,) = intervals_of(kept, relevance, grid)
+    (interval,) = intervals_of(list(values), relevance, grid)
     assert interval.box == (0.2, 0.2, 0.6, 0.6)
     assert interval.weight == pytest.approx(1)
 
@@ -153,8 +143,7 @@ def samples(draw):
     """A sample of 1 to 3 videos with some of their tokens kept: indices, relevance, grids and seconds per step."""
     steps = st.integers(1, 6)
     side = st.integers(1, 3)
-    sizes = st.tuples(steps, side, side)
-    grids = draw(st.lists(sizes, min_size=1, max_size=3))
+    grids = draw(st.lists(st.tuples(steps, side, side), min_size=1, max_size=3))
     videos = len(grids)
     patches = grid_of(*grids)
     all_patches = int(patches.prod(1).sum())
@@ -162,10 +151,8 @@ def samples(draw):
     places = st.integers(0, tokens - 1)
     kept = draw(st.sets(places, min_size=1))
     kept_indices = torch.tensor(sorted(kept))
-    values = st.floats(0, 1, width=32)
-    relevance = draw(st.lists(values, min_size=tokens, max_size=tokens))
-    lengths = st.floats(0.01, 100)
-    seconds = draw(st.lists(lengths, min_size=videos, max_size=videos))
+    relevance = draw(st.lists(st.floats(0, 1, width=32), min_size=tokens, max_size=tokens))
+    seconds = draw(st.lists(st.floats(0.01, 100), min_size=videos, max_size=videos))
     return kept_indices, torch.tensor(relevance), patches, seconds
 
 
@@ -186,20 +173,17 @@ def test_intervals_cover_exactly_the_steps_with_strong_tokens(sample):
     weights = weights_of(intervals)
     assert 0 < sum(weights) < 1 + 1e-6
     assert weights == sorted(weights, reverse=True)
-    maps = strong_maps(kept_indices, relevance, grid_thw)
-    for video, is_strong in enumerate(maps):
+    for video, is_strong in enumerate(strong_maps(kept_indices, relevance, grid_thw)):
         covered = torch.zeros(len(is_strong), dtype=torch.bool)
         for interval in intervals:
             if interval.video != video:
                 continue
             first = round(interval.start / seconds[video])
             last = round(interval.end / seconds[video])
-            before = max(first - 1, 0)
-            around = covered[before : last + 1]
+            around = covered[max(first - 1, 0) : last + 1]
             assert not around.any(), "neighbours were not merged"
             covered[first:last] = True
-            strong_cells = is_strong[first:last].any(0)
-            check_box(interval.box, strong_cells)
+            check_box(interval.box, is_strong[first:last].any(0))
         has_strong = is_strong.flatten(1).any(1)
         assert torch.equal(covered, has_strong)
 
@@ -208,12 +192,8 @@ def check_box(box, is_strong):
     """Every row and every column of a box holds something strong."""
     height, width = is_strong.shape
     left, top, right, bottom = box
-    first_row = round(top * height)
-    last_row = round(bottom * height)
-    rows = is_strong[first_row:last_row]
-    first_column = round(left * width)
-    last_column = round(right * width)
-    inside = rows[:, first_column:last_column]
+    rows = is_strong[round(top * height) : round(bottom * height)]
+    inside = rows[:, round(left * width) : round(right * width)]
     assert inside.any(0).all()
     assert inside.any(1).all()
 
@@ -238,19 +218,15 @@ def write_at(path, frames, times):
             picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
             picture.pts = round(16 * time)
             picture.time_base = SIXTEENTH
-            packets = stream.encode(picture)
-            container.mux(packets)
+            container.mux(stream.encode(picture))
         container.mux(stream.encode())
 
 
 @pytest.mark.parametrize("late", [0.0, 3.0])
 def test_evidence_of_a_variable_rate_is_on_the_players_clock(loaded, tmp_path, late):
     """Four frames a second at first and sixteen later: most of the frames show the second half."""
-    slow = np.arange(0, 4, 0.25)
-    fast = np.arange(4, 8, 0.0625)
-    times = np.concatenate([slow, fast])
-    world = render_world(WORLD)
-    shown = world[(2 * times).astype(int)]
+    times = np.concatenate([np.arange(0, 4, 0.25), np.arange(4, 8, 0.0625)])
+    shown = render_world(WORLD)[(2 * times).astype(int)]
     path = tmp_path / "video.mp4"
     write_at(path, shown, late + times)
     video = encode(*loaded, path)

@@ -24,8 +24,7 @@ BRIGHT = range(0, 240, 10)  # how bright the frames of a video are that lasts th
 def test_only_kept_tokens_are_lit():
     frame = np.full((8, 12, 3), 200, np.uint8)
     kept = np.array([[True, False, True], [False, False, True]])
-    lit = np.asarray(picture.lit(frame, kept))
-    of_tokens = lit.reshape(2, 4, 3, 4, 3)
+    of_tokens = np.asarray(picture.lit(frame, kept)).reshape(2, 4, 3, 4, 3)
     darkest = of_tokens.min((1, 3, 4))
     brightest = of_tokens.max((1, 3, 4))
     assert (darkest[kept] == 200).all()
@@ -84,13 +83,11 @@ def answer_about(*videos):
 def write_folder(folder):
     folder.mkdir()
     for index, value in enumerate(BRIGHT):
-        image = Image.new("RGB", (32, 32), (value, value, value))
-        image.save(folder / f"{index:02}.png")
+        Image.new("RGB", (32, 32), (value, value, value)).save(folder / f"{index:02}.png")
 
 
 def write_file(path):
-    frames = [np.full((32, 32, 3), value, np.uint8) for value in BRIGHT]
-    write_mp4(path, frames, 8)
+    write_mp4(path, [np.full((32, 32, 3), value, np.uint8) for value in BRIGHT], 8)
 
 
 def drawn_names(folder):

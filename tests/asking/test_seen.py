@@ -63,8 +63,7 @@ def test_a_model_without_a_calibration_that_tells_says_nothing(answer_of, change
 
 @pytest.mark.parametrize("selection", ["lm_attention", "uniform"])
 def test_a_method_that_does_not_ask_the_selector_says_nothing(answer_of, selection):
-    answer = answer_of(CALIBRATED, selection=selection, retention=0.1)
-    assert answer.seen is None
+    assert answer_of(CALIBRATED, selection=selection, retention=0.1).seen is None
 
 
 @pytest.fixture

@@ -61,12 +61,10 @@ LENGTHS = [20, 31, 12, 40, 17]
 @pytest.fixture
 def scenes():
     """Five scenes of different lengths, 120 seconds in all."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(5, 16, generator=generator)
+    noise = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     features = torch.nn.functional.normalize(noise, dim=-1)
     steps = features.repeat_interleave(torch.tensor(LENGTHS), 0)
-    four_tokens = steps[:, None].expand(-1, 4, -1)
-    return with_steps_of_a_second(four_tokens)
+    return with_steps_of_a_second(steps[:, None].expand(-1, 4, -1))
 
 
 def test_chapters_end_where_the_video_changes(scenes):
@@ -122,8 +120,7 @@ def spoken(monkeypatch):
 
 def test_each_chapter_is_read_from_its_own_tokens(loaded, session_of, spoken):
     session = session_of("cut")
-    summary = summarise(session, "What happens?", chapter_seconds=6)
-    first, second = summary.chapters
+    first, second = summarise(session, "What happens?", chapter_seconds=6).chapters
     assert first.end == second.start == 5, "where the scenes change"
     assert first.text == "part 1"
     assert second.text == "part 2"
@@ -204,8 +201,7 @@ def test_the_joining_prompt_has_every_text_without_times(loaded, monkeypatch):
     texts = [f"ball {number} <|im_end|>" for number in range(3)]
     assert summaries._join(model, processor, texts, {"max_new_tokens": 4}) == ""
     (prompt,) = prompts
-    said = processor.tokenizer.decode(prompt)
-    assert "\nball 0 <|im_end|>\nball 1 <|im_end|>" in said
+    assert "\nball 0 <|im_end|>\nball 1 <|im_end|>" in processor.tokenizer.decode(prompt)
     ends = prompt == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert ends.sum() <= 2, "what a chapter says ends no turn"
 
@@ -250,8 +246,7 @@ def test_texts_beyond_the_models_positions_are_refused(loaded, monkeypatch):
 
 def test_a_streams_memory_is_not_summarised(loaded, session_of):
     stream = Stream(*loaded, memory_tokens=40)
-    frames = np.zeros((4, 56, 56, 3), dtype=np.uint8)
-    stream.append(frames, [0.0, 0.5, 1.0, 1.5])
+    stream.append(np.zeros((4, 56, 56, 3), dtype=np.uint8), [0.0, 0.5, 1.0, 1.5])
     session = session_of("frame")
     (memory,) = stream.videos().values()
     session.add(memory, "camera")
@@ -260,8 +255,7 @@ def test_a_streams_memory_is_not_summarised(loaded, session_of):
     with pytest.raises(ValueError, match="beside no other videos: ask about it alone"):
         session.ask("What is it?", max_new_tokens=1)
     assert session.ask("What is it?", ["camera"], max_new_tokens=1).frames == 4
-    summary = summarise(session, names=["frame.mp4"], max_new_tokens=1)
-    assert len(summary.chapters) == 1
+    assert len(summarise(session, names=["frame.mp4"], max_new_tokens=1).chapters) == 1
 
 
 @pytest.mark.parametrize("names", [["cut"], ["short", "still"], ["frame"]])

@@ -83,8 +83,7 @@ def one_shot(loaded, content, **options):
     output = model.generate(**inputs, **SHORT, return_dict_in_generate=True)
     with torch.no_grad():
         logits = model(**inputs, logits_to_keep=1).logits
-    prompt_length = inputs["input_ids"].shape[1]
-    new_ids = output.sequences[0, prompt_length:]
+    new_ids = output.sequences[0, inputs["input_ids"].shape[1] :]
     text = processor.decode(new_ids, skip_special_tokens=True)
     return text.strip(), output.qtsplus.kept_indices[0], logits
 
@@ -95,8 +94,7 @@ def kept_of(answer):
 
 
 def logits_of(made, question):
-    batch = Batch(made.videos, [question])
-    inputs = prompt_inputs(made.processor, batch)
+    inputs = prompt_inputs(made.processor, Batch(made.videos, [question]))
     with torch.no_grad():
         return made.model(**inputs, logits_to_keep=1).logits
 
@@ -157,8 +155,7 @@ def test_a_session_of_one_video_is_one_shot(loaded, tmp_path, kind):
     made.add(video, **options)
     answer = made.ask(question, **SHORT)
     content = [{"type": "video", "video": video}, {"type": "text", "text": question}]
-    expected = one_shot(loaded, content, **options)
-    assert_is_one_shot(made, question, answer, expected)
+    assert_is_one_shot(made, question, answer, one_shot(loaded, content, **options))
     assert answer.kept_tokens == len(kept_of(answer))
     for place in answer.evidence:
         cells = [round(168 * side) for side in place.box]
@@ -177,8 +174,7 @@ def test_a_session_of_two_videos_is_one_shot(loaded, cameras, both, question):
         content.append({"type": "video", "video": str(cameras / name)})
     content.append({"type": "text", "text": question})
     expected = one_shot(loaded, content, query=question)
-    answer = both.ask(question, **SHORT)
-    assert_is_one_shot(both, question, answer, expected)
+    assert_is_one_shot(both, question, both.ask(question, **SHORT), expected)
 
 
 def things_of_one_video():
@@ -538,8 +534,7 @@ def test_a_long_conversation_goes_on(fresh, positions):
     positions(160)
     warned = []
     for question in QUESTIONS[:10]:
-        answer = fresh.chat(question, selection="all", **SHORT)
-        warned.append(bool(answer.warnings))
+        warned.append(bool(fresh.chat(question, selection="all", **SHORT).warnings))
     assert warned == sorted(warned)
     assert not warned[2]
     assert warned[-1]
@@ -581,7 +576,6 @@ def test_threads_talk_in_turn(fresh):
         said = list(threads.map(chat, asked))
     questions = fresh.turns[::2]
     replies = fresh.turns[1::2]
-    reply_to = dict(zip(questions, replies, strict=True))
-    assert reply_to == dict(zip(asked, said, strict=True))
+    assert dict(zip(questions, replies, strict=True)) == dict(zip(asked, said, strict=True))
     fresh.reset()
     assert [chat(question) for question in questions] == replies

@@ -33,5 +33,4 @@ def test_targets_equal_eager_attention(model, prepare, which):
     after = [attention.config for attention in attentions.values()]
     assert after == before
     assert [len(target) > 0 for target in targets] == [True, True, False, True]
-    expected = twin_targets(model, inputs, labels, heads)
-    assert_close(targets, expected, atol=1e-5, rtol=1e-5)
+    assert_close(targets, twin_targets(model, inputs, labels, heads), atol=1e-5, rtol=1e-5)

@@ -24,8 +24,7 @@ CALL = {
 def check_answer(answer, model, processor, inputs):
     """It is what the model generates from these inputs, from the tokens that it keeps."""
     made = model.generate(**inputs, **CALL, return_dict_in_generate=True)
-    width = inputs["input_ids"].shape[1]
-    new_ids = made.sequences[0, width:]
+    new_ids = made.sequences[0, inputs["input_ids"].shape[1] :]
     text = processor.tokenizer.decode(new_ids, skip_special_tokens=True)
     assert answer.answer == text.strip()
     keep_map = torch.cat([keep_map.flatten() for keep_map in answer.keep_maps.values()])
@@ -97,8 +96,7 @@ def test_a_session_of_two_videos_alone_and_in_a_batch(model, processor, clips, t
     check_answer(answer, model, processor, inputs)
     first, second = two_videos.ask_many([QUESTION, "Why?"], **CALL)
     assert first.answer == answer.answer
-    alone = two_videos.ask("Why?", **CALL)
-    assert second.answer == alone.answer
+    assert second.answer == two_videos.ask("Why?", **CALL).answer
 
 
 def test_a_conversation_is_that_of_a_session_from_disk(model, processor, two_videos, tmp_path):
@@ -172,8 +170,7 @@ def test_newlines_and_frame_texts_are_no_visual_tokens_to_the_trainer(backbone, 
     (line,) = (line for line in trainer.state.log_history if "visual_tokens" in line)
     tokens = 0
     for row in dataset:
-        pixels = row["pixel_values_videos"]
-        (features,) = model.encode_videos(pixels, row["video_grid_thw"])
+        (features,) = model.encode_videos(row["pixel_values_videos"], row["video_grid_thw"])
         tokens += len(features)
     assert line["visual_tokens"] == tokens / 2
     assert line["n"] == tokens / 2

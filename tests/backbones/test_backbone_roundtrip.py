@@ -74,8 +74,7 @@ def test_round_trip(tmp_path, clips):
         assert torch.equal(outputs.pop("logits"), logits), name
         ids = model.generate(**inputs, max_new_tokens=4)
         assert torch.equal(outputs.pop("ids"), ids), name
-        expected = {f"inputs.{key}": value for key, value in inputs.items()}
-        assert_same(outputs, expected)
+        assert_same(outputs, {f"inputs.{key}": value for key, value in inputs.items()})
 
 
 def inputs_about(processor, video):

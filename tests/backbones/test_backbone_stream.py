@@ -42,8 +42,7 @@ def prompts(model, monkeypatch):
 
 def shortened(model, processor, video, **call):
     """The prompt of the question about a whole video."""
-    batch = Batch({"video": video}, [QUESTION])
-    inputs = prompt_inputs(processor, batch)
+    inputs = prompt_inputs(processor, Batch({"video": video}, [QUESTION]))
     return compress(model.model, **inputs, **call)
 
 
@@ -118,11 +117,10 @@ def test_positions_are_those_of_the_whole_video(model, processor, clips, prompts
     stream.append(frames)
     stream.ask(QUESTION, selection="all", max_new_tokens=1)
     (prompt,) = prompts
-    whole = session.encode(model, processor, path, fps=4)
     expected = shortened(
         model,
         processor,
-        whole,
+        session.encode(model, processor, path, fps=4),
         selection=ends,
         retention=1.0,
         max_visual_tokens=6,

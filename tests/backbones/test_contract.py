@@ -44,8 +44,7 @@ def width_of(inputs):
 
 def encoded_video(model, inputs, **options):
     pixels = inputs["pixel_values_videos"]
-    grid = inputs["video_grid_thw"]
-    return model.encode_videos(pixels, grid, **options)
+    return model.encode_videos(pixels, inputs["video_grid_thw"], **options)
 
 
 def merged_grids(model, inputs):
@@ -74,8 +73,7 @@ class TestBackbone:
         close(logits(all_tokens, inputs), logits(stock, expected))
         width = width_of(inputs)
         ours = all_tokens.generate(**inputs, **CALL)
-        theirs = stock.generate(**expected, **CALL)
-        assert_same(ours[:, width:], theirs[:, width:])
+        assert_same(ours[:, width:], stock.generate(**expected, **CALL)[:, width:])
         assert_same(ours[:, :width], inputs["input_ids"])
 
     @pytest.mark.parametrize("names", [NAMES[1:5], ("video", "text", "earlier turns")], ids=len)
@@ -83,9 +81,7 @@ class TestBackbone:
         inputs = prepare(*names)  # with videos of one length, for some stock models take no others
         expected = backbone.stock_inputs(all_tokens, inputs)
         is_real = inputs["attention_mask"].bool()
-        ours = logits(all_tokens, inputs)
-        theirs = logits(stock, expected)
-        close(ours[is_real], theirs[is_real])
+        close(logits(all_tokens, inputs)[is_real], logits(stock, expected)[is_real])
 
     def test_embeddings_beside_an_image_are_the_stock_model(self, backbone, all_tokens, stock, prepare):
         inputs = prepare("image")
@@ -107,8 +103,7 @@ class TestBackbone:
         is_recurrent = model.config.model_type == "qwen3_5_qtsplus"
         tolerance = 5e-4 if is_recurrent else 1e-4
         for row, name in enumerate(NAMES):
-            alone = run(model, prepare(name))
-            assert_row_is_alone(together, row, alone, tolerance)
+            assert_row_is_alone(together, row, run(model, prepare(name)), tolerance)
 
     @each_unlike
     def test_generate_batch_is_single(self, model, prepare):
@@ -139,8 +134,7 @@ class TestBackbone:
     def test_query_free_methods_choose_by_features_in_their_grid(self, model, prepare, selection):
         inputs = prepare("two videos")
         width = model.config.text_config.hidden_size
-        encoded = encoded_video(model, inputs)
-        visual = [features[:, :width] for features in encoded]
+        visual = [features[:, :width] for features in encoded_video(model, inputs)]
         num_tokens = sum(map(len, visual))
         candidates = Candidates(
             visual=visual,
@@ -150,8 +144,7 @@ class TestBackbone:
             score=lambda _: pytest.fail("no question"),
         )
         (kept,) = kept_indices(model, inputs, selection=selection, retention=0.3)
-        expected = METHODS[selection](candidates, len(kept))
-        assert_same(kept, expected)
+        assert_same(kept, METHODS[selection](candidates, len(kept)))
 
     def test_outputs_name_what_was_encoded_as_stock_does(self, backbone, all_tokens, stock, prepare):
         inputs = prepare("image and video")
@@ -174,8 +167,7 @@ class TestBackbone:
             for call in (model, model.generate):
                 with pytest.raises(ValueError, match=message):
                     call(**inputs, **{name: 1})
-            configured = getattr(model.config, name, None)
-            for value in (None, configured):
+            for value in (None, getattr(model.config, name, None)):
                 run(model, inputs, **{name: value})
 
     def test_trainers_average_its_loss_themselves_and_share_out_no_prompt(self, backbone, model):
@@ -188,8 +180,7 @@ class TestBackbone:
         inputs = prepare(*NAMES)
         steps = model.generate(**inputs, **CALL, **STEPS)
         output = run(model, inputs)
-        last_logits = output.logits[:, -1]
-        close(steps.logits[0], last_logits, 1e-4)
+        close(steps.logits[0], output.logits[:, -1], 1e-4)
         assert_same(steps.qtsplus.kept_indices, output.qtsplus.kept_indices)
 
     def test_decoding_goes_on_where_the_full_prompt_ends(self, model, prepare):
@@ -201,8 +192,7 @@ class TestBackbone:
         again["attention_mask"] = longer(inputs["attention_mask"], NEW - 1, 1)
         again["query_mask"] = longer(inputs["query_mask"], NEW - 1, 0)
         whole = logits(model, again)
-        steps = torch.stack(cached.logits, dim=1)
-        close(steps, whole[:, -NEW:], 1e-4)
+        close(torch.stack(cached.logits, dim=1), whole[:, -NEW:], 1e-4)
 
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
     @pytest.mark.parametrize("full_width", [True, False], ids=["the prompt's mask", "the cached columns' mask"])
@@ -240,11 +230,10 @@ class TestBackbone:
             begin = dict(inputs)
             for name in ("input_ids", "attention_mask", "query_mask"):
                 begin[name] = inputs[name][:, :stop]
-            beginning = run(model, begin, use_cache=True)
             rest = {
                 "input_ids": inputs["input_ids"][:, stop:],
                 "attention_mask": mask,
-                "past_key_values": beginning[CACHE],
+                "past_key_values": run(model, begin, use_cache=True)[CACHE],
             }
             return logits(model, rest)[0, -1]
 
@@ -333,8 +322,7 @@ class TestBackbone:
         expected = logits(model, inputs)
         assert_close(logits(model, features), expected, atol=5e-5, rtol=1e-5)
         expected_ids = model.generate(**inputs, **CALL)
-        ids = model.generate(**features, **CALL)
-        assert_same(ids, expected_ids)
+        assert_same(model.generate(**features, **CALL), expected_ids)
 
     @pytest.mark.parametrize(
         "options",
@@ -347,21 +335,18 @@ class TestBackbone:
     @each_unlike
     def test_generates_with_beams_and_samples(self, model, prepare, options):
         inputs = prepare("video", "text")
-        call = CALL | options
-        sequences = model.generate(**inputs, **call, retention=0.2)
+        sequences = model.generate(**inputs, **CALL | options, retention=0.2)
         width = width_of(inputs)
         copies = len(sequences) // 2
         assert sequences.shape[1] == width + NEW
-        prompts = sequences[::copies, :width]
-        assert_same(prompts, inputs["input_ids"])
+        assert_same(sequences[::copies, :width], inputs["input_ids"])
 
     def test_a_training_step_reaches_the_selector_alone(self, backbone, processor, prepare):
         model = backbone.build(processor).train()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".qtsplus." in name)
         model.model.qtsplus.freeze_unused()
-        inputs = with_labels(prepare(*NAMES))
-        loss = model(**inputs).loss
+        loss = model(**with_labels(prepare(*NAMES))).loss
         loss.backward()
         assert_trained(model)
         for name, parameter in model.named_parameters():
@@ -374,8 +359,7 @@ class TestBackbone:
         model = backbone.build(processor, gate="detached")
         inputs = prepare("video", "two videos")
         evaluated = kept_indices(model, inputs)
-        trained = model.train()(**inputs).qtsplus.kept_indices
-        assert_same(trained, evaluated)
+        assert_same(model.train()(**inputs).qtsplus.kept_indices, evaluated)
 
     def test_the_question_alone_is_the_query(self, processor, model, prepare, rows):
         inputs = prepare(*NAMES)
@@ -396,15 +380,13 @@ class TestBackbone:
         question = "Which frame is it?"
         inputs = chat_inputs(processor, question, clips / "short.mp4")
         is_question = inputs["query_mask"].bool()
-        ids = inputs["input_ids"][is_question]
-        words = processor.tokenizer.decode(ids)
+        words = processor.tokenizer.decode(inputs["input_ids"][is_question])
         assert words.strip() == question
 
     def test_separators_go_with_what_they_end(self, model, prepare):
         """What is no candidate stays in order; of the rest what the rule names."""
         inputs = prepare("two videos")
-        output = run(model, inputs, retention=1.0, max_visual_tokens=3)
-        (columns,) = output.qtsplus.columns
+        (columns,) = run(model, inputs, retention=1.0, max_visual_tokens=3).qtsplus.columns
         assert_same(columns, columns.sort().values)
         (ids,) = inputs["input_ids"]
         kept = ids[columns]
@@ -414,8 +396,7 @@ class TestBackbone:
         turns = {config.user_turn_token_ids[0], config.turn_end_token_id}
         for token in turns.intersection(config.special_token_ids, ids.tolist()):
             before = (ids == token).sum()
-            after = (kept == token).sum()
-            assert after == before
+            assert (kept == token).sum() == before
         (question,) = inputs["query_mask"]
         assert question[columns].sum() == question.sum()
 
@@ -423,8 +404,7 @@ class TestBackbone:
         inputs = prepare("two videos")
         whole = run(model, inputs, retention=1.0)
         assert whole.logits.shape[1] == width_of(inputs)
-        grids = merged_grids(model, inputs)
-        tokens = sum(map(math.prod, grids))
+        tokens = sum(map(math.prod, merged_grids(model, inputs)))
         assert whole.qtsplus.num_tokens.tolist() == [tokens]
         assert whole.qtsplus.n.tolist() == [tokens]
 
@@ -454,10 +434,8 @@ class TestBackbone:
         for row in range(2):
             columns = short.qtsplus.columns[row]
             is_kept = columns >= 0
-            full_columns = full.qtsplus.columns[row]
-            places = torch.searchsorted(full_columns, columns[is_kept])
-            expected = full_axes[:, row, places]
-            assert_same(axes[:, row, is_kept], expected)
+            places = torch.searchsorted(full.qtsplus.columns[row], columns[is_kept])
+            assert_same(axes[:, row, is_kept], full_axes[:, row, places])
         assert_same(short.next_position, full.next_position)
 
     def test_sequential_positions_count_what_was_kept(self, backbone, processor, prepare):
@@ -469,8 +447,7 @@ class TestBackbone:
         axes = model.language_axes(short.position_ids)
         for row, count in enumerate(counts.tolist()):
             kept = axes[:, row, -count:]
-            expected = torch.arange(count).expand_as(kept)
-            assert_same(kept, expected)
+            assert_same(kept, torch.arange(count).expand_as(kept))
 
     def test_the_reencoder_sees_absolute_time(self, model, prepare):
         """Three times the seconds between frames: other features, where no token moves in the text."""

@@ -17,8 +17,7 @@ SIZES = {
 
 
 def write_noise(path, frames, height, width, fps):
-    random = np.random.default_rng(0)
-    noise = random.integers(0, 255, (frames, height, width, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 255, (frames, height, width, 3), np.uint8)
     write_mp4(path, noise, fps)
     return str(path)
 
@@ -54,8 +53,7 @@ def check_file(processor, video, **options):
         **options,
     }
     whole = processor(videos=frames, video_metadata=[metadata], **call)
-    by_file = processor(videos=video, do_sample_frames=False, **call)
-    assert_same(dict(by_file), dict(whole))
+    assert_same(dict(processor(videos=video, do_sample_frames=False, **call)), dict(whole))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -61,8 +61,7 @@ def test_tokens_and_newlines_fill_a_span(grid, by_row, start):
     span = span_of(grid, by_row, start)
     tokens = span.token_columns()
     ends = span.line_ends()
-    columns = torch.cat([tokens, ends]).sort().values
-    assert_same(columns, torch.arange(start, span.stop))
+    assert_same(torch.cat([tokens, ends]).sort().values, torch.arange(start, span.stop))
     steps, height, _ = grid
     lines = steps * height if by_row else 1
     assert len(ends) == lines

@@ -35,8 +35,7 @@ def in_groups(backbone, processor):
 
 
 def relevance(model, inputs, **call):
-    output = run(model, inputs, **call)
-    return output.qtsplus.relevance[0]
+    return run(model, inputs, **call).qtsplus.relevance[0]
 
 
 def count_tokens(model, inputs):
@@ -74,16 +73,13 @@ def eager_attention(model, inputs, group):
     config = model.config
     layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
     recorded = [weights for weights in output.attentions if weights is not None]
-    place_of_layer = layers_with_attention(model).index(layer)
-    weights = recorded[place_of_layer]
+    weights = recorded[layers_with_attention(model).index(layer)]
     visual, _ = take_inputs(dict(inputs))
     mask = inputs["attention_mask"]
-    layout = lay_out(model.model, visual, inputs["input_ids"], mask)
-    (row,) = layout.rows
+    (row,) = lay_out(model.model, visual, inputs["input_ids"], mask).rows
     real_columns = mask[0].nonzero()[:, 0]
     columns = real_columns[row.candidates[group]]
-    places = torch.searchsorted(output.qtsplus.columns[0], columns)
-    return weights[0, :, -1, places]
+    return weights[0, :, -1, torch.searchsorted(output.qtsplus.columns[0], columns)]
 
 
 @pytest.mark.parametrize("heads", [None, [1, 2]])
@@ -106,11 +102,9 @@ def test_groups_share_the_attention_of_one_softmax(in_groups, prepare):
     """Each is the stock prompt of its frames; they are compared by how much they outweigh the same text."""
     for name in ("video", "two videos"):
         inputs = prepare(name)
-        grids = in_groups.model.merged_grid(inputs["video_grid_thw"])
-        groups = frame_groups(grids, GROUP)
+        groups = frame_groups(in_groups.model.merged_grid(inputs["video_grid_thw"]), GROUP)
         everything = torch.arange(count_tokens(in_groups, inputs))
-        in_order = torch.cat(groups).sort().values
-        assert_same(in_order, everything)
+        assert_same(torch.cat(groups).sort().values, everything)
         assert len(groups) > 1
         attentions = [eager_attention(in_groups, inputs, group) for group in groups]
         masses = torch.stack([attention.sum(-1) for attention in attentions])
@@ -132,10 +126,8 @@ def test_chunk_is_whole_where_one_group_holds_everything(model, backbone, proces
     expected = relevance(model, inputs)
     assert_same(relevance(exactly, inputs), expected)
     pixels = inputs.pop("pixel_values_videos")
-    grid = inputs["video_grid_thw"]
-    features = model.encode_videos(pixels, grid, frames_per_chunk=1)
-    from_features = relevance(model, inputs, video_features=features)
-    close(from_features, expected, atol=1e-5)
+    features = model.encode_videos(pixels, inputs["video_grid_thw"], frames_per_chunk=1)
+    close(relevance(model, inputs, video_features=features), expected, atol=1e-5)
 
 
 @each_unlike
@@ -163,8 +155,7 @@ def test_the_budget_is_the_mass_of_the_attention(in_groups, prepare):
         most = math.ceil(config.rho_max * len(weights))
         expected = min(max(needed, least), most)
         assert abs(count - expected) <= 1
-    capped = run(in_groups, inputs, max_visual_tokens=3).qtsplus
-    assert capped.n.tolist() == [3, 3]
+    assert run(in_groups, inputs, max_visual_tokens=3).qtsplus.n.tolist() == [3, 3]
 
 
 @each_unlike
@@ -207,8 +198,7 @@ def test_a_question_given_apart_takes_the_place_of_the_prompts_own(in_groups, pr
     is_question = inputs["query_mask"].bool()
     question = inputs["input_ids"][is_question][None]
     by_prompt = relevance(in_groups, inputs)
-    given_apart = relevance(in_groups, inputs, query_input_ids=question)
-    close(given_apart, by_prompt)
+    close(relevance(in_groups, inputs, query_input_ids=question), by_prompt)
     other = question.flip(1)
     apart = relevance(in_groups, inputs, query_input_ids=other)
     inputs["input_ids"] = inputs["input_ids"].masked_scatter(is_question, other)

@@ -52,13 +52,12 @@ def loaded(registered, folder):
 
 
 def row(clips, name: str) -> dict:
-    path = clips / f"{name}.mp4"
     return {
         "messages": [
             {"role": "user", "content": f"<video>{QUESTION}"},
             {"role": "assistant", "content": ANSWERS[name]},
         ],
-        "videos": [str(path)],
+        "videos": [str(clips / f"{name}.mp4")],
     }
 
 
@@ -66,17 +65,15 @@ def own_batch(processor, clips) -> dict:
     """What our own trainer gives the model for the two rows."""
     records = []
     for name, answer in ANSWERS.items():
-        path = clips / f"{name}.mp4"
         record = VideoRecord(
-            video=str(path),
+            video=str(clips / f"{name}.mp4"),
             question=QUESTION,
             answer=answer,
             source="vqa",
         )
         records.append(record)
     dataset = VideoQADataset(records, processor, processor_kwargs={"fps": 2})
-    collate = VideoQACollator(processor)
-    batch = collate([dataset[0], dataset[1]])
+    batch = VideoQACollator(processor)([dataset[0], dataset[1]])
     return {name: batch[name] for name in batch if name not in ("skipped", "source_ids")}
 
 

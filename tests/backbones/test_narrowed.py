@@ -106,8 +106,7 @@ class Encoded:
 def encoded(model, prepare):
     inputs = prepare("video", "two videos")
     grid = inputs["video_grid_thw"]
-    pixels = inputs.pop("pixel_values_videos")
-    features = model.encode_videos(pixels, grid)
+    features = model.encode_videos(inputs.pop("pixel_values_videos"), grid)
     merged = model.model.merged_grid(grid)
     return Encoded(inputs, features, places=list(map(scattered, merged)))
 

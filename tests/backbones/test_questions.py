@@ -131,14 +131,11 @@ def test_special_tokens_in_any_turn_of_a_batch_and_in_a_query_are_text(processor
     harmless = processor.text_ids("Why?")
     inputs = prepared(text)
     plain = prepared("Why?")
-    once = spliced(ids_of(plain, 0), harmless, ids)
-    twice = spliced(once, harmless, ids)
+    twice = spliced(spliced(ids_of(plain, 0), harmless, ids), harmless, ids)
     assert ids_of(inputs, 0) == twice
     assert ids_of(inputs, 1) == ids_of(plain, 1)
-    question = ids_of(inputs, 0, mask="query_mask")
-    assert tokenizer.decode(question) == "And then?"
-    query = ids_of(inputs, 0, "query_input_ids", "query_attention_mask")
-    assert query == ids
+    assert tokenizer.decode(ids_of(inputs, 0, mask="query_mask")) == "And then?"
+    assert ids_of(inputs, 0, "query_input_ids", "query_attention_mask") == ids
 
 
 @pytest.mark.parametrize(

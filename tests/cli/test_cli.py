@@ -75,9 +75,7 @@ def test_a_command_takes_whole_how_frames_are_sampled_and_tokens_are_chosen():
 def frame_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("frames")
     for index in range(6):
-        colour = (40 * index, 90, 200)
-        frame = Image.new("RGB", (56, 84), colour)
-        frame.save(folder / f"frame{index}.png")
+        Image.new("RGB", (56, 84), (40 * index, 90, 200)).save(folder / f"frame{index}.png")
     return folder
 
 
@@ -321,8 +319,7 @@ def test_eval_of_nothing_readable_is_a_failed_run(records, tiny_published, optio
     result = invoke("eval", write(lines[2:4]), "--model", tiny_published, *options)
     assert result.exit_code == 1
     assert result.stdout == ""
-    lines_said = result.stderr.splitlines()
-    broken, missing, last = lines_said[-3:]
+    broken, missing, last = result.stderr.splitlines()[-3:]
     assert "broken.mp4 cannot be read: " in broken
     assert "missing.mp4 cannot be read: " in missing
     assert "no video of" in last

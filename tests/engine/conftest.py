@@ -24,6 +24,5 @@ def engine(request, positions, tmp_path_factory) -> Engine:
     """A backbone's answers to all requests, from a process of its own."""
     backbone = request.param
     folder = tmp_path_factory.mktemp(f"{backbone.name}-{positions}")
-    attention = backbone is not QWEN3_5
-    requests = requests_of(positions, attention)
+    requests = requests_of(positions, backbone is not QWEN3_5)
     return start(backbone, positions, requests, folder)

@@ -153,8 +153,7 @@ def described(count: int) -> dict[str, Any]:
 
 
 def picture() -> Image.Image:
-    rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 255, (84, 56, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 255, (84, 56, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
@@ -270,8 +269,7 @@ class Engine:
         )
         prompt_length = inputs["input_ids"].shape[1]
         tokens = output.sequences[0, prompt_length:].tolist()
-        log_probabilities = output.logits[0][0].log_softmax(-1)
-        return tokens, log_probabilities, output.qtsplus
+        return tokens, output.logits[0][0].log_softmax(-1), output.qtsplus
 
 
 def start(backbone: Any, positions: str, requests: dict[str, Any], folder: Path) -> Engine:

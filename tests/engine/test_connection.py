@@ -183,8 +183,7 @@ def test_a_stream_has_it_in_the_last_part_of_each_choice(connection):
     alive = b": keep-alive\n\n"
     done = b"data: [DONE]\n\n"
     reply = request(connection, answers=[begin, second, alive, third, usage, done])
-    lines = reply.body.splitlines(keepends=True)[::2]
-    told = [line + b"\n" for line in lines]
+    told = [line + b"\n" for line in reply.body.splitlines(keepends=True)[::2]]
     assert told[0] == begin
     assert told[2] == alive
     assert told[4:] == [usage, done]
@@ -268,8 +267,7 @@ def test_a_request_for_an_adapter_that_holds_a_selector_is_told_to_merge_it(conn
 
 
 def test_what_is_about_no_video_stays_as_it_is(connection):
-    text = json.dumps({"choices": [choice()]}, indent=1)
-    body = text.encode()
+    body = json.dumps({"choices": [choice()]}, indent=1).encode()
     error = b'{"error": {}}'
     assert request(connection, [""], [body]).body == body
     assert request(connection, [], [body]).body == body

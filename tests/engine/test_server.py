@@ -83,8 +83,7 @@ def forget(server):
             method="POST",
             headers={"Authorization": f"Bearer {KEY}"},
         )
-        response = urllib.request.urlopen(request, timeout=30)
-        response.close()
+        urllib.request.urlopen(request, timeout=30).close()
 
 
 def video_part(clips, video):
@@ -133,11 +132,10 @@ def ask_about(server, content, question, budget, timeout=120.0, **more):
         if more.get("stream"):
             return read_stream(answer)
     choice = answer.choices[0]
-    details = answer.usage.prompt_tokens_details.model_dump()
     return Reply(
         text=choice.message.content,
         prompt_tokens=answer.usage.prompt_tokens,
-        kept=details["multimodal_tokens"],
+        kept=answer.usage.prompt_tokens_details.model_dump()["multimodal_tokens"],
         basis=getattr(choice, "qtsplus", None),
     )
 
@@ -196,15 +194,13 @@ def test_answers_and_what_they_rest_on_are_those_of_transformers(server, clips, 
 def test_evidence_names_the_video(server, clips):
     names = set()
     for videos in ([1, 0], [0, 1]):
-        reply = ask(server, clips, videos, QUESTIONS[0], BUDGETS[0])
-        for span in reply.basis["evidence"]:
+        for span in ask(server, clips, videos, QUESTIONS[0], BUDGETS[0]).basis["evidence"]:
             names.add(span["video"])
     assert names == {"1", "2"}
 
 
 def test_an_answer_about_no_video_has_no_basis(server, clips):
-    reply = ask(server, clips, [], QUESTIONS[0], {})
-    assert reply.basis is None
+    assert ask(server, clips, [], QUESTIONS[0], {}).basis is None
 
 
 def test_many_clients_get_what_each_would_get_alone(server, clips):
@@ -230,16 +226,14 @@ def test_many_clients_get_what_each_would_get_alone(server, clips):
         for future in gone:
             future.result()
     forget(server)
-    alone = list(map(answered, asked))
-    assert alone == together
+    assert list(map(answered, asked)) == together
     different = set(map(str, together))
     assert len(different) > CLIENTS  # the requests are not all the same
 
 
 def test_a_budget_is_the_prompts_length(server, clips):
     def prompt_tokens(budget):
-        reply = ask(server, clips, [0], QUESTIONS[0], budget)
-        return reply.prompt_tokens
+        return ask(server, clips, [0], QUESTIONS[0], budget).prompt_tokens
 
     five = prompt_tokens({"retention": 1, "max_visual_tokens": 5})
     ten = prompt_tokens({"retention": 1, "max_visual_tokens": 10.0})
@@ -306,8 +300,7 @@ def test_a_prompt_that_is_truncated_is_answered_or_refused(server, clips):
             with contextlib.suppress(openai.BadRequestError):
                 lengths.add(truncated(server, content, length, side))
     assert len(lengths) > 2
-    again = ask_about(server, content, QUESTIONS[0], NINE_TOKENS)
-    assert again == whole
+    assert ask_about(server, content, QUESTIONS[0], NINE_TOKENS) == whole
 
 
 def truncated(server, content, length, side):

@@ -112,8 +112,7 @@ def test_the_heads_that_find_the_needles_are_chosen(calibrated, questions):
     assert finds.own == pytest.approx(2 / 3)
     assert finds.other == 0
     assert sum(found.questions) == len(questions)
-    every_head = found.choices[AttentionChoice()]
-    assert every_head.own == pytest.approx(2 / 3)
+    assert found.choices[AttentionChoice()].own == pytest.approx(2 / 3)
     assert recipe_fields(found.best) == {"relevance_heads": ((0, 3), (2, 1)), "relevance_positions": "answer"}
 
 
@@ -151,8 +150,7 @@ def run_command(model, records):
 def test_questions_about_unreadable_videos_and_without_evidence_are_left_out(calibrated, questions, monkeypatch):
     warnings = []
     monkeypatch.setattr("qtsplus.training.dataset.logger.warning_once", warnings.append)
-    record = replace(questions[0].record, video="gone.mp4")
-    missing = replace(questions[0], record=record)
+    missing = replace(questions[0], record=replace(questions[0].record, video="gone.mp4"))
     unlabelled = replace(questions[0], needles=[])
     found = calibrated([(2, 1)], asked=[missing, unlabelled, *questions])
     assert sum(found.questions) == len(questions)

@@ -32,8 +32,7 @@ def test_the_batch_decides_nothing_and_records_keep_their_order(evaluate, tmp_pa
     assert [outcome.record for outcome in outcomes] == records
     for outcome in outcomes:
         assert 0 < len(outcome.kept_indices) < outcome.visual_tokens
-    mixed = records[::2] + records[1::2]
-    in_other_batches = evaluate(mixed, retention=0.2, batch_size=9)
+    in_other_batches = evaluate(records[::2] + records[1::2], retention=0.2, batch_size=9)
     assert in_other_batches == outcomes[::2] + outcomes[1::2]
 
 
@@ -43,8 +42,7 @@ def test_a_selection_is_of_one_call(evaluate, record):
     (again,) = evaluate([record], retention=0.1)
     assert own.kept_indices == again.kept_indices
     assert own.kept_indices != uniform.kept_indices
-    kept = torch.tensor(uniform.kept_indices)
-    gaps = kept.diff().float()
+    gaps = torch.tensor(uniform.kept_indices).diff().float()
     assert gaps.max() - gaps.min() <= 1
 
 
@@ -104,8 +102,7 @@ def test_a_question_is_asked_in_its_conversation_and_not_by_its_batch(
         return answer_questions(model, processor, videos, questions, turns=turns, **options)
 
     monkeypatch.setattr("qtsplus.asking.session.answer_questions", noting)
-    records = [record, later, record]
-    first, second, third = evaluate(records, retention=0.1)
+    first, second, third = evaluate([record, later, record], retention=0.1)
     assert asked == [("What?", ()), ("And now?", turn)]
     assert first == third
     assert second.record is later

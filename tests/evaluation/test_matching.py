@@ -52,8 +52,7 @@ SENTENCES = [
 
 @pytest.mark.parametrize(("answer", "options", "said", "right"), SENTENCES)
 def test_a_sentence_may_give_the_answer(answer, options, said, right):
-    record = VideoRecord(None, "What?", answer, options=options)
-    assert gives_answer(record, said) == right
+    assert gives_answer(VideoRecord(None, "What?", answer, options=options), said) == right
 
 
 @pytest.mark.parametrize("kept", [0.1, 1.0])

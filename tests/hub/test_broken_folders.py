@@ -107,8 +107,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(command, source, name, t
     save_file(weights, shards / "x.safetensors", metadata={"format": "pt"})
     if name == "{absolute}":
         name = str(elsewhere)
-    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
-    content = json.dumps(index)
+    content = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, name)})
     (source / "model.safetensors.index.json").write_text(content)
     message = refusal_of(command, source, tmp_path / "out")
     assert f"index.json names {str(name)!r}; expected names of files beside it" in message

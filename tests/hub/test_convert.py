@@ -96,8 +96,7 @@ def test_a_stock_configuration_may_say_where_a_question_stands(stock_folder, our
     """A configuration that was written from ours does so."""
     edit_json(stock_folder, user_turn_token_ids=[1, 2])
     convert(stock_folder, ours)
-    config = read_json(ours)
-    assert config["user_turn_token_ids"] == [1, 2]
+    assert read_json(ours)["user_turn_token_ids"] == [1, 2]
 
 
 def test_a_stock_checkpoint_loaded_naively_is_refused_with_the_command(stock_folder):
@@ -192,8 +191,7 @@ def test_attention_selects_without_training(stock_folder, ours):
     ],
 )
 def test_attention_that_cannot_select_is_refused(setting, words, stock_folder, ours):
-    result = run(stock_folder, ours, *BY_ATTENTION, "--set", setting)
-    assert_refused(result, words)
+    assert_refused(run(stock_folder, ours, *BY_ATTENTION, "--set", setting), words)
 
 
 def test_bfloat16_stays_bfloat16(tmp_path, ours):
@@ -263,8 +261,7 @@ def test_published_layouts(variant, text_changes, vision_changes):
         stored[published_name(name)] = tensor.bfloat16()
     assert ("lm_head.weight" in stored) == (variant == "qtsplus-7b")
     assert "model.layers.0.mlp.up_proj.weight" in stored
-    checked = check_weights(stored, config, "a folder", without=SELECTOR)
-    assert len(checked) == len(stored)
+    assert len(check_weights(stored, config, "a folder", without=SELECTOR)) == len(stored)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -298,12 +295,10 @@ def test_a_reference_checkpoint_end_to_end(reference_folder, ours):
     inputs = reference_prompt()
     with torch.no_grad():
         output = model(**inputs)
-    kept = output.qtsplus.kept_indices[0]
-    assert kept.tolist() == golden["indices"].tolist()
+    assert output.qtsplus.kept_indices[0].tolist() == golden["indices"].tolist()
     torch.testing.assert_close(output.logits, golden["logits"], atol=5e-4, rtol=1e-5)
     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    prompt_length = inputs["input_ids"].shape[1]
-    new_tokens = ids[0, prompt_length:]
+    new_tokens = ids[0, inputs["input_ids"].shape[1] :]
     assert new_tokens.tolist() == golden["generated_new_tokens"].tolist()
 
 
@@ -407,8 +402,7 @@ def test_the_vision_configuration_is_given_or_known_but_never_guessed(reference_
 def test_the_vision_tower_of_a_published_model_is_known_by_its_width(variant, tmp_path):
     config = read_json(hub_configs() / variant)
     width = config["text_config"]["hidden_size"]
-    vision = find_vision_config(tmp_path, {"hidden_size": width})
-    assert vision["out_hidden_size"] == width
+    assert find_vision_config(tmp_path, {"hidden_size": width})["out_hidden_size"] == width
 
 
 def test_a_wrong_vision_configuration_is_named_by_what_does_not_fit(reference_folder, ours):
@@ -458,21 +452,18 @@ def test_a_weight_of_another_shape_or_kind_is_named(changed, stock_folder, ours)
 
 def test_a_stock_checkpoints_missing_keys_are_listed(stock_folder, ours):
     drop_weights(stock_folder, "visual.blocks.0.norm1.weight")
-    result = run(stock_folder, ours)
-    assert_refused(result, "1 missing: model.visual.blocks.0.norm1.weight")
+    assert_refused(run(stock_folder, ours), "1 missing: model.visual.blocks.0.norm1.weight")
 
 
 def test_a_head_against_a_configuration_that_ties_it_is_refused(reference_folder, ours):
     with_head(reference_folder)
     rewrite(reference_folder, lambda tensors: tensors["lm_head.weight"].add_(1))
-    result = run(reference_folder, ours)
-    assert_refused(result, "lm_head.weight", "tie_word_embeddings")
+    assert_refused(run(reference_folder, ours), "lm_head.weight", "tie_word_embeddings")
 
 
 def test_an_untied_model_without_a_head_is_refused(reference_folder, ours):
     edit_json(reference_folder, tie_word_embeddings=False)
-    result = run(reference_folder, ours)
-    assert_refused(result, "1 missing: lm_head.weight")
+    assert_refused(run(reference_folder, ours), "1 missing: lm_head.weight")
 
 
 def as_bin(folder):
@@ -506,15 +497,13 @@ def as_adapter(folder):
 )
 def test_a_broken_source_is_refused_in_one_line(spoil, words, reference_folder, tmp_path, ours):
     spoil(reference_folder)
-    result = run(reference_folder, ours)
-    assert_refused(result, *words)
+    assert_refused(run(reference_folder, ours), *words)
     assert list(tmp_path.iterdir()) == [reference_folder]
 
 
 def test_a_model_of_another_type_is_refused(reference_folder, ours):
     edit_json(reference_folder, model_type="llama")
-    result = run(reference_folder, ours)
-    assert_refused(result, "'llama'", "qwen2_5_vl")
+    assert_refused(run(reference_folder, ours), "'llama'", "qwen2_5_vl")
 
 
 @pytest.mark.parametrize(
@@ -525,8 +514,7 @@ def test_a_model_of_another_type_is_refused(reference_folder, ours):
     ],
 )
 def test_an_argument_without_a_meaning_is_refused(arguments, words, ours):
-    result = run(REFERENCE_FOLDER, ours, *arguments)
-    assert_refused(result, *words)
+    assert_refused(run(REFERENCE_FOLDER, ours, *arguments), *words)
 
 
 @pytest.mark.parametrize(
@@ -538,15 +526,12 @@ def test_an_argument_without_a_meaning_is_refused(arguments, words, ours):
     ],
 )
 def test_an_argument_that_is_wrong_is_refused(arguments, words, stock_folder, ours):
-    result = run(stock_folder, ours, *arguments)
-    assert_refused(result, *words)
+    assert_refused(run(stock_folder, ours, *arguments), *words)
 
 
 def test_a_quantized_checkpoint_is_refused(stock_folder, ours):
-    quantization = {"quant_method": "awq", "bits": 4}
-    edit_json(stock_folder, quantization_config=quantization)
-    result = run(stock_folder, ours)
-    assert_refused(result, "quantized")
+    edit_json(stock_folder, quantization_config={"quant_method": "awq", "bits": 4})
+    assert_refused(run(stock_folder, ours), "quantized")
 
 
 def test_a_source_that_is_nowhere_or_is_the_target_is_refused(stock_folder, tmp_path, ours):
@@ -579,6 +564,5 @@ def test_an_earlier_run_is_replaced_and_other_files_are_not(stock_folder, ours):
         convert(stock_folder, ours)
     notes = ours / "notes.txt"
     notes.write_text("mine")
-    result = run(stock_folder, ours)
-    assert_refused(result, "notes.txt")
+    assert_refused(run(stock_folder, ours), "notes.txt")
     assert notes.read_text() == "mine"

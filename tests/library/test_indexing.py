@@ -179,8 +179,7 @@ def test_films_that_wait_are_not_lost_in_silence(mine, tmp_path, monkeypatch, bu
     with pytest.raises(KeyboardInterrupt):
         build()
     monkeypatch.undo()
-    films = sorted(mine.rglob("*.mp4"))
-    for path in films[1:]:
+    for path in sorted(mine.rglob("*.mp4"))[1:]:
         path.rename(tmp_path / path.name)
     with pytest.raises(ValueError, match="Nothing was changed"):
         build()
@@ -214,8 +213,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_what_is_damaged_is_refused_and_made_again(damage, build, open_library):
-    made = build()
-    stored = made.files["b.mp4"]
+    stored = build().files["b.mp4"]
     good = stored.read_bytes()
     damaged = damage(good)
     stored.write_bytes(damaged)
@@ -234,8 +232,7 @@ def test_a_library_that_was_only_begun(build, folder, open_library):
     build()
     journal = folder / "library.jsonl"
     before = encoded(folder)
-    first_line = journal.read_text().splitlines(keepends=True)[0]
-    for begun in ("", first_line):
+    for begun in ("", journal.read_text().splitlines(keepends=True)[0]):
         journal.write_text(begun)
         with pytest.raises(ValueError, match="begin it first|holds no video"):
             open_library()
@@ -291,8 +288,7 @@ def test_others_may_read_what_the_umask_lets_them(library):
 
 
 def test_what_is_missing_is_said(build, open_library):
-    made = build()
-    made.files["b.mp4"].unlink()
+    build().files["b.mp4"].unlink()
     library = open_library()
     assert library.missing == ["b.mp4"]
     answer = library.ask("What?", max_new_tokens=2)

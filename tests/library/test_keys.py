@@ -61,8 +61,7 @@ def found(reopen):
     """What a library finds for the question with a model: names, seconds and places."""
 
     def find(model=None, folder="library"):
-        library = reopen(model, folder)
-        return places(library.find(QUESTION, 3))
+        return places(reopen(model, folder).find(QUESTION, 3))
 
     return find
 
@@ -83,8 +82,7 @@ def keys_of(folder: Path) -> list[Path]:
 def places(moments):
     found = []
     for moment in moments:
-        place = (moment.name, moment.start, moment.end, moment.box)
-        found.append(place)
+        found.append((moment.name, moment.start, moment.end, moment.box))
     return found
 
 
@@ -98,8 +96,7 @@ LIMITS = [
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("reduction", ["sum", "max", "mean"])
 def test_keys_find_what_features_find(library, monkeypatch, reduction, limits):
-    config = library.model.model.qtsplus.config
-    monkeypatch.setattr(config, "reduction", reduction)
+    monkeypatch.setattr(library.model.model.qtsplus.config, "reduction", reduction)
     twin = without_keys(library)
     for question in QUESTIONS:
         by_keys = library.find(question, 3, **limits)
@@ -110,8 +107,7 @@ def test_keys_find_what_features_find(library, monkeypatch, reduction, limits):
 
 
 def noise(seed: int, tokens: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tokens, 128, generator=generator)
+    return torch.randn(tokens, 128, generator=torch.Generator().manual_seed(seed))
 
 
 def invented(number: int, steps: int) -> EncodedVideo:
@@ -134,8 +130,7 @@ def invented(number: int, steps: int) -> EncodedVideo:
 
 def stored_keys(video, model, path):
     (layer,) = model.model.qtsplus.scoring_layers
-    keys = token_keys(layer, video.features)
-    save_keys(path, video, keys, MADE_FROM)
+    save_keys(path, video, token_keys(layer, video.features), MADE_FROM)
     return load_keys(path, model, layer.k_proj.out_features, MADE_FROM)
 
 
@@ -188,8 +183,7 @@ def test_keys_follow_the_videos(library, films, loaded):
         return times
 
     before = written()
-    frames = render_world(make_world(170, 6))
-    write_mp4(films / "new.mp4", frames, 2)
+    write_mp4(films / "new.mp4", render_world(make_world(170, 6)), 2)
     (films / "0.mp4").unlink()
     index(films, library.folder, *loaded, prune=True)
     after = written()
@@ -265,8 +259,7 @@ def test_keys_of_a_stranger_are_checked(loaded, tmp_path, name, change):
     """A stranger who writes a library can write its digests too."""
     model = loaded[0]
     path = tmp_path / "keys"
-    video = invented(1, 6)
-    keyed = stored_keys(video, model, path)
+    keyed = stored_keys(invented(1, 6), model, path)
     tensors = load_file(path)
     with safe_open(path, "pt") as file:
         header = file.metadata()
@@ -283,7 +276,5 @@ def test_keys_of_a_stranger_are_checked(loaded, tmp_path, name, change):
 
 def test_keys_that_were_made_from_other_features_are_not_there(loaded, tmp_path):
     path = tmp_path / "keys"
-    keyed = stored_keys(invented(1, 6), loaded[0], path)
-    width = len(keyed.low)
-    other = dict(MADE_FROM, features="others")
-    assert load_keys(path, loaded[0], width, other) is None
+    width = len(stored_keys(invented(1, 6), loaded[0], path).low)
+    assert load_keys(path, loaded[0], width, dict(MADE_FROM, features="others")) is None

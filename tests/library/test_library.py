@@ -66,8 +66,7 @@ def joint_choice(library, question):
     words = torch.tensor(library.processor.text_ids(question))
     features = []
     for name in library.names:
-        video = library.video(name)
-        features.append(video.features)
+        features.append(library.video(name).features)
     tokens = sum(len(part) for part in features)
     with torch.no_grad():
         _, chosen = model.model.qtsplus(
@@ -101,10 +100,8 @@ def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, 
         parts.append(relevance)
     streamed = torch.cat(parts)
     torch.testing.assert_close(streamed, joint, atol=1e-4, rtol=0)
-    best = top_n(streamed, len(kept))
-    assert torch.equal(best, kept)
-    best_first = sorted(peaks, key=peaks.get, reverse=True)
-    assert [piece.name for piece in pieces] == best_first
+    assert torch.equal(top_n(streamed, len(kept)), kept)
+    assert [piece.name for piece in pieces] == sorted(peaks, key=peaks.get, reverse=True)
 
 
 def test_several_scoring_layers_are_refused(library, videos, tmp_path):
@@ -136,8 +133,7 @@ def test_find_names_the_file_the_seconds_and_the_place(library, name):
 
 def test_find_names_as_many_moments_as_were_asked_for(library):
     assert len(library.find(QUESTION, top=1)) == 1
-    every_moment = library.find(QUESTION, top=100)
-    assert {moment.name for moment in every_moment} == set(LIBRARY)
+    assert {moment.name for moment in library.find(QUESTION, top=100)} == set(LIBRARY)
 
 
 @pytest.mark.parametrize("question", ["", "  "])
@@ -161,8 +157,7 @@ def alone_with(name, library, folder):
     """A library of one of the videos."""
     films = folder / "films"
     films.mkdir()
-    path = Path(library.index.made["videos"], name)
-    shutil.copy(path, films)
+    shutil.copy(Path(library.index.made["videos"], name), films)
     index(films, folder / "alone", library.model, library.processor)
     return Library(folder / "alone", library.model, library.processor)
 
@@ -170,13 +165,11 @@ def alone_with(name, library, folder):
 def test_some_videos_are_a_library_of_their_own(library, tmp_path):
     """What the others hold changes nothing: neither which moments there are, nor their weights."""
     expected = alone_with("b.mp4", library, tmp_path).find(QUESTION, 3)
-    twice = ("b.mp4", "b.mp4")
-    found = library.find(QUESTION, 3, twice)
+    found = library.find(QUESTION, 3, ("b.mp4", "b.mp4"))
     for own, other in zip(found, expected, strict=True):
         assert replace(own, weight=0) == replace(other, weight=0)
         assert own.weight == pytest.approx(other.weight)
-    answer = library.ask(QUESTION, names=["b.mp4"], max_new_tokens=2)
-    assert answer.video == "b.mp4"
+    assert library.ask(QUESTION, names=["b.mp4"], max_new_tokens=2).video == "b.mp4"
 
 
 WRONG_NAMES = [
@@ -231,8 +224,7 @@ def test_a_pattern_and_a_window_limit_the_search(library, tiny_published):
     assert library.select("[ab].mp4") == ["a.mp4", "b.mp4"]
     call = [library.folder, QUESTION, "--name", "more/*", "--model", tiny_published]
     window = ["--start", 1, "--end", 4]
-    answer = printed("ask", *call, "--max-new-tokens", 2)
-    assert answer["video"] == "more/c.mp4"
+    assert printed("ask", *call, "--max-new-tokens", 2)["video"] == "more/c.mp4"
     found = printed("find", *call, *window, "--moments", 9)
     assert found["moments"]
     for moment in found["moments"]:
@@ -267,8 +259,7 @@ def test_ask_is_a_session_of_the_files_that_rank_first(library):
     assert answer.video == ", ".join(library.names)
     for name in library.names:
         kept = answer.keep_maps[name]
-        expected_kept = expected.keep_maps[f"{name}, 0:00 to 0:06"]
-        assert torch.equal(kept, expected_kept)
+        assert torch.equal(kept, expected.keep_maps[f"{name}, 0:00 to 0:06"])
     for interval in answer.evidence:
         assert interval.name in LIBRARY
 
@@ -409,8 +400,7 @@ def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published
         for field in ("answer", "evidence", "kept_tokens"):
             assert answer[field] == expected[field]
     assert (drawn / "frames.png").is_file()
-    about_b = questions[1]
-    shown = qtsplus(*call, input=about_b)
+    shown = qtsplus(*call, input=questions[1])
     assert shown.exit_code == 0
     assert "b.mp4, " in shown.stdout, "the file is named"
 
@@ -450,8 +440,7 @@ def test_bad_command_lines_end_in_one_line(library, videos, tiny_published, tmp_
     words = shlex.split(line)
     result = qtsplus(*words, "--model", tiny_published)
     assert result.exit_code == 2, result.output
-    last = result.stderr.splitlines()[-1]
-    assert reason in last
+    assert reason in result.stderr.splitlines()[-1]
 
 
 def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path):

@@ -116,8 +116,7 @@ def test_the_last_odd_frame_is_a_step_when_the_stream_is_finished(loaded):
 
 def test_frames_that_come_a_little_early_stay(loaded):
     stream = Stream(*loaded)
-    early_or_late = np.random.default_rng(0).uniform(-0.04, 0.04, 16)
-    times = TIMES + early_or_late
+    times = TIMES + np.random.default_rng(0).uniform(-0.04, 0.04, 16)
     stream.append(FRAMES, times.clip(min=0))
     assert steps_of(stream) == STEPS
 
@@ -127,9 +126,7 @@ def test_a_frame_before_a_gap_is_a_step_of_its_own(loaded):
     stream.append(FRAMES[:5], [0, 0.5, 1, 1.5, 2])
     stream.append(FRAMES[5:8], [99.5, 100.5, 101])
     assert steps_of(stream) == [0, 1, 2, 99, 100]
-    numbers = [0, 1, 2, 3, 4, 4, 5, 5, 6, 6]
-    expected = encoded(loaded, FRAMES[numbers])
-    check_features(stream, expected.features)
+    check_features(stream, encoded(loaded, FRAMES[[0, 1, 2, 3, 4, 4, 5, 5, 6, 6]]).features)
 
 
 def test_finishing_again_and_again_does_not_hurry_the_clock(loaded):
@@ -187,8 +184,7 @@ def test_frames_are_encoded_and_scored_once(loaded, monkeypatch):
     encodings = noting_calls(monkeypatch, model.model, "encode_pixels")
     scorings = noting_calls(monkeypatch, stream.question, "add")
     for first in range(0, 16, 4):
-        piece = FRAMES[first : first + 4]
-        stream.append(piece)
+        stream.append(FRAMES[first : first + 4])
     stream.ask(QUESTION, max_new_tokens=1)
     steps = [grid[0, 0].item() for _, _, grid in encodings]
     assert steps == [2, 2, 2, 2]
@@ -203,8 +199,7 @@ def test_the_memory_has_a_bound(loaded, question, policy, whole):
     if policy is not None:
         stream.policy = policy
     for first in range(0, 16, 2):
-        step = FRAMES[first : first + 2]
-        stream.append(step)
+        stream.append(FRAMES[first : first + 2])
         steps_so_far = first // 2 + 1
         assert stream.num_tokens == min(100, steps_so_far * TOKENS)
     kept = places_of(stream)
@@ -215,8 +210,7 @@ def test_the_memory_has_a_bound(loaded, question, policy, whole):
     assert 1 <= answer.kept_tokens <= 100
     remembered = set(steps_of(stream))
     for interval in answer.evidence:
-        shown = range(int(interval.start), int(interval.end))
-        assert remembered.issuperset(shown)
+        assert remembered.issuperset(range(int(interval.start), int(interval.end)))
 
 
 @pytest.mark.parametrize("frames_at_a_time", [2, 6, 16])
@@ -260,8 +254,7 @@ def kept_of_the_whole(loaded, whole, n):
 
 @pytest.fixture(params=REDUCTIONS)
 def reduction(request, loaded, monkeypatch):
-    config = loaded[0].config.qtsplus_config
-    monkeypatch.setattr(config, "reduction", request.param)
+    monkeypatch.setattr(loaded[0].config.qtsplus_config, "reduction", request.param)
     return request.param
 
 
@@ -271,8 +264,7 @@ def null_tokens(request, loaded, monkeypatch):
     null = torch.nn.Embedding(1, model.config.text_config.hidden_size)
     torch.nn.init.normal_(null.weight, std=0.1)
     nulls = torch.nn.ModuleList([null] * request.param)
-    modules = model.model.qtsplus._modules
-    monkeypatch.setitem(modules, "null_tokens", nulls)
+    monkeypatch.setitem(model.model.qtsplus._modules, "null_tokens", nulls)
     return request.param
 
 

@@ -58,8 +58,7 @@ def film(tmp_path_factory):
 
 def read(address, timeout=60.0, fps=2.0):
     """The seconds of a source's frames. Unless a test is about patience, a busy machine has enough of it."""
-    source = Source(str(address), fps, timeout, time.monotonic())
-    return [seconds for seconds, _ in source]
+    return [seconds for seconds, _ in Source(str(address), fps, timeout, time.monotonic())]
 
 
 @pytest.fixture
@@ -258,8 +257,7 @@ def rtsp_camera(film, stalls=False):
             size = 7 * 188
             for index, first in enumerate(range(0, len(content), size)):
                 payload = content[first : first + size]
-                length = 12 + len(payload)
-                frame = struct.pack(">cBH", b"$", 0, length)
+                frame = struct.pack(">cBH", b"$", 0, 12 + len(payload))
                 header = struct.pack(">BBHII", 0x80, 33, index, 90 * index, 1)
                 connection.sendall(frame + header + payload)
             if stalls:
@@ -319,8 +317,7 @@ def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
     wall(lambda number: looks[min(number, last)])
     monkeypatch.setattr(watching, "ROOM", 64)
     monkeypatch.setattr(Source, "_open", lambda _: av.open(str(film)))
-    camera = Source("udp://127.0.0.1:9", 1000.0, 60.0, 0.0)
-    seconds = [time for time, _ in camera]
+    seconds = [time for time, _ in Source("udp://127.0.0.1:9", 1000.0, 60.0, 0.0)]
     early = seconds[:-late]
     on_time = seconds[-late:]
     assert on_time == pytest.approx(looks[-late:]), "on the wall clock, whatever the opening took"
@@ -334,9 +331,7 @@ def test_a_named_pipe_is_read(tmp_path):
     write(film, render_world(WORLD), 2)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    content = film.read_bytes()
-    sending = threading.Thread(target=pipe.write_bytes, args=[content], daemon=True)
-    sending.start()
+    threading.Thread(target=pipe.write_bytes, args=[film.read_bytes()], daemon=True).start()
     seconds = read(pipe)
     assert seconds
     assert seconds == read(film)
@@ -419,8 +414,7 @@ def test_what_is_no_video(tmp_path):
 
 def test_two_cameras_on_one_clock(loaded, film, tmp_path):
     yard = str(tmp_path / "yard.ts")
-    grey = np.full((168, 168, 3), 120, np.uint8)
-    write(yard, [grey] * 24, 8)
+    write(yard, [np.full((168, 168, 3), 120, np.uint8)] * 24, 8)
     sources = {"yard": yard, "door": str(film)}
     answers = list(watch(*loaded, sources, QUESTION, every=2, memory_tokens=150))
     assert times_of(answers) == [2, 4, 6, 8], "one ends after 3 s, the other goes on"

@@ -28,8 +28,7 @@ def serving(answer):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/clip.mp4"
     finally:
@@ -91,8 +90,7 @@ def test_a_video_at_an_address_is_the_file(loaded, tiny_mp4, clip, states_its_le
     with serving(sending(clip, stated)) as address:
         there = session.encode(*loaded, address)
         answer = session.ask(*loaded, address, "What moves?", max_new_tokens=2)
-    here = session.encode(*loaded, tiny_mp4)
-    assert torch.equal(there.features, here.features)
+    assert torch.equal(there.features, session.encode(*loaded, tiny_mp4).features)
     assert there.video == address
     assert answer.video == address
 
@@ -154,8 +152,7 @@ def test_a_data_address_is_the_file(loaded, tiny_mp4, clip):
     _, processor = loaded
     address = inline(clip)
     there = session.encode(*loaded, address)
-    here = session.encode(*loaded, tiny_mp4)
-    assert torch.equal(there.features, here.features)
+    assert torch.equal(there.features, session.encode(*loaded, tiny_mp4).features)
     assert len(there.video) < 50
     pixels = []
     for video in (address, str(tiny_mp4)):
@@ -183,8 +180,7 @@ def test_a_password_is_used_and_not_said(loaded, clip):
         send_clip(handler)
 
     with serving(answer) as address:
-        with_password = address.replace("//", "//user:s%40cret@")
-        encoded = session.encode(*loaded, with_password)
+        encoded = session.encode(*loaded, address.replace("//", "//user:s%40cret@"))
     (authorization,) = sent
     kind, _, credentials = authorization.partition(" ")
     assert kind == "Basic"

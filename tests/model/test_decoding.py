@@ -104,8 +104,7 @@ def write_joined(folder, codec, kind, offsets, **options):
     """Recordings of four seconds, one behind the other; their clocks begin at these seconds."""
     parts = []
     for number, offset in enumerate(offsets):
-        part = write(folder, codec, kind, 4000 * number, offset, **options)
-        parts.append(part)
+        parts.append(write(folder, codec, kind, 4000 * number, offset, **options))
     return join(folder / f"joined.{kind}", parts)
 
 
@@ -121,8 +120,7 @@ def look(path, **sampling):
         return choose_frames(total, fps, **sampling)
 
     video = open_video(str(path), choose)
-    seconds = seconds_of(video.about)
-    return list(zip(seconds, video.decode(), strict=True))
+    return list(zip(seconds_of(video.about), video.decode(), strict=True))
 
 
 def watch(path, fps):
@@ -183,8 +181,7 @@ def test_avi_shows_its_frames_in_order_and_from_its_start(tmp_path, codec):
 
 def test_avi_with_frames_left_out_is_complete(tmp_path):
     """It counts them, and so slow a video has a clock of its own."""
-    shown = [0, *range(2000, 6000, 200)]
-    path = write_film(tmp_path / "film.avi", "mpeg4", shown, 5)
+    path = write_film(tmp_path / "film.avi", "mpeg4", [0, *range(2000, 6000, 200)], 5)
     film = VideoDecoder(str(path))
     assert film.total / film.fps == 6.0
     assert film.warnings == []
@@ -342,8 +339,7 @@ def test_a_video_without_times_has_the_rate_of_its_codec(tmp_path, name, codec):
 
 def test_a_frame_after_years_costs_no_memory(tmp_path, loaded):
     years = 2 * 10**11
-    shown = [*range(0, 9000, 1000), years]
-    path = str(write_film(tmp_path / "gap.mkv", "libx264", shown))
+    path = str(write_film(tmp_path / "gap.mkv", "libx264", [*range(0, 9000, 1000), years]))
     tracemalloc.start()
     try:
         video = encode(*loaded, path, max_frames=4)

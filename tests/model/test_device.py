@@ -43,8 +43,7 @@ def assert_close(mine, expected, tolerance):
     """By the norm of the difference, since single numbers are rounded in another order."""
     mine = mine.detach().double().cpu()
     expected = expected.detach().double().cpu()
-    difference = (mine - expected).norm()
-    assert difference <= tolerance * expected.norm()
+    assert (mine - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
@@ -73,11 +72,9 @@ def test_the_vision_tower_and_its_gradients(models, dtype, tolerance):
         visual.to(precision)
         inputs = inputs_on(device)
         pixels = inputs["pixel_values_videos"].to(precision)
-        output = visual(pixels, grid_thw=inputs["video_grid_thw"])
-        encoded = output.pooler_output
+        encoded = visual(pixels, grid_thw=inputs["video_grid_thw"]).pooler_output
         loss = encoded.float().square().mean()
-        weights = list(visual.parameters())
-        gradients = torch.autograd.grad(loss, weights)
+        gradients = torch.autograd.grad(loss, list(visual.parameters()))
         flat = [gradient.float().flatten() for gradient in gradients]
         return encoded, torch.cat(flat)
 
@@ -110,12 +107,10 @@ def test_features_may_wait_on_the_cpu(models):
     inputs = inputs_on(DEVICE)
     expected = model.generate(**inputs, **CALL)
     pixels = inputs.pop("pixel_values_videos").cpu()
-    grid = inputs["video_grid_thw"].cpu()
-    features = model.encode_videos(pixels, grid, device="cpu")
+    features = model.encode_videos(pixels, inputs["video_grid_thw"].cpu(), device="cpu")
     for video in features:
         assert video.device.type == "cpu"
-    ids = model.generate(**inputs, **CALL, video_features=features)
-    assert_same(ids, expected)
+    assert_same(model.generate(**inputs, **CALL, video_features=features), expected)
 
 
 def loss_and_gradient(model, device):
@@ -141,8 +136,7 @@ def test_a_training_step(models, dtype, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     loss, gradient = loss_and_gradient(model, DEVICE)
-    reference = copy.deepcopy(on_cpu).train()
-    expected, expected_gradient = loss_and_gradient(reference, "cpu")
+    expected, expected_gradient = loss_and_gradient(copy.deepcopy(on_cpu).train(), "cpu")
     assert_close(loss, expected, 1e-4 if dtype is torch.float32 else 1e-1)
     assert len(gradient) == len(expected_gradient)
     assert gradient.isfinite().all()

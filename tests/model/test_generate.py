@@ -67,8 +67,7 @@ class Loop:
             position_ids=self.positions,
             use_cache=False,
         )
-        last = output.last_hidden_state[:, -1]
-        return self.model.lm_head(last)
+        return self.model.lm_head(output.last_hidden_state[:, -1])
 
     @torch.no_grad()
     def append(self, tokens):
@@ -163,8 +162,7 @@ def test_sampling_with_a_seed_one_or_several_sequences_of_each_prompt(model, rag
         num_return_sequences=copies,
     )
     check_tokens(output, ragged, loop)
-    different = loop.new.unique(dim=0)
-    assert len(different) > 3 * copies - 3
+    assert len(loop.new.unique(dim=0)) > 3 * copies - 3
 
 
 @pytest.mark.parametrize("returned", [1, 2])
@@ -217,8 +215,7 @@ def test_repetition_penalty(model, ragged):
 
     loop = Loop(model, ragged)
     loop.decode(penalised)
-    output = model.generate(**ragged, **CALL, repetition_penalty=1.7)
-    check_tokens(output, ragged, loop)
+    check_tokens(model.generate(**ragged, **CALL, repetition_penalty=1.7), ragged, loop)
 
 
 class Recorder(BaseStreamer):
@@ -239,8 +236,7 @@ def test_streamer(model, single):
     shown_prompt, *shown_tokens = streamer.pieces
     (prompt_ids,) = single["input_ids"].tolist()
     assert shown_prompt == prompt_ids
-    expected = new_tokens(output, single)
-    assert shown_tokens == expected.T.tolist()
+    assert shown_tokens == new_tokens(output, single).T.tolist()
     assert streamer.has_ended
 
 
@@ -268,11 +264,9 @@ def test_prompt_lookup_gives_the_same_tokens(model, single, how):
 def test_lengths_count_the_callers_prompt(model, ragged):
     length = ragged["input_ids"].shape[1] + 6
     expected = model.generate(**ragged, max_new_tokens=6, do_sample=False)
-    by_length = model.generate(**ragged, max_length=length, do_sample=False)
-    assert_same(by_length, expected)
+    assert_same(model.generate(**ragged, max_length=length, do_sample=False), expected)
     config = GenerationConfig(max_length=length, do_sample=False)
-    by_config = model.generate(**ragged, generation_config=config)
-    assert_same(by_config, expected)
+    assert_same(model.generate(**ragged, generation_config=config), expected)
     assert config.max_length == length, "the caller's configuration is left alone"
 
 
@@ -280,8 +274,7 @@ def test_lengths_count_the_callers_prompt(model, ragged):
 def test_at_least_some_tokens(model, single, name):
     """The first token that greedy decoding would choose is made the end, so that only the minimum holds it off."""
     minimum = 5
-    answer = model.generate(**single, max_new_tokens=1, do_sample=False)
-    first = answer[0, -1].item()
+    first = model.generate(**single, max_new_tokens=1, do_sample=False)[0, -1].item()
 
     def choose(logits):
         if loop.new.shape[1] < minimum:
@@ -300,5 +293,4 @@ def test_at_least_some_tokens(model, single, name):
         eos_token_id=first,
         **{name: at_least},
     )
-    new = new_tokens(output, single)
-    assert_same(new[:, :minimum], loop.new)
+    assert_same(new_tokens(output, single)[:, :minimum], loop.new)

@@ -19,9 +19,7 @@ def converted(tmp_path_factory):
     """A folder made from the reference's checkpoint, as `from_pretrained` wants it."""
     folder = tmp_path_factory.mktemp("converted")
     stated = meta(*E2E, "checkpoint", "config")
-    stated_vision = meta(*E2E, "vision", "config")
-    config = convert_reference_config(stated, stated_vision)
-    config.save_pretrained(folder)
+    convert_reference_config(stated, meta(*E2E, "vision", "config")).save_pretrained(folder)
     checkpoint = load(*E2E, "checkpoint", "model")
     weights = {our_name(name, REFERENCE): tensor for name, tensor in checkpoint.items()}
     weights["model.qtsplus.rho_history"] = torch.zeros(2, dtype=torch.int64)
@@ -42,9 +40,8 @@ def golden():
 def full_prompt() -> dict[str, torch.Tensor]:
     """The reference's prompt has one placeholder per video; ours has one per visual token, as Qwen2.5-VL's does."""
     inputs = load(*E2E, "inputs")
-    placeholder = meta(*E2E, "meta")["video_token_id"]
     return {
-        "input_ids": spread(inputs["input_ids"], placeholder),
+        "input_ids": spread(inputs["input_ids"], meta(*E2E, "meta")["video_token_id"]),
         "attention_mask": spread(inputs["attention_mask"], 1),
         "pixel_values_videos": inputs["pixel_values_videos"],
         "video_grid_thw": inputs["video_grid_thw"],
@@ -58,9 +55,7 @@ def spread(row, value):
     (ids,) = load(*E2E, "inputs")["input_ids"].tolist()
     place = ids.index(facts["video_token_id"])
     values = torch.full((1, facts["M"]), value)
-    before = row[:, :place]
-    behind = row[:, place + 1 :]
-    return torch.cat([before, values, behind], dim=1)
+    return torch.cat([row[:, :place], values, row[:, place + 1 :]], dim=1)
 
 
 def close(actual, expected, atol, rtol=1e-5):
@@ -135,7 +130,6 @@ def test_training_step(model, monkeypatch):
     assert len(names) == 7
     for name in names:
         expected = golden[name]
-        ours = our_name(name.removeprefix("grad/"), REFERENCE)
-        gradient = model.get_parameter(ours).grad
+        gradient = model.get_parameter(our_name(name.removeprefix("grad/"), REFERENCE)).grad
         largest = expected.abs().max().item()
         close(gradient, expected, 2e-5 * largest, 1e-4)

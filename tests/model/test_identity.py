@@ -31,9 +31,7 @@ def stock_inputs(inputs):
 
 def logits_of_both(models, inputs, **call):
     model, stock = models
-    ours = run(model, inputs, **call).logits
-    theirs = run(stock, stock_inputs(inputs)).logits
-    return ours, theirs
+    return run(model, inputs, **call).logits, run(stock, stock_inputs(inputs)).logits
 
 
 @pytest.mark.parametrize("pad_left", [True, False], ids=["left", "right"])
@@ -73,8 +71,7 @@ def test_identity_is_lost_when_tokens_are(models):
     """The comparison above can fail."""
     _, stock = models
     selecting = tiny_model(reencode_layers=0)
-    inputs = batch(*ONE_VIDEO)
-    ours, theirs = logits_of_both((selecting, stock), inputs, retention=0.5)
+    ours, theirs = logits_of_both((selecting, stock), batch(*ONE_VIDEO), retention=0.5)
     left_out = 48
     assert ours.shape[1] == theirs.shape[1] - left_out
     difference = ours[0, -1] - theirs[0, -1]

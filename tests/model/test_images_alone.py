@@ -34,8 +34,7 @@ def image_rows():
     """As many images as rows, but two in the first row and none in the last."""
     two_images = prompt(images=[IMAGE, OTHER], question=6, seed=1)
     one_image = prompt(images=[OTHER], question=9, seed=2)
-    no_image = prompt(question=4, seed=3)
-    return two_images, one_image, no_image
+    return two_images, one_image, prompt(question=4, seed=3)
 
 
 def embedded(model, inputs):

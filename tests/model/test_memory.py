@@ -106,8 +106,7 @@ def test_the_re_encoder_of_the_3b_model_makes_no_tensor_over_1_gb(training):
     with FakeTensorMode():
         layer = QTSplusLayer(width, 16, 2, 1e-6, 0.0)
         tokens = torch.empty(n, width, requires_grad=training)
-        positions = torch.zeros(3, n)
-        rotary = rotary_tables(positions, 128, 1e6, [16, 24, 24])
+        rotary = rotary_tables(torch.zeros(3, n), 128, 1e6, [16, 24, 24])
         with Sizes() as sizes, torch.set_grad_enabled(training):
             result = layer(tokens, tokens, rotary)
             if training:
@@ -127,8 +126,7 @@ def test_a_layer_in_blocks_of_tokens_is_as_at_once(rope, reduction, monkeypatch)
     tokens = torch.randn(50, 32, requires_grad=True)
     rotary = None
     if rope:
-        positions = torch.arange(50).expand(3, -1)
-        rotary = rotary_tables(positions, 8, 1e6, [2, 1, 1])
+        rotary = rotary_tables(torch.arange(50).expand(3, -1), 8, 1e6, [2, 1, 1])
     inputs = [tokens, *layer.parameters()]
 
     def outputs():

@@ -89,8 +89,7 @@ def video_of(source, **keys):
 def seen(inputs):
     """What the model sees of a video, to compare."""
     grid = inputs["video_grid_thw"].tolist()
-    pixels = inputs["pixel_values_videos"].sum().item()
-    return grid, inputs["second_per_grid_ts"], pixels
+    return grid, inputs["second_per_grid_ts"], inputs["pixel_values_videos"].sum().item()
 
 
 @pytest.mark.parametrize("way", VIDEOS)
@@ -112,8 +111,7 @@ def test_a_key_has_an_effect_in_every_way(ask, clip, way):
 def test_each_video_has_keys_of_its_own(ask, clip):
     slow = video_of(clip, fps=1)
     eight = video_of(clip, nframes=8)
-    together = ask(slow, eight, video_of(clip), fps=3)
-    grids = together["video_grid_thw"]
+    grids = ask(slow, eight, video_of(clip), fps=3)["video_grid_thw"]
     assert_same(grids[:1], ask(slow)["video_grid_thw"])
     assert_same(grids[1:2], ask(eight)["video_grid_thw"])
     assert grids[:, 0].tolist() == [2, 4, 6]
@@ -135,16 +133,14 @@ def test_what_is_seen_lies_between_two_times(processor, ask, clip):
     assert metadata.frames_indices == list(range(8, 24))
     steps, _, _ = whole["video_grid_thw"][0].tolist()
     pixels = whole["pixel_values_videos"].unflatten(0, (steps, -1))
-    expected = pixels[4:12].flatten(0, 1)
-    assert_same(part["pixel_values_videos"], expected)
+    assert_same(part["pixel_values_videos"], pixels[4:12].flatten(0, 1))
     assert part["second_per_grid_ts"] == pytest.approx(whole["second_per_grid_ts"])
     later = ask(video_of(clip, video_start=2, fps=2))
     assert later["second_per_grid_ts"] == pytest.approx([1])
 
 
 def test_frames_take_their_rate_from_the_message(ask):
-    random = np.random.default_rng(0)
-    noise = random.integers(0, 255, (6, 56, 56, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 255, (6, 56, 56, 3), np.uint8)
     frames = [Image.fromarray(frame) for frame in noise]
     inputs = ask(video_of(frames, fps=4))
     assert inputs["second_per_grid_ts"] == pytest.approx([0.5])
@@ -200,8 +196,7 @@ def test_a_value_that_says_nothing_is_refused(ask, clip, key):
     if key != "video_start":
         bad_values.append(0)
     for value in bad_values:
-        part = video_of(clip, **{key: value})
-        refuse(ask, part)
+        refuse(ask, video_of(clip, **{key: value}))
 
 
 @pytest.mark.parametrize("part", BAD_PARTS, ids=str)
@@ -224,8 +219,7 @@ def test_keys_that_do_not_go_together_are_refused(ask, clip, tmp_path):
 
 def test_images_are_named_as_by_others(ask, tmp_path):
     picture = str(tmp_path / "picture.png")
-    noise = Image.effect_noise((56, 56), 60)
-    noise.convert("RGB").save(picture)
+    Image.effect_noise((56, 56), 60).convert("RGB").save(picture)
     by_type = ask({"type": "image", "image": picture})
     without_type = ask({"image": picture})
     by_address = ask({"type": "image_url", "image_url": {"url": picture}})
@@ -242,8 +236,7 @@ def test_a_template_that_is_only_written_out_leaves_keys_to_others(processor, cl
         return processor.apply_chat_template([message])
 
     prompt = written(video_of(clip, resized_height=28))
-    by_address = {"video_url": {"url": clip}, "fps": 9}
-    assert prompt == written(by_address)
+    assert prompt == written({"video_url": {"url": clip}, "fps": 9})
     assert processor.video_token in prompt
 
 

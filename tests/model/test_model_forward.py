@@ -109,8 +109,7 @@ def test_a_text_takes_a_four_dimensional_mask_as_stock_does():
     model = shared_model()
     inputs = batch(prompt(question=9))
     length = inputs["input_ids"].shape[1]
-    lowest = torch.finfo(torch.float32).min
-    causal = torch.full((1, 1, length, length), lowest).triu(1)
+    causal = torch.full((1, 1, length, length), torch.finfo(torch.float32).min).triu(1)
     position_ids = torch.arange(length).expand(3, 1, -1)
     masked = {**inputs, "attention_mask": causal, "position_ids": position_ids}
     logits = main_output(model, masked)

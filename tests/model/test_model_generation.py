@@ -67,8 +67,7 @@ def test_generate_returns_scores_logits_hidden_states_and_attentions_as_stock_do
         assert output.logits[step].shape == (3, 512)
         assert [states.shape for states in hidden_states] == [(3, new, 64)] * 3
         assert [weights.shape for weights in attentions] == [(3, 4, new, width + step)] * 2
-    best = torch.stack(output.scores, 1).argmax(-1)
-    assert_same(best, output.sequences[:, -NEW:])
+    assert_same(torch.stack(output.scores, 1).argmax(-1), output.sequences[:, -NEW:])
 
 
 @pytest.mark.parametrize(
@@ -83,8 +82,7 @@ def test_generate_returns_scores_logits_hidden_states_and_attentions_as_stock_do
 def test_assisted_decoding_with_a_copy_or_another_model_is_greedy(seed, row):
     model = shared_model()
     inputs = batch(prompt(**row))
-    assistant = tiny_model(seed=seed)
-    assisted = greedy(model, inputs, assistant_model=assistant)
+    assisted = greedy(model, inputs, assistant_model=tiny_model(seed=seed))
     assert_same(assisted, greedy(model, inputs))
 
 
@@ -100,8 +98,7 @@ CONTINUED = {
 def test_a_cache_from_which_nothing_was_dropped_is_continued(kind, position_ids):
     visual, call = CONTINUED[kind]
     model = tiny_model(position_ids=position_ids, reencode_layers=0)
-    first = prompt(**visual, question=5)
-    inputs = batch(first, prompt(question=20, seed=2))
+    inputs = batch(prompt(**visual, question=5), prompt(question=20, seed=2))
     cache = DynamicCache(config=model.config.get_text_config())
     begun = greedy(model, inputs, past_key_values=cache, **call)
     greedy(model, batch(prompt(images=[(1, 8, 8)])))  # another conversation in between

@@ -41,9 +41,7 @@ def test_gradient_checkpointing_gives_the_same_loss_and_gradients(reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert model.is_gradient_checkpointing
-    step = train_step(model)
-    expected = train_step(tiny_model())
-    assert_close(step, expected, atol=1e-5, rtol=1e-4)
+    assert_close(train_step(model), train_step(tiny_model()), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("gate", ["soft", "detached", "gumbel"])
@@ -153,13 +151,11 @@ def test_a_device_map_gives_the_same_logits_and_ids_and_saves_all_weights(tmp_pa
     )
     is_offloaded = any(parameter.is_meta for parameter in placed.parameters())
     assert is_offloaded == ("disk" in where)
-    logits = main_output(placed, inputs)
-    assert_close(logits, main_output(model, inputs), atol=1e-5, rtol=0)
+    assert_close(main_output(placed, inputs), main_output(model, inputs), atol=1e-5, rtol=0)
     assert_same(greedy(placed, inputs), greedy(model, inputs))
     saved_again = tmp_path / "again"
     placed.save_pretrained(saved_again)
-    reloaded = FULL.from_pretrained(saved_again)
-    weights = dict(reloaded.state_dict())
+    weights = dict(FULL.from_pretrained(saved_again).state_dict())
     assert_same(weights, dict(model.state_dict()))
 
 
@@ -197,8 +193,7 @@ def test_a_compiled_selector_gives_the_same_outputs(clean_compiler):
 @pytest.mark.slow
 def test_a_compiled_selector_trains(clean_compiler):
     video = batch(prompt(videos=[(2, 4, 6)], seed=7))
-    model = tiny_model(reencode_layers=1)
-    expected = train_step(model, video)
+    expected = train_step(tiny_model(reencode_layers=1), video)
     compiled = tiny_model(reencode_layers=1)
     compiled.model.qtsplus.compile(backend="aot_eager")
     assert_close(train_step(compiled, video), expected, atol=1e-5, rtol=1e-4)
@@ -237,8 +232,7 @@ def test_adapters_on_the_tower_take_a_step(dtype):
     ids=["tokens", "adapter", "whole"],
 )
 def test_adapters_on_the_embeddings_take_a_step(settings):
-    plain = tiny_model(tie_word_embeddings=False)
-    model = get_peft_model(plain, LoraConfig(**settings))
+    model = get_peft_model(tiny_model(tie_word_embeddings=False), LoraConfig(**settings))
     _, gradients = train_step(model)
     trained = {name: gradient for name, gradient in gradients.items() if "embed_tokens" in name}
     assert trained
@@ -255,11 +249,9 @@ def test_adapters_on_every_layer_that_begin_as_nothing_answer_as_before(budget):
     inputs = mixed_inputs()
     plain = tiny_model(budget=budget)
     expected = main_output(plain, inputs)
-    settings = LoraConfig(target_modules="all-linear", use_dora=True)
-    model = get_peft_model(plain, settings)
+    model = get_peft_model(plain, LoraConfig(target_modules="all-linear", use_dora=True))
     train_step(model)
-    logits = main_output(model.eval(), inputs)
-    assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert_close(main_output(model.eval(), inputs), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_lora_with_a_trained_selector_trains_saves_loads_and_merges_to_the_same_logits_and_ids(tmp_path):
@@ -296,5 +288,4 @@ def test_lora_with_a_trained_selector_trains_saves_loads_and_merges_to_the_same_
     assert_close(merged_logits, logits, atol=1e-4, rtol=0)
     folder = tmp_path / "merged"
     merged.save_pretrained(folder)
-    final = FULL.from_pretrained(folder)
-    assert_same(main_output(final, inputs), merged_logits)
+    assert_same(main_output(FULL.from_pretrained(folder), inputs), merged_logits)

@@ -40,8 +40,7 @@ WITH_LOGITS = {
 
 
 def static_cache(model):
-    config = model.config.get_text_config()
-    return StaticCache(config, 128)
+    return StaticCache(model.config.get_text_config(), 128)
 
 
 def prefill(model, inputs, cache=None):
@@ -143,14 +142,12 @@ def no_mask(mask, output):
 def test_a_loop_gives_what_generate_gives(mask, attention, position_ids):
     model = tiny_model(position_ids=position_ids)
     model.set_attn_implementation(attention)
-    answer = answer_to(model, *ROWS)
-    answer.check_loop(mask)
+    answer_to(model, *ROWS).check_loop(mask)
 
 
 @pytest.mark.parametrize("make_cache", [new_cache, static_cache])
 def test_with_the_callers_own_cache_and_only_the_last_logits(model, make_cache):
-    answer = answer_to(model, *ROWS)
-    answer.check_loop(full_width, make_cache(model), logits_to_keep=1)
+    answer_to(model, *ROWS).check_loop(full_width, make_cache(model), logits_to_keep=1)
 
 
 @pytest.mark.parametrize("width", ["none", "new", "full"])
@@ -166,8 +163,7 @@ def test_several_columns_at_a_time_and_positions_of_the_full_width(model, width)
         of_prompt = torch.zeros_like(answer.inputs["input_ids"])
         positions = torch.cat([of_prompt, positions], dim=1)
     ids = answer.ids[:, :count]
-    mask = answer.mask(count)
-    logits = step(model, cache, ids, mask, position_ids=positions)
+    logits = step(model, cache, ids, answer.mask(count), position_ids=positions)
     close(logits, answer.logits[:, 1:])
 
 
@@ -204,8 +200,7 @@ def test_rows_that_change_between_prompts(model, numbers, change):
     changed = copy.deepcopy(cache)
     change(changed, rows)
     mask = answer.mask()
-    first = answer.ids[rows, :1]
-    logits = step(model, changed, first, mask[rows])
+    logits = step(model, changed, answer.ids[rows, :1], mask[rows])
     close(logits[:, 0], answer.logits[rows, 1])
     answer.check_second_token(cache, mask)
 
@@ -228,8 +223,7 @@ def test_a_loop_behind_generate(model):
         min_new_tokens=2,
         do_sample=False,
     )
-    second = answer.ids[:, 1:2]
-    logits = step(model, cache, second, answer.mask(2))
+    logits = step(model, cache, answer.ids[:, 1:2], answer.mask(2))
     close(logits[:, 0], answer.logits[:, 2])
 
 
@@ -243,8 +237,7 @@ def test_a_cache_that_is_filled_anew_forgets_the_prompt(model):
 
 
 def test_a_cropped_prompt_is_refused(model):
-    inputs = batch(*ROWS)
-    cache = prefill(model, inputs)
+    cache = prefill(model, batch(*ROWS))
     width = cache.get_seq_length()
     cache.crop(-2)
     message = f"holds {width - 2} columns of a prompt of {width} with images or videos"
@@ -282,11 +275,9 @@ def test_a_rebuilt_cache_of_text(model):
 @pytest.mark.parametrize("make_cache", [new_cache, lambda model: None])
 def test_a_cache_of_text_is_known_after_a_video(model, make_cache):
     answer = answer_to(model, TEXT)
-    cache = make_cache(model)
-    output = run(model, answer.inputs, past_key_values=cache, use_cache=True)
+    output = run(model, answer.inputs, past_key_values=make_cache(model), use_cache=True)
     prefill(model, batch(VIDEO))
-    copied = copy.deepcopy(output[CACHE])
-    answer.check_second_token(copied, None)
+    answer.check_second_token(copy.deepcopy(output[CACHE]), None)
 
 
 # --- Prompts and conversations in several calls ---
@@ -306,15 +297,13 @@ def in_two_calls(model, inputs, count, **call):
         "input_ids": ids[:, :-count],
         "attention_mask": mask[:, :-count],
     }
-    cache = prefill(model, beginning)
-    return step(model, cache, ids[:, -count:], mask)[:, -1]
+    return step(model, prefill(model, beginning), ids[:, -count:], mask)[:, -1]
 
 
 def check_two_calls(model, inputs, count, **call):
     """Two calls give what one gives."""
     output = run(model, inputs, **call)
-    last_logits = in_two_calls(model, inputs, count, **call)
-    close(last_logits, output.logits[:, -1])
+    close(in_two_calls(model, inputs, count, **call), output.logits[:, -1])
 
 
 @pytest.mark.parametrize("words", [1, 3])
@@ -341,8 +330,7 @@ def test_another_users_turn_is_refused_where_tokens_were_dropped(model, answered
     cache = prefill(model, answer.inputs)
     for number in range(answered):
         count = number + 1
-        ids = answer.ids[:, number:count]
-        step(model, cache, ids, answer.mask(count))
+        step(model, cache, answer.ids[:, number:count], answer.mask(count))
     turn = torch.tensor([USER_TURN])
     mask = answer.mask(answered + len(USER_TURN))
     with pytest.raises(ValueError, match="Expected the whole conversation in one call without a cache"):
@@ -359,16 +347,14 @@ def with_turn(row, turn):
 
 
 def test_another_users_turn_where_all_tokens_are_kept(model):
-    inputs = with_turn(VIDEO, USER_TURN)
-    check_two_calls(model, inputs, len(USER_TURN), selection="all")
+    check_two_calls(model, with_turn(VIDEO, USER_TURN), len(USER_TURN), selection="all")
 
 
 def test_a_tools_response_is_no_question():
     model = tiny_model()
     model.config.tool_response_token_ids = [[40], [41]]
     turn = [*BEFORE_QUESTION, 40, 33, 34, 41, *AFTER_QUESTION]
-    inputs = with_turn(VIDEO, turn)
-    check_two_calls(model, inputs, len(turn))
+    check_two_calls(model, with_turn(VIDEO, turn), len(turn))
 
 
 def test_a_mask_that_fits_no_width_is_named(model):

@@ -68,12 +68,10 @@ def test_in_a_call(mine, folder, tiny_mp4):
 def test_on_the_command_line(mine, folder, tiny_mp4, tmp_path):
     own = ["--model", folder, "--selection", f"{mine}:latest", "--retention", "0.25"]
     one_token = ["--json", "--max-new-tokens", "1"]
-    asked = run("ask", tiny_mp4, "What?", *one_token, *own)
-    answer = json.loads(asked.stdout)
+    answer = json.loads(run("ask", tiny_mp4, "What?", *one_token, *own).stdout)
     assert answer["kept_tokens"] == 16
     assert begin_of_evidence(answer) == 3
-    chatted = run("chat", tiny_mp4, *one_token, *own, input="What?\n")
-    turn = json.loads(chatted.stdout)
+    turn = json.loads(run("chat", tiny_mp4, *one_token, *own, input="What?\n").stdout)
     assert begin_of_evidence(turn) == 3
     records = tmp_path / "records.jsonl"
     record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "kind": "mark"}
@@ -82,14 +80,12 @@ def test_on_the_command_line(mine, folder, tiny_mp4, tmp_path):
     run("batch", records, "--out", out, *own)
     row = json.loads(out.read_text())
     assert row["evidence"] == answer["evidence"]
-    evaluated = run("eval", records, "--json", *own)
-    report = json.loads(evaluated.stdout)
+    report = json.loads(run("eval", records, "--json", *own).stdout)
     assert report["kept"] == pytest.approx(0.25)
 
 
 def begin_of_evidence(answer):
-    starts = [moment["start"] for moment in answer["evidence"]]
-    return min(starts)
+    return min([moment["start"] for moment in answer["evidence"]])
 
 
 def test_in_a_recipe_and_by_convert(mine, folder, tiny_stock, tiny_mp4, tmp_path):
@@ -131,10 +127,8 @@ def test_in_a_recipe_and_by_convert(mine, folder, tiny_stock, tiny_mp4, tmp_path
         assert f"selection={name!r}" in refused.stderr, refused.output
         with_another = run(*question, "--selection", "uniform")
         assert with_another.exit_code == 0  # nothing else needs it
-        published = run("publish", model, "--to", tmp_path / f"hub-{result}")
-        assert published.exit_code == 0
-        with_it = run(*question, "--selection", name, "--retention", "0.1")
-        assert with_it.exit_code == 0
+        assert run("publish", model, "--to", tmp_path / f"hub-{result}").exit_code == 0
+        assert run(*question, "--selection", name, "--retention", "0.1").exit_code == 0
         METHODS.pop(name)
 
 

@@ -10,8 +10,7 @@ CHAT = 12  # tokens of the prompt before the first placeholder
 
 def shortened(*rows):
     """With all visual tokens kept."""
-    model = tiny_model(selection="all")
-    return compress(model.model, **batch(*rows))
+    return compress(tiny_model(selection="all").model, **batch(*rows))
 
 
 @pytest.mark.parametrize(
@@ -50,20 +49,16 @@ def test_whole_seconds_agree_with_stock():
     """Below 5.18 stock drops the fraction of seconds_per_grid, so only whole ones can be compared everywhere."""
     model = tiny_model(selection="all")
     several = prompt(images=[(1, 8, 4)], videos=[(4, 8, 12), (2, 4, 4)])
-    short = prompt(videos=[(1, 4, 20)], seed=1)
-    inputs = batch(several, short)
+    inputs = batch(several, prompt(videos=[(1, 4, 20)], seed=1))
     types = token_types(inputs["input_ids"])
-    stock = stock_twin(model).model
-    expected, _ = stock.get_rope_index(**inputs, mm_token_type_ids=types)
-    compact = compress(model.model, **inputs)
-    assert_same(compact.position_ids[1:], expected)
+    expected, _ = stock_twin(model).model.get_rope_index(**inputs, mm_token_type_ids=types)
+    assert_same(compress(model.model, **inputs).position_ids[1:], expected)
 
 
 @pytest.mark.parametrize("axes", [3, 4])
 def test_the_callers_positions_are_kept(axes):
     inputs = batch(prompt(videos=[(4, 8, 12)]))
-    length = inputs["input_ids"].shape[1]
-    position_ids = torch.randint(0, 500, (axes, 1, length))
+    position_ids = torch.randint(0, 500, (axes, 1, inputs["input_ids"].shape[1]))
     compact = compress(
         tiny_model().model,
         **inputs,
@@ -71,5 +66,4 @@ def test_the_callers_positions_are_kept(axes):
         retention=0.25,
     )
     (columns,) = compact.qtsplus.columns
-    expected = position_ids[-3:, 0, columns]
-    assert_same(compact.position_ids[1:, 0], expected)
+    assert_same(compact.position_ids[1:, 0], position_ids[-3:, 0, columns])

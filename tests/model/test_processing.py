@@ -126,11 +126,10 @@ def test_the_mask_covers_the_last_users_text_and_nothing_else(processor, rows, s
         words = ids[mask.bool()]
         assert processor.decode(words) == question
 
-    config = Qwen2_5_VLQTSplusConfig(**processor.query_token_ids)
     by_model = find_query_mask(
         inputs["input_ids"],
         inputs["attention_mask"],
-        **question_token_ids(config),
+        **question_token_ids(Qwen2_5_VLQTSplusConfig(**processor.query_token_ids)),
     )
     assert_same(query_mask, by_model)
 
@@ -171,8 +170,7 @@ def test_a_query_comes_padded_in_the_form_of_the_ids(processor, return_tensors):
     assert type(inputs["query_mask"]) is form
     ids = torch.as_tensor(inputs["query_input_ids"])
     mask = torch.as_tensor(inputs["query_attention_mask"]).bool()
-    longest = mask.sum(1).max()
-    assert mask.shape == (2, longest)
+    assert mask.shape == (2, mask.sum(1).max())
     assert ids.shape == mask.shape
     for row, query in enumerate(queries):
         words = ids[row][mask[row]]
@@ -292,8 +290,7 @@ def test_rows_with_two_one_and_no_video(processor, ramp, tmp_path):
     greeting = {"type": "text", "text": "Hello"}
     none_at_all = [{"role": "user", "content": [greeting]}]
     two = ask(ramp)
-    other_video = {"type": "video", "path": short}
-    two[0]["content"].insert(0, other_video)
+    two[0]["content"].insert(0, {"type": "video", "path": short})
     inputs = processor.apply_chat_template(
         [two, none_at_all, one],
         tokenize=True,
@@ -307,8 +304,7 @@ def test_rows_with_two_one_and_no_video(processor, ramp, tmp_path):
     steps = inputs["video_grid_thw"][:, 0]
     assert steps.tolist() == [2, 3, 2]
     is_placeholder = inputs["input_ids"] == processor.video_token_id
-    counts = is_placeholder.sum(1)
-    assert counts.tolist() == [4 * 2 + 4 * 3, 0, 4 * 2]
+    assert is_placeholder.sum(1).tolist() == [4 * 2 + 4 * 3, 0, 4 * 2]
 
 
 def test_a_missing_file_is_named(processor):
@@ -495,8 +491,7 @@ def test_frames_from_0_to_1_are_taken_as_the_caller_says(processor):
         do_rescale=False,
     )
     expected = rescaled["pixel_values_videos"]
-    pixels = as_given["pixel_values_videos"]
-    assert torch.allclose(pixels, expected, atol=1e-5)
+    assert torch.allclose(as_given["pixel_values_videos"], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -546,9 +541,8 @@ def test_inputs_prepared_with_qwen_vl_utils_keep_their_times(processor, return_v
         videos = [frames]
         video_kwargs["video_metadata"] = [metadata]
     assert video_kwargs["do_sample_frames"] is False
-    written = processor.apply_chat_template(messages, add_generation_prompt=True)
     inputs = processor(
-        text=[written],
+        text=[processor.apply_chat_template(messages, add_generation_prompt=True)],
         videos=videos,
         do_resize=False,
         return_tensors="pt",
@@ -586,5 +580,4 @@ def test_a_saved_processor_brings_its_code_and_loads_the_same(ramp, tmp_path):
     assert settings.do_sample_frames
     assert settings.cap_pixels_per_frame
     before = prepare(processor, ramp)
-    after = prepare(loaded, ramp)
-    assert_same(dict(after), dict(before))
+    assert_same(dict(prepare(loaded, ramp)), dict(before))

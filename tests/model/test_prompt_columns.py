@@ -32,8 +32,7 @@ def by_column(output, length):
 def check_columns(model, inputs, kept, columns):
     """`logits_to_keep=kept` gives the logits of these columns of the full prompt."""
     mask = inputs["attention_mask"].bool()
-    output = run(model, inputs, **CALL)
-    whole = by_column(output, mask.shape[1])
+    whole = by_column(run(model, inputs, **CALL), mask.shape[1])
     logits = run(model, inputs, **CALL, logits_to_keep=kept).logits
     is_real = mask[:, columns]
     expected = whole[:, columns]
@@ -62,8 +61,7 @@ def test_with_all_tokens_logits_to_keep_is_as_in_stock(model):
         reencode=False,
         logits_to_keep=columns,
     )
-    stock = stock_twin(model)
-    expected = stock(
+    expected = stock_twin(model)(
         **inputs,
         mm_token_type_ids=token_types(inputs["input_ids"]),
         logits_to_keep=columns,

@@ -38,8 +38,7 @@ def test_an_earlier_answer_changes_nothing_of_what_is_asked(model):
     """Two conversations that differ in an earlier answer; the last question is the same."""
     row = prompt(videos=[VIDEO], turns=1)
     other = prompt(videos=[VIDEO], turns=1)
-    video = row.ids.index(VIDEO_PAD)
-    end_of_first_question = row.ids.index(IM_END, video)
+    end_of_first_question = row.ids.index(IM_END, row.ids.index(VIDEO_PAD))
     other.ids[end_of_first_question + 6] += 1
     states, output = seen(model, batch(row))
     other_states, other_output = seen(model, batch(other))
@@ -104,8 +103,7 @@ def test_batch_is_single(model, pad_left, question):
         if not row.videos:
             continue
         inputs = batch(row)
-        own_question = question(model, inputs, [index])
-        (own,), alone = seen(model, inputs, **own_question)
+        (own,), alone = seen(model, inputs, **question(model, inputs, [index]))
         assert_close(states[index], own, atol=1e-5, rtol=1e-5)
         assert_row_is_alone(together, index, alone)
 
@@ -123,8 +121,7 @@ def test_a_question_apart_takes_the_place_of_the_prompts_own_or_of_none(model):
     assert_same(output.qtsplus.relevance, expected.qtsplus.relevance)
     others = torch.tensor([[77, 78]])
     embeddings = model.get_input_embeddings()(others[0])
-    without_question = ids.masked_fill(ids == USER, 33)
-    for prompt_ids in (ids, without_question):
+    for prompt_ids in (ids, ids.masked_fill(ids == USER, 33)):
         inputs["input_ids"] = prompt_ids
         (states,), _ = seen(model, inputs, query_input_ids=others)
         assert_same(states, embeddings)
@@ -153,8 +150,7 @@ def test_a_mask_of_the_callers_own(model):
     ],
 )
 def test_only_a_layer_has_parameters_of_its_own(variant, query_states, parameters):
-    folder = hub_configs() / variant
-    config = Qwen2_5_VLQTSplusConfig.from_pretrained(folder)
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / variant)
     config.qtsplus_config.query_states = query_states
     with torch.device("meta"):
         model = Qwen2_5_VLQTSplusForConditionalGeneration(config)

@@ -112,8 +112,7 @@ def test_each_row_of_a_ragged_batch_is_as_it_is_alone(
         single = batch(row)
         alone = run(model, single, **call)
         logits = real_logits(together, inputs, index)
-        expected = real_logits(alone, single, 0)
-        assert_close(logits, expected, atol=1e-4, rtol=0)
+        assert_close(logits, real_logits(alone, single, 0), atol=1e-4, rtol=0)
         if together.qtsplus is None:
             continue
         num_tokens = sum(t * h * w // 4 for t, h, w in row.videos)
@@ -184,8 +183,7 @@ def test_a_training_step_on_any_batch_has_finite_gradients_on_every_trainable_pa
     inputs = with_labels(batch(*rows, pad_left=pad_left))
     if selection != "all":
         inputs["max_visual_tokens"] = cap
-    loss = model(**inputs, selection=selection).loss
-    loss.backward()
+    model(**inputs, selection=selection).loss.backward()
     assert_trained(model)
     model.eval()
 
@@ -198,9 +196,8 @@ HIDDEN = 32
 @cache
 def selector_with(**config):
     torch.manual_seed(1)
-    settings = QTSplusConfig(**(PAPER | config))
     selector = QTSplusSelector(
-        settings,
+        QTSplusConfig(**(PAPER | config)),
         HIDDEN,
         4,
         2,
@@ -384,8 +381,7 @@ def log_relevance_of(num_tokens, seed):
 
 
 def check_gradients(gates, *inputs):
-    total = gates.sum()
-    for gradient in torch.autograd.grad(total, inputs):
+    for gradient in torch.autograd.grad(gates.sum(), inputs):
         assert torch.isfinite(gradient).all()
 
 
@@ -429,8 +425,7 @@ def test_the_soft_gate_is_a_sigmoid_of_noisy_scores_on_three_times_the_tokens(nu
     torch.manual_seed(seed)
     kept, gates, threshold = soft_gate(log_r, target, 0.5, n, cap)
     scores = noisy_scores(log_r.detach(), seed)
-    ranking = scores.argsort(descending=True)
-    best = ranking[: min(3 * n, cap)]
+    best = scores.argsort(descending=True)[: min(3 * n, cap)]
     assert_same(kept, best.sort().values)
     all_gates = torch.sigmoid((scores - threshold) / 0.5)
     error = all_gates.sum() - n
@@ -446,16 +441,14 @@ def test_what_a_soft_gate_leaves_out_of_a_token_is_the_mean_of_all_tokens():
         "retention": 0.2,
         "reencode": False,
     }
-    paper = selector_with()
-    (hard,), inferred = paper([row], query, positions, **call, sample_gate=False)
+    (hard,), inferred = selector_with()([row], query, positions, **call, sample_gate=False)
     torch.manual_seed(0)
     selector = selector_with(gate="soft", tau_s=1e-6)
     pieces = [row[:7], row[7:]]
     (sharp,), chosen = selector([pieces], query, positions, **call, sample_gate=True)
     is_whole = torch.isin(chosen.kept_indices[0], inferred.kept_indices[0])
     assert_close(sharp[is_whole], hard)
-    mean = row.mean(0)
-    expected = mean.expand(2 * len(hard), -1)
+    expected = row.mean(0).expand(2 * len(hard), -1)
     assert_close(sharp[~is_whole], expected)
 
 
@@ -474,8 +467,7 @@ def test_every_method_keeps_distinct_ascending_indices_in_range(num_tokens, n, s
         score=lambda _: scores,
         attend=lambda: scores,
     )
-    all_tokens = METHODS["all"](candidates, num_tokens)
-    assert_same(all_tokens, torch.arange(num_tokens))
+    assert_same(METHODS["all"](candidates, num_tokens), torch.arange(num_tokens))
     chosen = {name: select(candidates, n) for name, select in METHODS.items() if name != "all"}
     for kept in chosen.values():
         assert kept.shape == (n,)
@@ -530,9 +522,8 @@ def test_rows_about_the_same_videos_and_another_are_each_row_alone(reduction):
     ]
     query = [tokens(length, length) for length in (3, 7, 2, 5, 3)]
     positions = [torch.arange(sum(map(len, row))).expand(3, -1) for row in rows]
-    key_projection = selector.scoring_layers[-1].k_proj
     leaves = [
-        *key_projection.parameters(),
+        *selector.scoring_layers[-1].k_proj.parameters(),
         *selector.reencode_layers.parameters(),
         first,
         second,

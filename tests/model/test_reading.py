@@ -39,8 +39,7 @@ def test_a_stretch_has_the_features_of_its_frames_and_the_times_of_the_video(loa
     assert part.length == pytest.approx(4)
     whole = encode(*loaded, long_video, fps=2)
     features_of_steps = whole.features.unflatten(0, (whole.count, -1))
-    expected = features_of_steps[4:8].flatten(0, 1)
-    assert torch.allclose(part.features, expected, atol=1e-4)
+    assert torch.allclose(part.features, features_of_steps[4:8].flatten(0, 1), atol=1e-4)
     answer = session.ask(
         *loaded,
         part,
@@ -61,10 +60,8 @@ def test_frames_and_pixels_are_bounded(loaded, long_video):
         _, rows, columns = video.video_grid_thw[0].tolist()
         return rows * columns * area_of_patch
 
-    few = encode(*loaded, long_video, max_frames=4)
-    assert few.about.frames == 4
-    whole = encode(*loaded, long_video, fps=1)
-    assert pixels_of(whole) > FEW_PIXELS
+    assert encode(*loaded, long_video, max_frames=4).about.frames == 4
+    assert pixels_of(encode(*loaded, long_video, fps=1)) > FEW_PIXELS
     small = encode(*loaded, long_video, fps=1, max_pixels=FEW_PIXELS)
     assert pixels_of(small) <= FEW_PIXELS
     metadata = small.about.metadata
@@ -82,8 +79,7 @@ def test_frames_that_are_not_evenly_apart_keep_their_times(loaded):
     talk = session.VideoSession(*loaded)
     talk.add(frames, "shots", metadata={"fps": 30, "frames_indices": indices})
     assert talk.videos["shots"].steps == [0, 9, 19, 29, 47]  # the last lasts as long as most
-    answer = talk.ask("What?", max_new_tokens=1)
-    begins = {interval.start for interval in answer.evidence}
+    begins = {interval.start for interval in talk.ask("What?", max_new_tokens=1).evidence}
     assert begins <= {1, 10, 20, 30}
 
 
@@ -96,8 +92,7 @@ def test_frames_that_are_not_evenly_apart_keep_their_times(loaded):
     ids=str,
 )
 def test_frames_that_are_evenly_apart_have_steps_of_one_length(loaded, times):
-    frames = np.zeros((8, 56, 56, 3), np.uint8)
-    video = encode(*loaded, frames, **times)
+    video = encode(*loaded, np.zeros((8, 56, 56, 3), np.uint8), **times)
     assert video.steps == [0, 2, 4, 6, 8]
 
 
@@ -167,8 +162,7 @@ def test_options_that_do_not_fit_a_video_are_refused(loaded, long_video, options
 
 @pytest.mark.parametrize("options", [{"max_frames": 2}, {"start": 1}], ids=str)
 def test_all_frames_of_a_folder_are_looked_at(loaded, tmp_path, options):
-    image = Image.new("RGB", (56, 56))
-    image.save(tmp_path / "0.png")
+    Image.new("RGB", (56, 56)).save(tmp_path / "0.png")
     with pytest.raises(ValueError, match="all frames are looked at"):
         encode(*loaded, tmp_path, fps=2, **options)
 
@@ -178,8 +172,7 @@ def test_all_frames_of_a_folder_are_looked_at(loaded, tmp_path, options):
 
 def test_a_forecast_counts_what_is_then_read(loaded, long_video, monkeypatch):
     model, processor = loaded
-    chunks = processor.video_chunks(long_video, fps=4)
-    expected = forecast(model, chunks, retention=0.25)
+    expected = forecast(model, processor.video_chunks(long_video, fps=4), retention=0.25)
     video = encode(*loaded, long_video, fps=4)
     answer = session.ask(
         *loaded,
@@ -225,15 +218,13 @@ def ask_by_command(video, *options):
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_a_forecast_needs_no_weights(tiny_published, long_video, tmp_path, dtype):
     folder = tmp_path / "model"
-    without_weights = shutil.ignore_patterns("*.safetensors")
-    shutil.copytree(tiny_published, folder, ignore=without_weights)
+    shutil.copytree(tiny_published, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     model, processor = load(tiny_published, "cpu", dtype)
     expected = forecast(model, processor.video_chunks(long_video))
     options = ["--model", str(folder), "--dtype", dtype]
     dry = ask_by_command(long_video, "--dry-run", "--json", *options)
     assert json.loads(dry.stdout) == asdict(expected)
-    answered = ask_by_command(long_video, *options)
-    assert answered.exit_code == 2, "the answer needs them"
+    assert ask_by_command(long_video, *options).exit_code == 2, "the answer needs them"
     adapter = folder / "adapter_config.json"
     adapter.write_text("{}")
     dry = ask_by_command(long_video, "--dry-run", *options)
@@ -250,8 +241,7 @@ def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published,
     part = ask_by_command(long_video, *stretch.split(), *model)
     assert part.exit_code == 0
     assert "4.0 s, 6 frames looked at, at most 0." in part.output
-    beyond = ask_by_command(long_video, "--start", "20", *model)
-    assert beyond.exit_code == 2
+    assert ask_by_command(long_video, "--start", "20", *model).exit_code == 2
 
 
 # --- Elsewhere ---
@@ -267,8 +257,7 @@ def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, 
     videos = long_video.parent
     folder = tmp_path / "library"
     index(videos, folder, *loaded, **reading)
-    library = Library(folder, *loaded)
-    stored = library.video(long_video.name)
+    stored = Library(folder, *loaded).video(long_video.name)
     encoded = encode(*loaded, long_video, **reading)
     assert torch.equal(stored.features, encoded.features)
     assert stored.about.start == encoded.about.start

@@ -120,14 +120,11 @@ def test_temporal_redundancy_keeps_the_largest_changes(grids, share, seed):
         places = height * width
         mean_of_first = features[:places].mean(0).expand(places, -1)
         before = torch.cat([mean_of_first, features[:-places]])
-        similarity = cosine_similarity(features, before)
-        changes.append(1 - similarity)
+        changes.append(1 - cosine_similarity(features, before))
     n = scene.count(share)
     change = torch.cat(changes).round(decimals=5)
-    ranking = change.sort(descending=True, stable=True).indices
-    expected = ranking[:n].sort().values
-    kept = temporal_redundancy(scene.candidates(), n)
-    assert_same(kept, expected)
+    expected = change.sort(descending=True, stable=True).indices[:n].sort().values
+    assert_same(temporal_redundancy(scene.candidates(), n), expected)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +161,7 @@ def test_in_rounds_diversity_leaves_no_token_much_farther_than_one_at_a_time(n, 
 
     in_rounds = diversity(scene.candidates(), n)
     assert len(in_rounds.unique()) == n
-    one_at_a_time = twin_of_diversity(scene, n)
-    expected = farthest_from(one_at_a_time)
+    expected = farthest_from(twin_of_diversity(scene, n))
     assert farthest_from(in_rounds) <= 1.05 * expected + TIE
 
 
@@ -176,8 +172,7 @@ def test_what_comes_again_later_is_covered_again_and_what_stays_is_not():
     steps[3, 1] = first
     steps[390, 2] = first
     steps[4, 2] = second
-    scene = Scene([steps.flatten(0, 1)], [(400, 2, 2)])
-    candidates = scene.candidates()
+    candidates = Scene([steps.flatten(0, 1)], [(400, 2, 2)]).candidates()
     shown = {3 * 4 + 1, 4 * 4 + 2, 390 * 4 + 2}
     assert shown <= set(coverage(candidates, 8).tolist())
     assert not shown <= set(diversity(candidates, 3).tolist()), "a second time is no news to it"
@@ -193,8 +188,7 @@ def test_of_tied_scores_the_earliest_stay_whatever_rounding_does(levels, share, 
     scores = 1e-3 * torch.tensor(levels)
     count = len(levels)
     n = max(1, int(share * count))
-    ranking = scores.sort(descending=True, stable=True).indices
-    expected = ranking[:n].sort().values
+    expected = scores.sort(descending=True, stable=True).indices[:n].sort().values
     noise = torch.rand(count, generator=seeded(seed)) - 0.5
     kept = top_n(scores + 5e-5 * noise, n)
     assert_same(kept, expected)
@@ -210,8 +204,7 @@ def test_of_tied_scores_the_earliest_stay_whatever_rounding_does(levels, share, 
     ],
 )
 def test_scores_without_a_chance_come_last_and_in_order(n, expected):
-    scores = torch.tensor([-torch.inf, -3.0, -torch.inf, -1.0])
-    kept = top_n(scores, n)
+    kept = top_n(torch.tensor([-torch.inf, -3.0, -torch.inf, -1.0]), n)
     assert kept.tolist() == expected
 
 
@@ -239,8 +232,7 @@ def test_rounding_of_the_features_of_equal_frames_changes_no_choice(method, grid
             visual.append(repeated + noise * rounding)
         scene = Scene(visual, longer_grids)
         score = (scene.features @ weight).log_softmax(0)
-        candidates = scene.candidates(lambda _: score)
-        return method(candidates, scene.count(share))
+        return method(scene.candidates(lambda _: score), scene.count(share))
 
     assert_same(choice(1e-6), choice(0))
 
@@ -270,8 +262,7 @@ def test_a_choice_per_call_is_the_configured_choice(model, inputs, name):
         ids = model.generate(**inputs, **call, max_new_tokens=3)
         return [output.logits, *output.qtsplus.kept_indices, ids]
 
-    configured = tiny_model(selection=name)
-    expected = chosen(configured, **budget)
+    expected = chosen(tiny_model(selection=name), **budget)
     assert_same(chosen(model, **budget, selection=name), expected)
     assert_same(run(model, inputs).logits, before)
 
@@ -304,10 +295,8 @@ def test_the_mass_of_the_attention_is_held_by_the_fewest_tokens(mass, tokens, to
 
 
 def test_relevance_is_none_where_nothing_was_scored(model, inputs):
-    whole = run(model, inputs, selection="all").qtsplus
-    assert whole.relevance is None
-    uniform = run(model, inputs, selection="uniform", retention=0.2).qtsplus
-    assert uniform.relevance is None
+    assert run(model, inputs, selection="all").qtsplus.relevance is None
+    assert run(model, inputs, selection="uniform", retention=0.2).qtsplus.relevance is None
     free = run(model, inputs, selection="uniform").qtsplus  # its budget has read the relevance, and the choice has not
     assert free.relevance is None
     assert free.seen is None
@@ -356,8 +345,7 @@ def test_every_input_stands_in_the_signatures(model):
     """There the Trainer looks for the columns of a batch that it may not drop, and `generate` for its arguments."""
     names = set(NAMES)
     for forward in (model.forward, model.model.forward):
-        parameters = set(inspect.signature(forward).parameters)
-        assert names | {"kwargs", "input_ids"} <= parameters
+        assert names | {"kwargs", "input_ids"} <= set(inspect.signature(forward).parameters)
     arguments = TrainingArguments(
         use_cpu=True,
         report_to="none",

@@ -46,9 +46,8 @@ NOISE = "qtsplus.model.selector_qtsplus.gumbel_noise"
 
 def golden_selector() -> QTSplusSelector:
     stated = meta(*CASE, "meta")["config"]
-    fields = {name: stated[name] for name in STATED}
     config = QTSplusConfig(
-        **fields,
+        **{name: stated[name] for name in STATED},
         n_max=stated["nmax"],
         **PAPER,
         **REFERENCE_ONLY,
@@ -76,16 +75,14 @@ def select(selector, inputs):
 
 def check_losses(output, golden, atol):
     for theirs, name in LOSSES.items():
-        loss = getattr(output, name)
-        close(loss, golden[f"loss_{theirs}"], atol)
+        close(getattr(output, name), golden[f"loss_{theirs}"], atol)
 
 
 @torch.no_grad()
 def test_inference():
     golden = load(*CASE, "infer")
     inputs = load(*CASE, "inputs")
-    selector = golden_selector().eval()
-    (features,), output = select(selector, inputs)
+    (features,), output = select(golden_selector().eval(), inputs)
     close(output.relevance[0], golden["r"][0], 2e-6)
     close(output.rho, golden["rho"], 1e-6)
     assert output.n.tolist() == golden["n"].tolist()

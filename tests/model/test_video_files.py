@@ -32,15 +32,13 @@ def frames_of(film):
 def watch(path):
     """The stream of a file, read to its end, and its frames."""
     source = Source(str(path), 8.0, 10.0, 0.0)
-    frames = list(source)
-    return source, frames
+    return source, list(source)
 
 
 def cut(whole, folder, length):
     """A copy in a folder that ends after so many bytes."""
     path = folder / f"cut{whole.suffix}"
-    data = whole.read_bytes()
-    path.write_bytes(data[:length])
+    path.write_bytes(whole.read_bytes()[:length])
     return path
 
 
@@ -52,14 +50,12 @@ def test_a_rate_that_was_rounded_costs_no_frame():
 
 @pytest.mark.parametrize(("most", "count"), [(1, 1), (3, 2)])
 def test_no_more_frames_are_looked_at_than_are_allowed(most, count):
-    chosen = choose_frames(100, 25, fps=2, max_frames=most)
-    assert len(chosen) == count
+    assert len(choose_frames(100, 25, fps=2, max_frames=most)) == count
 
 
 def test_a_video_that_is_too_narrow_is_named(loaded, tmp_path):
     path = tmp_path / "narrow.mp4"
-    frames = np.zeros((8, 2, 1024, 3), np.uint8)
-    write_mp4(path, frames, 8)
+    write_mp4(path, np.zeros((8, 2, 1024, 3), np.uint8), 8)
     _, processor = loaded
     reason = r"The video '.*narrow\.mp4' cannot be sized for the model"
     with pytest.raises(ValueError, match=reason):
@@ -73,8 +69,7 @@ def test_a_video_that_is_too_narrow_is_named(loaded, tmp_path):
 
 def test_every_kind_of_image_is_a_frame_and_hidden_files_are_none(tmp_path):
     for shade, kind in enumerate(("png", "gif", "tif", "TIFF", "bmp")):
-        image = Image.new("RGB", (56, 56), (shade, shade, shade))
-        image.save(tmp_path / f"{shade}.{kind}")
+        Image.new("RGB", (56, 56), (shade, shade, shade)).save(tmp_path / f"{shade}.{kind}")
     hidden = tmp_path / "._0.png"
     hidden.write_bytes(b"of another system")
     frames = load_frames(image_paths(str(tmp_path)))
@@ -82,8 +77,7 @@ def test_every_kind_of_image_is_a_frame_and_hidden_files_are_none(tmp_path):
 
 
 def test_an_image_too_large_to_be_meant_is_unreadable(tiny_processor, tmp_path):
-    image = Image.new("1", (13400, 13400))
-    image.save(tmp_path / "0.png")
+    Image.new("1", (13400, 13400)).save(tmp_path / "0.png")
     with pytest.raises(ValueError, match=r"Cannot read the frame '.*0\.png' as an image: .*179560000 pixels"):
         tiny_processor.video_chunks(tmp_path, fps=1)
 
@@ -100,8 +94,7 @@ def write(path, **muxer):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A video whose header comes first."""
-    path = tmp_path_factory.mktemp("whole") / "whole.mp4"
-    return write(path, movflags="faststart")
+    return write(tmp_path_factory.mktemp("whole") / "whole.mp4", movflags="faststart")
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 200], ids=["between frames", "in a header", "in a frame"])
@@ -132,8 +125,7 @@ def test_a_file_that_states_only_its_length(tmp_path):
     whole = write(tmp_path / "whole.mkv")
     assert VideoDecoder(str(whole)).warnings == []
     half = whole.stat().st_size // 2
-    film = VideoDecoder(str(cut(whole, tmp_path, half)))
-    (warning,) = film.warnings
+    (warning,) = VideoDecoder(str(cut(whole, tmp_path, half))).warnings
     assert "its header states 6.0 s, and 2." in warning
 
 
@@ -209,8 +201,7 @@ def write_with_sound(path, video_codec, sound_codec):
         video.pix_fmt = "yuv420p"
         sound = container.add_stream(sound_codec, rate=44100)
         for shade in range(40):
-            pixels = np.full((64, 64, 3), shade, np.uint8)
-            frame = av.VideoFrame.from_ndarray(pixels)
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), shade, np.uint8))
             container.mux(video.encode(frame))
         container.mux(video.encode())
         samples = np.zeros((1, 2 * 1024), np.int16)
@@ -243,8 +234,7 @@ def test_a_video_with_longer_sound_is_whole(tmp_path, kind, video_codec, sound_c
 def test_the_length_of_a_wmv_is_that_in_its_header(tmp_path):
     """FFmpeg makes another one of the rate of bits where little is left of a file."""
     whole = write_with_sound(tmp_path / "whole.wmv", "wmv2", "mp2")
-    film = VideoDecoder(str(cut(whole, tmp_path, 5000)))
-    (warning,) = film.warnings
+    (warning,) = VideoDecoder(str(cut(whole, tmp_path, 5000))).warnings
     assert re.search("its header states 9[.][0-9] s, and 0[.][0-9] s can be read", warning)
 
 
@@ -308,8 +298,7 @@ def test_frames_that_cannot_be_decoded_whole_are_said(loaded, tmp_path, kind, co
     assert " is damaged, and with it " in warning
     assert " of the 24 frames that are looked at" in warning
     assert video.about.frames == 24
-    answer = session.ask(*loaded, video, "What moves?")
-    assert answer.warnings == [warning]
+    assert session.ask(*loaded, video, "What moves?").warnings == [warning]
     _, frames = watch(path)
     assert len(frames) >= 23
 
@@ -342,8 +331,7 @@ def write_edits(path, data, parts):
         milliseconds = int(1000 * seconds)
         tick = first_tick + int(start * ticks_per_second)
         entries += struct.pack(">IiHH", milliseconds, tick, 1, 0)
-    edit_list = box(b"elst", entries)
-    edits = box(b"edts", edit_list)
+    edits = box(b"edts", box(b"elst", entries))
     place = data.index(b"edts") - 4
     old_size = number_behind(data, b"edts", -4)
     behind = place + old_size
@@ -377,8 +365,7 @@ def test_an_edit_list_is_followed(tmp_path, name, b_frames):
     shown = []
     with av.open(str(path)) as container:
         for frame in container.decode():
-            seconds = float(frame.pts * frame.time_base)
-            times.append(seconds)
+            times.append(float(frame.pts * frame.time_base))
             shown.append(frame.to_ndarray(format="rgb24").mean())
     film = VideoDecoder(str(path))
     assert film.warnings == []
@@ -451,8 +438,7 @@ def test_a_phone_video_is_shown_upright(tmp_path, turn):
         shown_y = b * x + d * y
         row = height * (2 + shown_y) // 4
         column = width * (2 + shown_x) // 4
-        mean = shown[:, row, column].mean()
-        assert mean == pytest.approx(shade, abs=12)
+        assert shown[:, row, column].mean() == pytest.approx(shade, abs=12)
 
 
 # --- Others ---
@@ -519,8 +505,7 @@ def test_tags_that_are_no_utf8_cost_no_film(tmp_path, tiny_mp4):
     path = tmp_path / "film.mkv"
     bytes_as_they_are = {"metadata_errors": "surrogateescape"} if TAGS else {}
     original_file = av.open(str(tiny_mp4))
-    copied_file = av.open(str(path), "w", **bytes_as_they_are)
-    with original_file as film, copied_file as copy:
+    with original_file as film, av.open(str(path), "w", **bytes_as_they_are) as copy:
         copy.metadata["title"] = b"Caf\xe9 du monde".decode(errors="surrogateescape")
         original = film.streams.video[0]
         stream = copy.add_stream_from_template(original)

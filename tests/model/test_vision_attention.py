@@ -97,8 +97,7 @@ def test_by_length_is_one_by_one(lengths, heads):
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
 
     def gradient_of(attended):
-        loss = (attended * weights).sum()
-        (gradient,) = torch.autograd.grad(loss, states)
+        (gradient,) = torch.autograd.grad((attended * weights).sum(), states)
         return gradient
 
     attended = attend_within(*states, bounds)
@@ -162,8 +161,7 @@ def test_the_patch_projection_is_stock_s_convolution(patches, bias, dtype, toler
 
     def output_and_gradients(layer):
         output = layer(pixels)
-        loss = (output * weights).sum()
-        gradients = torch.autograd.grad(loss, list(layer.parameters()))
+        gradients = torch.autograd.grad((output * weights).sum(), list(layer.parameters()))
         return output, gradients
 
     output, gradients = output_and_gradients(projection)

@@ -202,8 +202,7 @@ def test_tools_only_read(stdio):
 
 
 def test_an_agent_is_told_what_the_library_lists(results):
-    answers = results[len(HOSTILE) :]
-    whole, some, none = answers[:3]
+    whole, some, none = results[len(HOSTILE) :][:3]
     videos = [{"video": name, "start": 0.0, "seconds": 6.0} for name in WORLDS]
     assert whole.structured_content == {"videos": videos, "of": 3, "not_encoded_yet": []}
     assert some.structured_content == {"videos": videos[:1], "of": 1, "not_encoded_yet": []}

@@ -294,5 +294,4 @@ def test_a_system_that_does_not_say_where_an_open_file_is_reads_none(root, monke
 
 def test_the_reader_of_videos_takes_what_a_door_hands_on(tiny_mp4):
     with Door(tiny_mp4.parent).place(f"file://{tiny_mp4}") as place:
-        opened = VideoDecoder(place)
-        assert opened.total == VideoDecoder(str(tiny_mp4)).total
+        assert VideoDecoder(place).total == VideoDecoder(str(tiny_mp4)).total

@@ -85,8 +85,7 @@ def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
     expected += ["--allowed-local-media-path", str(tmp_path)]
     expected += ["--mm-processor-kwargs", '{"retention": 0.1}']
     expected += ["--enforce-eager", "--middleware", "mine.Log"] + GUARD
-    hosts = json.dumps(["127.0.0.1", "ask.org"])
-    expected += ["qtsplus", hosts, "correct horse"]
+    expected += ["qtsplus", json.dumps(["127.0.0.1", "ask.org"]), "correct horse"]
     _, *started = json.loads(result.stdout)
     assert started == expected
 

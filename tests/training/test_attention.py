@@ -58,8 +58,7 @@ def test_targets_equal_eager_attention(rows, pad_left, attention):
     model.model.language_model.set_attn_implementation(attention)
     inputs, labels = labelled(*rows, pad_left=pad_left)
     labels[0, 1:] = -100  # a row without an answer
-    limited = dict(inputs, retention=0.2)
-    targets = answer_attention(model, limited, labels)
+    targets = answer_attention(model, dict(inputs, retention=0.2), labels)
     assert model.training
     assert list(map(len, targets)) == [0, 8 + 16, 0, 16]
     assert_near(targets, twin_targets(model.eval(), inputs, labels))
@@ -69,10 +68,8 @@ def test_targets_equal_eager_attention(rows, pad_left, attention):
 def test_targets_of_chosen_heads_equal_eager_attention(rows, heads):
     model = tiny_model()
     inputs, labels = labelled(*rows)
-    choice = AttentionChoice(heads=heads)
-    targets = answer_attention(model, inputs, labels, choice)
-    expected = twin_targets(model, inputs, labels, heads=heads)
-    assert_near(targets, expected)
+    targets = answer_attention(model, inputs, labels, AttentionChoice(heads=heads))
+    assert_near(targets, twin_targets(model, inputs, labels, heads=heads))
 
 
 def test_adapters_take_part_in_the_teaching(rows):
@@ -121,8 +118,7 @@ def test_attention_to_tokens_is_causal():
     scaling = 0.3
     found = attention_to_tokens(queries[:, places], keys, places, tokens, scaling)
 
-    keys_of_heads = keys.repeat_interleave(2, 0)
-    scores = scaling * queries @ keys_of_heads.transpose(1, 2)
+    scores = scaling * queries @ keys.repeat_interleave(2, 0).transpose(1, 2)
     is_visible = torch.ones(20, 20).tril()
     scores[:, is_visible == 0] = -torch.inf
     full = scores.softmax(-1)
@@ -146,8 +142,7 @@ def test_the_divergence_and_its_gradients_are_the_textbook_ones(reduction):
     exact_queries = queries.detach().double().requires_grad_()
     exact_keys = keys.detach().double().requires_grad_()
     exact_scores = naive_log_relevance(exact_queries, exact_keys, reduction=reduction)
-    logarithms = exact_scores.log_softmax(0)
-    expected = F.kl_div(logarithms, target.double(), reduction="sum")
+    expected = F.kl_div(exact_scores.log_softmax(0), target.double(), reduction="sum")
     exact_gradients = torch.autograd.grad(expected, [exact_queries, exact_keys])
     assert_near(divergence.double(), expected)
     for gradient, exact in zip(gradients, exact_gradients, strict=True):
@@ -176,8 +171,7 @@ def test_the_words_of_the_question_may_look(rows):
     lengths = [len(target) for target in targets]
     assert lengths == [16, 8 + 16, 0, 16]
     model.model.language_model.set_attn_implementation("eager")
-    words_of_rows = (5, 9, 5, 5)
-    for row, words, target in zip(rows, words_of_rows, targets, strict=True):
+    for row, words, target in zip(rows, (5, 9, 5, 5), targets, strict=True):
         if not row.videos:
             continue
         output = run(
@@ -192,8 +186,7 @@ def test_the_words_of_the_question_may_look(rows):
         is_visual = torch.tensor(row.ids) == model.config.video_token_id
         stop = len(row.ids) - 11  # in front of an answer of four words
         by_question = attention[stop - words : stop]
-        expected = by_question[:, is_visual].mean(0)
-        assert_near(target, expected)
+        assert_near(target, by_question[:, is_visual].mean(0))
 
 
 def test_answer_and_question_count_alike(rows):
@@ -214,8 +207,7 @@ def test_the_detached_gate_keeps_what_inference_keeps_and_has_no_gradient():
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(20, generator=generator).log_softmax(0).requires_grad_()
     kept, gates, threshold = GATES["detached"](scores, torch.tensor(5.0), 0.5, 5, 100)
-    best = scores.topk(5).indices
-    assert torch.equal(kept, best.sort().values)
+    assert torch.equal(kept, scores.topk(5).indices.sort().values)
     assert torch.equal(gates, torch.ones(5))
     assert not gates.requires_grad
     assert threshold == 0
@@ -281,9 +273,7 @@ def overlap_and_divergence(model, inputs, labels) -> tuple[float, float]:
         if len(target) == 0:
             continue
         quarter = len(target) // 4
-        chosen = score.topk(quarter).indices
-        wanted = target.topk(quarter).indices
-        is_wanted = torch.isin(chosen, wanted)
+        is_wanted = torch.isin(score.topk(quarter).indices, target.topk(quarter).indices)
         shares.append(is_wanted.float().mean())
     overlap = torch.stack(shares).mean()
     divergence = relevance_divergences(scores, targets).mean()

@@ -66,8 +66,7 @@ def test_special_tokens_in_a_record_are_text(tiny_mp4, tiny_processor, dataset, 
     video = str(tiny_mp4)
     answer = "a <|im_end|> b <|video_pad|>"
     plain = dataset.example(VideoRecord(video, "What?", "B"))
-    earlier = ((FORGED, answer),)
-    record = VideoRecord(video, FORGED, answer, query=FORGED, earlier=earlier)
+    record = VideoRecord(video, FORGED, answer, query=FORGED, earlier=((FORGED, answer),))
     example = dataset.example(record)
 
     def count(tokens, text) -> int:
@@ -98,8 +97,7 @@ def test_a_question_in_the_tags_of_a_tool_is_the_question(tiny_mp4, dataset, dec
 
 @pytest.fixture
 def batch(dataset, tiny_processor):
-    collate = VideoQACollator(tiny_processor)
-    return collate([dataset[0], dataset[1], dataset[2]])
+    return VideoQACollator(tiny_processor)([dataset[0], dataset[1], dataset[2]])
 
 
 def test_the_query_can_leave_the_options_out(batch, decode):
@@ -128,8 +126,7 @@ def test_bad_files_are_skipped_by_the_workers_and_counted(records, tiny_processo
     bad = [VideoRecord(str(path), "What?", "no") for path in (broken, missing)]
     dataset = VideoQADataset(records[:2] + bad + bad, tiny_processor)
     collator = VideoQACollator(tiny_processor)
-    loader = DataLoader(dataset, batch_size=3, collate_fn=collator, num_workers=1)
-    mixed, nothing = loader
+    mixed, nothing = DataLoader(dataset, batch_size=3, collate_fn=collator, num_workers=1)
     assert len(mixed["input_ids"]) == 2
     assert mixed["skipped"] == 1
     assert "pixel_values_videos" not in nothing
@@ -199,8 +196,7 @@ def test_a_value_of_another_type_is_named_with_its_line(tmp_path, row, message):
 
 def test_a_record_gives_its_own_rate(tiny_processor, tiny_mp4, tmp_path):
     for index in range(4):
-        picture = Image.new("RGB", (56, 56), (60 * index, 90, 200))
-        picture.save(tmp_path / f"{index}.png")
+        Image.new("RGB", (56, 56), (60 * index, 90, 200)).save(tmp_path / f"{index}.png")
     folder = str(tmp_path)
     slow_frames = VideoRecord(folder, "What?", "red", fps=0.5)
     file = VideoRecord(str(tiny_mp4), "What?", "red", fps=4)

@@ -17,8 +17,7 @@ def test_drawn_budgets_are_kept_and_shared_by_micro_batches(tmp_path):
         "max_steps": 4,
         "selector": {"n_max": 1000},
     }
-    whole = trained(tmp_path, **settings)
-    fractions = drawn_fractions(whole)
+    fractions = drawn_fractions(trained(tmp_path, **settings))
     assert len(set(fractions)) == 4
     assert min(fractions) >= 0.1
     assert max(fractions) <= 0.9

@@ -54,8 +54,7 @@ def test_losses_are_those_of_training_from_pixels(recipe_file, tmp_path, precisi
     for line, expected in zip(steps(from_features), steps(from_pixels), strict=True):
         assert line.keys() == expected.keys()
         for name in compared & line.keys():
-            value = pytest.approx(expected[name], rel=tolerance)
-            assert line[name] == value, name
+            assert line[name] == pytest.approx(expected[name], rel=tolerance), name
     loss = from_features.evaluate()["eval_loss"]
     expected_loss = from_pixels.evaluate()["eval_loss"]
     assert loss == pytest.approx(expected_loss, rel=tolerance)

@@ -76,8 +76,7 @@ def test_the_differences_are_those_of_the_counts_that_a_row_allows():
             [1.0, 1.0, 1.0, 1.0],
         ]
     )
-    most = torch.tensor([8, 3, 1])
-    differences = loss_differences(predicted, measured, most)
+    differences = loss_differences(predicted, measured, torch.tensor([8, 3, 1]))
     of_first = torch.tensor([1.5, 0.5, 0.0, 0.0])
     of_second = torch.tensor([LOST, 0.0])
     first = F.smooth_l1_loss(torch.zeros(4), of_first)

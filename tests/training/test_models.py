@@ -27,13 +27,11 @@ def test_a_stock_model_in_bfloat16_is_that_model(tmp_path, tied):
     projection = loaded.model.visual.patch_embed.proj
     projection.forward = partial(torch.nn.Conv3d.forward, projection)  # ours rounds otherwise in bfloat16
     inputs = batch(prompt(videos=[(4, 8, 12)], question=200))
-    types = token_types(inputs["input_ids"])
-    expected = run(stock, inputs, mm_token_type_ids=types)
+    expected = run(stock, inputs, mm_token_type_ids=token_types(inputs["input_ids"]))
     assert torch.equal(run(loaded, inputs).logits, expected.logits)
     dtypes = {weight.dtype for weight in loaded.parameters()}
     assert dtypes == {torch.bfloat16}
-    embeddings = loaded.model.language_model.embed_tokens
-    is_tied = loaded.lm_head.weight is embeddings.weight
+    is_tied = loaded.lm_head.weight is loaded.model.language_model.embed_tokens.weight
     assert is_tied == tied
 
 

@@ -60,17 +60,14 @@ def sft_trainer(tiny_published, tiny_mp4, tmp_path):
 
 
 def collated(trainer):
-    rows = list(map(dict, trainer.train_dataset))
-    return trainer.data_collator(rows)
+    return trainer.data_collator(list(map(dict, trainer.train_dataset)))
 
 
 def test_sft_trains_on_the_models_own_loss(sft_trainer, tmp_path):
     model = sft_trainer.model
     inputs = collated(sft_trainer)
     expected = run(model.train(), inputs)
-    kept_columns = expected.logits.shape[1]
-    columns = inputs["input_ids"].shape[1]
-    assert kept_columns < columns, "tokens were dropped"
+    assert expected.logits.shape[1] < inputs["input_ids"].shape[1], "tokens were dropped"
     before = {name: value.clone() for name, value in model.named_parameters()}
     sft_trainer.train()
     first_step = sft_trainer.state.log_history[0]
@@ -85,8 +82,7 @@ def test_sft_trains_on_the_models_own_loss(sft_trainer, tmp_path):
     sft_trainer.save_model(tmp_path / "saved")
     saved = load_published(tmp_path / "saved")
     logits = run(model.eval(), inputs).logits
-    saved_logits = run(saved.eval(), inputs).logits
-    assert torch.equal(saved_logits, logits)
+    assert torch.equal(run(saved.eval(), inputs).logits, logits)
 
 
 def assert_labels_fit(predicted):
@@ -95,8 +91,7 @@ def assert_labels_fit(predicted):
     labels = torch.from_numpy(predicted.label_ids)
     assert logits.shape[:2] == labels.shape
     predictions = logits[:, :-1].flatten(0, 1)
-    next_tokens = labels[:, 1:].flatten()
-    loss = F.cross_entropy(predictions, next_tokens)
+    loss = F.cross_entropy(predictions, labels[:, 1:].flatten())
     reported = predicted.metrics["test_loss"]
     assert float(loss) == pytest.approx(reported, rel=1e-4)
 

@@ -55,8 +55,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
     weights = load_file(tmp_path / "weights.safetensors")
     expected = single.model.state_dict()
     history = weights.pop("model.qtsplus.rho_history")
-    expected_history = expected.pop("model.qtsplus.rho_history")
-    difference = history - expected_history
+    difference = history - expected.pop("model.qtsplus.rho_history")
     assert abs(int(difference[0])) < 2**16
     assert difference[1] == 0
     torch.testing.assert_close(weights, dict(expected), atol=5e-5, rtol=5e-5)

@@ -47,8 +47,7 @@ def test_micro_batches_add_up_to_one_big_batch(tmp_path, gate):
 def test_sum_of_sources_splits_too(tmp_path):
     halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     whole = trained(tmp_path, sft_loss="sum_of_sources")
-    split = trained(tmp_path, sft_loss="sum_of_sources", **halves)
-    assert_same_training(whole, split)
+    assert_same_training(whole, trained(tmp_path, sft_loss="sum_of_sources", **halves))
     line = steps(whole)[0]
     terms = [line.get(f"loss_{source}", 0.0) for source in ("mcq", "vqa", "caption")]
     terms += [line[name] for name in PENALTIES]
@@ -195,16 +194,13 @@ def test_evaluation_is_a_mean_over_tokens(tmp_path):
         trainer.evaluate()
         return trainer.state.log_history[-1]
 
-    together = evaluated(4)
-    assert together["eval_loss"] == pytest.approx(loss, rel=1e-5)
-    one_by_one = evaluated(1)
-    assert one_by_one["eval_loss_lm"] == pytest.approx(loss, rel=1e-5)
+    assert evaluated(4)["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert evaluated(1)["eval_loss_lm"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_longest_video_of_the_training_is_noted(tmp_path):
     batch = collate(examples(4))
-    steps_of_videos = batch["video_grid_thw"][:, 0]
-    seconds = steps_of_videos * torch.as_tensor(batch["second_per_grid_ts"])
+    seconds = batch["video_grid_thw"][:, 0] * torch.as_tensor(batch["second_per_grid_ts"])
     trained(tmp_path, max_steps=1).save_model()
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["qtsplus_config"]["trained_seconds"] == pytest.approx(float(seconds.max()), abs=0.05)

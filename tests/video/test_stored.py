@@ -165,9 +165,7 @@ def test_index_makes_what_a_damaged_line_held(folder, mine, loaded, number, dama
     del lines[number]
     journal.write_text("".join(lines))
     index(mine, folder, *loaded)
-    again = Library(folder, *loaded)
-    moments = again.find(QUESTION)
-    assert moments == whole.find(QUESTION)
+    assert Library(folder, *loaded).find(QUESTION) == whole.find(QUESTION)
     after = written(folder)
     unchanged = before.items() & after.items()
     assert len(unchanged) >= 1
@@ -256,14 +254,12 @@ def test_most_videos_gone_at_once_delete_nothing(videos, loaded, tmp_path):
     with pytest.raises(ValueError, match=r"3 of 4 videos of .* are not in .*: 0.mp4, 1.mp4, 2.mp4\. .* --prune"):
         index(mine, folder, *loaded)
     assert written(folder) == before
-    pruned = index(mine, folder, *loaded, prune=True)
-    assert len(pruned.files) == 1
+    assert len(index(mine, folder, *loaded, prune=True).files) == 1
     assert len(written(folder)) == 1
     (mine / "3.mp4").rename(mine / "moved.mp4")
     for number in range(3):
         (elsewhere / f"{number}.mp4").rename(mine / f"{number}.mp4")
-    again = index(mine, folder, *loaded)
-    assert len(again.files) == 4, "one that was moved is not gone"
+    assert len(index(mine, folder, *loaded).files) == 4, "one that was moved is not gone"
 
 
 def test_another_folder_with_one_of_the_films_does_not_take_the_place(mine, loaded, tmp_path):
@@ -275,8 +271,7 @@ def test_another_folder_with_one_of_the_films_does_not_take_the_place(mine, load
     reason = r"1 of 2 videos of .* are not in .*other, or cannot be read: b.mp4\. .* --prune"
     with pytest.raises(ValueError, match=reason):
         index(other, folder, *loaded)
-    pruned = index(other, folder, *loaded, prune=True)
-    assert list(pruned.files) == ["a.mp4"]
+    assert list(index(other, folder, *loaded, prune=True).files) == ["a.mp4"]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -412,14 +407,12 @@ OTHER_HEADERS = [
 @pytest.mark.parametrize("kind", OTHER_FEATURES)
 def test_other_features_are_one_line_and_made_anew(folder, mine, loaded, kind):
     """From a stranger, whose digests are right."""
-    path = store_others(folder, OTHER_FEATURES[kind])
-    check_made_again(folder, mine, loaded, path)
+    check_made_again(folder, mine, loaded, store_others(folder, OTHER_FEATURES[kind]))
 
 
 @pytest.mark.parametrize("about", OTHER_HEADERS, ids=str)
 def test_what_another_header_says_is_one_line_and_made_anew(folder, mine, loaded, about):
-    path = store_others(folder, **about)
-    check_made_again(folder, mine, loaded, path)
+    check_made_again(folder, mine, loaded, store_others(folder, **about))
 
 
 @pytest.mark.parametrize("about", ["{", "[]", "[" * 100_000, None], ids=["no JSON", "a list", "nested", "none"])

@@ -73,8 +73,7 @@ def write_subtitles(path, draw):
     for _ in range(draw.choice([1, 1, 2, 5])):
         word = draw.choice(draw.choice([WORDS[:2], WORDS]))
         parts.append(draw.choice(CUES).replace("{word}", word))
-    text = "".join(parts)
-    data = text.encode(draw.choice(["utf-8", "utf-16", "utf-8-sig"]))
+    data = "".join(parts).encode(draw.choice(["utf-8", "utf-16", "utf-8-sig"]))
     if draw.random() < 0.4:
         data = draw.choice([flip, cut, garble])(data, draw, False)
     path.write_bytes(data)

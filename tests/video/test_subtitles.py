@@ -318,8 +318,7 @@ def write_tracks(path, **flags_of):
     """A video with these tracks, each with a text and the flags of its track."""
     tracks = []
     for text, flags in flags_of.items():
-        file = write_srt(path.with_name(f"{text}.srt"), text)
-        tracks.append((file, flags))
+        tracks.append((write_srt(path.with_name(f"{text}.srt"), text), flags))
     return write_film(path, seconds=4, tracks=tracks)
 
 
@@ -337,8 +336,7 @@ def test_a_forced_track_does_not_hide_the_full_one(tmp_path, tracks, expected):
 
 
 def test_a_file_that_is_too_large_is_refused(talk):
-    beside = talk.with_suffix(".srt")
-    write_srt(beside, "a" * reader.MAX_FILE_BYTES)
+    write_srt(talk.with_suffix(".srt"), "a" * reader.MAX_FILE_BYTES)
     with pytest.raises(ValueError, match="talk.srt' cannot be read: it is larger than 8 MiB"):
         read_subtitles(talk)
 
