@@ -56,13 +56,11 @@ def test_questions_through_a_pipe(chat):
     assert first["evidence"][0]["video"] == "demo.mp4"
 
 
-def test_what_an_answer_about_two_videos_rests_on_is_drawn(chat, tmp_path):
-    drawn = tmp_path / "drawn"
-    result = chat([INSIDE, f"/evidence {drawn}"], "--json", videos=(CLIP, CLIP))
+def test_an_answer_about_two_videos_names_both(chat):
+    result = chat([INSIDE], "--json", videos=(CLIP, CLIP))
     answer = json.loads(result.stdout)
     assert answer["answer"] == MARK
     assert answer["video"] == "demo.mp4, demo.mp4 (2)"
-    assert visible_names(drawn) == ["answer.json", "frames-1.png", "frames-2.png"]
 
 
 def test_a_conversation_that_is_too_long_says_what_is_left_out(tiny_published, tmp_path):
@@ -82,7 +80,6 @@ def test_a_conversation_that_is_too_long_says_what_is_left_out(tiny_published, t
 
 
 BAD_LINES = {
-    "/evidence": "ask something first",
     "/nope": "there is no command /nope",
 }
 
@@ -95,15 +92,6 @@ def test_a_line_that_fails_is_one_line_and_the_next_is_answered(chat, line):
 def test_bytes_that_are_no_text_are_one_line(tiny_published, shared_model):
     result = run("chat", tiny_published, CLIP, text=b"\xff\xfe\n" + INSIDE.encode())
     assert_answered_after_an_error(result, "expected Unicode")
-
-
-def test_a_folder_that_is_the_users_own_is_left_alone(chat, tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
-    result = chat([INSIDE, f"/evidence {tmp_path}", COLOURS])
-    assert result.exit_code == 1
-    assert "mine.txt" in result.stderr
-    assert TAKEN in result.stdout
-    assert visible_names(tmp_path) == ["mine.txt"]
 
 
 def test_a_video_that_is_not_there_ends_before_anything_is_loaded(chat):

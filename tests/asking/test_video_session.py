@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from clips import make_world, render_world, write_mp4
 from qtsplus.asking import answers, session
 from qtsplus.asking.question import Batch, prompt_inputs
-from qtsplus.asking.session import VideoSession
+from qtsplus.asking.session import MOST_TURNS, VideoSession
 from qtsplus.live.stream import Stream
 
 FRONT = make_world(10)
@@ -492,15 +492,6 @@ def reached(loaded):
     hook.remove()
 
 
-def test_a_chat_forgets_turns_that_can_never_be_read_again(fresh, positions):
-    positions(300)
-    fresh.turns = TURNS * 50
-    fresh.chat(LAST, retention=0.1, **SHORT)
-    words = [len(fresh.processor.text_ids(turn)) for turn in fresh.turns]
-    assert fresh.turns[-2] == LAST
-    assert 100 < sum(words) < 300
-
-
 @pytest.mark.parametrize("position_ids", ["original", "sequential"])
 def test_the_oldest_turns_that_have_no_positions_are_left_out(fresh, positions, reached, monkeypatch, position_ids):
     """As few as will do. The answer is that of the other turns, and every token has a position that the model has."""
@@ -539,6 +530,10 @@ def test_a_long_conversation_goes_on(fresh, positions):
     assert not warned[2]
     assert warned[-1]
     assert len(fresh.turns) == 20
+    fresh.turns = ["Who?", "A dog."] * MOST_TURNS
+    fresh.chat("Where?", **SHORT)
+    assert len(fresh.turns) == 2 * MOST_TURNS
+    assert fresh.turns[-2] == "Where?"
 
 
 @pytest.mark.parametrize("way", ["ask", "chat", "stream", "one_shot"])

@@ -338,7 +338,7 @@ def test_an_answer_that_rests_on_a_whole_video_fills_no_screen(loaded, capsys):
     print_answer(replace(answer, evidence=evidence))
     shown = capsys.readouterr().out
     assert shown.count("of the relevance") == 10
-    assert "and in 190 other stretches, which --json lists" in shown
+    assert "and in others, which --json lists" in shown
 
 
 @pytest.fixture
@@ -346,7 +346,7 @@ def check_line(tmp_path):
     """Checks a file of records."""
     file = tmp_path / "records.jsonl"
     file.write_text('{"video": "a.mp4", "question": "What?", "answer": "red"}')
-    return [sys.executable, "-m", "qtsplus.cli", "data", "check", file, "--no-media"]
+    return [sys.executable, "-m", "qtsplus.cli", "data", "check", file]
 
 
 @pytest.mark.parametrize("command", ["ask", "data check"])
@@ -384,7 +384,7 @@ def test_the_name_of_a_video_does_not_move_the_cursor(command, tiny_mp4, tiny_pu
     line = [command] + [str(word) for word in lines[command]]
     if command != "convert":
         line += ["--model", str(tiny_published)]
-    result = CliRunner().invoke(app, line, input="Who?\n/evidence\n")
+    result = CliRunner().invoke(app, line, input="Who?\n")
     said = result.stdout + result.stderr
     assert "a\\x1b[31m\\u202e" in said
     assert "\x1b" not in said

@@ -144,7 +144,6 @@ def test_the_command_lists_bad_rows_and_ends_with_1(tmp_path, tiny_mp4):
     media, summary = result.stdout.splitlines()
     assert media.startswith("Row 2 (c2): There is no video at")
     assert summary == "2 rows, 1 of them bad; 2 videos looked at."
-    assert run(path, "--no-media").stdout == "2 rows, none of them bad; 0 videos looked at.\n"
 
 
 def test_the_command_ends_with_0_for_a_good_set(tmp_path, tiny_mp4):
@@ -164,7 +163,6 @@ def test_the_command_ends_with_0_for_a_good_set(tmp_path, tiny_mp4):
         (["{broken}"], "is not a JSON array of records"),
         ([""], "is empty"),
         (["{set}", "--media-root", ""], "is empty"),
-        (["{set}", "--no-media", "--media-root", "{missing}"], "has no effect with --no-media"),
     ],
 )
 def test_what_cannot_be_checked_ends_in_one_line(arguments, message, tmp_path):

@@ -18,7 +18,7 @@ from .question import Question, check_name, check_question
 
 T = TypeVar("T")
 
-_TURN_TOKENS = 2  # that a chat template adds to each turn, at least
+MOST_TURNS = 100  # questions, with their answers, that a conversation remembers
 
 
 def ask(
@@ -233,23 +233,13 @@ class VideoSession:
         Answers a question that knows those before and their answers.
 
         The model reads the whole conversation, with the visual tokens that this question's own words choose: a
-        follow-up should name what it is about. The oldest turns are left out where the model has no positions for them;
-        a warning of the answer says so. Threads take turns.
+        follow-up should name what it is about. [`MOST_TURNS`] questions are remembered. The oldest are left out where the
+        model has no positions for them; a warning of the answer says so. Threads take turns.
         """
         with self._talking:
             answer = self.ask(question, turns=self.turns, **generation)
-            self.turns = self._newest(self.turns + [question, answer.answer])
+            self.turns = [*self.turns, question, answer.answer][-2 * MOST_TURNS :]
         return answer
-
-    def _newest(self, turns: list[str]) -> list[str]:
-        """The newest questions with their answers: those whose words alone do not exceed the model's positions."""
-        positions = self.model.config.get_text_config().max_position_embeddings
-        for number in range(len(turns) - 2, -1, -2):
-            for turn in turns[number : number + 2]:
-                positions -= len(self.processor.text_ids(turn)) + _TURN_TOKENS
-            if positions < 0:
-                return turns[number + 2 :]
-        return turns
 
     def reset(self) -> None:
         """Ends the conversation; the videos stay."""

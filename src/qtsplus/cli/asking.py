@@ -74,10 +74,10 @@ def ask(
     else:
         timings["encode"] = talk.add(video, sampling, subtitles, printable(shown_name(video))).seconds
     answer = talk.ask(question, asking)
-    answer = talk.last = replace(answer, timings=timings | answer.timings)
+    answer = replace(answer, timings=timings | answer.timings)
     print_answer(answer, talk.is_library, as_json)
     if evidence is not None:
-        talk.draw(evidence)
+        talk.draw(answer, video, evidence)
 
 
 def print_forecast(
@@ -109,7 +109,7 @@ def print_forecast(
 
 
 class Talk:
-    """Videos that are asked about in a session, or a library; and the answer that came last."""
+    """Videos that are asked about in a session, or a library."""
 
     def __init__(self, video: str, source: Source, selection: Any) -> None:
         from ..asking.session import VideoSession
@@ -119,9 +119,7 @@ class Talk:
             self.about: Any = open_library(Path(video), source, selection)
         else:
             self.about = VideoSession(*source.load(selection))
-        self.places: dict[str, str] = {}  # of the videos, as they were named here
         self.warnings = set(self.about.warnings)  # that the log has said
-        self.last: Answer | None = None
 
     def add(
         self,
@@ -132,7 +130,6 @@ class Talk:
     ) -> "EncodedVideo":
         """Encodes one more video."""
         name = self.about.add(video, name, progress=True, subtitles=subtitles is not None, **sampling.options())
-        self.places[name] = video
         encoded = self.about.video(name)
         self.warnings.update(encoded.about.warnings)
         return encoded
@@ -141,9 +138,9 @@ class Talk:
         """A question to a library stands alone."""
         ask = self.about.ask if self.is_library else self.about.chat
         with notes.status("Asking"):
-            self.last = ask(question, **options)
-        self.note_new(self.last)
-        return self.last
+            answer = ask(question, **options)
+        self.note_new(answer)
+        return answer
 
     def note_new(self, read: "Answer | Summary") -> None:
         """Says the warnings that the log has not said."""
@@ -151,22 +148,21 @@ class Talk:
             if warning not in self.warnings:
                 note(warning)
 
-    def draw(self, folder: Path) -> None:
-        """Draws what the last answer rests on."""
+    def draw(self, answer: "Answer", place: str, folder: Path) -> None:
+        """Draws what an answer rests on, about the library or the one video that was named by its place."""
         from ..asking.picture import draw_evidence
         from ..video.encoded import IN_MEMORY
 
-        assert self.last is not None
         videos = {}
-        for name in self.last.keep_maps:
+        for name in answer.keep_maps:
             if self.is_library:
                 video = self.about.with_file(name)
             else:  # by the address that was asked for: what it is called may leave out a password
-                video = replace(self.about.video(name), video=self.places[name])
+                video = replace(self.about.video(name), video=place)
             if video.video == IN_MEMORY:
                 note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
             videos[name] = video
-        draw_evidence(self.last, videos, folder)
+        draw_evidence(answer, videos, folder)
         note(f"Wrote {folder}")
 
 
@@ -267,9 +263,8 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
             span = f"{printable(interval.name)}, {span}"
         table.add_row(heading, f"{span}  ({interval.weight:.0%} of the relevance)")
         heading = ""
-    more = len(answer.evidence) - SHOWN
-    if more > 0:
-        table.add_row("", f"and in {more} other stretches, which --json lists")
+    if len(answer.evidence) > SHOWN:
+        table.add_row("", "and in others, which --json lists")
     if answer.seen is not None:
         threshold = answer.seen_threshold or 0.0
         verdict = "probably" if answer.seen >= threshold else "probably not"

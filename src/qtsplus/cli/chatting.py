@@ -1,7 +1,6 @@
 """`qtsplus chat`: a conversation about videos, line by line, in a terminal or through a pipe."""
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +12,7 @@ from .asking import Talk, check_videos, print_answer
 from .console import complain, describe, note
 from .models import Source
 
-_EVIDENCE = "/evidence FOLDER draws what the last answer rests on"
-_HELP = "Commands: /evidence FOLDER, /quit. Anything else is a question."
+_HELP = "/quit ends. Anything else is a question."
 
 
 @options.command
@@ -36,8 +34,7 @@ def chat(
     Every question to a library searches all of it, and may be answered from another video than the one before. So it
     stands alone, as for `qtsplus ask`: name in each what it is about.
 
-    A question stands on a line of its own. /evidence draws what the last answer rests on into a folder; /quit ends.
-    From a pipe, a line that fails makes the exit code 1.
+    A question stands on a line of its own; /quit ends. From a pipe, a line that fails makes the exit code 1.
     """
     check_videos(videos, dict(vars(sampling), subtitles=subtitles))
     asking = dict(vars(choice), max_new_tokens=max_new_tokens, subtitles=subtitles)
@@ -63,16 +60,11 @@ def _listen(talk: Talk, asking: dict[str, Any], as_json: bool) -> int:
     while True:
         try:
             text = input(prompt).strip()
-            command, _, folder = text.partition(" ")
             if text == "/quit":
                 return failed
-            if command == "/evidence":
-                if talk.last is None or not folder:
-                    raise ValueError(f"{_EVIDENCE}: ask something first, and name a folder")
-                talk.draw(Path(folder).expanduser())
-            elif command.startswith("/"):
-                raise ValueError(f"there is no command {command}. {_HELP}")
-            elif text:
+            if text.startswith("/"):
+                raise ValueError(f"there is no command {text}. {_HELP}")
+            if text:
                 print_answer(talk.ask(text, asking), talk.is_library, as_json)
         except EOFError:
             return failed

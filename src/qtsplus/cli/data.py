@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from ..common.files import counted, printable
-from .console import fail
 from .options import MediaRoot, command
 
 data_app = typer.Typer(help="Check training data.", no_args_is_help=True)
@@ -18,9 +17,6 @@ data_app = typer.Typer(help="Check training data.", no_args_is_help=True)
 def check(
     path: Annotated[Path, typer.Argument(help="JSONL, JSON or Parquet.", metavar="SET")],
     media_root: MediaRoot = None,
-    media: Annotated[
-        bool, typer.Option("--media/--no-media", help="Look for every video; decode a frame of it.")
-    ] = True,
 ) -> None:
     """
     Check a set, and list every bad row.
@@ -28,14 +24,12 @@ def check(
     Looks for rows that are no records, and for videos that are missing or broken. Ends with 1 where anything is wrong,
     and with 2 where nothing could be checked.
     """
-    if media_root is not None and not media:
-        fail("--media-root has no effect with --no-media; leave one of them out")
     # Nothing is written that could be left half done: Ctrl-C ends the process, whatever its threads do.
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from ..data.check import check_set
 
-        checked = check_set(path, media_root, media)
+        checked = check_set(path, media_root)
     finally:
         signal.signal(signal.SIGINT, interrupt)
     for bad in checked.bad:

@@ -25,17 +25,15 @@ class Checked:
     videos: int  # the number of videos that were looked at
 
 
-def check_set(
-    path: AnyPath,
-    media_root: AnyPath | None = None,
-    media: bool = True,
-) -> Checked:
+def check_set(path: AnyPath, media_root: AnyPath | None = None) -> Checked:
     """
-    Checks a set in any format of [`iter_rows`]; a `ValueError` for one that cannot be read at all, or holds no row.
+    Checks a set in any format of [`iter_rows`], and decodes a frame of every video.
 
     Args:
         media_root: where its videos are looked for; beside the file when absent.
-        media: look for every video, and decode a frame of it.
+
+    Raises:
+        ValueError: a set that cannot be read at all, or holds no row.
     """
     root = media_folder(path, media_root)
     rows_of_video: dict[str, list[tuple[int, str | None]]] = {}  # numbers and names, by the place of the video
@@ -45,7 +43,7 @@ def check_set(
         count += 1
         if row.record is None:
             bad.append(BadRow(row.number, row.id, str(row.problem)))
-        place = locate(row, root) if media else None
+        place = locate(row, root)
         if place is not None:
             rows_of_video.setdefault(place, []).append((row.number, row.id))
     if count == 0:
