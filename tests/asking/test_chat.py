@@ -79,16 +79,6 @@ def test_a_conversation_that_is_too_long_says_what_is_left_out(tiny_published, t
     assert not result.stdout
 
 
-BAD_LINES = {
-    "/nope": "there is no command /nope",
-}
-
-
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_a_line_that_fails_is_one_line_and_the_next_is_answered(chat, line):
-    assert_answered_after_an_error(chat([line, INSIDE]), BAD_LINES[line])
-
-
 def test_bytes_that_are_no_text_are_one_line(tiny_published, shared_model):
     result = run("chat", tiny_published, CLIP, text=b"\xff\xfe\n" + INSIDE.encode())
     assert_answered_after_an_error(result, "expected Unicode")

@@ -189,8 +189,7 @@ class _Prompts:
             return kept
         relevance = kept.relevance
         if relevance is not None and len(relevance):
-            tokens = sum(map(prod, self.layout.grids[VIDEO]))
-            whole = torch.zeros(tokens)
+            whole = torch.zeros(sum(map(prod, self.layout.grids[VIDEO])))
             whole[self.places] = relevance.float().cpu()
             relevance = whole
         return replace(kept, indices=self.places[kept.indices], relevance=relevance)

@@ -71,8 +71,7 @@ def evidence_intervals(
         weights = relevance.detach().cpu().double()
     if weights.sum() == 0:
         weights[kept_indices.cpu()] = 1.0
-    highest = weights.max()
-    strong = (weights > 0) & (weights >= strong_share * highest)
+    strong = (weights > 0) & (weights >= strong_share * weights.max())
     weights = weights / weights.sum()
     sure = SURE * weights.max()
 
@@ -81,8 +80,7 @@ def evidence_intervals(
     weight_maps = token_maps(weights, grids)
     maps = zip(strong_maps, weight_maps, second_per_grid_ts, strict=False)
     for video, (is_strong, weight, seconds) in enumerate(maps):
-        strong_steps = is_strong.any(2).any(1).tolist()
-        for first, end in _runs(strong_steps):
+        for first, end in _runs(is_strong.any(2).any(1).tolist()):
             stretch = weight[first:end]
             if stretch.max() < sure:
                 continue

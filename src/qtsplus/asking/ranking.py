@@ -45,8 +45,7 @@ class Piece:
         metadata.total_num_frames = round(seconds * metadata.fps)
         grid = video.video_grid_thw.clone()
         grid[0, 0] = self.last - self.first
-        features_by_step = video.features.unflatten(0, (steps, -1))
-        features = features_by_step[self.first : self.last].flatten(0, 1)
+        features = video.features.unflatten(0, (steps, -1))[self.first : self.last].flatten(0, 1)
         about = replace(
             video.about,
             metadata=metadata,
@@ -115,8 +114,7 @@ class StandingQuestion:
         layer = scoring_layer(model)
         ids = torch.tensor(processor.text_ids(question), device=model.device)
         states = selector.contextualise(model.get_input_embeddings()(ids))
-        normed = layer.q_norm(states)
-        projected = layer.q_proj(normed).float().cpu()
+        projected = layer.q_proj(layer.q_norm(states)).float().cpu()
         queries = projected.unflatten(-1, (-1, layer.head_dim)).transpose(0, 1)
         queries = queries / layer.head_dim**0.5
         self.reduction = selector.config.reduction
@@ -145,8 +143,7 @@ class StandingQuestion:
 
     def _scores(self, keys: Tensor) -> Tensor:
         """`[k, rows]` of keys `[k, key_width]`."""
-        keys_of_heads = keys.unflatten(1, (len(self.queries), -1)).permute(1, 2, 0)
-        products = self.queries @ keys_of_heads
+        products = self.queries @ keys.unflatten(1, (len(self.queries), -1)).permute(1, 2, 0)
         scores = products.flatten(0, 1).T
         if self.reduction == "sum":
             return scores.logsumexp(1, keepdim=True)

@@ -63,10 +63,8 @@ def narrowed(
     room -= int(is_text.sum())
     for _, height, width in grids:
         room -= max(height, width)
-    positions_per_step = backbone.tokens_per_second * videos[0].seconds_per_step
-    steps_in_room = room / max(positions_per_step, 1)
-    most_steps = int(steps_in_room) - 1
-    numbers = within([video.rows for video in videos], max(most_steps, 1))
+    steps_in_room = room / max(backbone.tokens_per_second * videos[0].seconds_per_step, 1)
+    numbers = within([video.rows for video in videos], max(int(steps_in_room) - 1, 1))
     layout = at_steps(backbone, layout, numbers)
     layout = layout.narrow([video.places for video in videos])
     if backbone.rope_axes == 1:  # the language model counts tokens: those that are there
@@ -113,9 +111,7 @@ def within(
         numbers_of_row = []
         for step in steps:
             number = step - oldest
-            true_number = number - excess
-            older_number = int(number * share)
-            numbers_of_row.append(max(true_number, older_number))
+            numbers_of_row.append(max(number - excess, int(number * share)))
         numbers.append(numbers_of_row)
     return numbers
 
@@ -158,8 +154,7 @@ def _shifts(
     device = layout.rows[0].positions.device
     steps = torch.tensor(numbers, device=device)
     count = len(numbers)
-    grid = (numbers[-1] + count, 1, 1)
-    line = VisualSpan(VIDEO, video, 0, grid)
+    line = VisualSpan(VIDEO, video, 0, (numbers[-1] + count, 1, 1))
     by_selector = model.row_positions([line], line.length, layout.seconds, device)
     by_language_model = model.language_positions([line], by_selector)
     selector_clock = by_selector[0]

@@ -233,8 +233,8 @@ class VideoSession:
         Answers a question that knows those before and their answers.
 
         The model reads the whole conversation, with the visual tokens that this question's own words choose: a
-        follow-up should name what it is about. [`MOST_TURNS`] questions are remembered. The oldest are left out where the
-        model has no positions for them; a warning of the answer says so. Threads take turns.
+        follow-up should name what it is about. [`MOST_TURNS`] questions are remembered. The oldest are left out where
+        the model has no positions for them; a warning of the answer says so. Threads take turns.
         """
         with self._talking:
             answer = self.ask(question, turns=self.turns, **generation)

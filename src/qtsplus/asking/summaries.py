@@ -69,8 +69,7 @@ class StopRepeating(StoppingCriteria):
         ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         longest = min(REPEATED_TOKENS, input_ids.shape[1] // REPEATS)
         for length in range(1, longest + 1):
-            tail = input_ids[:, -length * REPEATS :]
-            repeats = tail.unflatten(1, (REPEATS, length))
+            repeats = input_ids[:, -length * REPEATS :].unflatten(1, (REPEATS, length))
             ended |= (repeats == repeats[:, :1]).all(2).all(1)
         return ended
 
@@ -132,8 +131,7 @@ def summarise(
         if isinstance(video, Remembered):
             raise ValueError("A stream's memory has no chapters to summarise: ask it a question instead.")
         known.append(video.about)
-        edges = list(chapter_steps(video, chapter_seconds))
-        for first, last in with_bar(edges, printable(name)):
+        for first, last in with_bar(list(chapter_steps(video, chapter_seconds)), printable(name)):
             (answer,) = answer_questions(
                 model,
                 processor,
@@ -175,9 +173,7 @@ def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, in
     edges = video.steps
     steps = len(edges) - 1
     tokens = video.features.unflatten(0, (steps, -1)).float()
-    later = tokens[1:]
-    earlier = tokens[:-1]
-    difference = 1 - F.cosine_similarity(later, earlier, dim=-1)
+    difference = 1 - F.cosine_similarity(tokens[1:], tokens[:-1], dim=-1)
     changes = [0.0] + difference.mean(1).tolist()  # how much each step differs from the one before
 
     def split(first: int, last: int) -> Iterator[tuple[int, int]]:

@@ -155,10 +155,8 @@ class Talk:
 
         videos = {}
         for name in answer.keep_maps:
-            if self.is_library:
-                video = self.about.with_file(name)
-            else:  # by the address that was asked for: what it is called may leave out a password
-                video = replace(self.about.video(name), video=place)
+            # By the address that was asked for: what a video is called may leave out a password.
+            video = self.about.with_file(name) if self.is_library else replace(self.about.video(name), video=place)
             if video.video == IN_MEMORY:
                 note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
             videos[name] = video

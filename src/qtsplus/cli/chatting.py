@@ -12,8 +12,6 @@ from .asking import Talk, check_videos, print_answer
 from .console import complain, describe, note
 from .models import Source
 
-_HELP = "/quit ends. Anything else is a question."
-
 
 @options.command
 def chat(
@@ -44,7 +42,7 @@ def chat(
             for video in videos:
                 encoded = talk.add(video, sampling, subtitles)
                 note(f"{encoded.video}: {len(encoded.features)} visual tokens")
-        note(_HELP)
+        note("/quit ends. Anything else is a question.")
         failed = _listen(talk, asking, as_json)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -62,8 +60,6 @@ def _listen(talk: Talk, asking: dict[str, Any], as_json: bool) -> int:
             text = input(prompt).strip()
             if text == "/quit":
                 return failed
-            if text.startswith("/"):
-                raise ValueError(f"there is no command {text}. {_HELP}")
             if text:
                 print_answer(talk.ask(text, asking), talk.is_library, as_json)
         except EOFError:

@@ -71,8 +71,7 @@ def evaluate_records(
         if not has_rate and os.path.isdir(str(record.video)):
             raise ValueError(f'{record.video} is a folder of frames: give its rate in its records, such as "fps": 2.')
         check_question(model, processor, record.question)
-        answer_ids = processor.text_ids(record.answer)
-        max_new_tokens = max(max_new_tokens, len(answer_ids) + 2)
+        max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
     if matcher is not is_exact:
         max_new_tokens = max(max_new_tokens, SENTENCE)
     choice = Choice(retention=retention, selection=selection)

@@ -164,8 +164,7 @@ def adopt_tokenizer(config, processor) -> None:
     for name, value in processor.query_token_ids.items():
         setattr(config, name, value)
     inputs = processor.apply_chat_template(_A_QUESTION_ALONE, tokenize=True, return_dict=True, return_tensors="pt")
-    question = find_query_mask(inputs["input_ids"], None, **question_token_ids(config))
-    if not question.any():
+    if not find_query_mask(inputs["input_ids"], None, **question_token_ids(config)).any():
         raise ValueError(
             f"The chat template of this tokenizer writes no question that begins with {processor.user_turn!r} and ends "
             f"with {processor.turn_end!r}, by which a question is found: give it a template that does."

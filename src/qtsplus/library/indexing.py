@@ -274,8 +274,7 @@ class _Indexing:
             device="cpu",
             **self.sampling.options(),
         )
-        state = file_state(path)
-        if not state.items() <= entry.items():
+        if not file_state(path).items() <= entry.items():
             raise ValueError("It was changed while it was read; run the same command again.")
         return encoded
 

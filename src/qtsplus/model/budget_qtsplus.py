@@ -107,8 +107,7 @@ class QTSplusLossHead(nn.Module):
         parts = torch.stack([shares[0], total, 1 - total])
         log_parts = parts.clamp(min=1e-4).log()
         mean_query = query.float().mean(0)
-        features = torch.cat([mean_query, log_parts, entropy[None], log_counts])
-        logits = self.mlp(features).flatten()
+        logits = self.mlp(torch.cat([mean_query, log_parts, entropy[None], log_counts])).flatten()
         falls = F.softplus(logits - 4)  # small before training
         return falls.flip(0).cumsum(0).flip(0)
 

@@ -241,12 +241,10 @@ def regular_clock(times: np.ndarray, length: float) -> tuple[int, float] | None:
     num_gaps = len(times) - 1
     fps = float(num_gaps / last)  # as if the last frame lasted as long as the others on average
     constant = np.arange(len(times)) / fps
-    early_or_late = np.abs(times - constant)
-    if early_or_late.max() <= NEAR:
+    if np.abs(times - constant).max() <= NEAR:
         return len(times), fps
     gaps = np.diff(times)
     typical_gap = np.median(gaps[gaps > 0])
-    typical_fps = float(1 / typical_gap)
-    fps = max(round(typical_fps, 3), SLOWEST)
+    fps = max(round(float(1 / typical_gap), 3), SLOWEST)
     through_last = int(last * fps) + 1
     return max(round(length * fps), through_last), fps

@@ -78,8 +78,7 @@ class KeptColumns:
                 "output.qtsplus.columns says which columns are left."
             )
         index = places.clamp(min=0)[..., None]
-        index_of_states = index.expand(-1, -1, states.shape[-1])
-        return states.gather(1, index_of_states)
+        return states.gather(1, index.expand(-1, -1, states.shape[-1]))
 
 
 # --- Decoding behind a shortened prompt ---

@@ -41,8 +41,7 @@ def question_turns(processor: "QTSplusProcessorMixin", conversation: list, *args
         elif question == len(messages) - 1:
             turns.append(-1)
         else:
-            through_question = messages[: question + 1]
-            turn = _count_user_turns(processor, through_question, *args, **kwargs) - 1
+            turn = _count_user_turns(processor, messages[: question + 1], *args, **kwargs) - 1
             if processor.tokenizer.truncation_side == "left":  # turns at the beginning may be cut off
                 turn -= _count_user_turns(processor, messages, *args, **kwargs)
             turns.append(turn)

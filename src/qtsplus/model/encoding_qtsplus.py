@@ -96,8 +96,7 @@ def _repeat_steps(features: Tensor, is_new: Tensor) -> Tensor:
     if is_new.all():
         return features
     by_step = features.unflatten(0, (int(is_new.sum()), -1))
-    last_new = is_new.cumsum(0) - 1
-    return by_step[last_new].flatten(0, 1)
+    return by_step[is_new.cumsum(0) - 1].flatten(0, 1)
 
 
 def new_steps(steps: Tensor) -> Tensor:
@@ -127,8 +126,7 @@ def _encode_steps(
     for chunk in _chunks(model, steps, frames_per_chunk):
         pixels = []
         for piece in chunk:
-            steps_of_piece = steps[piece.index][piece.first : piece.stop]
-            pixels.append(steps_of_piece.flatten(0, 1))
+            pixels.append(steps[piece.index][piece.first : piece.stop].flatten(0, 1))
         indices = [piece.index for piece in chunk]
         counts = [piece.steps for piece in chunk]
         grid = grid_thw[indices]

@@ -321,8 +321,7 @@ class QTSplusBackboneMixin:
         axes = torch.stack(cells).flatten(1)
         if span.line:  # a newline has the position of the token in front of it
             lines = axes.unflatten(1, (-1, span.line))
-            with_newlines = torch.cat([lines, lines[..., -1:]], dim=-1)
-            axes = with_newlines.flatten(1)
+            axes = torch.cat([lines, lines[..., -1:]], dim=-1).flatten(1)
         return axes + start, start + max(len(rows), len(columns))
 
     def row_positions(

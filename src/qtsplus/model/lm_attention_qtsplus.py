@@ -133,8 +133,7 @@ def look(
         queries = queries[chosen]
     with torch.autocast(keys.device.type, enabled=False):
         query = queries[:, place].float()
-        by_key_head = query.reshape(len(keys), -1, query.shape[-1])
-        grouped = by_key_head * scaling
+        grouped = query.reshape(len(keys), -1, query.shape[-1]) * scaling
         scores = grouped @ keys.float().transpose(1, 2)
         is_later = torch.arange(keys.shape[1], device=keys.device) > place
         scores = scores.reshape(len(query), -1)
@@ -319,8 +318,7 @@ def log_attention(
     # One softmax over the text and all groups compares the groups by how much they outweigh the same text.
     text = torch.zeros_like(log_odds[0])
     odds = torch.stack([text] + log_odds).softmax(0)
-    group_shares = odds[1:].flatten(1).mean(1)
-    for group, share in zip(groups, group_shares, strict=True):
+    for group, share in zip(groups, odds[1:].flatten(1).mean(1), strict=True):
         log_shares[group] += share.log()
     return log_shares
 

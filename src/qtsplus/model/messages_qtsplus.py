@@ -69,8 +69,7 @@ def _flatten(videos) -> list[VideoRequest]:
     if videos and all(_is_frame(item) for item in videos):
         return [VideoRequest(stack_frames(videos))]
     if videos and all(_is_image_path(item) for item in videos):
-        frames = load_frames([os.fspath(item) for item in videos])
-        return [VideoRequest(frames)]
+        return [VideoRequest(load_frames([os.fspath(item) for item in videos]))]
     requests = []
     for video in videos:
         requests += _flatten(video)

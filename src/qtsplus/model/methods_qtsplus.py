@@ -166,8 +166,7 @@ def diversity(candidates: Candidates, n: int) -> Tensor:
     neighbours = Neighbours(features)
     mean = F.normalize(features.mean(0), dim=0)
     first = top_n(1 - features @ mean, 1)
-    distance = 1 - neighbours.similarities(first).flatten()
-    return add_farthest(first, distance, n, neighbours)
+    return add_farthest(first, 1 - neighbours.similarities(first).flatten(), n, neighbours)
 
 
 def coverage(candidates: Candidates, n: int) -> Tensor:
@@ -278,8 +277,7 @@ def add_farthest(
         count = max(1, len(kept) // KEPT_PER_NEW)
         count = min(count, ROUND, missing)
         chosen = _farthest(distance, count, left, neighbours)
-        to_chosen = neighbours.similarities(chosen).amax(1)
-        distance = torch.minimum(distance, 1 - to_chosen)
+        distance = torch.minimum(distance, 1 - neighbours.similarities(chosen).amax(1))
         distance.index_fill_(0, chosen, -torch.inf)
         kept = torch.cat([kept, chosen])
     return kept.sort().values
@@ -344,16 +342,14 @@ def true_places(mask: Tensor, n: int) -> Tensor:
     """
     behind_the_end = torch.where(mask, mask.cumsum(0) - 1, n)
     places = torch.full((n + 1,), -1, device=mask.device)
-    everything = torch.arange(len(mask), device=mask.device)
-    return places.scatter_(0, behind_the_end, everything)[:n]
+    return places.scatter_(0, behind_the_end, torch.arange(len(mask), device=mask.device))[:n]
 
 
 def take_rows(parts: Sequence[Tensor], indices: Tensor) -> Tensor:
     """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
     if len(parts) == 1:
         return parts[0][indices]
-    sizes = [len(part) for part in parts]
-    starts = list(accumulate(sizes, initial=0))
+    starts = list(accumulate([len(part) for part in parts], initial=0))
     bounds = torch.searchsorted(indices, torch.tensor(starts, device=indices.device))
     counts = bounds.diff().tolist()
     pieces = []

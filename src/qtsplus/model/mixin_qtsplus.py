@@ -395,8 +395,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     def image_ids(self, inputs_embeds: Tensor) -> Tensor:
         """`[B, S]`, the id of an image's placeholder wherever its embedding is, as stock finds them; 0 elsewhere."""
         image_token_id = torch.tensor([[self.config.image_token_id]], device=inputs_embeds.device)
-        placeholder = self.get_input_embeddings()(image_token_id)
-        is_image = (inputs_embeds == placeholder).all(-1)
+        is_image = (inputs_embeds == self.get_input_embeddings()(image_token_id)).all(-1)
         return is_image * image_token_id
 
     def encode_images(self, input_ids: Tensor, visual: VisualInputs) -> dict[str, SelectedFeatures]:

@@ -110,11 +110,10 @@ class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3V
         wide = nn.functional.pad(inputs_embeds, (0, self.token_width - width))
         wide = self.splice(wide, input_ids, features)
         visual = self.token_types(input_ids) != TEXT
-        deeper = wide[visual][:, width:]
         return {
             "inputs_embeds": wide[..., :width],
             "visual_pos_masks": visual,
-            "deepstack_visual_embeds": list(deeper.split(width, dim=1)),
+            "deepstack_visual_embeds": list(wide[visual][:, width:].split(width, dim=1)),
         }
 
 

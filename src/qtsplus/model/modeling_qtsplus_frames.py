@@ -302,8 +302,7 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
     ) -> list[torch.Tensor]:
         (tokens,) = self.get_video_features(pixels[None], return_dict=True).pooler_output
         sizes = grid_thw.prod(-1).tolist()
-        without_newline = tokens[: sum(sizes)]
-        return list(without_newline.split(sizes))
+        return list(tokens[: sum(sizes)].split(sizes))
 
 
 class LlavaOnevisionQTSplusForConditionalGeneration(

@@ -213,11 +213,9 @@ class Layout:
             candidates = [torch.zeros(0, dtype=torch.long)]
             num_before = 0
             for span in self.competing(row):
-                tokens = present[span.index].long()
-                candidates.append(tokens + num_before)
+                candidates.append(present[span.index].long() + num_before)
                 num_before += math.prod(self.grids[VIDEO][span.index])
-            left = torch.cat(candidates).to(row.columns.device)
-            rows.append(row.only(left))
+            rows.append(row.only(torch.cat(candidates).to(row.columns.device)))
         return replace(self, rows=rows, present=list(present))
 
 
@@ -397,8 +395,7 @@ def splice(
         video_features.append(tokens)
 
     if pad_left is None:
-        last_column = layout.mask[:, -1]
-        pad_left = bool(last_column.all())
+        pad_left = bool(layout.mask[:, -1].all())
     qtsplus.columns = pad_rows(columns, -1, pad_left)
     is_padding = qtsplus.columns < 0
     source = qtsplus.columns.clamp(min=0)

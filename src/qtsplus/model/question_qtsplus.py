@@ -82,8 +82,7 @@ def find_places(ids: Tensor, pattern: Sequence[int]) -> list[int]:
     if len(ids) < len(pattern):
         return []
     wanted = torch.tensor(list(pattern), device=ids.device)
-    windows = ids.unfold(0, len(pattern), 1)
-    begins = (windows == wanted).all(-1)
+    begins = (ids.unfold(0, len(pattern), 1) == wanted).all(-1)
     return begins.nonzero()[:, 0].tolist()
 
 
@@ -189,8 +188,7 @@ def _frame_texts(
             start -= 1
         if start < earliest:
             continue
-        shortly_before = ids[max(start - 3, 0) : start]
-        if video_token_id in shortly_before:
+        if video_token_id in ids[max(start - 3, 0) : start]:
             start -= 1  # the line break behind the frame before, or the token that closes that frame
         yield start, frame
 

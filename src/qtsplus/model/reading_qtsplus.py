@@ -43,8 +43,7 @@ def read_videos(processor: "QTSplusProcessorMixin", videos, kwargs: dict) -> tup
     frames_of_videos = []
     metadata_of_videos = []
     for request, rate, about in zip(requests, rates, metadata, strict=True):
-        by_call = read_keys(counts | {"fps": rate})
-        whole = request.over(VideoRequest(request.video, **by_call))
+        whole = request.over(VideoRequest(request.video, **read_keys(counts | {"fps": rate})))
         choose = frame_choice(processor.video_processor, whole)
         if given.get("do_sample_frames") is False and not request.samples:
             choose = choose_frames  # without a rate or a count it takes all frames
@@ -205,8 +204,7 @@ def stand_ins(
         steps = [temporal] * len(videos) if second_per_grid_ts is None else second_per_grid_ts
         metadata = []
         for video, seconds in zip(videos, steps, strict=True):
-            rate = temporal / float(seconds)
-            metadata.append(describe_frames(video, None, rate))
+            metadata.append(describe_frames(video, None, temporal / float(seconds)))
     stand_in = {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
     return videos, _with_video_options(kwargs, stand_in)
 

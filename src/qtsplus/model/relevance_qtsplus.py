@@ -153,9 +153,8 @@ def grouped_attention(
     heads that share a key/value head become more rows of one head, which every fused kernel of PyTorch supports.
     """
     kv_heads, _, head_dim = keys.shape
-    rows = queries.reshape(kv_heads, -1, head_dim)
     attention = F.scaled_dot_product_attention(
-        rows[None],
+        queries.reshape(1, kv_heads, -1, head_dim),
         keys[None],
         values[None],
     )
@@ -235,8 +234,7 @@ def log_relevance(
     precise = torch.promote_types(key_states.dtype, torch.float32)
     if reduction == "sum":  # the sum of the scores is the score of the sum
         query_states = query_states.sum(1, keepdim=True, dtype=precise)
-    grouped = query_states.reshape(kv_heads, -1, head_dim)
-    queries = grouped.to(precise) / math.sqrt(head_dim)
+    queries = query_states.reshape(kv_heads, -1, head_dim).to(precise) / math.sqrt(head_dim)
     if torch.is_grad_enabled():  # both passes give the keys a gradient, and the sum of these must not be rounded
         key_states = key_states.to(precise)
     num_rows = kv_heads * queries.shape[1]

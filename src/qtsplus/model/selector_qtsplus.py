@@ -156,8 +156,7 @@ def gumbel_noise(num_tokens: int, device: torch.device) -> Tensor:
     Standard Gumbel noise for (keep, drop), from torch's global generator: `[M, 2]` float32. It is drawn row by row, so
     that the rows of a batch see the same noise however it is cut into micro-batches.
     """
-    exponential = torch.empty(num_tokens, 2, device=device).exponential_()
-    return -exponential.log()
+    return -torch.empty(num_tokens, 2, device=device).exponential_().log()
 
 
 def gumbel_gate(
@@ -406,8 +405,7 @@ class QTSplusSelector(nn.Module):
     def unused_parameters(self) -> list[nn.Parameter]:
         """The parameters that never get a gradient: the last scoring layer's beyond attention."""
         last: Any = self.scoring_layers[-1]
-        unused = nn.ModuleList([last.v_proj, last.o_proj, last.ffn_norm, last.ffn])
-        return list(unused.parameters())
+        return list(nn.ModuleList([last.v_proj, last.o_proj, last.ffn_norm, last.ffn]).parameters())
 
     def freeze_unused(self):
         """Freezes [`unused_parameters`]. Loading creates new, trainable ones, so it is repeated after that."""
@@ -586,8 +584,7 @@ class QTSplusSelector(nn.Module):
         if self.config.rho_prior is not None:
             return self.config.rho_prior
         total = (rho * 2.0**32).sum().long()
-        count = torch.full_like(total, len(rho))
-        history = self.rho_history + torch.stack([total, count])
+        history = self.rho_history + torch.stack([total, torch.full_like(total, len(rho))])
         if training:
             self.rho_history.copy_(history)
         return (history[0] / history[1] / 2.0**32).float()

@@ -52,8 +52,7 @@ class AboutVideo:
     @property
     def largest_gap(self) -> float:
         """The longest time between two frames that are looked at, in seconds; 0 where there is one."""
-        gaps = np.diff(self.metadata.frames_indices)
-        return max(gaps.tolist(), default=0) / self.metadata.fps
+        return max(np.diff(self.metadata.frames_indices).tolist(), default=0) / self.metadata.fps
 
 
 @dataclass

@@ -275,8 +275,7 @@ def attention_rows(
     hidden = torch.arange(keys.shape[1], device=device) > places[:, None]
     with torch.autocast(device.type, enabled=False):
         groups = queries.to(precise).unflatten(0, (len(keys), -1))
-        turned_keys = keys.to(precise).transpose(1, 2)
-        scores = (groups * scaling) @ turned_keys[:, None]
+        scores = (groups * scaling) @ keys.to(precise).transpose(1, 2)[:, None]
         scores = scores.masked_fill(hidden, -torch.inf)
         return scores.softmax(-1).flatten(0, 1)
 

@@ -215,8 +215,7 @@ def loss_differences(
     """
     counts = 2 ** torch.arange(measured.shape[1], device=most.device)
     within = counts <= most[:, None]
-    with_most = measured.gather(1, within.sum(1, keepdim=True) - 1)
-    excess = measured - with_most
+    excess = measured - measured.gather(1, within.sum(1, keepdim=True) - 1)
     excess = excess.clamp(0, LOST)
     total = (F.smooth_l1_loss(predicted, excess, reduction="none") * within).sum(1)
     means = total / within.sum(1)

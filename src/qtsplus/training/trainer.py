@@ -142,8 +142,7 @@ class QTSplusTrainer(Trainer):
         counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=self.args.device)
         for batch in batches:
             counts += self._count(batch).to(counts.device)
-            longest = _longest_video(batch).to(self._longest)
-            self._longest = torch.maximum(self._longest, longest)
+            self._longest = torch.maximum(self._longest, _longest_video(batch).to(self._longest))
             self.skipped += batch.get("skipped", 0)
         self._check_skipped()
         counts = self.sum_over_processes(counts)
@@ -290,8 +289,7 @@ class QTSplusTrainer(Trainer):
         if qtsplus is None or qtsplus.log_relevance is None:
             return torch.zeros(0, device=labels.device)
         null_token = self.selector_config.null_token
-        divergences = relevance_divergences(qtsplus.log_relevance, targets, null_token)
-        return divergences.to(labels.device)
+        return relevance_divergences(qtsplus.log_relevance, targets, null_token).to(labels.device)
 
     def _count(self, batch: Mapping) -> Tensor:
         """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, those with an answer too."""
@@ -299,8 +297,7 @@ class QTSplusTrainer(Trainer):
         tokens = supervised.sum(1)
         by_source = tokens.new_zeros(len(SOURCES))
         by_source.index_add_(0, _sources(batch), tokens)
-        placeholder = base_model(self.model).config.video_token_id
-        with_vision = (batch["input_ids"] == placeholder).any(1)
+        with_vision = (batch["input_ids"] == base_model(self.model).config.video_token_id).any(1)
         answered = with_vision & (tokens > 0)
         return torch.cat([by_source, torch.stack([with_vision.sum(), answered.sum()])])
 
@@ -348,8 +345,7 @@ class QTSplusTrainer(Trainer):
 
     def save_model(self, *args, **kwargs) -> None:
         """As stock. The configuration tells the longest video of the training, so that answers about longer ones do."""
-        longest = self.accelerator.gather(self._longest).max()
-        self._raise_trained_seconds(float(longest))
+        self._raise_trained_seconds(float(self.accelerator.gather(self._longest).max()))
         super().save_model(*args, **kwargs)
 
     def _raise_trained_seconds(self, seconds: float | None) -> None:
@@ -392,8 +388,7 @@ def _longest_video(batch: Mapping) -> Tensor:
     if "video_grid_thw" not in batch:
         return torch.zeros(())
     steps = batch["video_grid_thw"][:, 0]
-    seconds = torch.as_tensor(batch["second_per_grid_ts"], device=steps.device)
-    return (steps * seconds).max()
+    return (steps * torch.as_tensor(batch["second_per_grid_ts"], device=steps.device)).max()
 
 
 def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:

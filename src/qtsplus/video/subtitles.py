@@ -159,8 +159,7 @@ def _texts(packet, codec: str) -> Iterator[str]:
 def _plain_text(written: str) -> str:
     """The words of a subtitle, in one line, without tags and without what ASS draws."""
     text = _BLOCK.sub("", _DRAWING.sub("", written))
-    words = _TAG.sub("", _BREAK.sub(" ", text))
-    return " ".join(words.split())
+    return " ".join(_TAG.sub("", _BREAK.sub(" ", text)).split())
 
 
 def check_subtitles(most: int | None, videos: Iterable["EncodedVideo"]) -> None:

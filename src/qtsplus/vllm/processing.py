@@ -305,8 +305,7 @@ def element(data) -> mm.MultiModalFieldElem:
 
 def as_bytes(fields) -> Tensor:
     """JSON as a tensor, which is all that an item may hold."""
-    content = bytearray(json.dumps(fields).encode())
-    return torch.frombuffer(content, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
 
 
 def of_bytes(content: Tensor):

@@ -82,8 +82,7 @@ def mark_of(frames: np.ndarray, about: dict) -> str:
 def _state(door: Door, processor, url: str, **reading):
     """A key that differs where a video differs, its name, or how it is read; an address is read again in a minute."""
     if is_inline(url):
-        digest = hashlib.sha256(url.encode())
-        return hashkey(digest.digest(), **reading)
+        return hashkey(hashlib.sha256(url.encode()).digest(), **reading)
     if is_address(url):
         return hashkey(url, monotonic() // FRESH_SECONDS, **reading)
     with door.place(url) as place:
