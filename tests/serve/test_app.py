@@ -59,10 +59,10 @@ class Visitor:
         self.page, self.stage = page, page.locator("#stage")
         page.goto(address)
 
-    def drop(self, film: Path) -> None:
-        if clear := self.page.locator("#film button[aria-label=Clear]").all():
+    def drop(self, video: Path) -> None:
+        if clear := self.page.locator("#video button[aria-label=Clear]").all():
             clear[0].click()
-        self.page.set_input_files("#film input[type=file]", film)
+        self.page.set_input_files("#video input[type=file]", video)
 
     def ask(self, first: str, second: str = "") -> None:
         self.page.fill("#first textarea", first)
@@ -107,7 +107,7 @@ def answers(tiny_published):
     return [session.ask(model, processor, encoded, one.question, retention=0.1) for one in QUESTIONS]
 
 
-def test_a_film_is_dropped_once_and_asked_twice(visit, address):
+def test_a_video_is_dropped_once_and_asked_twice(visit, address):
     anna = visit(address)
     anna.drop(CLIP)
     anna.sees(".small", "288 visual tokens")
@@ -157,7 +157,7 @@ def test_the_timeline_and_the_evidence_seek(visit, address, answers):
     anna.page.wait_for_function(f"() => document.querySelector('#stage video').currentTime > {best + 0.3}")
 
 
-def test_a_corrupt_film_and_an_empty_question_are_told_and_the_page_stays(visit, address, tmp_path):
+def test_a_corrupt_video_and_an_empty_question_are_told_and_the_page_stays(visit, address, tmp_path):
     (tmp_path / "<b>broken.mp4").write_bytes(CLIP.read_bytes()[:2000])
     anna = visit(address)
     anna.ask(RING.question)
@@ -196,7 +196,7 @@ def test_two_people_at_once_do_not_mix(visit, address, tiny_mp4):
 
 
 @pytest.mark.parametrize("place", [__file__, "http://1.1.1.1/film.mp4"])
-def test_no_file_beside_the_films_and_no_address_is_read_for_a_visitor(visit, address, place):
+def test_no_file_beside_the_videos_and_no_address_is_read_for_a_visitor(visit, address, place):
     anna = visit(address)
     assert anna.page.request.get(f"{address}gradio_api/file={place}").status == 403
     assert anna.page.request.get(f"{address}monitoring/summary").status == 403
@@ -205,8 +205,8 @@ def test_no_file_beside_the_films_and_no_address_is_read_for_a_visitor(visit, ad
 @pytest.fixture
 def shown(monkeypatch, tmp_path) -> Iterator[Callable[..., str]]:
     """Serves a page from this process."""
-    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "films"))
-    (tmp_path / "films").mkdir()
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "videos"))
+    (tmp_path / "videos").mkdir()
     with contextlib.ExitStack() as stack:
 
         def serve(model, processor, **options) -> str:
@@ -237,8 +237,8 @@ def gated_tower(tiny_published, shown) -> Iterator[tuple[str, Event, Event]]:
     gate.set()
 
 
-def test_another_film_takes_the_place_of_one_that_is_read(visit, gated_tower, tiny_mp4):
-    """And of what waits behind it; a film that is removed is gone."""
+def test_another_video_takes_the_place_of_one_that_is_read(visit, gated_tower, tiny_mp4):
+    """And of what waits behind it; a video that is removed is gone."""
     address, began, gate = gated_tower
     anna = visit(address)
     anna.drop(CLIP)
@@ -253,7 +253,7 @@ def test_another_film_takes_the_place_of_one_that_is_read(visit, gated_tower, ti
     began.clear()
     anna.drop(CLIP)
     assert began.wait(60)
-    anna.page.locator("#film button[aria-label=Clear]").click()
+    anna.page.locator("#video button[aria-label=Clear]").click()
     anna.page.wait_for_timeout(1000)
     gate.set()
     anna.sees(".empty", "Drop a video")
@@ -299,7 +299,7 @@ def test_a_page_elsewhere_sends_nothing_and_a_request_has_a_bound(shown, tiny_pu
     assert send(2000, "same-origin") == 413
 
 
-def test_a_visit_whose_place_others_took_reads_its_film_again(visit, shown, tiny_published, monkeypatch):
+def test_a_visit_whose_place_others_took_reads_its_video_again(visit, shown, tiny_published, monkeypatch):
     from qtsplus.asking import session
     from qtsplus.serve import page as app
 
@@ -331,7 +331,7 @@ def test_every_control_has_a_name_of_its_own_and_answers_are_said_where_nothing_
     assert {"Video demo.mp4, answer 1", "Position in demo.mp4, answer 2", "Play, answer 2"} <= set(names)
 
 
-def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):
+def test_a_video_that_is_too_large_is_refused(visit, shown, tiny_published):
     from qtsplus.asking import session
 
     anna = visit(shown(*session.load(tiny_published, "cpu"), max_file_size=20_000))

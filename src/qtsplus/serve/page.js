@@ -7,8 +7,8 @@ const clock = (s) => `${Math.floor(s / 60)}:${(s % 60).toFixed(1).padStart(4, "0
 const percent = (part) => `${(100 * part).toFixed(part < 0.1 ? 1 : 0)}%`;
 
 class Pane {
-  constructor(parent, films, answer, which) {
-    Object.assign(this, { films, answer, which, evidence: answer?.evidence ?? [] });
+  constructor(parent, videos, answer, which) {
+    Object.assign(this, { videos, answer, which, evidence: answer?.evidence ?? [] });
     this.root = make("section", "pane", parent);
     if (answer) make("div", "question", this.root, answer.question);
     if (answer) make("div", "answer", this.root, answer.answer || "(an empty answer)");
@@ -22,7 +22,7 @@ class Pane {
       make("button", "chip", row, text, { ariaLabel: text + which, onclick: () => this.open(video, start) });
     }
     if (answer) make("div", "small", this.root, answer.facts);
-    this.open(this.evidence[0]?.video ?? Object.keys(films)[0], this.evidence[0]?.start ?? 0);
+    this.open(this.evidence[0]?.video ?? Object.keys(videos)[0], this.evidence[0]?.start ?? 0);
   }
 
   open(name, seconds) {
@@ -35,7 +35,7 @@ class Pane {
     this.screen.replaceChildren();
     this.line.ariaLabel = `Position in ${name}${this.which}`;
     const more = { ariaLabel: `Video ${name}${this.which}`, playsInline: true, onclick: play };
-    this.video = make("video", "", this.screen, "", { src: this.films[name].url, ...more });
+    this.video = make("video", "", this.screen, "", { src: this.videos[name].url, ...more });
     this.video.onloadedmetadata = () => {
       this.root.style.maxWidth = `${(62 * this.video.videoWidth) / this.video.videoHeight}vh`;
       this.scale();
@@ -109,11 +109,11 @@ const play = () => {
 };
 
 const show = (value) => {
-  const { films, facts, warnings, answers, error } = value, stage = element.querySelector(".stage");
+  const { videos, facts, warnings, answers, error } = value, stage = element.querySelector(".stage");
   stage.replaceChildren();
   if (error) make("div", "note", stage, error);
   const row = make("div", "panes", stage), which = (index) => (answers?.[1] ? `, answer ${index + 1}` : "");
-  panes = Object.keys(films).length ? (answers ?? [null]).map((answer, index) => new Pane(row, films, answer, which(index))) : [];
+  panes = Object.keys(videos).length ? (answers ?? [null]).map((answer, index) => new Pane(row, videos, answer, which(index))) : [];
   if (!panes.length) return error || make("div", "empty", stage, facts);
   for (const warning of warnings) make("div", "note", stage, warning);
   if (answers) make("label", "small", stage, "Dim the rest of the video").prepend(make("input", "lit", stage, "", { type: "checkbox", checked: true }));

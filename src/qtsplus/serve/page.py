@@ -86,17 +86,17 @@ class Visit:
     ) -> dict:
         """The content for page.js: the video and what is known of it, with new answers or with an error."""
         facts = "Drop a video to begin."
-        films = {}
+        videos = {}
         warnings: list[str] = []
         for name, video in self.session.videos.items():  # there is one at most
             frames = counted(video.frames, "frame")
             facts = f"{name}: {frames} read in {video.seconds:.1f} s, {len(video.features):,} visual tokens."
             warnings = video.about.warnings
             # Gradio adds the address of a file in what goes to page.js.
-            films[name] = {"path": self.path, "meta": {"_type": "gradio.FileData"}}
+            videos[name] = {"path": self.path, "meta": {"_type": "gradio.FileData"}}
         return {
             "about": self.path,
-            "films": films,
+            "videos": videos,
             "facts": facts,
             "warnings": warnings,
             "answers": answers,
@@ -143,7 +143,7 @@ def build_page(model, processor, hosts: Sequence[str]):
         gr.Markdown(_HEADER)
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
-                film = gr.File(label=_VIDEO, file_types=list(VIDEO_SUFFIXES), height=160, elem_id="film")
+                video = gr.File(label=_VIDEO, file_types=list(VIDEO_SUFFIXES), height=160, elem_id="video")
                 first = gr.Textbox(label="Question", placeholder="What is in the yellow ring?", elem_id="first")
                 second = gr.Textbox(label="A second one, beside it", placeholder="May stay empty", elem_id="second")
                 share = gr.Slider(0, 100, 0, step=1, label="Tokens to keep", info=_SHARE, elem_id="share")
@@ -160,8 +160,8 @@ def build_page(model, processor, hosts: Sequence[str]):
             "concurrency_id": "model",
         }
         shown = [stage, visit]
-        gr.on([film.upload, film.clear], read, [visit, film], shown, **in_line)
-        fields = [visit, film, first, second, share]
+        gr.on([video.upload, video.clear], read, [visit, video], shown, **in_line)
+        fields = [visit, video, first, second, share]
         gr.on([ask.click, first.submit, second.submit], answer, fields, shown, scroll_to_output=True, **in_line)
     guard = Middleware(Guard, hosts=hosts, largest=LARGEST_REQUEST, own_pages=True)
     options = {
@@ -204,8 +204,8 @@ def launch(
     """
     safehttpx.async_validate_url = _refuse
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the videos are removed then too
-    with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
-        os.environ["GRADIO_TEMP_DIR"] = films
+    with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as folder:
+        os.environ["GRADIO_TEMP_DIR"] = folder
         page, options = build_page(model, processor, [host] + list(allow_hosts))
         _, address, _ = page.launch(server_name=host, server_port=port, **options)
         say(f"The page is at {address}")
