@@ -1,7 +1,7 @@
 """
 Teaches a selector from labels: which tokens show what is asked for, and whether anything does.
 
-    python -m benchmarks.real.labels WORK SEED ...
+    python -m benchmarks.real.labels WORK SEED ... [--steps STEPS]
 
 In the recipe's first stage the null token learns how much of the language model's attention the video gets, and a
 pretrained model looks at a video as much when it does not show what is asked for. So labels teach it here. The language
@@ -41,7 +41,7 @@ VALIDATION_CLIPS = 24
 CLIPS_ELSEWHERE = 40  # of each video
 KINDS = (*YES_OR_NO, "present", "absent", "kind", "which", "first", "list")
 QUESTIONS = 9
-STEPS = 300
+STEPS = 900
 CLIPS_PER_STEP = 2
 RATE = 3e-4
 
@@ -114,7 +114,7 @@ def score(selector: Any, lesson: Lesson) -> list[torch.Tensor]:
     return list(chosen.log_relevance)
 
 
-def teach(selector: Any, lessons: Sequence[Lesson], seed: int, steps: int = STEPS) -> float:
+def teach(selector: Any, lessons: Sequence[Lesson], seed: int, steps: int) -> float:
     """
     The choice among the tokens learns the needles, and the sum of the relevance whether there are any.
 
@@ -204,7 +204,7 @@ def measure_seen(selector: Any, lessons: Mapping[str, Sequence[Lesson]], thresho
     return result
 
 
-def teach_from_labels(work: Path, seeds: Sequence[int]) -> None:
+def teach_from_labels(work: Path, seeds: Sequence[int], steps: int) -> None:
     """Writes `WORK/labels-SEED`: the base, with a selector such as the recipe's first stage makes, and calibrated."""
     base = str(work / "base")
     (stage, *_) = load_stages(RECIPE, [*SETTINGS, f"model.weights={base}", f"training.output_dir={work / 'unused'}"])
@@ -221,7 +221,7 @@ def teach_from_labels(work: Path, seeds: Sequence[int]) -> None:
     for seed in seeds:
         model.load_state_dict(fresh_selector(model.config, model.dtype, seed), strict=False)
         _, untrained_area = calibrate_seen(selector, validation)
-        loss = teach(selector, lessons, seed)
+        loss = teach(selector, lessons, seed, steps)
         threshold, area = calibrate_seen(selector, validation)
         config = model.config.qtsplus_config
         config.seen_threshold = round(threshold, 3)
@@ -237,9 +237,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("seed", type=int, nargs="+")
+    parser.add_argument("--steps", type=int, default=STEPS)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    teach_from_labels(given.work, given.seed)
+    teach_from_labels(given.work, given.seed, given.steps)
 
 
 if __name__ == "__main__":
