@@ -12,6 +12,7 @@ from tiny_recipe import write_recipe, write_records
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
+from qtsplus.common.files import working_in
 from qtsplus.training import running
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import run, run_stages
@@ -106,9 +107,14 @@ def test_files_that_are_in_the_folder_are_not_replaced(recipe_file, tmp_path):
     written = weights.read_bytes()
     (other,) = load_stages(recipe_file, ["training.seed=1"])
     for resume in (False, True):
-        with pytest.raises(ValueError, match="holds a finished model"):
+        with pytest.raises(ValueError, match="holds .*, which is not replaced"):
             run(other, resume)
     assert weights.read_bytes() == written
+
+
+def test_a_second_training_into_a_folder_is_refused(recipe_file, tmp_path):
+    with working_in(tmp_path / "run"), pytest.raises(ValueError, match="Another process works in .*run"):
+        run(load_stages(recipe_file)[0])
 
 
 @pytest.fixture
@@ -150,7 +156,7 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(tmp_path, 
     )
     first, second = load_stages(recipe_file)
     run(first)
-    with pytest.raises(ValueError, match="relevance holds a finished model"):
+    with pytest.raises(ValueError, match="relevance holds .*, which is not replaced"):
         run_stages([first, second])
     monkeypatch.setattr("qtsplus.training.trainer.answer_attention", None)  # nobody teaches any more
     folder = run_stages([first, second], resume=True)

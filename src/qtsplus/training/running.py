@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..common.files import check_folder, naming_full_disk, require_space
+from ..common.files import check_folder, naming_full_disk, require_space, working_in
 from ..common.folders import read_json
 from ..data.records import VideoRecord
 from ..hub.loading import adopt_tokenizer
@@ -54,12 +55,13 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     """
     unset_hf_deepspeed_config()  # with it, Transformers would shard the model before it is complete
     output_dir = check_folder(recipe.output_dir)
-    checkpoint = last_checkpoint(output_dir) if resume else None
-    if checkpoint is None:
-        require_free(output_dir)
-    require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
-    trainer = build_trainer(recipe)
-    with naming_full_disk(output_dir):
+    # Of the processes of a distributed run the first holds the folder.
+    with working_in(output_dir) if recipe.training.process_index == 0 else nullcontext(), naming_full_disk(output_dir):
+        checkpoint = last_checkpoint(output_dir) if resume else None
+        if checkpoint is None:
+            require_free(output_dir)
+        require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
+        trainer = build_trainer(recipe)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.save_model()
         trainer.save_state()  # the last file that is written: it marks a finished run
@@ -68,11 +70,10 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
 
 def require_free(output_dir: Path) -> None:
     """Raises `ValueError` if a folder holds files or checkpoints, since none are replaced. Other folders may stay."""
-    for path in sorted(output_dir.glob("*")):
+    for path in output_dir.glob("[!.]*"):
         if path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR):
-            what = "a finished model" if is_finished(output_dir) else path.name
             raise ValueError(
-                f"{output_dir} holds {what}, which is not replaced: choose another output_dir, or, if it has a "
+                f"{output_dir} holds {path.name}, which is not replaced: choose another output_dir, or, if it has a "
                 "checkpoint, go on with --resume."
             )
 
