@@ -37,7 +37,7 @@ Questions = Sequence[LabelledQuestion]
 @dataclass
 class Finds:
     """
-    Where attention goes: of as many tokens as show the answer, those that get the most. Means over questions.
+    What the k most attended tokens show, if k tokens show the answer. Means over questions.
     """
 
     own: float = 0.0  # the share that shows the answer
@@ -45,7 +45,7 @@ class Finds:
 
     @property
     def lead(self) -> float:
-        """What the question decides: attention to everything that can be seen has none."""
+        """What the question decides: attention that ignores the question has a lead near 0."""
         return self.own - self.other
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ Found = dict[AttentionChoice, Finds]
 class Calibration:
     """What [`calibrate`] has found."""
 
-    # For attention distillation, what the sum over each finds in the half of the videos that did not choose it.
+    # For attention distillation, what each choice finds in the half of the videos by which it was not chosen.
     choices: Found
     # For `selection="lm_attention"`, what the default layer and the best layers find there, and how many of these
     # questions are answered right from the tokens that they choose.
@@ -69,7 +69,7 @@ class Calibration:
 
     @property
     def best_reading(self) -> AttentionChoice:
-        """The reading with the most right answers; among equals the first, which is the default."""
+        """The reading with the most right answers; among equals the earliest. The default comes first."""
         return max(self.right, key=self.right.__getitem__)
 
     @property
@@ -99,7 +99,7 @@ def calibrate(
     Measures every head on one half of the videos. On the other half it measures the sums over the best heads, and has
     the questions answered from the tokens that the best layers choose by `lm_attention`. Questions without evidence do
     not count; a `ValueError` for fewer than two videos that can be read. While heads are measured, the model reads all
-    visual tokens and the true answer; afterwards `lm_attention` reads its best layer.
+    visual tokens and the true answer; afterwards `model.config` names the best reading.
     """
     config = model.config.text_config
     all_heads = list(product(full_attention_layers(config), range(config.num_attention_heads)))
@@ -231,7 +231,7 @@ def best_heads(found: Found) -> AttentionChoice:
     """The sum of at most [`MOST`] single heads: those with the largest lead, each at least half of the best one's."""
     single = sorted(found, key=lambda choice: found[choice].lead, reverse=True)
     lead = found[single[0]].lead
-    least = min(lead, lead / 2)
+    least = min(lead, lead / 2)  # a negative lead keeps only its equals
     heads: list[Head] = []
     for choice in single[:MOST]:
         if found[choice].lead >= least:

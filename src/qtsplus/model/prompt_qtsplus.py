@@ -126,8 +126,8 @@ class PromptRow:
     """
     One row of the caller's prompt without its padding, `S_b` tokens.
 
-    Separators are tokens that are never scored: a separator stays if a candidate of its range is kept. Its three
-    numbers are the place of the token, and the first and last + 1 of that range.
+    Separators are tokens that are never scored: a separator stays if a candidate of its range is kept. Each column of
+    `separators` has the place of the token, and the first and last + 1 of that range.
     """
 
     columns: Tensor  # [S_b], the places of its tokens in the caller's prompt

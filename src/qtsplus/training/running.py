@@ -29,8 +29,8 @@ logger = logging.get_logger(__name__)
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
     """
-    Runs the stages in order, each as [`run`] does, and returns the folder of the last. With `resume`, earlier stages
-    that are finished are skipped, and a stage without a checkpoint starts from its first step.
+    Runs the stages in order, each as [`run`] does, and returns the folder of the last. With `resume`, stages before the
+    last that are finished are skipped, and a stage without a checkpoint starts from its first step.
     """
     if not resume:
         for stage in stages:
@@ -40,7 +40,7 @@ def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
         if resume and is_finished(stage.output_dir) and stage is not last:
             logger.warning(f"{stage.name} is finished: {stage.output_dir}.")
             continue
-        # A copy of the arguments sets up the process again, since a Trainer leaves its sharding behind.
+        # To copy the arguments sets up the process again, which is needed since a Trainer leaves its sharding behind.
         run(replace(stage, training=replace(stage.training)), resume)
         gc.collect()  # a Trainer refers to itself, so that only the collector frees its model
     PartialState().destroy_process_group()
@@ -50,8 +50,8 @@ def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
 def run(recipe: Recipe, resume: bool = False) -> Path:
     """
     Trains, and saves the model to the recipe's `output_dir`. With `resume`, training continues from the last complete
-    checkpoint there, if there is one. Raises `ValueError` for an `output_dir` that cannot be written or holds other
-    files.
+    checkpoint there, if there is one. Raises `ValueError` for an `output_dir` that cannot be written, or that
+    holds files or checkpoints from which it does not continue.
     """
     unset_hf_deepspeed_config()  # with it, Transformers would shard the model before it is complete
     output_dir = check_folder(recipe.output_dir)
