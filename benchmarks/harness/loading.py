@@ -5,7 +5,7 @@ from typing import Any
 
 from qtsplus.hub import loading
 from qtsplus.model.methods_qtsplus import add_method, check_budget
-from qtsplus.model.sampling_qtsplus import require_positive
+from qtsplus.model.numbers_qtsplus import require_positive
 from qtsplus.training.models import load_either
 
 

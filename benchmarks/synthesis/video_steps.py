@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import functools
 import io
 import os
 import re
@@ -88,10 +89,7 @@ class VideoTeacher:
 
 def spread_frames(video: str, count: int) -> np.ndarray:
     """Up to `count` frames of a file, an address or a folder of frames, evenly spread, `[T, H, W, 3]` uint8 RGB."""
-
-    def choose(total: int, rate: float) -> np.ndarray:
-        return choose_frames(total, rate, num_frames=count, temporal_patch_size=1)
-
+    choose = functools.partial(choose_frames, num_frames=count, temporal_patch_size=1)
     if os.path.isdir(video):
         paths = image_paths(video)
         return load_frames([paths[index] for index in choose(len(paths), 1.0)])

@@ -26,7 +26,7 @@ from qtsplus.cli.asking import place, print_answer
 from qtsplus.cli.demonstration import CLIP, run_demo
 from qtsplus.cli.options import command
 from qtsplus.hub import loading
-from qtsplus.video.sampling import Sampling
+from qtsplus.model.sampling_qtsplus import Sampling
 from refusals import fill
 
 QUESTION = "What moves?"

@@ -19,8 +19,8 @@ from ..data.formats import Row, iter_rows, media_folder
 from ..data.media import find_media, media_state
 from ..data.records import Rate, String, Text
 from ..hub import loading
+from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import with_bar
-from ..video.sampling import Sampling
 from .answers import Answer
 from .choice import Choice
 from .question import Question

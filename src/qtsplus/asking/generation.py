@@ -8,8 +8,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from ..model.numbers_qtsplus import require_count
 from ..model.prompt_qtsplus import NAMES
-from ..model.sampling_qtsplus import require_count
 
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says
 _PREPARED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "mm_encoder_outputs") + NAMES

@@ -117,8 +117,8 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
         path = image_paths(video.video)[: index + 1][-1]
         return load_frames([path])[0]
 
-    def choose(total: int, _: float) -> np.ndarray:
-        return np.array([min(index, total - 1)])
+    def choose(total: int, _: float) -> list[int]:
+        return [min(index, total - 1)]
 
     opened = open_video(video.video, choose, (start, end - 0.5 / fps))
     return next(opened.decode())

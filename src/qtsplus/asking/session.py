@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from ..common.files import printable
 from ..hub.loading import load as load
 from ..model.addresses_qtsplus import is_address
-from ..model.sampling_qtsplus import require_count
+from ..model.numbers_qtsplus import require_count
+from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import FAILURES, EncodedVideo, encode
-from ..video.sampling import Sampling
 from .answers import Answer, answer_questions
 from .question import Question, check_name, check_question
 

@@ -12,7 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from ..common.files import clock, printable
 from ..common.validation import show
 from ..model.methods_qtsplus import Method
-from ..model.sampling_qtsplus import require_positive
+from ..model.numbers_qtsplus import require_positive
 from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo, with_bar
 from .answers import answer_questions

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..asking.choice import Choice
 from ..common.files import counted, printable, say_exceeded
-from ..video.sampling import Sampling
+from ..model.sampling_qtsplus import Sampling
 from . import options
 from .console import console, fail, note, notes, print_json, wrote
 from .library import Like

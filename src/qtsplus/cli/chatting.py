@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from ..asking.choice import Choice
-from ..video.sampling import Sampling
+from ..model.sampling_qtsplus import Sampling
 from . import options
 from .asking import Talk, check_videos, print_answer
 from .console import complain, describe, note

@@ -7,7 +7,7 @@ import typer
 
 from ..common.files import counted, printable
 from ..hub.files import TINY
-from ..video.sampling import Sampling
+from ..model.sampling_qtsplus import Sampling
 from .console import note, resumable, wrote
 from .evaluating import fail_run
 from .models import Source

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..asking.choice import Choice
-from ..video.sampling import Sampling
+from ..model.sampling_qtsplus import Sampling
 from .console import fail, one_line_errors, require_fraction
 from .models import Dtype, Source
 

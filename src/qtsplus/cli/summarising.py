@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ..asking.choice import Choice
 from ..common.files import printable
-from ..video.sampling import Sampling
+from ..model.sampling_qtsplus import Sampling
 from . import options
 from .asking import Talk, check_videos, chosen_names, looked_at
 from .console import console, print_json

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import numpy as np
-
 from ..common.journals import State, file_state
 
 AnyPath = str | os.PathLike
@@ -65,7 +63,7 @@ def media_problem(path: str) -> str | None:
             frames = image_paths(path)
             load_frames([frames[0], frames[-1]])
             return None
-        video = open_video(path, lambda total, fps: np.zeros(1, dtype=np.int64))
+        video = open_video(path, lambda total, fps: [0])
     except UNREADABLE as error:
         return " ".join(str(error).split())
     return next(iter(video.about.warnings), None)

@@ -16,7 +16,7 @@ from ..asking.session import answer_file
 from ..common.files import first_line
 from ..data.records import VideoRecord
 from ..model.methods_qtsplus import Method
-from ..video.sampling import Sampling
+from ..model.sampling_qtsplus import Sampling
 from .matching import Matcher, is_exact
 
 SENTENCE = 64  # the most new tokens, at least, where an answer may be a sentence around the record's answer

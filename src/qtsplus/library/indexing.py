@@ -12,8 +12,8 @@ from ..common.files import check_folder, counted, first_line, listed, require_sp
 from ..common.journals import file_state
 from ..data.media import VIDEO_SUFFIXES
 from ..hub.files import TINY
+from ..model.sampling_qtsplus import Sampling, SamplingOptions
 from ..video.encoded import FAILURES, EncodedVideo, encode, open_chunks, with_bar
-from ..video.sampling import Sampling, SamplingOptions
 from ..video.storage import SAMPLING, Stored, fingerprint, load_video, measure, save_keys, saved_video
 from .library import INDEX, MADE, Entry, Index
 

@@ -21,9 +21,9 @@ from ..asking.session import Answer, answer_questions
 from ..common.files import clock, counted, printable
 from ..common.journals import STORED, Journal, Line, Schema, State, file_state
 from ..common.validation import check_path, show
-from ..model.sampling_qtsplus import require_count
+from ..model.numbers_qtsplus import require_count
+from ..model.sampling_qtsplus import SamplingOptions
 from ..video.encoded import IN_MEMORY, EncodedVideo
-from ..video.sampling import SamplingOptions
 from ..video.storage import Digest, KeyedVideo, Stored, fingerprint, load_keys, load_video
 
 Names = Sequence[str] | None  # of videos

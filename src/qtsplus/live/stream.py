@@ -19,8 +19,8 @@ from ..asking.question import check_name
 from ..asking.ranking import StandingQuestion
 from ..asking.recall import Remembered, rows_of
 from ..model.frames_qtsplus import stack_frames
-from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, is_number, most_relevant
-from ..model.sampling_qtsplus import require_count
+from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, most_relevant
+from ..model.numbers_qtsplus import is_number, require_count
 from ..model.video_qtsplus import AboutVideo, naming, resize_frame
 
 STEPS_AT_A_TIME = 8  # that are encoded together

@@ -31,8 +31,9 @@ from ..model.containers_qtsplus import (
     video_stream,
 )
 from ..model.decoding_qtsplus import Upright
-from ..model.sampling_qtsplus import require_count, require_positive
-from ..model.video_qtsplus import resize_frame, shrink
+from ..model.numbers_qtsplus import require_count, require_positive
+from ..model.sampling_qtsplus import shrink
+from ..model.video_qtsplus import resize_frame
 from .stream import Stream
 
 ROOM = 16  # frames of a source that wait to be encoded

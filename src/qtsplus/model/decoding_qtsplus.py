@@ -37,7 +37,6 @@ from .containers_qtsplus import (
 
 logger = logging.get_logger(__name__)
 
-_ROUNDING = 1e-3  # of a frame, by which times that a caller gives may be off
 _EARLY = 0.5  # seconds by which a video may end before its header says
 _JOIN = 2  # packets before a key frame, of which FFmpeg calls one damaged where two recordings in MPEG-TS meet
 _JOINABLE = ("mov,mp4", "matroska", "flv")  # formats of which a player shows the first of two files in one
@@ -228,29 +227,6 @@ class VideoDecoder:
             raise ValueError(
                 f"Cannot decode {self.name!r} as a video: {reason}. Expected a complete file with a video stream."
             ) from error
-
-    def stretch(self, start: float | None, end: float | None) -> tuple[int, int]:
-        """
-        The first frame of the clock, and the one behind the last, that come up in a player between two times; the one
-        that it shows all the while where none does.
-        """
-        begin = self.start if start is None else start
-        until = math.inf if end is None else end
-        first_number = (begin - self.start) * self.fps - _ROUNDING
-        last_number = (until - self.start) * self.fps + _ROUNDING
-        within_clock = np.clip(first_number, 0, self.total)
-        first = math.ceil(within_clock)
-        within_clock = np.clip(last_number, -1, self.total - 1)
-        last = math.floor(within_clock)
-        if first <= last:
-            return first, last + 1
-        length = self.total / self.fps
-        stop_of_video = self.start + length
-        if self.start <= begin <= until and begin < stop_of_video:
-            return first - 1, first
-        has = f"it has {length:.1f} s from {self.start:.1f} s on"
-        stop = "its end" if end is None else f"{end:g} s"
-        raise ValueError(f"The video {self.name!r} shows no frame from {begin:g} s to {stop}; {has}.")
 
     # --- Frames ---
 

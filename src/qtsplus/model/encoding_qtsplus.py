@@ -29,8 +29,8 @@ from transformers.vision_utils import (
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
 from .methods_qtsplus import is_finite
+from .numbers_qtsplus import require_count
 from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs
-from .sampling_qtsplus import require_count
 
 # Few rows fill a CPU, and their memory is reused. The C library maps blocks above 32 MB anew each time: page faults and
 # cold caches then cost a third of the vision tower's time.

@@ -11,7 +11,7 @@ from transformers.image_utils import load_image
 from transformers.video_utils import VideoMetadata
 
 from .addresses_qtsplus import download, is_address, local_path
-from .sampling_qtsplus import require_positive
+from .numbers_qtsplus import require_positive
 
 ARRAYS = (np.ndarray, torch.Tensor)
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")

@@ -8,15 +8,15 @@ import math
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
-from numbers import Real
 from pkgutil import resolve_name
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .numbers_qtsplus import is_number
 
 # Scores that differ by at most this are a tie. In float32, features of equal frames in batches of different sizes
 # differ by 1e-6, and log-relevance hardly more; there, a tie is a ten-thousandth of a token's relevance.
@@ -488,8 +488,3 @@ def check_budget(
             'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '
             "leave retention and max_visual_tokens out."
         )
-
-
-def is_number(value) -> bool:
-    """Whether a caller gave a number that tensors accept; they accept neither truth values nor a `Fraction`."""
-    return isinstance(value, Real) and not isinstance(value, (bool, Fraction))

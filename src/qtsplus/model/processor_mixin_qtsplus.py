@@ -14,9 +14,10 @@ from transformers.image_utils import make_flat_list_of_images
 
 from .conversation_qtsplus import plain_inputs, question_turns
 from .messages_qtsplus import read_messages
+from .numbers_qtsplus import require_count
 from .question_qtsplus import check_text, find_query_mask, tokenize_query
 from .reading_qtsplus import check_placeholders, fetch_images, open_chunks, read_videos, stand_ins
-from .sampling_qtsplus import VideoRequest, read_keys, require_count
+from .sampling_qtsplus import VideoRequest, read_keys
 from .video_qtsplus import VideoChunks, resize_frame
 
 

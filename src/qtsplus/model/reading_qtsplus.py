@@ -15,8 +15,8 @@ from .addresses_qtsplus import local_path
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .frames_qtsplus import check_frames, describe_frames
 from .messages_qtsplus import flatten_videos, per_video
-from .sampling_qtsplus import FrameChoice, VideoRequest, choose_frames, frame_choice, read_keys
-from .video_qtsplus import VideoChunks, VideoFile, naming, open_folder, open_video, resize_frame, shrink
+from .sampling_qtsplus import FrameChoice, VideoRequest, choose_frames, frame_choice, read_keys, shrink
+from .video_qtsplus import VideoChunks, VideoFile, naming, open_folder, open_video, resize_frame
 
 if TYPE_CHECKING:
     from .processor_mixin_qtsplus import QTSplusProcessorMixin

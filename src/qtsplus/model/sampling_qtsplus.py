@@ -1,20 +1,85 @@
-"""Which frames of a video are looked at: what calls and messages may ask for, and the frames that follow from it."""
+"""
+Which frames of a video are looked at, and in what size: all of it is decided here.
+
+Commands and Python calls say it as [`Sampling`], messages and calls of a processor as [`VideoRequest`].
+reading_qtsplus.py gets the rule from [`frame_choice`] and the size under `max_pixels` from [`shrink`]. `open_video` in
+video_qtsplus.py applies the rule to the frames between `start` and `end`, which [`stretch`] gives. A new rule is a new
+[`FrameChoice`], returned by [`frame_choice`]. Streams take their frames elsewhere, in live/watching.py.
+"""
 
 import functools
-import sys
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
+from typing_extensions import TypedDict  # PyTorch needs it too
 
-from .methods_qtsplus import is_number
+from .numbers_qtsplus import require_count, require_positive
+
+if TYPE_CHECKING:
+    from .decoding_qtsplus import VideoDecoder
 
 MOST_FRAMES = 2**20  # of one video that are looked at; a clock of a few bytes may state any number
 DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
+_ROUNDING = 1e-3  # of a frame, by which times that a caller gives may be off
 
-# From (number of frames, frames per second) to the indices of the frames to read.
-FrameChoice = Callable[[int, float], np.ndarray]
+# The rule: from the number of frames, and frames per second, to the increasing indices of the frames to look at.
+FrameChoice = Callable[[int, float], list[int]]
+
+# --- What may be asked for ---
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of [`Sampling`], as keyword arguments of functions that encode a video."""
+
+    fps: float | None
+    start: float | None
+    end: float | None
+    max_frames: int | None
+    max_pixels: int | None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """
+    How the frames of a video are sampled. What is `None` is as the processor has it.
+
+    Args:
+        fps: of a file, how many frames to look at per second; of a folder or of given frames, the rate at which they
+            were taken.
+        start, end: of a file, the seconds on a player's clock between which it is looked at.
+        max_frames: of a file, the most that are looked at.
+        max_pixels: the most pixels of a frame; a larger one is looked at smaller.
+
+    Raises:
+        ValueError: a rate, a time or a count that no video has, by the name that it has here.
+    """
+
+    fps: float | None = None
+    start: float | None = None
+    end: float | None = None
+    max_frames: int | None = None
+    max_pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None:
+                check_key(name, value)
+
+    def options(self) -> SamplingOptions:
+        """The same as keyword arguments."""
+        return cast(SamplingOptions, dict(vars(self)))
+
+    def video_keys(self) -> dict[str, float | None]:
+        """The same as `QTSplusProcessorMixin.video_chunks` takes it."""
+        return {
+            "fps": self.fps,
+            "video_start": self.start,
+            "video_end": self.end,
+            "max_frames": self.max_frames,
+            "max_pixels": self.max_pixels,
+        }
 
 
 @dataclass(frozen=True)
@@ -80,20 +145,25 @@ def check_key(name: str, value) -> None:
         require_positive(name, value)
 
 
-def require_positive(name: str, value) -> None:
-    """Raises a `ValueError` unless the value is a number above 0 that a float can hold."""
-    # As a Python number, since float32 cannot be compared with the largest float.
-    number = value.item() if isinstance(value, np.generic) else value
-    if not is_number(value) or not 0 < number <= sys.float_info.max:
-        zero = "0 or " if name.endswith("start") else ""
-        raise ValueError(f"Got {name}={value!r}; expected {zero}a finite number above 0.")
+# --- Which frames follow from it ---
 
 
-def require_count(name: str, value: float) -> None:
-    """Raises a `ValueError` unless the value is a whole number above 0 that a float can hold."""
-    require_positive(name, value)
-    if value != int(value):
-        raise ValueError(f"Got {name}={value!r}; expected a whole number above 0.")
+def frame_choice(video_processor, request: VideoRequest) -> FrameChoice:
+    """The rule for one video: [`choose_frames`] as its request asks, with the rest from the video processor."""
+    num_frames = request.num_frames
+    if request.fps is not None and num_frames is not None:
+        raise ValueError(f"Got `fps={request.fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
+    if not request.samples:
+        num_frames = getattr(video_processor, "num_frames", None)
+    rate = request.fps or getattr(video_processor, "fps", None) or DEFAULT_FPS
+    bounds = {"temporal_patch_size": video_processor.temporal_patch_size}
+    for name in ("min_frames", "max_frames"):
+        bound = getattr(request, name) or getattr(video_processor, name, None)
+        if bound is not None:
+            require_count(name, bound)
+            bounds[name] = bound
+
+    return functools.partial(choose_frames, fps=rate, num_frames=num_frames, **bounds)
 
 
 def choose_frames(
@@ -102,9 +172,9 @@ def choose_frames(
     fps: float | None = None,
     num_frames: int | None = None,
     **bounds,
-) -> np.ndarray:
+) -> list[int]:
     """
-    Spreads the sampled frames evenly over a video: `[T]` int64, increasing frame indices.
+    Spreads the sampled frames evenly over a video: `T` increasing frame indices.
 
     Args:
         total_num_frames, video_fps: of the video.
@@ -120,8 +190,7 @@ def choose_frames(
             f"{count:,} frames of a video were asked for; expected {MOST_FRAMES:,} at most. Choose fewer with `fps` or "
             "`num_frames`."
         )
-    # The product of the two numbers may be more than 64 bits hold.
-    return np.array([index * total_num_frames // count for index in range(count)], np.int64)
+    return [index * total_num_frames // count for index in range(count)]
 
 
 def count_frames(
@@ -150,19 +219,36 @@ def count_frames(
     return int(min(temporal_patch_size, total_num_frames, max_frames))
 
 
-def frame_choice(video_processor, request: VideoRequest) -> FrameChoice:
-    """[`choose_frames`] as a request asks for it, with the rest from the video processor."""
-    num_frames = request.num_frames
-    if request.fps is not None and num_frames is not None:
-        raise ValueError(f"Got `fps={request.fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
-    if not request.samples:
-        num_frames = getattr(video_processor, "num_frames", None)
-    rate = request.fps or getattr(video_processor, "fps", None) or DEFAULT_FPS
-    bounds = {"temporal_patch_size": video_processor.temporal_patch_size}
-    for name in ("min_frames", "max_frames"):
-        bound = getattr(request, name) or getattr(video_processor, name, None)
-        if bound is not None:
-            require_count(name, bound)
-            bounds[name] = bound
+def stretch(video: "VideoDecoder", start: float | None, end: float | None) -> tuple[int, int]:
+    """
+    The first frame of a file's clock, and the one behind the last, that come up in a player between two times; the one
+    that it shows all the while where none does.
+    """
+    begin = video.start if start is None else start
+    until = math.inf if end is None else end
+    first_number = (begin - video.start) * video.fps - _ROUNDING
+    last_number = (until - video.start) * video.fps + _ROUNDING
+    first = math.ceil(min(max(first_number, 0), video.total))
+    last = math.floor(min(max(last_number, -1), video.total - 1))
+    if first <= last:
+        return first, last + 1
+    length = video.total / video.fps
+    stop_of_video = video.start + length
+    if video.start <= begin <= until and begin < stop_of_video:
+        return first - 1, first
+    has = f"it has {length:.1f} s from {video.start:.1f} s on"
+    stop = "its end" if end is None else f"{end:g} s"
+    raise ValueError(f"The video {video.name!r} shows no frame from {begin:g} s to {stop}; {has}.")
 
-    return functools.partial(choose_frames, fps=rate, num_frames=num_frames, **bounds)
+
+def shrink(
+    size: tuple[int, int],
+    most: float,
+    side: int,
+) -> tuple[int, int]:
+    """A height and width, multiples of the `side` of a token, of a frame of that many pixels at most."""
+    height, width = size
+    scale = min(math.sqrt(most / (height * width)), 1)
+    rows = max(int(height * scale / side), 1)
+    columns = max(int(width * scale / side), 1)
+    return rows * side, columns * side

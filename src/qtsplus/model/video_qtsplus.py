@@ -17,7 +17,7 @@ from transformers.video_utils import VideoMetadata
 from .addresses_qtsplus import shown_name
 from .decoding_qtsplus import VideoDecoder
 from .frames_qtsplus import decode_images, describe_frames, image_paths, load_frames, stack_frames
-from .sampling_qtsplus import FrameChoice
+from .sampling_qtsplus import FrameChoice, stretch
 
 Frames = Callable[[], Iterator[np.ndarray]]
 
@@ -75,7 +75,7 @@ def open_video(
     the rest is read; the log and `warnings` say how much that is.
     """
     decoder = VideoDecoder(path)
-    first, stop = decoder.stretch(*within)
+    first, stop = stretch(decoder, *within)
     total = stop - first
     indices = first + np.asarray(choose(total, decoder.fps))
     instants = (indices + 0.25) / decoder.fps  # a quarter of a frame later, since containers round timestamps
@@ -133,19 +133,6 @@ def resize_frame(
         resample=video_processor.resample if resample is None else resample,
     )
     return resized.permute(1, 2, 0).numpy()
-
-
-def shrink(
-    size: tuple[int, int],
-    most: float,
-    side: int,
-) -> tuple[int, int]:
-    """A height and width, multiples of the `side` of a token, of a frame of that many pixels at most."""
-    height, width = size
-    scale = min(math.sqrt(most / (height * width)), 1)
-    rows = max(int(height * scale / side), 1)
-    columns = max(int(width * scale / side), 1)
-    return rows * side, columns * side
 
 
 @dataclass(kw_only=True)

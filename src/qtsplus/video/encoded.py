@@ -20,9 +20,9 @@ from typing_extensions import Unpack
 from ..hub.loading import find_device
 from ..model.addresses_qtsplus import shown_name
 from ..model.messages_qtsplus import flatten_videos
+from ..model.sampling_qtsplus import Sampling, SamplingOptions
 from ..model.video_qtsplus import AboutVideo, VideoChunks
 from .forecast import forecast
-from .sampling import Sampling, SamplingOptions
 from .subtitles import Subtitle, read_subtitles
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..common.files import first_line, listed
 from ..data.media import VIDEO_SUFFIXES
 from ..model.containers_qtsplus import open_container, open_file, read_packets
-from ..model.sampling_qtsplus import require_count
+from ..model.numbers_qtsplus import require_count
 from .grids import keep_maps
 
 if TYPE_CHECKING:

@@ -1,0 +1,26 @@
+"""Which values of a caller count as numbers, and the errors for those that do not. It needs no PyTorch."""
+
+import sys
+from fractions import Fraction
+from numbers import Real
+
+
+def is_number(value) -> bool:
+    """Whether a caller gave a number that tensors accept; they accept neither truth values nor a `Fraction`."""
+    return isinstance(value, Real) and not isinstance(value, (bool, Fraction))
+
+
+def require_positive(name: str, value) -> None:
+    """Raises a `ValueError` unless the value is a number above 0 that a float can hold."""
+    # As a Python number, since float32 cannot be compared with the largest float.
+    number = value.item() if is_number(value) and hasattr(value, "item") else value
+    if not is_number(value) or not 0 < number <= sys.float_info.max:
+        zero = "0 or " if name.endswith("start") else ""
+        raise ValueError(f"Got {name}={value!r}; expected {zero}a finite number above 0.")
+
+
+def require_count(name: str, value: float) -> None:
+    """Raises a `ValueError` unless the value is a whole number above 0 that a float can hold."""
+    require_positive(name, value)
+    if value != int(value):
+        raise ValueError(f"Got {name}={value!r}; expected a whole number above 0.")
