@@ -3,9 +3,11 @@
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -13,6 +15,7 @@ import qtsplus
 from clips import render_clip
 from engine_runs import TOKENS, ask_server, build, processor_of, same_basis, serving, shown_text, write_folder
 from qtsplus.model import layout_qtsplus, methods_qtsplus
+from qtsplus.vllm.attention import causal_attention
 from tiny_backbones import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 
 CLIENTS = 8
@@ -92,3 +95,11 @@ def test_many_clients_get_what_transformers_answers(model, clips, tmp_path_facto
     )
     assert not different
     assert len(kept_counts) > len(BUDGETS)  # the question decides
+
+
+def test_attention_takes_memory_for_blocks_of_tokens_only():
+    attention = SimpleNamespace(head_size=16, impl=SimpleNamespace(scale=0.25))
+    query = torch.randn(40, 64)
+    key = torch.randn(40, 32)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # or an error
+        causal_attention(attention, query, key, key)

@@ -48,17 +48,19 @@ def by_heads(states: Tensor, head_size: int) -> Tensor:
     return states.unflatten(-1, (-1, head_size)).transpose(0, 1)
 
 
-def _causal_attention(attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def causal_attention(attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """In place of a layer's `attention`: over the tokens of this call alone, `[S, heads * head_size]`."""
+    # Without a dimension of rows in front, torch would compute all scores at once.
+    queries, keys, values = [by_heads(states, attention.head_size)[None] for states in (query, key, value)]
     attended = nn.functional.scaled_dot_product_attention(
-        by_heads(query, attention.head_size),
-        by_heads(key, attention.head_size),
-        by_heads(value, attention.head_size),
+        queries,
+        keys,
+        values,
         is_causal=True,
         scale=attention.impl.scale,
         enable_gqa=True,
     )
-    return attended.transpose(0, 1).flatten(1)
+    return attended[0].transpose(0, 1).flatten(1)
 
 
 @contextmanager
@@ -98,7 +100,7 @@ def read_group(hooks, layers, prompt: CompactPrompt, visual: Tensor, place: Tens
     levels = inputs.get("deepstack_visual_embeds", [])
     for number in range(last):
         layer = layers[number]
-        with _replaced(layer.self_attn, _causal_attention):
+        with _replaced(layer.self_attn, causal_attention):
             hidden, residual = layer(positions, hidden, residual)
         if number < len(levels):
             level = levels[number].to(hidden.dtype)

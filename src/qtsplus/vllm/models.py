@@ -258,22 +258,20 @@ class QTSplusForVLLM:
 
     def _encode(self, item: Item) -> list[Tensor]:
         """Per video `[k, token_width]`; the vision tower sees those that are not known."""
-        videos = item["settings"]["hashes"]
-        return [self._encode_video(item, index, video) for index, video in enumerate(videos)]
-
-    def _encode_video(self, item: Item, index: int, video: str) -> Tensor:
-        features = self.cache.get(video)
-        if features is None:
-            here = slice(index, index + 1)
-            pixels = item[PIXELS][index]
-            (embedded,) = super().embed_multimodal(  # type: ignore[misc]
-                pixel_values_videos=pixels.to(self.visual.device),
-                video_grid_thw=item["video_grid_thw"][here],
-                second_per_grid_ts=item["second_per_grid_ts"][here],
-            )
-            features = embedded.cpu()
-            self._remember(video, features)
-        return features
+        encoded = []
+        for index, video in enumerate(item["settings"]["hashes"]):
+            features = self.cache.get(video)
+            if features is None:
+                here = slice(index, index + 1)
+                (embedded,) = super().embed_multimodal(  # type: ignore[misc]
+                    pixel_values_videos=item[PIXELS][index].to(self.visual.device),
+                    video_grid_thw=item["video_grid_thw"][here],
+                    second_per_grid_ts=item["second_per_grid_ts"][here],
+                )
+                features = embedded.cpu()
+                self._remember(video, features)
+            encoded.append(features)
+        return encoded
 
     def _lay_out(self, item: Item, device="cpu") -> Layout:
         """The full prompt of a request."""
