@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -43,6 +44,12 @@ def test_a_calibrated_model_says_what_it_has_seen(answer_of):
     assert printed["seen_threshold"] == 0.2
 
 
+def test_what_is_seen_often_enough_is_shown(answer_of):
+    answer = answer_of(CALIBRATED)
+    assert replace(answer, seen_threshold=answer.seen).shown is True
+    assert replace(answer, seen_threshold=answer.seen + 0.1).shown is False
+
+
 SILENT = [
     {"seen_threshold": None, "seen_area": None},
     {"seen_area": 0.64},  # it does not tell true mentions from invented ones
@@ -56,6 +63,7 @@ def test_a_model_without_a_calibration_that_tells_says_nothing(answer_of, change
     answer = answer_of(CALIBRATED | changes)
     assert answer.seen is None
     assert answer.seen_threshold is None
+    assert answer.shown is None
     printed = answer.as_dict()
     assert "seen" not in printed
     assert "seen_threshold" not in printed

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from qtsplus.cli import app
 from qtsplus.cli.watch import _told
 
-SEEN = {"a": 0.1, "A": 0.9, "b": 0.8, "B": 0.2, "c": 0.85}
-ANSWERS = [SimpleNamespace(answer=text.lower(), seen=seen, seen_threshold=0.8) for text, seen in SEEN.items()]
+SHOWN = {"a": False, "A": True, "b": True, "B": False, "c": True}
+ANSWERS = [SimpleNamespace(answer=text.lower(), shown=shown) for text, shown in SHOWN.items()]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("starlette", reason="needs the extra mcp")
 from qtsplus.cli import app as command  # noqa: E402
-from qtsplus.serve.door import Guard  # noqa: E402
+from qtsplus.serve.guard import Guard  # noqa: E402
 
 KEY = "correct horse"
 RIGHT = ("Authorization", f"Bearer {KEY}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, floor, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -22,12 +22,11 @@ from ..model.prompt_qtsplus import (
     take_inputs,
 )
 from ..model.selector_qtsplus import QTSplusOutput
-from ..video.encoded import EncodedVideo
 from ..video.forecast import trained_seconds_below
 from ..video.grids import keep_maps
 from ..video.subtitles import check_subtitles, near
 from .choice import Choice
-from .evidence import Interval, evidence_intervals
+from .evidence import Interval, evidence_intervals, placed
 from .generation import TokenClock, generation_options
 from .question import Batch, Videos, prompt_inputs
 from .recall import narrowed
@@ -49,14 +48,22 @@ class Answer:
     # from the start of the selection to the first token and to the last. Questions of one batch share them.
     timings: dict[str, float]
     keep_maps: dict[str, Tensor]  # by the video's name, bool `[T, H, W]`: True where a token of its grid was kept
-    # `seen` is the share of the relevance, 0 to 1, that the videos' tokens took from the null token. From
-    # `seen_threshold` on, the videos show what was asked for. Both are `None` if the model was not calibrated.
+    # `seen` is the share of the relevance, 0 to 1, that the videos' tokens took from the null token (`QTSplusOutput`).
+    # From `seen_threshold` of the configuration on, the videos show what was asked for: see `shown`. Both are `None`
+    # if the model was not calibrated.
     seen: float | None = None
     seen_threshold: float | None = None
     warnings: list[str] = field(default_factory=list)  # as in `AboutVideo`
     largest_gap: float = 0.0  # the longest time between two sampled frames of a video, in seconds
     trained_seconds: float | None = None  # the longest video in training, if a video here is longer
     unheard: bool = False  # whether a video has sound that no subtitles stood in for
+
+    @property
+    def shown(self) -> bool | None:
+        """Whether the videos probably show what was asked for; `None` if the model was not calibrated."""
+        if self.seen is None or self.seen_threshold is None:
+            return None
+        return self.seen >= self.seen_threshold
 
     @property
     def keep_map(self) -> Tensor:
@@ -346,25 +353,3 @@ def shown_by(
     if kept.seen is None or not config.says_seen:
         return answer
     return replace(answer, seen=kept.seen, seen_threshold=config.seen_threshold)
-
-
-def placed(
-    interval: Interval,
-    name: str,
-    video: EncodedVideo,
-) -> Interval:
-    """The same stretch on a player's clock, with its video's name and the box in pixels."""
-    width = video.about.metadata.width
-    height = video.about.metadata.height
-    pixels = None
-    if width and height:
-        left, top, right, bottom = interval.box
-        pixels = (
-            floor(left * width),
-            floor(top * height),
-            ceil(right * width),
-            ceil(bottom * height),
-        )
-    first = round(interval.start / video.seconds_per_step)
-    start, end = video.span(first, round(interval.end / video.seconds_per_step))
-    return replace(interval, start=start, end=end, name=name, pixels=pixels)

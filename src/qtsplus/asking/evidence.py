@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
+from ..video.encoded import EncodedVideo
 from ..video.grids import token_grids, token_maps
 
 # Of the highest relevance, what a token needs to count as evidence, where a model's configuration says nothing else.
@@ -136,3 +137,25 @@ def _bounding_box(weights: torch.Tensor) -> Box:
     right = (max(columns) + 1) / width
     bottom = (max(rows) + 1) / height
     return left, top, right, bottom
+
+
+def placed(
+    interval: Interval,
+    name: str,
+    video: EncodedVideo,
+) -> Interval:
+    """The same stretch on a player's clock, with its video's name and the box in pixels."""
+    width = video.about.metadata.width
+    height = video.about.metadata.height
+    pixels = None
+    if width and height:
+        left, top, right, bottom = interval.box
+        pixels = (
+            math.floor(left * width),
+            math.floor(top * height),
+            math.ceil(right * width),
+            math.ceil(bottom * height),
+        )
+    first = round(interval.start / video.seconds_per_step)
+    start, end = video.span(first, round(interval.end / video.seconds_per_step))
+    return replace(interval, start=start, end=end, name=name, pixels=pixels)

@@ -263,10 +263,9 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
         heading = ""
     if len(answer.evidence) > SHOWN:
         table.add_row("", "and in others, which --json lists")
-    if answer.seen is not None:
-        threshold = answer.seen_threshold or 0.0
-        verdict = "probably" if answer.seen >= threshold else "probably not"
-        calibration = f"seen is {answer.seen:.0%}; the model's calibration asks for {threshold:.0%}"
+    if answer.shown is not None:
+        verdict = "probably" if answer.shown else "probably not"
+        calibration = f"seen is {answer.seen:.0%}; the model's calibration asks for {answer.seen_threshold:.0%}"
         table.add_row("shown", f"{verdict} ({calibration})")
     timings = []
     for stage, seconds in answer.timings.items():

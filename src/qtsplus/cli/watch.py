@@ -89,12 +89,12 @@ def watch(
 
 
 def _told(answers: Iterable["Answer"], on_change: bool, when_seen: bool) -> Iterator["Answer"]:
-    """All answers; or those that differ from the one told last, and those with which `seen` reaches its threshold."""
+    """All answers; or those that differ from the one told last, and those where the video begins to show the thing."""
     last = None
     is_seen = False
     for answer in answers:
         was_seen = is_seen
-        is_seen = answer.seen is not None and answer.seen >= (answer.seen_threshold or 0.0)
+        is_seen = bool(answer.shown)
         is_told = not on_change or answer.answer != last
         if when_seen:
             is_told = is_seen and (not was_seen or (on_change and is_told))

@@ -14,8 +14,7 @@ from pydantic import AfterValidator, Discriminator, Tag, with_config
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from ..asking.answers import placed
-from ..asking.evidence import Interval, evidence_intervals
+from ..asking.evidence import Interval, evidence_intervals, placed
 from ..asking.ranking import Piece, Scorer, Tokens, keys_fingerprint, scoring_layer
 from ..asking.session import Answer, answer_questions
 from ..common.files import clock, counted, printable

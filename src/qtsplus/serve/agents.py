@@ -27,7 +27,7 @@ from ..common.files import first_line, printable
 from ..common.journals import file_state
 from ..library.library import Library
 from ..video.encoded import FAILURES
-from .door import Guard
+from .guard import Guard
 
 MAX_MESSAGE = 2**18  # bytes of one message over HTTP
 MAX_CONNECTIONS = 64

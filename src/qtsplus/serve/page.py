@@ -15,7 +15,7 @@ from ..asking.session import Answer, VideoSession
 from ..common.files import counted
 from ..data.media import VIDEO_SUFFIXES
 from ..video.encoded import FAILURES
-from .door import Guard
+from .guard import Guard
 
 LARGEST_VIDEO = 10**9  # bytes
 LARGEST_REQUEST = LARGEST_VIDEO + 10**6  # bytes: an uploaded video with its form

@@ -29,7 +29,8 @@ from ..data.media import UNREADABLE
 from ..hub.loading import check_served_adapter, load_processor
 from ..model.addresses_qtsplus import is_address, is_inline, shown_name
 from ..model.sampling_qtsplus import read_keys
-from ..serve.door import HEALTH, Door, Guard, refuse
+from ..serve.door import Door
+from ..serve.guard import HEALTH, Guard, refuse
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 ASKING = 32  # questions that are made ready at once

@@ -4,6 +4,11 @@ choose its tokens, since vLLM must know their number first and an error then cos
 video and not with every question. Afterwards it is asked what an answer rests on.
 
 [`prepare`] runs in the server, [`Worker`] in the engine: `qtsplus serve` passes it as `--worker-extension-cls`.
+
+What a selection method raises costs its request alone: `Worker.qtsplus_prepare` catches it in the engine and returns
+its text, and [`prepare`] raises that in the server as a `ValueError`, which vLLM answers with status 400. A method of
+one's own that does not return is ended by [`time_limit`]. A vLLM that `qtsplus serve` did not start asks nothing
+beforehand: there, the error of a method ends the engine.
 """
 
 import logging
