@@ -1,7 +1,6 @@
 """Draws what an answer rests on: frames with the kept tokens lit."""
 
 import json
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -88,9 +87,7 @@ def draw_spans(
     panes = []
     for interval in sorted(evidence[:_DRAWN], key=lambda interval: interval.start):
         middle = (interval.start + interval.end) / 2
-        elapsed = middle - video.about.start
-        steps_begun = bisect_right(video.steps, elapsed + 1e-6)
-        step = min(steps_begun, len(kept)) - 1
+        step, _ = video.within(middle + 1e-6, middle)
         frame = lit(frame_at(video, middle), kept[step].numpy())
         pane = ImageOps.contain(frame, (_SIDE, _SIDE))
         draw = ImageDraw.Draw(pane)

@@ -31,7 +31,7 @@ class Piece:
 
     def cut(self, video: EncodedVideo) -> EncodedVideo:
         """The piece as a video of its own, at its place in time."""
-        steps = int(video.video_grid_thw[0, 0])
+        steps = video.count
         if self.first == 0 and self.last == steps:
             return video
         begin = video.steps[self.first]
@@ -46,11 +46,7 @@ class Piece:
         grid = video.video_grid_thw.clone()
         grid[0, 0] = self.last - self.first
         features = video.features.unflatten(0, (steps, -1))[self.first : self.last].flatten(0, 1)
-        about = replace(
-            video.about,
-            metadata=metadata,
-            start=video.about.start + begin,
-        )
+        about = replace(video.about, metadata=metadata, start=video.about.start + begin)
         return replace(
             video,
             features=features,
