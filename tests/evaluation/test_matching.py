@@ -8,22 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from judge_agreement import agreement, graded_answers
 from qtsplus.cli import app
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.evaluate import evaluate_records
 from qtsplus.evaluation.matching import gives_answer, is_exact, judge_at
 
-GRADED = Path(__file__).with_name("graded_answers.jsonl")
 AGREEMENT = Path(__file__).parents[2] / "benchmarks" / "results" / "matching.json"
-
-
-def graded_answers():
-    """Records, what somebody said, and whether it is right."""
-    for line in GRADED.read_text().splitlines():
-        row = json.loads(line)
-        options = tuple(row.get("options", ())) or None
-        record = VideoRecord(None, row["question"], row["answer"], options=options)
-        yield record, row["said"], row["right"]
 
 
 @pytest.mark.parametrize(("name", "matcher"), [("answer", gives_answer), ("exact", is_exact)])
@@ -106,6 +97,14 @@ def test_a_judge_decides(judge_server):
     (message,) = seen[0]["messages"]
     for text in ("Who knocks?", "her brother", "The woman's brother"):
         assert text in message["content"]
+
+
+def test_a_judge_is_measured_on_answers_graded_by_hand(judge_server):
+    address, replies, _ = judge_server
+    graded = [right for _, _, right in graded_answers()]
+    replies += ["Perhaps", *["yes"] * 199]
+    expected = {"of": 200, "agreed": sum(graded[1:]), "neither yes nor no": 1}
+    assert agreement(judge_at(address, "a-judge")) == expected
 
 
 def test_the_command_asks_a_judge(judge_server, tiny_mp4, tiny_published, tmp_path):
