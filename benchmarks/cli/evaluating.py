@@ -6,8 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from qtsplus.cli.console import console, note, one_line_errors, wrote
-from qtsplus.cli.evaluating import fail_run
+from qtsplus.cli.console import console, fail, note, one_line_errors, wrote
 from qtsplus.cli.models import Source
 from qtsplus.cli.options import Retention, Selection, command
 
@@ -78,11 +77,11 @@ def evaluate(
     try:
         result = harness.run(settings, out, processes=processes, batch_size=batch_size, device=source.device, say=note)
     except harness.HarnessError as error:
-        fail_run(str(error))
+        fail(error, 1)
     _print_tasks(result["tasks"])
     wrote(out / "run.json")
     if failed := harness.failures(result["tasks"]):
-        fail_run(*failed)
+        fail("; ".join(failed), 1)
 
 
 def _print_tasks(tasks: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from qtsplus.cli.console import console, fail, one_line_errors, resumable, wrote
-from qtsplus.cli.evaluating import fail_run
 from qtsplus.cli.options import MediaRoot
 
 
@@ -74,7 +73,7 @@ def make(
         try:
             kept = run_job(Job(kind.value, partial(read, source), step, server, settings), out, concurrency, limit)
         except RunFailed as error:
-            fail_run(str(error))
+            fail(error, 1)
     made = json.loads((kept.parent / "summary.json").read_text(encoding="utf-8"))
     lines = [f"{made['finished']} items: {made['kept']} rows kept, {made['dropped']} dropped."]
     lines += [f"  dropped, {reason}: {count}" for reason, count in made["dropped_because"].items()]

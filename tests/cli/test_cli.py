@@ -13,20 +13,16 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-import typer
 from PIL import Image
 from typer.testing import CliRunner
 
 import qtsplus
 from clips import write_records
-from qtsplus.asking.choice import Choice
 from qtsplus.asking.evidence import Interval
 from qtsplus.cli import app
 from qtsplus.cli.asking import place, print_answer
 from qtsplus.cli.demonstration import CLIP, run_demo
-from qtsplus.cli.options import command
 from qtsplus.hub import loading
-from qtsplus.model.sampling_qtsplus import Sampling
 from refusals import fill
 
 QUESTION = "What moves?"
@@ -49,26 +45,6 @@ def invoke(*line):
 def read_json(result):
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
-
-
-def test_a_command_takes_whole_how_frames_are_sampled_and_tokens_are_chosen():
-    given = []
-
-    @command
-    def note(*, sampling: Sampling, choice: Choice) -> None:
-        given.append((sampling, choice))
-
-    own = typer.Typer()
-    own.command()(note)
-    sampled = ["--fps", "2", "--start", "1", "--end", "5", "--max-frames", "4", "--max-pixels", "999"]
-    chosen = ["--retention", "0.5", "--max-visual-tokens", "7", "--selection", "uniform"]
-    assert CliRunner().invoke(own, sampled + chosen).exit_code == 0
-    assert CliRunner().invoke(own, []).exit_code == 0
-    sampling = Sampling(fps=2.0, start=1.0, end=5.0, max_frames=4, max_pixels=999)
-    choice = Choice(retention=0.5, max_visual_tokens=7, selection="uniform")
-    assert given == [(sampling, choice), (Sampling(), Choice())]
-    assert None not in vars(sampling).values(), "every field has an option"
-    assert None not in vars(choice).values()
 
 
 @pytest.fixture(scope="module")
@@ -209,17 +185,20 @@ def test_an_empty_argument_is_not_the_current_folder(line, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+DASHES = ["ask {} What?", "chat a.mp4 {}", "index {} --out=out", "data check {}", "train {} --dry-run"]
+
+
+@pytest.mark.parametrize("line", DASHES)
+def test_a_file_whose_name_begins_with_a_dash_is_no_option(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-dash").touch()
+    assert_refused(invoke(*line.format("-dash").split()), "'-dash'", "write ./-dash for the file")
+    assert "There is no file '-dash'" not in invoke("data", "check", "--", "-dash").stderr
+    assert "for the file" not in invoke("index", "none", "--out", "-dash").stderr
+
+
 def test_the_version():
     assert invoke("--version").stdout == f"qtsplus {qtsplus.__version__}\n"
-
-
-def test_the_completion():
-    typed = {"_QTSPLUS_COMPLETE": "complete_bash", "COMP_WORDS": "qtsplus co", "COMP_CWORD": "1"}
-    command = Path(sys.executable).with_name("qtsplus")
-    environment = os.environ | typed
-    result = subprocess.run([command], capture_output=True, text=True, env=environment)
-    assert result.stdout.split() == ["convert"]
-    assert result.stderr == ""
 
 
 def test_the_weights_dtype_can_be_chosen(ask, tiny_mp4):

@@ -60,11 +60,6 @@ def test_outputs_that_cannot_be(tmp_path, check, name, message):
         check(tmp_path / name)
 
 
-def test_an_empty_name_is_no_folder():
-    with pytest.raises(ValueError, match="is empty"):
-        check_folder(" ")
-
-
 def test_a_place_without_permission(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     with pytest.raises(ValueError, match="cannot be written"):

@@ -25,10 +25,14 @@ def path(tmp_path):
     return journal.path
 
 
-def test_an_interrupted_run_goes_on_and_a_line_that_was_cut_counts_as_missing(path):
+def test_an_interrupted_run_goes_on_and_a_line_that_was_cut_counts_as_missing(path, monkeypatch):
     path.write_text(path.read_text() + '{"key": "c", "val')
-    journal = Journal(path, SETTINGS)
-    assert journal.done == {"a": 1, "b": 2}
+    warnings = []
+    monkeypatch.setattr("qtsplus.common.journals.logger.warning_once", warnings.append)
+    for settings in (None, SETTINGS):  # a reader warns too; only who writes the file repairs it
+        journal = Journal(path, settings)
+        assert journal.done == {"a": 1, "b": 2}
+        assert f"The last line of {path} was cut off" in warnings.pop()
     journal.add("c", {"seconds": 1.5})
     os.utime(path, ns=(0, 0))
     assert Journal(path, SETTINGS).done == {"a": 1, "b": 2, "c": {"seconds": 1.5}}

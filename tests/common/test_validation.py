@@ -37,7 +37,7 @@ class Outer:
             {"name": "long"},
             "x.yaml: name is 'long'; expected three letters; x.yaml: name is 'long'; expected a valid integer.",
         ),
-        ({"size": 1}, "x.yaml: name is missing; x.yaml: size is no field."),
+        ({"size": 1}, "x.yaml: name is missing; x.yaml: size is no field; the nearest are inner, name, many."),
         ({"name": 1, "inner": {"share": 2}}, "x.yaml: inner.share is 2; expected at most 1."),
         ({"name": 1, "inner": {"share": 0}}, "x.yaml: inner.share is 0; expected more than 0."),
         ({"name": 1, "inner": {"size": 2}}, "x.yaml: inner.size is no field."),

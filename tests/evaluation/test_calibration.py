@@ -190,8 +190,8 @@ def test_the_command_prints_a_recipes_lines_and_writes_attention(labelled, tiny_
     shutil.copytree(tiny_published, folder)
     before = json.loads((folder / "config.json").read_text())
     many = product(range(10, 30), range(2))
-    best = AttentionChoice(((0, 3), (2, 1), *many))
-    monkeypatch.setattr(calibration.Calibration, "best", best)
+    fields = calibration.recipe_fields(AttentionChoice(((0, 3), (2, 1), *many)))
+    monkeypatch.setattr(calibration, "recipe_fields", lambda choice: fields)
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(map(json.dumps, [*labelled[:2], *labelled[-2:]])))
     result = run_command(folder, few)
@@ -205,7 +205,7 @@ def test_the_command_prints_a_recipes_lines_and_writes_attention(labelled, tiny_
     assert written["attention_layer"] in range(4)
     output = " ".join(result.stdout.split())
     assert f": {json.dumps(written)}" in output
-    for words in ("Measured on", "with right answers from 2.5%", "Best, as lines"):
+    for words in ("Measured on", "with right answers from 2.5%", "lines of a recipe"):
         assert words in output
     lines = result.stdout.splitlines()
     first = lines.index("training:") + 1

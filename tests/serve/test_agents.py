@@ -101,6 +101,7 @@ def port(library, tiny_published, tmp_path_factory):
     line = command(library, tiny_published, "--port", "{port}", "--api-key", KEY)
     with running_server(log, *line, path="/mcp") as port:
         yield port
+    assert "Traceback" not in log.read_text()
 
 
 def status(port, body=b"{}", **headers):
@@ -158,10 +159,11 @@ REFUSED = [
     ("look", {"seconds": 0}, "video", NO_NAMES),
     ("look", LOOKING, "seconds", [-1, 7, "NaN", None]),
     ("look", LOOKING, "side", [31, 1025]),
-    ("find_moments", ASKING, "videos", ["a.mp4"]),
+    ("find_moments", ASKING, "videos", ["a.mp4", []]),
     ("find_moments", ASKING, "count", [0, 51]),
     ("find_moments", {}, "question", ["", " ", LONG, None]),
     ("ask", ASKING, "max_new_tokens", [0, 513]),
+    ("ask", ASKING, "videos", [[]]),
     ("ask", ASKING, "selection", ["file.py:function"]),
     ("list_videos", {}, "count", [51]),
     ("list_videos", {}, "first", [-1]),
@@ -259,6 +261,16 @@ def test_no_video_is_opened_but_the_one_that_is_looked_at(results, stdio, librar
     opened = Path(stdio.args[2]).read_text().splitlines()  # whatever Python opened since the server started
     videos = {path for path in opened if path.endswith((".mp4", "passwd"))}
     assert videos == {str(Path(library.index.made["videos"], "a.mp4"))}
+
+
+# Versions of the protocol: the SDK reads messages of each in another way.
+@pytest.mark.parametrize("version", ["2025-06-18", "2026-07-28"])
+def test_a_client_that_leaves_in_the_middle_of_its_message(port, version):
+    """The server's log says nothing of it, which the fixture checks at the end."""
+    sent = BEARER | {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
+    client = http.client.HTTPConnection("127.0.0.1", port)
+    client.request("POST", "/mcp", b"{", sent | {"MCP-Protocol-Version": version, "Content-Length": "99"})
+    client.close()
 
 
 def test_one_call_at_a_time_has_the_model(library, monkeypatch):

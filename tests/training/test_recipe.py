@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_recipe import write_recipe
+from tiny_recipe import write_recipe, write_records
 from typer.testing import CliRunner
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
@@ -86,21 +86,42 @@ def test_the_papers_recipe_holds_its_table(name, column):
     assert recipe.data.processor_kwargs == {}
 
 
-def dry_run(recipe: str, *overrides: str):
-    command = ["train", str(RECIPES / recipe), "--dry-run"]
-    for override in overrides:
-        command += ["--set", override]
-    return CliRunner().invoke(app, command)
+@pytest.fixture
+def dry_run(tmp_path):
+    write_records(tmp_path / "records.jsonl", {"video": None, "question": "Who knocks?", "answer": "Ann."})
+
+    def run(recipe: str, *overrides: str):
+        command = ["train", str(RECIPES / recipe), "--dry-run"]
+        for override in (f"data.train_files=[{tmp_path}/records.jsonl]", *overrides):
+            command += ["--set", override]
+        return CliRunner().invoke(app, command)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_files=[none.jsonl]", "There is no file 'none.jsonl'"),
+        ("data.eval_files=[none.jsonl]", "There is no file 'none.jsonl'"),
+        ("data.media_root=none", "There is no folder 'none'"),
+    ],
+)
+def test_a_dry_run_looks_at_the_records(dry_run, override, message):
+    result = dry_run("paper.yaml", "model.variant=qtsplus-tiny", override)
+    assert result.exit_code == 2
+    assert "parameters are trained" in result.stdout
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_dry_run_counts_what_a_gradient_reaches(name):
+def test_a_dry_run_counts_what_a_gradient_reaches(dry_run, name):
     result = dry_run("paper.yaml", f"model.variant={name}")
     assert result.exit_code == 0, result.output
     assert COUNTS[name] in result.output
 
 
-def test_a_dry_run_of_two_stages_needs_no_variant(tmp_path):
+def test_a_dry_run_of_two_stages_needs_no_variant(dry_run, tmp_path):
     folder = RECIPES.parent / "hub_configs" / "qtsplus-tiny"
     settings = ["model.variant=null", f"model.weights={folder}", f"training.output_dir={tmp_path / 'out'}"]
     without_heads = dry_run("qtsplus-3b.yaml", *settings)
@@ -136,7 +157,8 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.learning_rat=1", "training.learning_rat is no field"),
+        ("training.learning_rat=1", "training.learning_rat is no field; the nearest are learning_rate, "),
+        ("data.train_file=[]", "data.train_file is no field; the nearest are train_files, "),
         ("optimizer.lr=1", "SECTION.FIELD=VALUE"),
         ("model.variant", "SECTION.FIELD=VALUE"),
         ("training.bf16=yes", "training.bf16 is 'yes'; expected a valid boolean"),
@@ -171,7 +193,8 @@ def test_mistakes_in_a_recipe_are_named(override, message):
         ("model: {variant: a}\nmodel: {variant: b}", 'found duplicate key "model"'),
         ("model: 5", "model is 5; expected a mapping"),
         ("stages: 5", "stages is 5"),
-        ("stages: {one: {models: {}}}", "stages.one.models is no field"),
+        ("stages: {one: {models: {}}}", "stages.one.models is no field; the nearest are model, "),
+        ("modle: {}", "modle is no field; the nearest are model, "),
         ("model: {variant: qtsplus-tiny}\ntraining: {output_dir: out}", "data.train_files is missing"),
     ],
 )

@@ -178,7 +178,7 @@ def test_no_name_of_a_film_leads_out_of_its_folder(folder, loaded, name):
             line["key"] = name
 
     rewrite(folder, rename)
-    with pytest.raises(ValueError, match="expected the path of a video inside the folder that was indexed"):
+    with pytest.raises(ValueError, match="expected a path inside the videos' folder"):
         Library(folder, *loaded)
 
 

@@ -110,12 +110,26 @@ def test_a_file_beside_the_video_and_a_track_within_it_are_equal(film, tmp_path)
 
 @pytest.mark.parametrize(
     ("code", "mark", "text"),
-    [("cp1252", "", "Häh"), ("utf-16", "", "Žluťoučký"), ("utf-16-be", "\ufeff", "Žluťoučký")],
+    [
+        ("cp1252", "", "Häh"),
+        ("utf-16", "", "Žluťoučký"),
+        ("utf-16-be", "\ufeff", "Žluťoučký"),
+        ("utf-16-le", "", "漢字"),
+        ("utf-16-be", "", "漢字"),
+    ],
 )
 def test_subtitles_are_read_in_their_encoding(talk, code, mark, text):
     content = f"{mark}1\n00:00:01,000 --> 00:00:02,000\n{text}\n"
     talk.with_suffix(".srt").write_bytes(content.encode(code))
     assert texts_of(talk) == [text]
+
+
+@pytest.mark.parametrize(("code", "cut", "reason"), [("utf-16", 1, "truncated data"), ("utf-32", 0, "null characters")])
+def test_subtitles_in_an_unclear_encoding_are_refused(talk, code, cut, reason):
+    content = "1\n00:00:01,000 --> 00:00:02,000\nWho knocks?\n".encode(code)
+    talk.with_suffix(".srt").write_bytes(content[: len(content) - cut])
+    with pytest.raises(ValueError, match=f"The subtitles of .*srt' cannot be read: .*{reason}"):
+        read_subtitles(talk)
 
 
 def test_lines_near_what_was_kept_are_before_the_question(loaded, film, prompts):

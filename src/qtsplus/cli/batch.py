@@ -7,8 +7,7 @@ import typer
 
 from ..asking.choice import Choice
 from . import options
-from .console import note, resumable, wrote
-from .evaluating import fail_run
+from .console import fail, note, resumable, wrote
 from .models import Source
 
 
@@ -50,4 +49,4 @@ def batch(
     if counts["error"]:
         note(f"{counts['error']} of {counts.total()} rows have an error in {out}; the same command asks them again.")
     if not counts["answer"]:
-        fail_run(f"no question of {file} was answered")
+        fail(f"no question of {file} was answered", 1)

@@ -9,7 +9,7 @@ from ..asking.choice import Choice
 from ..model.sampling_qtsplus import Sampling
 from . import options
 from .asking import Talk, check_videos, print_answer
-from .console import complain, describe, note
+from .console import complain, note
 from .models import Source
 
 
@@ -68,4 +68,4 @@ def _listen(talk: Talk, asking: dict[str, Any], as_json: bool) -> int:
             raise  # nobody reads on
         except (ValueError, OSError) as error:
             failed += 1
-            complain(describe(error))
+            complain(error)

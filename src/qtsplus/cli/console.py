@@ -1,9 +1,11 @@
 """What the commands print, and how they end."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import exists
 from typing import Any, NoReturn
 
 import typer
@@ -40,17 +42,18 @@ def wrote(target: object) -> None:
     console.print(f"Wrote {printable(str(target))}", soft_wrap=True, highlight=False)
 
 
-def complain(message: str) -> None:
-    """Says in one line on standard error what is wrong."""
+def complain(message: object) -> None:
+    """Says in one line on standard error what is wrong: a text, or an error."""
+    text = re.sub(r"^\[Errno -?\d+\] ", "", str(message))
     # A name in it may hold line breaks, and some libraries write whole paragraphs.
-    line = printable(" ".join(message.split()))
+    line = printable(" ".join(text.split()))
     typer.echo(f"qtsplus: {line or 'failed without a message'}", err=True)
 
 
-def fail(message: str) -> NoReturn:
-    """Ends the command with one line on standard error and exit code 2."""
+def fail(message: object, code: int = 2) -> NoReturn:
+    """Ends the command with one line on standard error; with exit code 1 if what was typed is not the reason."""
     complain(message)
-    raise typer.Exit(2)
+    raise typer.Exit(code)
 
 
 def print_json(content: object) -> None:
@@ -62,12 +65,16 @@ class FilledArguments(TyperGroup):
     """A command without empty arguments: those are a script's unset variables, and none means the current folder."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        before = ""
         for argument in args:
             value = argument
             if argument.startswith("--"):
                 value = argument.split("=", 1)[-1]
             if not value.strip():
                 fail("an argument, or an option's value, is empty; fill it in, or leave it out")
+            if argument.startswith("-") and not before.startswith("-") and "--" not in args and exists(argument):
+                fail(f"{argument!r} would be taken for an option; write ./{argument} for the file")
+            before = argument
         return super().parse_args(ctx, args)
 
 
@@ -93,7 +100,7 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise  # nobody reads on
     except (ValueError, OSError) as error:
-        fail(describe(error))
+        fail(error)
     except StrictDataclassError as error:
         fail(f"a config.json cannot be used: {' '.join(str(error).split())}")
 
@@ -104,12 +111,4 @@ def resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("qtsplus: interrupted; the same command goes on with what is missing", err=True)
-        raise typer.Exit(130) from None
-
-
-def describe(error: Exception) -> str:
-    """What went wrong, for people."""
-    if isinstance(error, OSError) and error.strerror:  # without "[Errno 21]"
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return str(error).strip() or type(error).__name__
+        fail("interrupted; the same command goes on with what is missing", 130)

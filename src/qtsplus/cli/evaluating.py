@@ -1,13 +1,13 @@
 """`qtsplus eval`: how well a model answers."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 
 from ..common.files import counted
-from .console import complain, console, fail, note, print_json
+from .console import console, fail, note, print_json
 from .models import Source
 from .options import AsJson, MediaRoot, Retention, Selection, command
 
@@ -67,19 +67,12 @@ def evaluate(
         wrong = counted(video["questions"], "question")
         note(f"{wrong} counted as wrong, since the video {video['video']} cannot be read: {video['reason']}")
     if summary["kept"] is None:
-        fail_run(f"no video of {records} can be read, so nothing was asked")
+        fail(f"no video of {records} can be read, so nothing was asked", 1)
     if as_json:
         answers = [dict(answer.record.row(), said=answer.said, correct=answer.correct) for answer in asked]
         print_json(dict(summary, answers=answers))
     else:
         _print_summary(summary)
-
-
-def fail_run(*lines: str) -> NoReturn:
-    """Ends the command for a run that failed, whatever was typed."""
-    for line in lines:
-        complain(line)
-    raise typer.Exit(1)
 
 
 def _print_summary(summary: dict[str, Any]) -> None:

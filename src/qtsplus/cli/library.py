@@ -8,8 +8,7 @@ import typer
 from ..common.files import counted, printable
 from ..hub.files import TINY
 from ..model.sampling_qtsplus import Sampling
-from .console import note, resumable, wrote
-from .evaluating import fail_run
+from .console import fail, note, resumable, wrote
 from .models import Source
 from .options import command
 
@@ -53,5 +52,5 @@ def index(
         if entry["error"] is not None:
             note(f"Left out {printable(video)}: {entry['error']}")
     if not made_index.files:
-        fail_run(f"no video of {folder} could be encoded")
+        fail(f"no video of {folder} could be encoded", 1)
     wrote(f"{out}, a library of {counted(len(made_index.files), 'video')}")

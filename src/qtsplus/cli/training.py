@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ..training.trainer import QTSplusTrainer
 
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it trains and takes: memory and disk.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only check the recipe and its records, and say what it trains and takes.")
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the last complete checkpoint; a finished stage is not run again.")
 ]
@@ -36,7 +38,7 @@ def train_by(kind: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: 
     """Trains with a `kind` of trainer, or counts what it would train, and says what came of it."""
     from ..training.plan import make_plan
     from ..training.recipe import load_stages
-    from ..training.running import run_stages
+    from ..training.running import read_sets, run_stages
 
     if dry_run:
         # Nothing is computed: a recipe in bfloat16 for a GPU can be counted on any machine.
@@ -46,15 +48,14 @@ def train_by(kind: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: 
             start = replace(stage.model, weights=stages[0].model.weights)
             lines = "\n  ".join(make_plan(replace(stage, model=start)).lines)
             console.print(f"{stage.name}: {lines}", soft_wrap=True, highlight=False)
+        for stage in stages:
+            read_sets(stage)
         return
+    if not sys.stderr.isatty():
+        overrides = ["training.disable_tqdm=true", *overrides]  # no bars in a pipe
     with results_only():
-        folder = run_stages(load_stages(recipe, [*quiet(), *overrides], kind), resume)
+        folder = run_stages(load_stages(recipe, overrides, kind), resume)
     wrote(folder)
-
-
-def quiet() -> list[str]:
-    """Overrides of a recipe that draw no bars into a pipe."""
-    return [] if sys.stderr.isatty() else ["training.disable_tqdm=true"]
 
 
 def results_only() -> AbstractContextManager[object]:
@@ -92,21 +93,16 @@ def calibrate(
 def _print_calibration(result: "Calibration") -> None:
     from ..evaluation.calibration import KEPT, attention_fields, recipe_fields
 
+    best = result.choices[result.best]
     console.print(
         "Measured on {} questions, checked on {}. Of as many tokens with the most attention as show the answer,\nown "
         "is the share that does, other the share that shows only what other questions about the video ask for.\n"
-        "For distillation:".format(*result.questions),
+        "For distillation, {} by these lines of a recipe:\ntraining:".format(*result.questions, best),
         soft_wrap=True,
     )
-    for choice, finds in result.choices.items():
-        heads = "all" if choice.heads is None else len(choice.heads)
-        console.print(f"  {finds}: {heads} heads, positions: {choice.positions}")
-    console.print("Best, as lines of a recipe:\ntraining:")
     for name, value in recipe_fields(result.best).items():
         console.print(f"  {name}: {json.dumps(value)}", soft_wrap=True)
     console.print(f"For selection=lm_attention, with right answers from {KEPT:.1%} of the tokens:")
     for reading, finds in result.readings.items():
         fields = json.dumps(attention_fields(reading))
         console.print(f"  {result.right[reading]} right, {finds}: {fields}", soft_wrap=True)
-    if result.best_reading == next(iter(result.readings)):
-        console.print("The default layer is kept: no other has more right answers.")

@@ -80,8 +80,6 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:
 
 def check_folder(path: str | os.PathLike) -> Path:
     """The path of a folder for results, which need not be there yet; a `ValueError` for one that cannot be written."""
-    if not str(path).strip():
-        raise ValueError("The name of the output is empty; expected a file or a folder (. is this one).")
     existing = _existing(Path(path))
     if not existing.is_dir():
         raise ValueError(f"{existing} is a file; expected a folder.")

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
+from transformers.utils import logging
 from typing_extensions import TypedDict
 
 from .files import first_line, whole_file
 from .validation import explain
+
+logger = logging.get_logger(__name__)
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -148,6 +151,10 @@ class Journal:
         # The first line is never cut off: a file that begins so is another program's.
         if len(lines) > 1 and not lines[-1].endswith(b"\n"):
             cut_off = lines.pop()
+            logger.warning_once(
+                f"The last line of {self.path} was cut off and counts as missing; the command that writes the file "
+                "makes it again."
+            )
             if cuts:
                 os.truncate(self.path, self.path.stat().st_size - len(cut_off))
         for number, line in enumerate(lines, start=1):

@@ -4,7 +4,9 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from os import PathLike
+from pathlib import PurePosixPath
 from typing import TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
@@ -64,38 +66,51 @@ def build(where: str, kind: type[Settings], values: Mapping) -> Settings:
         text = json.dumps(values, default=str)
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        raise ValueError(explain(error, values, where)) from None
+        known = getattr(kind, "__dataclass_fields__", kind.__annotations__)
+        raise ValueError(explain(error, values, where, known)) from None
     except ImportError as error:  # such as DeepSpeed
         raise ValueError(f"{where.rstrip('.')} asks for a package that is not installed: {error}") from error
     except TypeError as error:  # a list as a key, or an unknown field of a nested section of Transformers'
         raise ValueError(f"{where.rstrip('.')}: {error}") from error
 
 
-def check_types(where: str, kind: type, values: Mapping) -> None:
+def check_types(kind: type, values: Mapping) -> None:
     """As [`build`], for some fields of a class that is none of ours; nothing is built."""
     types: dict = {field.name: (field.type, ...) for field in fields(kind) if field.name in values}
-    build(where, create_model("Fields", __config__=STRICT, **types), values)
+    build("", create_model("Fields", __config__=STRICT, **types), values)
 
 
 # Plain words for the kinds of problems that pydantic describes in a programmer's.
+_NO_FIELD = "is no field"
 _SAID = {
     "missing": "is missing",
     "missing_argument": "is missing",
-    "unexpected_keyword_argument": "is no field",
-    "extra_forbidden": "is no field",
+    "unexpected_keyword_argument": _NO_FIELD,
+    "extra_forbidden": _NO_FIELD,
 }
 _EXPECTED = {"string_type": "a text", "dict_type": "a mapping", "model_type": "a mapping", "tuple_type": "a list"}
 _WORDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
 _NAMED = 3  # the most problems that a message describes
 
 
-def explain(error: ValidationError, values, where: str = "") -> str:
-    """The errors of pydantic about `values` in a line: the first fields, their values and what is expected."""
+def explain(
+    error: ValidationError,
+    values,
+    where: str = "",
+    known=(),
+) -> str:
+    """
+    The errors of pydantic about `values` in a line: the first fields, their values and what is expected. For an unknown
+    field it names the `known` fields that are nearest.
+    """
     clauses: list[str] = []
     for problem in error.errors(include_url=False)[:_NAMED]:
         name = _name(problem["loc"], values, is_absent=problem["type"] in _SAID)
-        clause = f"{where}{name} {_clause(problem)}" if name else where + _clause(problem)
-        clauses.append(clause)
+        clause = _clause(problem)
+        if known and clause == _NO_FIELD and name in values:
+            nearest = get_close_matches(name, known, cutoff=0)
+            clause += f"; the nearest are {', '.join(nearest)}"
+        clauses.append(f"{where}{name} {clause}" if name else where + clause)
     return printable("; ".join(clauses)) + "."
 
 
@@ -125,6 +140,13 @@ def _name(place: Sequence[int | str], values, is_absent: bool) -> str:
                 continue
         names.append(str(part))
     return ".".join(names)
+
+
+def check_inside(path: str) -> str:
+    """A path in the folder of some videos; a `ValueError` for one that may lead elsewhere."""
+    if path.startswith("/") or ".." in PurePosixPath(path).parts or "\0" in path:
+        raise ValueError(f"is {show(path)}; expected a path inside the videos' folder, with neither / in front nor ..")
+    return path
 
 
 def check_path(name: str, value):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import chain
-from pathlib import PurePosixPath
 from typing import Annotated, Literal, get_args
 
 from pydantic import (
@@ -19,7 +18,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from ..common.validation import explain, show
+from ..common.validation import check_inside, explain
 
 LETTERS = "ABCD"
 SOURCES = ("mcq", "vqa", "caption")
@@ -39,17 +38,10 @@ def _filled(text: str) -> str:
     return text
 
 
-def _inside(vision_id: str) -> str:
-    path = PurePosixPath(vision_id)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"is {show(vision_id)}; expected a name inside the media root, with neither / in front nor ..")
-    return vision_id
-
-
 String = Annotated[str, Field(min_length=0)]  # a field with a limit takes valid Unicode alone, as tokenizers do
 Text = Annotated[String, AfterValidator(_filled)]
 RowId = Annotated[String, Field(coerce_numbers_to_str=True)]  # tables number their rows
-VisionId = Annotated[Text, AfterValidator(_inside)]
+VisionId = Annotated[Text, AfterValidator(check_inside)]
 Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -19,7 +19,7 @@ from ..asking.ranking import Piece, Scorer, Tokens, keys_fingerprint, scoring_la
 from ..asking.session import Answer, answer_questions
 from ..common.files import clock, counted, printable
 from ..common.journals import STORED, Journal, Line, Schema, State, file_state
-from ..common.validation import check_path, show
+from ..common.validation import check_inside, check_path, show
 from ..model.numbers_qtsplus import require_count
 from ..model.sampling_qtsplus import SamplingOptions
 from ..video.encoded import IN_MEMORY, EncodedVideo
@@ -31,13 +31,6 @@ EVER = (-math.inf, math.inf)
 INDEX = "library.jsonl"
 KEPT = 2**14  # videos that stay open
 MADE = 0  # the key of the line on what the library was made of; the other keys are names of videos
-
-
-def _inside(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise ValueError(f"is {show(name)}; expected the path of a video inside the folder that was indexed")
-    return name
 
 
 @with_config(STORED)
@@ -68,7 +61,7 @@ def _kind(line: dict) -> str:
     return "made" if line.get("key") == MADE else "video"
 
 
-_Name = Annotated[str, AfterValidator(_inside)]
+_Name = Annotated[str, AfterValidator(check_inside)]
 _LineOfVideo = Line[_Name, Entry | None]  # `None` for a video that was removed
 _LineOfLibrary = Line[Literal[0], Made]
 _Line = Annotated[

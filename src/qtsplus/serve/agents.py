@@ -2,7 +2,9 @@
 
 import io
 import json
+import logging
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ from mcp.shared.message import SessionMessage
 from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, ToolAnnotations
 from PIL import Image as Picture
 from pydantic import Field, ValidationError
+from starlette.requests import ClientDisconnect
 
 from ..asking.evidence import Interval
 from ..asking.picture import frame_at
@@ -33,7 +36,9 @@ MAX_MESSAGE = 2**18  # bytes of one message over HTTP
 MAX_CONNECTIONS = 64
 
 Video = Annotated[str, Field(max_length=4096, description="As list_videos names it.")]
-Videos = Annotated[list[Video], Field(max_length=100, description="Only these videos; all when empty.")]
+Videos = Annotated[
+    list[Video] | None, Field(min_length=1, max_length=100, description="Only these videos; all without it.")
+]
 Question = Annotated[str, Field(min_length=1, max_length=2000)]
 ResultCount = Annotated[int, Field(ge=1, le=50)]
 Fields = dict[str, Any]  # of a JSON object
@@ -118,7 +123,7 @@ class Shelf(MCPServer):
     async def find_moments(
         self,
         question: Question,
-        videos: Videos = [],  # noqa: B006, nothing changes this list
+        videos: Videos = None,
         count: ResultCount = 5,
     ) -> Fields:
         """Finds the most relevant moments for a question, best first: video, seconds, and place in the frame."""
@@ -132,7 +137,7 @@ class Shelf(MCPServer):
     async def ask(
         self,
         question: Question,
-        videos: Videos = [],  # noqa: B006, nothing changes this list
+        videos: Videos = None,
         max_new_tokens: Annotated[int, Field(ge=1, le=512)] = 128,
     ) -> Fields:
         """Answers a question from the most relevant video, and says what the answer rests on."""
@@ -169,8 +174,8 @@ class Shelf(MCPServer):
             raise ValueError(f"There is no video {video[:200]!r}; list_videos names them.")
         return self.names[video]
 
-    def _chosen(self, videos: list[str]) -> list[str] | None:
-        return [self._name(video) for video in videos] or None
+    def _chosen(self, videos: list[str] | None) -> list[str] | None:
+        return None if videos is None else [self._name(video) for video in videos]
 
 
 def _reply_to_unreadable(error: ValidationError) -> SessionMessage:
@@ -203,6 +208,11 @@ def _moment(interval: Interval) -> Fields:
     return dict(interval.as_dict(), video=printable(interval.name))
 
 
+def _is_no_departure(line: logging.LogRecord) -> bool:
+    """Keeps out of the SDK's log the traceback of a client that leaves in the middle of its request."""
+    return not isinstance(sys.exc_info()[1], ClientDisconnect)
+
+
 def serve_shelf(
     shelf: Shelf,
     place: tuple[str, int] | None,
@@ -225,6 +235,7 @@ def serve_shelf(
         stateless_http=True,
         transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),  # the guard does that
     )
+    logging.getLogger("mcp.server.streamable_http").addFilter(_is_no_departure)
     guard = Guard(
         app,
         hosts=[host] + list(hosts),

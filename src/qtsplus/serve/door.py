@@ -22,7 +22,6 @@ from ..model.addresses_qtsplus import ADDRESS_TIMEOUT, fetch, is_address, is_inl
 from ..model.containers_qtsplus import open_file
 
 OPEN_FILES = Path("/proc/self/fd")  # on Linux, where a process finds the files that it has opened
-MAX_ADDRESS = 8192  # characters of an address that is fetched; a signed one has about 2,000
 _PORTS = {"http": ":80", "https": ":443"}  # the ports of addresses that state none
 _PUBLIC_6 = ipaddress.ip_network("2000::/3")  # the one range of IPv6 in which addresses are public
 # Addresses that `is_global` of some versions of Python takes for public: IETF's protocols, and the relays of 6to4.
@@ -64,8 +63,6 @@ class Door:
 
     @contextmanager
     def _fetched(self, url: str) -> Iterator[str]:
-        if len(url) > MAX_ADDRESS:
-            raise _refused(url)
         request = parse_address(url)
         default_port = _PORTS[request.type]
         host = request.host.removesuffix(default_port)

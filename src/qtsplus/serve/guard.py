@@ -3,8 +3,10 @@
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -37,12 +39,7 @@ class Guard:
             largest: bytes that the body of a request may have.
             key: what requests have to bring as `Authorization: Bearer KEY`.
             own_pages: whether browsers may send requests only from pages of this machine.
-
-        Raises:
-            ValueError: an empty key, which would let everyone in.
         """
-        if key is not None and not key.strip():
-            raise ValueError("The API key is empty; expected one, or None for a server without a key.")
         self.app = app
         self.hosts = [host.lower().strip("[]") for host in ("localhost", "127.0.0.1", "::1", *hosts)]
         self.largest = largest
@@ -56,7 +53,8 @@ class Guard:
             refusal = self._refusal(scope)
             if refusal is not None:
                 return await refusal(scope, receive, send)
-        await self.app(scope, receive, send)
+        with suppress(ClientDisconnect):  # a client that leaves in the middle of its request waits for nothing
+            await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         """The response to a request that is not let in, by its headers."""

@@ -107,9 +107,6 @@ class Visit:
         """An answer; the tokens that it kept of a video are counted through all grid steps, row by row."""
         count = answer.kept_tokens
         total = answer.visual_tokens
-        seconds = answer.timings
-        facts = f"Kept {count:,} of {total:,} tokens ({count / total:.1%}); the first word took "
-        facts += f"{seconds['first_token']:.2f} s, all of it {seconds['generate']:.2f} s."
         maps = {}
         for name, keep_map in answer.keep_maps.items():
             video = self.session.videos[name]
@@ -122,7 +119,7 @@ class Visit:
             }
         pane = answer.as_dict()
         pane["question"] = question
-        pane["facts"] = facts
+        pane["facts"] = f"Kept {count:,} of {total:,} tokens ({count / total:.1%})."
         pane["maps"] = maps
         return pane
 

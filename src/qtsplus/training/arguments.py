@@ -93,7 +93,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         ours = {name: getattr(self, name) for name in QTSplusTrainingArguments.__annotations__}
-        check_types("", QTSplusTrainingArguments, ours)
+        check_types(QTSplusTrainingArguments, ours)
         for name, (expected, reason) in _WITHOUT_EFFECT.items():
             value = getattr(self, name)
             if value not in expected:

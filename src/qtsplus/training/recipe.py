@@ -117,7 +117,7 @@ class Sections(TypedDict, total=False):
 class File(Sections, total=False):
     """A recipe as YAML has it."""
 
-    stages: dict[Text, Sections]
+    stages: dict[Text, Fields]
 
 
 def load_stages(
@@ -148,6 +148,7 @@ def load_stages(
     changes_of_all = [_parse_override(override) for override in overrides]
     recipes: list[Recipe] = []
     for stage, changes in stages.items():
+        build(f"{path}: stages.{stage}.", Sections, changes)
         stated = _merge_all([content, changes, *changes_of_all])
         variant = stated.get("model", {}).get("variant")
         empty: Fields = {"model": {}, "data": {}, "training": {}}

@@ -109,11 +109,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     args = recipe.model
     data = recipe.data
     trainer_class = recipe.trainer_class
-    train = _read_records(recipe, data.train_files)
-    evaluation = _read_records(recipe, data.eval_files)
-    if not train:
-        raise ValueError(f"{recipe.path}: the files of data.train_files hold no records.")
-    _check_frozen(recipe)
+    train, evaluation = read_sets(recipe)
     if args.weights is None:
         logger.warning(f"The recipe names no model.weights: {recipe.name} starts from random weights.")
     config = make_config(args.variant, args.weights, args.selector)
@@ -146,11 +142,19 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     return trainer
 
 
-def _read_records(recipe: Recipe, files: list[str]) -> list[VideoRecord]:
-    records: list[VideoRecord] = []
-    for path in files:
-        records += recipe.trainer_class.dataset_class.read(path, recipe.data.media_root)
-    return records
+def read_sets(recipe: Recipe) -> list[list[VideoRecord]]:
+    """The records to train on, and those for evaluation. Raises `ValueError` for files or settings that do not do."""
+    _check_frozen(recipe)
+    sets = []
+    for name in ("train_files", "eval_files"):
+        files = getattr(recipe.data, name)
+        records: list[VideoRecord] = []
+        for path in files:
+            records += recipe.trainer_class.dataset_class.read(path, recipe.data.media_root)
+        if files and not records:
+            raise ValueError(f"{recipe.path}: the files of data.{name} hold no records.")
+        sets.append(records)
+    return sets
 
 
 def _check_frozen(recipe: Recipe) -> None:

@@ -1,6 +1,5 @@
 """Subtitles of a video, from a file beside it or a track within it, and which of them a prompt has room for."""
 
-import codecs
 import html
 import io
 import os
@@ -114,12 +113,29 @@ def _read_text(path: Path) -> str:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"it is larger than {MAX_FILE_BYTES // 2**20} MiB, which no file of subtitles is")
-    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding = _encoding(content)
     try:
-        return content.decode("utf-16" if is_utf16 else "utf-8")
+        text = content.decode(encoding)
     except UnicodeDecodeError:
+        if encoding != "utf-8":
+            raise
         logger.warning(f"{path} is not UTF-8 and is read as Windows-1252.")
-        return content.decode("cp1252", "replace")
+        text = content.decode("cp1252", "replace")
+    if "\0" in text:
+        raise ValueError("it has null characters; expected text in UTF-8 or UTF-16")
+    return text
+
+
+def _encoding(content: bytes) -> str:
+    """
+    UTF-16 by a null byte in the second character, which is one of ASCII in all formats, also where the first is a byte
+    order mark; or else UTF-8.
+    """
+    if content[2:3] == b"\0":
+        return "utf-16-be"
+    if content[3:4] == b"\0":
+        return "utf-16-le"
+    return "utf-8"
 
 
 def _full_track(tracks: Iterable):
