@@ -286,15 +286,21 @@ def test_the_reference_has_all_that_the_package_gives():
         assert given in described or module in described, name
 
 
-def test_the_page_on_design_names_files_of_the_package():
-    table = read("docs/design.md").partition("| In `src/qtsplus/` | |")[2]
-    names = []
-    for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
-        names += re.findall(r"`(.+?)`", cell)
-    assert len(names) > 10
-    package = ROOT / "src" / "qtsplus"
-    for name in names:
-        assert (package / name).exists(), name
+MAPS = [("docs/design.md", "## The package"), ("CONTRIBUTING.md", "## Where is it decided?")]
+PLACE = re.compile(r"`([\w/]+/[\w.]*)`(?: \(([^)]*)\))?")  # a path in the package, and names in that file
+
+
+@pytest.mark.parametrize("page, heading", MAPS)
+def test_the_maps_of_the_package_name_what_is_there(page, heading):
+    section = read(page).partition(heading)[2].partition("\n## ")[0]
+    table = section[section.index("\n|") : section.rindex("|\n")]
+    places = PLACE.findall(table)
+    assert len(places) > 10
+    for path, names in places:
+        place = ROOT / "src" / "qtsplus" / path
+        assert place.exists(), path
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"\b{name}\b", read(place)), f"{name} of {path}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

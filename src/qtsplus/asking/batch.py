@@ -23,6 +23,7 @@ from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import with_bar
 from .answers import Answer
 from .choice import Choice
+from .generation import MAX_NEW_TOKENS
 from .question import Question
 from .session import answer_file
 
@@ -144,13 +145,14 @@ class Asker:
     dtype: str = "auto"
     fps: float | None = None
     choice: Choice = Choice()
-    max_new_tokens: int | None = 128
+    max_new_tokens: int | None = None
 
     def settings(self) -> dict[str, Any]:
         """All that decides an answer, with a digest of the model's files and of those of a method of one's own."""
         method_file, _, _ = str(self.choice.selection).rpartition(":")
         files = digest_of({}, [media_state(self.model), media_state(method_file)])
         settings = dict(vars(self), **vars(self.choice), files=files)
+        settings["max_new_tokens"] = self.max_new_tokens or MAX_NEW_TOKENS
         del settings["device"]
         del settings["choice"]
         return settings

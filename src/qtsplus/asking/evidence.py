@@ -1,4 +1,7 @@
-"""Which seconds and which regions of a video the kept tokens came from."""
+"""
+Which seconds and which regions of a video are evidence: for every answer (answers.py), and for the moments that a
+search of a library finds (library.py). Whether an answer calls them "shown probably" is `Answer.shown`.
+"""
 
 import math
 from collections.abc import Iterator, Sequence

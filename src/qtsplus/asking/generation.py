@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..model.numbers_qtsplus import require_count
 from ..model.prompt_qtsplus import NAMES
 
-MAX_NEW_TOKENS = 128  # of an answer, where nobody says
+MAX_NEW_TOKENS = 128  # of an answer, where nobody says; the help of commands and docstrings name it too
 _PREPARED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "mm_encoder_outputs") + NAMES
 
 

@@ -1,4 +1,7 @@
-"""How relevant tokens are for a question, where the selector cannot look at all of them at once."""
+"""
+How relevant tokens are for a question, where the selector cannot look at all of them at once: those of the videos of a
+library (library.py), and those of a stream (stream.py).
+"""
 
 import math
 from collections.abc import Iterable, Iterator

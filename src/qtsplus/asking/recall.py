@@ -1,4 +1,7 @@
-"""Questions to what a stream remembers: some of the tokens of some of its steps."""
+"""
+Questions to what a stream remembers, some of the tokens of some of its steps: which of them are in the prompt, and at
+which times. live/stream.py decides what is remembered, and answers.py asks.
+"""
 
 import math
 from collections.abc import Sequence

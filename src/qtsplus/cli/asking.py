@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from ..asking.choice import Choice
-from ..common.files import counted, printable, say_exceeded
+from ..common.files import counted, printable
 from ..model.sampling_qtsplus import Sampling
 from . import options
 from .console import console, fail, note, notes, print_json, wrote
@@ -65,7 +65,7 @@ def ask(
         check_own(evidence)
     started = time.perf_counter()
     talk = Talk(video, source, choice.selection)
-    asking = dict(vars(choice), subtitles=subtitles, max_new_tokens=max_new_tokens or 128)
+    asking = dict(vars(choice), subtitles=subtitles, max_new_tokens=max_new_tokens)
     timings = {"load": time.perf_counter() - started}
     if talk.is_library:
         asking["pieces"] = pieces or 1
@@ -233,6 +233,9 @@ def place(box: tuple[float, float, float, float]) -> str:
 
 
 def looked_at(read: "Answer | Summary") -> str:
+    """What the model saw of a video, and what of it may be wrong."""
+    from ..video.forecast import say_exceeded
+
     text = f"{read.seconds_of_video:.1f} s, {counted(read.frames, 'frame')} looked at"
     gap = getattr(read, "largest_gap", 0.0)
     if gap > 0:

@@ -24,7 +24,7 @@ def batch(
     source: Source,
     choice: Choice,
     fps: options.Fps = None,
-    max_new_tokens: options.MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = None,
     media_root: options.MediaRoot = None,
 ) -> None:
     """

@@ -23,7 +23,7 @@ def chat(
     choice: Choice,
     sampling: Sampling,
     subtitles: options.Subtitles = None,
-    max_new_tokens: options.MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = None,
     as_json: options.AsJson = False,
 ) -> None:
     """

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands have, and how the fields of [`Sampling`], [`Choice`] and [`Source`] become options."""
 
 import functools
 import inspect

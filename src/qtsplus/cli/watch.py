@@ -37,7 +37,7 @@ def watch(
         float, typer.Option(help="Give up on a camera or address after this many seconds without a frame.")
     ] = 10.0,
     selection: Selection = None,
-    max_new_tokens: MaxNewTokens = 128,
+    max_new_tokens: MaxNewTokens = None,
     on_change: Annotated[
         bool, typer.Option("--on-change", help="Print an answer only if it differs from the one before.")
     ] = False,

@@ -124,13 +124,6 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}s"
 
 
-def say_exceeded(trained_seconds: float | None) -> str:
-    """The end of a sentence about a video that is longer than those of the training."""
-    if trained_seconds is None:
-        return ""
-    return f", longer than the {trained_seconds:,g} s that the model was trained on"
-
-
 def listed(names: Sequence[str]) -> str:
     """Names on one line, as [`printable`]: the first [`NAMED`] of them, and how many more there are."""
     line = ", ".join(map(printable, names[:NAMED]))

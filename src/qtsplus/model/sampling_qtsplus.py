@@ -171,52 +171,37 @@ def choose_frames(
     video_fps: float,
     fps: float | None = None,
     num_frames: int | None = None,
-    **bounds,
+    min_frames: float = 4,
+    max_frames: float = 768,
+    temporal_patch_size: int = 2,
 ) -> list[int]:
     """
-    Spreads the sampled frames evenly over a video: `T` increasing frame indices.
+    Spreads the frames that are looked at evenly over a video: their indices, increasing.
 
     Args:
         total_num_frames, video_fps: of the video.
-        fps: frames to sample per second, within the bounds.
-        num_frames: frames to sample instead, as many as exist at most. With neither, all frames are taken.
-        bounds: `min_frames`, `max_frames` and `temporal_patch_size`, as for [`count_frames`].
+        fps: frames to look at per second; their number is held between `min_frames` and `max_frames`.
+        num_frames: frames to look at instead, as many as exist at most. With neither, all frames are taken.
+        temporal_patch_size: with either, the number is a multiple of this, unless the video or `max_frames` is less.
     """
     count = total_num_frames
     if fps is not None or num_frames is not None:
-        count = count_frames(total_num_frames, video_fps, fps, num_frames, **bounds)
+        if num_frames is not None:
+            wanted = float(round(num_frames / temporal_patch_size) * temporal_patch_size)
+        else:
+            wanted = total_num_frames / video_fps * (fps or 0)
+            wanted = min(max(wanted, min_frames), max_frames)
+        # A mean rate of 10.000000000000002 must not cost a frame.
+        count = int(round(min(wanted, total_num_frames), 6))
+        count -= count % temporal_patch_size
+        if count == 0:
+            count = int(min(temporal_patch_size, total_num_frames, max_frames))
     if count > MOST_FRAMES:
         raise ValueError(
             f"{count:,} frames of a video were asked for; expected {MOST_FRAMES:,} at most. Choose fewer with `fps` or "
             "`num_frames`."
         )
     return [index * total_num_frames // count for index in range(count)]
-
-
-def count_frames(
-    total_num_frames: int,
-    video_fps: float,
-    fps: float | None,
-    num_frames: int | None = None,
-    min_frames: float = 4,
-    max_frames: float = 768,
-    temporal_patch_size: int = 2,
-) -> int:
-    """
-    How many frames [`choose_frames`] takes: a multiple of `temporal_patch_size`, unless the video or `max_frames` is
-    less. The count by `fps` is held between `min_frames` and `max_frames`.
-    """
-    if num_frames is not None:
-        wanted = float(round(num_frames / temporal_patch_size) * temporal_patch_size)
-    else:
-        wanted = total_num_frames / video_fps * (fps or 0)
-        wanted = min(max(wanted, min_frames), max_frames)
-    # A mean rate of 10.000000000000002 must not cost a frame.
-    count = int(round(min(wanted, total_num_frames), 6))
-    patches = count // temporal_patch_size
-    if patches:
-        return patches * temporal_patch_size
-    return int(min(temporal_patch_size, total_num_frames, max_frames))
 
 
 def stretch(video: "VideoDecoder", start: float | None, end: float | None) -> tuple[int, int]:

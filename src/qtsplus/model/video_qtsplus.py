@@ -1,4 +1,7 @@
-"""Opens videos: files, addresses and folders of images, whole or in chunks for the model."""
+"""
+Opens videos: files, addresses and folders of images, whole or in chunks for the model. Which of their frames are taken
+is decided in sampling_qtsplus.py, and when a player shows them in decoding_qtsplus.py and clock_qtsplus.py.
+"""
 
 import functools
 import itertools

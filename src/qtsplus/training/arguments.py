@@ -1,4 +1,4 @@
-"""Arguments of [`QTSplusTrainer`]."""
+"""Arguments of [`QTSplusTrainer`]: the `training` section of a recipe. The other sections are in recipe.py."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

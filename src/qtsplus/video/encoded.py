@@ -1,4 +1,7 @@
-"""Encodes videos of any length, chunk by chunk, for any number of questions."""
+"""
+Encodes videos of any length, chunk by chunk, for any number of questions, and says when a player shows each step of an
+encoded one. Which frames are taken is decided in model/sampling_qtsplus.py.
+"""
 
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence

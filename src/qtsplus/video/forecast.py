@@ -6,7 +6,7 @@ from math import prod
 import psutil
 import torch
 
-from ..common.files import counted, say_exceeded, size
+from ..common.files import counted, size
 from ..model.configuration_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import Method
 from ..model.selector_qtsplus import kept_count
@@ -58,6 +58,13 @@ def trained_seconds_below(seconds: float, config: QTSplusConfig) -> float | None
     if config.trained_seconds is None or seconds <= config.trained_seconds:
         return None
     return config.trained_seconds
+
+
+def say_exceeded(trained_seconds: float | None) -> str:
+    """The end of a sentence about a video that is longer than those of the training."""
+    if trained_seconds is None:
+        return ""
+    return f", longer than the {trained_seconds:,g} s that the model was trained on"
 
 
 def forecast(
