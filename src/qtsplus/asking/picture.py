@@ -1,6 +1,5 @@
 """Draws what an answer rests on: frames with the kept tokens lit."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 
 from ..common.folders import whole_folder
+from ..common.journals import write_json
 from ..model.frames_qtsplus import image_paths, load_frames
 from ..model.video_qtsplus import open_video
 from ..video.encoded import IN_MEMORY, EncodedVideo
@@ -24,7 +24,8 @@ def lit(frame: np.ndarray, kept: np.ndarray) -> Image.Image:
     """A frame `[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` bool `[H, W]` leaves out."""
     image = Image.fromarray(frame)
     dimmed = Image.fromarray(frame >> 2)
-    return Image.composite(image, dimmed, Image.fromarray(kept).resize(image.size))
+    mask = Image.fromarray(kept)
+    return Image.composite(image, dimmed, mask.resize(image.size))
 
 
 def draw_evidence(
@@ -67,8 +68,7 @@ def draw_evidence(
                 picture = f"frames-{len(about)}.png" if len(videos) > 1 else "frames.png"
                 draw_spans(video, kept, evidence, staging / picture)
                 row["frames"] = picture
-        content = dict(answer.as_dict(), videos=about)
-        (staging / "answer.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write_json(staging / "answer.json", dict(answer.as_dict(), videos=about))
 
 
 def draw_spans(
@@ -88,13 +88,15 @@ def draw_spans(
     for interval in sorted(evidence[:_DRAWN], key=lambda interval: interval.start):
         middle = (interval.start + interval.end) / 2
         step, _ = video.within(middle + 1e-6, middle)
-        frame = lit(frame_at(video, middle), kept[step].numpy())
+        pixels = frame_at(video, middle)
+        frame = lit(pixels, kept[step].numpy())
         pane = ImageOps.contain(frame, (_SIDE, _SIDE))
         draw = ImageDraw.Draw(pane)
         box = np.multiply(interval.box, pane.size * 2)
         draw.rectangle(box.tolist(), outline="orange", width=2)
         draw.rectangle((0, 0, _SIDE, 14), fill="black")
-        draw.text((2, 2), f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}")
+        seconds = f"{interval.start:.1f} to {interval.end:.1f} s"
+        draw.text((2, 2), f"{seconds}, {interval.weight:.0%}")
         panes.append(np.asarray(pane))
     Image.fromarray(np.hstack(panes)).save(path)
 
@@ -111,8 +113,10 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     elapsed = seconds - start
     index = int(elapsed * fps + 1e-3)
     if Path(video.video).is_dir():
-        path = image_paths(video.video)[: index + 1][-1]
-        return load_frames([path])[0]
+        paths = image_paths(video.video)
+        last = min(index, len(paths) - 1)
+        (frame,) = load_frames([paths[last]])
+        return frame
 
     def choose(total: int, _: float) -> list[int]:
         return [min(index, total - 1)]
