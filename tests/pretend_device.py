@@ -271,7 +271,10 @@ def start() -> None:
             return _run(function, args, kwargs)
 
         factories.impl(name, make, "PrivateUse1")
-    _libraries.extend([everything, factories])
+    # As on CUDA, products of 16 bits may be added in float32.
+    host = torch.library.Library("aten", "IMPL")
+    host.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CPU")
+    _libraries.extend([everything, factories, host])
     _FromHost().__enter__()
 
 

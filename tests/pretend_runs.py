@@ -21,9 +21,11 @@ from qtsplus.evaluation.evaluate import evaluate_records
 from qtsplus.evaluation.labelled import labelled_questions
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
-from qtsplus.model.methods_qtsplus import METHODS, Candidates
+from qtsplus.model import methods_qtsplus
+from qtsplus.model.methods_qtsplus import METHODS
 from qtsplus.training.attention import answer_attention, relevance_divergences
 from qtsplus.training.lora import add_lora, lora_config, merge_lora
+from scenes import Scene
 from tiny import batch, load_bundled, prompt, stock_twin, tiny_model
 from tiny_backbones import BACKBONES
 from training_examples import collate, examples
@@ -37,7 +39,7 @@ GREEDY = {
     "min_new_tokens": 4,
     "do_sample": False,
 }
-METHOD_NAMES = ["qtsplus", *METHODS]
+METHOD_NAMES = list(METHODS)
 METHOD_NAMES.remove("all")
 
 
@@ -173,11 +175,7 @@ def test_backbone(backbone, video):
     processor = backbone.processor()
     pair = Pair.of(backbone.build(processor))
     about_video = [{"type": "video", "video": video}, {"type": "text", "text": QUESTION}]
-    about_nothing = [{"type": "text", "text": QUESTION}]
-    rows = [
-        [{"role": "user", "content": about_video}],
-        [{"role": "user", "content": about_nothing}],
-    ]
+    rows = [[{"role": "user", "content": content}] for content in (about_video, about_video[1:])]
     encoded = processor.apply_chat_template(
         rows,
         tokenize=True,
@@ -216,29 +214,15 @@ def test_method(pair, inputs, method, budget):
 
 @pytest.mark.parametrize("drift", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("method", ["diversity", "coverage"])
-def test_rounds_that_a_cpu_shortens_choose_the_same(method, drift):
-    """40 steps of a video that stands still, changes slowly, or shows something else in each."""
-    generator = torch.Generator().manual_seed(0)
-    first = torch.randn(1, 40, 16, generator=generator)
-    changes = torch.randn(40, 40, 16, generator=generator)
-    noise = torch.randn(40, 40, 16, generator=generator)
-    steps = first + drift * changes.cumsum(0) + 0.02 * noise
-    visual = steps.flatten(0, 1)
-
-    def choice(device):
-        on_device = visual.to(device)
-        candidates = Candidates(
-            visual=[on_device[:400], on_device[400:]],
-            query=on_device[:0],
-            positions=torch.zeros(3, len(visual), dtype=torch.long, device=device),
-            grids=[(10, 5, 8), (30, 5, 8)],
-            score=lambda states: states,
-        )
-        return METHODS[method](candidates, 500)
-
-    on_device = choice(pretend_device.NAME)
-    assert on_device.device.type == pretend_device.NAME
-    assert torch.equal(on_device.cpu(), choice("cpu"))
+def test_features_of_16_bits_are_multiplied_as_they_are_and_choose_the_same(method, drift, monkeypatch):
+    monkeypatch.setattr(methods_qtsplus, "FAST_16_BITS", {pretend_device.NAME})
+    scene = Scene.changing(drift, seed=0)
+    choices = []
+    for device in ("cpu", pretend_device.NAME):
+        scene.visual = [features.bfloat16().to(device) for features in scene.visual]
+        kept = METHODS[method](scene.candidates(), 500)
+        choices.append(kept.cpu())
+    assert torch.equal(*choices)
 
 
 def waits_of(model, inputs, **options):

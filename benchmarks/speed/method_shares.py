@@ -24,8 +24,8 @@ RETENTION = 0.1
 PAPER_TOKENS = 180_000
 TEXT_TOKENS = 100
 PLACES = 500  # tokens of a frame
-# A GPU multiplies float32 so much slower than bfloat16, without TF32: 67 and 989 TFLOP/s on an H100.
-FLOAT32 = 16
+# Bytes of each cosine in float32: the product is written, divided by two lengths, masked, and read for the largest.
+COSINE = 32
 
 
 def run_methods(out: Path, *, tokens: int = TOKENS, shape_name: str = "layers", whole: str = "3b") -> Path:
@@ -38,13 +38,13 @@ def run_methods(out: Path, *, tokens: int = TOKENS, shape_name: str = "layers", 
         shape_name: of [`MODEL_SHAPES`], with the widths of `whole` and two layers.
     """
     measured = in_own_process(measure_methods, tokens=tokens, shape_name=shape_name, whole=whole)
-    costs = method_costs(make_config(find_shape(whole)), PAPER_TOKENS)
-    shares = {}
-    for name, seconds in measured["seconds"].items():
-        shares[name] = {"measured": seconds / measured["saved"]}
-        for device in DATA_SHEETS:
-            saved = device.floor(costs["stock prefill"]) - device.floor(costs["prefill"])
-            shares[name][device.name] = device.floor(costs[name]) / saved
+    config = make_config(find_shape(whole))
+    costs = method_costs(config, PAPER_TOKENS)
+    shares = {name: {"measured": seconds / measured["saved"]} for name, seconds in measured["seconds"].items()}
+    for device in DATA_SHEETS:
+        saved = device.floor(costs["stock prefill"]) - device.floor(costs["prefill"])
+        for name, share in shares.items():
+            share[device.name] = device.floor(costs[name]) / saved
     document = {
         "command": "python -m benchmarks methods",
         "environment": environment("cpu"),
@@ -54,6 +54,7 @@ def run_methods(out: Path, *, tokens: int = TOKENS, shape_name: str = "layers", 
             "retention": RETENTION,
             "dtype": "bfloat16",
             "paper_tokens": PAPER_TOKENS,
+            "attention_layer": attention_layer(config.text_config),
         },
         "measured": measured,
         "shares": shares,
@@ -74,10 +75,8 @@ def page(document: dict[str, Any]) -> str:
         "# What each method takes of the prefill that it saves",
         "",
         f"Measured: {tokens:,} tokens, {RETENTION:.0%} kept, seconds of one core. Stock's prefill of a 3B takes "
-        f"{measured['prefill']:.0f} s, scaled from {measured['layers']} of {measured['layers_of_whole']} layers; "
-        "`lm_attention` is scaled from 1 layer. By the cost model: "
-        f"{PAPER_TOKENS:,} tokens at full speed; float32 counts {FLOAT32} times, as without TF32. "
-        "Made by `python -m benchmarks methods`.",
+        f"{measured['prefill']:.0f} s, scaled from two layers; `lm_attention` is scaled from one. By the cost model: "
+        f"{PAPER_TOKENS:,} tokens at full speed. Made by `python -m benchmarks methods`.",
         "",
         *markdown_table(["method", "s", "measured", *devices], rows),
     ]
@@ -91,7 +90,6 @@ def measure_methods(tokens: int, shape_name: str, whole: str) -> dict[str, Any]:
     text = make_config(find_shape(whole)).text_config
     model = build(shape, "ours", "cpu", torch.bfloat16).model
     width = text.hidden_size
-    layers = len(model.language_model.layers)
     kept = kept_count(RETENTION, tokens, model.config.qtsplus_config.n_max)
     with torch.inference_mode():
 
@@ -99,7 +97,7 @@ def measure_methods(tokens: int, shape_name: str, whole: str) -> dict[str, Any]:
             embeds = torch.randn(1, length + TEXT_TOKENS, width, dtype=torch.bfloat16)
             began = busy("cpu")
             model.language_model(inputs_embeds=embeds, use_cache=False)
-            return (busy("cpu") - began) * text.num_hidden_layers / layers
+            return (busy("cpu") - began) * text.num_hidden_layers / len(model.language_model.layers)
 
         prefill(100)  # to warm up
         whole_prefill = prefill(tokens)
@@ -123,9 +121,6 @@ def measure_methods(tokens: int, shape_name: str, whole: str) -> dict[str, Any]:
         "seconds": seconds,
         "prefill": whole_prefill,
         "saved": saved,
-        "kept": kept,
-        "layers": layers,
-        "layers_of_whole": text.num_hidden_layers,
     }
 
 
@@ -134,36 +129,32 @@ def method_costs(config: Any, tokens: int) -> dict[str, Cost]:
     width = config.text_config.hidden_size
     grid = (tokens // PLACES, 1, PLACES)
     kept = kept_count(RETENTION, tokens, config.qtsplus_config.n_max)
-    by_selector = stage_costs(config, grid, TEXT_TOKENS, QUESTION_TOKENS, RETENTION)
-    by_attention = stage_costs(config, grid, TEXT_TOKENS, QUESTION_TOKENS, RETENTION, selection="lm_attention")
-    relevance = by_selector["ours"]["relevance"]
-    gate = by_selector["ours"]["gate"]
+    call = (config, grid, TEXT_TOKENS, QUESTION_TOKENS, RETENTION)
+    by_selector = stage_costs(*call)
+    by_attention = stage_costs(*call, selection="lm_attention")
     greedy = _greedy_cost(tokens, kept, width)
     return {
         "stock prefill": by_selector["stock"]["prefill"],
         "prefill": by_selector["ours"]["prefill"],
-        "qtsplus": Cost(relevance.flops + gate.flops, relevance.bytes + gate.bytes),
+        "qtsplus": by_selector["ours"]["relevance"],
         "lm_attention": by_attention["ours"]["relevance"],
         "uniform": Cost(0.0, 8 * kept),
         "random": Cost(0.0, 8 * tokens),
-        "temporal_redundancy": Cost(0.0, 2 * 2 * tokens * width),
+        "temporal_redundancy": Cost(0.0, 4 * tokens * width),
         "diversity": greedy,
         "coverage": greedy,
     }
 
 
 def _greedy_cost(tokens: int, kept: int, width: int) -> Cost:
-    """Of `add_farthest` on an accelerator, in float32: each round's pool with itself, and its tokens with all."""
-    products = 0
+    """Of `add_farthest` on a GPU: each round's pool with itself, and its tokens with all, in bfloat16."""
+    pairs = 0
     rounds = 0
     done = 0
     while done < kept:
         count = min(max(1, done // KEPT_PER_NEW), ROUND, kept - done)
         pool = min(tokens - done, LARGEST_POOL, POOL + 16 * count)
-        pairs = count * tokens
-        if count > 1:
-            pairs += pool**2
-        products += pairs
+        pairs += count * tokens + pool**2
         rounds += 1
         done += count
-    return Cost(FLOAT32 * 2.0 * products * width, 4.0 * rounds * tokens * width)
+    return Cost(2.0 * pairs * width, 2.0 * rounds * tokens * width + COSINE * pairs)

@@ -114,7 +114,7 @@ def _count_side(counted: Counts, side: str, model: Any, inputs: dict[str, Any], 
                 model.get_video_features(pixels, grid)
         if side == "ours":
             later = {name: value for name, value in inputs.items() if name != "pixel_values_videos"}
-            for method in ("qtsplus", *METHODS):
+            for method in METHODS:
                 if method != "all":
                     with counting(counted, f"another question, {method}", side):
                         model(**later, video_features=features, **choice, selection=method, logits_to_keep=1)

@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from model_checks import TRANSFORMERS
 from qtsplus.model.fields_qtsplus import REDUCTIONS
+from qtsplus.model.methods_qtsplus import METHODS
 from qtsplus.model.relevance_qtsplus import QTSplusLayer, rotary_tables
+from scenes import Scene
 from tiny import batch, compress, prompt, seeded, tiny_model
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -97,6 +99,18 @@ class Sizes(TorchDispatchMode):
     @property
     def largest(self) -> int:
         return max(size for _, size in self.seen)
+
+
+@pytest.mark.parametrize("method", ["diversity", "coverage"])
+def test_on_a_gpu_a_method_multiplies_16_bits_and_makes_nothing_larger_than_the_features_in_float32(method):
+    num_tokens = 180_000
+    width = 2048
+    with FakeTensorMode(), Sizes() as sizes:
+        visual = torch.empty(num_tokens, width, device="cuda", dtype=torch.bfloat16)
+        candidates = Scene([visual], [(360, 20, 25)]).candidates()
+        METHODS[method](candidates, num_tokens // 10)
+    assert "aten.mm.dtype" in dict(sizes.seen)
+    assert sizes.largest == num_tokens * width * 4
 
 
 @pytest.mark.parametrize("training", [False, True])

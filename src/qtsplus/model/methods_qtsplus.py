@@ -29,6 +29,8 @@ KEPT_PER_NEW = 16
 ROUND = 512
 POOL = 128
 LARGEST_POOL = 4096
+# Devices that multiply values of 16 bits many times faster than float32, and add the products in float32.
+FAST_16_BITS = {"cuda"} if hasattr(torch.ops.aten.mm, "dtype") else set()
 
 
 @dataclass
@@ -148,10 +150,10 @@ def temporal_redundancy(candidates: Candidates, n: int) -> Tensor:
 
 
 def _joined(candidates: Candidates) -> Tensor:
-    """`[M, d]`, the features of all videos."""
+    """`[M, d]`, the features of all videos, without a gradient: a choice has none, and its graph would be large."""
     if len(candidates.visual) == 1:
-        return candidates.visual[0]
-    return torch.cat(list(candidates.visual))
+        return candidates.visual[0].detach()
+    return torch.cat(list(candidates.visual)).detach()
 
 
 def diversity(candidates: Candidates, n: int) -> Tensor:
@@ -162,11 +164,14 @@ def diversity(candidates: Candidates, n: int) -> Tensor:
     The first is the one farthest from the mean, where DivPrune needs all pairs of tokens. [`add_farthest`] says how the
     others are found.
     """
-    features = F.normalize(_joined(candidates).float(), dim=-1)
-    neighbours = Neighbours(features)
-    mean = F.normalize(features.mean(0), dim=0)
-    first = top_n(1 - features @ mean, 1)
-    return add_farthest(first, 1 - neighbours.similarities(first).flatten(), n, neighbours)
+    visual = _joined(candidates)
+    with torch.autocast(visual.device.type, enabled=False):
+        directions = F.normalize(visual.float(), dim=-1)
+        neighbours = Neighbours(visual, directions)
+        mean = F.normalize(directions.mean(0), dim=0)
+        first = top_n(1 - directions @ mean, 1)
+        distance = 1 - neighbours.similarities(first).flatten()
+        return add_farthest(first, distance, n, neighbours)
 
 
 def coverage(candidates: Candidates, n: int) -> Tensor:
@@ -178,7 +183,8 @@ def coverage(candidates: Candidates, n: int) -> Tensor:
     comes back later counts again, and a quiet hour takes nothing from a busy minute. [`add_farthest`] says how the
     tokens are found.
     """
-    visual = _joined(candidates).float()
+    features = _joined(candidates)
+    visual = features.float()
     sizes = [math.prod(grid) for grid in candidates.grids]
     times = [time for time, _, _ in candidates.grids]
     means = []
@@ -200,50 +206,60 @@ def coverage(candidates: Candidates, n: int) -> Tensor:
         count_include_pad=False,
     )
     own_times = F.normalize(means_around.T, dim=-1)
-    features = F.normalize(visual, dim=-1)
+    directions = F.normalize(visual, dim=-1)
     to_own_time = []
-    for part, own_time in zip(features.split(sizes), own_times.split(times), strict=True):
-        frames = part.unflatten(0, (len(own_time), -1))
-        to_own_time.append((frames @ own_time[:, :, None]).flatten())
-    distance = 1 - torch.cat(to_own_time)
-    step_of_token = torch.cat(steps)
-    nothing = step_of_token[:0]
-    return add_farthest(nothing, distance, n, Neighbours(features, step_of_token, reach))
+    with torch.autocast(visual.device.type, enabled=False):
+        for part, own_time in zip(directions.split(sizes), own_times.split(times), strict=True):
+            frames = part.unflatten(0, (len(own_time), -1))
+            to_own_time.append((frames @ own_time[:, :, None]).flatten())
+        distance = 1 - torch.cat(to_own_time)
+        step_of_token = torch.cat(steps)
+        nothing = step_of_token[:0]
+        return add_farthest(nothing, distance, n, Neighbours(features, directions, step_of_token, reach))
 
 
-@dataclass
 class Neighbours:
     """The tokens of a sample as [`add_farthest`] compares them."""
 
-    features: Tensor  # [M, d], of length 1
-    step_of_token: Tensor | None = None  # [M], the step in time of each
-    reach: int = 0  # how many steps away tokens still count; `step_of_token=None` compares all
+    def __init__(
+        self,
+        visual: Tensor,
+        directions: Tensor,
+        step_of_token: Tensor | None = None,
+        reach: int = 0,
+    ):
+        """
+        Args:
+            visual: `[M, d]`, the features.
+            directions: `[M, d]` float32, the features with length 1.
+            step_of_token: `[M]`, the step in time of each token; `None` compares all tokens.
+            reach: how many steps away tokens still count.
+        """
+        self.step_of_token = step_of_token
+        self.reach = reach
+        self.features = directions
+        self.lengths = None
+        if visual.device.type in FAST_16_BITS and visual.dtype.itemsize == 2:
+            self.features = visual
+            self.lengths = torch.linalg.vector_norm(visual, dim=-1, dtype=torch.float32).clamp(min=1e-12)
 
     def similarities(self, others: Tensor, tokens: Tensor | slice = slice(None)) -> Tensor:
-        """`[k, m]`: the cosines of `tokens`, or of all, with m others, both ascending; -inf out of reach."""
+        """`[k, m]` float32: the cosines of `tokens`, or of all, with m others; -inf out of reach."""
         features = self.features[tokens]
-        features_of_others = self.features[others]
-        if self.step_of_token is None:
-            return features @ features_of_others.T
-        steps = self.step_of_token[tokens]
-        steps_of_others = self.step_of_token[others]
-        if features.is_cpu:
-            # Only the pairs in reach are computed, the others of one step at a time.
-            cosines = features.new_full((len(features), len(others)), -torch.inf)
-            step_of_group, counts = steps_of_others.unique_consecutive(return_counts=True)
-            edges = torch.stack([step_of_group - self.reach, step_of_group + self.reach + 1], dim=1)
-            bounds = torch.searchsorted(steps, edges)
-            stop = 0
-            for (begin, end), count in zip(bounds.tolist(), counts.tolist(), strict=True):
-                start = stop
-                stop += count
-                cosines[begin:end, start:stop] = features[begin:end] @ features_of_others[start:stop].T
-            return cosines
-        # All pairs: an accelerator would have to wait for the places of those in reach.
-        cosines = features @ features_of_others.T
-        apart = steps[:, None] - steps_of_others
-        is_out_of_reach = apart.abs() > self.reach
-        return cosines.masked_fill_(is_out_of_reach, -torch.inf)
+        features_of_others = self.features[others].T
+        if self.lengths is None:
+            cosines = features @ features_of_others
+        else:
+            cosines = torch.mm(features, features_of_others, out_dtype=torch.float32)
+            cosines /= self.lengths[tokens, None]
+            cosines /= self.lengths[others]
+        if self.step_of_token is not None:
+            steps = self.step_of_token[tokens, None]
+            steps_of_others = self.step_of_token[others]
+            is_before = steps < steps_of_others - self.reach
+            is_behind = steps > steps_of_others + self.reach
+            cosines.masked_fill_(is_before | is_behind, -torch.inf)
+        return cosines
 
 
 def add_farthest(
@@ -294,21 +310,6 @@ def _farthest(
         is_farthest = distance >= distance.amax() - TIE
         return is_farthest.int().argmax()[None]
     size = min(left, LARGEST_POOL, POOL + 16 * count)
-    if distance.is_cpu:
-        # The best of the pool mostly decide alone. A GPU would have to wait for the news that they do.
-        best, scores = _as_if_better_were_kept(distance, min(size, 8 * count), neighbours)
-        if scores.topk(count).values.amin() > distance[best].amin() + 4 * TIE:
-            return best[top_n(scores, count)]
-    pool, scores = _as_if_better_were_kept(distance, size, neighbours)
-    return pool[top_n(scores, count)]
-
-
-def _as_if_better_were_kept(
-    distance: Tensor,
-    size: int,
-    neighbours: Neighbours,
-) -> tuple[Tensor, Tensor]:
-    """The pool `[size]` of the farthest tokens, and what their distances are if all better ones of it are kept."""
     pool = top_n(distance, size)
     scores = distance[pool]
     # [i, j]: whether token i of the pool is better than token j, or as good and earlier.
@@ -319,7 +320,8 @@ def _as_if_better_were_kept(
     is_better = is_above | (is_tied & is_earlier)
     similarity = neighbours.similarities(pool, pool)
     to_better = similarity.masked_fill(~is_better, -torch.inf).amax(0)
-    return pool, torch.minimum(scores, 1 - to_better)
+    scores_if_better_are_kept = torch.minimum(scores, 1 - to_better)
+    return pool[top_n(scores_if_better_are_kept, count)]
 
 
 def top_n(scores: Tensor, n: int) -> Tensor:
