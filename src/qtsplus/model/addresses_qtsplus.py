@@ -2,8 +2,9 @@
 Where a video is read from: a file, an `http(s)` address, or a `data:` address that holds the file itself.
 
 Any `http(s)` address is fetched that a command or a Python call names, within the bounds below and along redirects to
-other `http(s)` addresses. For the requests of others, serve/door.py decides which may be fetched. The addresses of
-`qtsplus watch` are in live/watching.py.
+other `http(s)` addresses. Images beside videos are fetched by Transformers (`fetch_images` in reading_qtsplus.py). For
+the requests of others, serve/door.py decides which may be fetched. The addresses of `qtsplus watch` are in
+live/watching.py.
 """
 
 import base64

@@ -139,7 +139,7 @@ def open_chunks(
     temporal = processor.video_processor.temporal_patch_size
     folder = local_path(request.video)
     if os.path.isdir(folder):
-        limits = request.asked.keys() & {"num_frames", "min_frames", "max_frames", "video_start", "video_end"}
+        limits = request.asked.keys() - {"fps", "max_pixels"}
         if limits:
             raise ValueError(
                 f"Got a start, an end or a count for the folder {request.video!r}; all frames are looked at."

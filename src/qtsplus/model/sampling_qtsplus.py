@@ -1,5 +1,5 @@
 """
-Which frames of a video are looked at, and in what size: all of it is decided here.
+Which frames of a video are looked at, and how much smaller `max_pixels` makes them.
 
 Commands and Python calls say it as [`Sampling`], messages and calls of a processor as [`VideoRequest`].
 reading_qtsplus.py gets the rule from [`frame_choice`] and the size under `max_pixels` from [`shrink`]. `open_video` in
