@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clips import make_world, render_world
-from qtsplus.asking.evidence import STRONG, evidence_intervals
+from qtsplus.asking.evidence import evidence_intervals
 from qtsplus.asking.session import ask, encode
 from qtsplus.video.grids import token_grids, token_maps
 
 MERGE = 2
+STRONG = 0.5
 
 
 def grid_of(*sizes):
@@ -120,7 +121,7 @@ def test_weak_tokens_lengthen_a_stretch_and_make_none():
 
 def test_no_kept_token_is_no_evidence():
     nothing = torch.empty(0, dtype=torch.long)
-    assert evidence_intervals(nothing, torch.ones(4), grid_of((1, 2, 2)), [1], MERGE) == []
+    assert evidence_intervals(nothing, torch.ones(4), grid_of((1, 2, 2)), [1], MERGE, STRONG) == []
 
 
 def test_a_box_is_of_the_group_with_the_most_and_joins_no_cell_elsewhere():
@@ -169,7 +170,7 @@ def strong_maps(kept_indices, relevance, grid_thw):
 @given(samples())
 def test_intervals_cover_exactly_the_steps_with_strong_tokens(sample):
     kept_indices, relevance, grid_thw, seconds = sample
-    intervals = evidence_intervals(kept_indices, relevance, grid_thw, seconds, MERGE)
+    intervals = evidence_intervals(kept_indices, relevance, grid_thw, seconds, MERGE, STRONG)
     weights = weights_of(intervals)
     assert 0 < sum(weights) < 1 + 1e-6
     assert weights == sorted(weights, reverse=True)

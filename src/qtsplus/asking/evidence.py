@@ -13,9 +13,9 @@ import torch
 from ..video.encoded import EncodedVideo
 from ..video.grids import token_grids, token_maps
 
-# Of the highest relevance, what a token needs to count as evidence, where a model's configuration says nothing else.
-STRONG = 0.5
-SURE = 0.4  # what a token of every stretch needs: weaker ones show how long a thing is there, and not that it is
+# Every stretch needs a token with this share of the highest relevance. Weaker tokens, down to `evidence_share` of the
+# configuration, show how long a thing is there, and not that it is.
+SURE = 0.4
 
 Box = tuple[float, float, float, float]  # left, top, right and bottom, as fractions of width and height
 
@@ -48,7 +48,7 @@ def evidence_intervals(
     video_grid_thw: torch.Tensor,
     second_per_grid_ts: Sequence[float],
     merge_size: int,
-    strong_share: float = STRONG,
+    strong_share: float,
 ) -> list[Interval]:
     """
     The stretches of the videos that hold strong tokens, one of them with [`SURE`] of the highest relevance at least.

@@ -99,7 +99,7 @@ def answer_file(
         the place of each question in the list, with its answer or the error in place of an answer.
     """
     try:
-        video = encode(model, processor, place, **sampling.options())
+        video = encode(model, processor, place, **vars(sampling))
     except FAILURES as error:
         for number in range(len(questions)):
             yield number, error

@@ -129,7 +129,7 @@ class Talk:
         name: str | None = None,
     ) -> "EncodedVideo":
         """Encodes one more video."""
-        name = self.about.add(video, name, progress=True, subtitles=subtitles is not None, **sampling.options())
+        name = self.about.add(video, name, progress=True, subtitles=subtitles is not None, **vars(sampling))
         encoded = self.about.video(name)
         self.warnings.update(encoded.about.warnings)
         return encoded

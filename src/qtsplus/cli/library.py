@@ -46,7 +46,7 @@ def index(
             name=source.model or TINY,
             prune=prune,
             say=note,
-            **sampling.options(),
+            **vars(sampling),
         )
     for video, entry in made_index.entries.items():
         if entry["error"] is not None:

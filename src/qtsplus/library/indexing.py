@@ -272,7 +272,7 @@ class _Indexing:
             self.processor,
             path,
             device="cpu",
-            **self.sampling.options(),
+            **vars(self.sampling),
         )
         if not file_state(path).items() <= entry.items():
             raise ValueError("It was changed while it was read; run the same command again.")

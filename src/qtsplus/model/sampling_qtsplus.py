@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict  # PyTorch needs it too
 
@@ -66,10 +66,6 @@ class Sampling:
         for name, value in vars(self).items():
             if value is not None:
                 check_key(name, value)
-
-    def options(self) -> SamplingOptions:
-        """The same as keyword arguments."""
-        return cast(SamplingOptions, dict(vars(self)))
 
     def video_keys(self) -> dict[str, float | None]:
         """The same as `QTSplusProcessorMixin.video_chunks` takes it."""
