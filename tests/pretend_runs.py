@@ -6,7 +6,7 @@ Everything the package does, on the pretend device and on the CPU, with equal re
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -147,11 +147,7 @@ def video(videos):
 
 def test_a_tensor_that_was_left_on_the_host_is_noticed(inputs):
     pair = Pair.of(tiny_model())
-    layer = pair.device.model.qtsplus.scoring_layers[0]
-    path, weight = next(layer.named_parameters())
-    owner, _, name = path.rpartition(".")
-    left_on_host = torch.nn.Parameter(weight.detach().cpu())
-    setattr(layer.get_submodule(owner), name, left_on_host)
+    pair.device.lm_head.weight = pair.host.lm_head.weight
     with pytest.raises(RuntimeError, match="same device"):
         pair.forward(inputs)
 
@@ -201,15 +197,11 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize(
-    "budget",
-    BUDGETS.values(),
-    ids=BUDGETS.keys(),
-)
+@pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_method(pair, inputs, method, budget):
     with torch.no_grad():
-        pair.forward(inputs, selection=method, **budget)
+        pair.forward(inputs, selection=method, **BUDGETS[budget])
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.2, 1.0])
@@ -315,11 +307,7 @@ def test_assisted_generation(pair):
     assert torch.equal(written.cpu(), expected)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, torch.float16],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(inputs, dtype):
     half = Pair.of(tiny_model().to(dtype))
     inputs = {**inputs, "pixel_values_videos": inputs["pixel_values_videos"].to(dtype)}
@@ -479,12 +467,16 @@ def test_calibration_and_evaluation(bundled, tmp_path):
             by_video[record.video] = question
     questions = list(by_video.values())
     records = [question.record for question in questions]
+    records[0] = replace(records[0], options=("a circle", "a square"))
     written = []
     calibrations = []
     for model in pair.models:
-        outcomes = evaluate_records(model, processor, records)
+        outcomes = evaluate_records(model, processor, records, by_likelihood=True)
         written.append([outcome.said for outcome in outcomes])
+        pretend_device.counts.reset()
         calibrations.append(calibrate(model, processor, questions))
     assert written[0] == written[1]
+    lines = list(pretend_device.counts.waits.elements())
+    assert str(lines).count("calibration.py") == 4 * len(questions), "not one for each head"
     expected, calibration = calibrations
     assert calibration.readings.keys() == expected.readings.keys()
