@@ -215,11 +215,11 @@ class _FromHost(TorchFunctionMode):
         if function is torch.as_tensor and is_on_device and device is None:
             dtype = kwargs.get("dtype") or source.dtype
             return source.to(dtype)
-        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and is_on_device:
+        if function is torch.Tensor.__getitem__ and is_on_device:
             index = args[1]
             if not isinstance(index, tuple):
                 index = (index,)
-            return function(source, tuple(map(self._sent, index)), *args[2:])
+            return function(source, tuple(map(self._sent, index)))
         return function(*args, **kwargs)
 
     @staticmethod

@@ -6,7 +6,7 @@ Everything the package does, on the pretend device and on the CPU, with equal re
 """
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -147,7 +147,11 @@ def video(videos):
 
 def test_a_tensor_that_was_left_on_the_host_is_noticed(inputs):
     pair = Pair.of(tiny_model())
-    pair.device.lm_head.weight = pair.host.lm_head.weight
+    layer = pair.device.model.qtsplus.scoring_layers[0]
+    path, weight = next(layer.named_parameters())
+    owner, _, name = path.rpartition(".")
+    left_on_host = torch.nn.Parameter(weight.detach().cpu())
+    setattr(layer.get_submodule(owner), name, left_on_host)
     with pytest.raises(RuntimeError, match="same device"):
         pair.forward(inputs)
 
@@ -197,11 +201,15 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    "budget",
+    BUDGETS.values(),
+    ids=BUDGETS.keys(),
+)
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_method(pair, inputs, method, budget):
     with torch.no_grad():
-        pair.forward(inputs, selection=method, **BUDGETS[budget])
+        pair.forward(inputs, selection=method, **budget)
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.2, 1.0])
@@ -307,7 +315,11 @@ def test_assisted_generation(pair):
     assert torch.equal(written.cpu(), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16],
+    ids=str,
+)
 def test_half_precision(inputs, dtype):
     half = Pair.of(tiny_model().to(dtype))
     inputs = {**inputs, "pixel_values_videos": inputs["pixel_values_videos"].to(dtype)}
@@ -467,16 +479,12 @@ def test_calibration_and_evaluation(bundled, tmp_path):
             by_video[record.video] = question
     questions = list(by_video.values())
     records = [question.record for question in questions]
-    records[0] = replace(records[0], options=("a circle", "a square"))
     written = []
     calibrations = []
     for model in pair.models:
-        outcomes = evaluate_records(model, processor, records, by_likelihood=True)
+        outcomes = evaluate_records(model, processor, records)
         written.append([outcome.said for outcome in outcomes])
-        pretend_device.counts.reset()
         calibrations.append(calibrate(model, processor, questions))
     assert written[0] == written[1]
-    lines = list(pretend_device.counts.waits.elements())
-    assert str(lines).count("calibration.py") == 4 * len(questions), "not one for each head"
     expected, calibration = calibrations
     assert calibration.readings.keys() == expected.readings.keys()

@@ -60,10 +60,9 @@ def test_attention_selection_is_the_first_layers_over_every_group(group):
     model.config.qtsplus_config.attention_group = group
     time, height, width = shape.grid
     processor = make_processor(shape)
-    grid = torch.tensor([[time, 2 * height, 2 * width]])
-    inputs = processor(text=[prompt_text(processor, "Where?")], video_grid_thw=grid, return_tensors="pt")
+    known = {"video_grid_thw": torch.tensor([[time, 2 * height, 2 * width]]), "second_per_grid_ts": [1.0]}
+    inputs = processor(text=prompt_text(processor, "Where?"), return_tensors="pt", **known) | known
     inputs.pop("mm_token_type_ids", None)
-    inputs["second_per_grid_ts"] = [1.0]
     features, text = [torch.randn(tokens, 128)], inputs["input_ids"].shape[1] - tokens
     call = {"selection": "lm_attention", "retention": RETENTION, "reencode": False}
     total = counted_flops(lambda: compress(model.model, **inputs, video_features=features, **call))

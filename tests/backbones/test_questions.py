@@ -138,25 +138,6 @@ def test_special_tokens_in_any_turn_of_a_batch_and_in_a_query_are_text(processor
     assert ids_of(inputs, 0, "query_input_ids", "query_attention_mask") == ids
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        7,
-        b"Why?",
-        {"text": "Why?"},
-        [None, "Why?"],
-        ["Why?", 7],
-        [],
-        iter(["Why?"]),
-        "",
-    ],
-)
-@each_unlike
-def test_a_query_of_another_type_is_refused(processor, query):
-    with pytest.raises(ValueError, match="expected a (question|text)"):
-        processor(text=["a", "b"], query=query)
-
-
 def test_a_placeholder_as_text_is_named(processor, model):
     """The tokens that a chat template writes."""
     frames = torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
@@ -167,19 +148,3 @@ def test_a_placeholder_as_text_is_named(processor, model):
         assert placeholder in str(refused.value)
         with pytest.raises(ValueError, match="in the text"):
             processor(text=processor.video_token + question, videos=[frames], fps=2)
-
-
-def test_a_processor_knows_the_placeholder_of_a_video_as_its_model_does(processor, model):
-    assert processor.video_token_id == model.config.video_token_id
-
-
-def test_a_prompt_for_an_encoded_video_needs_the_times_that_it_states(processor):
-    """Qwen3-VL's and Qwen3.5's prompts state the seconds of frames, which no processor may guess."""
-    text = processor.apply_chat_template([turn("user", {"type": "video"}, "Why?")], tokenize=False)
-    known = {"text": text, "video_grid_thw": processor.grid_of(4, 32, 32), "return_tensors": "pt"}
-    if processor.states_times:
-        with pytest.raises(ValueError, match="without second_per_grid_ts: the prompt states the seconds"):
-            processor(**known)
-    slow = processor(**known, second_per_grid_ts=[8.0])["input_ids"]
-    fast = processor(**known, second_per_grid_ts=[0.5])["input_ids"]
-    assert torch.equal(slow, fast) != processor.states_times

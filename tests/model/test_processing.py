@@ -139,11 +139,6 @@ def test_the_mask_covers_the_last_users_text_and_nothing_else(processor, rows, s
         assert len(mask) == len(unpadded["input_ids"][row])
 
 
-def test_a_prompt_without_a_user_has_an_empty_mask(processor):
-    inputs = processor(text="<|im_start|>system\nBe brief.<|im_end|>\n", return_tensors="pt")
-    assert not inputs["query_mask"].any()
-
-
 def test_the_ids_are_those_of_the_configurations(processor):
     ids = processor.query_token_ids
     default = Qwen2_5_VLQTSplusConfig()
@@ -157,8 +152,8 @@ def test_the_ids_are_those_of_the_configurations(processor):
 
 
 @pytest.mark.parametrize("return_tensors", [None, "pt"])
-def test_a_query_comes_padded_in_the_form_of_the_ids(processor, return_tensors):
-    queries = ["Where?", "How many circles are there?"]
+@pytest.mark.parametrize("queries", [["Where?", "How many circles are there?"], "Where?"], ids=["each", "all"])
+def test_a_query_comes_padded_in_the_form_of_the_ids(processor, return_tensors, queries):
     inputs = processor(
         text=["a a", "b b"],
         query=queries,
@@ -172,17 +167,11 @@ def test_a_query_comes_padded_in_the_form_of_the_ids(processor, return_tensors):
     mask = torch.as_tensor(inputs["query_attention_mask"]).bool()
     assert mask.shape == (2, mask.sum(1).max())
     assert ids.shape == mask.shape
-    for row, query in enumerate(queries):
+    for row, query in enumerate(queries if len(queries) == 2 else [queries] * 2):
         words = ids[row][mask[row]]
         assert processor.decode(words) == query
     padding = ids[~mask]
     assert (padding == processor.tokenizer.pad_token_id).all()
-
-
-def test_one_query_holds_for_all_rows(processor):
-    inputs = processor(text=["a", "b"], query="Where?", return_tensors="pt")
-    first, second = inputs["query_input_ids"]
-    assert_same(first, second)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +204,12 @@ def test_a_query_goes_through_the_chat_template(processor, ramp, query):
         ("", "expected a question, a str"),
         ("  \n", "expected a question, a str"),
         (["Where?", ""], "expected a question, a str"),
+        (7, "expected a question"),
+        (b"Why?", "expected a question"),
+        ({"text": "Why?"}, "expected a question"),
+        ([None, "Why?"], "expected a text"),
+        (["Why?", 7], "expected a text"),
+        ([], "expected a question"),
         (["a", "b", "c"], "3 queries for 2 rows"),
         ("\ud800", "half a character"),
     ],

@@ -489,23 +489,6 @@ def check_even_spread(kept, num_tokens):
         assert gaps.max() - gaps.min() <= 1
 
 
-@examples(25)
-@given(
-    counts=counts_of_tokens,
-    selection=sampled_from(["uniform", "random"]),
-    retention=a_retention,
-    seed=a_seed,
-)
-def test_uniform_and_random_keep_as_many_as_the_selector(counts, selection, retention, seed):
-    inputs = ragged_tokens(counts, seed)
-    our_selector = selector_with(n_max=N_MAX)
-    other_selector = selector_with(n_max=N_MAX, selection=selection)
-    _, ours = our_selector(*inputs, retention=retention)
-    _, theirs = other_selector(*inputs, retention=retention)
-    assert_same(theirs.n, ours.n)
-    assert_same(theirs.rho, ours.rho)
-
-
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_rows_about_the_same_videos_and_another_are_each_row_alone(reduction):
     """They share the keys, and are re-encoded together; gradients come back from all of them."""

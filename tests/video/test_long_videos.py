@@ -109,16 +109,19 @@ def test_a_video_that_is_not_there_is_named(tiny_processor):
 
 def test_a_prompt_for_a_video_that_was_encoded_before(tiny_processor, tiny_mp4):
     whole = prepared(tiny_processor, tiny_mp4)
-    grid = whole["video_grid_thw"]
-    later = chat_inputs(tiny_processor, {"type": "video"}, QUESTION, video_grid_thw=grid)
+    known = {"video_grid_thw": whole["video_grid_thw"]}
+    with pytest.raises(ValueError, match="without times"):
+        tiny_processor(text="<|video_pad|>", **known)
+    known["second_per_grid_ts"] = whole["second_per_grid_ts"]
+    later = chat_inputs(tiny_processor, {"type": "video"}, QUESTION, **known)
     for name in ("input_ids", "attention_mask", "query_mask", "video_grid_thw"):
         assert torch.equal(later[name], whole[name])
     left_out = set(whole) - set(later)
     assert left_out == {"pixel_values_videos", "second_per_grid_ts", "video_metadata"}
     with pytest.raises(ValueError, match="in place of `videos`, with `text`"):
-        tiny_processor(text="<|video_pad|>", videos=str(tiny_mp4), video_grid_thw=grid)
+        tiny_processor(text="<|video_pad|>", videos=str(tiny_mp4), **known)
     with pytest.raises(ValueError, match="Got 1 videos and 0 placeholders"):
-        tiny_processor(text="no video", video_grid_thw=grid)
+        tiny_processor(text="no video", **known)
 
 
 def test_one_video_and_many_questions(loaded, tiny_mp4, monkeypatch):

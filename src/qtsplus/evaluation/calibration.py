@@ -191,7 +191,7 @@ def measure_heads(
         for choice, finds in found.items():
             heads = choice.heads or attention
             scores = torch.stack([attention[head] for head in heads]).sum(0)
-            most = scores.topk(len(shown)).indices.numpy()
+            most = scores.topk(len(shown)).indices.cpu().numpy()
             finds.own += float(np.isin(most, shown).mean()) / len(questions)
             finds.other += float(np.isin(most, elsewhere).mean()) / len(questions)
     return found
@@ -204,8 +204,8 @@ def _attention_by_head(
     positions: str,
 ) -> Iterator[tuple[dict[Head, Tensor], np.ndarray, np.ndarray]]:
     """
-    For every question the attention `[M]` of each head, on the host, the tokens `[k]` that show its answer, and those
-    that show only what other questions about the video ask for.
+    For every question the attention `[M]` of each head, the tokens `[k]` that show its answer, and those that show only
+    what other questions about the video ask for.
     """
     collate = VideoQACollator(dataset.processor)
     choice = AttentionChoice(positions=positions)
@@ -220,9 +220,10 @@ def _attention_by_head(
         of_video = sighting_tokens(list(chain.from_iterable(about)), grid, seconds)
         inputs = send_to_device(inputs, model.device)
         (row,) = note_attention(model, inputs, inputs.pop("labels"), choice)
-        by_layer = torch.stack(list(row.by_head.values())).cpu()  # one transfer for all layers
-        heads = product(row.by_head, range(by_layer.shape[1]))
-        attention = dict(zip(heads, by_layer.flatten(0, 1), strict=True))
+        attention = {}
+        for layer, rows in row.by_head.items():
+            for head, weights in enumerate(rows):
+                attention[layer, head] = weights
         yield attention, shown, np.setdiff1d(of_video, shown)
 
 

@@ -59,15 +59,10 @@ class KeptColumns:
     def take_states(
         self,
         states: Tensor,
-        logits_to_keep: int | Tensor,
+        wanted: slice | Tensor,
         attention_mask: Tensor | None,
     ) -> Tensor:
-        """`[B, S', d]` -> `[B, K, d]`, the states of the K caller's columns that `logits_to_keep` selects."""
-        wanted: slice | Tensor
-        if isinstance(logits_to_keep, int):
-            wanted = slice(-logits_to_keep, None)
-        else:
-            wanted = logits_to_keep.to(self.columns.device)
+        """`[B, S', d]` -> `[B, K, d]`, the states of the K caller's columns that are `wanted`."""
         places = self.places()[:, wanted]
         is_gone = places < 0
         if attention_mask is not None:

@@ -1,9 +1,13 @@
 """Conversations on their way to a prompt: which turn is the question, and texts in which no token is special."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+from uuid import uuid4
 
 import torch
+from torch import Tensor
 from transformers import BatchFeature
 
 from .question_qtsplus import find_user_turns
@@ -12,8 +16,9 @@ if TYPE_CHECKING:
     from .processor_mixin_qtsplus import QTSplusProcessorMixin
 
 _BLANK = "\ue000"  # the place of a text in a rendered chat template; a character for private use
-# Options of `apply_chat_template` that are off where a prompt is only written to count its turns.
-_TO_COUNT = {
+_BLANKS = "\u0120\u010a\u010d\u0109\u2581 "  # blanks and line breaks, as vocabularies write them
+# Options of `apply_chat_template` that are off where a prompt is only written to find the question.
+_TO_READ = {
     "tokenize": False,
     "return_dict": False,
     "add_generation_prompt": False,
@@ -24,43 +29,84 @@ _TO_COUNT = {
 # --- The question ---
 
 
-def question_turns(processor: "QTSplusProcessorMixin", conversation: list, *args, **kwargs) -> list[int | None]:
-    """
-    Per conversation, which of the turns that the chat template writes as a user's is the last message of a user, as
-    [`find_query_mask`] takes it; `args` and `kwargs` are those of `apply_chat_template`.
-    """
-    is_one = isinstance(conversation[0], Mapping)
-    turns: list[int | None] = []
-    for messages in [conversation] if is_one else conversation:
-        question = None
-        for index, message in enumerate(messages):
-            if message.get("role") == "user":
-                question = index
-        if question is None:
-            turns.append(None)
-        elif question == len(messages) - 1:
-            turns.append(-1)
-        else:
-            turn = _count_user_turns(processor, messages[: question + 1], *args, **kwargs) - 1
-            if processor.tokenizer.truncation_side == "left":  # turns at the beginning may be cut off
-                turn -= _count_user_turns(processor, messages, *args, **kwargs)
-            turns.append(turn)
-    return turns
+class Question(NamedTuple):
+    """Where the last message of a user is in a prompt."""
+
+    turn: int | None = None  # the index of its turn as [`find_query_mask`] takes it; `None` if no turn has it
+    surroundings: Sequence[str] = ()  # the template's words in that turn: before each text, and behind the last
 
 
-def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args, **kwargs) -> int:
-    """How many turns are written as a user's in the prompt of these messages."""
-    kwargs.update(zip(("chat_template", "tools", "documents"), args, strict=False))
-    kwargs.update(_TO_COUNT)
-    if kwargs.get("sanitize_control_tokens"):  # only the tokenizer tells a header of the template from one in a text
-        template = kwargs.pop("chat_template", None) or processor.chat_template
-        kwargs.update(tokenize=True, return_tensors=None)
-        ids = processor.tokenizer.apply_chat_template(messages, chat_template=template, **kwargs)
-    else:
-        ids = processor.prompt_ids(processor.apply_chat_template(messages, **kwargs))
+def find_question(processor: "QTSplusProcessorMixin", messages: list, **kwargs) -> Question:
+    """
+    The question of a conversation: it is where a mark appears that is written in place of each text of a user's last
+    message. `kwargs` are those of `apply_chat_template`.
+    """
+    question = Question()
+    of_users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    mark = str(uuid4().int)
+    marked = list(messages)
+    for last in of_users[-1:]:
+        marked[last] = _change_texts(messages[last], lambda text: mark)
+    ids = _prompt_ids(processor, marked, **kwargs)
     token_ids = processor.query_token_ids
+    special = token_ids["special_token_ids"]
     turns = find_user_turns(torch.tensor(ids), token_ids["user_turn_token_ids"], token_ids["turn_end_token_id"])
-    return len(turns)
+    for index, (start, stop) in enumerate(turns):
+        # A template may write the first word directly behind the header.
+        words = "".join(_words(processor, [token for token in ids[start - 1 : stop] if token not in special]))
+        if mark in words:
+            question = Question(index, words.split(mark))
+    # Truncation on the left cuts turns at the beginning off.
+    if question.turn is None or (question.turn < len(turns) - 1 and processor.tokenizer.truncation_side == "right"):
+        return question
+    return question._replace(turn=question.turn - len(turns))
+
+
+def _prompt_ids(processor: "QTSplusProcessorMixin", messages: list, **kwargs) -> list[int]:
+    """The ids of messages as the chat template writes them, without an answer's header; `kwargs` are its own."""
+    kwargs.update(_TO_READ)
+    if not kwargs.get("sanitize_control_tokens"):
+        return processor.prompt_ids(processor.apply_chat_template(messages, **kwargs))
+    # Only the tokenizer tells a header of the template from one in a text.
+    template = kwargs.pop("chat_template", None) or processor.chat_template
+    kwargs.update(tokenize=True, return_tensors=None)
+    return processor.tokenizer.apply_chat_template(messages, chat_template=template, **kwargs)
+
+
+def _words(processor: "QTSplusProcessorMixin", ids: list[int]) -> list[str]:
+    """The tokens as the vocabulary writes them, without blanks and line breaks."""
+    return [token.strip(_BLANKS) for token in processor.tokenizer.convert_ids_to_tokens(ids)]
+
+
+def unmark_template(
+    processor: "QTSplusProcessorMixin",
+    ids: Tensor,
+    mask: Tensor,
+    surroundings: Sequence[str],
+) -> None:
+    """
+    Takes the words of a template, and the blanks around them, out of the mask `[S]` of a turn, in place. A token that
+    a text shares stays. So does all of a turn that does not hold these words.
+    """
+    places = mask.nonzero()[:, 0]
+    tokens = _words(processor, ids[places].tolist())
+    offsets = list(accumulate(map(len, tokens), initial=0))
+    turn = "".join(tokens)
+    first, *between, behind = surroundings
+    if not turn.startswith(first[: len(turn)]):  # truncation may have cut it
+        return
+    begin = len(first)
+    texts = []
+    for words in between:
+        end = turn.find(words, begin)
+        if end < 0:
+            end = len(turn)
+        texts.append((begin, end))
+        begin = end + len(words)
+    texts.append((begin, len(turn.removesuffix(behind))))
+    mask[places] = 0
+    for begin, end in texts:
+        mask[places[bisect_right(offsets, begin) - 1 : bisect_left(offsets, end)]] = 1
 
 
 # --- Plain texts ---
@@ -68,30 +114,37 @@ def _count_user_turns(processor: "QTSplusProcessorMixin", messages: list, *args,
 
 def plain_inputs(processor: "QTSplusProcessorMixin", conversations: Sequence[list[dict]], **kwargs) -> BatchFeature:
     """
-    [`QTSplusProcessorMixin.conversation_inputs`]: each text that holds special tokens is left blank in the prompt, and
-    its ids take the place of the blank.
+    The inputs of conversations in which every text is plain text: `<|im_end|>` in it ends no turn, and
+    `<|video_pad|>` is no placeholder. Text without special tokens gets the ids of `apply_chat_template`.
+
+    Args:
+        conversations: messages as `apply_chat_template` takes them; a video is only `{"type": "video"}`. Each ends
+            where an answer begins.
+        kwargs: as in a call, such as `query`, and `videos` or `video_grid_thw`.
+
+    Returns:
+        The model's inputs as tensors, padded; no `mm_token_type_ids`.
     """
+    # Each text that holds special tokens is left blank in the prompt, and its ids take the place of the blank.
     prompts = []
-    turns = []
+    questions = []
     ids_of_texts: list[list[list[int]]] = []  # per conversation the ids of the texts that were left blank
     for messages in conversations:
         texts: list[list[int]] = []
         blanked = [_blank_texts(processor, message, texts) for message in messages]
         prompts.append(processor.apply_chat_template(blanked, tokenize=False, add_generation_prompt=True))
-        turns += question_turns(processor, blanked)
+        questions.append(find_question(processor, blanked))
         ids_of_texts.append(texts)
 
     # A special token holds the place of such a text, so that its neighbours are tokenized separately from it.
-    candidates = [processor.tokenizer.pad_token]
-    candidates += [token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special]
-    written = "".join(prompts)
-    blank = next(token for token in candidates if token not in written)
+    special = processor.tokenizer.convert_ids_to_tokens(processor.query_token_ids["special_token_ids"])
+    prompt = "".join(prompts)
+    blank = next(token for token in special if token not in prompt)
     prompts = [prompt.replace(_BLANK, blank) for prompt in prompts]
     inputs = processor(text=prompts, padding=True, return_tensors="pt", **kwargs)
     inputs.pop("mm_token_type_ids", None)  # the model does not need them
-    if any(ids_of_texts):
-        inputs.update(_fill_blanks(processor, inputs, blank, ids_of_texts))
-    inputs["query_mask"] = processor.query_mask(inputs["input_ids"], turns)
+    inputs.update(_fill_blanks(processor, inputs, blank, ids_of_texts))
+    inputs["query_mask"] = processor.query_mask(inputs["input_ids"], questions)
     return inputs
 
 
@@ -109,15 +162,20 @@ def _blank_texts(
         texts.append(ids)
         return _BLANK
 
-    content = message["content"]
+    return _change_texts(message, without)
+
+
+def _change_texts(message: dict, change: Callable[[str], str]) -> dict:
+    """A message with other texts."""
+    content = message.get("content") or []
     if isinstance(content, str):
-        return message | {"content": without(content)}
+        return {**message, "content": change(content)}
     parts = []
     for part in content:
-        if "text" in part:
-            part = part | {"text": without(part["text"])}
+        if isinstance(part.get("text"), str):
+            part = {**part, "text": change(part["text"])}
         parts.append(part)
-    return message | {"content": parts}
+    return {**message, "content": parts}
 
 
 def _fill_blanks(
@@ -133,9 +191,6 @@ def _fill_blanks(
         remaining = iter(texts)
         row: list[int] = []
         for token in ids[mask.bool()].tolist():
-            if token == blank_id:
-                row.extend(next(remaining))
-            else:
-                row.append(token)
+            row += next(remaining) if token == blank_id else [token]
         rows.append(row)
     return processor.tokenizer.pad({"input_ids": rows}, padding=True, return_tensors="pt")

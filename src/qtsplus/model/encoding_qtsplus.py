@@ -124,9 +124,7 @@ def _encode_steps(
     """As [`encode_modality`], of the steps of each image and video; the grids are on the host, the model at home."""
     features = [torch.empty(0) for _ in steps]
     for chunk in _chunks(model, steps, frames_per_chunk):
-        pixels = []
-        for piece in chunk:
-            pixels.append(steps[piece.index][piece.first : piece.stop].flatten(0, 1))
+        pixels = [steps[piece.index][piece.first : piece.stop].flatten(0, 1) for piece in chunk]
         indices = [piece.index for piece in chunk]
         counts = [piece.steps for piece in chunk]
         grid = grid_thw[indices]
@@ -356,9 +354,6 @@ def _rows_by_length(bounds: Tensor, device: torch.device) -> dict[int, Tensor]:
 
 def _attend_in_batch(query: Tensor, key: Tensor, value: Tensor, length: int) -> Tensor:
     """As [`attend_within`], of sequences that all have one length."""
-    batches = []
-    for states in (query, key, value):
-        by_sequence = states.unflatten(0, (-1, length))
-        batches.append(by_sequence.transpose(1, 2))
+    batches = [states.unflatten(0, (-1, length)).transpose(1, 2) for states in (query, key, value)]
     by_sequence = nn.functional.scaled_dot_product_attention(*batches).transpose(1, 2)
     return by_sequence.flatten(0, 1)

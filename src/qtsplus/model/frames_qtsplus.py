@@ -79,11 +79,7 @@ def _natural_order(name: str) -> tuple[list[int | str], str]:
 
 def stack_frames(frames: Sequence):
     """One video from a list of its frames: PIL images, arrays or tensors."""
-    arrays = []
-    for frame in frames:
-        if hasattr(frame, "convert"):
-            frame = np.asarray(frame.convert("RGB"))
-        arrays.append(frame)
+    arrays: list = [np.asarray(frame.convert("RGB")) if hasattr(frame, "convert") else frame for frame in frames]
     shapes = {tuple(array.shape) for array in arrays}
     if len(shapes) > 1:
         raise ValueError(f"The frames of one video differ in shape: {sorted(shapes)}; expected one shape.")

@@ -26,7 +26,6 @@ from .prompt_qtsplus import (
     VisualInputs,
     alone_with_ids,
     check_no_padding,
-    take_cache,
     take_inputs,
 )
 from .selector_qtsplus import QTSplusSelector
@@ -176,7 +175,9 @@ class QTSplusGenerationMixin:
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         self.model.check_arguments(kwargs)
         visual, selection = take_inputs(kwargs)
-        cache = take_cache(kwargs)
+        cache = kwargs.pop("cache", None)
+        past_key_values = kwargs.pop("past_key_values", None)
+        cache = past_key_values if cache is None else cache
         check_cache(cache)
         if cache is not None:
             kwargs[CACHE] = cache

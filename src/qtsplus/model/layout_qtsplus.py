@@ -170,8 +170,8 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> Tensor:
         end = first + span.tokens
         if span.line:
             lines = range(first, end, span.line)
-            for column, line in zip(span.line_ends().tolist(), lines, strict=True):
-                separators.append((column, line, line + span.line))
+            columns = span.line_ends().tolist()
+            separators += [(column, line, line + span.line) for column, line in zip(columns, lines, strict=True)]
         if span.frame:
             text_start = spans[index - 1].stop + 1
             text = list(range(text_start, span.start))
@@ -218,12 +218,7 @@ class QTSplusBackboneMixin:
     def merged_grid(self, grid_thw: Tensor, modality: int = VIDEO) -> list[Grid]:
         """(time, height, width) in tokens of every image or video."""
         merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
-        grids = []
-        for time, height, width in grid_thw.tolist():
-            rows = height // merge
-            columns = width // merge
-            grids.append((time, rows, columns))
-        return grids
+        return [(time, height // merge, width // merge) for time, height, width in grid_thw.tolist()]
 
     def pixel_rows(self, grid_thw: Tensor) -> list[int]:
         """Rows of the pixels of every image or video."""
@@ -278,8 +273,7 @@ class QTSplusBackboneMixin:
                 continue
             frames, height, width = grid
             frame_grid = (1, height, width)
-            for frame in range(frames):
-                spans.append(replace(span, grid=frame_grid, frame=frame))
+            spans += [replace(span, grid=frame_grid, frame=frame) for frame in range(frames)]
         return spans
 
     # --- Positions ---

@@ -234,11 +234,8 @@ def _with_queries(
         prompts.append(torch.cat([before, query.to(ids), behind]))
         starts.append(len(before))
     replaced = lay_out_again(model, layout, prompts)
-    masks = []
-    for row, start, query in zip(replaced.rows, starts, queries, strict=True):
-        stop = start + len(query)
-        is_query = (row.columns >= start) & (row.columns < stop)
-        masks.append(is_query)
+    places = zip(replaced.rows, starts, queries, strict=True)
+    masks = [(row.columns >= start) & (row.columns < start + len(query)) for row, start, query in places]
     return replaced, masks
 
 

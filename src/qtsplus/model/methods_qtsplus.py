@@ -354,10 +354,8 @@ def take_rows(parts: Sequence[Tensor], indices: Tensor) -> Tensor:
     starts = list(accumulate([len(part) for part in parts], initial=0))
     bounds = torch.searchsorted(indices, torch.tensor(starts, device=indices.device))
     counts = bounds.diff().tolist()
-    pieces = []
-    for part, start, chosen in zip(parts, starts, indices.split(counts), strict=False):
-        pieces.append(part[chosen - start])
-    return torch.cat(pieces)
+    chosen_of_parts = zip(parts, starts, indices.split(counts), strict=False)
+    return torch.cat([part[chosen - start] for part, start, chosen in chosen_of_parts])
 
 
 METHODS: dict[str, Method] = {

@@ -104,9 +104,10 @@ def choose(
         positions.append(row.positions[:, row.candidates])
         grids.append([grid for video in videos for grid in layout.grids_of(video)])
     reading = cache(partial(reading_of, model, layout, selection))
-    attention = []
-    for index, source in enumerate(sources):
-        attention.append(partial(log_attention, model, reading, index, source, grids[index], features))
+    attention = [
+        partial(log_attention, model, reading, index, source, grids[index], features)
+        for index, source in enumerate(sources)
+    ]
     selected, qtsplus = model.qtsplus(
         visual,
         query_embeds(model, layout, selection),
@@ -513,12 +514,11 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             kept = KeptColumns(qtsplus.columns, prompt.shape[1])
         hidden_states = outputs.last_hidden_state
         if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
+            wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
             if kept is not None:
-                hidden_states = kept.take_states(hidden_states, logits_to_keep, attention_mask)
-            elif isinstance(logits_to_keep, Tensor):
-                hidden_states = hidden_states[:, logits_to_keep]
+                hidden_states = kept.take_states(hidden_states, wanted, attention_mask)
             else:
-                hidden_states = hidden_states[:, -logits_to_keep:]
+                hidden_states = hidden_states[:, wanted]
         logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:

@@ -7,6 +7,7 @@ frame; newlines are never scored, and one stays where a token that it ends stays
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -53,19 +54,13 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
     """
 
     native_resolution = False
+    tokens_per_side: int
+    text_of_video: Callable[[int], str]  # from the number of frames to the placeholders, with what is between frames
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.video_processor.merge_size = 1
         self.video_processor.temporal_patch_size = 1
-
-    @property
-    def tokens_per_side(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def model_input_names(self) -> list[str]:
-        return super().model_input_names + ["image_grid_thw", "pixel_values_videos", "video_grid_thw"]
 
     def _process_videos(self, videos, **kwargs):
         video_metadata = kwargs.pop("video_metadata", None)
@@ -85,10 +80,6 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
             "second_per_grid_ts": [1 / metadata.sampled_fps for metadata in video_metadata],
         }
         return processed, texts
-
-    def text_of_video(self, num_frames: int) -> str:
-        """The placeholders of a video, with what is between its frames."""
-        raise NotImplementedError
 
     def _clip(self, video, options: dict) -> torch.Tensor:
         if torch.is_tensor(video) and video.is_meta:
@@ -183,7 +174,12 @@ class _ApartProcessor(InternVLProcessor):
         # The stock method would mix the pixels of images and videos.
         inputs = ProcessorMixin.__call__(self, images=images, text=text, videos=videos, **kwargs)
         if videos is not None and text is not None:
-            inputs["input_ids"] = self._mark_videos(inputs["input_ids"])
+            ids = inputs["input_ids"]
+            token = self.tokenizer.video_token_id
+            if isinstance(ids, list):
+                inputs["input_ids"] = [[self.video_placeholder_id if i == token else i for i in row] for row in ids]
+            else:
+                ids[ids == token] = self.video_placeholder_id
         return inputs
 
     def _check_special_mm_tokens(self, text, text_inputs, modalities):
@@ -194,14 +190,6 @@ class _ApartProcessor(InternVLProcessor):
         # The stock method asks for a text, which frames that are only encoded do not have.
         if text is not None:
             super().validate_inputs(*inputs, text=text, **kwargs)
-
-    def _mark_videos(self, ids):
-        if isinstance(ids, list):
-            return [self._mark_videos(row) for row in ids]
-        if isinstance(ids, int):
-            return self.video_placeholder_id if ids == self.tokenizer.video_token_id else ids
-        ids[ids == self.tokenizer.video_token_id] = self.video_placeholder_id
-        return ids
 
     def _process_images(self, images, **kwargs):
         processed, texts = super()._process_images(images, **kwargs)
@@ -218,6 +206,7 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
     """
 
     stock_class = InternVLProcessor
+    frame_text = "Frame1: "
 
     def __init__(
         self,
@@ -236,7 +225,7 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
         self.video_placeholder_id = video_placeholder_id
 
     @property
-    def tokens_per_side(self) -> int:
+    def tokens_per_side(self) -> int:  # type: ignore[override]
         return math.isqrt(self.image_seq_length)
 
     @property
@@ -249,14 +238,6 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
 
     def follow(self, config) -> None:
         self.video_placeholder_id = config.video_token_id
-
-    @property
-    def query_token_ids(self) -> dict:
-        ids = super().query_token_ids
-        ids["special_token_ids"] = sorted({self.video_placeholder_id}.union(ids["special_token_ids"]))
-        ids["video_token_id"] = self.video_placeholder_id
-        ids["frame_text_token_ids"] = self.prompt_ids("Frame1: ")[:1]
-        return ids
 
 
 # --- LLaVA-OneVision and LLaVA-Video ---
@@ -356,7 +337,7 @@ class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor
         self.video_newline = config.video_newline
 
     @property
-    def tokens_per_side(self) -> int:
+    def tokens_per_side(self) -> int:  # type: ignore[override]
         return math.ceil(math.isqrt(self.num_image_tokens) / 2)
 
     def _process_images(self, images, **kwargs):

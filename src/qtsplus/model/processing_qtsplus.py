@@ -21,14 +21,7 @@ class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
     r"""[`Qwen3VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
 
     stock_class = Qwen3VLProcessor
-    states_times = True
-
-    @property
-    def query_token_ids(self) -> dict:
-        token_ids = super().query_token_ids
-        token_ids["video_token_id"] = self.video_token_id
-        token_ids["frame_text_token_ids"] = self.prompt_ids("<0.5 seconds>")[:1]
-        return token_ids
+    frame_text = "<0.5 seconds>"
 
     def _calculate_timestamps(self, indices, *times):
         # A copy, because stock's appends a frame to an odd number of indices.

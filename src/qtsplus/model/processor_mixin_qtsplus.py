@@ -4,7 +4,8 @@ read in reading_qtsplus.py, and conversations in conversation_qtsplus.py.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import BatchFeature, ProcessorMixin
 from transformers.image_utils import make_flat_list_of_images
 
-from .conversation_qtsplus import plain_inputs, question_turns
+from .conversation_qtsplus import Question, find_question, plain_inputs, unmark_template
 from .messages_qtsplus import read_messages
 from .numbers_qtsplus import require_count
 from .question_qtsplus import check_text, find_query_mask, tokenize_query
@@ -29,12 +30,13 @@ class QTSplusProcessorMixin(ProcessorMixin):
     not part of messages belong into its `processor_kwargs`, e.g. `processor_kwargs={"query": "Where?"}`.
     """
 
+    conversation_inputs = plain_inputs
     _auto_class = "AutoProcessor"  # as `register_for_auto_class` sets it
     user_turn = "<|im_start|>user"  # the chat template opens a user's turn with it
     turn_end = "<|im_end|>"
     tool_response = ("<tool_response>", "</tool_response>")  # around a tool's response in a turn of the user
+    frame_text = ""  # in front of each frame of a video, such as "Frame1: "
     native_resolution = True  # larger frames become more tokens
-    states_times = False  # whether a prompt has the seconds of a video's frames as text
 
     # Every backbone's processor has these.
     image_token: str
@@ -44,34 +46,30 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     @property
     def model_input_names(self) -> list[str]:
-        names = ["second_per_grid_ts", "query_mask", "query_input_ids", "query_attention_mask"]
+        names = ["pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"]
+        names += ["query_mask", "query_input_ids", "query_attention_mask"]
         return list(dict.fromkeys(super().model_input_names + names))
 
     @property
     def query_token_ids(self) -> dict:
         """The ids by which [`find_query_mask`] finds the question, named as in the model's configuration."""
         tokenizer = self.tokenizer
-        special = set(tokenizer.all_special_ids)
-        for index, token in tokenizer.added_tokens_decoder.items():
-            if token.special:
-                special.add(index)
-        return {
+        added = tokenizer.added_tokens_decoder
+        special = {index for index, token in added.items() if token.special}
+        special.update(tokenizer.all_special_ids, self.placeholder_ids)
+        begin, end = self.tool_response
+        # A template writes a line break behind the first tag, which may be one token with its last character.
+        tags = [self.prompt_ids(f"{begin}\n")[:-1], self.prompt_ids(end)]
+        ids = {
             "user_turn_token_ids": self.prompt_ids(self.user_turn),
             "turn_end_token_id": tokenizer.convert_tokens_to_ids(self.turn_end),
             "special_token_ids": sorted(special),
-            "tool_response_token_ids": self._tool_response_token_ids,
+            "tool_response_token_ids": tags if all(tags) else [],
         }
-
-    @property
-    def _tool_response_token_ids(self) -> list[list[int]]:
-        """The ids of `tool_response`, as they are in a turn that a chat template writes."""
-        begin, end = self.tool_response
-        header_and_break = len(self.prompt_ids(self.user_turn)) + 1
-        opening = self.prompt_ids(f"{self.user_turn}\n{begin}\n")[header_and_break:-1]
-        closing = self.prompt_ids(f"{self.turn_end}{end}{self.turn_end}")[1:-1]
-        if opening and closing:
-            return [opening, closing]
-        return []
+        if self.frame_text:
+            ids["video_token_id"] = self.video_token_id
+            ids["frame_text_token_ids"] = self.prompt_ids(self.frame_text)[:1]
+        return ids
 
     def prompt_ids(self, text: str) -> list[int]:
         """The ids of a text that a chat template wrote, with its special tokens."""
@@ -156,32 +154,20 @@ class QTSplusProcessorMixin(ProcessorMixin):
             inputs.update(tokenize_query(self.tokenizer, query, rows, inputs.get("input_ids")))
         return inputs
 
-    def apply_chat_template(self, conversation, *args, **kwargs):
+    def apply_chat_template(self, conversation, chat_template=None, **kwargs):  # type: ignore[override]
         """
         As stock, but `video_url` and the `VIDEO_KEYS` of a video take effect, and other keys are a `ValueError`. With
-        `tokenize` and `return_dict` the question is the last message of the role `user`, however tools are rendered.
+        `tokenize` and `return_dict` the question is what the last message of the role `user` says, wherever the
+        template writes it in a turn of the user.
         """
         conversation = read_messages(conversation, kwargs.get("tokenize", False))
-        inputs = super().apply_chat_template(conversation, *args, **kwargs)
+        kwargs["chat_template"] = chat_template
+        inputs = super().apply_chat_template(conversation, **kwargs)
         if isinstance(inputs, BatchFeature):
-            turns = question_turns(self, conversation, *args, **kwargs)
-            inputs["query_mask"] = self.query_mask(inputs["input_ids"], turns)
+            conversations = [conversation] if isinstance(conversation[0], Mapping) else conversation
+            questions = [find_question(self, messages, **kwargs) for messages in conversations]
+            inputs["query_mask"] = self.query_mask(inputs["input_ids"], questions)
         return inputs
-
-    def conversation_inputs(self, conversations: Sequence[list[dict]], **kwargs) -> BatchFeature:
-        """
-        The inputs of conversations in which every text is plain text: `<|im_end|>` in it ends no turn, and
-        `<|video_pad|>` is no placeholder. Text without special tokens gets the ids of `apply_chat_template`.
-
-        Args:
-            conversations: messages as `apply_chat_template` takes them; a video is only `{"type": "video"}`. Each ends
-                where an answer begins.
-            kwargs: as in a call, such as `query`, and `videos` or `video_grid_thw`.
-
-        Returns:
-            The model's inputs as tensors, padded; no `mm_token_type_ids`.
-        """
-        return plain_inputs(self, conversations, **kwargs)
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text, such as an answer; none of them is a special token."""
@@ -235,9 +221,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         processor = self.video_processor
         sizes = grid[0] * processor.patch_size
         _, height, width = sizes.tolist()
-        resized = []
-        for frame in frames:
-            resized.append(resize_frame(processor, (height, width), frame))
+        resized = [resize_frame(processor, (height, width), frame) for frame in frames]
         video = torch.from_numpy(np.stack(resized))
         video = video.permute(0, 3, 1, 2)
         inputs = processor(videos=[video], do_resize=False, do_sample_frames=False, return_tensors="pt")
@@ -265,17 +249,19 @@ class QTSplusProcessorMixin(ProcessorMixin):
             processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in about]
         return processed, texts
 
-    def query_mask(self, input_ids, question_turns: Sequence[int | None] | None = None):
+    def query_mask(self, input_ids, questions: Sequence[Question] | None = None):
         """
         `[B, S]` like `input_ids`, whose rows have different lengths if they are lists; padding is special.
-        `question_turns` are those of [`find_query_mask`].
+        Where the conversations are known, `questions` says where each one's is.
         """
         token_ids = self.query_token_ids
         masks = []
-        for row, ids in enumerate(input_ids):
-            turns = None if question_turns is None else [question_turns[row]]
-            row_ids = torch.as_tensor(ids)[None]
-            (mask,) = find_query_mask(row_ids, None, **token_ids, question_turns=turns)
+        for ids, question in zip_longest(input_ids, questions or ()):
+            row_ids = torch.as_tensor(ids)
+            turns = None if question is None else [question.turn]
+            (mask,) = find_query_mask(row_ids[None], None, **token_ids, question_turns=turns)
+            if question is not None and any(question.surroundings):
+                unmark_template(self, row_ids, mask, question.surroundings)
             masks.append(mask)
         if torch.is_tensor(input_ids):
             return torch.stack(masks)

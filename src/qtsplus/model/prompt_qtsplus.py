@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
 from .methods_qtsplus import Method, true_places
@@ -83,13 +82,6 @@ def take_inputs(kwargs: dict) -> tuple[VisualInputs, SelectionInputs]:
     visual = {name: kwargs.pop(name) for name in _VISUAL if name in kwargs}
     selection = {name: kwargs.pop(name) for name in _SELECTION if name in kwargs}
     return VisualInputs(**visual), SelectionInputs(**selection)
-
-
-def take_cache(kwargs: dict) -> Cache | None:
-    """Takes the key/value cache, by its old name or its new one, out of the keywords of a call."""
-    cache = kwargs.pop("cache", None)
-    past_key_values = kwargs.pop("past_key_values", None)
-    return past_key_values if cache is None else cache
 
 
 def names_inputs(forward: T) -> T:
@@ -249,10 +241,7 @@ def find_questions(
     if query_mask.shape != ids.shape:
         shape = tuple(query_mask.shape)
         raise ValueError(f"query_mask {shape}: expected input_ids' shape, {tuple(ids.shape)}.")
-    questions = []
-    for row, is_question in zip(layout.rows, query_mask.bool(), strict=True):
-        questions.append(is_question[row.columns])
-    return questions
+    return [is_question[row.columns] for row, is_question in zip(layout.rows, query_mask.bool(), strict=True)]
 
 
 def query_embeds(
@@ -264,9 +253,8 @@ def query_embeds(
     queries = given_queries(selection, len(layout.rows))
     if queries is None:
         questions = find_questions(model, layout, selection.query_mask)
-        queries = []
-        for ids, row, question in zip(layout.input_ids, layout.rows, questions, strict=True):
-            queries.append(ids[row.columns[question]])
+        rows = zip(layout.input_ids, layout.rows, questions, strict=True)
+        queries = [ids[row.columns[question]] for ids, row, question in rows]
     embed = model.get_input_embeddings()
     return [embed(ids[None])[0] for ids in queries]  # NEFTune's hook and the like expect rows of ids
 

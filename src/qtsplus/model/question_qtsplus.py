@@ -6,6 +6,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+_TOKEN_IDS = (
+    "user_turn_token_ids",
+    "turn_end_token_id",
+    "special_token_ids",
+    "video_token_id",
+    "frame_text_token_ids",
+    "tool_response_token_ids",
+)
+
 
 def find_query_mask(
     input_ids: Tensor,
@@ -47,7 +56,7 @@ def find_query_mask(
         question: int | None = -1
         if question_turns is not None:
             question = question_turns[row]
-        elif len(turns) > 1 and tool_response_token_ids:
+        elif tool_response_token_ids:
             turns = _written_by_users(ids, turns, user_turn_token_ids, turn_end_token_id, tool_response_token_ids)
         if question is None or not -len(turns) <= question < len(turns):
             continue
@@ -67,14 +76,7 @@ def find_query_mask(
 
 def question_token_ids(config) -> dict:
     """The ids by which [`find_query_mask`] finds the question, as a model's configuration has them."""
-    return {
-        "user_turn_token_ids": config.user_turn_token_ids,
-        "turn_end_token_id": config.turn_end_token_id,
-        "special_token_ids": config.special_token_ids,
-        "video_token_id": config.video_token_id,
-        "frame_text_token_ids": getattr(config, "frame_text_token_ids", ()),
-        "tool_response_token_ids": config.tool_response_token_ids,
-    }
+    return {name: getattr(config, name) for name in _TOKEN_IDS if hasattr(config, name)}
 
 
 def find_places(ids: Tensor, pattern: Sequence[int]) -> list[int]:
@@ -122,29 +124,27 @@ def _written_by_users(
     """
     The turns that a user wrote, as far as ids tell.
 
-    A tool's turn begins with the ids that begin a response and ends with those that end one, or with a line break after
-    them. A turn of a user inside of it is part of the response, if no other role's turn begins before its end. The
-    first turn is always the user's, since a tool answers a request. So a later message of a user that is nothing but a
+    A tool's turn begins with the ids that begin a response and ends with those that end one. A response may hold whole
+    turns of a user, which then end once more often than they begin. The first turn is the user's, since a tool answers
+    a request, unless two turns of other roles are in front of it. So a later message of a user that is nothing but a
     response in its tags is taken for a tool's, and a turn of a user is taken for a user's if the response itself has
     ended before it.
     """
     opening, closing = tool_response_token_ids
     opened = set(find_places(ids, opening))
     response_ends = _find_response_ends(ids, closing, turn_end)
-    user_headers = set(find_places(ids, header))
-    others = [place for place in find_places(ids, header[:1]) if place not in user_headers]
-
-    users = turns[:1]
+    users: list[tuple[int, int]] = []
     response_end = 0
-    for start, stop in turns[1:]:
+    for start, stop in turns:
         if start < response_end:
             continue
+        num_turns = (ids[:start] == header[0]).sum()
         next_end = bisect_left(response_ends, start)
-        if start in opened and next_end < len(response_ends):
+        if start in opened and next_end < len(response_ends) and (users or num_turns > 2):
             end = response_ends[next_end]
-            next_other = bisect_left(others, start)
-            crossed = next_other < len(others) and others[next_other] < end
-            if not crossed:
+            response = ids[start:end]
+            num_ends = (response == turn_end).sum()
+            if end <= stop or num_ends > (response == header[0]).sum():
                 response_end = end
                 continue
         users.append((start, stop))
@@ -157,19 +157,16 @@ def _find_response_ends(
     turn_end: int,
 ) -> list[int]:
     """
-    The ends of turns that end with a tool's response, ascending. A line break may follow the response, as in
-    Qwen3-Coder's template; some vocabularies have one token for the last character of the tag and that line break.
+    The ends of tools' responses, ascending: of those that end their turn. A line break may follow, as in Qwen3-Coder's
+    template. Some vocabularies have one token for the last character of the tag and that line break, or for the first
+    and what the response ends with.
     """
+    behind_first = closing[1:] or closing
+    ends = [place + len(behind_first) for place in find_places(ids, behind_first)]
+    if len(closing) > 1:
+        ends += [place + len(closing) for place in find_places(ids, closing[:-1])]
     turn_ends = set(find_places(ids, [turn_end]))
-    stem = closing[:-1] if len(closing) > 1 else closing
-    response_ends = []
-    for place in find_places(ids, stem):
-        expected = place + len(closing)
-        if expected in turn_ends:
-            response_ends.append(expected)
-        elif expected + 1 in turn_ends:
-            response_ends.append(expected + 1)
-    return response_ends
+    return sorted(end for end in ends if not turn_ends.isdisjoint((end, end + 1)))
 
 
 def _frame_texts(
@@ -182,12 +179,10 @@ def _frame_texts(
         is_first_token = ids[frame] == video_token_id and ids[frame - 1] != video_token_id
         if not is_first_token:
             continue
-        earliest = max(frame - 16, 0)
-        start = frame - 1
-        while start >= earliest and ids[start] not in openers:
-            start -= 1
-        if start < earliest:
+        opened = [place for place in range(max(frame - 16, 0), frame) if ids[place] in openers]
+        if not opened:
             continue
+        start = opened[-1]
         if video_token_id in ids[max(start - 3, 0) : start]:
             start -= 1  # the line break behind the frame before, or the token that closes that frame
         yield start, frame

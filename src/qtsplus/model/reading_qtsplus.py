@@ -93,10 +93,8 @@ def _read_file(
         resizing = {"do_resize": False}
     opened = open_video(request.video, choose, request.within)
     size = size_for(processor, opened, request, **resizing)
-    frames = []
-    for frame in opened.decode():
-        frames.append(resize_frame(processor.video_processor, size, frame, resizing.get("resample")))
-    return np.stack(frames), opened.about.metadata
+    resize = functools.partial(resize_frame, processor.video_processor, size, resample=resizing.get("resample"))
+    return np.stack(list(map(resize, opened.decode()))), opened.about.metadata
 
 
 def _take_frames(
@@ -189,22 +187,19 @@ def stand_ins(
 ) -> tuple[list[Tensor], dict]:
     """
     Videos of the given grids without values, by which the backbone's processor counts placeholders; and the keywords
-    of the call for them. Without seconds or metadata they have any times, for prompts that state none.
+    of the call for them.
     """
     videos = [processor.blank_video(*grid) for grid in torch.as_tensor(video_grid_thw).tolist()]
     nested = kwargs.get("videos_kwargs") or {}
     metadata = kwargs.get("video_metadata") or nested.get("video_metadata")
     if not metadata:
-        if second_per_grid_ts is None and processor.states_times:
+        if second_per_grid_ts is None:
             raise ValueError(
-                "Got video_grid_thw without second_per_grid_ts: the prompt states the seconds of the frames, so give "
-                "second_per_grid_ts or video_metadata of those videos."
+                "Got video_grid_thw without times: give second_per_grid_ts or video_metadata of those videos too."
             )
         temporal = processor.video_processor.temporal_patch_size
-        steps = [temporal] * len(videos) if second_per_grid_ts is None else second_per_grid_ts
-        metadata = []
-        for video, seconds in zip(videos, steps, strict=True):
-            metadata.append(describe_frames(video, None, temporal / float(seconds)))
+        times = zip(videos, second_per_grid_ts, strict=True)
+        metadata = [describe_frames(video, None, temporal / float(seconds)) for video, seconds in times]
     stand_in = {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
     return videos, _with_video_options(kwargs, stand_in)
 

@@ -126,9 +126,8 @@ def rotary_tables(
     exponents = dimensions / head_dim
     frequencies = rope_theta**-exponents
     angles_of_axes = positions.float()[..., None] * frequencies
-    sections = []
-    for number, section in enumerate(angles_of_axes.split(mrope_section, dim=-1)):
-        sections.append(section[number % 3])
+    by_section = enumerate(angles_of_axes.split(mrope_section, dim=-1))
+    sections = [section[number % 3] for number, section in by_section]
     angles = torch.cat(sections * 2, dim=-1)
     return angles.cos(), angles.sin()
 
