@@ -19,9 +19,11 @@ class Watch:
         model._basis = functools.partial(self._rests, model._basis)
         model.visual.register_forward_hook(self._saw)
         model.qtsplus.register_forward_hook(self._chose)
+        model.language_model.model.layers[0].register_forward_pre_hook(self._passes)
 
     def forget(self) -> None:
         self.tower_calls = 0
+        self.passed: list[int] = []
         self.kept: list[int] = []
         self.basis: Any = None
 
@@ -29,11 +31,15 @@ class Watch:
         return {
             "kept": self.kept,
             "tower_calls": self.tower_calls,
+            "passed": self.passed,
             "basis": self.basis,
         }
 
     def _saw(self, *args: Any) -> None:
         self.tower_calls += 1
+
+    def _passes(self, layer: Any, args: Any) -> None:
+        self.passed.append(len(args[1]))
 
     def _chose(self, module: Any, args: Any, output: Any) -> None:
         _, chosen = output
@@ -99,6 +105,7 @@ def main(model: str, folder: Path) -> None:
         limit_mm_per_prompt={"video": 3, "image": 2},
         mm_processor_kwargs=defaults,
         enable_prefix_caching=False,
+        additional_config={"qtsplus_keep_keys": True},
         worker_extension_cls="qtsplus.vllm.worker.Worker",
     )
     if defaults is None:

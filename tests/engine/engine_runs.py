@@ -37,17 +37,19 @@ WHICH = "What is in the red ring?"
 WHERE = "Where does the blue square go?"
 
 
-def request(question: str, videos=(), images: int = 0, **settings: Any) -> dict[str, Any]:
+def request(question: str, videos=(), images: int = 0, before: str = "", **settings: Any) -> dict[str, Any]:
     """
     A question about videos, each of them a number of frames.
 
     Args:
+        before: a text in front of the videos.
         settings: the request's mm_processor_kwargs.
     """
     return {
         "question": question,
         "videos": list(videos),
         "images": images,
+        "before": before,
         "settings": settings,
     }
 
@@ -71,7 +73,8 @@ def requests_of(positions: str, attention: bool) -> dict[str, dict[str, Any]]:
         both |= {
             "attention": request(WHICH, [12], retention=0.3, **by_attention),
             "attention of two videos": request(WHERE, [12, 8], retention=0.25, **by_attention),
-            "attention up to a cap": request(WHERE, [12, 8], max_visual_tokens=7, **by_attention),
+            "attention up to a cap": request(WHICH, [12, 8], max_visual_tokens=7, **by_attention),
+            "attention behind a text": request(WHERE, [12, 8], before="Look: ", retention=0.25, **by_attention),
         }
         if positions == "sequential":
             both["attention with its own budget"] = request(WHERE, [12, 8], **by_attention)
@@ -206,7 +209,8 @@ def write_folder(model: Any, processor: Any, folder: Path) -> Path:
 
 
 def prompt_of(processor: Any, asked: dict[str, Any]) -> str:
-    content = [{"type": "image"}] * asked["images"]
+    content = [{"type": "text", "text": asked["before"]}]
+    content += [{"type": "image"}] * asked["images"]
     content += [{"type": "video"}] * len(asked["videos"])
     content.append({"type": "text", "text": asked["question"]})
     message = {"role": "user", "content": content}

@@ -485,14 +485,14 @@ def test_questions_wait_for_their_budget_together(connection):
 
 def test_a_question_waits_while_others_hold_too_much(monkeypatch):
     monkeypatch.setattr(worker, "BUSY_SECONDS", 0)
-    answers = [worker.BUSY, worker.FRAMES, worker.FRAMES, worker.BUSY, (3, 0.5)]
+    answers = [worker.BUSY, worker.FRAMES, worker.FRAMES, worker.BUSY, 3]
 
     def call_engine(method, args):
         return [answers.pop(0)]
 
     data = {worker.PIXELS: [torch.zeros(2)], "query_mask": torch.ones(2)}
     item = SimpleNamespace(get_data=lambda: dict(data))
-    assert worker.prepare(call_engine, item, Lock()) == (3, 0.5)
+    assert worker.prepare(call_engine, item, Lock()) == 3
     assert answers == []
 
 
@@ -500,25 +500,25 @@ def test_what_requests_hold_counts_with_the_cache(monkeypatch):
     """Of a model without weights, that chooses a token of 400 bytes, with room for three."""
     monkeypatch.setattr(models, "LEAST_HELD", 0)
     model = object.__new__(QTSplusForVLLM)
-    model.cache = LRUCache(1224, attrgetter("nbytes"))
+    model.cache = LRUCache(1200, attrgetter("nbytes"))
     model.held, model.holds, model.pieces = {}, Counter(), {}
     model._encode = lambda item: []
-    model._choose = lambda item, features: models.Choice(torch.zeros(100), torch.zeros(1).long(), {"rho": 0.5})
+    model._choose = lambda item, features: models.Choice(torch.zeros(100), torch.zeros(1).long(), {})
 
     def prepare(key):
-        settings = as_bytes({"key": key, "hashes": [], "selection": "uniform"})
+        settings = as_bytes({"key": key, "hashes": [], "front": "", "selection": "uniform"})
         return model.prepare({"settings": settings})
 
-    assert prepare("a") == (1, 0.5)
+    assert prepare("a") == 1
     model.release("a")
     assert list(model.cache) == ["a"]
-    assert prepare("b") == prepare("b") == prepare("c") == (1, 0.5)
+    assert prepare("b") == prepare("b") == prepare("c") == 1
     assert list(model.cache) == ["a"]
-    assert prepare("d") == (1, 0.5)
+    assert prepare("d") == 1
     assert list(model.cache) == [], "what is held takes the room"
     assert prepare("e") == worker.BUSY
     model.release("b")
     assert prepare("e") == worker.BUSY, "another request holds it"
     model.release("b")
-    assert prepare("e") == (1, 0.5)
+    assert prepare("e") == 1
     assert model.find_choice("b") is None, "there is no room for it"

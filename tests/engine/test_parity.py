@@ -76,6 +76,8 @@ def test_an_answer_rests_on_the_same(engine):
         kept = Kept.of(chosen, 0)
         merge_size = processor.video_processor.merge_size
         here = shown_by(videos, kept, merge_size, config).as_dict()
+        if engine.defaults is not None:
+            here["rho"] = basis["rho"]  # only a server tells it
         same_basis(basis, here)
         assert videos_of(basis) == videos_of(here), name
 
@@ -120,6 +122,14 @@ def test_the_question_decides_and_the_tower_runs_once(engine):
     assert first["tower_calls"] == 1
     assert second["tower_calls"] == 0
     assert engine.alone["two videos"]["tower_calls"] == 1  # of the second video
+
+
+def test_a_further_question_passes_only_its_words_through_the_first_layers(engine):
+    if engine.defaults is not None or "attention" not in engine.requests:
+        pytest.skip("attention is not read in pieces")
+    names = ("up to a cap", "of two videos", "behind a text")
+    further, first, elsewhere = (engine.alone[f"attention {name}"]["passed"][0] for name in names)
+    assert further < 30 < first < elsewhere
 
 
 def test_the_models_own_budget_is_that_of_transformers(engine):

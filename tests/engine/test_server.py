@@ -191,10 +191,6 @@ def test_answers_and_what_they_rest_on_are_those_of_transformers(server, clips, 
     assert again == together  # from vLLM's caches
 
 
-def test_an_answer_about_no_video_has_no_basis(server, clips):
-    assert ask(server, clips, [], QUESTIONS[0], {}).basis is None
-
-
 def test_many_clients_get_what_each_would_get_alone(server, clips):
     draw = random.Random(0)
     asked = []

@@ -43,7 +43,7 @@ def test_a_start_that_would_be_wrong_in_silence_is_refused(reason):
         start(**REFUSED[reason])
 
 
-@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE])
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE])
 def test_any_other_start_is_taken(mode):
     start(cudagraph_mode=mode)
 

@@ -11,7 +11,7 @@ from ..common.files import printable
 from .asking import place
 from .console import console, fail, note, print_json
 from .models import Source
-from .options import AsJson, Asked, MaxNewTokens, MaxPixels, Selection, command
+from .options import AsJson, Asked, MaxNewTokens, Selection, command
 
 if TYPE_CHECKING:
     from ..asking.session import Answer
@@ -32,7 +32,6 @@ def watch(
     every: Annotated[float, typer.Option(help="Seconds of video from answer to answer.")] = 10.0,
     memory_tokens: Annotated[int, typer.Option(min=1, help="How many visual tokens are remembered.")] = 4096,
     fps: Annotated[float, typer.Option(help="How many frames to look at per second.")] = 2.0,
-    max_pixels: MaxPixels = None,
     timeout: Annotated[
         float, typer.Option(help="Give up on a camera or address after this many seconds without a frame.")
     ] = 10.0,
@@ -70,7 +69,6 @@ def watch(
         every=every,
         max_new_tokens=max_new_tokens,
         selection=selection,
-        max_pixels=max_pixels,
     )
     said: set[str] = set()
     try:

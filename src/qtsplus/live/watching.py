@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,7 @@ from ..model.containers_qtsplus import (
     video_stream,
 )
 from ..model.decoding_qtsplus import Upright
-from ..model.numbers_qtsplus import require_count, require_positive
-from ..model.sampling_qtsplus import shrink
-from ..model.video_qtsplus import resize_frame
+from ..model.numbers_qtsplus import require_positive
 from .stream import Stream
 
 ROOM = 16  # frames of a source that wait to be encoded
@@ -304,24 +302,15 @@ class _CameraClock:
         return min(max(time_of_frame - self.begin, 0.0), now)
 
 
-@dataclass(frozen=True)
-class _Look:
-    """A frame of one of the sources."""
+def _looks(sources: Mapping[str, Source]) -> Iterator[tuple[float, str, np.ndarray]]:
+    """The seconds, the source's name and the frame `[H, W, 3]` uint8, of all sources in the order of their seconds."""
 
-    seconds: float
-    name: str
-    frame: np.ndarray  # [H, W, 3] uint8
-
-
-def _looks(sources: Mapping[str, Source]) -> Iterator[_Look]:
-    """The frames of all sources in the order of their seconds."""
-
-    def of_source(name: str, source: Source) -> Iterator[_Look]:
+    def of_source(name: str, source: Source) -> Iterator[tuple[float, str, np.ndarray]]:
         for seconds, frame in source:
-            yield _Look(seconds, name, frame)
+            yield seconds, name, frame
 
     looks = [of_source(name, source) for name, source in sources.items()]
-    return heapq.merge(*looks, key=attrgetter("seconds"))
+    return heapq.merge(*looks, key=itemgetter(0))
 
 
 def watch(
@@ -332,7 +321,6 @@ def watch(
     *,
     every: float = 10.0,
     fps: float = 2.0,
-    max_pixels: int | None = None,
     memory_tokens: int = 4096,
     timeout: float = 10.0,
     **choice,
@@ -344,7 +332,6 @@ def watch(
         sources: by name a file, `-` for standard input, an address (http, rtsp, ...) or a device such as
             `/dev/video0`. All share one clock and one memory.
         every: seconds of video from answer to answer.
-        max_pixels: the most of one frame; a larger one is looked at smaller.
         fps, memory_tokens: as for [`Stream`].
         timeout: seconds without a frame after which a source that is not a file has failed.
         choice: as for [`Stream.ask`].
@@ -361,8 +348,6 @@ def watch(
         raise ValueError("There is nothing to watch; name a file, an address or a device.")
     if not 0 < timeout <= 1e6:
         raise ValueError(f"timeout={timeout!r}: expected seconds above 0, at most a million.")
-    if max_pixels is not None:
-        require_count("max_pixels", max_pixels)
     stream = Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
     began = time.monotonic()
     opened = {}
@@ -379,16 +364,12 @@ def watch(
 
     try:
         due = every
-        for look in _looks(opened):
-            if look.seconds >= due:
-                due = (look.seconds // every + 1) * every
+        for seconds, name, frame in _looks(opened):
+            if seconds >= due:
+                due = (seconds // every + 1) * every
                 if stream.num_tokens:
                     yield answer()
-            frame = look.frame
-            if max_pixels is not None:
-                smaller = shrink(frame.shape[:2], max_pixels, 1)
-                frame = resize_frame(processor.video_processor, smaller, frame)
-            stream.append([frame], [look.seconds], look.name)
+            stream.append([frame], [seconds], name)
         stream.finish()
         if not stream.num_tokens:
             raise ValueError("There was no frame to look at.")

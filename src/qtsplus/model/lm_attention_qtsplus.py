@@ -119,7 +119,8 @@ def look(
     The attention of a word of a prompt to a group's tokens in it.
 
     Args:
-        queries, keys: `[heads, S, head_dim]` and `[kv_heads, S, head_dim]`, of all tokens of the prompt.
+        queries: `[heads, k, head_dim]`, of the last tokens of the prompt, the word among them.
+        keys: `[kv_heads, S, head_dim]`, of all its tokens.
         place: `[1]`, the place of the word; it and `visual` may be on another device.
         visual: `[m]`, the places of the group's tokens.
         heads: those that count; `None` for all.
@@ -132,7 +133,7 @@ def look(
         keys = keys[chosen // (len(queries) // len(keys))]
         queries = queries[chosen]
     with torch.autocast(keys.device.type, enabled=False):
-        query = queries[:, place].float()
+        query = queries[:, place - keys.shape[1]].float()
         grouped = query.reshape(len(keys), -1, query.shape[-1]) * scaling
         scores = grouped @ keys.float().transpose(1, 2)
         is_later = torch.arange(keys.shape[1], device=keys.device) > place

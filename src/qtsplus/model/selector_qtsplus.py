@@ -507,7 +507,7 @@ class QTSplusSelector(nn.Module):
             given = len(retentions)
             raise ValueError(f"{given} retentions for {num_rows} rows: expected one for all, or one for each.")
         check_budget(selection, retentions, max_visual_tokens)
-        cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
+        cap = int(min(self.config.n_max, max_visual_tokens or self.config.n_max))
         return Call(selection, retentions, cap, self.training if sample_gate is None else sample_gate)
 
     def _output(self, rows: Sequence[ChosenRow], call: Call) -> QTSplusOutput:

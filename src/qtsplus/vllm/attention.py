@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from ..model.lm_attention_qtsplus import GroupAttention, attention_layer, full_attention_layers, look
 from ..model.lm_attention_qtsplus import check_attention as check_layer_and_heads
@@ -20,16 +21,28 @@ class Unfinished(Exception):
     """A group was read; the others are read in further calls, so that the engine makes other clients' tokens first."""
 
 
+class Front(list[Tensor]):
+    """
+    Of the tokens in front of the last visual token of a group's prompt, the keys and values in each of the first
+    layers, `[2, n, kv_heads * head_size]`. They do not depend on a question behind.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        return sum(of_layer.nbytes for of_layer in self)
+
+
 class Pieces:
     """The attention to the groups of one request's videos, of which each call of the engine reads one more."""
 
-    def __init__(self, features: list[Tensor]):
+    def __init__(self, features: list[Tensor], front: str):
         self.features = features  # per video [k, token_width]: the request's pixels come with its first call only
-        self._known: list[GroupAttention] = []
+        self.front = front  # a hash of all that the model reads up to the end of the videos
+        self.known: list[GroupAttention] = []
 
     def begin(self) -> None:
         """Another call of the engine begins, which goes through all groups again."""
-        self._known_again = iter(list(self._known))
+        self._known_again = iter(list(self.known))
         self._has_read = False
 
     def next(self, read: Callable[[], GroupAttention]) -> GroupAttention:
@@ -39,8 +52,8 @@ class Pieces:
         if self._has_read:
             raise Unfinished
         self._has_read = True
-        self._known.append(read())
-        return self._known[-1]
+        self.known.append(read())
+        return self.known[-1]
 
 
 def by_heads(states: Tensor, head_size: int) -> Tensor:
@@ -48,19 +61,18 @@ def by_heads(states: Tensor, head_size: int) -> Tensor:
     return states.unflatten(-1, (-1, head_size)).transpose(0, 1)
 
 
-def causal_attention(attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """In place of a layer's `attention`: over the tokens of this call alone, `[S, heads * head_size]`."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """`[k, heads * head_size]` of `[heads, k, head_size]`, the last tokens of those of the keys and values."""
     # Without a dimension of rows in front, torch would compute all scores at once.
-    queries, keys, values = [by_heads(states, attention.head_size)[None] for states in (query, key, value)]
-    attended = nn.functional.scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        is_causal=True,
-        scale=attention.impl.scale,
+    (attended,) = nn.functional.scaled_dot_product_attention(
+        query[None],
+        key[None],
+        value[None],
+        attn_mask=causal_lower_right(query.shape[1], key.shape[1]),
+        scale=scale,
         enable_gqa=True,
     )
-    return attended[0].transpose(0, 1).flatten(1)
+    return attended.transpose(0, 1).flatten(1)
 
 
 @contextmanager
@@ -73,46 +85,62 @@ def _replaced(mixer, attention: Callable) -> Iterator[None]:
         mixer._modules["attn"] = original
 
 
-def read_group(hooks, layers, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
+def read_group(
+    hooks,
+    layers,
+    prompt: CompactPrompt,
+    visual: Tensor,
+    place: Tensor,
+    front: Front | None = None,
+) -> GroupAttention:
     """
     As the function of the same name in Transformers, for one prompt.
 
     Args:
         hooks: our Transformers model of the same backbone, without a language model.
         layers: vLLM's decoder layers.
+        front: from a prompt that began alike, so that only the tokens behind pass the layers; an empty one is filled.
     """
     selector = hooks.config.qtsplus_config
     last = attention_layer(hooks.config.text_config, selector.attention_layer)
+    stop = int(visual[-1])
+    known = list(front or ())
+    start = stop if known else 0
     attentions: list[GroupAttention] = []
 
-    def read(attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """In place of the attention that is read."""
-        queries = by_heads(query, attention.head_size)
-        keys = by_heads(key, attention.head_size)
-        attentions.append(look(queries, keys, place, visual, attention.impl.scale, selector.attention_heads))
+    def attend(attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """In place of the attention of a layer; that of the last one is read."""
+        if known:
+            keys, values = known[number].to(key.device)
+            key = torch.cat([keys, key])
+            value = torch.cat([values, value])
+        elif front is not None:
+            of_layer = torch.stack([key[:stop], value[:stop]])
+            front.append(of_layer.cpu())
+        scale = attention.impl.scale
+        queries, keys, values = [by_heads(states, attention.head_size) for states in (query, key, value)]
+        if number < last:
+            return causal_attention(queries, keys, values, scale)
+        attentions.append(look(queries, keys, place, visual, scale, selector.attention_heads))
         return torch.zeros_like(query)
 
     embeds = hooks.get_input_embeddings()(prompt.input_ids)
     inputs = hooks.language_inputs(embeds, prompt.input_ids, prompt.features)
-    hidden = inputs["inputs_embeds"][0].clone()  # vLLM's norms work in place
-    residual = None
-    positions = hooks.language_axes(prompt.position_ids)[:, 0].contiguous()
+    hidden = inputs["inputs_embeds"][0, start:].clone()  # vLLM's norms work in place
+    residual = torch.zeros_like(hidden)
+    positions = hooks.language_axes(prompt.position_ids)[:, 0, start:].contiguous()
     levels = inputs.get("deepstack_visual_embeds", [])
-    for number in range(last):
-        layer = layers[number]
-        with _replaced(layer.self_attn, causal_attention):
+    for number, layer in enumerate(layers[:last]):
+        with _replaced(layer.self_attn, attend):
             hidden, residual = layer(positions, hidden, residual)
         if number < len(levels):
-            level = levels[number].to(hidden.dtype)
-            is_visual = inputs["visual_pos_masks"][0]
-            hidden = hidden.clone()
-            hidden[is_visual] += level
+            level = torch.zeros_like(embeds[0])
+            level[inputs["visual_pos_masks"][0]] = levels[number].to(level.dtype)
+            hidden = hidden + level[start:]
+    number = last
     layer = layers[last]
-    if residual is None:
-        normed = layer.input_layernorm(hidden)
-    else:
-        normed, _ = layer.input_layernorm(hidden, residual)
-    with _replaced(layer.self_attn, read):
+    normed, _ = layer.input_layernorm(hidden, residual)
+    with _replaced(layer.self_attn, attend):
         layer.self_attn(positions, normed)
     return attentions[0]
 

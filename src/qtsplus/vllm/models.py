@@ -6,6 +6,7 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -26,13 +27,13 @@ from ..model.layout_qtsplus import lay_out
 from ..model.lm_attention_qtsplus import GroupAttention
 from ..model.methods_qtsplus import add_method
 from ..model.mixin_qtsplus import choose
-from ..model.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, SelectionInputs, VisualInputs, splice
+from ..model.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, VisualInputs, splice, take_inputs
 from ..model.selector_qtsplus import QTSplusOutput
 from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo
-from .attention import Pieces, Unfinished, check_attention, read_group
+from .attention import Front, Pieces, Unfinished, check_attention, read_group
 from .processing import QTSplusMultiModalProcessor, read
-from .worker import AGAIN, BUSY, FRAMES, METHOD_SECONDS, PIXELS, Budget, time_limit
+from .worker import AGAIN, BUSY, FRAMES, METHOD_SECONDS, PIXELS, time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Choice:
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + self.kept_indices.nbytes
+        return self.tokens.nbytes
 
 
 class QTSplusForVLLM:
@@ -95,18 +96,20 @@ class QTSplusForVLLM:
         hooks.group_attention = self._group_attention
         self.qtsplus = hooks.qtsplus = hooks.build_selector(self.config)
         object.__setattr__(self, "hooks", hooks.eval())  # no part of the weights
-        gigabytes = vllm_config.additional_config.get("qtsplus_cache_gb", CACHE_GB)
+        options = vllm_config.additional_config
+        gigabytes = options.get("qtsplus_cache_gb", CACHE_GB)
         # The features of videos, `[k, token_width]`, by their content and the settings of the processor, and each
         # `Choice` of requests that are over, by the hash of the video item.
         self.cache: LRUCache = LRUCache(gigabytes * 2**30, attrgetter("nbytes"))
+        self.keeps_fronts = options.get("qtsplus_keep_keys", False)  # each `Front` of a video too
         # The `Choice` of requests that wait or run, and how many requests share it, by the same.
         self.held: dict[str, Choice] = {}
         self.holds: Counter[str] = Counter()
         # What was read for requests whose attention is read group by group, by the hash of a video item.
         self.pieces: dict[str, Pieces] = {}
         self.reading: Pieces | None = None  # of the request that is being prepared
-        # Columns `[k]` of the next forward pass and their positions `[axes, k]`.
-        self.moved: tuple[Tensor, Tensor] | None = None
+        # Columns `[k]` of the next forward pass and their positions `[axes, k]`, of each video item.
+        self.moved: list[tuple[Tensor, Tensor]] = []
 
     def embed_multimodal(self, **kwargs):
         """Per video item `[length, token_width + positions]`; images as they are."""
@@ -150,7 +153,7 @@ class QTSplusForVLLM:
         positions = hooks.language_axes(prompt.position_ids)[:, 0, part].T.int()
         return torch.cat([rows, positions.contiguous().view(rows.dtype)], dim=1)
 
-    def _basis(self, item: Item, features: list[Tensor], chosen: QTSplusOutput) -> dict:
+    def _basis(self, item: Item, chosen: QTSplusOutput) -> dict:
         """What an answer rests on: the fields of an `Answer`, whose videos are called by their numbers from 1."""
         settings = item["settings"]
         grids = item["video_grid_thw"].cpu().split(1)
@@ -160,27 +163,25 @@ class QTSplusForVLLM:
             metadata = VideoMetadata(**told["metadata"])
             videos[name] = EncodedVideo(
                 video=name,
-                features=features[number - 1],
+                features=torch.empty(0),
                 video_grid_thw=grids[number - 1],
                 seconds_per_step=told["step"],
                 about=AboutVideo(metadata, **told["about"]),
                 seconds=0.0,
             )
-        kept = Kept.of(chosen, 0)
-        kept = replace(kept, rho=settings.get("rho", kept.rho))
         merge_size = self.config.vision_config.spatial_merge_size
-        fields = shown_by(videos, kept, merge_size, self.config.qtsplus_config).as_dict()
+        fields = shown_by(videos, Kept.of(chosen, 0), merge_size, self.config.qtsplus_config).as_dict()
         for name in ("answer", "video", "timings"):
             del fields[name]
         return fields
 
     @torch.inference_mode()
-    def prepare(self, item: Item) -> Budget | str:
+    def prepare(self, item: Item) -> int | str:
         """
         Chooses the tokens of a request before it runs, so that an error costs this request alone, and keeps them until
-        [`release`]: the request itself comes without pixels. [`BUSY`] where requests hold too much already, [`FRAMES`]
-        where a video is not known here and its pixels are not in the item, [`AGAIN`] where attention was read for one
-        more group of tokens, and others are left.
+        [`release`]: the request itself comes without pixels. Gives their number. [`BUSY`] where requests hold too much
+        already, [`FRAMES`] where a video is not known here and its pixels are not in the item, [`AGAIN`] where
+        attention was read for one more group of tokens, and others are left.
         """
         item = read(item)
         settings = item["settings"]
@@ -195,7 +196,7 @@ class QTSplusForVLLM:
                 is_known = all(video in self.cache for video in settings["hashes"])
                 if not is_known and PIXELS not in item:
                     return FRAMES
-                pieces = Pieces(self._encode(item))
+                pieces = Pieces(self._encode(item), settings["front"])
             pieces.begin()
             self.reading = pieces
             is_named_by_operator = ":" in settings["selection"]
@@ -212,7 +213,7 @@ class QTSplusForVLLM:
         self.holds[key] += 1
         while self.cache and self.cache.currsize + held_bytes + choice.nbytes > self.cache.maxsize:
             self.cache.popitem()  # what is held counts with it
-        return len(choice.kept_indices), choice.basis["rho"]
+        return len(choice.kept_indices)
 
     def release(self, key: str) -> None:
         """Ends what [`prepare`] keeps for one request: its tokens are in the cache from then on."""
@@ -232,28 +233,34 @@ class QTSplusForVLLM:
     def _group_attention(self, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
         """In place of our Transformers model's, for `lm_attention`: in vLLM's own layers."""
         self.check_attention()
-        layers = self.language_model.model.layers
-        read_this = partial(read_group, self.hooks, layers, prompt, visual, place)
-        if self.reading is None:  # by a vLLM that was not started by qtsplus serve
+        read_this = partial(read_group, self.hooks, self.language_model.model.layers, prompt, visual, place)
+        pieces = self.reading
+        if pieces is None:  # by a vLLM that was not started by qtsplus serve
             return read_this()
-        return self.reading.next(read_this)
+        if self.keeps_fronts:
+            read_this = partial(self._read_behind, pieces, read_this)
+        return pieces.next(read_this)
+
+    def _read_behind(self, pieces: Pieces, read_this: Callable) -> GroupAttention:
+        """The attention to the next group; what is in front of its last visual token is read for one question only."""
+        number = len(pieces.known)
+        key = (pieces.front, number)
+        front = self.cache.get(key) or Front()
+        attention = read_this(front)
+        # Half of the room is left for other things, and groups of one video do not drive each other out.
+        if (number + 1) * front.nbytes <= self.cache.maxsize / 2:
+            self.cache[key] = front
+        return attention
 
     def _choose(self, item: Item, features: list[Tensor]) -> Choice:
         """The choice for a request among the features of its videos, per video `[k, token_width]`."""
         settings = item["settings"]
         layout = self._lay_out(item, self.visual.device)
-        query_mask = item["query_mask"][None]
-        most = settings.get("max_visual_tokens")
-        selection = SelectionInputs(
-            query_mask=query_mask.to(layout.mask.device),
-            retention=settings.get("retention"),
-            max_visual_tokens=None if most is None else int(most),
-            selection=settings["selection"],
-            reencode=settings.get("reencode", True),
-        )
+        query_mask = item["query_mask"][None].to(layout.mask.device)
+        _, selection = take_inputs(dict(settings, query_mask=query_mask))
         (tokens,), qtsplus = choose(self.hooks, layout, {VIDEO: features}, selection)
         (kept_indices,) = qtsplus.kept_indices or ()
-        basis = self._basis(item, features, qtsplus)
+        basis = self._basis(item, qtsplus)
         return Choice(tokens.cpu(), kept_indices.cpu(), basis)
 
     def _encode(self, item: Item) -> list[Tensor]:
@@ -275,13 +282,13 @@ class QTSplusForVLLM:
 
     def _lay_out(self, item: Item, device="cpu") -> Layout:
         """The full prompt of a request."""
-        videos = item["video_grid_thw"]
         images = item["image_grids"]
+        patches = int(images.prod(-1).sum())
         visual = VisualInputs(
-            pixel_values=_no_pixels(images) if len(images) else None,
-            image_grid_thw=images if len(images) else None,
-            pixel_values_videos=_no_pixels(videos),
-            video_grid_thw=videos,
+            pixel_values=torch.empty(patches, device="meta"),  # they are counted, and no video's here
+            image_grid_thw=images,
+            video_grid_thw=item["video_grid_thw"],
+            video_features=(),
             second_per_grid_ts=item["second_per_grid_ts"],
         )
         ids = item["prompt_ids"][None].to(device)
@@ -298,18 +305,14 @@ class QTSplusForVLLM:
         (video,) = videos
         item = read(video.data.get_data())
         settings = item["settings"]
-        first = video.mm_position.offset
-        length = settings["length"]
-        full_length = settings["stop"] - settings["start"]  # of the item before it was shortened
+        cut = settings["start"] - video.mm_position.offset  # vLLM may have truncated the prompt in front
         layout = with_all_times(self._lay_out(item))
-        cut = settings["start"] - first  # vLLM may have truncated a prompt
-        full = layout.rows[0].language_positions[:, cut:]
-        full = full[:, : full_length - length + count]
-        before = full[:, :first]
-        after = full[:, first + full_length :]
-        positions = torch.cat([before, full.new_zeros(3, length), after], dim=1)
+        full = layout.rows[0].language_positions
+        before = full[:, cut : settings["start"] + settings["length"]]  # [`forward`] sets those of the item
+        after = full[:, settings["stop"] :]
+        positions = torch.cat([before, after], dim=1)[:, :count]
         prompt_length = positions.shape[1]
-        last = int(full[:, -1].max())
+        last = int(positions[:, -1].max())
         behind = last + 1 - prompt_length
         answer = torch.arange(prompt_length, count) + behind  # of a request that is taken up again
         answer = answer.expand(3, -1)
@@ -321,27 +324,21 @@ class QTSplusForVLLM:
             width = self.hooks.token_width
             lengths = [len(rows) for rows in multimodal_embeddings]
             all_columns = kwargs["is_multimodal"].nonzero()[:, 0]
-            columns = []
-            positions = []
+            self.moved = []
             for of_item, rows in zip(all_columns.split(lengths), multimodal_embeddings, strict=True):
                 if rows.shape[1] > width:
                     of_rows = rows[:, width:].contiguous().view(torch.int32)
-                    columns.append(of_item)
-                    positions.append(of_rows.T)
-            if columns:
-                moved = torch.cat(positions, dim=1)
-                self.moved = torch.cat(columns), moved
+                    self.moved.append((of_item, of_rows.T))
             multimodal_embeddings = [rows[:, :width] for rows in multimodal_embeddings]
         return super().embed_input_ids(input_ids, multimodal_embeddings, **kwargs)  # type: ignore[misc]
 
     def forward(self, input_ids, positions: Tensor, *args, **kwargs):
         """As vLLM's, with the positions of what was kept of videos."""
-        if self.moved is not None:
-            columns, moved = self.moved
+        for columns, moved in self.moved:
             columns = columns.to(positions.device)
             # In place: graphs that were captured read this very memory.
             positions[:, columns] = moved.to(positions)
-            self.moved = None
+        self.moved = []
         return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -349,12 +346,6 @@ def with_all_times(layout: Layout) -> Layout:
     """The times of all frames stay in the prompts: where vLLM counts, nobody knows which frames keep a token."""
     rows = [replace(row, separators=row.separators[:, :0]) for row in layout.rows]
     return replace(layout, rows=rows)
-
-
-def _no_pixels(grids: Tensor) -> Tensor:
-    """As many patches as grids `[n, 3]` have, without memory: a layout only counts them."""
-    count = grids.prod(-1).sum()
-    return torch.empty(int(count), device="meta")
 
 
 def check_engine(vllm_config) -> None:

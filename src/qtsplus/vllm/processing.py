@@ -65,8 +65,8 @@ def count_kept(config, num_tokens: int, settings: Fields) -> int:
             'max_visual_tokens, with the request as mm_processor_kwargs (such as {"retention": 0.1}) or for all '
             "requests as --mm-processor-kwargs at the server's start."
         )
-    cap = config.n_max if most is None else int(min(config.n_max, most))
-    return kept_count(1.0 if retention is None else retention, num_tokens, cap)  # a cap alone is the budget
+    cap = int(min(config.n_max, most or config.n_max))
+    return kept_count(retention or 1.0, num_tokens, cap)  # a cap alone is the budget
 
 
 class QTSplusMultiModalProcessor:
@@ -139,7 +139,7 @@ class QTSplusMultiModalProcessor:
     def apply(self, inputs, timing_ctx):
         """As vLLM's, with the request's videos shortened to what may stay of them; `ValueError` for bad requests."""
         request = dict(inputs.hf_processor_mm_kwargs)
-        unknown = sorted(request.keys() - set(SETTINGS))
+        unknown = sorted(request.keys() - SETTINGS)
         if unknown:  # such as a size that nobody bounds, or a misspelt budget
             names = ", ".join(unknown)
             raise ValueError(f"mm_processor_kwargs has {names}; expected {', '.join(SETTINGS)}.")
@@ -200,9 +200,9 @@ class QTSplusMultiModalProcessor:
                 "The last turn that a user wrote has no text to select by: expected a question beside the video."
             )
 
-        stated = json.dumps([ids, hashes, settings], sort_keys=True)
-        key = hashlib.sha256(stated.encode()).hexdigest()
+        key = digest(ids, hashes, settings)
         settings["key"] = key
+        settings["front"] = digest(ids[:stop], hashes["video"])
         settings["hashes"] = hashes["video"]
         settings["told"] = [of_bytes(video["told"].data) for video in items["video"]]
         item = merged_item(items, prompt, mask)
@@ -210,10 +210,9 @@ class QTSplusMultiModalProcessor:
         num_tokens = replaced.count(placeholder)
         if self.call_engine is None:
             kept = count_kept(config.qtsplus_config, num_tokens, settings)
-            rho = settings.get("retention") or 1.0
         else:
             item["settings"] = element(as_bytes(settings))
-            kept, rho = prepare(self.call_engine, item, self._turn)
+            kept = prepare(self.call_engine, item, self._turn)
             del item[PIXELS]
             finalize(item, self.release, key).atexit = False  # lives as long as its request
         between = [token for token in replaced if token != placeholder]  # text that is part of the item
@@ -221,7 +220,6 @@ class QTSplusMultiModalProcessor:
         settings["start"] = start
         settings["stop"] = stop
         settings["length"] = length
-        settings["rho"] = rho
         if settings["selection"] != "all":
             settings["retention"] = kept / num_tokens
             settings["max_visual_tokens"] = None
@@ -230,7 +228,9 @@ class QTSplusMultiModalProcessor:
         placeholders: Fields = {"video": [mm.PlaceholderRange(offset=start, length=length)]}
         if images:
             shift = length - len(replaced)
-            placeholders["image"] = _moved(images, stop, shift)
+            placeholders["image"] = [
+                replace(image, offset=image.offset + shift) if image.offset >= stop else image for image in images
+            ]
         return dict(
             processed,
             prompt_token_ids=ids[:start] + [placeholder] * kept + between + ids[stop:],
@@ -250,16 +250,6 @@ def marks_of(mm_items) -> dict[str, list]:
         return {}
     marks = [about.get("mark") for _, about in videos.get_all()]
     return {"video": marks}
-
-
-def _moved(images: list, stop: int, shift: int) -> list:
-    """The ranges of images, those behind the videos at their new places."""
-    moved = []
-    for image in images:
-        if image.offset >= stop:
-            image = replace(image, offset=image.offset + shift)
-        moved.append(image)
-    return moved
 
 
 def _told(frames, known: Fields, beside: Fields, step: int) -> Fields:
@@ -296,6 +286,11 @@ def merged_item(items, ids: Tensor, mask: Tensor) -> mm.MultiModalKwargsItem:
         "query_mask": mask,
     }
     return mm.MultiModalKwargsItem({name: element(data) for name, data in fields.items()})
+
+
+def digest(*stated) -> str:
+    text = json.dumps(stated, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def element(data) -> mm.MultiModalFieldElem:

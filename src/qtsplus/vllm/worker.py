@@ -24,11 +24,11 @@ from safetensors.torch import load, save
 logger = logging.getLogger(__name__)
 
 PIXELS = "pixel_values_videos"
-Budget = tuple[int, float]  # the tokens that a request keeps, and the fraction that it aims at
-FRAMES = "frames"  # in place of a budget: the engine needs the frames
-REFUSED = "refused: "  # in place of a budget, with the reason behind it
-BUSY = "busy"  # in place of a budget: other requests hold too much memory, so ask later
-AGAIN = "again"  # in place of a budget: the engine has done a part of the work, so ask it again
+# In place of the number of tokens that a request keeps:
+FRAMES = "frames"  # the engine needs the frames
+REFUSED = "refused: "  # with the reason behind it
+BUSY = "busy"  # other requests hold too much memory, so ask later
+AGAIN = "again"  # the engine has done a part of the work, so ask it again
 BUSY_SECONDS = 0.1
 METHOD_SECONDS = 60  # after which a method of one's own is ended
 
@@ -53,7 +53,7 @@ class Worker:
 
     get_model: Callable[[], Any]
 
-    def qtsplus_prepare(self, item: bytes) -> Budget | str:
+    def qtsplus_prepare(self, item: bytes) -> int | str:
         """Calls the model's `prepare` with an item of [`prepare`]. An error is returned: [`REFUSED`] and its text."""
         data: dict = load(item)
         pixels = [data.pop(name) for name in sorted(data) if name.isdigit()]
@@ -75,10 +75,10 @@ class Worker:
         return choice and choice.basis
 
 
-def prepare(call_engine: Callable[..., Any], item, turn: Lock) -> Budget:
+def prepare(call_engine: Callable[..., Any], item, turn: Lock) -> int:
     """
-    Has the engine choose a request's tokens and keep them. Frames are sent only if the engine does not have their
-    features, and only by the question that holds `turn`; other questions wait for it.
+    Has the engine choose a request's tokens and keep them, and gives their number. Frames are sent only if the engine
+    does not have their features, and only by the question that holds `turn`; other questions wait for it.
 
     Args:
         item: what [`processing.merged_item`] has made.
