@@ -67,7 +67,6 @@ class Load:
         self.videos = [rng.integers(0, 255, (FRAMES, height, width, 3), dtype=np.uint8) for _ in range(VIDEOS)]
         self.described: dict[str, Any] = {"fps": 2.0, "total_num_frames": FRAMES, "frames_indices": list(range(FRAMES))}
         self.marks = [mark_of(video, self.described) for video in self.videos]
-        self.prompt_tokens: dict[str, float] = {}  # of a request, on average
         write_stock(folder / "published", folder / "stock")
         self.llm = self._start_vllm(folder / "published", worker_extension_cls="qtsplus.vllm.worker.Worker")
         processor = self.llm.llm_engine.renderer.get_mm_processor()
@@ -107,8 +106,7 @@ class Load:
                 }
             )
         settings = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-        outputs = (self.evs if way == "evs" else self.llm).generate(prompts, settings, use_tqdm=False)
-        self.prompt_tokens[way] = statistics.mean(len(output.prompt_token_ids) for output in outputs)
+        (self.evs if way == "evs" else self.llm).generate(prompts, settings, use_tqdm=False)
 
     def ask_transformers(self) -> None:
         """One request after another."""
@@ -176,22 +174,12 @@ def measure(out: Path, shape_name: str) -> dict[str, Any]:
                     continue
                 load.forget()
                 runs[name].append(seconds_of(sides[name]))
-                print(f"{name}: {runs[name][-1]:.1f} s", file=sys.stderr)
     from vllm import __version__ as vllm_version
 
     medians = {name: statistics.median(times) for name, times in runs.items()}
     document = {
         "command": f"python -m benchmarks.vllm_load {out} {shape_name}",
         "environment": {**environment(DEVICE), "vllm": vllm_version},
-        "settings": {
-            "shape": shape_name,
-            "frames": FRAMES,
-            "videos": VIDEOS,
-            "questions": QUESTIONS,
-            "requests": REQUESTS,
-            "new_tokens": NEW_TOKENS,
-            "retentions": RETENTIONS,
-        },
         "figures": {
             "all_tokens_over_ours": medians["vllm_all_tokens"] / medians["vllm"],
             "evs_over_ours": medians["vllm_evs"] / medians["vllm"],
@@ -199,7 +187,6 @@ def measure(out: Path, shape_name: str) -> dict[str, Any]:
             "own_budget_over_ours": medians["vllm_own_budget"] / medians["vllm"],
             "one_by_one_over_ours": medians["transformers_one_by_one"] / medians["vllm"],
         },
-        "prompt_tokens": load.prompt_tokens,
         "seconds": {name: spread(times) for name, times in runs.items()},
         "runs": runs,
     }

@@ -3,12 +3,13 @@
     python -m benchmarks.vllm_served benchmarks/results/vllm-served-cpu.json
     python -m benchmarks.vllm_served benchmarks/results/vllm-served-prefix-cpu.json deep enable
     python -m benchmarks.vllm_served benchmarks/results/vllm-gap-cpu.json gap
+    python -m benchmarks.vllm_served benchmarks/results/vllm-keys-cpu.json keys
 
 Each of 32 clients sends its questions about mp4 files one after the other. The models have random weights. The second
 command leaves vLLM its prefix cache, by which EVS gains and a choice by the question does not. Every run is about files
 that no server has seen; the servers take turns. Seconds are of the processors, in one thread, without those of vLLM's
 scheduler: it waits busily for the model where a core is free. The third measures how long other clients wait beside a
-long video. It needs vLLM.
+long video, the fourth what a further question about it costs if its keys are kept. It needs vLLM.
 """
 
 import json
@@ -68,9 +69,10 @@ class Server:
         statuses = [Path(f"/proc/{one.pid}/status").read_text() for one in self.process.children(recursive=True)]
         return max(int(status.split("VmHWM:")[1].split()[0]) / 1e3 for status in statuses)
 
-    def ask(self, video: Path, question: str, settings: dict[str, Any]) -> int:
-        """Asks, and returns how many tokens the prompt had."""
-        content = [{"type": "video_url", "video_url": {"url": video.as_uri()}}, {"type": "text", "text": question}]
+    def ask(self, video: Path, question: str, settings: dict[str, Any], before: str = "") -> int:
+        """Asks, with a text before the video, and returns how many tokens the prompt had."""
+        content: list[Any] = [{"type": "text", "text": text} for text in (before, question)]
+        content.insert(1, {"type": "video_url", "video_url": {"url": video.as_uri()}})
         asked: dict[str, Any] = {"model": "served", "messages": [{"role": "user", "content": content}]}
         asked |= {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
         if settings:
@@ -152,13 +154,14 @@ def ask_all(server: Server, videos: list[Path], settings: Callable[[float], dict
         requests.append((videos[draw.randrange(VIDEOS)], question, settings(retention)))
     start, begun = server.seconds(), time.monotonic()
     with ThreadPoolExecutor(CLIENTS) as pool:
-        tokens = list(pool.map(lambda request: server.ask(*request), requests))
+        list(pool.map(lambda request: server.ask(*request), requests))
     wall = time.monotonic() - begun
-    return {"seconds": server.seconds() - start, "wall": wall, "prompt_tokens": statistics.mean(tokens)}
+    return {"seconds": server.seconds() - start, "wall": wall}
 
 
-def measure_gap(out: Path, _: str) -> dict[str, Any]:
-    """The time between tokens of a client while `lm_attention` chooses for another one's video of ten minutes."""
+@contextmanager
+def attentive(*options: Any) -> Iterator[tuple[Server, Path]]:
+    """A server that chooses by `lm_attention`, and a video of ten minutes."""
     shape = find_shape("small")
     width, height = shape.size
     with tempfile.TemporaryDirectory() as name:
@@ -169,31 +172,47 @@ def measure_gap(out: Path, _: str) -> dict[str, Any]:
         model = build(shape, "ours", "cpu", DTYPE)
         model.config.qtsplus_config.selection = "lm_attention"
         publish(model, make_processor(shape), folder)
-        options = ["--served-model-name", "served", "--max-model-len", 32768, "--enforce-eager"]
+        options = ("--served-model-name", "served", "--max-model-len", 32768, "--enforce-eager", *options)
         ours = ["qtsplus.cli", "serve", folder / "published", "--allow-media-root", folder, "--"]
-        with running(folder / "log", *ours, *options) as server, ThreadPoolExecutor(1) as pool:
-            before, alone = server.peak_mb(), server.stream()
-            asking = pool.submit(server.ask, video, "What is it?", {"retention": 0.05})
-            beside, begun = server.stream(), time.monotonic()
-            while not asking.done():
-                beside += server.stream()
-            document = {
-                "command": f"python -m benchmarks.vllm_served {out} gap",
-                "environment": {**environment("cpu"), "vllm": vllm_version},
-                "longest_gap": {
-                    "alone": max(np.diff(alone)),
-                    "beside": max(np.diff(beside)),
-                    "seconds": beside[-1] - begun,
-                },
-                "peak_mb": {"before": before, "after": server.peak_mb()},
-                "prompt_tokens": asking.result(),
-            }
-    write_json(out, document)
-    return document
+        with running(folder / "log", *ours, *options) as server:
+            yield server, video
 
 
-def measure(out: Path, shape_name: str = "deep", prefix_cache: str = "no-enable") -> dict[str, Any]:
-    """Runs the ways in turn, and writes every run; the servers have a prefix cache with "enable"."""
+def measure_gap() -> dict[str, Any]:
+    """The time between tokens of a client while `lm_attention` chooses for another one's video of ten minutes."""
+    with attentive() as (server, video), ThreadPoolExecutor(1) as pool:
+        before, alone = server.peak_mb(), server.stream()
+        asking = pool.submit(server.ask, video, "What is it?", {"retention": 0.05})
+        beside, begun = server.stream(), time.monotonic()
+        while not asking.done():
+            beside += server.stream()
+        return {
+            "longest_gap": {
+                "alone": max(np.diff(alone)),
+                "beside": max(np.diff(beside)),
+                "seconds": beside[-1] - begun,
+            },
+            "peak_mb": {"before": before, "after": server.peak_mb()},
+            "prompt_tokens": asking.result(),
+        }
+
+
+def measure_keys() -> dict[str, Any]:
+    """What a further question about that video costs: behind another text, where its keys are not kept, and alike."""
+    runs: dict[str, list[float]] = {"read": [], "kept": []}
+    with attentive("--additional-config", '{"qtsplus_keep_keys": true}') as (server, video):
+        server.ask(video, "What is it?", {"retention": 0.05})
+        for number in range(REPEATS):
+            for side, before in (("read", f"{number}"), ("kept", "")):
+                start = server.seconds()
+                server.ask(video, f"Where is it {number}?", {"retention": 0.05}, before)
+                runs[side].append(server.seconds() - start)
+    ratios = [read / kept for read, kept in zip(runs["read"], runs["kept"], strict=True)]
+    return {"read over kept": spread(ratios), "runs": runs}
+
+
+def measure(shape_name: str = "deep", prefix_cache: str = "no-enable") -> dict[str, Any]:
+    """Runs the ways in turn; the servers have a prefix cache with "enable"."""
     shape, fraction = find_shape(shape_name), statistics.mean(random.Random(0).choices(RETENTIONS, k=REQUESTS))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -232,21 +251,7 @@ def measure(out: Path, shape_name: str = "deep", prefix_cache: str = "no-enable"
                     server, settings = sides[side]
                     videos = render(folder / f"{side}-{repeat}".replace(" ", "-"), shape.size)
                     runs[side].append(ask_all(server, videos, settings))
-                    print(side, runs[side][-1], file=sys.stderr, flush=True)
-            peaks = {"ours": own.peak_mb(), "evs": evs.peak_mb()}
-    return _write(out, shape_name, prefix_cache, runs, peaks)
-
-
-def _write(
-    out: Path, shape_name: str, prefix_cache: str, runs: dict[str, list[dict[str, float]]], peaks: dict[str, float]
-) -> dict[str, Any]:
-    document = {
-        "command": f"python -m benchmarks.vllm_served {out} {shape_name} {prefix_cache}",
-        "environment": {**environment("cpu"), "vllm": vllm_version},
-        "settings": {
-            **{"shape": shape_name, "frames": FRAMES, "source_fps": SOURCE_FPS, "clients": CLIENTS, "videos": VIDEOS},
-            **{"questions": QUESTIONS, "requests": REQUESTS, "new_tokens": NEW_TOKENS, "retentions": RETENTIONS},
-        },
+    return {
         **{  # what ran next to each other, since the machine is not the same all the time
             f"{name} over ours by round": {
                 side: spread([one[name] / ours[name] for one, ours in zip(every, runs["ours"], strict=False)])
@@ -255,17 +260,22 @@ def _write(
             }
             for name in ("seconds", "wall")
         },
-        "peak_mb": peaks,
         **{
             name: {side: spread([run[name] for run in every]) for side, every in runs.items()}
             for name in ("seconds", "wall")
         },
         "runs": runs,
     }
-    write_json(out, document)
-    return document
+
+
+def main(out: Path, *what: str) -> None:
+    """Measures, and writes every run."""
+    others = {"gap": measure_gap, "keys": measure_keys}
+    measured = others[what[0]]() if others.keys() & what else measure(*what)
+    command = " ".join(["python -m benchmarks.vllm_served", str(out), *what])
+    write_json(out, {"command": command, "environment": {**environment("cpu"), "vllm": vllm_version}, **measured})
+    print(measured)
 
 
 if __name__ == "__main__":
-    run = measure_gap if "gap" in sys.argv else measure
-    print(run(Path(sys.argv[1]), *sys.argv[2:]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
