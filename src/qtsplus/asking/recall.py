@@ -46,7 +46,8 @@ class Remembered(EncodedVideo):
         end_step = self.rows[last - 1] + 1
         seconds = self.seconds_per_step
         start = self.begins.get(start_step, start_step * seconds)
-        return start, self.begins.get(end_step, min(end_step * seconds, self.length))
+        regular_end = min(end_step * seconds, self.length)
+        return start, self.begins.get(end_step, regular_end)
 
 
 def narrowed(
@@ -66,8 +67,10 @@ def narrowed(
     room -= int(is_text.sum())
     for _, height, width in grids:
         room -= max(height, width)
-    steps_in_room = room / max(backbone.tokens_per_second * videos[0].seconds_per_step, 1)
-    numbers = within([video.rows for video in videos], max(int(steps_in_room) - 1, 1))
+    positions_of_step = backbone.tokens_per_second * videos[0].seconds_per_step
+    steps_in_room = room / max(positions_of_step, 1)
+    most = max(int(steps_in_room) - 1, 1)
+    numbers = within([video.rows for video in videos], most)
     layout = at_steps(backbone, layout, numbers)
     layout = layout.narrow([video.places for video in videos])
     if backbone.rope_axes == 1:  # the language model counts tokens: those that are there
@@ -107,14 +110,15 @@ def within(
     newest = max(steps[-1] for steps in rows)
     length = newest - oldest
     excess = max(0, length - most)
-    drawn_together = most - most // 2  # positions of the older steps
-    share = drawn_together / (drawn_together + excess)
+    older_half = most - most // 2  # positions
+    share = older_half / (older_half + excess)
     numbers = []
     for steps in rows:
         numbers_of_row = []
         for step in steps:
             number = step - oldest
-            numbers_of_row.append(max(number - excess, int(number * share)))
+            drawn_together = int(number * share)
+            numbers_of_row.append(max(number - excess, drawn_together))
         numbers.append(numbers_of_row)
     return numbers
 
@@ -157,7 +161,8 @@ def _shifts(
     device = layout.rows[0].positions.device
     steps = torch.tensor(numbers, device=device)
     count = len(numbers)
-    line = VisualSpan(VIDEO, video, 0, (numbers[-1] + count, 1, 1))
+    grid = (numbers[-1] + count, 1, 1)
+    line = VisualSpan(VIDEO, video, 0, grid)
     by_selector = model.row_positions([line], line.length, layout.seconds, device)
     by_language_model = model.language_positions([line], by_selector)
     selector_clock = by_selector[0]

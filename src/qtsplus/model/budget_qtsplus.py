@@ -70,7 +70,8 @@ def budget_features(query: Tensor, relevance: Tensor) -> Tensor:
     log_p = (p + EPSILON).log()
     entropy = -(p * log_p).sum()
     log_m = torch.full_like(entropy, math.log(len(relevance)))
-    return torch.cat([query.float().mean(0), torch.stack([log_m, relevance.max(), entropy])])
+    of_relevance = torch.stack([log_m, relevance.max(), entropy])
+    return torch.cat([query.float().mean(0), of_relevance])
 
 
 class QTSplusLossHead(nn.Module):
@@ -107,7 +108,8 @@ class QTSplusLossHead(nn.Module):
         parts = torch.stack([shares[0], total, 1 - total])
         log_parts = parts.clamp(min=1e-4).log()
         mean_query = query.float().mean(0)
-        logits = self.mlp(torch.cat([mean_query, log_parts, entropy[None], log_counts])).flatten()
+        features = torch.cat([mean_query, log_parts, entropy[None], log_counts])
+        logits = self.mlp(features).flatten()
         falls = F.softplus(logits - 4)  # small before training
         return falls.flip(0).cumsum(0).flip(0)
 
@@ -142,7 +144,8 @@ def cheapest_count(
     highest = math.log2(most)
     costs = {}
     for step in range(math.ceil(4 * highest) + 1):
-        count = max(least, round(2 ** min(step / 4, highest)))
+        doublings = min(step / 4, highest)
+        count = max(least, round(2**doublings))
         share = count / config.n_max
         cost = np.interp(math.log2(count), range(len(predicted)), predicted)
         cost += config.token_price * count
