@@ -62,7 +62,9 @@ def check_fields(config: PreTrainedConfig, kinds: Mapping) -> None:
             if value is None and type(None) in get_args(kind):
                 continue
             is_whole = kind in (int, int | None)
-            holds = _is_number(value, is_whole) and least <= value <= most
+            types = int if is_whole else (int, float)
+            is_number = isinstance(value, types) and not isinstance(value, bool)
+            holds = is_number and least <= value <= most
             noun = "a whole number" if is_whole else "a number"
             require(config, holds, [name], f"{noun} from {least:,} to {most:,}")
     heads = config.attention_heads
@@ -83,17 +85,11 @@ def require(
         raise ValueError(f"QTSplusConfig got {given}; expected {expected}.")
 
 
-def _is_number(value, is_whole: bool) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, int if is_whole else (int, float))
-
-
 def are_ids(value) -> bool:
     """Whether a value is a list of whole numbers from 0 on, such as token ids or the indices of heads."""
     if not isinstance(value, (list, tuple)):
         return False
-    return all(_is_number(number, is_whole=True) and number >= 0 for number in value)
+    return all(type(number) is int and number >= 0 for number in value)
 
 
 def check_token_ids(config) -> None:

@@ -1,4 +1,7 @@
-"""Reads the videos and images of one call of a processor, at the size that the model needs."""
+"""
+Reads the videos and images of one call of a processor, at the size that the model needs ([`size_for`]). Which frames of
+a video are taken is decided in sampling_qtsplus.py.
+"""
 
 import functools
 import os
