@@ -374,7 +374,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     shutil.rmtree(mine)
     found = printed("find", folder, question_about(item), "--moments", 2, "--model", tiny_published)
     best = found["moments"][0]
-    assert best["name"] == "a.mp4"
+    assert best["video"] == "a.mp4"
     assert item.appears_at <= best["start"]
     assert best["end"] <= item.vanishes_at
     answer = printed(*call)

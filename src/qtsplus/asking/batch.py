@@ -169,12 +169,11 @@ class Asker:
         model, processor = loading.load(self.model, self.device, self.dtype, revision=self.revision)
         for tasks in with_bar(waiting, "Asking"):
             row = tasks[0].question
-            sampling = Sampling(fps=row.fps or self.fps, start=row.start, end=row.end)
             results = answer_file(
                 model,
                 processor,
                 tasks[0].place,
-                sampling,
+                Sampling(fps=row.fps or self.fps, start=row.start, end=row.end),
                 [self._question(task.question) for task in tasks],
                 name=row.video,
                 max_new_tokens=self.max_new_tokens,

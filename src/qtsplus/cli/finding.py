@@ -1,6 +1,5 @@
 """`qtsplus find`: the moments of a library that matter most for a question."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,7 +40,7 @@ def find(
 
 def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> None:
     if as_json:
-        rows = [dict(asdict(moment), video=moment.name) for moment in moments]
+        rows = [moment.as_dict() for moment in moments]
         print_json({"question": question, "moments": rows})
         return
     table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
