@@ -10,7 +10,6 @@ from ..common.validation import STRICT, check_types
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Range = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
 Head = tuple[int, int]
 Heads = Annotated[list[Head], Field(min_length=1)]
 # Fields of Transformers that change nothing here, or not what they say: what they may be, and why.
@@ -81,7 +80,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     lora_dropout: Share = 0.0
     sft_loss: Literal["token_mean", "sum_of_sources"] = "token_mean"
     dual_learning_rate: NonNegativeFloat = 0.1
-    retention_range: Range | None = None
+    retention_range: tuple[Fraction, Fraction] | None = None
     retention_share: Share = 0.5
     relevance_weight: NonNegativeFloat = 0.0
     relevance_heads: Heads | None = None
@@ -98,8 +97,8 @@ class QTSplusTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value not in expected:
                 raise ValueError(f"{name}={value!r} has no effect here: {reason}. Expected one of {expected}.")
-        retentions = self.retention_range or []
-        if retentions != sorted(retentions):
+        retentions = self.retention_range
+        if retentions is not None and retentions[0] > retentions[1]:
             raise ValueError(f"retention_range={retentions}: expected the lowest fraction first.")
         keeps_scores = self.freeze_selector or self.freeze_scores
         keeps_base = self.freeze_language_model and self.freeze_vision_model
