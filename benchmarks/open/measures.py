@@ -16,7 +16,7 @@ def spearman(one: Any, other: Any) -> float:
     return float(np.corrcoef(ranks(one), ranks(other))[0, 1])
 
 
-def area_under_curve(positive: Sequence[float], negative: Sequence[float]) -> float:
+def area_under_curve(positive: Any, negative: Any) -> float:
     """How often a positive has the larger value; ties count half."""
     difference = np.asarray(positive)[:, None] - np.asarray(negative)[None]
     return float((np.sign(difference).mean() + 1) / 2)

@@ -28,7 +28,7 @@ from ..open.measures import area_under_curve
 from .clips import CROWD_SECONDS, clip_scene
 from .fetch import ELSEWHERE
 from .questions import YES_OR_NO, Question, ask_scene
-from .run import RECIPE, SETTINGS
+from .settings import RECIPE, SETTINGS
 from .tower import see
 from .words import FOOTAGE
 from .work import log
@@ -151,11 +151,15 @@ def _loss(scores: torch.Tensor, needles: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+SeenByClip = list[dict[str, list[float]]]
+
+
 @torch.no_grad()
-def seen_by_answer(selector: Any, lessons: Sequence[Lesson]) -> dict[str, list[float]]:
-    """`seen` of the questions that are asked alike about what is there and about what is not."""
-    found: dict[str, list[float]] = {"there": [], "missing": [], "missing, plain": []}
+def seen_by_clip(selector: Any, lessons: Sequence[Lesson]) -> SeenByClip:
+    """`seen` by answer, of the questions that are asked alike about what is there and about what is not."""
+    clips: SeenByClip = []
     for lesson in lessons:
+        found: dict[str, list[float]] = {"there": [], "missing": [], "missing, plain": []}
         is_plain = not torch.stack(lesson.needles).any()
         for scores, needles, kind in zip(score(selector, lesson), lesson.needles, lesson.kinds, strict=True):
             if kind not in YES_OR_NO:
@@ -166,7 +170,12 @@ def seen_by_answer(selector: Any, lessons: Sequence[Lesson]) -> dict[str, list[f
             elif is_plain:
                 answer = "missing, plain"
             found[answer].append(float(scores.exp().sum()))
-    return found
+        clips.append(found)
+    return clips
+
+
+def of_all(clips: SeenByClip, answer: str) -> np.ndarray:
+    return np.array([seen for clip in clips for seen in clip[answer]])
 
 
 def calibrate_seen(selector: Any, lessons: Sequence[Lesson]) -> tuple[float, float]:
@@ -174,12 +183,23 @@ def calibrate_seen(selector: Any, lessons: Sequence[Lesson]) -> tuple[float, flo
     The `seen` that tells best what is there from what is not, and the area under the curve in crowds, where that is
     harder than on a background alone.
     """
-    found = seen_by_answer(selector, lessons)
-    there = np.array(found["there"])
-    missing = np.array(found["missing"] + found["missing, plain"])
+    clips = seen_by_clip(selector, lessons)
+    there = of_all(clips, "there")
+    missing = np.concatenate([of_all(clips, "missing"), of_all(clips, "missing, plain")])
     thresholds = np.concatenate([there, missing])
     hits = [np.mean(there >= least) + np.mean(missing < least) for least in thresholds]
-    return float(thresholds[np.argmax(hits)]), area_under_curve(found["there"], found["missing"])
+    return float(thresholds[np.argmax(hits)]), area(clips, "missing")
+
+
+def area(clips: SeenByClip, missing: str) -> float:
+    return area_under_curve(of_all(clips, "there"), of_all(clips, missing))
+
+
+def area_interval(clips: SeenByClip, missing: str, draws: int = 1000) -> list[float]:
+    """Of 95%, over clips."""
+    rng = np.random.default_rng(0)
+    areas = [area([clips[place] for place in rng.integers(len(clips), size=len(clips))], missing) for _ in range(draws)]
+    return np.percentile(areas, [2.5, 97.5]).round(3).tolist()
 
 
 def measure_seen(selector: Any, lessons: Mapping[str, Sequence[Lesson]], threshold: float) -> dict[str, Any]:
@@ -189,18 +209,20 @@ def measure_seen(selector: Any, lessons: Mapping[str, Sequence[Lesson]], thresho
     Args:
         lessons: by video.
     """
-    by_video = {name: seen_by_answer(selector, own) for name, own in lessons.items()}
-    by_video["all"] = {answer: sum((seen[answer] for seen in by_video.values()), []) for answer in by_video["bikes"]}
-    result = {}
-    for name, seen in by_video.items():
-        there = seen["there"]
-        row: dict[str, Any] = {answer: len(values) for answer, values in seen.items()}
-        row["area in crowds"] = area_under_curve(there, seen["missing"])
-        row["area on plain videos"] = area_under_curve(there, seen["missing, plain"])
-        row["there, above the threshold"] = np.mean(np.array(there) >= threshold)
-        row["missing, below it"] = np.mean(np.array(seen["missing"]) < threshold)
-        row["missing, plain, below it"] = np.mean(np.array(seen["missing, plain"]) < threshold)
+    by_video = {name: seen_by_clip(selector, own) for name, own in lessons.items()}
+    everything = sum(by_video.values(), [])
+    result: dict[str, dict[str, Any]] = {}
+    for name, clips in (by_video | {"all": everything}).items():
+        there = of_all(clips, "there")
+        row: dict[str, Any] = {answer: len(of_all(clips, answer)) for answer in clips[0]}
+        row["area in crowds"] = area(clips, "missing")
+        row["area on plain videos"] = area(clips, "missing, plain")
+        row["there, above the threshold"] = np.mean(there >= threshold)
+        row["missing, below it"] = np.mean(of_all(clips, "missing") < threshold)
+        row["missing, plain, below it"] = np.mean(of_all(clips, "missing, plain") < threshold)
         result[name] = {key: round(float(value), 3) for key, value in row.items()}
+    result["all"]["interval in crowds"] = area_interval(everything, "missing")
+    result["all"]["interval on plain videos"] = area_interval(everything, "missing, plain")
     return result
 
 

@@ -25,12 +25,13 @@ from qtsplus.video.encoded import EncodedVideo
 
 from ..world.scene import FPS
 from .clips import CROWD_SECONDS, film_scene
-from .keeping import BUDGETS, WAYS
 from .words import NAMES
 from .work import half_precision
 from .world import Pictures
 
 PROMPT = "Summarise the video."
+BUDGETS = (64, 256, 1024)
+WAYS = {"relevance": "qtsplus", "uniform": "uniform", "diversity": "diversity", "coverage": "coverage"}
 PARTS = 8  # crowds in which no name comes twice
 FILMS = {"32 s": (0.5, 4), "10 min": (9, 4), "60 min": (56, 3)}  # how many times [`PARTS`] crowds, and how many films
 CHAPTER = 8.0  # seconds at most, or as many more as leave a token for each chapter

@@ -228,6 +228,8 @@ def test_labels_teach_a_selector_what_is_there():
     rows = measure_seen(selector, {"bikes": lessons}, threshold)
     assert [rows["all"][answer] for answer in ("there", "missing", "missing, plain")] == [4, 12, 4]
     assert rows["all"]["area on plain videos"] > 0.9
+    low, high = rows["all"]["interval in crowds"]
+    assert low <= rows["all"]["area in crowds"] <= high
 
 
 def test_figures_elsewhere_are_means_over_the_videos():
