@@ -21,7 +21,6 @@ from qtsplus.evaluation.evaluate import evaluate_records
 from qtsplus.evaluation.labelled import labelled_questions
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
-from qtsplus.model import methods_qtsplus
 from qtsplus.model.methods_qtsplus import METHODS
 from qtsplus.training.attention import answer_attention, relevance_divergences
 from qtsplus.training.lora import add_lora, lora_config, merge_lora
@@ -215,7 +214,7 @@ def test_method(pair, inputs, method, budget):
 @pytest.mark.parametrize("drift", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("method", ["diversity", "coverage"])
 def test_features_of_16_bits_are_multiplied_as_they_are_and_choose_the_same(method, drift, monkeypatch):
-    monkeypatch.setattr(methods_qtsplus, "FAST_16_BITS", {pretend_device.NAME})
+    monkeypatch.setattr("qtsplus.model.methods_qtsplus.FAST_16_BITS", {pretend_device.NAME})
     scene = Scene.changing(drift, seed=0)
     choices = []
     for device in ("cpu", pretend_device.NAME):
@@ -450,9 +449,7 @@ def test_stream(bundled):
     for model in pair.models:
         stream = Stream(model, processor, fps=2, memory_tokens=100, question=QUESTION)
         for start in range(0, len(frames), 4):
-            end = start + 4
-            seconds = [number / 2 for number in range(start, end)]
-            stream.append(list(frames[start:end]), seconds)
+            stream.append(list(frames[start : start + 4]))
         answers.append(stream.ask(QUESTION, max_new_tokens=4))
     expected, answer = answers
     assert answer.answer == expected.answer

@@ -102,7 +102,10 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("method", ["diversity", "coverage"])
-def test_on_a_gpu_a_method_multiplies_16_bits_and_makes_nothing_larger_than_the_features_in_float32(method):
+def test_on_a_gpu_a_method_multiplies_16_bits_and_makes_nothing_larger_than_the_features_in_float32(
+    method, monkeypatch
+):
+    monkeypatch.setattr("qtsplus.model.methods_qtsplus.FAST_16_BITS", {"cuda"})
     num_tokens = 180_000
     width = 2048
     with FakeTensorMode(), Sizes() as sizes:

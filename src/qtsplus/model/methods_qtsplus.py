@@ -29,8 +29,9 @@ KEPT_PER_NEW = 16
 ROUND = 512
 POOL = 128
 LARGEST_POOL = 4096
-# Devices that multiply values of 16 bits many times faster than float32, and add the products in float32.
-FAST_16_BITS = {"cuda"} if hasattr(torch.ops.aten.mm, "dtype") else set()
+# Devices that multiply values of 16 bits many times faster than float32, and add the products in float32. Earlier
+# PyTorch does not offer it, nor do some builds for AMD, whose device is called "cuda" too.
+FAST_16_BITS = {"cuda"} if torch.version.cuda and hasattr(torch.ops.aten.mm, "dtype") else set()
 
 
 @dataclass
