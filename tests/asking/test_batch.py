@@ -243,11 +243,18 @@ def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, tmp_path):
     assert "answer" in whole
 
 
-@pytest.mark.parametrize("header", ["video;question", "film,question"])
-def test_another_header_of_csv_is_refused(batch, tmp_path, header):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("video;question\nclip0.mp4,What?,Who?\n", "holds no row with a video and a question. "),
+        ("clip,question\nclip0.mp4,What?,Who?\n", "holds no row with a video and a question. "),
+        ('video,question\nclip0.mp4,"What, and wh', "cannot be read as CSV: unexpected end of data"),
+    ],
+)
+def test_csv_with_another_header_or_cut_off_is_refused(batch, tmp_path, text, reason):
     batch.file = tmp_path / "rows.csv"
-    batch.file.write_text(f"{header}\nclip0.mp4,What?,Who?\n")
-    assert "holds no row with a video and a question. " in batch.refusal()
+    batch.file.write_text(text)
+    assert reason in batch.refusal()
 
 
 def test_a_row_may_be_about_a_stretch_and_an_unknown_column_is_named(batch, tmp_path):

@@ -229,11 +229,11 @@ def about_one_video(rows):
         (about_one_video, "1 videos with evidence can be read"),
     ],
 )
-def test_a_set_that_cannot_be_measured_is_refused(change, message, labelled, tiny_published, tmp_path):
+def test_a_set_that_cannot_be_measured_is_refused(change, message, labelled, tmp_path):
     path = tmp_path / "set.jsonl"
     rows = change(labelled)
     path.write_text("\n".join(map(json.dumps, rows)))
-    result = run_command(tiny_published, path)
+    result = run_command("model that is not looked for", path)
     assert result.exit_code == 2, result.output
     last_line = result.stderr.splitlines()[-1]
     assert last_line.startswith("qtsplus: ")

@@ -542,8 +542,8 @@ def test_a_source_that_is_nowhere_or_is_the_target_is_refused(stock_folder, tmp_
     result = run(stock_folder / "model.safetensors", ours)
     assert_refused(result, "There is no folder")
     before = set(stock_folder.iterdir())
-    result = run(stock_folder, stock_folder)
-    assert_refused(result, "holds files that an earlier run did not write")
+    for source in (stock_folder, "lab/none"):  # before anything is fetched
+        assert_refused(run(source, stock_folder), "holds files that an earlier run did not write")
     assert set(stock_folder.iterdir()) == before
 
 

@@ -536,7 +536,7 @@ def test_interrupted(tiny_published, film):
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 130
-        assert process.stderr.read().decode().splitlines()[-1] == "Stopped."
+        assert process.stderr.read().decode().splitlines()[-1] == "qtsplus: stopped"
 
 
 def test_a_device():

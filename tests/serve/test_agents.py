@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -402,21 +403,18 @@ def test_lines_that_are_no_messages_get_errors_and_end_nothing(library, tiny_pub
     assert replies[-1]["result"]["structuredContent"]["of"] == 3
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--host", "0.0.0.0"),
-        ("--api-key", "x"),
-        ("--allow-host", "a.org"),
-    ],
-)
-def test_options_that_need_a_port_end_in_one_line(library, option, value):
-    result = CliRunner().invoke(app, ["mcp", str(library.folder), option, value])
+@pytest.mark.parametrize("option", ["--host", "--api-key", "--allow-host"])
+def test_options_that_need_a_port_end_in_one_line(library, option):
+    result = CliRunner().invoke(app, ["mcp", str(library.folder), option, "a.org"])
     assert result.exit_code == 2
     assert "are about HTTP; give --port" in result.stderr.splitlines()[-1]
 
 
-def test_a_folder_without_a_library_is_refused(tmp_path):
-    result = CliRunner().invoke(app, ["mcp", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "There is no library" in result.stderr.splitlines()[-1]
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals of pipes")
+def test_the_server_ends_with_the_program_that_started_it(library, tiny_published):
+    server = [sys.executable] + command(library, tiny_published)
+    with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        process.stdin.write("what is not a message is replied to\n")
+        process.stdin.flush()
+        assert process.wait(timeout=60) == -signal.SIGPIPE

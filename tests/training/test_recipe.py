@@ -189,6 +189,7 @@ def test_mistakes_in_a_recipe_are_named(override, message):
     ("text", "message"),
     [
         ("model: {", "line 1"),
+        ("model: \xff", "broken.yaml is not YAML that can be read"),
         ("model: !!python/object/apply:os.system [true]", "python/object"),
         ("model: {variant: a}\nmodel: {variant: b}", 'found duplicate key "model"'),
         ("model: 5", "model is 5; expected a mapping"),
@@ -199,7 +200,7 @@ def test_mistakes_in_a_recipe_are_named(override, message):
     ],
 )
 def test_what_is_no_recipe_is_said(tmp_path, text, message):
-    (tmp_path / "broken.yaml").write_text(text)
+    (tmp_path / "broken.yaml").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         load_stages(tmp_path / "broken.yaml")[0]
 

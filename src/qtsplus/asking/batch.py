@@ -122,7 +122,7 @@ def _read_csv(path: Path) -> list[Row]:
     """The rows of a table whose first line names its columns; empty cells and empty rows are left out."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            table = list(csv.DictReader(file))
+            table = list(csv.DictReader(file, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
     rows = []

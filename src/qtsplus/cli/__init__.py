@@ -8,7 +8,7 @@ from .app import app as page
 from .asking import ask, demo
 from .batch import batch
 from .chatting import chat
-from .console import FilledArguments, console
+from .console import FilledArguments
 from .data import data_app
 from .evaluating import evaluate
 from .finding import find
@@ -27,7 +27,7 @@ def _print_version(asked_for: bool) -> None:
     if asked_for:
         from .. import __version__
 
-        console.print(f"qtsplus {__version__}", highlight=False)
+        print(f"qtsplus {__version__}")
         raise typer.Exit
 
 

@@ -99,10 +99,8 @@ def one_line_errors() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise  # nobody reads on
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError) as error:  # the last is about a field of a config.json
         fail(error)
-    except StrictDataclassError as error:
-        fail(f"a config.json cannot be used: {' '.join(str(error).split())}")
 
 
 @contextmanager

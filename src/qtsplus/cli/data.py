@@ -34,8 +34,7 @@ def check(
         signal.signal(signal.SIGINT, interrupt)
     for bad in checked.bad:
         name = "" if bad.id is None else f" ({bad.id})"
-        reason = " ".join(bad.reason.split())
-        print(f"Row {bad.row}{name}: {printable(reason)}")
+        print(f"Row {bad.row}{name}: {printable(bad.reason)}")
     bad_rows = len({bad.row for bad in checked.bad})
     rows = counted(checked.rows, "row")
     videos = counted(checked.videos, "video")

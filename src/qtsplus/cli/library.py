@@ -37,6 +37,7 @@ def index(
     from ..library import indexing
 
     with resumable():
+        indexing.find_videos(folder)  # raises for a folder without videos before the model is loaded
         loaded, processor = source.load()
         made_index = indexing.index(
             folder,

@@ -83,6 +83,7 @@ def calibrate(
     from ..training.models import load_either
 
     questions = labelled_questions(records)
+    calibration.halves([question for question in questions if question.needles])  # raises before the model is loaded
     result = calibration.calibrate(*load_either(model), questions)
     _print_calibration(result)
     configuration = calibration.write_attention(Path(model), result)

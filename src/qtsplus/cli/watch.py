@@ -82,8 +82,7 @@ def watch(
                     note(warning)
             said.update(answer.warnings)
     except KeyboardInterrupt:
-        note("Stopped.")
-        raise typer.Exit(130) from None
+        fail("stopped", 130)
 
 
 def _told(answers: Iterable["Answer"], on_change: bool, when_seen: bool) -> Iterator["Answer"]:

@@ -26,7 +26,7 @@ DEEPEST = 100  # levels of lists and mappings in YAML
 _NO_VALUE = (YAMLError, ValueError, TypeError, LookupError, OverflowError, RecursionError)
 
 
-def parse_yaml(text: str, name: str):
+def parse_yaml(text: str | bytes, name: str):
     """
     Reads YAML 1.2 of plain values; a `ValueError`, with the `name` of what is read, for anything else. Aliases are
     refused, because a few of them can stand for billions of values.

@@ -107,7 +107,7 @@ def calibrate(
         labelled = [question for question in questions if question.needles]
         videos = [question.video for question in labelled]
         dataset = VideoQADataset([], processor, features=encode_files(model, processor, videos, folder))
-        measured, checked = _halves([question for question in labelled if dataset.example(question.record)])
+        measured, checked = halves([question for question in labelled if dataset.example(question.record)])
 
         def measure_single(positions: str) -> Found:
             single = [AttentionChoice((head,), positions) for head in all_heads]
@@ -145,7 +145,7 @@ def count_right(
     return sum(outcome.correct for outcome in outcomes)
 
 
-def _halves(questions: Questions) -> list[Questions]:
+def halves(questions: Questions) -> list[Questions]:
     """The questions about every second video, and those about the others."""
     videos = list(dict.fromkeys(question.video for question in questions))
     if len(videos) < 2:

@@ -13,8 +13,7 @@ from huggingface_hub import save_torch_state_dict, snapshot_download
 from transformers import GenerationConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 
-from ..common.files import check_folder
-from ..common.folders import read_json, reading, whole_folder
+from ..common.folders import check_own, read_json, reading, whole_folder
 from ..model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from ..model.lm_attention_qtsplus import attention_layer, check_attention
 from ..model.methods_qtsplus import add_method
@@ -104,7 +103,7 @@ def convert(
             argument that has no meaning for this kind; a vision tower that is not known.
         FileExistsError: the folder holds other files.
     """
-    out = check_folder(out).resolve()
+    out = check_own(out)
     stated = stored_config(source, revision)
     folder = Path(source)
     if not folder.is_dir():

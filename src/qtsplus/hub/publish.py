@@ -9,8 +9,7 @@ from typing import Any
 from huggingface_hub import save_torch_state_dict
 from huggingface_hub.utils import validate_repo_id
 
-from ..common.files import check_folder
-from ..common.folders import update_json, whole_folder
+from ..common.folders import check_own, update_json, whole_folder
 from ..model.generation_qtsplus import auto_map, code_of
 from .backbones import backbone_of
 from .card import card_data, model_card
@@ -46,9 +45,9 @@ def assemble_folder(
     """
     bundled = not Path(source).is_dir() and source in variants()
     source = hub_configs() / source if bundled else Path(source).resolve()
-    folder = check_folder(folder).resolve()
-    if source == folder:
-        raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
+    if source == Path(folder).resolve():
+        raise ValueError(f"{source} is the source itself; choose another folder to write to.")
+    folder = check_own(folder)
     if not source.is_dir():
         raise ValueError(f"{source} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
     check_model(source)

@@ -50,7 +50,7 @@ def index(
     """
     videos = Path(videos)
     folder = Path(folder)
-    files = _find_videos(videos)
+    files = find_videos(videos)
     check_folder(folder)
     made_by = fingerprint(model, processor)
     sampling = Sampling(**options)
@@ -70,7 +70,7 @@ def index(
     return library
 
 
-def _find_videos(root: Path) -> dict[str, Path]:
+def find_videos(root: Path) -> dict[str, Path]:
     """
     The videos of a folder and of the folders in it, also behind links to folders, by their paths in it. A `ValueError`
     if there are none.

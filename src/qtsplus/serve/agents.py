@@ -229,6 +229,8 @@ def serve_shelf(
     """
     if place is None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # only this also ends the thread that waits for a line
+        if sys.platform != "win32":
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads replies any more
         return shelf.run()
     host, port = place
     app = shelf.streamable_http_app(

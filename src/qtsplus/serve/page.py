@@ -90,7 +90,7 @@ class Visit:
         warnings: list[str] = []
         for name, video in self.session.videos.items():  # there is one at most
             frames = counted(video.frames, "frame")
-            facts = f"{name}: {frames} read in {video.seconds:.1f} s, {len(video.features):,} visual tokens."
+            facts = f"{name}: {frames} read, {len(video.features):,} visual tokens."
             warnings = video.about.warnings
             # Gradio adds the address of a file in what goes to page.js.
             videos[name] = {"path": self.path, "meta": {"_type": "gradio.FileData"}}

@@ -165,7 +165,7 @@ def load_stages(
 
 
 def _read_yaml(path: Path) -> Fields:
-    return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    return parse_yaml(path.read_bytes(), str(path))
 
 
 def _variant_defaults(variant) -> Fields:
