@@ -98,7 +98,7 @@ def run(model, tiny, grid, features, inputs):
 
 
 def forecasts() -> dict[str, float]:
-    """Of frames of a 720p film that are looked at, the memory to answer as a share of what was forecast."""
+    """Of frames of a 720p video that are looked at, the memory to answer as a share of what was forecast."""
     import tiny
     from clips import render_clip, write_mp4
     from qtsplus.asking import session

@@ -87,8 +87,8 @@ def hosting(context: ssl.SSLContext | None = None):
             self.send_response(302 if self.path == "/there" else 200)
             self.send_header("Location", "/secret")
             self.end_headers()
-            list_of_films = b"#EXTM3U\n#EXTINF:2.0,\nhttp://127.0.0.1:%d/secret\n" % self.server.server_port
-            self.wfile.write(list_of_films if self.path == "/list" else b"film")
+            playlist = b"#EXTM3U\n#EXTINF:2.0,\nhttp://127.0.0.1:%d/secret\n" % self.server.server_port
+            self.wfile.write(playlist if self.path == "/list" else b"video")
 
         def log_message(self, *_):
             pass

@@ -225,8 +225,8 @@ def prepare(processor, clips):
     """The inputs of some conversations; their roles are known with `roles`, else only their text."""
 
     def make(conversations, name, roles=True, **options):
-        film = {"type": "video", "video": str(clips / "short.mp4")}
-        filled = json.loads(json.dumps(conversations).replace(json.dumps(VIDEO), json.dumps(film)))
+        video = {"type": "video", "video": str(clips / "short.mp4")}
+        filled = json.loads(json.dumps(conversations).replace(json.dumps(VIDEO), json.dumps(video)))
         options = {"chat_template": template(processor, name), "tools": TOOLS, "add_generation_prompt": True, **options}
         reading = {"padding": True, "padding_side": "left", "fps": 2}
         if roles:
@@ -234,7 +234,7 @@ def prepare(processor, clips):
             inputs = processor.apply_chat_template(filled, processor_kwargs=reading, **options)
         else:
             texts = processor.apply_chat_template(filled, tokenize=False, **options)
-            videos = [film["video"]] * json.dumps(conversations).count(json.dumps(VIDEO))
+            videos = [video["video"]] * json.dumps(conversations).count(json.dumps(VIDEO))
             inputs = processor(text=texts, videos=videos, return_tensors="pt", **reading)
         inputs.pop("mm_token_type_ids", None)
         return inputs

@@ -169,7 +169,7 @@ def test_videos_that_cannot_be_decoded_may_go(mine, build):
     assert list(build().entries) == list(LIBRARY)
 
 
-def test_films_that_wait_are_not_lost_in_silence(mine, tmp_path, monkeypatch, build):
+def test_videos_that_wait_are_not_lost_in_silence(mine, tmp_path, monkeypatch, build):
     """Interrupted before any was encoded, and then most were not there for a while."""
 
     def interrupt(*arguments, **options):

@@ -17,7 +17,7 @@ DRIPS = {
     "chunk": (CHUNKED + b"1;", b"x"),
     "trailers": (CHUNKED + b"0\r\n", b"X: x\r\n"),
 }
-FILM = b"HTTP/1.0 200 OK\r\n\r\nfilm"
+VIDEO = b"HTTP/1.0 200 OK\r\n\r\nvideo"
 REDIRECT = b"HTTP/1.0 302 Found\r\nLocation: %s\r\n\r\n"
 
 
@@ -54,8 +54,8 @@ def test_a_host_that_drips_is_not_waited_for(monkeypatch, place):
 
 
 def test_a_redirect_is_followed():
-    with answering(FILM) as other, answering(REDIRECT % other.encode()) as address:
-        assert download(address).getvalue() == b"film"
+    with answering(VIDEO) as other, answering(REDIRECT % other.encode()) as address:
+        assert download(address).getvalue() == b"video"
 
 
 def test_a_redirect_leads_to_http_alone():

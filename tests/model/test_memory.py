@@ -74,7 +74,7 @@ def test_the_features_of_several_videos_are_never_joined():
 @linux_only
 @pytest.mark.skipif(Version("5.20") > TRANSFORMERS, reason="this Transformers' vision tower takes more memory")
 @pytest.mark.parametrize("frames", ["24", "64"])
-def test_what_a_film_takes_is_what_was_forecast(measured, frames):
+def test_what_a_video_takes_is_what_was_forecast(measured, frames):
     share_of_forecast = measured[frames]
     assert share_of_forecast > 0.8
     assert share_of_forecast < 1.05

@@ -270,7 +270,7 @@ def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, 
 def test_frames_of_a_stream_are_looked_at_smaller(loaded, long_video):
     (answer,) = watch(
         *loaded,
-        {"film": str(long_video)},
+        {"video": str(long_video)},
         "What?",
         max_pixels=FEW_PIXELS,
         every=100,

@@ -37,7 +37,7 @@ def address(tmp_path_factory, tiny_published) -> Iterator[str]:
         beyond = f"http://127.0.0.1:{proxy.getsockname()[1]}"
         environment = {"http_proxy": beyond, "https_proxy": beyond, "no_proxy": "127.0.0.1,localhost"}
         command = ["-m", "qtsplus.cli", "app", "--model", str(tiny_published), "--port", "{port}"]
-        command += ["--allow-host", "films.example"]
+        command += ["--allow-host", "videos.example"]
         with running_server(log, *command, environment={**environment, "HF_HUB_OFFLINE": "0"}, path="/") as port:
             yield f"http://127.0.0.1:{port}/"
         proxy.setblocking(False)
@@ -195,7 +195,7 @@ def test_two_people_at_once_do_not_mix(visit, address, tiny_mp4):
     assert ben.stage.locator(".earlier").count() == 0
 
 
-@pytest.mark.parametrize("place", [__file__, "http://1.1.1.1/film.mp4"])
+@pytest.mark.parametrize("place", [__file__, "http://1.1.1.1/video.mp4"])
 def test_no_file_beside_the_videos_and_no_address_is_read_for_a_visitor(visit, address, place):
     anna = visit(address)
     assert anna.page.request.get(f"{address}gradio_api/file={place}").status == 403
@@ -274,7 +274,7 @@ def test_questions_wait_in_line(visit, gated_tower):
 
 
 def test_only_hosts_that_were_named_are_answered(visit, address):
-    get, names = visit(address).page.request.get, {"films.example": 200, "rebound.example": 400, "localhost:1": 200}
+    get, names = visit(address).page.request.get, {"videos.example": 200, "rebound.example": 400, "localhost:1": 200}
     assert {name: get(address, headers={"Host": name}).status for name in names} == names
 
 
@@ -286,7 +286,7 @@ def test_a_page_elsewhere_sends_nothing_and_a_request_has_a_bound(shown, tiny_pu
     port = urlsplit(shown(*session.load(tiny_published, "cpu"))).port
 
     def send(size: int, site: str) -> int:
-        start = b'--B\r\nContent-Disposition: form-data; name="files"; filename="film.mp4"\r\n\r\n'
+        start = b'--B\r\nContent-Disposition: form-data; name="files"; filename="video.mp4"\r\n\r\n'
         body = start + bytes(size) + b"\r\n--B--\r\n"
         headers = {"Content-Type": "multipart/form-data; boundary=B", "Sec-Fetch-Site": site}
         with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:

@@ -34,7 +34,7 @@ def test_a_video_is_fetched_from_the_host_that_was_named(host):
     port, seen = host
     for domain in ("localhost", "127.0.0.1"):
         with Door(domains=[f"{domain}:{port}"]).place(f"http://{domain}:{port}/a%20b.mp4?c=d#e") as place:
-            assert Path(place).read_bytes() == b"film"
+            assert Path(place).read_bytes() == b"video"
         assert not Path(place).exists()
     assert seen == ["/a%20b.mp4?c=d"] * 2
 
@@ -137,17 +137,17 @@ def test_an_address_that_is_not_public(address):
 @pytest.mark.parametrize(
     "address",
     [
-        "http://user:pa\r\nSECRET@host/film",
-        "http://user\r\n:SECRET@host/film",
-        "\r\nhttp://user:SECRET@host/film",
-        "http://user:SECRET\n/x@host/film",
-        "rtsp://user:x\nSECRET@host/film",
+        "http://user:pa\r\nSECRET@host/video",
+        "http://user\r\n:SECRET@host/video",
+        "\r\nhttp://user:SECRET@host/video",
+        "http://user:SECRET\n/x@host/video",
+        "rtsp://user:x\nSECRET@host/video",
     ],
 )
 def test_no_password_is_shown(address):
     shown = shown_name(address)
     assert "SECRET" not in shown
-    assert "host/film" in shown
+    assert "host/video" in shown
     for opened in (VideoDecoder, download, lambda video: read(Door(), video)):
         with pytest.raises(ValueError) as refused:
             opened(address)
@@ -182,7 +182,7 @@ def root(tmp_path):
     """A folder with a video, links and a pipe, beside a secret."""
     root = tmp_path / "videos"
     root.mkdir()
-    (root / "a b.mp4").write_bytes(b"film")
+    (root / "a b.mp4").write_bytes(b"video")
     (root / "within.mp4").symlink_to("a b.mp4")
     (tmp_path / "secret.mp4").write_bytes(b"secret")
     (root / "link.mp4").symlink_to(tmp_path / "secret.mp4")
@@ -193,7 +193,7 @@ def root(tmp_path):
 
 @pytest.mark.parametrize("name", ["a%20b.mp4", "within.mp4"])
 def test_a_file_under_the_root_is_read(root, name):
-    assert read(Door(root), f"file://{root}/{name}") == b"film"
+    assert read(Door(root), f"file://{root}/{name}") == b"video"
     with pytest.raises(ValueError, match=REFUSED):
         read(Door(), f"file://{root}/{name}")
 
@@ -221,7 +221,7 @@ def test_a_file_that_was_opened_is_read_on(root, tmp_path):
         (tmp_path / "secret.mp4").rename(tmp_path / "a b.mp4")
         root.symlink_to(tmp_path)
         assert (root / "a b.mp4").read_bytes() == b"secret"
-        assert Path(place).read_bytes() == b"film"
+        assert Path(place).read_bytes() == b"video"
 
 
 def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(root, monkeypatch):
