@@ -2,8 +2,10 @@
 
 import json
 from inspect import signature
+from itertools import compress
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis.strategies import characters, lists, text
 from tokenizers import AddedToken
@@ -111,12 +113,10 @@ OWN_TAGS = AS_USER.replace("tool_response>", "function_results>")
 
 # Qwen3-Coder: a line break stands between the response and the end of its turn.
 WITH_BREAK = AS_USER.replace("'\\n</tool_response>'", "'\\n</tool_response>\\n'")
-WITHOUT_BREAKS = AS_USER.replace("<tool_response>\\n'", "<tool_response>'").replace("'\\n</tool", "'</tool")
 
 TEMPLATES = {
     "as user": AS_USER,
     "with a break": WITH_BREAK,
-    "without breaks": WITHOUT_BREAKS,
     "as role": AS_ROLE,
     "vision first": VISION_FIRST,
     "own tags": OWN_TAGS,
@@ -128,24 +128,28 @@ LATER = "And which one is blue?"
 VIDEO = {"type": "video"}
 
 
+def turn(role, text, *media, **more):
+    return {"role": role, "content": [*media, {"type": "text", "text": text}], **more}
+
+
 def user(text, *media):
-    return {"role": "user", "content": [*media, {"type": "text", "text": text}]}
+    return turn("user", text, *media)
 
 
 def says(text):
-    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+    return turn("assistant", text)
 
 
 def calls(*names):
     functions = [{"type": "function", "function": {"name": name, "arguments": {"at": 1}}} for name in names]
-    return {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": functions}
+    return turn("assistant", "", tool_calls=functions)
 
 
 def tool(text):
-    return {"role": "tool", "content": [{"type": "text", "text": text}]}
+    return turn("tool", text)
 
 
-SYSTEM = {"role": "system", "content": [{"type": "text", "text": "Be brief. <tool_response> comes from a tool."}]}
+SYSTEM = turn("system", "Be brief. <tool_response> comes from a tool.")
 WRAPPED = "<tool_response>\nWhy?\n</tool_response>"
 HEADER = "What does <|im_start|>user\nmean?"
 HEADER_WORDS = "What does user\nmean?"
@@ -163,7 +167,6 @@ CONVERSATIONS = {  # each with its question
     "the question in the result": ([START, tool(f"{ASKED} Why?")], ASKED),
     "a result before a question": ([START, CLOCK, tool("Why?"), user(LATER)], LATER),
     "no user": ([SAID, tool("What?")], ""),
-    "a bracket at the end": ([START, CLOCK, tool("<b>12</b>")], ASKED),
     "a tag in each of two questions": (
         [START, SAID, user("<tool_response> is what?"), user("And </tool_response>")],
         "And </tool_response>",
@@ -274,7 +277,7 @@ def test_the_question_of_a_conversation_whose_roles_are_known(processor, prepare
     assert questions(processor, prepare(conversations, name)) == expected
 
 
-@pytest.mark.parametrize("name", ["as user", "with a break", "without breaks", "as role", "vision first"])
+@pytest.mark.parametrize("name", ["as user", "with a break", "as role", "vision first"])
 def test_the_question_of_a_text_and_of_ids(processor, model, prepare, name):
     """In the processor, and in the model (and in vLLM) by the configuration's ids."""
     every = CONVERSATIONS | SPECIAL
@@ -286,6 +289,24 @@ def test_the_question_of_a_text_and_of_ids(processor, model, prepare, name):
     assert questions(processor, inputs) == expected
     mask = find_query_mask(inputs["input_ids"], inputs["attention_mask"], **question_token_ids(model.config))
     assert_same(mask, inputs["query_mask"])
+
+
+@pytest.mark.parametrize(
+    ("last", "question"),
+    [
+        ("<tr]1\n/tr]", "Why?"),
+        ("<tr)tr>", "Why?"),
+        ("<tr]<b)tr>", "Why?"),
+        ("<tr is tr?", "<tr is tr?"),
+    ],
+)
+def test_tags_that_share_tokens_with_what_is_beside_them(last, question):
+    """`<tr>` and `</tr>` are the tags, every character is a token, and `]` is `>` with a line break, `)` is `></`."""
+    prompt = f"Hu\nWhy?E\nHa\nA call.E\nHu\n{last}E\n"
+    ids, begin, end = (list(map(ord, text)) for text in (prompt, "<tr", "/tr>"))
+    tags = [begin, end]
+    (mask,) = find_query_mask(torch.tensor([ids]), None, ids[:2], ord("E"), [], tool_response_token_ids=tags)
+    assert "".join(compress(prompt, mask)) == question
 
 
 @each_unlike

@@ -191,8 +191,8 @@ GPT = {"from": "gpt", "value": "A"}
     ("turns", "message"),
     [
         ([], "expected human and gpt in turn"),
-        ([HUMAN], "expected human and gpt in turn"),
         ([GPT, HUMAN], "expected human and gpt in turn"),
+        ([HUMAN, {"from": "tool", "value": "12:00"}, GPT], "write a tool's response into"),
         ([HUMAN, {**GPT, "value": None}], "conversations.1.value is null; expected a text"),
         ([{**HUMAN, "value": "<image>"}, GPT], "question is empty"),
         ("Q", "is 'Q'; expected a valid list"),

@@ -142,13 +142,10 @@ def test_the_mask_covers_the_last_users_text_and_nothing_else(processor, rows, s
 def test_the_ids_are_those_of_the_configurations(processor):
     ids = processor.query_token_ids
     default = Qwen2_5_VLQTSplusConfig()
-    special_ids = ids["special_token_ids"]
-    default_ids = default.special_token_ids
-    shift = default_ids[0] - special_ids[0]
-    shifted_ids = [index + shift for index in special_ids]
-    assert shifted_ids == list(default_ids)
-    assert ids["user_turn_token_ids"][0] + shift == 151644
-    assert ids["turn_end_token_id"] + shift == 151645
+    shift = 151644 - ids["user_turn_token_ids"][0]
+    assert default.user_turn_token_ids[0] == 151644
+    assert default.turn_end_token_id == ids["turn_end_token_id"] + shift
+    assert list(default.special_token_ids) == [index + shift for index in ids["special_token_ids"]]
 
 
 @pytest.mark.parametrize("return_tensors", [None, "pt"])

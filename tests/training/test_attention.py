@@ -213,13 +213,6 @@ def test_the_detached_gate_keeps_what_inference_keeps_and_has_no_gradient():
     assert threshold == 0
 
 
-def scores_learn(model) -> bool:
-    """Whether a gradient has reached the scoring layer."""
-    layer = model.model.qtsplus.scoring_layers[0]
-    gradients = [layer.q_proj.weight.grad, layer.k_proj.weight.grad]
-    return any(gradient is not None and gradient.any() for gradient in gradients)
-
-
 def test_the_loss_gains_its_weighted_mean(tmp_path):
     plain = trained(tmp_path, max_steps=1)
     taught = trained(tmp_path, max_steps=1, relevance_weight=0.5, relevance_heads=[(1, 0), (0, 3)])
@@ -261,23 +254,6 @@ def test_micro_batches_add_up_to_one_big_batch(tmp_path, freeze):
     answered = list(filter(has_answer, with_video))
     assert 0 < len(answered) < len(with_video)
     assert_same_training(whole, split)
-
-
-def overlap_and_divergence(model, inputs, labels) -> tuple[float, float]:
-    """Share of the teacher's top quarter among the selector's, and the divergence."""
-    model.eval()
-    targets = answer_attention(model, inputs, labels)
-    scores = run(model, inputs).qtsplus.log_relevance
-    shares = []
-    for score, target in zip(scores, targets, strict=True):
-        if len(target) == 0:
-            continue
-        quarter = len(target) // 4
-        is_wanted = torch.isin(score.topk(quarter).indices, target.topk(quarter).indices)
-        shares.append(is_wanted.float().mean())
-    overlap = torch.stack(shares).mean()
-    divergence = relevance_divergences(scores, targets).mean()
-    return float(overlap), float(divergence)
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,10 @@ def _from_llava(row: Mapping) -> VideoRecord:
         raise ValueError(explain(error, row["conversations"], "conversations.")) from None
     speakers = [turn["from"] for turn in turns]
     if not turns or speakers != ["human", "gpt"] * (len(turns) // 2):
-        raise ValueError(f"conversations has turns of {speakers}; expected human and gpt in turn.")
+        raise ValueError(
+            f"conversations has turns of {speakers}; expected human and gpt in turn. Leave out rows with turns of a "
+            "system or a tool, or write a tool's response into the `question` of a record with a `query`."
+        )
     questions = [_PLACEHOLDER.sub("", turn["value"]) for turn in turns[::2]]
     answers = [turn["value"] for turn in turns[1::2]]
     fields = {"id": row.get("id"), "video": row.get("video"), "question": questions[-1], "answer": answers[-1]}
