@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from films import CLOCKS, SIDE, packets_of, paint, read_paint, spoil, write_film
+from painted_videos import CLOCKS, SIDE, packets_of, paint, read_paint, spoil, write_video
 from qtsplus.asking import session
 from qtsplus.asking.picture import frame_at
 from qtsplus.live.watching import Source
@@ -81,7 +81,7 @@ def make(folder, codec, kind, clock):
     shown = list(CLOCKS[clock])
     rate = None if clock == "variable" else 25
     encoder = codec.split()[0]
-    path = write_film(folder / f"film.{kind}", encoder, shown, rate, **CODECS[codec])
+    path = write_video(folder / f"video.{kind}", encoder, shown, rate, **CODECS[codec])
     begin = shown[0] if kind in BROADCASTS else 0
     return path, shown, begin
 
@@ -90,7 +90,7 @@ def write(folder, codec, kind, later=0, offset=0, **options):
     """Four seconds; a player's clock begins at `offset` seconds."""
     path = folder / f"part-{later}.{kind}"
     encoder = codec.split()[0]
-    return write_film(path, encoder, FOUR_SECONDS, 25, later, offset=offset, **(CODECS[codec] | options))
+    return write_video(path, encoder, FOUR_SECONDS, 25, later, offset=offset, **(CODECS[codec] | options))
 
 
 def join(path, parts):
@@ -150,21 +150,21 @@ def warnings_of(path):
 def test_every_frame_says_when_it_is_shown(tmp_path, codec, kind, clock):
     """And is the same whether or not frames in front of it are skipped."""
     path, shown, begin = make(tmp_path, codec, kind, clock)
-    film = VideoDecoder(str(path))
-    assert film.warnings == []
+    video = VideoDecoder(str(path))
+    assert video.warnings == []
     check_times(look(path), shown, begin)
     check_times(look(path, fps=2.0), shown, begin)
     check_times(look(path, num_frames=6), shown, begin)
     check_times(watch(path, 25.0), shown, begin)
     # Nothing is skipped of these; FFmpeg writes others of MPEG-2 without good times where it has one processor alone.
-    if clock == "late" or kind in ("vob", "avi") or not film.timed:
+    if clock == "late" or kind in ("vob", "avi") or not video.timed:
         return
-    end = film.times[-1]
+    end = video.times[-1]
     for count in (2, 3, 7, 25):
         shares = (np.arange(count) + 0.3) / count
         instants = shares * end
-        through = list(film.read(instants))
-        skipping = list(film.read(instants, skipping=True))
+        through = list(video.read(instants))
+        skipping = list(video.read(instants, skipping=True))
         assert len(through) == count
         for (frame, is_whole), (same_frame, _) in zip(through, skipping, strict=True):
             assert is_whole
@@ -173,7 +173,7 @@ def test_every_frame_says_when_it_is_shown(tmp_path, codec, kind, clock):
 
 @pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
 def test_avi_shows_its_frames_in_order_and_from_its_start(tmp_path, codec):
-    path = write_film(tmp_path / "film.avi", codec, range(0, 6000, 125), 8, bf="2")
+    path = write_video(tmp_path / "video.avi", codec, range(0, 6000, 125), 8, bf="2")
     for frames in (watch(path, 8.0), look(path)):
         for seconds, frame in frames:
             assert round(1000 * seconds) == read_paint(frame)
@@ -181,15 +181,15 @@ def test_avi_shows_its_frames_in_order_and_from_its_start(tmp_path, codec):
 
 def test_avi_with_frames_left_out_is_complete(tmp_path):
     """It counts them, and so slow a video has a clock of its own."""
-    path = write_film(tmp_path / "film.avi", "mpeg4", [0, *range(2000, 6000, 200)], 5)
-    film = VideoDecoder(str(path))
-    assert film.total / film.fps == 6.0
-    assert film.warnings == []
+    path = write_video(tmp_path / "video.avi", "mpeg4", [0, *range(2000, 6000, 200)], 5)
+    video = VideoDecoder(str(path))
+    assert video.total / video.fps == 6.0
+    assert video.warnings == []
 
 
 def test_a_damaged_video_is_read_where_few_of_its_frames_are_looked_at(tmp_path):
     """A decoder with several threads may find a broken frame only when it is asked for the last."""
-    path = write_film(tmp_path / "film.mp4", "libx264", range(0, 6000, 40), 25, g="12", bf="2")
+    path = write_video(tmp_path / "video.mp4", "libx264", range(0, 6000, 40), 25, g="12", bf="2")
     data = path.read_bytes()
     end_of_frames = data.find(b"moov") - 400
     random = np.random.default_rng(0)
@@ -201,7 +201,7 @@ def test_a_damaged_video_is_read_where_few_of_its_frames_are_looked_at(tmp_path)
 
 def test_a_frame_that_was_shown_is_let_go(tmp_path):
     """Not by Python's collection, which comes after hundreds of them."""
-    path = write_film(tmp_path / "film.mp4", "libx264", range(0, 3000, 40), 25, g="12")
+    path = write_video(tmp_path / "video.mp4", "libx264", range(0, 3000, 40), 25, g="12")
     gc.collect()
     gc.disable()
     try:
@@ -299,10 +299,10 @@ def test_a_time_that_is_damaged_moves_no_other(tmp_path, codec, seconds):
 def test_no_more_is_lost_than_is_looked_at(tmp_path):
     path = write(tmp_path, "mpeg4 without B", "mp4", g="50")
     spoil(path, range(3, 12), kept=1)
-    film = VideoDecoder(str(path))
-    frames = list(film.show(np.array([0.81])))
+    video = VideoDecoder(str(path))
+    frames = list(video.show(np.array([0.81])))
     assert len(frames) == 1
-    (warning,) = film.warnings
+    (warning,) = video.warnings
     assert warning.endswith(" is damaged, and with it 1 of the 1 frames that are looked at.")
 
 
@@ -310,9 +310,9 @@ def test_a_packet_that_a_decoder_drops_is_said(tmp_path):
     """In an AVI nothing tells which frame is missing: as many come out as are expected."""
     path = write(tmp_path, "libx264", "avi")
     spoil(path, [2], kept=6)
-    film = VideoDecoder(str(path))
-    list(film.show(film.times))
-    (warning,) = film.warnings
+    video = VideoDecoder(str(path))
+    list(video.show(video.times))
+    (warning,) = video.warnings
     assert warning.endswith(" is damaged, and with it 1 of the 100 frames that are looked at.")
 
 
@@ -320,26 +320,26 @@ def test_what_follows_from_a_damaged_frame_is_counted(tmp_path):
     """Of two in five frames none is the damaged one, whose blocks they show until the next key frame."""
     path = write(tmp_path, "libx264 without B", "mkv", g="50", sc_threshold="0")
     spoil(path, [61], kept=20)
-    film = VideoDecoder(str(path))
+    video = VideoDecoder(str(path))
     looked_at = np.array([10, 40, 70, 99]) / 25
-    list(film.show(looked_at + 0.01))
-    (warning,) = film.warnings
+    list(video.show(looked_at + 0.01))
+    (warning,) = video.warnings
     assert " is damaged, and with it 2 of the 4 " in warning
 
 
-@pytest.mark.parametrize(("name", "codec"), [("film.h264", "libx264"), ("film.hevc", "libx265")])
+@pytest.mark.parametrize(("name", "codec"), [("video.h264", "libx264"), ("video.hevc", "libx265")])
 def test_a_video_without_times_has_the_rate_of_its_codec(tmp_path, name, codec):
     """And not the 25 frames a second that FFmpeg takes for one without a clock."""
-    path = write_film(tmp_path / name, codec, range(0, 4000, 100), 10)
-    film = VideoDecoder(str(path))
-    assert film.total == 40
-    assert film.fps == 10.0
-    assert not film.timed
+    path = write_video(tmp_path / name, codec, range(0, 4000, 100), 10)
+    video = VideoDecoder(str(path))
+    assert video.total == 40
+    assert video.fps == 10.0
+    assert not video.timed
 
 
 def test_a_frame_after_years_costs_no_memory(tmp_path, loaded):
     years = 2 * 10**11
-    path = str(write_film(tmp_path / "gap.mkv", "libx264", [*range(0, 9000, 1000), years]))
+    path = str(write_video(tmp_path / "gap.mkv", "libx264", [*range(0, 9000, 1000), years]))
     tracemalloc.start()
     try:
         video = encode(*loaded, path, max_frames=4)
@@ -376,7 +376,7 @@ def test_a_still_and_a_busy_stretch_are_looked_at_by_the_clock(tmp_path):
     still = [0, 20_000, 40_000]
     busy = range(60_000, 65_000, 50)
     shown = [*still, *busy]
-    path = write_film(tmp_path / "screen.mp4", "libx264", shown)
+    path = write_video(tmp_path / "screen.mp4", "libx264", shown)
     frames = look(path, fps=2.0)
     seconds = [seconds for seconds, _ in frames]
     assert seconds == pytest.approx(np.arange(130) / 2, abs=0.05)
@@ -390,7 +390,7 @@ def test_a_still_and_a_busy_stretch_are_looked_at_by_the_clock(tmp_path):
 
 
 def test_only_what_a_frame_is_made_from_is_decoded(tmp_path):
-    path = write_film(tmp_path / "film.mp4", "libx264", range(0, 20_000, 40), 25, g="50", sc_threshold="0", bf="2")
+    path = write_video(tmp_path / "video.mp4", "libx264", range(0, 20_000, 40), 25, g="50", sc_threshold="0", bf="2")
     needed = VideoDecoder(str(path)).needed(np.array([52, 449]))
     assert np.flatnonzero(needed == 2).tolist() == [52, 449]
     assert np.count_nonzero(needed) <= 3 + 50
@@ -401,7 +401,7 @@ def test_only_what_a_frame_is_made_from_is_decoded(tmp_path):
 def test_a_video_that_does_not_follow_from_its_key_frames_is_read_through(tmp_path):
     """Its key frames are whole only after the frames behind them."""
     x264 = {"x264-params": "intra-refresh=1:keyint=40", "preset": "veryfast"}
-    path = write_film(tmp_path / "refresh.mp4", "libx264", range(0, 8000, 40), 25, **x264)
+    path = write_video(tmp_path / "refresh.mp4", "libx264", range(0, 8000, 40), 25, **x264)
     check_times(look(path, num_frames=4), range(0, 8000, 40))
 
 
@@ -488,7 +488,7 @@ def test_neither_a_cover_nor_sound_is_a_video(tmp_path):
 
 def test_pixels_that_are_not_square(tmp_path, loaded):
     """As DVDs and DV tapes have them: a player stretches the frames."""
-    path = write_film(tmp_path / "wide.mp4", "libx264", FOUR_SECONDS, 25, aspect=Fraction(3, 2))
+    path = write_video(tmp_path / "wide.mp4", "libx264", FOUR_SECONDS, 25, aspect=Fraction(3, 2))
     wide = SIDE * 3 // 2
     frames = look(path)
     _, first_frame = frames[0]
@@ -520,10 +520,10 @@ def mirror(path):
 )
 def test_a_frame_at_a_time_is_what_a_player_shows(tmp_path, kind, clock):
     is_mirrored = kind == "mirrored"
-    path = tmp_path / f"film.{'mp4' if is_mirrored else kind}"
+    path = tmp_path / f"video.{'mp4' if is_mirrored else kind}"
     shown = list(CLOCKS[clock])
     rate = None if clock == "variable" else 25
-    write_film(path, "libx264", shown, rate, mirrored=is_mirrored, g="10", crf="10")
+    write_video(path, "libx264", shown, rate, mirrored=is_mirrored, g="10", crf="10")
     if is_mirrored:
         mirror(path)
     about = open_video(str(path), choose_frames).about
@@ -538,8 +538,8 @@ def test_a_frame_at_a_time_is_what_a_player_shows(tmp_path, kind, clock):
 
 
 def test_frames_that_change_their_size_are_as_large_as_the_first(tmp_path):
-    large = write_film(tmp_path / "large.ts", "libx264", range(0, 2000, 40), 25)
-    small = write_film(tmp_path / "small.ts", "libx264", range(0, 2000, 40), 25, 2000, side=48)
+    large = write_video(tmp_path / "large.ts", "libx264", range(0, 2000, 40), 25)
+    small = write_video(tmp_path / "small.ts", "libx264", range(0, 2000, 40), 25, 2000, side=48)
     frames = look(join(tmp_path / "both.ts", [large, small]))
     for _, frame in frames:
         assert frame.shape == (SIDE, SIDE, 3)
@@ -547,20 +547,20 @@ def test_frames_that_change_their_size_are_as_large_as_the_first(tmp_path):
 
 
 LISTS = {
-    "list.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2.0,\nfilm.ts\n#EXT-X-ENDLIST\n",
+    "list.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2.0,\nvideo.ts\n#EXT-X-ENDLIST\n",
     "list.concat": "ffconcat version 1.0\nfile list.concat\n",
-    "list.txt": "file film.ts\n",
+    "list.txt": "file video.ts\n",
     "list.sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 40000 RTP/AVP 96\n",
     "list.mpd": '<?xml version="1.0"?>\n<MPD xmlns="urn:mpeg:dash:schema:mpd:2011"/>',
     # What tells it from a video has something else in front of it.
-    "unknown.concat": "# a comment\nffconcat version 1.0\nfile film.ts\n",
+    "unknown.concat": "# a comment\nffconcat version 1.0\nfile video.ts\n",
 }
 
 
 @pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("read", [look, lambda path: list(watch(path, 2.0))], ids=["looked at", "watched"])
 def test_a_list_of_other_files_leads_nowhere(tmp_path, name, read):
-    write_film(tmp_path / "film.ts", "libx264", range(0, 2000, 40), 25)
+    write_video(tmp_path / "video.ts", "libx264", range(0, 2000, 40), 25)
     (tmp_path / name).write_text(LISTS[name])
     said = "Cannot" if name == "unknown.concat" else "it is a list of other places, which is not followed"
     with pytest.raises(ValueError, match=said) as refused:

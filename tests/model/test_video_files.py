@@ -11,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from clips import noise, read_video, write_mp4
-from films import packets_of, spoil, write_film
+from painted_videos import packets_of, spoil, write_video
 from qtsplus.asking import session
 from qtsplus.cli import app
 from qtsplus.live.watching import Source
@@ -24,9 +24,9 @@ from qtsplus.video.subtitles import read_subtitles
 TENTHS = range(0, 4000, 100)  # the milliseconds at which 40 frames of 4 s are shown
 
 
-def frames_of(film):
-    """All frames of a film, at their times."""
-    return list(film.show(film.times + 1e-3))
+def frames_of(video):
+    """All frames of a video, at their times."""
+    return list(video.show(video.times + 1e-3))
 
 
 def watch(path):
@@ -106,9 +106,9 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, w
     assert answer.as_dict()["warnings"] == [expected]
     assert caplog.messages.count(expected) == 1
     assert answer.seconds_of_video == 3.0
-    film = VideoDecoder(str(path))
-    assert film.total == 24
-    assert len(frames_of(film)) == 24
+    video = VideoDecoder(str(path))
+    assert video.total == 24
+    assert len(frames_of(video)) == 24
 
 
 def test_the_command_line_says_it_once(whole, tiny_published, tmp_path, caplog):
@@ -143,7 +143,7 @@ def test_a_file_that_states_only_its_length(tmp_path):
 def test_a_cut_off_video_says_how_long_its_header_states_that_it_is(tmp_path, kind, codec):
     """Wherever it was cut: FFmpeg estimates the length of such an AVI from what is there, and forgets that of a WMV."""
     pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-    whole = write_film(
+    whole = write_video(
         tmp_path / f"whole.{kind}",
         codec,
         range(0, 20_000, 100),
@@ -166,19 +166,19 @@ def test_a_cut_off_video_says_how_long_its_header_states_that_it_is(tmp_path, ki
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_a_video_is_read_up_to_where_its_reader_fails(tmp_path, share):
     """As FFmpeg's for RealMedia does where a file ends in a packet."""
-    whole = write_film(tmp_path / "whole.rm", "rv20", TENTHS, 10)
+    whole = write_video(tmp_path / "whole.rm", "rv20", TENTHS, 10)
     assert VideoDecoder(str(whole)).warnings == []
     length = int(share * whole.stat().st_size)
-    film = VideoDecoder(str(cut(whole, tmp_path, length)))
-    (warning,) = film.warnings
+    video = VideoDecoder(str(cut(whole, tmp_path, length)))
+    (warning,) = video.warnings
     assert re.search(" is incomplete: its header states 4.0 s, and [0-9.]+ s can be read", warning)
-    assert len(film.order) == pytest.approx(40 * share, abs=6)
-    assert len(frames_of(film)) == len(film.order)
+    assert len(video.order) == pytest.approx(40 * share, abs=6)
+    assert len(frames_of(video)) == len(video.order)
 
 
 def test_an_avi_that_was_written_to_a_pipe_is_whole(tmp_path):
     """It states as many frames as FFmpeg would write into one."""
-    path = write_film(tmp_path / "piped.avi", "mpeg4", TENTHS, 10)
+    path = write_video(tmp_path / "piped.avi", "mpeg4", TENTHS, 10)
     data = bytearray(path.read_bytes())
     in_main_header = data.index(b"avih") + 8 + 16
     in_stream_header = data.index(b"strh") + 8 + 32
@@ -251,7 +251,7 @@ def test_the_length_of_a_wmv_is_that_in_its_header(tmp_path):
 )
 def test_one_frame_that_a_decoder_refuses_is_left_out(tmp_path, chunk, place, raised):
     """Decoders do not call every damage invalid data: FFmpeg's for PNG asks for a patch, or blames zlib."""
-    path = write_film(tmp_path / "damaged.mov", "png", TENTHS, 10, pix_fmt="rgb24")
+    path = write_video(tmp_path / "damaged.mov", "png", TENTHS, 10, pix_fmt="rgb24")
     data = bytearray(path.read_bytes())
     start, _ = packets_of(path)[20]
     start_of_chunk = data.index(chunk, start)
@@ -260,9 +260,9 @@ def test_one_frame_that_a_decoder_refuses_is_left_out(tmp_path, chunk, place, ra
     with av.open(str(path)) as container, pytest.raises(raised):
         list(container.decode(video=0))
 
-    film = VideoDecoder(str(path))
-    assert len(frames_of(film)) == 40
-    (warning,) = film.warnings
+    video = VideoDecoder(str(path))
+    assert len(frames_of(video)) == 40
+    (warning,) = video.warnings
     assert re.search(" is damaged, and with it [1-9] of the 40 frames that are looked at.", warning)
     stream, _ = watch(path)
     assert "is damaged, and what cannot be decoded is left out" in stream.warnings[0]
@@ -272,10 +272,10 @@ def test_a_damaged_end_is_left_out_and_said(tmp_path):
     """A fragmented file states nothing about its whole."""
     whole = write(tmp_path / "whole.mp4", movflags="frag_keyframe+empty_moov")
     half = whole.stat().st_size // 2
-    film = VideoDecoder(str(cut(whole, tmp_path, half)))
-    (warning,) = film.warnings
+    video = VideoDecoder(str(cut(whole, tmp_path, half)))
+    (warning,) = video.warnings
     assert "1 of its 24 frames are damaged and left out" in warning
-    assert len(frames_of(film)) == 23
+    assert len(frames_of(video)) == 23
 
 
 @pytest.mark.parametrize(
@@ -367,11 +367,11 @@ def test_an_edit_list_is_followed(tmp_path, name, b_frames):
         for frame in container.decode():
             times.append(float(frame.pts * frame.time_base))
             shown.append(frame.to_ndarray(format="rgb24").mean())
-    film = VideoDecoder(str(path))
-    assert film.warnings == []
+    video = VideoDecoder(str(path))
+    assert video.warnings == []
     expected = np.array(times) - times[0]
-    assert film.times == pytest.approx(expected, abs=0.03)
-    means = [frame.mean() for frame in frames_of(film)]
+    assert video.times == pytest.approx(expected, abs=0.03)
+    means = [frame.mean() for frame in frames_of(video)]
     assert means == pytest.approx(shown, abs=1)
 
 
@@ -484,7 +484,7 @@ def test_the_frames_of_a_large_video_are_never_all_there(tiny_processor, tmp_pat
 )
 def test_a_gap_in_a_constant_rate_is_said(tmp_path, kind, said):
     shown = [*range(0, 1200, 40), *range(3200, 4400, 40)]
-    path = write_film(tmp_path / f"gap.{kind}", "libx264", shown)
+    path = write_video(tmp_path / f"gap.{kind}", "libx264", shown)
     warnings = VideoDecoder(str(path)).warnings
     assert [warning.split("' ")[1] for warning in warnings] == said
 
@@ -501,15 +501,15 @@ def test_a_stream_that_appears_in_the_middle_costs_no_video():
     assert list(read_packets(ReaderWithANewStream())) == ["a packet"]
 
 
-def test_tags_that_are_no_utf8_cost_no_film(tmp_path, tiny_mp4):
-    path = tmp_path / "film.mkv"
+def test_tags_that_are_no_utf8_cost_no_video(tmp_path, tiny_mp4):
+    path = tmp_path / "video.mkv"
     bytes_as_they_are = {"metadata_errors": "surrogateescape"} if TAGS else {}
     original_file = av.open(str(tiny_mp4))
-    with original_file as film, av.open(str(path), "w", **bytes_as_they_are) as copy:
+    with original_file as video, av.open(str(path), "w", **bytes_as_they_are) as copy:
         copy.metadata["title"] = b"Caf\xe9 du monde".decode(errors="surrogateescape")
-        original = film.streams.video[0]
+        original = video.streams.video[0]
         stream = copy.add_stream_from_template(original)
-        for packet in film.demux(original):
+        for packet in video.demux(original):
             if packet.dts is not None:
                 packet.stream = stream
                 copy.mux(packet)

@@ -1,4 +1,4 @@
-"""Small films with the time painted into every frame, so that a frame says when it is shown."""
+"""Small videos with the time painted into every frame, so that a frame says when it is shown."""
 
 from fractions import Fraction
 
@@ -6,7 +6,7 @@ import av
 import numpy as np
 
 SIDE = 96  # pixels; 4 x 4 blocks are the bits of a time in milliseconds
-CLOCKS = {  # milliseconds at which the frames of a film are shown
+CLOCKS = {  # milliseconds at which the frames of a video are shown
     "constant": range(0, 3000, 40),
     "late": range(2000, 5000, 40),
     "dropped": [*range(0, 1000, 40), *range(2000, 3000, 40)],
@@ -35,7 +35,7 @@ def read_paint(frame):
     return int(milliseconds.sum())
 
 
-def write_film(
+def write_video(
     path,
     codec,
     milliseconds,
