@@ -105,8 +105,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
             query (`str` or `list[str]`, *optional*): the question to select by, one per row or one for all rows, where
                 it is not the text of the last turn that a user wrote.
             video_grid_thw (`Tensor`, *optional*): `[videos, 3]`, the grids of videos that were encoded before, in
-                place of `videos`; for `model.generate(..., video_features=...)`. Where the prompt states the times of
-                frames, it needs `video_metadata` or `second_per_grid_ts`.
+                place of `videos`; for `model.generate(..., video_features=...)`. It needs `video_metadata` or
+                `second_per_grid_ts` beside it.
             second_per_grid_ts (`list[float]`, *optional*): `[videos]`, seconds per temporal patch of those videos.
             fps (`float` or `list[float]`, *optional*): for a video file, frames to sample per second, bounded by
                 `min_frames` and `max_frames`; by default the video processor's `fps`, or else 2. For frames without
