@@ -35,9 +35,9 @@ def clips(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def films(clips, tmp_path) -> Path:
+def videos(clips, tmp_path) -> Path:
     """A folder of videos that a test may change."""
-    return Path(shutil.copytree(clips, tmp_path / "films"))
+    return Path(shutil.copytree(clips, tmp_path / "videos"))
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def reopen(tmp_path, loaded):
 
 
 @pytest.fixture
-def library(films, loaded, tmp_path, reopen) -> Library:
-    index(films, tmp_path / "library", *loaded)
+def library(videos, loaded, tmp_path, reopen) -> Library:
+    index(videos, tmp_path / "library", *loaded)
     return reopen()
 
 
@@ -164,9 +164,9 @@ def test_the_peaks_are_those_of_the_features(loaded, tmp_path, monkeypatch, redu
     assert estimates == pytest.approx(exact, abs=0.05)
 
 
-def test_copies_share_their_keys(films, library, loaded, reopen, found):
-    shutil.copy(films / "1.mp4", films / "copy.mp4")
-    index(films, library.folder, *loaded)
+def test_copies_share_their_keys(videos, library, loaded, reopen, found):
+    shutil.copy(videos / "1.mp4", videos / "copy.mp4")
+    index(videos, library.folder, *loaded)
     again = reopen()
     assert len(keys_of(library.folder)) == 4
     assert len(again.names) == 5
@@ -174,7 +174,7 @@ def test_copies_share_their_keys(films, library, loaded, reopen, found):
     assert found() == found(folder="twin")
 
 
-def test_keys_follow_the_videos(library, films, loaded):
+def test_keys_follow_the_videos(library, videos, loaded):
 
     def written():
         times = {}
@@ -183,23 +183,23 @@ def test_keys_follow_the_videos(library, films, loaded):
         return times
 
     before = written()
-    write_mp4(films / "new.mp4", render_world(make_world(170, 6)), 2)
-    (films / "0.mp4").unlink()
-    index(films, library.folder, *loaded, prune=True)
+    write_mp4(videos / "new.mp4", render_world(make_world(170, 6)), 2)
+    (videos / "0.mp4").unlink()
+    index(videos, library.folder, *loaded, prune=True)
     after = written()
     unchanged = after.items() & before.items()
     assert len(after) == 4
     assert len(unchanged) == 3, "what was there is not made again"
 
 
-def test_index_makes_keys_that_are_missing(library, films, loaded):
+def test_index_makes_keys_that_are_missing(library, videos, loaded):
     for path in keys_of(library.folder):
         path.unlink()
-    index(films, library.folder, *loaded)
+    index(videos, library.folder, *loaded)
     assert len(keys_of(library.folder)) == 4
 
 
-def test_another_selector_reads_the_features(library, films, loaded, reopen, found):
+def test_another_selector_reads_the_features(library, videos, loaded, reopen, found):
     """Until `index` has made keys of its own, in place of the first selector's."""
     right = found()
     other = deepcopy(library.model)
@@ -209,7 +209,7 @@ def test_another_selector_reads_the_features(library, films, loaded, reopen, fou
     right_of_other = found(other, "twin")
     assert found(other) == right_of_other
     before = keys_of(library.folder)[0].read_bytes()
-    index(films, library.folder, other, loaded[1])
+    index(videos, library.folder, other, loaded[1])
     assert keys_of(library.folder)[0].read_bytes() != before
     assert found(other) == right_of_other
     assert found() == right
@@ -230,7 +230,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_damaged_keys_end_in_one_line_and_are_made_again_once_they_are_gone(library, films, loaded, found, damage):
+def test_damaged_keys_end_in_one_line_and_are_made_again_once_they_are_gone(library, videos, loaded, found, damage):
     right = found()
     path = keys_of(library.folder)[1]
     damaged = damage(path.read_bytes())
@@ -240,9 +240,9 @@ def test_damaged_keys_end_in_one_line_and_are_made_again_once_they_are_gone(libr
     with pytest.raises(ValueError, match=refused):
         found()
     with pytest.raises(ValueError, match=refused):
-        index(films, library.folder, *loaded)
+        index(videos, library.folder, *loaded)
     path.unlink()
-    index(films, library.folder, *loaded)
+    index(videos, library.folder, *loaded)
     assert found() == right
 
 

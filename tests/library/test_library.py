@@ -155,10 +155,10 @@ def test_numbers_below_one_are_refused(library, count):
 
 def alone_with(name, library, folder):
     """A library of one of the videos."""
-    films = folder / "films"
-    films.mkdir()
-    shutil.copy(Path(library.index.made["videos"], name), films)
-    index(films, folder / "alone", library.model, library.processor)
+    videos = folder / "videos"
+    videos.mkdir()
+    shutil.copy(Path(library.index.made["videos"], name), videos)
+    index(videos, folder / "alone", library.model, library.processor)
     return Library(folder / "alone", library.model, library.processor)
 
 
@@ -323,13 +323,13 @@ def test_a_piece_that_is_the_whole_video_is_the_video(library):
 def test_names_of_any_kind_are_shown_and_asked_about(tiny_published, tmp_path):
     """Brackets and colons are no styles, and bytes that are no text end nothing."""
     names = ["a [bold].mp4", ":smile:.mp4", "x[/y].mp4", "bad\udcff.mp4"]
-    films = tmp_path / "films"
-    (films / "x[").mkdir(parents=True)
+    videos = tmp_path / "videos"
+    (videos / "x[").mkdir(parents=True)
     for number, name in enumerate(names):
         frames = render_world(make_world(120 + number, 6))
-        write_mp4(films / name, frames, 2)
+        write_mp4(videos / name, frames, 2)
     folder = tmp_path / "library"
-    assert qtsplus("index", films, "--out", folder, "--model", tiny_published).exit_code == 0
+    assert qtsplus("index", videos, "--out", folder, "--model", tiny_published).exit_code == 0
     wide = {"COLUMNS": "150"}
     found = qtsplus("find", folder, QUESTION, "--moments", 10, "--model", tiny_published, env=wide)
     assert found.exit_code == 0

@@ -73,18 +73,18 @@ ARGUMENTS = [(call, name) for call, names in ARGUMENTS_OF.items() for name in na
 @pytest.fixture(scope="module")
 def calls(tiny_published, tmp_path_factory):
     """By name, a call with one argument of any kind among good ones."""
-    folder = tmp_path_factory.mktemp("films")
+    folder = tmp_path_factory.mktemp("videos")
     loaded = load(tiny_published, "cpu")
-    write_mp4(folder / "film.mp4", FRAMES, 2)
+    write_mp4(folder / "video.mp4", FRAMES, 2)
     index(folder, folder / "library", *loaded, name=str(tiny_published), say=lambda _: None)
-    film = encode(*loaded, FRAMES, fps=2)
+    video = encode(*loaded, FRAMES, fps=2)
     library = Library(folder / "library", *loaded)
 
     def session(**odd):
         made = VideoSession(*loaded)
-        made.add(film, "film")
+        made.add(video, "video")
         if "name" in odd:
-            made.add(film, odd["name"])
+            made.add(video, odd["name"])
         elif "remove" in odd:
             made.remove(odd["remove"])
         elif "videos" in odd:
@@ -102,9 +102,9 @@ def calls(tiny_published, tmp_path_factory):
 
     return {
         "load": lambda **odd: load(**{"model": tiny_published, "device": "cpu", **odd}),
-        "encode": lambda **odd: encode(*loaded, **{"video": folder / "film.mp4", **odd}),
+        "encode": lambda **odd: encode(*loaded, **{"video": folder / "video.mp4", **odd}),
         "frames": lambda **odd: encode(*loaded, **{"video": FRAMES[:4], "fps": 2, **odd}),
-        "ask": lambda **odd: ask(*loaded, **{"video": film, "question": QUESTION, "max_new_tokens": 1, **odd}),
+        "ask": lambda **odd: ask(*loaded, **{"video": video, "question": QUESTION, "max_new_tokens": 1, **odd}),
         "session": session,
         "stream": lambda **odd: Stream(*loaded, **odd).append(FRAMES[:4]),
         "append": lambda **odd: Stream(*loaded).append(**{"frames": FRAMES[:2], **odd}),

@@ -172,7 +172,7 @@ def test_index_makes_what_a_damaged_line_held(folder, mine, loaded, number, dama
 
 
 @pytest.mark.parametrize("name", ["../a.mp4", "/a.mp4", "x/../../a.mp4", "a.mp4\0.mp4", ".."])
-def test_no_name_of_a_film_leads_out_of_its_folder(folder, loaded, name):
+def test_no_name_of_a_video_leads_out_of_its_folder(folder, loaded, name):
     def rename(line):
         if line.get("key") == "a.mp4":
             line["key"] = name
@@ -262,7 +262,7 @@ def test_most_videos_gone_at_once_delete_nothing(videos, loaded, tmp_path):
     assert len(index(mine, folder, *loaded).files) == 4, "one that was moved is not gone"
 
 
-def test_another_folder_with_one_of_the_films_does_not_take_the_place(mine, loaded, tmp_path):
+def test_another_folder_with_one_of_the_videos_does_not_take_the_place(mine, loaded, tmp_path):
     folder = tmp_path / "library"
     index(mine, folder, *loaded)
     other = tmp_path / "other"
@@ -275,18 +275,18 @@ def test_another_folder_with_one_of_the_films_does_not_take_the_place(mine, load
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_film_replaced_with_the_same_size_and_time_is_another(mine, loaded, tmp_path, in_place):
+def test_a_video_replaced_with_the_same_size_and_time_is_another(mine, loaded, tmp_path, in_place):
     """As `cp -p` does."""
     folder = tmp_path / "library"
-    film = mine / "a.mp4"
+    video = mine / "a.mp4"
     before = index(mine, folder, *loaded).entries["a.mp4"]
-    state = film.stat()
-    data = bytearray(film.read_bytes())
+    state = video.stat()
+    data = bytearray(video.read_bytes())
     data[-1] ^= 1
     if not in_place:
-        film.unlink()
-    film.write_bytes(data)
-    os.utime(film, ns=(state.st_atime_ns, state.st_mtime_ns))
+        video.unlink()
+    video.write_bytes(data)
+    os.utime(video, ns=(state.st_atime_ns, state.st_mtime_ns))
     after = index(mine, folder, *loaded).entries["a.mp4"]
     assert after["content"] != before["content"]
 
