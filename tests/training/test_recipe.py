@@ -169,10 +169,6 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         ("model.selector=[", "is not YAML that can be read"),
         ("model.selector=!!python/name:os.system", "is not YAML that can be read"),
         ("training.deepspeed=none.json", "package that is not installed"),
-        (
-            "training.remove_unused_columns=true",
-            r"training\.remove_unused_columns=True has no effect here: .*Expected one of \[False\]\.$",
-        ),
         ("training.resume_from_checkpoint=/nonexistent", "use --resume"),
         ("training.eval_strategy=steps", "data.eval_files is empty"),
         ("training.output_dir=", "training.output_dir is null; expected the folder"),

@@ -12,15 +12,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Head = tuple[int, int]
 Heads = Annotated[list[Head], Field(min_length=1)]
-# Fields of Transformers that change nothing here, or not what they say: what they may be, and why.
-_WITHOUT_EFFECT: dict[str, tuple[list, str]] = {
-    "average_tokens_across_devices": ([True], "losses are means over the tokens of all processes"),
-    "label_names": ([None, ["labels"]], "the collator gives labels"),
-    "remove_unused_columns": ([False], "it would remove what the collator needs"),
-    "resume_from_checkpoint": ([None], "use --resume, or trainer.train's argument"),
-    "train_sampling_strategy": (["random", "sequential"], "a record tells no length before its video is read"),
-    "use_liger_kernel": ([False], "Liger has no kernels for this model"),
-}
 
 
 @dataclass
@@ -93,10 +84,8 @@ class QTSplusTrainingArguments(TrainingArguments):
         super().__post_init__()
         ours = {name: getattr(self, name) for name in QTSplusTrainingArguments.__annotations__}
         check_types(QTSplusTrainingArguments, ours)
-        for name, (expected, reason) in _WITHOUT_EFFECT.items():
-            value = getattr(self, name)
-            if value not in expected:
-                raise ValueError(f"{name}={value!r} has no effect here: {reason}. Expected one of {expected}.")
+        if self.resume_from_checkpoint is not None:
+            raise ValueError("resume_from_checkpoint has no effect here: use --resume, or trainer.train's argument.")
         retentions = self.retention_range
         if retentions is not None and retentions[0] > retentions[1]:
             raise ValueError(f"retention_range={retentions}: expected the lowest fraction first.")

@@ -1,13 +1,15 @@
 """The objective's terms in rho, with what they remember from step to step."""
 
-import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..model.budget_qtsplus import cheapest_count
 from ..model.configuration_qtsplus import QTSplusConfig
 from ..model.selector_qtsplus import QTSplusSelector, kept_count
 from .arguments import QTSplusTrainingArguments
@@ -19,6 +21,9 @@ LOST = 4.0
 DAMPING = 2.0
 # The lowest price of a token, in nats: the largest budget then costs less than a wrong word.
 CHEAPEST = 1e-5
+# No token is worth more than an answer can lose.
+PRICES = np.geomspace(CHEAPEST, LOST, 100).tolist()
+RECENT = 256  # questions by which the price is set
 
 
 class RunningMeans:
@@ -65,6 +70,8 @@ class RhoControl:
         self.excess = 0.0
         # Sums over the current step: rho (in the units of rho_history), samples, and tokens that were asked for.
         self._step = torch.zeros(3, dtype=torch.int64, device=args.device)
+        # Of the last questions, what the head predicts, and the most tokens that they may keep.
+        self.predicted: deque[tuple[Tensor, int]] = deque(maxlen=RECENT)
         self.start_step()
 
     @property
@@ -89,8 +96,8 @@ class RhoControl:
         """Takes back what [`RhoControl.state`] gave."""
         self.alpha = state["alpha"]
         self.excess = state["excess"]
-        if self.config.budget == "loss":
-            self.config.token_price = state["token_price"]
+        self.predicted.clear()  # by other weights
+        self.config.token_price = state["token_price"]
 
     def loss(
         self,
@@ -180,22 +187,27 @@ class RhoControl:
         if self.config.rho_prior is None:
             self.selector.rho_history.copy_(self._rho_history + step[:2])
         if self.config.target_n is not None and samples > 0:
-            self._move_price(float(n / samples), self.config.target_n)
+            self._raise_alpha(float(n / samples), self.config.target_n)
         self._step.zero_()
 
-    def _move_price(self, mean_count: float, target: float) -> None:
+    def _raise_alpha(self, mean_count: float, target: float) -> None:
         """One step of the dual ascent, from the mean count that was asked for."""
         # A start far above the target must not wind alpha up further than one far below could unwind it.
-        config = self.config
         self.excess = min(mean_count / target - 1, 1.0)
         move = self.args.dual_learning_rate * self.excess
-        if config.budget == "loss":
-            # Where the bounds forbid the target, the price would grow without end; no token is worth more than an
-            # answer can lose.
-            price = config.token_price * math.exp(move)
-            config.token_price = min(max(price, CHEAPEST), LOST)
-        else:
-            self.alpha = max(0.0, self.alpha + move / target)
+        self.alpha = max(0.0, self.alpha + move / target)
+
+    def set_price(self) -> None:
+        """Sets the price with which the last questions keep `target_n` tokens on average."""
+        config = self.config
+
+        def miss(price: float) -> float:
+            config.token_price = price
+            counts = [cheapest_count(losses, config, 1, most) for losses, most in self.predicted]
+            return abs(np.mean(counts) - config.target_n)
+
+        if config.target_n is not None and self.predicted:
+            config.token_price = min(PRICES, key=miss)
 
 
 def most_tokens(totals: Sequence[int], config: QTSplusConfig) -> Tensor:

@@ -74,8 +74,6 @@ class DataArguments:
     features: Text | None = None
 
     def __post_init__(self) -> None:
-        if not self.train_files:
-            raise ValueError("train_files is empty; expected the files to train on.")
         for name, value in list(self.processor_kwargs.items()):
             if value is None:  # takes back what the variant says
                 del self.processor_kwargs[name]

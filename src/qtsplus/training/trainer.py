@@ -85,7 +85,8 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     With `budget="loss"` rho has no gradient: in steps whose budget is not drawn the head learns what answers lose with
-    1, 2, 4, ... tokens. `exp(dual_learning_rate * excess)` then multiplies `token_price`, in place of alpha.
+    1, 2, 4, ... tokens. Whenever something is logged, `token_price` becomes that with which the head's predictions for
+    the last 256 questions of this process keep `target_n` tokens on average.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
     `loss_s`, `loss_relevance`, `loss_budget`, `rho`, `n` (kept), `n_asked` (what the budget head asks for in
@@ -108,8 +109,6 @@ class QTSplusTrainer(Trainer):
 
     def __init__(self, model: nn.Module, args: QTSplusTrainingArguments, **kwargs):
         model = prepare_parts(model, args)
-        if kwargs.get("compute_loss_func") is not None:
-            raise ValueError("compute_loss_func has no effect here: add losses in a subclass's compute_loss.")
         super().__init__(model=model, args=args, **kwargs)
         base = base_model(model)
         # The losses below are weighted over the whole optimizer step: nothing is left to divide by.
@@ -277,6 +276,8 @@ class QTSplusTrainer(Trainer):
                 measured[:, step].index_add_(0, rows, token_losses)
         if qtsplus is None:
             return measured[:0, 0]
+        predicted = qtsplus.predicted_losses[most > 1]
+        self.budget.predicted += zip(predicted.detach().cpu(), most[most > 1].tolist(), strict=True)
         return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
 
     def attention_targets(self, inputs: Mapping, labels: Tensor) -> Sequence[Tensor]:
@@ -308,8 +309,6 @@ class QTSplusTrainer(Trainer):
 
     def _check_skipped(self) -> None:
         """Raises `ValueError` once this process has skipped more than `max_skipped` of the records that it reads."""
-        if self.skipped == 0:
-            return
         epochs = int(self.state.epoch or 0) + 1
         dataset: Any = self.train_dataset
         records = epochs * len(dataset) / self.args.world_size
@@ -322,6 +321,7 @@ class QTSplusTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As stock, with the means since the last line added to the lines of training and of evaluation."""
+        self.budget.set_price()
         if "loss" in logs:
             logs.update(self.running[True].pop(self.sum_over_processes))
             if self.selector_config.target_n is not None:
