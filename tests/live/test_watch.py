@@ -49,9 +49,9 @@ def write(path, frames, rate, **options):
 
 
 @pytest.fixture(scope="module")
-def film(tmp_path_factory):
+def video(tmp_path_factory):
     """8 s of shapes as MPEG-TS, 8 frames a second."""
-    path = tmp_path_factory.mktemp("film") / "film.ts"
+    path = tmp_path_factory.mktemp("video") / "video.ts"
     write(path, FRAMES, 8)
     return path
 
@@ -97,16 +97,16 @@ def times_of(answers):
 @pytest.mark.parametrize("movflags", ["", "frag_keyframe"])
 @pytest.mark.parametrize("suffix", ["ts", "mkv", "mp4"])
 def test_a_file_is_read_at_the_rate_that_was_asked_for(tmp_path, suffix, movflags):
-    path = tmp_path / f"film.{suffix}"
+    path = tmp_path / f"video.{suffix}"
     options = {"movflags": movflags} if movflags else {}
     write(path, FRAMES, 8, options=options)
     assert read(path) == TIMES
 
 
-def test_a_clock_that_goes_back_goes_on(loaded, film, tmp_path):
+def test_a_clock_that_goes_back_goes_on(loaded, video, tmp_path):
     """As where an encoder was started anew, or two recordings are one file."""
     twice = tmp_path / "twice.ts"
-    twice.write_bytes(2 * film.read_bytes())
+    twice.write_bytes(2 * video.read_bytes())
     assert read(twice) == pytest.approx(np.arange(32) / 2, abs=0.01)
     (last,) = answers_about(loaded, twice)
     assert last.answer == ANSWER
@@ -147,14 +147,14 @@ def served(handle):
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/film.ts"
+        yield f"http://127.0.0.1:{server.server_port}/video.ts"
     finally:
         server.shutdown()
         server.server_close()
 
 
 def send_in_chunks(handler, content):
-    handler.send_header("Transfer-Encoding", "chunked")  # the film is still being made: nobody knows its length
+    handler.send_header("Transfer-Encoding", "chunked")  # the video is still being made: nobody knows its length
     handler.end_headers()
     for first in range(0, len(content), 20_000):
         piece = content[first : first + 20_000]
@@ -169,73 +169,73 @@ def send_until_it_closes(handler, content):
 
 
 @contextmanager
-def served_list(film, place):
-    """A playlist on loopback, as HLS has it, and a film beside it."""
+def served_list(video, place):
+    """A playlist on loopback, as HLS has it, and a video beside it."""
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:8\n#EXTINF:8,\n{place}\n#EXT-X-ENDLIST\n"
 
     def send(handler):
-        content = film.read_bytes() if handler.path == "/film.ts" else playlist.encode()
+        content = video.read_bytes() if handler.path == "/video.ts" else playlist.encode()
         handler.send_header("Content-Length", str(len(content)))
         handler.end_headers()
         handler.wfile.write(content)
 
     with served(send) as address:
-        yield address.replace("film.ts", "list.m3u8")
+        yield address.replace("video.ts", "list.m3u8")
 
 
-def test_a_list_at_an_address_is_followed_to_its_server(film):
-    with served_list(film, "film.ts") as address:
+def test_a_list_at_an_address_is_followed_to_its_server(video):
+    with served_list(video, "video.ts") as address:
         assert read(address) == TIMES
 
 
 @pytest.mark.parametrize("scheme", ["file://", "concat:", "subfile,,start,0,end,0,,:", ""])
-def test_a_list_at_an_address_leads_to_no_file(film, scheme):
-    with served_list(film, f"{scheme}{film}") as address, pytest.raises(ValueError, match="Cannot read the stream"):
+def test_a_list_at_an_address_leads_to_no_file(video, scheme):
+    with served_list(video, f"{scheme}{video}") as address, pytest.raises(ValueError, match="Cannot read the stream"):
         read(address)
 
 
 @pytest.mark.parametrize("send", [send_in_chunks, send_until_it_closes])
-def test_a_server_that_sends_as_it_goes(loaded, film, send):
-    content = film.read_bytes()
+def test_a_server_that_sends_as_it_goes(loaded, video, send):
+    content = video.read_bytes()
     with served(lambda handler: send(handler, content)) as address:
-        assert read(address, fps=100.0) == read(film, fps=100.0), "to the last frame"
+        assert read(address, fps=100.0) == read(video, fps=100.0), "to the last frame"
         (answer,) = answers_about(loaded, address)
     assert answer.seconds_of_video == 8
     assert answer.answer == ANSWER
 
 
-def test_a_server_that_stalls(film):
+def test_a_server_that_stalls(video):
     done = threading.Event()
 
     def stall(handler):
         handler.end_headers()
-        handler.wfile.write(film.read_bytes()[:100_000])
+        handler.wfile.write(video.read_bytes()[:100_000])
         done.wait(30)
 
-    with served(stall) as address, pytest.raises((TimeoutError, ValueError), match="film.ts"):
+    with served(stall) as address, pytest.raises((TimeoutError, ValueError), match="video.ts"):
         read(address, 1.0)
     done.set()
 
 
-def test_a_server_that_breaks_off(film):
+def test_a_server_that_breaks_off(video):
     def break_off(handler):
-        handler.send_header("Content-Length", str(len(film.read_bytes())))
+        handler.send_header("Content-Length", str(len(video.read_bytes())))
         handler.end_headers()
-        handler.wfile.write(film.read_bytes()[:100_000])
+        handler.wfile.write(video.read_bytes()[:100_000])
         handler.close_connection = True
 
-    with served(break_off) as address, pytest.raises((TimeoutError, ValueError), match="film.ts"):
+    with served(break_off) as address, pytest.raises((TimeoutError, ValueError), match="video.ts"):
         read(address, 2.0)
 
 
 @contextmanager
-def rtsp_camera(film, stalls=False):
+def rtsp_camera(video, stalls=False):
     """
-    A camera on loopback that speaks RTSP (RFC 2326), sends a film as MPEG-TS in RTP (RFC 2250) over the same
+    A camera on loopback that speaks RTSP (RFC 2326), sends a video as MPEG-TS in RTP (RFC 2250) over the same
     connection, and then hangs up, or stalls.
     """
     server = socket.create_server(("127.0.0.1", 0))
-    sdp = "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=film\r\nt=0 0\r\nm=video 0 RTP/AVP 33\r\na=control:track\r\n"
+    sdp = "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=video\r\nt=0 0\r\nm=video 0 RTP/AVP 33\r\na=control:track\r\n"
     replies = {
         "OPTIONS": "Public: OPTIONS, DESCRIBE, SETUP, PLAY\r\n\r\n",
         "DESCRIBE": f"Content-Type: application/sdp\r\nContent-Length: {len(sdp)}\r\n\r\n{sdp}",
@@ -253,7 +253,7 @@ def rtsp_camera(film, stalls=False):
                 method = request[0].split()[0]
                 number = next(line for line in request if line.startswith("CSeq"))
                 connection.sendall(f"RTSP/1.0 200 OK\r\n{number}\r\n{replies[method]}".encode())
-            content = film.read_bytes()
+            content = video.read_bytes()
             size = 7 * 188
             for index, first in enumerate(range(0, len(content), size)):
                 payload = content[first : first + size]
@@ -266,7 +266,7 @@ def rtsp_camera(film, stalls=False):
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
-        yield f"rtsp://127.0.0.1:{server.getsockname()[1]}/film"
+        yield f"rtsp://127.0.0.1:{server.getsockname()[1]}/video"
     finally:
         stop.set()
         server.close()
@@ -275,15 +275,15 @@ def rtsp_camera(film, stalls=False):
 
 def until_it_fails(source):
     frames = []
-    with pytest.raises((TimeoutError, ValueError), match="film"):
+    with pytest.raises((TimeoutError, ValueError), match="video"):
         for item in source:
             frames.append(item)
     return frames
 
 
-def test_a_camera_that_stalls(film, wall):
-    """What it sent is there first, with the film's seconds on the stream's clock."""
-    with rtsp_camera(film, stalls=True) as address:
+def test_a_camera_that_stalls(video, wall):
+    """What it sent is there first, with the video's seconds on the stream's clock."""
+    with rtsp_camera(video, stalls=True) as address:
         frames = until_it_fails(Source(address, 2.0, 4.0, -100))
     seconds = np.array([one for one, _ in frames])
     assert 14 <= len(frames) <= 17
@@ -292,9 +292,9 @@ def test_a_camera_that_stalls(film, wall):
     assert np.allclose(np.diff(seconds), 0.5, atol=0.13)
 
 
-def test_a_camera_waits_for_nobody(film, wall):
+def test_a_camera_waits_for_nobody(video, wall):
     """Of 64 frames that come while nobody takes one the newest are there, and the others are counted."""
-    with rtsp_camera(film) as address:
+    with rtsp_camera(video) as address:
         source = Source(address, 1000.0, 60.0, 0)
         while source.dropped < 40:
             time.sleep(0.1)
@@ -305,7 +305,7 @@ def test_a_camera_waits_for_nobody(film, wall):
 
 
 @pytest.mark.parametrize("held, opening", [(0, 6.0), (12, 6.0), (40, 6.0), (40, 3.0)])
-def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
+def test_a_cameras_clock_is_never_ahead(video, wall, monkeypatch, held, opening):
     """Of 64 frames, 8 a second, FFmpeg held some while it opened the camera; the others come as they are taken."""
     late = 64 - max(held, 1)  # frames; that first one was taken nobody knows when
     frames_to_come = np.arange(1, 65 - held)
@@ -316,7 +316,7 @@ def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
     last = len(looks) - 1
     wall(lambda number: looks[min(number, last)])
     monkeypatch.setattr(watching, "ROOM", 64)
-    monkeypatch.setattr(Source, "_open", lambda _: av.open(str(film)))
+    monkeypatch.setattr(Source, "_open", lambda _: av.open(str(video)))
     seconds = [time for time, _ in Source("udp://127.0.0.1:9", 1000.0, 60.0, 0.0)]
     early = seconds[:-late]
     on_time = seconds[-late:]
@@ -327,14 +327,14 @@ def test_a_cameras_clock_is_never_ahead(film, wall, monkeypatch, held, opening):
 
 
 def test_a_named_pipe_is_read(tmp_path):
-    film = tmp_path / "film.ts"
-    write(film, render_world(WORLD), 2)
+    video = tmp_path / "video.ts"
+    write(video, render_world(WORLD), 2)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    threading.Thread(target=pipe.write_bytes, args=[film.read_bytes()], daemon=True).start()
+    threading.Thread(target=pipe.write_bytes, args=[video.read_bytes()], daemon=True).start()
     seconds = read(pipe)
     assert seconds
-    assert seconds == read(film)
+    assert seconds == read(video)
 
 
 @pytest.mark.parametrize("place, reason", [("pipe", "is a pipe or a device"), ("-", "qtsplus watch -")])
@@ -385,11 +385,11 @@ def test_multipart_jpeg_has_the_times_of_its_arrival(wall):
 @pytest.mark.parametrize(
     "address",
     [
-        "/nonexistent/film.ts",
+        "/nonexistent/video.ts",
         "/dev/video99",
         "v4l2:/dev/video99",
         "dshow:video=None",
-        "http://127.0.0.1:9/film.ts",
+        "http://127.0.0.1:9/video.ts",
         "nonsense://x",
     ],
 )
@@ -412,10 +412,10 @@ def test_what_is_no_video(tmp_path):
 # --- Watching ---
 
 
-def test_two_cameras_on_one_clock(loaded, film, tmp_path):
+def test_two_cameras_on_one_clock(loaded, video, tmp_path):
     yard = str(tmp_path / "yard.ts")
     write(yard, [np.full((168, 168, 3), 120, np.uint8)] * 24, 8)
-    sources = {"yard": yard, "door": str(film)}
+    sources = {"yard": yard, "door": str(video)}
     answers = list(watch(*loaded, sources, QUESTION, every=2, memory_tokens=150))
     assert times_of(answers) == [2, 4, 6, 8], "one ends after 3 s, the other goes on"
     assert all(answer.evidence[0].name == "door" for answer in answers)
@@ -423,19 +423,19 @@ def test_two_cameras_on_one_clock(loaded, film, tmp_path):
     assert answers[-1].answer == ANSWER
 
 
-def test_messages_name_a_source_and_hide_its_address(loaded, film):
-    twice = 2 * film.read_bytes()
+def test_messages_name_a_source_and_hide_its_address(loaded, video):
+    twice = 2 * video.read_bytes()
     with served(lambda handler: send_until_it_closes(handler, twice)) as address:
         (answer,) = answers_about(loaded, f"{address}?token=SECRET")
     (warning,) = answer.warnings
     assert warning.startswith("The stream 'door'")
     assert "SECRET" not in warning
     with pytest.raises(ValueError, match="^Cannot read the stream 'door': [^/]*$"):
-        answers_about(loaded, "http://name:word@127.0.0.1:9/film?token=SECRET")
+        answers_about(loaded, "http://name:word@127.0.0.1:9/video?token=SECRET")
 
 
 def test_a_file_that_was_cut_off_says_so(loaded, tmp_path):
-    path = tmp_path / "film.mkv"
+    path = tmp_path / "video.mkv"
     write(path, FRAMES, 8)
     content = path.read_bytes()
     half = len(content) // 2
@@ -447,9 +447,9 @@ def test_a_file_that_was_cut_off_says_so(loaded, tmp_path):
 
 
 @pytest.mark.parametrize("fps", [2.0, 0.5])
-def test_the_evidence_has_the_times_of_the_frames(loaded, film, tmp_path, fps):
+def test_the_evidence_has_the_times_of_the_frames(loaded, video, tmp_path, fps):
     path = str(tmp_path / "late.mp4")
-    with av.open(str(film)) as given, av.open(path, "w") as late:
+    with av.open(str(video)) as given, av.open(path, "w") as late:
         stream = late.add_stream_from_template(given.streams.video[0])
         for packet in given.demux(video=0):
             if packet.size:
@@ -466,17 +466,17 @@ def test_the_evidence_has_the_times_of_the_frames(loaded, film, tmp_path, fps):
 
 
 @pytest.mark.parametrize("name, value", [("every", 0), ("timeout", -1), ("fps", float("nan"))])
-def test_numbers_out_of_range(loaded, film, name, value):
+def test_numbers_out_of_range(loaded, video, name, value):
     with pytest.raises(ValueError, match=name):
-        answers_about(loaded, film, **{name: value})
+        answers_about(loaded, video, **{name: value})
 
 
 # --- The command ---
 
 
 @pytest.fixture
-def watch_pipe(tiny_published, shared_model, film):
-    """Runs `qtsplus watch` on a film that comes through a pipe, which ends behind it or stalls."""
+def watch_pipe(tiny_published, shared_model, video):
+    """Runs `qtsplus watch` on a video that comes through a pipe, which ends behind it or stalls."""
 
     def run(*arguments, stalls=False, content=None):
         ours, pipe = os.pipe()
@@ -485,7 +485,7 @@ def watch_pipe(tiny_published, shared_model, film):
 
         def send():
             with open(pipe, "wb", closefd=False) as target:
-                target.write(content or film.read_bytes())
+                target.write(content or video.read_bytes())
             if not stalls:
                 os.close(pipe)
 
@@ -525,13 +525,13 @@ def test_a_pipe_that_stalls(watch_pipe):
 
 
 @pytest.mark.slow
-def test_interrupted(tiny_published, film):
+def test_interrupted(tiny_published, video):
     """In a process of its own."""
     options = ["--every", "2", "--timeout", "600", "--model", str(tiny_published)]
     command = [sys.executable, "-m", "qtsplus.cli", "watch", "-", QUESTION, *options]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as process:
-        process.stdin.write(film.read_bytes())
+        process.stdin.write(video.read_bytes())
         process.stdin.flush()
         process.stdout.readline()
         process.send_signal(signal.SIGINT)

@@ -81,20 +81,20 @@ def write_subtitles(path, draw):
 
 def test_subtitles_lead_to_no_other_file(tiny_mp4, tmp_path, monkeypatch):
     draw, outcomes = random.Random(SEED), Counter()
-    (tmp_path / "films").mkdir()
-    monkeypatch.chdir(tmp_path / "films")  # FFmpeg takes a name in a list as one in the folder where it runs
-    film = tmp_path / "films" / "film.mp4"
-    shutil.copy(tiny_mp4, film)
+    (tmp_path / "videos").mkdir()
+    monkeypatch.chdir(tmp_path / "videos")  # FFmpeg takes a name in a list as one in the folder where it runs
+    video = tmp_path / "videos" / "video.mp4"
+    shutil.copy(tiny_mp4, video)
     (tmp_path / "victim.srt").write_text("1\n00:00:00,000 --> 00:00:02,000\nSECRET\n")
-    shutil.copy(tmp_path / "victim.srt", tmp_path / "films" / "victim.srt")
+    shutil.copy(tmp_path / "victim.srt", tmp_path / "videos" / "victim.srt")
     for case in range(CASES):
-        path = film.with_suffix(draw.choice([".srt", ".vtt", ".ass"]))
+        path = video.with_suffix(draw.choice([".srt", ".vtt", ".ass"]))
         write_subtitles(path, draw)
         lines = []
 
         def read(lines=lines):
             with only_in(tmp_path):
-                lines.extend(read_subtitles(str(film)))
+                lines.extend(read_subtitles(str(video)))
 
         what = f"seed {SEED}, case {case}, {path.read_bytes()!r}"
         outcomes[outcome(read, what)] += 1
@@ -110,8 +110,8 @@ CONTAINERS = {"mkv": "mpeg4", "mp4": "mpeg4", "avi": "mpeg4", "ts": "mpeg2video"
 TAGS = [b"mp4v", b"FMP4", b"V_MPEG4/ISO/ASP", b"avc1", b"xvid"]
 
 
-def write_odd_film(path, draw):
-    """A film of a few frames, one of them far away, whose codec may be one that nobody knows."""
+def write_odd_video(path, draw):
+    """A video of a few frames, one of them far away, whose codec may be one that nobody knows."""
     name = path.suffix[1:]
     times = sorted(draw.sample(range(100), 10))
     if draw.random() < 0.6:
@@ -137,12 +137,12 @@ def write_odd_film(path, draw):
     path.write_bytes(data)
 
 
-def test_odd_films_are_read_or_refused(loaded, tmp_path):
+def test_odd_videos_are_read_or_refused(loaded, tmp_path):
     draw, outcomes = random.Random(SEED), Counter()
     for case in range(CASES):
-        path = tmp_path / f"film.{draw.choice(sorted(CONTAINERS))}"
+        path = tmp_path / f"video.{draw.choice(sorted(CONTAINERS))}"
         try:
-            write_odd_film(path, draw)
+            write_odd_video(path, draw)
         except (av.error.FFmpegError, OverflowError):  # no container takes every clock
             outcomes["not written"] += 1
             continue

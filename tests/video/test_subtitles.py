@@ -22,36 +22,36 @@ for second in SECONDS:
 FLAGS = av.stream.Disposition
 
 
-def write_film(path, seconds=40, tracks=(), sound=False):
+def write_video(path, seconds=40, tracks=(), sound=False):
     """Noise, one frame a second, with silence, and tracks of subtitles, each from a file and with the track's flags."""
     noise = np.random.default_rng(0)
-    with av.open(str(path), "w") as film:
-        video = film.add_stream("libx264", rate=1, options={"bf": "0"})
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("libx264", rate=1, options={"bf": "0"})
         video.width = 112
         video.height = 112
         video.pix_fmt = "yuv420p"
         sources = []
         for file, flags in tracks:
             source = av.open(str(file))
-            track = film.add_stream_from_template(source.streams.subtitles[0])
+            track = container.add_stream_from_template(source.streams.subtitles[0])
             track.disposition = flags.value
             sources.append((source, track))
         if sound:
-            silence = film.add_stream("aac", rate=16000)
+            silence = container.add_stream("aac", rate=16000)
         for second in range(seconds):
             if sound:
                 frame = AudioFrame.from_ndarray(np.zeros((1, 16000), np.float32), "fltp", "mono")
                 frame.sample_rate = 16000
                 frame.pts = 16000 * second
-                film.mux(silence.encode(frame))
+                container.mux(silence.encode(frame))
             picture = noise.integers(0, 255, (112, 112, 3), np.uint8)
-            film.mux(video.encode(VideoFrame.from_ndarray(picture)))
-        film.mux(video.encode())
+            container.mux(video.encode(VideoFrame.from_ndarray(picture)))
+        container.mux(video.encode())
         for source, track in sources:
             for packet in source.demux():
                 if packet.size:
                     packet.stream = track
-                    film.mux(packet)
+                    container.mux(packet)
     return path
 
 
@@ -63,15 +63,15 @@ def texts_of(path):
 def talk(tmp_path):
     """A file with the name of a video; its subtitles are beside it."""
     path = tmp_path / "talk.mp4"
-    write_film(path, seconds=1)
+    write_video(path, seconds=1)
     return path
 
 
 @pytest.fixture(scope="module")
-def film(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("film")
-    (folder / "film.srt").write_text(SRT)
-    return write_film(folder / "film.mp4")
+def video(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("video")
+    (folder / "video.srt").write_text(SRT)
+    return write_video(folder / "video.mp4")
 
 
 @pytest.fixture
@@ -96,14 +96,14 @@ def seconds_in(prompt):
     return [int(line.partition("line ")[2]) for line in prompt.splitlines() if line.startswith("[")]
 
 
-def test_a_file_beside_the_video_and_a_track_within_it_are_equal(film, tmp_path):
-    beside = read_subtitles(film)
+def test_a_file_beside_the_video_and_a_track_within_it_are_equal(video, tmp_path):
+    beside = read_subtitles(video)
     assert [line.text for line in beside] == TEXTS
     assert [line.start for line in beside] == [second + 0.5 for second in SECONDS]
     assert [line.end for line in beside] == [second + 1.5 for second in SECONDS]
-    within = write_film(tmp_path / "film.mkv", tracks=[(film.with_suffix(".srt"), FLAGS(0))])
+    within = write_video(tmp_path / "video.mkv", tracks=[(video.with_suffix(".srt"), FLAGS(0))])
     assert read_subtitles(within) == beside
-    (tmp_path / "film.de.vtt").write_text("WEBVTT\n\n00:03.000 --> 00:04.000\n<v Bob>Guten &amp; Tag\n")
+    (tmp_path / "video.de.vtt").write_text("WEBVTT\n\n00:03.000 --> 00:04.000\n<v Bob>Guten &amp; Tag\n")
     (line,) = read_subtitles(within)
     assert str(line) == "[3.0 s] Guten & Tag"
 
@@ -132,12 +132,12 @@ def test_subtitles_in_an_unclear_encoding_are_refused(talk, code, cut, reason):
         read_subtitles(talk)
 
 
-def test_lines_near_what_was_kept_are_before_the_question(loaded, film, prompts):
+def test_lines_near_what_was_kept_are_before_the_question(loaded, video, prompts):
     question = "What is in the yellow ring?"
 
     def ask(**options):
         """The answer, and the prompt that led to it."""
-        answer = session.ask(*loaded, str(film), question, max_visual_tokens=4, max_new_tokens=2, **options)
+        answer = session.ask(*loaded, str(video), question, max_visual_tokens=4, max_new_tokens=2, **options)
         return answer, prompts[-1]
 
     plain, without = ask()
@@ -162,18 +162,18 @@ def test_lines_near_what_was_kept_are_before_the_question(loaded, film, prompts)
     assert few.index("line") < few.index(question)
 
 
-def test_questions_of_a_batch_and_a_conversation(loaded, film):
-    session_about_film = session.VideoSession(*loaded)
-    session_about_film.add(str(film), subtitles=True)
+def test_questions_of_a_batch_and_a_conversation(loaded, video):
+    session_about_video = session.VideoSession(*loaded)
+    session_about_video.add(str(video), subtitles=True)
     questions = ["What is in the yellow ring?", "Is there a cross?"]
     options = {"subtitles": 50, "max_new_tokens": 4, "max_visual_tokens": 6}
-    single = [session_about_film.ask(question, **options).answer for question in questions]
-    batch = session_about_film.ask_many(questions, **options)
+    single = [session_about_video.ask(question, **options).answer for question in questions]
+    batch = session_about_video.ask_many(questions, **options)
     assert [answer.answer for answer in batch] == single
-    assert session_about_film.chat(questions[0], **options).answer == single[0]
-    assert session_about_film.chat(questions[1], **options).answer
-    assert len(session_about_film.turns) == 4
-    assert session_about_film.chat(questions[1], max_new_tokens=4).answer
+    assert session_about_video.chat(questions[0], **options).answer == single[0]
+    assert session_about_video.chat(questions[1], **options).answer
+    assert len(session_about_video.turns) == 4
+    assert session_about_video.chat(questions[1], max_new_tokens=4).answer
 
 
 def test_a_special_token_in_a_subtitle_is_text(loaded, talk):
@@ -183,9 +183,9 @@ def test_a_special_token_in_a_subtitle_is_text(loaded, talk):
 
 
 @pytest.mark.parametrize("count", [0, True])
-def test_a_bad_count_of_tokens_is_refused(loaded, film, count):
+def test_a_bad_count_of_tokens_is_refused(loaded, video, count):
     with pytest.raises(ValueError, match=f"subtitles={count}; expected a "):
-        session.ask(*loaded, str(film), "What?", subtitles=count)
+        session.ask(*loaded, str(video), "What?", subtitles=count)
 
 
 def test_a_video_that_has_no_subtitles_is_refused(loaded, talk):
@@ -200,31 +200,31 @@ def test_a_file_of_subtitles_without_text_is_named(content, talk):
         read_subtitles(talk)
 
 
-def test_a_video_without_its_subtitles_is_refused(loaded, film):
-    video = session.encode(*loaded, str(film))
+def test_a_video_without_its_subtitles_is_refused(loaded, video):
+    encoded = session.encode(*loaded, str(video))
     with pytest.raises(ValueError, match="encoded with its subtitles"):
-        session.ask(*loaded, video, "What?", subtitles=50)
+        session.ask(*loaded, encoded, "What?", subtitles=50)
     with pytest.raises(ValueError, match="expected its path"):
         session.encode(*loaded, np.zeros((4, 112, 112, 3), np.uint8), fps=1, subtitles=True)
 
 
 @pytest.mark.parametrize("sound", [False, True])
 def test_a_stream_with_sound_is_said_to_be_watched_without_it(loaded, tmp_path, sound):
-    path = write_film(tmp_path / "film.mp4", seconds=4, sound=sound)
-    (*_, answer) = watch(*loaded, {"film": str(path)}, "What?", max_new_tokens=1)
+    path = write_video(tmp_path / "video.mp4", seconds=4, sound=sound)
+    (*_, answer) = watch(*loaded, {"video": str(path)}, "What?", max_new_tokens=1)
     assert answer.unheard == sound
 
 
 @pytest.fixture(scope="module")
-def sounding(loaded, film, tmp_path_factory):
+def sounding(loaded, video, tmp_path_factory):
     """A session about a loud video without and with its subtitles, and about a silent one with them."""
     folder = tmp_path_factory.mktemp("sounding")
-    loud = str(write_film(folder / "loud.mp4", sound=True))
+    loud = str(write_video(folder / "loud.mp4", sound=True))
     (folder / "loud.srt").write_text(SRT)
     made = session.VideoSession(*loaded)
     made.add(loud, "loud")
     made.add(loud, "said", subtitles=True)
-    made.add(str(film), "silent", subtitles=True)
+    made.add(str(video), "silent", subtitles=True)
     return made
 
 
@@ -278,7 +278,7 @@ def test_brackets_and_braces_that_are_no_markup_are_text(written, expected, plac
         talk.with_suffix(".srt").write_text(f"1\n{cue.replace('.', ',', 2)}")
     if place == "talk.mkv":
         subtitles = talk.with_suffix(".srt")
-        video = write_film(talk.with_name(place), seconds=4, tracks=[(subtitles, FLAGS(0))])
+        video = write_video(talk.with_name(place), seconds=4, tracks=[(subtitles, FLAGS(0))])
         subtitles.unlink()
     assert texts_of(video) == [expected]
 
@@ -333,7 +333,7 @@ def write_tracks(path, **flags_of):
     tracks = []
     for text, flags in flags_of.items():
         tracks.append((write_srt(path.with_name(f"{text}.srt"), text), flags))
-    return write_film(path, seconds=4, tracks=tracks)
+    return write_video(path, seconds=4, tracks=tracks)
 
 
 @pytest.mark.parametrize(
@@ -355,8 +355,8 @@ def test_a_file_that_is_too_large_is_refused(talk):
         read_subtitles(talk)
 
 
-def test_a_colon_in_a_name_is_no_address(film, tmp_path, monkeypatch):
-    write_film(tmp_path / "a:b.mkv", tracks=[(film.with_suffix(".srt"), FLAGS(0))])
+def test_a_colon_in_a_name_is_no_address(video, tmp_path, monkeypatch):
+    write_video(tmp_path / "a:b.mkv", tracks=[(video.with_suffix(".srt"), FLAGS(0))])
     monkeypatch.chdir(tmp_path)
     assert texts_of("a:b.mkv") == TEXTS
 
