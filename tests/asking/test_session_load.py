@@ -238,7 +238,7 @@ def test_a_retention_that_is_no_fraction(loaded, tiny_mp4, retention):
         session.ask(*loaded, tiny_mp4, "What moves?", retention=retention)
 
 
-@pytest.mark.parametrize(("most", "kept"), [(1, 1), (10_000, 16)])
+@pytest.mark.parametrize(("most", "kept"), [(1, 1), (2.0, 2), (10_000, 16)])
 def test_the_smaller_of_two_budgets_counts(loaded, tiny_mp4, most, kept):
     budget = {"retention": 0.25, "max_visual_tokens": most}
     answer = session.ask(*loaded, tiny_mp4, "What?", max_new_tokens=1, **budget)
