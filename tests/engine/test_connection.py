@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from cachetools import LRUCache
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 
 from qtsplus.vllm import models, server, worker
 from qtsplus.vllm.models import QTSplusForVLLM
@@ -191,6 +191,12 @@ def test_a_stream_has_it_in_the_last_part_of_each_choice(connection):
         (before,) = event["choices"]
         after = json.loads(line.removeprefix(b"data: "))
         assert after["choices"] == [{**before, "qtsplus": BASES["a"]}]
+
+
+def test_a_request_whose_tokens_were_lost_ends_with_an_error(connection):
+    answer = json.dumps({"choices": [choice()]}).encode()
+    with pytest.raises(RuntimeError, match="lost"):
+        request(connection, ["lost"], [answer])
 
 
 def test_what_a_request_held_is_released_later(connection, monkeypatch):
@@ -483,17 +489,19 @@ def test_questions_wait_for_their_budget_together(connection):
     assert sorted(asyncio.run(ask())) == [0, 1, 2]  # in one thread the first would wait in vain
 
 
-def test_a_question_waits_while_others_hold_too_much(monkeypatch):
+def test_a_question_waits_while_others_hold_too_much_and_sends_frames_in_chunks(monkeypatch):
     monkeypatch.setattr(worker, "BUSY_SECONDS", 0)
-    answers = [worker.BUSY, worker.FRAMES, worker.FRAMES, worker.BUSY, 3]
+    answers = [worker.BUSY, [1, 0, 2], [1, 0, 2], worker.BUSY, [1, 2, 4], worker.AGAIN, 3]
+    sent = []
 
     def call_engine(method, args):
+        sent.append(len(load(*args).get(worker.PIXELS, "")))
         return [answers.pop(0)]
 
-    data = {worker.PIXELS: [torch.zeros(2)], "query_mask": torch.ones(2)}
+    data = {worker.PIXELS: [torch.zeros(9), torch.zeros(3)], "query_mask": torch.ones(2)}
     item = SimpleNamespace(get_data=lambda: dict(data))
     assert worker.prepare(call_engine, item, Lock()) == 3
-    assert answers == []
+    assert sent == [0, 0, 0, 2, 2, 1, 0]
 
 
 def test_what_requests_hold_counts_with_the_cache(monkeypatch):
@@ -502,7 +510,7 @@ def test_what_requests_hold_counts_with_the_cache(monkeypatch):
     model = object.__new__(QTSplusForVLLM)
     model.cache = LRUCache(1200, attrgetter("nbytes"))
     model.held, model.holds, model.pieces = {}, Counter(), {}
-    model._encode = lambda item: []
+    model._encode = lambda *_: (None for _ in range(1))
     model._choose = lambda item, features: models.Choice(torch.zeros(100), torch.zeros(1).long(), {})
 
     def prepare(key):

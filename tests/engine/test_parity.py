@@ -122,6 +122,7 @@ def test_the_question_decides_and_the_tower_runs_once(engine):
     assert first["tower_calls"] == 1
     assert second["tower_calls"] == 0
     assert engine.alone["two videos"]["tower_calls"] == 1  # of the second video
+    assert engine.alone["a long video"]["tower_calls"] == 2  # chunks
 
 
 def test_a_further_question_passes_only_its_words_through_the_first_layers(engine):

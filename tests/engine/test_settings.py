@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
@@ -15,7 +14,6 @@ from qtsplus.model.methods_qtsplus import METHODS, add_method
 from qtsplus.vllm.attention import check_attention
 from qtsplus.vllm.models import check_engine
 from qtsplus.vllm.processing import check_settings, count_kept, marks_of, settings_of_request
-from qtsplus.vllm.server import mark_of
 
 
 def start(stages=1, engine=0, **graphs):
@@ -71,18 +69,6 @@ def test_a_video_goes_by_its_mark():
     videos = VideoProcessorItems([("frames", marked), ("others", {"fps": 2})])
     assert marks_of(MultiModalDataItems({"video": videos})) == {"video": ["7", None]}
     assert marks_of(MultiModalDataItems()) == {}
-
-
-def test_a_mark_tells_what_vllm_is_told_of_a_video():
-    frames = np.zeros((2, 4, 4, 3), dtype=np.uint8)
-    about = {"fps": 2.0, "frames_indices": [0, 1]}
-    marks = {
-        mark_of(frames, about),
-        mark_of(frames + 1, about),
-        mark_of(frames, {**about, "fps": 1.0}),
-        mark_of(frames.reshape(2, 2, 8, 3), about),
-    }
-    assert len(marks) == 4
 
 
 def test_attention_is_refused_where_an_engine_cannot_read_it():

@@ -131,12 +131,11 @@ def check_methods(config, words: list[str]) -> None:
     if name not in BACKBONES:
         fail(f"vLLM does not take {name}; expected {', '.join(BACKBONES)}. qtsplus app, ask and batch take it")
     parser = ArgumentParser(add_help=False)
-    parser.add_argument("--enable-lora", action="store_true")
-    parser.add_argument("--lora-modules", nargs="+", default=[])
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
-    parser.add_argument("--mm-processor-kwargs", type=json.loads, default={})
-    named = [re.sub(r"^--\w+", lambda match: match[0].replace("_", "-"), word) for word in words]
-    stated, _ = parser.parse_known_args(named)
+    parser.add_argument("--enable-lora", "--enable_lora", action="store_true")
+    parser.add_argument("--lora-modules", "--lora_modules", nargs="+", default=[])
+    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
+    parser.add_argument("--mm-processor-kwargs", "--mm_processor_kwargs", type=json.loads, default={})
+    stated, _ = parser.parse_known_args(words)
     for adapter in stated.lora_modules:  # NAME=PLACE, or JSON
         check_served_adapter(json.loads(adapter)["path"] if "{" in adapter else adapter.partition("=")[2])
     selection = stated.mm_processor_kwargs.get("selection", config.qtsplus_config.selection)

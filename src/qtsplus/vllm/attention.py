@@ -4,7 +4,7 @@ The first layers run as vLLM's own decoder layers, so that quantised weights go 
 in memory twice. For the time of a call their attention is replaced by a causal one that uses no cache.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -33,20 +33,21 @@ class Front(list[Tensor]):
 
 
 class Pieces:
-    """The attention to the groups of one request's videos, of which each call of the engine reads one more."""
+    """What is known of one request: each call of the engine encodes a chunk of its frames, or reads a group."""
 
-    def __init__(self, features: list[Tensor], front: str):
-        self.features = features  # per video [k, token_width]: the request's pixels come with its first call only
+    def __init__(self, front: str):
+        self.encoding: Generator  # of the features, for which it takes frames
+        self.features: list[Tensor] = []  # `[k, token_width]` of each video that is encoded
         self.front = front  # a hash of all that the model reads up to the end of the videos
         self.known: list[GroupAttention] = []
 
-    def begin(self) -> None:
-        """Another call of the engine begins, which goes through all groups again."""
+    def begin(self, may_read: bool) -> None:
+        """Another call of the engine begins, which goes through all groups again, and reads one if it may."""
         self._known_again = iter(list(self.known))
-        self._has_read = False
+        self._has_read = not may_read
 
     def next(self, read: Callable[[], GroupAttention]) -> GroupAttention:
-        """The next group's attention, from an earlier call or by `read`; [`Unfinished`] where one was read already."""
+        """The next group's attention, from an earlier call or by `read`; [`Unfinished`] where no more may be read."""
         for attention in self._known_again:
             return attention
         if self._has_read:

@@ -6,7 +6,8 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -33,11 +34,12 @@ from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo
 from .attention import Front, Pieces, Unfinished, check_attention, read_group
 from .processing import QTSplusMultiModalProcessor, read
-from .worker import AGAIN, BUSY, FRAMES, METHOD_SECONDS, PIXELS, time_limit
+from .worker import AGAIN, BUSY, METHOD_SECONDS, PIXELS, Frames, time_limit
 
 logger = logging.getLogger(__name__)
 
 CACHE_GB = 4.0  # of main memory, for chosen tokens and the features of videos that may be asked about again
+CHUNK = 2048  # patches that the vision tower sees between tokens of other requests, or those of one frame
 LEAST_HELD = 2**30  # bytes of chosen tokens that requests may hold where the cache is smaller
 
 # The selector's weights have another name in vLLM. The first prefix that fits counts, so these come before vLLM's.
@@ -107,7 +109,7 @@ class QTSplusForVLLM:
         self.holds: Counter[str] = Counter()
         # What was read for requests whose attention is read group by group, by the hash of a video item.
         self.pieces: dict[str, Pieces] = {}
-        self.reading: Pieces | None = None  # of the request that is being prepared
+        self.reading: Pieces | None = None  # of the request that is being prepared, or was last
         # Columns `[k]` of the next forward pass and their positions `[axes, k]`, of each video item.
         self.moved: list[tuple[Tensor, Tensor]] = []
 
@@ -115,11 +117,8 @@ class QTSplusForVLLM:
         """Per video item `[length, token_width + positions]`; images as they are."""
         if "settings" not in kwargs:
             return super().embed_multimodal(**kwargs)  # type: ignore[misc]
-        embedded = []
-        for values in zip(*kwargs.values(), strict=True):
-            fields = dict(zip(kwargs, values, strict=True))
-            embedded.append(self._embed(read(fields)))
-        return embedded
+        items = [dict(zip(kwargs, values, strict=True)) for values in zip(*kwargs.values(), strict=True)]
+        return [self._embed(read(item)) for item in items]
 
     def _embed(self, item: Item) -> Tensor:
         """`[length, token_width + positions]`: the item's part of the shortened prompt, with each row's position."""
@@ -131,9 +130,10 @@ class QTSplusForVLLM:
         if choice is None:
             if PIXELS not in item:  # after the release: nobody reads the answer, and an error would end the engine
                 logger.error("A request ran after its tokens were released; its answer is void.")
-                nothing = hooks.no_features(device)
-                return nothing.new_zeros(settings["length"], hooks.token_width)
-            choice = self._choose(item, self._encode(item))  # in a vLLM that was not started by qtsplus serve
+                return hooks.no_features(device).new_zeros(settings["length"], hooks.token_width)
+            encoded: list[Tensor] = []  # in a vLLM that was not started by qtsplus serve
+            next(self._encode(item, encoded))
+            choice = self._choose(item, encoded)
         layout = with_all_times(layout)
         kept_indices = choice.kept_indices.to(device)
         tokens = choice.tokens.to(device)
@@ -145,8 +145,7 @@ class QTSplusForVLLM:
         part = slice(start, start + settings["length"])
         ids = prompt.input_ids[0, part]
         rows = hooks.get_input_embeddings()(ids)
-        missing = hooks.token_width - rows.shape[-1]
-        rows = nn.functional.pad(rows, (0, missing))
+        rows = nn.functional.pad(rows, (0, hooks.token_width - rows.shape[-1]))
         is_kept = ids == self.config.video_token_id
         kept_tokens = prompt.features["video"][0]
         rows[is_kept] = kept_tokens.to(rows.dtype)
@@ -160,13 +159,12 @@ class QTSplusForVLLM:
         videos = {}
         for number, told in enumerate(settings["told"], start=1):
             name = str(number)
-            metadata = VideoMetadata(**told["metadata"])
             videos[name] = EncodedVideo(
                 video=name,
                 features=torch.empty(0),
                 video_grid_thw=grids[number - 1],
                 seconds_per_step=told["step"],
-                about=AboutVideo(metadata, **told["about"]),
+                about=AboutVideo(VideoMetadata(**told["metadata"]), **told["about"]),
                 seconds=0.0,
             )
         merge_size = self.config.vision_config.spatial_merge_size
@@ -176,12 +174,12 @@ class QTSplusForVLLM:
         return fields
 
     @torch.inference_mode()
-    def prepare(self, item: Item) -> int | str:
+    def prepare(self, item: Item) -> int | Frames | str:
         """
         Chooses the tokens of a request before it runs, so that an error costs this request alone, and keeps them until
         [`release`]: the request itself comes without pixels. Gives their number. [`BUSY`] where requests hold too much
-        already, [`FRAMES`] where a video is not known here and its pixels are not in the item, [`AGAIN`] where
-        attention was read for one more group of tokens, and others are left.
+        already, [`Frames`] that the next call has to bring where a video is not known here, [`AGAIN`] where groups of
+        tokens are left to read. A call encodes one chunk of frames or reads one group, and a request's first neither.
         """
         item = read(item)
         settings = item["settings"]
@@ -192,23 +190,23 @@ class QTSplusForVLLM:
         if pieces is None and held_bytes >= max(self.cache.maxsize, LEAST_HELD):
             return BUSY
         if choice is None:
+            may_read = pieces is not None and PIXELS not in item
             if pieces is None:
-                is_known = all(video in self.cache for video in settings["hashes"])
-                if not is_known and PIXELS not in item:
-                    return FRAMES
-                pieces = Pieces(self._encode(item), settings["front"])
-            pieces.begin()
+                pieces = Pieces(settings["front"])
+                pieces.encoding = self._encode(item, pieces.features)
+            missing = pieces.encoding.send(item.get(PIXELS))
+            if missing is not None:
+                self.pieces[key] = pieces
+                return missing
+            pieces.begin(may_read)
             self.reading = pieces
-            is_named_by_operator = ":" in settings["selection"]
-            seconds = METHOD_SECONDS if is_named_by_operator else 0
+            limit = time_limit(METHOD_SECONDS) if ":" in settings["selection"] else nullcontext()  # the operator's own
             try:
-                with time_limit(seconds):
+                with limit:
                     choice = self._choose(item, pieces.features)
             except Unfinished:
                 self.pieces[key] = pieces
                 return AGAIN
-            finally:
-                self.reading = None
         self.held[key] = choice
         self.holds[key] += 1
         while self.cache and self.cache.currsize + held_bytes + choice.nbytes > self.cache.maxsize:
@@ -263,22 +261,34 @@ class QTSplusForVLLM:
         basis = self._basis(item, qtsplus)
         return Choice(tokens.cpu(), kept_indices.cpu(), basis)
 
-    def _encode(self, item: Item) -> list[Tensor]:
-        """Per video `[k, token_width]`; the vision tower sees those that are not known."""
-        encoded = []
+    def _encode(self, item: Item, encoded: list[Tensor]) -> Generator:
+        """
+        Adds the features of each video, `[k, token_width]`. It gives the [`Frames`] that it misses, and takes them; it
+        gives `None` at the end.
+        """
+        pixels = item.get(PIXELS)
         for index, video in enumerate(item["settings"]["hashes"]):
             features = self.cache.get(video)
             if features is None:
-                here = slice(index, index + 1)
-                (embedded,) = super().embed_multimodal(  # type: ignore[misc]
-                    pixel_values_videos=item[PIXELS][index].to(self.visual.device),
-                    video_grid_thw=item["video_grid_thw"][here],
-                    second_per_grid_ts=item["second_per_grid_ts"][here],
-                )
-                features = embedded.cpu()
+                time, height, width = item["video_grid_thw"][index].tolist()
+                frame_size = height * width
+                chunk_size = max(1, CHUNK // frame_size) * frame_size
+                chunks = []
+                for start in range(0, time * frame_size, chunk_size):
+                    stop = start + chunk_size
+                    frames = pixels and pixels[index][start:stop]
+                    while frames is None:
+                        frames = yield [index, start, stop]
+                    (tokens,) = super().embed_multimodal(  # type: ignore[misc]
+                        pixel_values_videos=frames.to(self.visual.device),
+                        video_grid_thw=torch.tensor([[len(frames) // frame_size, height, width]]),
+                    )
+                    chunks.append(tokens.cpu())
+                features = torch.cat(chunks)
                 self._remember(video, features)
             encoded.append(features)
-        return encoded
+        while True:
+            yield None
 
     def _lay_out(self, item: Item, device="cpu") -> Layout:
         """The full prompt of a request."""
@@ -315,8 +325,7 @@ class QTSplusForVLLM:
         last = int(positions[:, -1].max())
         behind = last + 1 - prompt_length
         answer = torch.arange(prompt_length, count) + behind  # of a request that is taken up again
-        answer = answer.expand(3, -1)
-        return torch.cat([positions, answer], dim=1), behind
+        return torch.cat([positions, answer.expand(3, -1)], dim=1), behind
 
     def embed_input_ids(self, input_ids, multimodal_embeddings=None, **kwargs):
         """As vLLM's; the positions behind the embeddings are kept for [`forward`]."""

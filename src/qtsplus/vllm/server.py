@@ -74,9 +74,8 @@ def read_frames(processor, place: str, name: str, **reading) -> Video:
 
 def mark_of(frames: np.ndarray, about: dict) -> str:
     """A hash of all that vLLM is told of a video."""
-    description = repr((frames.shape, about))
     digest = hashlib.sha256(frames.tobytes())
-    digest.update(description.encode())
+    digest.update(repr((frames.shape, about)).encode())
     return digest.hexdigest()
 
 
@@ -215,9 +214,8 @@ class Connection:
         renderer._process_multimodal_async = make_async(renderer._process_multimodal, executor=pool)
         config = engine.vllm_config.model_config
         options = config.multimodal_config.media_io_kwargs or {}
-        of_videos = options.get("video", {})
         Media.processor = load_processor(config.model, config.revision)
-        Media.most_frames = of_videos.get("num_frames", 0)
+        Media.most_frames = options.get("video", {}).get("num_frames", 0)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == HEALTH:
@@ -265,7 +263,10 @@ class Connection:
         for choice in finished:
             number = min(choice["index"], len(asked) - 1)  # several choices may answer one question
             answers = await self.engine.collective_rpc("qtsplus_basis", args=(asked[number],))
-            choice["qtsplus"] = answers[0]
+            basis = answers[0]
+            if basis is None and asked[number]:
+                raise RuntimeError("The engine lost a request's tokens before its answer was complete.")
+            choice["qtsplus"] = basis
         if not finished:
             return body
         told = json.dumps(answer).encode()

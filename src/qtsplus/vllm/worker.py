@@ -14,28 +14,31 @@ beforehand: there, the error of a method ends the engine.
 import logging
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
 from time import sleep
 from typing import Any
 
 from safetensors.torch import load, save
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 PIXELS = "pixel_values_videos"
 # In place of the number of tokens that a request keeps:
-FRAMES = "frames"  # the engine needs the frames
+Frames = list[int]  # the engine needs these patches of a video: its index, the first, and the one behind the last
 REFUSED = "refused: "  # with the reason behind it
 BUSY = "busy"  # other requests hold too much memory, so ask later
-AGAIN = "again"  # the engine has done a part of the work, so ask it again
+AGAIN = "again"  # the engine has made a part of the choice, so ask it again
+PIECES = ThreadPoolExecutor(1)  # where one piece of the work is asked for at a time; others' tokens come between
 BUSY_SECONDS = 0.1
 METHOD_SECONDS = 60  # after which a method of one's own is ended
 
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Ends a block of Python with `TimeoutError`, since what hangs in the engine stops it for everyone; 0 for never."""
+    """Ends a block of Python with `TimeoutError`, since what hangs in the engine stops it for everyone."""
 
     def end(*_):
         raise TimeoutError(f"the method did not return within {seconds} seconds")
@@ -53,14 +56,10 @@ class Worker:
 
     get_model: Callable[[], Any]
 
-    def qtsplus_prepare(self, item: bytes) -> int | str:
+    def qtsplus_prepare(self, item: bytes) -> int | Frames | str:
         """Calls the model's `prepare` with an item of [`prepare`]. An error is returned: [`REFUSED`] and its text."""
-        data: dict = load(item)
-        pixels = [data.pop(name) for name in sorted(data) if name.isdigit()]
-        if pixels:
-            data[PIXELS] = pixels
         try:
-            return self.get_model().prepare(data)
+            return self.get_model().prepare(load(item))
         except Exception as error:  # the operator's own method may raise anything; the engine must go on
             logger.exception("The tokens of a request could not be chosen.")
             return f"{REFUSED}{type(error).__name__}: {error}"
@@ -83,28 +82,27 @@ def prepare(call_engine: Callable[..., Any], item, turn: Lock) -> int:
     Args:
         item: what [`processing.merged_item`] has made.
     """
-    data = item.get_data()
-    pixels = data.pop(PIXELS)
-    data = {name: value.contiguous() for name, value in data.items()}
-    without_frames = save(data)
+    fields = item.get_data()
+    pixels = fields.pop(PIXELS)
+    fields = {name: value.contiguous() for name, value in fields.items()}
 
-    def ask(content: bytes) -> Any:
+    def ask(**frames: Tensor) -> Any:
+        content = save(fields | frames)
         while True:
             answer = call_engine("qtsplus_prepare", (content,))[0]
             if answer != BUSY:
                 return answer
             sleep(BUSY_SECONDS)
 
-    answer = ask(without_frames)
-    if answer == FRAMES:
+    answer = ask()
+    if isinstance(answer, list):
         with turn:
-            answer = ask(without_frames)  # another question may have sent the frames meanwhile
-            if answer == FRAMES:
-                for index, of_video in enumerate(pixels):
-                    data[f"{index:03}"] = of_video.clone()  # `save` refuses the shared memory of a video given twice
-                answer = ask(save(data))
-    while answer == AGAIN:  # decoding steps of other requests come between
-        answer = ask(without_frames)
+            answer = ask()  # another question may have sent the frames meanwhile
+            while isinstance(answer, list):
+                video, start, stop = answer
+                answer = PIECES.submit(ask, **{PIXELS: pixels[video][start:stop]}).result()
+    while answer == AGAIN:
+        answer = PIECES.submit(ask).result()
     if isinstance(answer, str):
         raise ValueError(f"The request's tokens could not be chosen: {answer.removeprefix(REFUSED)}")
     return answer
