@@ -55,7 +55,7 @@ def test_many_clients_get_what_transformers_answers(model, clips, tmp_path_facto
         video, text, budget = question
         return ask_server(server, "tiny", clips / f"{video}.mp4", text, budget)
 
-    keeps = {"qtsplus_keep_keys": True, "qtsplus_cache_gb": 1e-3}  # not those of all videos
+    keeps = {"qtsplus_keep_keys": True, "qtsplus_cache_gb": 2e-4}  # of about two videos
     options = ["--additional-config", json.dumps(keeps)]
     with serving(published, clips, *options) as server, ThreadPoolExecutor(CLIENTS) as pool:
         choices = list(pool.map(ask, asked))
