@@ -135,9 +135,8 @@ class QTSplusForVLLM:
             next(self._encode(item, encoded))
             choice = self._choose(item, encoded)
         layout = with_all_times(layout)
-        kept_indices = choice.kept_indices.to(device)
         tokens = choice.tokens.to(device)
-        kept = QTSplusOutput(kept_indices=(kept_indices,))
+        kept = QTSplusOutput(kept_indices=(choice.kept_indices.to(device),))
         nothing = hooks.no_features(device)
         features = {IMAGE: [nothing] * len(layout.grids[IMAGE])}
         prompt = splice(hooks, layout, features, [tokens], kept, pad_left=False)
