@@ -71,7 +71,7 @@ class RhoControl:
         # Sums over the current step: rho (in the units of rho_history), samples, and tokens that were asked for.
         self._step = torch.zeros(3, dtype=torch.int64, device=args.device)
         # Of the last questions, what the head predicts, and the most tokens that they may keep.
-        self.predicted: deque[tuple[Tensor, int]] = deque(maxlen=RECENT)
+        self.predicted: deque = deque(maxlen=RECENT)
         self.start_step()
 
     @property
