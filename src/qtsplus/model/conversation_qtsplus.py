@@ -38,8 +38,8 @@ class Question(NamedTuple):
 
 def find_question(processor: "QTSplusProcessorMixin", messages: list, **kwargs) -> Question:
     """
-    The question of a conversation: it is where a mark appears that is written in place of each text of a user's last
-    message. `kwargs` are those of `apply_chat_template`.
+    The question of a conversation. A mark is written in place of each text of a user's last message; the turn that has
+    the mark is the question's. `kwargs` are those of `apply_chat_template`.
     """
     question = Question()
     of_users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
@@ -56,7 +56,7 @@ def find_question(processor: "QTSplusProcessorMixin", messages: list, **kwargs) 
         words = "".join(_words(processor, [token for token in ids[start - 1 : stop] if token not in special]))
         if mark in words:
             question = Question(index, words.split(mark))
-    # Truncation on the left cuts turns at the beginning off.
+    # Truncation on the right may remove later turns, and truncation on the left earlier ones: count from the other end.
     if question.turn is None or (question.turn < len(turns) - 1 and processor.tokenizer.truncation_side == "right"):
         return question
     return question._replace(turn=question.turn - len(turns))

@@ -202,8 +202,8 @@ def choose_frames(
 
 def stretch(video: "VideoDecoder", start: float | None, end: float | None) -> tuple[int, int]:
     """
-    The first frame of a file's clock, and the one behind the last, that come up in a player between two times; the one
-    that it shows all the while where none does.
+    The first frame of a file's clock, and the one behind the last, that come up in a player between two times. If none
+    does, it is the frame that is on screen all the while.
     """
     begin = video.start if start is None else start
     until = math.inf if end is None else end
