@@ -180,8 +180,7 @@ class Scorer(StandingQuestion):
     @torch.no_grad()
     def relevance(self, tokens: Tokens) -> Tensor:
         """`[M]` float32, the log-relevance of the tokens of one video."""
-        parts = [self.log_relevance(scores) for scores in self._chunks(tokens)]
-        return torch.cat(parts)
+        return torch.cat([self.log_relevance(scores) for scores in self._chunks(tokens)])
 
     def peaks(self, whole: Piece, tokens: Tokens) -> list[Piece]:
         """Cuts a piece into pieces of at most [`PIECE`] tokens, each with the log-relevance of its best token."""

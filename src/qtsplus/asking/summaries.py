@@ -178,8 +178,7 @@ def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, in
 
     def split(first: int, last: int) -> Iterator[tuple[int, int]]:
         count = last - first
-        seconds = edges[last] - edges[first]
-        if count < 2 or seconds <= longest:
+        if count < 2 or edges[last] - edges[first] <= longest:
             yield first, last
             return
         shortest = max(1, count // 8)  # the fewest steps on each side of a cut

@@ -272,7 +272,6 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
         table.add_row("shown", f"{verdict} ({calibration})")
     timings = []
     for stage, seconds in answer.timings.items():
-        name = stage.replace("_", " ")
-        timings.append(f"{name} {seconds:.2f} s")
+        timings.append(f"{stage.replace('_', ' ')} {seconds:.2f} s")
     table.add_row("time", ", ".join(timings))
     console.print(table)
