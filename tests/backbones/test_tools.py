@@ -328,6 +328,34 @@ def test_a_templates_words_between_texts_are_no_question(processor, prepare):
 
 
 @each_unlike
+def test_one_token_between_two_videos_is_part_of_the_question(processor, prepare):
+    word = {"type": "text", "text": "?"}
+    inputs = prepare([[user(ASKED, VIDEO, word, VIDEO)]], "as user")
+    assert questions(processor, inputs) == ["?" + ASKED]
+
+
+@each_unlike
+def test_a_question_that_truncation_cuts_off_is_not_an_earlier_one(processor):
+    messages = [user(LATER), SAID, user(ASKED)]
+    options = {"tokenize": True, "return_dict": True, "chat_template": template(processor, "as user")}
+    earlier = processor.apply_chat_template(messages[:2], **options)["input_ids"][0]
+    cut = {"truncation": True, "max_length": len(earlier)}
+    inputs = processor.apply_chat_template(messages, processor_kwargs=cut, **options)
+    assert not any(inputs["query_mask"][0])
+
+
+@can_sanitize
+@pytest.mark.parametrize("name", [None, "tool_use"])
+@each_unlike
+def test_a_processor_may_have_templates_with_names(processor, monkeypatch, name):
+    templates = {"default": template(processor, "as user"), "tool_use": template(processor, "as role")}
+    monkeypatch.setattr(processor, "chat_template", templates)
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "sanitize_control_tokens": True}
+    inputs = processor.apply_chat_template([user(ASKED)], name, **options)
+    assert questions(processor, inputs) == [ASKED]
+
+
+@each_unlike
 def test_words_of_a_template_that_truncation_cuts_are_no_question(processor):
     options = {"tokenize": True, "return_dict": True, "chat_template": template(processor, "in the turn")}
 

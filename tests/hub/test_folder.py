@@ -141,11 +141,3 @@ def test_a_disk_without_room_for_a_folder_is_named(tmp_path, fill):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not (tmp_path / "hub").exists()
-
-
-@pytest.mark.parametrize("name", ["", " "])
-def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="name of the output is empty"):
-        write(name)
-    assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,6 @@ from qtsplus.cli.asking import print_answer
 from qtsplus.hub.loading import load
 from qtsplus.library.indexing import index
 from qtsplus.library.library import Library
-from qtsplus.live.watching import watch
 from qtsplus.video.encoded import encode
 from qtsplus.video.forecast import forecast
 
@@ -265,18 +264,3 @@ def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, 
     reading["start"] = 5
     with pytest.raises(ValueError, match=r"start=4.*and with.*|was begun with"):
         index(videos, folder, *loaded, **reading)
-
-
-def test_frames_of_a_stream_are_looked_at_smaller(loaded, long_video):
-    (answer,) = watch(
-        *loaded,
-        {"video": str(long_video)},
-        "What?",
-        max_pixels=FEW_PIXELS,
-        every=100,
-        timeout=0.2,
-        max_new_tokens=1,
-    )
-    tokens_of_step = 2 * 3
-    steps = answer.frames // 2
-    assert answer.visual_tokens == steps * tokens_of_step

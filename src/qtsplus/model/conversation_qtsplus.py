@@ -55,11 +55,10 @@ def find_question(processor: "QTSplusProcessorMixin", messages: list, **kwargs) 
         # A template may write the first word directly behind the header.
         words = "".join(_words(processor, [token for token in ids[start - 1 : stop] if token not in special]))
         if mark in words:
+            if processor.tokenizer.truncation_side == "left":  # what it leaves of the turns is counted from the end
+                index -= len(turns)
             question = Question(index, words.split(mark))
-    # Truncation on the right may remove later turns, and truncation on the left earlier ones: count from the other end.
-    if question.turn is None or (question.turn < len(turns) - 1 and processor.tokenizer.truncation_side == "right"):
-        return question
-    return question._replace(turn=question.turn - len(turns))
+    return question
 
 
 def _prompt_ids(processor: "QTSplusProcessorMixin", messages: list, **kwargs) -> list[int]:
@@ -68,9 +67,12 @@ def _prompt_ids(processor: "QTSplusProcessorMixin", messages: list, **kwargs) ->
     if not kwargs.get("sanitize_control_tokens"):
         return processor.prompt_ids(processor.apply_chat_template(messages, **kwargs))
     # Only the tokenizer tells a header of the template from one in a text.
-    template = kwargs.pop("chat_template", None) or processor.chat_template
+    template = kwargs.pop("chat_template", None)
+    templates = processor.chat_template
+    if isinstance(templates, dict):
+        template = templates.get(template or "default", template)
     kwargs.update(tokenize=True, return_tensors=None)
-    return processor.tokenizer.apply_chat_template(messages, chat_template=template, **kwargs)
+    return processor.tokenizer.apply_chat_template(messages, chat_template=template or templates, **kwargs)
 
 
 def _words(processor: "QTSplusProcessorMixin", ids: list[int]) -> list[str]:

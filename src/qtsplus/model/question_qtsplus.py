@@ -69,7 +69,7 @@ def find_query_mask(
         mask_of_turn[is_break & is_behind_special] = 0
         if frame_text_token_ids:
             text = ids[start:stop].tolist()
-            for first, last in _frame_texts(text, video_token_id, frame_text_token_ids):
+            for first, last in _frame_texts(text, video_token_id, frame_text_token_ids, int(ids[start - 1])):
                 mask_of_turn[first:last] = 0
     return mask
 
@@ -173,6 +173,7 @@ def _frame_texts(
     ids: list[int],
     video_token_id: int | None,
     openers: Sequence[int],
+    line_break: int,
 ) -> Iterator[tuple[int, int]]:
     """`(start, stop)` of the text before each frame, which begins with the nearest opener and has at most 16 tokens."""
     for frame in range(1, len(ids)):
@@ -183,8 +184,8 @@ def _frame_texts(
         if not opened:
             continue
         start = opened[-1]
-        if video_token_id in ids[max(start - 3, 0) : start]:
-            start -= 1  # the line break behind the frame before, or the token that closes that frame
+        if ids[start - 1] == line_break and video_token_id in ids[max(start - 3, 0) : start]:
+            start -= 1  # behind the frame before
         yield start, frame
 
 
