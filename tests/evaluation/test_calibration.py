@@ -18,7 +18,6 @@ from qtsplus.evaluation.calibration import (
     attention_fields,
     best_heads,
     calibrate,
-    recipe_fields,
 )
 from qtsplus.evaluation.labelled import Sighting, labelled_questions
 from qtsplus.training.attention import AttentionChoice
@@ -112,13 +111,12 @@ def test_the_heads_that_find_the_needles_are_chosen(calibrated, questions):
     assert finds.own == pytest.approx(2 / 3)
     assert finds.other == 0
     assert sum(found.questions) == len(questions)
-    assert found.choices[AttentionChoice()].own == pytest.approx(2 / 3)
-    assert recipe_fields(found.best) == {"relevance_heads": ((0, 3), (2, 1)), "relevance_positions": "answer"}
+    assert found.best.positions == "answer"
 
 
 def test_the_question_s_words_teach_where_they_find_more(calibrated):
     found = calibrated([], most=1, question=[(1, 2)])
-    assert recipe_fields(found.best) == {"relevance_heads": ((1, 2),), "relevance_positions": "question"}
+    assert found.best == AttentionChoice(((1, 2),), "question")
 
 
 @pytest.mark.parametrize(
@@ -185,13 +183,37 @@ def labelled(records) -> list[dict]:
     return rows
 
 
-def test_the_command_prints_a_recipes_lines_and_writes_attention(labelled, tiny_published, tmp_path, monkeypatch):
+@pytest.fixture
+def choosing(monkeypatch):
+    """Lets the command choose many heads, which find as much as is said."""
+    measure = calibration.calibrate
+
+    def choose(finds):
+        best = AttentionChoice(((0, 3), (2, 1), *product(range(10, 30), range(2))), "both")
+        chosen = {best: finds}
+        monkeypatch.setattr(calibration, "calibrate", lambda *given: replace(measure(*given), choices=chosen))
+
+    return choose
+
+
+def test_heads_that_find_no_more_of_the_own_evidence_are_not_printed(labelled, tiny_published, tmp_path, choosing):
+    choosing(Finds(0.2, 0.4))
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(map(json.dumps, [labelled[0], labelled[-1]])))
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_published, folder)
+    result = run_command(folder, few)
+    assert result.exit_code == 0, result.output
+    assert "For distillation, the best heads: own 20.0%, other 40.0%" in result.stdout
+    assert "relevance_" not in result.stdout
+    assert "No head finds the question's own evidence better than that of other questions." in result.stderr
+
+
+def test_the_command_prints_a_recipes_lines_and_writes_attention(labelled, tiny_published, tmp_path, choosing):
     folder = tmp_path / "model"
     shutil.copytree(tiny_published, folder)
     before = json.loads((folder / "config.json").read_text())
-    many = product(range(10, 30), range(2))
-    fields = calibration.recipe_fields(AttentionChoice(((0, 3), (2, 1), *many)))
-    monkeypatch.setattr(calibration, "recipe_fields", lambda choice: fields)
+    choosing(Finds(0.4, 0.2))
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(map(json.dumps, [*labelled[:2], *labelled[-2:]])))
     result = run_command(folder, few)
@@ -210,7 +232,7 @@ def test_the_command_prints_a_recipes_lines_and_writes_attention(labelled, tiny_
     lines = result.stdout.splitlines()
     first = lines.index("training:") + 1
     assert lines[first].startswith("  relevance_heads: [[0, 3], [2, 1], ")
-    assert lines[first + 1].startswith("  relevance_positions: ")
+    assert lines[first + 1] == "  relevance_positions: both"
 
 
 def without_evidence(rows):

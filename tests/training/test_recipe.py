@@ -124,12 +124,36 @@ def test_a_dry_run_counts_what_a_gradient_reaches(dry_run, name):
 def test_a_dry_run_of_two_stages_needs_no_variant(dry_run, tmp_path):
     folder = RECIPES.parent / "hub_configs" / "qtsplus-tiny"
     settings = ["model.variant=null", f"model.weights={folder}", f"training.output_dir={tmp_path / 'out'}"]
-    without_heads = dry_run("qtsplus-3b.yaml", *settings)
-    assert "training.relevance_heads is 'what calibrate prints'" in without_heads.stderr
+    for override, heads in [
+        ("model.dtype=bfloat16", "'what calibrate prints'"),
+        ("training.relevance_heads=null", "null"),
+    ]:
+        without_heads = dry_run("qtsplus-3b.yaml", *settings, override)
+        assert f", stage relevance: training.relevance_heads is {heads}; expected pairs" in without_heads.stderr
     result = dry_run("qtsplus-3b.yaml", *settings, HEADS)
     assert result.exit_code == 0, result.output
     assert "stage relevance: " in result.output
     assert "stage answers: " in result.output
+
+
+def test_without_a_variant_folders_are_named_after_the_first_stages_weights():
+    settings = ("model.variant=null", "model.weights=checkpoints/base", HEADS)
+    relevance, answers = load_stages(RECIPES / "qtsplus-3b.yaml", on_cpu(*settings))
+    assert str(relevance.output_dir.parent) == str(answers.output_dir) == "runs/base"
+
+
+def test_weights_of_another_size_than_the_variant_are_refused(dry_run):
+    folder = RECIPES.parent / "hub_configs" / "qtsplus-tiny"
+    result = dry_run("qtsplus-3b.yaml", f"model.weights={folder}", HEADS)
+    assert result.exit_code == 2
+    assert "but the variant qtsplus-3b one of 2048: add --set model.variant=null" in result.stderr
+
+
+def test_bfloat16_without_a_gpu_says_what_to_set(monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    message = r"paper.yaml: training: Your setup doesn't support bf16.* --set training.bf16=false"
+    with pytest.raises(ValueError, match=message):
+        load_stages(RECIPES / "paper.yaml", ["training.bf16=true"])
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -170,7 +194,6 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         ("model.selector=!!python/name:os.system", "is not YAML that can be read"),
         ("training.deepspeed=none.json", "package that is not installed"),
         ("training.resume_from_checkpoint=/nonexistent", "use --resume"),
-        ("training.eval_strategy=steps", "data.eval_files is empty"),
         ("training.output_dir=", "training.output_dir is null; expected the folder"),
         ("training.max_skipped=2", "max_skipped is 2; expected at most 1"),
         ("stages=5", "SECTION.FIELD=VALUE"),

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import console, wrote
+from .console import console, note, wrote
 from .options import Overrides, RecipeFile, command
 
 if TYPE_CHECKING:
-    from ..evaluation.calibration import Calibration
     from ..training.trainer import QTSplusTrainer
 
 
@@ -85,25 +84,29 @@ def calibrate(
     questions = labelled_questions(records)
     calibration.halves([question for question in questions if question.needles])  # raises before the model is loaded
     result = calibration.calibrate(*load_either(model), questions)
-    _print_calibration(result)
-    configuration = calibration.write_attention(Path(model), result)
-    if configuration is not None:
-        wrote(configuration)
-
-
-def _print_calibration(result: "Calibration") -> None:
-    from ..evaluation.calibration import KEPT, attention_fields, recipe_fields
-
-    best = result.choices[result.best]
+    best = result.best
+    finds = result.choices[best]
     console.print(
         "Measured on {} questions, checked on {}. Of as many tokens with the most attention as show the answer,\nown "
         "is the share that does, other the share that shows only what other questions about the video ask for.\n"
-        "For distillation, {} by these lines of a recipe:\ntraining:".format(*result.questions, best),
+        f"For distillation, the best heads: {finds}".format(*result.questions),
         soft_wrap=True,
     )
-    for name, value in recipe_fields(result.best).items():
-        console.print(f"  {name}: {json.dumps(value)}", soft_wrap=True)
-    console.print(f"For selection=lm_attention, with right answers from {KEPT:.1%} of the tokens:")
+    if finds.lead > 0:
+        console.print(
+            f"by these lines of a recipe:\ntraining:\n  relevance_heads: {json.dumps(best.heads)}\n"
+            f"  relevance_positions: {best.positions}",
+            soft_wrap=True,
+        )
+    else:
+        note(
+            "No head finds the question's own evidence better than that of other questions. Do not train by attention: "
+            "calibrate with more questions, each about a single thing, or with another model."
+        )
+    console.print(f"For selection=lm_attention, with right answers from {calibration.KEPT:.1%} of the tokens:")
     for reading, finds in result.readings.items():
-        fields = json.dumps(attention_fields(reading))
+        fields = json.dumps(calibration.attention_fields(reading))
         console.print(f"  {result.right[reading]} right, {finds}: {fields}", soft_wrap=True)
+    configuration = calibration.write_attention(Path(model), result)
+    if configuration is not None:
+        wrote(configuration)

@@ -1,6 +1,7 @@
 """Settings that a person writes: YAML read strictly, and values checked against the types that a dataclass declares."""
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -110,7 +111,7 @@ def explain(
         if known and clause == _NO_FIELD and name in values:
             nearest = get_close_matches(name, known, cutoff=0)
             clause += f"; the nearest are {', '.join(nearest)}"
-        clauses.append(f"{where}{name} {clause}" if name else where + clause)
+        clauses.append(f"{where}{name} {clause}" if name else re.sub(r"\.$", ": ", where) + clause)
     return printable("; ".join(clauses)) + "."
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
-from transformers.utils import logging
 
 from ..common.folders import read_json, update_json
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
@@ -23,6 +22,7 @@ from ..training.arguments import Head
 from ..training.attention import AttentionChoice, note_attention
 from ..training.dataset import VideoQACollator, VideoQADataset
 from ..training.features import encode_files
+from ..video.encoded import with_bar
 from .evaluate import evaluate_records
 from .labelled import LabelledQuestion, sighting_tokens
 from .matching import gives_answer
@@ -74,13 +74,8 @@ class Calibration:
 
     @property
     def best(self) -> AttentionChoice:
-        """The choice with the largest lead, to 1%; among equals the first, which is of fewer heads."""
-        return max(self.choices, key=lambda choice: round(self.choices[choice].lead, 2))
-
-
-def recipe_fields(choice: AttentionChoice) -> dict:
-    """A choice as fields of a recipe's `training` section."""
-    return {"relevance_heads": choice.heads, "relevance_positions": choice.positions}
+        """The choice with the largest lead."""
+        return max(self.choices, key=lambda choice: self.choices[choice].lead)
 
 
 def attention_fields(reading: AttentionChoice) -> dict:
@@ -115,8 +110,7 @@ def calibrate(
 
         choices: Found = {}
         for positions in ("answer", "question", "both"):
-            sums = [best_heads(measure_single(positions)), AttentionChoice(positions=positions)]
-            choices |= measure_heads(model, dataset, checked, sums)
+            choices |= measure_heads(model, dataset, checked, [best_heads(measure_single(positions))])
         of_default = [head for head in all_heads if head[0] == attention_layer(config)]
         layers = [AttentionChoice(tuple(of_default), "prompt"), *_best_layers(measure_single("prompt"))]
         readings = measure_heads(model, dataset, checked, layers)
@@ -145,7 +139,7 @@ def count_right(
     return sum(outcome.correct for outcome in outcomes)
 
 
-def halves(questions: Questions) -> list[Questions]:
+def halves(questions: Questions) -> Sequence[Questions]:
     """The questions about every second video, and those about the others."""
     videos = list(dict.fromkeys(question.video for question in questions))
     if len(videos) < 2:
@@ -153,11 +147,10 @@ def halves(questions: Questions) -> list[Questions]:
             f"{len(videos)} videos with evidence can be read; expected two or more, to check with. A record says as "
             "`evidence` when and where its answer can be seen."
         )
-    measured = videos[::2]
-    return [
-        [question for question in questions if question.video in measured],
-        [question for question in questions if question.video not in measured],
-    ]
+    parts: list[list[LabelledQuestion]] = [[], []]
+    for question in questions:
+        parts[videos.index(question.video) % 2].append(question)
+    return parts
 
 
 def _best_layers(single: Found) -> list[AttentionChoice]:
@@ -189,8 +182,7 @@ def measure_heads(
     found = {choice: Finds() for choice in choices}
     for attention, shown, elsewhere in _attention_by_head(model, dataset, questions, choices[0].positions):
         for choice, finds in found.items():
-            heads = choice.heads or attention
-            scores = torch.stack([attention[head] for head in heads]).sum(0)
+            scores = torch.stack([attention[head] for head in choice.heads or ()]).sum(0)
             most = scores.topk(len(shown)).indices.cpu().numpy()
             finds.own += float(np.isin(most, shown).mean()) / len(questions)
             finds.other += float(np.isin(most, elsewhere).mean()) / len(questions)
@@ -209,7 +201,7 @@ def _attention_by_head(
     """
     collate = VideoQACollator(dataset.processor)
     choice = AttentionChoice(positions=positions)
-    for question in logging.tqdm(questions, "Reading with all tokens", disable=None):
+    for question in with_bar(questions, "Reading with all tokens"):
         inputs = collate([dataset.example(question.record)])
         del inputs["skipped"]
         del inputs["source_ids"]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-from transformers.utils import logging
-
 from ..asking.answers import Answer
 from ..asking.choice import Choice
 from ..asking.question import Question, check_question
@@ -17,6 +15,7 @@ from ..common.files import first_line
 from ..data.records import VideoRecord
 from ..model.methods_qtsplus import Method
 from ..model.sampling_qtsplus import Sampling
+from ..video.encoded import with_bar
 from .matching import Matcher, is_exact
 
 SENTENCE = 64  # the most new tokens, at least, where an answer may be a sentence around the record's answer
@@ -83,7 +82,7 @@ def evaluate_records(
         group = _Group(str(record.video), record.fps, letters)
         groups.setdefault(group, []).append(record)
     outcomes: dict[VideoRecord, Outcome] = {}
-    for group, asked in logging.tqdm(groups.items(), "Asking", disable=None):
+    for group, asked in with_bar(groups.items(), "Asking"):
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
         if group.letters:
             options = _one_of(processor, group.letters)
@@ -173,10 +172,9 @@ def _row(outcomes: Sequence[Outcome]) -> dict:
 
 def _wilson_interval(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share among `count` independent things."""
-    z = 1.96
-    scale = 1 + z**2 / count
-    middle = (share + z**2 / 2 / count) / scale
-    shift = z / 2 / count
-    variance = share * (1 - share) / count + shift**2
-    half = z / scale * math.sqrt(variance)
+    square = 1.96**2
+    total = count + square
+    middle = (share * count + square / 2) / total
+    variance = share * (1 - share) * count + square / 4
+    half = math.sqrt(square * variance) / total
     return max(0.0, middle - half), min(1.0, middle + half)

@@ -81,7 +81,11 @@ class QTSplusTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            hint = " Or: --set training.bf16=false --set model.dtype=float32." if "bf16" in str(error) else ""
+            raise ValueError(f"{error}{hint}") from error
         ours = {name: getattr(self, name) for name in QTSplusTrainingArguments.__annotations__}
         check_types(QTSplusTrainingArguments, ours)
         if self.resume_from_checkpoint is not None:

@@ -45,10 +45,8 @@ class AttentionChoice:
     @classmethod
     def of(cls, args: QTSplusTrainingArguments) -> "AttentionChoice":
         """As a recipe has it."""
-        if args.relevance_heads is None:
-            return cls(positions=args.relevance_positions)
-        heads = [(layer, head) for layer, head in args.relevance_heads]
-        return cls(tuple(heads), args.relevance_positions)
+        heads = args.relevance_heads
+        return cls(None if heads is None else tuple(heads), args.relevance_positions)
 
     def by_layer(self, language_model) -> HeadsByLayer:
         """

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,10 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers.utils import logging
 
 from ..common.tensors import TensorFormat, TensorKind, digest_of
 from ..data.media import UNREADABLE, AnyPath, media_state
+from ..video.encoded import with_bar
 from .freezing import vision_modules
 
 Video = tuple[str, float | None]  # a file, an address or a folder of frames, and the `fps` of its record
@@ -98,10 +98,8 @@ def encode_files(
     state.wait_for_everyone()  # all have to share out the same list, before anybody shortens it
     mine: Any = missing[state.process_index :: state.num_processes]
     decode = partial(_decode, features, processor, kwargs)
-    decoded: Iterable = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=decode)
-    if state.is_main_process:
-        decoded = logging.tqdm(decoded, "Encoding videos", len(mine), disable=None)  # a bar where there is a terminal
-    for place, inputs in decoded:
+    decoded = DataLoader(mine, batch_size=None, num_workers=workers, collate_fn=decode)
+    for place, inputs in with_bar(decoded, "Encoding videos", state.is_main_process):
         if inputs is None:
             continue
         pixels = inputs.pop("pixel_values_videos")

@@ -1,6 +1,7 @@
 """What a run will train and take, before any weight is loaded."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,14 @@ def make_plan(recipe: Recipe) -> Plan:
     args = recipe.model
     training = recipe.training
     config = make_config(args.variant, args.weights, args.selector)
+    if Path(str(args.weights)).is_dir():
+        stored = make_config(None, args.weights).text_config.hidden_size
+        expected = config.text_config.hidden_size
+        if stored != expected:
+            raise ValueError(
+                f"{args.weights} has a hidden size of {stored}, but the variant {args.variant} one of {expected}: add "
+                "--set model.variant=null, so that the configuration is that of the weights."
+            )
     with torch.device("meta"):
         model = on_meta(config)
         check_relevance(model, training)

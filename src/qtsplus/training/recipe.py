@@ -74,9 +74,8 @@ class DataArguments:
     features: Text | None = None
 
     def __post_init__(self) -> None:
-        for name, value in list(self.processor_kwargs.items()):
-            if value is None:  # takes back what the variant says
-                del self.processor_kwargs[name]
+        # `null` takes back what the variant says.
+        self.processor_kwargs = {name: value for name, value in self.processor_kwargs.items() if value is not None}
 
 
 @dataclass
@@ -128,7 +127,8 @@ def load_stages(
 
     `stages` names what runs one after the other, with the fields in which each differs from the sections above. Every
     stage but the first starts from what the one before has written. The last one writes to `training.output_dir`, the
-    others to folders of their names in it. `{variant}` in it stands for the variant's name.
+    others to folders of their names in it. `{variant}` in it stands for the variant's name, or for that of
+    the first stage's weights.
 
     Args:
         overrides: such as `"training.max_steps=10"`, for every stage; the value is YAML, and fields of a mapping are
@@ -139,7 +139,7 @@ def load_stages(
         ValueError: what is not YAML; an unknown section or field; a value of another type, or one that a section
             refuses.
     """
-    content = _read_yaml(Path(path))
+    content = parse_yaml(Path(path).read_bytes(), str(path))
     content = dict(build(f"{path}: ", File, content))
     stages = content.pop("stages", None) or {"": {}}
     last = list(stages)[-1]
@@ -152,9 +152,10 @@ def load_stages(
         empty: Fields = {"model": {}, "data": {}, "training": {}}
         sections = _merge_all([empty, _variant_defaults(variant), stated])
         if recipes:
-            before = recipes[-1].output_dir
-            sections["model"]["weights"] = str(before)
+            sections["model"]["weights"] = recipes[0].model.weights
         output_dir = _output_dir(path, sections)
+        if recipes:
+            sections["model"]["weights"] = str(recipes[-1].output_dir)
         if stage != last:
             output_dir /= stage
         sections["training"]["output_dir"] = str(output_dir)
@@ -162,14 +163,10 @@ def load_stages(
     return recipes
 
 
-def _read_yaml(path: Path) -> Fields:
-    return parse_yaml(path.read_bytes(), str(path))
-
-
 def _variant_defaults(variant) -> Fields:
     """What a recipe leaves to its variant."""
     path = hub_configs() / str(variant) / "recipe.yaml"
-    return _read_yaml(path) if path.exists() else {}
+    return parse_yaml(path.read_bytes(), str(path)) if path.exists() else {}
 
 
 def _merge(base: Mapping, changes: Mapping) -> Fields:
@@ -203,7 +200,7 @@ def _parse_override(override: str) -> Fields:
 def _output_dir(path: AnyPath, sections: Fields) -> Path:
     """The folder that a recipe writes to, with the variant's name, or else that of the weights."""
     folder = sections["training"].get("output_dir")
-    if not isinstance(folder, str) or folder.strip() == "":
+    if not isinstance(folder, str) or not folder:
         raise ValueError(f"{path}: training.output_dir is {show(folder)}; expected the folder to write to.")
     model = sections["model"]
     weights = Path(str(model.get("weights")))
@@ -219,7 +216,12 @@ def _build(
 ) -> Recipe:
     model = build(f"{path}: model.", ModelArguments, sections["model"])
     data = build(f"{path}: data.", DataArguments, sections["data"])
-    training = build(f"{path}: training.", trainer_class.arguments_class, sections["training"])
-    if training.eval_strategy != "no" and not data.eval_files:
-        raise ValueError(f"{path}: training asks for evaluation, but data.eval_files is empty: name files there.")
+    fields = sections["training"]
+    heads = fields.get("relevance_heads", [])
+    if fields.get("relevance_weight") and not isinstance(heads, list):
+        raise ValueError(
+            f"{path}, stage {stage}: training.relevance_heads is {show(heads)}; expected pairs of a layer and a head, "
+            "which `qtsplus calibrate` prints."
+        )
+    training = build(f"{path}: training.", trainer_class.arguments_class, fields)
     return Recipe(model, data, training, Path(path), stage, trainer_class)
