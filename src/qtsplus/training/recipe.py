@@ -1,6 +1,6 @@
 """Recipes: a YAML file with a model, data and training section, and perhaps several stages that change them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -147,10 +147,10 @@ def load_stages(
     recipes: list[Recipe] = []
     for stage, changes in stages.items():
         build(f"{path}: stages.{stage}.", Sections, changes)
-        stated = _merge_all([content, changes, *changes_of_all])
+        stated = reduce(_merge, [changes, *changes_of_all], content)
         variant = stated.get("model", {}).get("variant")
         empty: Fields = {"model": {}, "data": {}, "training": {}}
-        sections = _merge_all([empty, _variant_defaults(variant), stated])
+        sections = reduce(_merge, [_variant_defaults(variant), stated], empty)
         if recipes:
             sections["model"]["weights"] = recipes[0].model.weights
         output_dir = _output_dir(path, sections)
@@ -178,10 +178,6 @@ def _merge(base: Mapping, changes: Mapping) -> Fields:
             value = _merge(before, value)
         merged[name] = value
     return merged
-
-
-def _merge_all(sections: Iterable[Mapping]) -> Fields:
-    return reduce(_merge, sections, {})
 
 
 def _parse_override(override: str) -> Fields:
