@@ -175,6 +175,7 @@ mcp {empty_folder} --model {model} extra
 eval <file> --model {model}
 eval {records} --model=<few_models>
 eval {records} --model {model} [--retention|--device|--selection]
+eval {records} --model {model} --selection all --retention 0.1
 eval {records} --model {model} <--batch=2|extra|--json=1>
 eval --json
 convert <few_models> --out {out}

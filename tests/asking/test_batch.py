@@ -201,8 +201,7 @@ def write_parquet(path, rows):
     fields = []
     for name, kind in zip(COLUMNS, kinds, strict=True):
         fields.append((name, getattr(pyarrow, kind)()))
-    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(fields))
-    parquet.write_table(table, path)
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(fields)), path)
 
 
 def write_json(path, rows):

@@ -57,8 +57,7 @@ def test_questions_through_a_pipe(chat):
 
 
 def test_an_answer_about_two_videos_names_both(chat):
-    result = chat([INSIDE], "--json", videos=(CLIP, CLIP))
-    answer = json.loads(result.stdout)
+    answer = json.loads(chat([INSIDE], "--json", videos=(CLIP, CLIP)).stdout)
     assert answer["answer"] == MARK
     assert answer["video"] == "demo.mp4, demo.mp4 (2)"
 

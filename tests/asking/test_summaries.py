@@ -62,8 +62,7 @@ LENGTHS = [20, 31, 12, 40, 17]
 def scenes():
     """Five scenes of different lengths, 120 seconds in all."""
     noise = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
-    features = torch.nn.functional.normalize(noise, dim=-1)
-    steps = features.repeat_interleave(torch.tensor(LENGTHS), 0)
+    steps = torch.nn.functional.normalize(noise, dim=-1).repeat_interleave(torch.tensor(LENGTHS), 0)
     return with_steps_of_a_second(steps[:, None].expand(-1, 4, -1))
 
 

@@ -321,24 +321,6 @@ def test_an_answer_that_rests_on_a_whole_video_fills_no_screen(loaded, capsys):
     assert "and in others, which --json lists" in shown
 
 
-@pytest.fixture
-def check_line(tmp_path):
-    """Checks a file of records."""
-    file = tmp_path / "records.jsonl"
-    file.write_text('{"video": "a.mp4", "question": "What?", "answer": "red"}')
-    return [sys.executable, "-m", "qtsplus.cli", "data", "check", file]
-
-
-def test_a_closed_pipe_is_no_error(check_line):
-    """As with other tools."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    result = subprocess.run(check_line, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert result.returncode == 1
-    assert not re.search("qtsplus: |Traceback|Broken pipe|Exception", result.stderr)
-
-
 @pytest.mark.parametrize("command", ["ask", "chat", "watch", "batch", "index", "convert"])
 def test_the_name_of_a_video_does_not_move_the_cursor(command, tiny_mp4, tiny_published, shared_model, tmp_path):
     name = "a\x1b[31m\u202e\nb"

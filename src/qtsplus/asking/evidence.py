@@ -88,13 +88,12 @@ def evidence_intervals(
             stretch = weight[first:end]
             if stretch.max() < sure:
                 continue
-            strong_stretch = stretch * is_strong[first:end]
             interval = Interval(
                 start=first * float(seconds),
                 end=end * float(seconds),
                 weight=float(stretch.sum()),
                 video=video,
-                box=_bounding_box(strong_stretch.sum(0)),
+                box=_bounding_box((stretch * is_strong[first:end]).sum(0)),
             )
             intervals.append(interval)
     return sorted(intervals, key=lambda interval: -interval.weight)

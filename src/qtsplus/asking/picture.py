@@ -88,8 +88,7 @@ def draw_spans(
     for interval in sorted(evidence[:_DRAWN], key=lambda interval: interval.start):
         middle = (interval.start + interval.end) / 2
         step, _ = video.within(middle + 1e-6, middle)
-        pixels = frame_at(video, middle)
-        frame = lit(pixels, kept[step].numpy())
+        frame = lit(frame_at(video, middle), kept[step].numpy())
         pane = ImageOps.contain(frame, (_SIDE, _SIDE))
         draw = ImageDraw.Draw(pane)
         box = np.multiply(interval.box, pane.size * 2)
@@ -121,5 +120,4 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     def choose(total: int, _: float) -> list[int]:
         return [min(index, total - 1)]
 
-    opened = open_video(video.video, choose, (start, end - 0.5 / fps))
-    return next(opened.decode())
+    return next(open_video(video.video, choose, (start, end - 0.5 / fps)).decode())

@@ -42,6 +42,8 @@ def evaluate(
     from ..evaluation.evaluate import evaluate_records, tally
     from ..evaluation.matching import Matcher, gives_answer, is_exact, judge_at
 
+    if selection == "all" and retention is not None:
+        fail("--retention has no effect with --selection all, which keeps every token")
     if len({match == "judge", judge is not None, judge_model is not None}) > 1:
         fail("--match judge, --judge and --judge-model belong together")
     matcher: Matcher = gives_answer
