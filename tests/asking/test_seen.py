@@ -91,8 +91,7 @@ def with_selector(tiny_published, tmp_path):
 
 def run(*words):
     """What a command prints, with single spaces; and its exit code."""
-    line = [str(word) for word in words]
-    result = CliRunner().invoke(app, line)
+    result = CliRunner().invoke(app, [str(word) for word in words])
     return " ".join(result.output.split()), result.exit_code
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from engine_runs import TOKENS, described, frames_of, picture
+from qtsplus.vllm import models
 
 
 class Watch:
@@ -19,7 +20,7 @@ class Watch:
         model._basis = functools.partial(self._rests, model._basis)
         model.visual.register_forward_hook(self._saw)
         model.qtsplus.register_forward_hook(self._chose)
-        model.language_model.model.layers[0].register_forward_pre_hook(self._passes)
+        model.language_model.model.layers[0].register_forward_pre_hook(self._passes, with_kwargs=True)
 
     def forget(self) -> None:
         self.tower_calls = 0
@@ -38,8 +39,9 @@ class Watch:
     def _saw(self, *args: Any) -> None:
         self.tower_calls += 1
 
-    def _passes(self, layer: Any, args: Any) -> None:
-        self.passed.append(len(args[1]))
+    def _passes(self, layer: Any, args: Any, named: Any) -> None:
+        _, states, _ = [*args, *named.values()]
+        self.passed.append(len(states))
 
     def _chose(self, module: Any, args: Any, output: Any) -> None:
         _, chosen = output
@@ -96,6 +98,7 @@ def ask(llm: LLM, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(model: str, folder: Path) -> None:
     requests = json.loads((folder / "requests.json").read_text())
     defaults = requests.pop("defaults")
+    models.CHUNK = 64  # one step in time of most of the videos
     llm = LLM(
         model=model,
         dtype=requests.pop("dtype"),

@@ -64,7 +64,6 @@ def requests_of(positions: str, attention: bool) -> dict[str, dict[str, Any]]:
         "trained": request(WHICH, [12], retention=0.3),
         "other question again": request(WHERE, [12], retention=0.3),
         "two videos": request(WHICH, [12, 8], retention=0.25),
-        "a long video": request(WHICH, [120], retention=0.1),
         "image and two videos": request(WHERE, [12, 8], 1, max_visual_tokens=7),
         "text": request("Hello you"),
         "image": request("Hello you", images=1),
