@@ -6,7 +6,8 @@
     python -m benchmarks.vllm_served benchmarks/results/vllm-keys-cpu.json keys
 
 Each of 32 clients sends its questions about mp4 files one after the other. The models have random weights. The second
-command leaves vLLM its prefix cache, by which EVS gains and a choice by the question does not. Every run is about files
+command leaves vLLM its prefix cache, by which EVS gains and a choice by the question does not; "alike" is EVS's method
+and fraction in ours, which gains too. "small" in place of "deep" is a model that is less deep. Every run is about files
 that no server has seen; the servers take turns. Seconds are of the processors, in one thread, without those of vLLM's
 scheduler: it waits busily for the model where a core is free. The third measures how long other clients wait beside a
 long video, the fourth what a further question about it costs if its keys are kept. It needs vLLM.
@@ -237,6 +238,7 @@ def measure(shape_name: str = "deep", prefix_cache: str = "no-enable") -> dict[s
             sides: dict[str, tuple[Server, Callable[[float], dict[str, Any]]]] = {
                 "ours": (own, lambda retention: {"retention": retention}),
                 "own budget": (own, lambda retention: {}),
+                "alike": (own, lambda retention: {"selection": "temporal_redundancy", "retention": fraction}),
                 "evs": (evs, lambda retention: {}),
                 "all tokens": (own, lambda retention: {"selection": "all", "reencode": False}),
             }

@@ -3,8 +3,16 @@
 import os
 from collections.abc import Iterator
 
-from qtsplus.data.formats import iter_records
-from qtsplus.data.records import Caption, Choice, VideoRecord
+from qtsplus.data.formats import iter_rows
+from qtsplus.data.records import Caption, Choice, Record, VideoRecord
+
+
+def iter_records(path: str | os.PathLike) -> Iterator[Record]:
+    """Every record of a set in order. Raises `ValueError` at the first row that is not a record."""
+    for row in iter_rows(path):
+        if row.record is None:
+            raise ValueError(f"Row {row.number} of {path} is not a record: {row.problem}")
+        yield row.record
 
 
 def iter_captions(path: str | os.PathLike) -> Iterator[Caption]:

@@ -8,9 +8,9 @@ import yaml
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
+from benchmarks.synthesis.inputs import iter_records
 from clips import render_clip
 from qtsplus.cli import app as qtsplus
-from qtsplus.data.formats import iter_records
 from qtsplus.data.records import Choice, FreeAnswer
 from scripted_server import KEY, scripted_server
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qtsplus.data.formats import iter_records, read_records
+from qtsplus.data.formats import iter_rows, read_records
 from qtsplus.data.records import Caption
 from qtsplus.evaluation.labelled import Sighting, labelled_questions
 
@@ -75,9 +75,8 @@ def test_sharegptvideo_s_conversations_are_questions_or_captions(convert):
     assert (record.question, record.answer) == ("What is the setting of the video?", "A newsroom.")
     assert Path(record.video).name == "v_abc-Scene-011"
     assert record.fps == 2
-    caption, _ = iter_records(convert("sharegptvideo.py", "rows.jsonl", "out.jsonl", "--captions"))
-    assert isinstance(caption, Caption)
-    assert (caption.vision_id, caption.caption) == ("v_abc-Scene-011", "A newsroom.")
+    row, _ = iter_rows(convert("sharegptvideo.py", "rows.jsonl", "out.jsonl", "--captions"))
+    assert row.record == Caption(vision_id="v_abc-Scene-011", caption="A newsroom.", fps=2, id=row.record.id)
 
 
 def test_controls_select_by_another_question_of_the_same_video_and_of_another(convert):

@@ -5,7 +5,7 @@ import json
 import random
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from PIL import Image
@@ -27,6 +27,7 @@ for colour in ("red", "blue", "green", "yellow", "white", "black"):
     QUESTIONS.append(f"Where is the {colour} circle?")
     QUESTIONS.append(f"When do you see the {colour} circle?")
 ATTENTION = {"selection": "lm_attention"}
+DIVERSITY = {"selection": "diversity", "retention": 0.4}
 NINE_TOKENS = {"max_visual_tokens": 9}
 BUDGETS = (
     {"retention": 0.1},
@@ -35,6 +36,7 @@ BUDGETS = (
     {},  # the model's own
     ATTENTION,
     ATTENTION | {"retention": 0.2},
+    DIVERSITY,
 )
 
 
@@ -64,7 +66,14 @@ def server(tmp_path_factory, clips, model):
     published = write_folder(*model, tmp_path_factory.mktemp("served"))
     limits = {"video": 3, "image": 2}
     cache = {"qtsplus_cache_gb": 3e-5}  # room for the features of two videos
-    options = ["--limit-mm-per-prompt", json.dumps(limits), "--additional-config", json.dumps(cache)]
+    options = [
+        "--limit-mm-per-prompt",
+        json.dumps(limits),
+        "--additional-config",
+        json.dumps(cache),
+        "--block-size",
+        32,
+    ]
     with serving(published, clips, *options, own=("--api-key", KEY)) as address:
         yield address
 
@@ -100,6 +109,7 @@ class Reply:
     text: str
     prompt_tokens: int
     kept: dict | None
+    reused: int | None = field(compare=False)
     basis: dict | None
 
 
@@ -132,10 +142,12 @@ def ask_about(server, content, question, budget, timeout=120.0, **more):
         if more.get("stream"):
             return read_stream(answer)
     choice = answer.choices[0]
+    details = answer.usage.prompt_tokens_details.model_dump()
     return Reply(
         text=choice.message.content,
         prompt_tokens=answer.usage.prompt_tokens,
-        kept=answer.usage.prompt_tokens_details.model_dump()["multimodal_tokens"],
+        kept=details["multimodal_tokens"],
+        reused=details["cached_tokens"],
         basis=getattr(choice, "qtsplus", None),
     )
 
@@ -153,6 +165,7 @@ def read_stream(answer):
         text=text,
         prompt_tokens=usage.usage.prompt_tokens,
         kept=None,
+        reused=None,
         basis=getattr(last.choices[0], "qtsplus", None),
     )
 
@@ -217,6 +230,15 @@ def test_many_clients_get_what_each_would_get_alone(server, clips):
     assert list(map(answered, asked)) == together
     different = set(map(str, together))
     assert len(different) > CLIENTS  # the requests are not all the same
+
+
+def test_questions_that_choose_alike_share_the_prefill_of_their_video(server, clips):
+    reused = {}
+    for name, budget in ("alike", DIVERSITY), ("by question", {"retention": 0.4}):
+        forget(server)
+        for question in QUESTIONS[:2]:
+            reused[name] = ask(server, clips, [0], question, budget).reused
+    assert reused["alike"] > reused["by question"]
 
 
 def test_a_budget_is_the_prompts_length(server, clips):

@@ -78,14 +78,6 @@ def _parse(number: int, content: object) -> Row:
         return Row(number, content, str(error))
 
 
-def iter_records(path: AnyPath) -> Iterator[Record]:
-    """Every record of a set in order, see [`iter_rows`]. Raises `ValueError` at the first row that is not a record."""
-    for row in iter_rows(path):
-        if row.record is None:
-            raise ValueError(f"Row {row.number} of {path} is not a record: {row.problem}")
-        yield row.record
-
-
 def read_records(
     path: AnyPath,
     media_root: AnyPath | None = None,

@@ -28,6 +28,7 @@ from .worker import PIXELS, prepare
 BUDGET = {"retention", "max_visual_tokens"}
 SETTINGS = ("retention", "max_visual_tokens", "selection", "reencode")  # in a request's mm_processor_kwargs
 BY_QUESTION = ("qtsplus", "lm_attention")  # methods that compare tokens with the question
+BLIND = ("all", "uniform", "temporal_redundancy", "diversity", "coverage")  # methods that never see the question
 
 
 Fields = dict[str, Any]  # settings of a request, or facts about a video
@@ -179,6 +180,7 @@ class QTSplusMultiModalProcessor:
         placeholder = config.video_token_id  # which is slow to ask for once a token
         ids = processed["prompt_token_ids"]
         items = processed["mm_kwargs"]
+        selection = settings["selection"]
         hashes = processed["mm_hashes"]
         videos = processed["mm_placeholders"]["video"]
         images = processed["mm_placeholders"].get("image", [])
@@ -190,19 +192,23 @@ class QTSplusMultiModalProcessor:
         mask = mask[0].bool()
         if any(start < image.offset < stop for image in images):
             raise ValueError("An image stands between two videos: put images in front of the videos or behind them.")
-        if settings["selection"] == "lm_attention" and images:
+        if selection == "lm_attention" and images:
             raise ValueError(
                 "selection='lm_attention' takes no images in vLLM, whose features are not known when tokens are "
                 "chosen: leave out the images, or take another selection, such as 'qtsplus' or 'diversity'."
             )
-        if settings["selection"] in BY_QUESTION and not mask.any():
+        if selection in BY_QUESTION and not mask.any():
             raise ValueError(
                 "The last turn that a user wrote has no text to select by: expected a question beside the video."
             )
 
-        key = digest(ids, hashes, settings)
+        # Requests that choose alike have one key: vLLM then computes the prompt up to the end of the video once.
+        states_fraction = selection == "all" or settings.get("retention") is not None
+        chooses_alike = selection in BLIND and states_fraction
+        front = ids[:stop]
+        key = digest(front if chooses_alike else ids, hashes, settings)
         settings["key"] = key
-        settings["front"] = digest(ids[:stop], hashes["video"])
+        settings["front"] = digest(front, hashes["video"])
         settings["hashes"] = hashes["video"]
         settings["told"] = [of_bytes(video["told"].data) for video in items["video"]]
         item = merged_item(items, prompt, mask)
@@ -220,7 +226,7 @@ class QTSplusMultiModalProcessor:
         settings["start"] = start
         settings["stop"] = stop
         settings["length"] = length
-        if settings["selection"] != "all":
+        if selection != "all":
             settings["retention"] = kept / num_tokens
             settings["max_visual_tokens"] = None
         item["settings"] = element(as_bytes(settings))
