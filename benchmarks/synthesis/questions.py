@@ -3,12 +3,12 @@
 import json
 import random
 import re
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError, field_validator
 
 from qtsplus.common.validation import explain
-from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text
+from qtsplus.data.records import LETTERS, Caption, Choice, Text
 
 from .endpoint import Endpoint
 from .engine import Item, ItemFailed, Ledger
@@ -19,7 +19,8 @@ PER_CAPTION = 3  # questions
 ROUNDS = 3  # how often a reply may be asked for: the first, and those that mend it
 MAX_TOKENS = 2048  # of a reply
 
-_ASKS_FOR = {
+QuestionType = Literal["object", "attribute", "count", "action", "spatial", "temporal", "causal", "scene", "text"]
+_ASKS_FOR: dict[str, str] = {
     "object": "which person, animal or thing is seen or used",
     "attribute": "what something is like: its colour, size, material, clothing or state",
     "count": "how many of something there are, or how often something happens",
@@ -30,6 +31,7 @@ _ASKS_FOR = {
     "scene": "in which place, surroundings, weather or light it plays",
     "text": "what is written or shown as a sign, a label, a title or a number",
 }
+QUESTION_TYPES = tuple(_ASKS_FOR)
 
 _SYSTEM = (
     "You write exam questions that test whether somebody has watched a video with care. You know the video only from a "
@@ -79,7 +81,7 @@ class Draft(BaseModel):
     question: Text
     answer: Text
     distractors: list[Text]
-    difficulty: Difficulty
+    difficulty: Literal["easy", "medium", "hard"]
     rationale: Text
     evidence: Text
 

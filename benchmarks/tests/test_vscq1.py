@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.synthesis.engine import Item, run_job
 from benchmarks.synthesis.questions import (
+    QUESTION_TYPES,
     Draft,
     draft_fault,
     first_messages,
@@ -15,7 +16,7 @@ from benchmarks.synthesis.questions import (
     to_choice,
     wanted_types,
 )
-from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice
+from qtsplus.data.records import LETTERS, Caption, Choice
 from scripted_server import KEY, scripted_server
 from synthesis_run import captions, questions_job
 

@@ -1,6 +1,7 @@
 """What is broken in a folder, convert and publish name in one line, and write nothing."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
+from qtsplus.hub.loading import load
 
 COMMANDS = {
     "convert": lambda source, out: ["convert", source, "--out", out],
@@ -92,6 +94,26 @@ def refusal_of(command, source, out):
     assert result.stdout == ""
     assert not out.exists()
     return result.stderr
+
+
+@pytest.fixture
+def folder(tiny_published, tmp_path):
+    return shutil.copytree(tiny_published, tmp_path / "folder")
+
+
+@pytest.mark.parametrize("ids", [{"turn_end_token_id": 5}, {"user_turn_token_ids": [5, 6]}])
+def test_ids_that_find_no_question_are_refused(folder, ids, tmp_path):
+    with_fields(**ids)(folder / "config.json")
+    message = "do not find the question that the chat template writes; expected user_turn_token_ids=["
+    assert message in refusal_of("publish", folder, tmp_path / "out")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(folder)
+
+
+def test_a_template_that_marks_questions_in_another_way_is_loaded(folder):
+    """Neither the folder's ids nor the tokenizer's find its questions, which whoever asks gives apart."""
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}USER: <|video_pad|> Who?{% endfor %}")
+    load(folder)
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "{absolute}", "shards/x.safetensors", "..", "", 5, None])

@@ -1,6 +1,5 @@
 """A Hub folder is complete, is written whole or not at all, and never eats a user's files."""
 
-import json
 import re
 import shutil
 
@@ -11,10 +10,9 @@ from safetensors.torch import load_file, save_file
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor
 from qtsplus.common.folders import WRITTEN
 from qtsplus.hub.publish import assemble_folder
-from qtsplus.model.generation_qtsplus import auto_map, code_of
+from qtsplus.model.generation_qtsplus import code_of
 from tiny import load_bundled
 
-AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
 CODE = {path.name for name in ("modeling", "processing") for path in code_of(f"qtsplus.model.{name}_qtsplus")}
 
 
@@ -33,12 +31,6 @@ def test_the_code_is_all_that_the_entry_files_import(tiny_published):
     for name in names:
         imported = re.findall(r"^\s*from \.(\w+) import", (tiny_published / name).read_text(), re.MULTILINE)
         assert {f"{module}.py" for module in imported} <= names, name
-
-
-def test_the_auto_map_is_whole_and_local(tiny_published):
-    assert json.loads((tiny_published / "config.json").read_text())["auto_map"] == AUTO_MAP
-    processor_config = json.loads((tiny_published / "processor_config.json").read_text())
-    assert processor_config["auto_map"] == {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}
 
 
 def test_the_card_says_how_the_bundled_weights_were_made(tiny_published):

@@ -254,14 +254,6 @@ def test_weights_that_cannot_be_used_are_refused(tiny_published, tmp_path, chang
         make_model("qtsplus-tiny", str(tmp_path))
 
 
-def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="There is no folder"):
-        make_model("qtsplus-tiny", str(tmp_path / "nowhere"))
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="holds no JSON object"):
-        make_model("qtsplus-tiny", str(tmp_path))
-
-
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory, tiny_mp4) -> Path:
     record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "query": None, "source": "vqa"}

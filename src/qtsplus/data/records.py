@@ -24,10 +24,6 @@ LETTERS = "ABCD"
 SOURCES = ("mcq", "vqa", "caption")
 
 Letter = Literal["A", "B", "C", "D"]
-QuestionType = Literal["object", "attribute", "count", "action", "spatial", "temporal", "causal", "scene", "text"]
-Difficulty = Literal["easy", "medium", "hard"]
-
-QUESTION_TYPES: tuple[str, ...] = get_args(QuestionType)
 
 INSTRUCTION = "Answer with the letter."
 
@@ -71,8 +67,8 @@ class Choice(VisionRecord):
     question: Text  # without the options
     options: dict[Letter, Text]  # four different texts
     answer: Letter
-    type: QuestionType | None = None
-    difficulty: Difficulty | None = None
+    type: String | None = None
+    difficulty: String | None = None
     rationale: String | None = None  # why the answer is right
     evidence: String | None = None  # the words of the caption that show it
 
@@ -103,8 +99,8 @@ class FreeAnswer(VisionRecord):
 
     question: Text
     answer: Text = Field(validation_alias=AliasChoices("answer", "prediction"))  # as the reference calls it
-    type: QuestionType | None = None  # of the [`Choice`] that the question comes from
-    difficulty: Difficulty | None = None
+    type: String | None = None  # of the [`Choice`] that the question comes from
+    difficulty: String | None = None
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="ignore"))

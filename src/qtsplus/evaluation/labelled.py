@@ -3,22 +3,19 @@
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..common.validation import explain
 from ..data.formats import iter_rows, read_records
 from ..data.records import VideoRecord
+from ..training.arguments import Share
 
 # The least share that the cell of a token has in common with the box of the thing that it shows: a share of the box, or
 # of the cell if that is smaller.
 LEAST_SHARE = 0.25
-
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)

@@ -165,8 +165,6 @@ def _from_base(
     config.dtype = tensors[EMBEDDINGS].dtype
     tensors.update(fresh_selector(config, tensors[EMBEDDINGS].dtype))
     selection = config.qtsplus_config.selection
-    if ":" in selection:
-        say(f"The folder imports nothing: whoever loads it names its selection too, as --selection {selection}.")
     text = _FRESH
     if selection == "lm_attention":
         text = _UNTRAINED

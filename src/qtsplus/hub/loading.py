@@ -32,9 +32,9 @@ register_backbones()
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # legacy ones without an owner hold none of our models
 
 _KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-_WHO = {"type": "text", "text": "Who?"}
-_A_QUESTION: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "video"}, _WHO]}]
-_A_QUESTION_ALONE: list[dict[str, Any]] = [{"role": "user", "content": [_WHO]}]
+_A_QUESTION: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Who?"}]},
+]
 LONGEST_PROMPT = 10**6  # the most characters that a chat template may make of one question
 _SIDE = 56  # pixels of a frame
 _VIDEO_BYTES = 2**30  # that two such frames may take while they are prepared
@@ -105,7 +105,8 @@ def check_values(what: str, values, name: str = "") -> None:
 def load_processor(model: str | Path, revision: str | None = None):
     """The processor alone, see [`load`]."""
     check_model(model, revision)
-    processor = processor_of(model, load_config(model, revision), revision)
+    config = load_config(model, revision)
+    processor = processor_of(model, config, revision)
     if processor.tokenizer.pad_token is None:
         raise ValueError(f"{model} has a tokenizer without a padding token; expected one in tokenizer_config.json.")
     templates = processor.chat_template
@@ -114,7 +115,7 @@ def load_processor(model: str | Path, revision: str | None = None):
     for template in templates.values():
         _check_template(template, f"The folder {str(model)!r}", processor.tokenizer.special_tokens_map)
     with reading(f"The processor of {str(model)!r}"), within_memory(_VIDEO_BYTES):
-        processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+        _check_question_ids(config, processor)
         _black_video(processor)
     return processor
 
@@ -161,14 +162,36 @@ def adopt_tokenizer(config, processor) -> None:
     Has a configuration find questions by the ids of a processor's tokenizer; a `ValueError` where these ids find no
     question in what its chat template writes.
     """
-    for name, value in processor.query_token_ids.items():
+    token_ids = processor.query_token_ids
+    for name, value in token_ids.items():
         setattr(config, name, value)
-    inputs = processor.apply_chat_template(_A_QUESTION_ALONE, tokenize=True, return_dict=True, return_tensors="pt")
-    if not find_query_mask(inputs["input_ids"], None, **question_token_ids(config)).any():
+    if not _question_in_prompt(processor, token_ids).any():
         raise ValueError(
             f"The chat template of this tokenizer writes no question that begins with {processor.user_turn!r} and ends "
             f"with {processor.turn_end!r}, by which a question is found: give it a template that does."
         )
+
+
+def _check_question_ids(config, processor) -> None:
+    """
+    Raises `ValueError` for a configuration whose ids find another question in a prompt than the tokenizer's, or none.
+    Where the chat template marks questions in another way, neither finds one.
+    """
+    expected = processor.query_token_ids
+    question = _question_in_prompt(processor, expected)
+    if not torch.equal(question, _question_in_prompt(processor, question_token_ids(config))):
+        raise ValueError(
+            "The token ids in config.json do not find the question that the chat template writes; expected "
+            f"user_turn_token_ids={expected['user_turn_token_ids']}, turn_end_token_id={expected['turn_end_token_id']} "
+            "and the special_token_ids of this tokenizer."
+        )
+
+
+def _question_in_prompt(processor, token_ids: dict) -> torch.Tensor:
+    """The mask of the question in what the chat template writes, by these ids."""
+    prompt = processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+    input_ids = torch.tensor([processor.prompt_ids(prompt)])
+    return find_query_mask(input_ids, None, **token_ids)
 
 
 def load_config(model: str | Path, revision: str | None = None):

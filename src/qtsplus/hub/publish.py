@@ -15,7 +15,7 @@ from .backbones import backbone_of
 from .card import card_data, model_card
 from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
 from .files import hub_configs, variants
-from .loading import check_model, load_config, load_generation_config, processor_of
+from .loading import check_model, load_config, load_generation_config, load_processor
 
 # The line of the card's usage that names the repository.
 _CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)
@@ -55,6 +55,7 @@ def assemble_folder(
     stored = read_checkpoint(source)
     model = on_meta(config)
     tensors = check_weights(stored, config, source)
+    processor = load_processor(source)
     if repository is None:
         repository = f"org/{folder.name}"
     elif repository.count("/") != 1:
@@ -78,7 +79,7 @@ def assemble_folder(
                 shutil.copyfile(path, staging / path.name)
         model.generation_config = load_generation_config(source) or model.generation_config
         model.generation_config.save_pretrained(staging)
-        write_repository(staging, model, processor_of(source, config), repository, about, card)
+        write_repository(staging, model, processor, repository, about, card)
     return folder
 
 
