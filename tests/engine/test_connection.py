@@ -127,7 +127,7 @@ def request(
     method="POST",
 ):
     exchange = Exchange(asked, answers, parts)
-    connection.app = exchange.app
+    connection.server = exchange.app
     length = sum(len(part) for part in parts)
     named = {b"host": b"localhost", b"content-length": str(length).encode()}
     named.update(headers or {})
@@ -252,7 +252,7 @@ def test_a_request_for_an_adapter_that_holds_a_selector_is_told_to_merge_it(conn
 
     def ask():
         exchange = Exchange([], [], [b"{}"])
-        connection.app = load
+        connection.server = load
         scope = {
             "type": "http",
             "path": "/v1/load_lora_adapter",
@@ -282,7 +282,7 @@ def test_what_is_about_no_video_stays_as_it_is(connection):
 
 
 def test_a_request_is_bounded_and_comes_whole(connection):
-    connection.guard.largest = 10
+    connection.largest = 10
     assert request(connection, parts=[b"12345", b"67890"]).seen == b"1234567890"
     reply = request(connection, parts=[b"12345", b"67890", b"1"])
     assert reply.status == 413
@@ -309,7 +309,7 @@ RIGHT = {b"authorization": b"Bearer correct horse"}
     ],
 )
 def test_a_name_and_a_key_are_asked_for(connection, headers, path, expected):
-    connection.guard.key = "correct horse"
+    connection.key = "correct horse"
     assert request(connection, headers=headers, path=path).status == expected
 
 

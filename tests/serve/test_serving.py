@@ -42,12 +42,12 @@ def pretend_vllm(tmp_path, monkeypatch):
 
 def own_options(model):
     """The options that vLLM's server gets in any case."""
-    options = ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
+    options = ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
+    options += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
     options += ["--model", str(model), "--host", "127.0.0.1", "--port", "8000"]
     return options + ["--allowed-origins", "[]", "--served-model-name", model.name, "--dtype", "float32"]
 
 
-DETAILS = ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
 GUARD = ["--middleware", "qtsplus.vllm.server.Connection"]  # the last, so that no other one is in front of it
 
 
@@ -60,7 +60,7 @@ def test_vllm_is_started_with_nothing_open(model, tiny_published, pretend_vllm, 
     assert not started
     assert CliRunner().invoke(app, ["serve", str(model)]).exit_code == 0
     ((options, environment),) = started
-    assert options == DETAILS + own_options(model) + GUARD
+    assert options == own_options(model) + GUARD
     assert environment["VLLM_MEDIA_CONNECTOR"] == "qtsplus"
     assert "VLLM_API_KEY" not in environment
     assert json.loads(environment["QTSPLUS_HOSTS"]) == ["127.0.0.1"], "the guard adds the names of every machine"
@@ -79,8 +79,7 @@ def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     result = subprocess.run(line, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    expected = list(DETAILS)
-    expected += own_options(model)
+    expected = own_options(model)
     expected += ["--allowed-media-domains", "a.org", "b.org:8443"]
     expected += ["--allowed-local-media-path", str(tmp_path)]
     expected += ["--mm-processor-kwargs", '{"retention": 0.1}']
@@ -94,15 +93,15 @@ def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
     ("line", "message"),
     [
         (["--port", "1"], "expected --port in front of --"),
-        (["--allowed_local_media_path=/"], "expected --allow-media-root"),
+        (["--allowed_local-media_path=/"], "expected --allow-media-root"),
         (["--worker-extension-cls", "mine"], "qtsplus serve decides it"),
-        (["--no-trust-request-mm-kwargs"], "qtsplus serve decides it"),
+        (["--no_trust-request-mm-kwargs"], "qtsplus serve decides it"),
         (["--allowed-origins", '["*"]'], "expected a proxy in front"),
         (["--video-pruning-rate", "0.9"], "expected --retention in front of --"),
         (["--enable-tower-connector-lora"], "expected an adapter of the language model"),
         (["--mm-processor-kwargs", '{"fps": 1}'], "expected the budget in it"),
-        (["--mm_processor_kw={}"], "expected the budget in it"),
-        (["--mm-processor-kwargs.selection", "uniform"], "expected the budget in it"),
+        (["--mm_processor-kw={}"], "expected the budget in it"),
+        (["--mm-processor_kwargs.selection", "uniform"], "expected the budget in it"),
     ],
 )
 def test_an_option_that_serve_sets_is_refused_behind_the_dashes(model, pretend_vllm, line, message):
@@ -157,7 +156,8 @@ LM_ATTENTION = {"selection": "lm_attention"}
         (LM_ATTENTION, ["--enable-lora"], "LoRA adapters"),
         (LM_ATTENTION, ["-tp", "2"], "tensor_parallel_size above 1"),
         (LM_ATTENTION, ["--tensor_parallel_size=2"], "tensor_parallel_size above 1"),
-        ({}, ["--enable-lora", "--mm_processor_kwargs", json.dumps(LM_ATTENTION)], "LoRA adapters"),
+        ({}, ["--enable_lora", "--mm_processor-kwargs", json.dumps(LM_ATTENTION)], "LoRA adapters"),
+        ({}, ["--enable-lora", "--mm-processor_kwargs.selection=lm_attention"], "LoRA adapters"),
         ({**LM_ATTENTION, "attention_layer": 99}, [], "attention_layer=99; expected a layer of the language model"),
         ({**LM_ATTENTION, "attention_heads": [99]}, [], "expected heads from 0"),
         (LM_ATTENTION, ["--enable-lora", "--mm-processor-kwargs", '{"selection": "diversity"}'], None),

@@ -19,21 +19,21 @@ from .options import HOST, AllowHost, ApiKey, MaxVisualTokens, Retention, check_
 # Options of vLLM's server that cannot be given behind `--`, since `serve` sets them or they would bypass its guard or
 # the selector, and what to give in place of them.
 SET_BY_SERVE = {
-    "allowed-local-media-path": "--allow-media-root",
-    "allowed-media-domains": "--allow-media-domain",
-    "allowed-origins": "a proxy in front, which lets in pages of other origins",
-    "api-key": "--api-key in front of --",
-    "config": "its options, one by one",
-    "enable-prompt-tokens-details": "nothing",
-    "enable-tower-connector-lora": "an adapter of the language model, or one merged into the model",
-    "host": "--host in front of --",
-    "model": "the model as the argument",
-    "model-impl": "nothing",
-    "port": "--port in front of --",
-    "revision": "MODEL@COMMIT",
-    "trust-request-mm-kwargs": "nothing",
-    "video-pruning-rate": "--retention in front of --",
-    "worker-extension-cls": "nothing",
+    "--allowed-local-media-path": "--allow-media-root",
+    "--allowed-media-domains": "--allow-media-domain",
+    "--allowed-origins": "a proxy in front, which lets in pages of other origins",
+    "--api-key": "--api-key in front of --",
+    "--config": "its options, one by one",
+    "--enable-prompt-tokens-details": "nothing",
+    "--enable-tower-connector-lora": "an adapter of the language model, or one merged into the model",
+    "--host": "--host in front of --",
+    "--model": "the model as the argument",
+    "--model-impl": "nothing",
+    "--port": "--port in front of --",
+    "--revision": "MODEL@COMMIT",
+    "--trust-request-mm-kwargs": "nothing",
+    "--video-pruning-rate": "--retention in front of --",
+    "--worker-extension-cls": "nothing",
 }
 
 
@@ -44,7 +44,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     allow_media_root: Annotated[
-        Path | None, typer.Option(help="Requests may name videos in this folder, as file:///...; by default no file.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Requests may name videos in this folder, as file:///...; by default no file.",
+        ),
     ] = None,
     allow_media_domain: Annotated[
         list[str] | None, typer.Option(help="Requests may name videos at this host, or HOST:PORT. May be repeated.")
@@ -61,8 +66,6 @@ def serve(
     response says in its field qtsplus what the answer rests on.
     """
     model, revision = split_revision(model)
-    if allow_media_root is not None and not os.path.isdir(allow_media_root):  # Path.is_dir may raise
-        fail(f"there is no folder {allow_media_root}; expected the folder with the videos")
     domains = [domain.lower() for domain in allow_media_domain or []]
     for domain in domains:
         if not re.fullmatch(rf"{HOST}(:\d{{1,5}})?", domain):
@@ -95,9 +98,10 @@ def serve(
     both = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     budget = {name: value for name, value in both.items() if value is not None}
     if budget:
-        refused["mm-processor-kwargs"] = "the budget in it, and not in front of --"
+        refused["--mm-processor-kwargs"] = "the budget in it, and not in front of --"
         server += ["--mm-processor-kwargs", json.dumps(budget)]
-    words = more or []
+    # vLLM takes an underscore for a dash, up to the first dot.
+    words = [re.sub("^--[^=.]*", lambda name: name[0].replace("_", "-"), word) for word in more or []]
     check_more(words, refused)
     check_methods(config, words)
     server += words  # of an option that is given twice vLLM takes the last
@@ -113,12 +117,10 @@ def serve(
 def check_more(words: list[str], refused: Mapping[str, str]) -> None:
     """Ends the command for an option of vLLM's behind `--` that `qtsplus serve` sets."""
     for word in words:
-        if word.startswith("--"):
-            stated = re.split(r"[=.]", word.removeprefix("--"))[0].replace("_", "-")
-            stated = stated.removeprefix("no-")
-            for name, expected in refused.items():
-                if name.startswith(stated):  # vLLM takes shortened names
-                    fail(f"{word} cannot be given behind --, since qtsplus serve decides it; expected {expected}")
+        stated = re.split("[=.]", word.replace("--no-", "--", 1))[0]
+        for name, expected in refused.items():
+            if stated.startswith("-") and name.startswith(stated):  # vLLM takes shortened names
+                fail(f"{word} cannot be given behind --, since qtsplus serve decides it; expected {expected}")
 
 
 def check_methods(config, words: list[str]) -> None:
@@ -131,13 +133,14 @@ def check_methods(config, words: list[str]) -> None:
     if name not in BACKBONES:
         fail(f"vLLM does not take {name}; expected {', '.join(BACKBONES)}. qtsplus app, ask and batch take it")
     parser = ArgumentParser(add_help=False)
-    parser.add_argument("--enable-lora", "--enable_lora", action="store_true")
-    parser.add_argument("--lora-modules", "--lora_modules", nargs="+", default=[])
-    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
-    parser.add_argument("--mm-processor-kwargs", "--mm_processor_kwargs", type=json.loads, default={})
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--lora-modules", nargs="+", default=[])
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    parser.add_argument("--mm-processor-kwargs", type=json.loads, default={})
+    parser.add_argument("--mm-processor-kwargs.selection", dest="selection")
     stated, _ = parser.parse_known_args(words)
     for adapter in stated.lora_modules:  # NAME=PLACE, or JSON
         check_served_adapter(json.loads(adapter)["path"] if "{" in adapter else adapter.partition("=")[2])
-    selection = stated.mm_processor_kwargs.get("selection", config.qtsplus_config.selection)
+    selection = stated.selection or stated.mm_processor_kwargs.get("selection", config.qtsplus_config.selection)
     if selection == "lm_attention":
         check_attention(config, stated.enable_lora, stated.tensor_parallel_size)

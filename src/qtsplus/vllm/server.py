@@ -139,24 +139,21 @@ class Media(MediaConnector):
         return Door(self.allowed_local_media_path, self.allowed_media_domains)
 
 
-class Connection:
+class Connection(Guard):
     """
-    ASGI around vLLM's server: a [`Guard`], behind which each choice of an answer gets what it rests on, as `qtsplus`.
+    A [`Guard`] around vLLM's server, behind which each choice of an answer gets what it rests on, as `qtsplus`.
     It also connects the processor to the engine.
     """
 
     def __init__(self, app: ASGIApp):
-        self.app = app
+        self.server = app
         self.engine: Any = None
-        self.guard = Guard(
+        super().__init__(
             self._answer,
             hosts=json.loads(os.environ.get(HOSTS, '["*"]')),
             key=os.environ.get(KEY),
             largest=MAX_BODY,
         )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.guard(scope, receive, send)
 
     def _connect(self, engine) -> None:
         """Connects the processor to the engine, when the first request comes."""
@@ -219,7 +216,7 @@ class Connection:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == HEALTH:
-            return await self.app(scope, receive, send)
+            return await self.server(scope, receive, send)
         if "/inference/" in scope["path"]:  # there items come of any age and content, which may end the engine
             return await refuse(404, "There is nothing here for clients.")(scope, receive, send)
         if self.engine is None:
@@ -228,7 +225,7 @@ class Connection:
         _ASKED.set(asked)
         refused: list[str] = []
         _REFUSED.set(refused)
-        await self.app(scope, receive, self._telling(asked, refused, send))
+        await self.server(scope, receive, self._telling(asked, refused, send))
 
     def _telling(self, asked: list[str], refused: list[str], send: Send) -> Send:
         """Sends an answer, or the parts of a stream, with what its choices rest on, or why its adapter was refused."""
