@@ -233,7 +233,7 @@ def measure(shape_name: str = "deep", prefix_cache: str = "no-enable") -> dict[s
         ours = ["qtsplus.cli", "serve", folder / "published", "--allow-media-root", folder, "--"]
         with (
             running(folder / "ours.log", *ours, *common) as own,
-            running(folder / "evs.log", "vllm.entrypoints.openai.api_server", *stock, *common) as evs,
+            running(folder / "evs.log", "vllm.entrypoints.launchers.api_server.entry", *stock, *common) as evs,
         ):
             sides: dict[str, tuple[Server, Callable[[float], dict[str, Any]]]] = {
                 "ours": (own, lambda retention: {"retention": retention}),

@@ -34,9 +34,9 @@ def model(tmp_path, tiny_published):
 @pytest.fixture
 def pretend_vllm(tmp_path, monkeypatch):
     """A package in the place of vLLM's, which prints its arguments and settings."""
-    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package = tmp_path / "vllm" / "entrypoints" / "launchers" / "api_server"
     package.mkdir(parents=True)
-    (package / "api_server.py").write_text(STAND_IN)
+    (package / "entry.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path)
 
 

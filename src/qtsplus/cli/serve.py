@@ -80,7 +80,7 @@ def serve(
     config = load_config(model, revision)
     if "longrope" in str(config):  # such as the bundled model
         fail(f"{model} has rotary positions (longrope) that vLLM does not support; qtsplus app, ask and batch do")
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    server = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
     # With these details, `usage` in a response says how many tokens were kept.
     server += ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
     server += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
