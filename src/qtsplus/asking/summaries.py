@@ -30,13 +30,35 @@ REPEATED_TOKENS = 16  # the longest thing whose repetition is noticed, in tokens
 # Options of a question or of `generate` that a summary refuses, since they cannot be the same for every chapter.
 REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")
 _WORD = re.compile(r"\w+")
-_CLOCK_TIME = re.compile(r"\d:\d\d")
+_CLOCK = r"\d+(?::\d\d)+(?:\.\d+)?"
+_COUNT = r"(?<![\w.])\d[\d.,]*(?:(?:-|–|\ to\ |\ and\ )\d[\d.,]*)?"
+# A time on a clock or in seconds, minutes or hours, with the words that lead to it.
+_TIME = re.compile(
+    rf"""
+    \ ?(?:\b(?:at|after|before|from|to|until|between|for|in|within|by|about|around)\ )*
+    (?:the\ (?:first|last|next)\ )?
+    (?:
+        [\[(]?\b{_CLOCK}(?:\ ?(?:-|–|to|and)\ ?{_CLOCK})?[\])]?
+        | {_COUNT}[\ -]?(?:secs?|seconds?|mins?|minutes?|h|hours?)\b
+        | (?<!the\ )(?<![\w.])\d{{1,3}}(?:\.\d+)?\ ?s\b  # "5 s", but not "the 80s"
+        | (?:\ba\ )?[\w-]+\ (?:seconds|minutes|hours)\b  # "a few minutes"
+        | \b(?:one|half\ an?|first|last|\d+(?:st|nd|rd|th))\ (?:second|minute|hour)\b
+        | \ban?\ (?:minute|hour|second(?=\ (?:later|after|ago)))\b  # "a minute", but not "a second dog"
+        | \b(?:second|minute|hour)\ \d+\b(?!-)
+    )
+    (?:\ into\ the\ \w+)?[,:]?
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
 _REPETITION = re.compile(rf"(\s.+?)\1{{{REPEATS - 1},}}$", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """A stretch of a video, from second `start` to `end` on a player's clock, and what the model says about it."""
+    """
+    A stretch of a video, from second `start` to `end` on a player's clock, and what the model says about it, in which
+    every time is cut.
+    """
 
     video: str
     start: float
@@ -126,11 +148,13 @@ def summarise(
         retention = model.config.qtsplus_config.rho_max
     chapters = []
     known: list[AboutVideo] = []
+    warnings = list(about.warnings)
     for name in names:
         video = about.video(name)
         if isinstance(video, Remembered):
             raise ValueError("A stream's memory has no chapters to summarise: ask it a question instead.")
         known.append(video.about)
+        warnings += video.about.warnings
         for first, last in with_bar(list(chapter_steps(video, chapter_seconds)), printable(name)):
             (answer,) = answer_questions(
                 model,
@@ -148,14 +172,11 @@ def summarise(
                 video=name,
                 start=start,
                 end=end,
-                text=_without_repetition(answer.answer),
+                text=_without_repetition(_TIME.sub("", answer.answer)),
                 kept_tokens=answer.kept_tokens,
                 visual_tokens=answer.visual_tokens,
             )
             chapters.append(chapter)
-    warnings = list(about.warnings)
-    for video_known in known:
-        warnings += video_known.warnings
     options = generation_options(model, generation, max_new_tokens)
     return Summary(
         text=_with_times(chapters, name_videos=len(names) > 1),
@@ -228,7 +249,7 @@ def _overview(
         texts = [_join(model, processor, group, options) for group in batches_of(texts, TOGETHER)]
     (overview,) = texts
     repeated_words = _words(overview) & chapter_words
-    if len(repeated_words) < most_words or _CLOCK_TIME.search(overview):
+    if len(repeated_words) < most_words or _TIME.search(overview):
         return None
     return overview
 

@@ -1,7 +1,7 @@
 """`qtsplus summarise`: a video, or each video of a library, by chapters."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @options.command
 def summarise(
     video: Annotated[str, typer.Argument(help="A video file, its http(s) address, a folder of frames, or a library.")],
-    prompt: Annotated[str | None, typer.Argument(help="What to say of each chapter.", show_default=False)] = None,
+    prompt: Annotated[str, typer.Argument(help="What to say of each chapter.")] = "Summarise the video.",
     *,
     source: Source,
     choice: Choice,
@@ -40,15 +40,21 @@ def summarise(
 
     check_videos([video], vars(sampling), {"name": name})
     talk = Talk(video, source, choice.selection)
-    stated: dict[str, Any] = dict(
-        vars(choice), prompt=prompt, chapter_seconds=chapter_seconds, max_new_tokens=max_new_tokens
-    )
+    names = None
     if talk.is_library:
-        stated["names"] = chosen_names(talk.about, name)
+        names = chosen_names(talk.about, name)
     else:
         talk.add(video, sampling, name=printable(shown_name(video)))
-    stated = {option: value for option, value in stated.items() if value is not None}
-    summary = summarise_videos(talk.about, **stated)
+    summary = summarise_videos(
+        talk.about,
+        prompt,
+        names=names,
+        chapter_seconds=chapter_seconds,
+        retention=choice.retention,
+        max_visual_tokens=choice.max_visual_tokens,
+        selection=choice.selection or "coverage",
+        max_new_tokens=max_new_tokens,
+    )
     talk.note_new(summary)
     print_summary(summary, as_json)
 
