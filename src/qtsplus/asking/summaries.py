@@ -1,8 +1,10 @@
 """Summaries: videos are split into chapters where they change. A model describes each chapter, then all of them."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from ..common.files import clock, printable
 from ..common.validation import show
 from ..model.methods_qtsplus import Method
-from ..model.numbers_qtsplus import require_positive
+from ..model.numbers_qtsplus import require_count, require_positive
 from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo, with_bar
 from .answers import answer_questions
@@ -20,10 +22,8 @@ from .generation import generation_options
 from .question import conversation
 from .ranking import Piece
 from .recall import Remembered
-from .session import batches_of
 
 JOIN = "These are parts of a video in their order. Tell what happens in all of them together."
-TOGETHER = 32  # the most texts in one prompt that asks for an overview
 LONGEST = 60.0  # the most seconds of a chapter, or fewer if the model was trained on shorter videos
 REPEATS = 4  # A text ends where it says the same thing this many times in a row.
 REPEATED_TOKENS = 16  # the longest thing whose repetition is noticed, in tokens
@@ -72,9 +72,10 @@ class Chapter:
 class Summary:
     """What the model says about each chapter, and about all chapters together."""
 
-    text: str  # a line for each chapter: its times, and what the model says about it
-    # One text that the model makes from those of all chapters. `None` if there is only one chapter; if the text repeats
-    # fewer of the chapters' words than one chapter alone has; or if it states a time, since the model reads none.
+    text: str  # a line for each chapter: its video, its times, and what the model says about it
+    # One text that the model makes from those of all chapters. `None` if there is only one chapter; if there are more
+    # chapters than new tokens, or too many for the model's positions; if the text states a time, since the model reads
+    # none; or if it leaves out a chapter: of each it has to repeat a word, beside words that most chapters have.
     overview: str | None
     chapters: list[Chapter]
     warnings: list[str]  # as in `EncodedVideo`
@@ -117,9 +118,11 @@ def summarise(
         names: the videos to summarise; all of them by default.
         chapter_seconds: the longest chapter. A longer stretch is split where its features change most, or in the middle
             if they change equally. By default a minute, or the longest video in the model's training
-            (`trained_seconds`) if that is shorter.
-        retention, max_visual_tokens, selection: as for `answer_questions`. Without the first two, the fraction is
-            `rho_max` of the configuration: a prompt about everything needs more tokens than a question about one thing.
+            (`trained_seconds`) if that is shorter. It is longer where there would be more chapters than
+            `max_visual_tokens`.
+        retention, selection: as for `answer_questions`. By default the fraction is `rho_max` of the configuration: a
+            prompt about everything needs more tokens than a question about one thing.
+        max_visual_tokens: the most that are kept of a video, shared out equally among its chapters.
         max_new_tokens: the most for each chapter, and for the overview; by default as for `answer_questions`.
         generation: as for `generate`.
 
@@ -138,14 +141,17 @@ def summarise(
         raise ValueError(f"names={show(names)}: no video to summarise; expected a list, some of {show(about.names)}.")
     model = about.model
     processor = about.processor
+    selector = model.config.qtsplus_config
     if chapter_seconds is None:
-        chapter_seconds = min(LONGEST, model.config.qtsplus_config.trained_seconds or LONGEST)
+        chapter_seconds = min(LONGEST, selector.trained_seconds or LONGEST)
     require_positive("chapter_seconds", chapter_seconds)
     stops = StoppingCriteriaList(generation.pop("stopping_criteria", ()))
     stops.append(StopRepeating())
     generation["stopping_criteria"] = stops
-    if retention is None and max_visual_tokens is None and selection != "all":
-        retention = model.config.qtsplus_config.rho_max
+    if max_visual_tokens is not None:
+        require_count("max_visual_tokens", max_visual_tokens)
+    if retention is None and selection != "all":
+        retention = selector.rho_max
     chapters = []
     known: list[AboutVideo] = []
     warnings = list(about.warnings)
@@ -155,31 +161,25 @@ def summarise(
             raise ValueError("A stream's memory has no chapters to summarise: ask it a question instead.")
         known.append(video.about)
         warnings += video.about.warnings
-        for first, last in with_bar(list(chapter_steps(video, chapter_seconds)), printable(name)):
+        steps = chapter_steps(video, chapter_seconds, max_visual_tokens or inf)
+        for first, last in with_bar(steps, printable(name)):
             (answer,) = answer_questions(
                 model,
                 processor,
                 {name: Piece(name, first, last).cut(video)},
                 [prompt],
                 retention=retention,
-                max_visual_tokens=max_visual_tokens,
+                max_visual_tokens=max_visual_tokens and max_visual_tokens // len(steps),
                 selection=selection,
                 max_new_tokens=max_new_tokens,
                 **generation,
             )
             start, end = video.span(first, last)
-            chapter = Chapter(
-                video=name,
-                start=start,
-                end=end,
-                text=_without_repetition(_TIME.sub("", answer.answer)),
-                kept_tokens=answer.kept_tokens,
-                visual_tokens=answer.visual_tokens,
-            )
-            chapters.append(chapter)
+            text = _without_repetition(_TIME.sub("", answer.answer))
+            chapters.append(Chapter(name, start, end, text, answer.kept_tokens, answer.visual_tokens))
     options = generation_options(model, generation, max_new_tokens)
     return Summary(
-        text=_with_times(chapters, name_videos=len(names) > 1),
+        text="\n".join(map(_with_times, chapters)),
         overview=_overview(model, processor, chapters, options),
         chapters=chapters,
         warnings=list(dict.fromkeys(warnings)),
@@ -189,12 +189,15 @@ def summarise(
     )
 
 
-def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, int]]:
-    """The chapters of a video in order: for each, its first step in the grid and the step after its last."""
+def chapter_steps(video: EncodedVideo, longest: float, tokens: float = inf) -> list[tuple[int, int]]:
+    """
+    The chapters of a video in order: for each, its first step in the grid and the step after its last. They take at
+    most `longest` seconds, or as many more as leave a token for each chapter.
+    """
     edges = video.steps
     steps = len(edges) - 1
-    tokens = video.features.unflatten(0, (steps, -1)).float()
-    difference = 1 - F.cosine_similarity(tokens[1:], tokens[:-1], dim=-1)
+    step_features = video.features.unflatten(0, (steps, -1)).float()
+    difference = 1 - F.cosine_similarity(step_features[1:], step_features[:-1], dim=-1)
     changes = [0.0] + difference.mean(1).tolist()  # how much each step differs from the one before
 
     def split(first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -214,18 +217,16 @@ def chapter_steps(video: EncodedVideo, longest: float) -> Iterator[tuple[int, in
         yield from split(first, cut)
         yield from split(cut, last)
 
-    return split(0, steps)
+    while True:
+        chapters = list(split(0, steps))
+        if len(chapters) <= tokens:
+            return chapters
+        longest *= 1.1
 
 
-def _with_times(chapters: Sequence[Chapter], name_videos: bool) -> str:
-    """A line for each chapter. The program writes the times, not the model."""
-    lines = []
-    for chapter in chapters:
-        span = f"{clock(chapter.start)} to {clock(chapter.end)}"
-        if name_videos:
-            span = f"{printable(chapter.video)}, {span}"
-        lines.append(f"{span}: {chapter.text}")
-    return "\n".join(lines)
+def _with_times(chapter: Chapter) -> str:
+    """The line of a chapter. The program writes the times, not the model."""
+    return f"{printable(chapter.video)}, {clock(chapter.start)} to {clock(chapter.end)}: {chapter.text}"
 
 
 def _without_repetition(text: str) -> str:
@@ -239,23 +240,23 @@ def _overview(
     chapters: Sequence[Chapter],
     options: dict[str, Any],
 ) -> str | None:
-    """One text from the texts of all chapters: groups are joined, then groups of the results, until one is left."""
-    texts = [chapter.text for chapter in chapters]
-    if len(texts) < 2:
+    """One text from the texts of all chapters, or `None`, as [`Summary`] says."""
+    texts = [chapter.text for chapter in chapters if chapter.text]
+    if not 1 < len(texts) <= options["max_new_tokens"]:
         return None
-    most_words = max(len(_words(text)) for text in texts)
-    chapter_words = _words(" ".join(texts))
-    while len(texts) > 1:
-        texts = [_join(model, processor, group, options) for group in batches_of(texts, TOGETHER)]
-    (overview,) = texts
-    repeated_words = _words(overview) & chapter_words
-    if len(repeated_words) < most_words or _TIME.search(overview):
+    overview = _join(model, processor, texts, options)
+    if _TIME.search(overview) or _leaves_out(overview, texts):
         return None
     return overview
 
 
-def _words(text: str) -> set[str]:
-    return set(_WORD.findall(text.lower()))
+def _leaves_out(joined: str, texts: Sequence[str]) -> bool:
+    """Whether there is a text of which a joined one repeats no word, beside those that most texts have."""
+    words = [set(_WORD.findall(text.lower())) for text in texts]
+    counts = Counter(word for own in words for word in own)
+    common = {word for word, count in counts.items() if count > len(texts) / 2}
+    repeated = _WORD.findall(joined.lower())
+    return any((own - common or own).isdisjoint(repeated) for own in words)
 
 
 @torch.no_grad()
@@ -265,17 +266,12 @@ def _join(
     texts: Sequence[str],
     options: dict[str, Any],
 ) -> str:
-    """One text that the model makes from several."""
+    """One text that the model makes from several; an empty one if it has no positions for them."""
     text = "\n".join([JOIN, *texts])
     inputs = processor.conversation_inputs([conversation([], [], [text])]).to(model.device)
-    new_tokens = options["max_new_tokens"]
     length = inputs["input_ids"].shape[1]
-    positions = model.config.get_text_config().max_position_embeddings
-    if length + new_tokens > positions:
-        raise ValueError(
-            f"To join the texts of {len(texts)} chapters, the prompt takes {length} positions and the answer "
-            f"{new_tokens}, but the model has {positions}: ask for shorter texts (max_new_tokens)."
-        )
+    if length + options["max_new_tokens"] > model.config.get_text_config().max_position_embeddings:
+        return ""
     new_ids = model.generate(**inputs, **options).sequences[0, length:]
     text = processor.tokenizer.decode(new_ids, skip_special_tokens=True)
     return _without_repetition(text)

@@ -36,7 +36,6 @@ def summarise(
 ) -> None:
     """Summarise a video, or each video of a library, by chapters."""
     from ..asking.summaries import summarise as summarise_videos
-    from ..model.addresses_qtsplus import shown_name
 
     check_videos([video], vars(sampling), {"name": name})
     talk = Talk(video, source, choice.selection)
@@ -44,16 +43,14 @@ def summarise(
     if talk.is_library:
         names = chosen_names(talk.about, name)
     else:
-        talk.add(video, sampling, name=printable(shown_name(video)))
+        talk.add(video, sampling)
     summary = summarise_videos(
         talk.about,
         prompt,
         names=names,
         chapter_seconds=chapter_seconds,
-        retention=choice.retention,
-        max_visual_tokens=choice.max_visual_tokens,
-        selection=choice.selection or "coverage",
         max_new_tokens=max_new_tokens,
+        **dict(vars(choice), selection=choice.selection or "coverage"),
     )
     talk.note_new(summary)
     print_summary(summary, as_json)
