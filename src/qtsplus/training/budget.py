@@ -16,9 +16,6 @@ from .arguments import QTSplusTrainingArguments
 
 # The loss in nats at which an answer is wrong; a larger loss says no more.
 LOST = 4.0
-# What the last step's relative excess adds to `alpha * target_n`. Ascent alone would swing around its target for as
-# long as a short training lasts.
-DAMPING = 2.0
 # The lowest price of a token, in nats: the largest budget then costs less than a wrong word.
 CHEAPEST = 1e-5
 # No token is worth more than an answer can lose.
@@ -53,7 +50,7 @@ class RunningMeans:
 
 class RhoControl:
     """
-    The penalties on rho, the running mean of rho and the dual variable; see [`QTSplusTrainer`]. `running` is what is
+    The penalties on rho, the running mean of rho and the price of a token; see [`QTSplusTrainer`]. `running` is what is
     logged, in evaluation (`False`) and in training (`True`).
     """
 
@@ -63,13 +60,14 @@ class RhoControl:
         args: QTSplusTrainingArguments,
         running: Mapping[bool, RunningMeans],
     ):
+        if selector.config.target_n is not None and selector.config.budget != "loss":
+            raise ValueError(
+                "target_n sets the price of a token, and only budget='loss' has a price: set target_n=null."
+            )
         self.selector = selector
-        self.args = args
         self.running = running
-        self.alpha = 0.0
-        self.excess = 0.0
-        # Sums over the current step: rho (in the units of rho_history), samples, and tokens that were asked for.
-        self._step = torch.zeros(3, dtype=torch.int64, device=args.device)
+        # Sums over the current step: rho (in the units of rho_history), and samples.
+        self._step = torch.zeros(2, dtype=torch.int64, device=args.device)
         # Of the last questions, what the head predicts, and the most tokens that they may keep.
         self.predicted: deque = deque(maxlen=RECENT)
         self.start_step()
@@ -82,20 +80,8 @@ class RhoControl:
         """Takes the mean of rho over all steps so far, which is this step's prior."""
         self._rho_history = self.selector.rho_history.clone()
 
-    def price(self) -> dict[str, float]:
-        """The variable that holds the mean count at `target_n`, by its name in the log."""
-        if self.config.budget == "loss":
-            return {"token_price": self.config.token_price}
-        return {"alpha": self.alpha}
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint has to keep."""
-        return {"alpha": self.alpha, "excess": self.excess, "token_price": self.config.token_price}
-
     def restore(self, state: Mapping) -> None:
-        """Takes back what [`RhoControl.state`] gave."""
-        self.alpha = state["alpha"]
-        self.excess = state["excess"]
+        """Takes back the price that a checkpoint has kept."""
         self.predicted.clear()  # by other weights
         self.config.token_price = state["token_price"]
 
@@ -132,15 +118,10 @@ class RhoControl:
             self._count_asked(rho, num_tokens)
         if not rho.requires_grad:
             return 0.0  # there is no rho to learn where everything is kept
-        return self._penalties(qtsplus, rho, num_tokens) / samples.clamp(min=1)
+        return self._penalties(qtsplus, rho) / samples.clamp(min=1)
 
-    def _penalties(
-        self,
-        qtsplus,
-        rho: Tensor,
-        num_tokens: Tensor,
-    ) -> Tensor:
-        """The sum of the terms over the samples with visual tokens, of `rho` and `num_tokens` `[k]`."""
+    def _penalties(self, qtsplus, rho: Tensor) -> Tensor:
+        """The sum of the terms over the samples with visual tokens, of their `rho` `[k]`."""
         config = self.config
         running = self.running[True]
         count = len(rho)
@@ -149,16 +130,7 @@ class RhoControl:
         running.add("loss_t", qtsplus.loss_t.expand(count))
         running.add("loss_m", qtsplus.loss_m.expand(count))
         running.add("loss_s", losses_s)
-        total = qtsplus.loss_t * count + qtsplus.loss_m * count + losses_s.sum()
-        target = config.target_n
-        if target is not None:
-            soft_n = rho * num_tokens
-            # The value is the gate's count, at most n_max; the gradient is that of rho M.
-            beyond = (soft_n - config.n_max).clamp(min=0)
-            excess = (soft_n - beyond.detach() - target).sum()
-            damping = DAMPING * self.excess / target
-            total = total + (self.alpha + damping) * excess
-        return total
+        return qtsplus.loss_t * count + qtsplus.loss_m * count + losses_s.sum()
 
     def _count_asked(self, rho: Tensor, num_tokens: Tensor) -> None:
         """Adds the counts that the model itself asks for to the log and to the step."""
@@ -168,7 +140,6 @@ class RhoControl:
         units = rho.detach().double() * 2.0**32
         self._step[0] += units.round().long().sum()
         self._step[1] += len(rho)
-        self._step[2] += n.sum()
 
     def _prior(self, rho: Tensor) -> Tensor | float:
         """The fixed prior of rho, or the mean over all earlier steps; the first step is its own prior."""
@@ -181,21 +152,11 @@ class RhoControl:
         return rho.detach()
 
     def finish_step(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Moves the running mean of rho and the dual variable by what all processes saw in this optimizer step."""
+        """Moves the running mean of rho by what all processes saw in this optimizer step."""
         step = sum_over_processes(self._step)
-        _, samples, n = step
         if self.config.rho_prior is None:
-            self.selector.rho_history.copy_(self._rho_history + step[:2])
-        if self.config.target_n is not None and samples > 0:
-            self._raise_alpha(float(n / samples), self.config.target_n)
+            self.selector.rho_history.copy_(self._rho_history + step)
         self._step.zero_()
-
-    def _raise_alpha(self, mean_count: float, target: float) -> None:
-        """One step of the dual ascent, from the mean count that was asked for."""
-        # A start far above the target must not wind alpha up further than one far below could unwind it.
-        self.excess = min(mean_count / target - 1, 1.0)
-        move = self.args.dual_learning_rate * self.excess
-        self.alpha = max(0.0, self.alpha + move / target)
 
     def set_price(self) -> None:
         """Sets the price with which the last questions keep `target_n` tokens on average."""

@@ -32,7 +32,7 @@ def vision_modules(model) -> dict[str, nn.Module]:
 def prepare_parts(model, args: QTSplusTrainingArguments):
     """The model with adapters, or with what the arguments freeze; a `PeftModel` is left as it is."""
     if args.lora_rank:
-        return add_lora(model, lora_config(args.lora_rank, args.lora_alpha, args.lora_dropout))
+        return add_lora(model, lora_config(args.lora_rank, args.lora_alpha))
     if not isinstance(model, PeftModel):
         freeze(model, args)
     return model

@@ -4,16 +4,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 
-def lora_config(
-    rank: int,
-    alpha: float = 32.0,
-    dropout: float = 0.0,
-) -> LoraConfig:
+def lora_config(rank: int, alpha: float = 32.0) -> LoraConfig:
     """Adapters for [`add_lora`], and the selector as a module that is saved whole."""
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # any number scales
-        lora_dropout=dropout,
         modules_to_save=["qtsplus"],
         task_type="CAUSAL_LM",
     )

@@ -4,13 +4,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..common.files import size
 from ..hub.checkpoint import on_meta
+from ..model.budget_qtsplus import kept_count
 from .attention import check_relevance
-from .freezing import prepare_parts, trained_and_all
+from .freezing import prepare_parts, trained_and_all, vision_modules
 from .models import make_config
 from .recipe import Recipe
+
+CLIP = 10_000  # visual tokens of the clip for which the memory of a step is said
+_TEXT = 512  # tokens of a prompt and an answer, if the recipe sets no limit
+_PATCHES = 4  # of the vision tower, for a visual token
+_INPUT = 1 / 20  # of what the linear layers of a block read and write for a token, what the block itself reads
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Plan:
 def make_plan(recipe: Recipe) -> Plan:
     """
     What a recipe trains and takes, from its model on the meta device; a `ValueError` for settings that do not fit it.
-    Memory is that of weights, gradients and AdamW; what a step holds beside them depends on the clips.
+    Memory is that of weights, gradients and AdamW, and of a step, see [`step_memory`].
     """
     args = recipe.model
     training = recipe.training
@@ -43,13 +51,60 @@ def make_plan(recipe: Recipe) -> Plan:
     saved = frozen_bytes + 4 * trained
     checkpoint = saved + 8 * trained
     memory = checkpoint + 4 * trained
-    samples = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    step = step_memory(model, recipe, CLIP)
     disk = saved
     if training.save_strategy != "no":
         disk += 2 * checkpoint
     lines = [
         f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})",
-        f"{size(memory)} of memory for weights, gradients and optimizer, and more for the {samples} records of a step",
+        f"{size(memory)} of memory for weights, gradients and optimizer, and for a step with a clip of {CLIP:,} visual "
+        f"tokens about {size(step)}",
         f"{size(saved)} of disk for the model in {recipe.output_dir}, and {size(checkpoint)} for each checkpoint",
     ]
     return Plan(disk, lines)
+
+
+def step_memory(model, recipe: Recipe, visual_tokens: int) -> int:
+    """
+    About the most bytes that a device holds in a step beside weights, gradients and optimizer, if the clip of each of
+    its records has so many visual tokens. What linear layers read and write is counted:
+
+    - by the language model for the kept tokens and the text, with gradient checkpointing the inputs of all blocks and
+      one block; and the logits with their gradient;
+    - by the re-encoder for the kept tokens;
+    - by one block of the language model for all tokens, where its attention teaches;
+    - without stored features, by one block of the vision tower, or as by the language model where it is trained.
+    """
+    training = recipe.training
+    selector = model.config.qtsplus_config
+    fraction = selector.rho_max
+    if training.retention_range is not None and training.retention_share == 1:
+        fraction = training.retention_range[1]
+    kept = kept_count(fraction, visual_tokens, selector.n_max)
+    text = recipe.data.model_max_length or _TEXT
+    read, depth = _linear_values(model.model.language_model)
+    held = 1.0
+    if training.gradient_checkpointing:
+        held = _INPUT + 1 / depth
+    values = (kept + text) * (held * read + 2 * model.lm_head.out_features)
+    values += kept * _linear_values(model.model.qtsplus.reencode_layers)[0]
+    if training.relevance_weight > 0:
+        values += visual_tokens * read / depth
+    if recipe.data.features is None:
+        seen, depth = _linear_values(nn.ModuleList(vision_modules(model).values()))
+        if training.freeze_vision_model:
+            held = 1 / depth
+        values += _PATCHES * visual_tokens * held * seen
+    bytes_of_value = 2 if training.bf16 or training.fp16 else 4
+    return int(training.train_batch_size * bytes_of_value * values)
+
+
+def _linear_values(part: nn.Module) -> tuple[int, int]:
+    """The values that the linear layers of a part read and write for a token, and the number of its blocks."""
+    values = 0
+    depth = 0
+    for module in part.modules():
+        if isinstance(module, nn.Linear):
+            values += module.in_features + module.out_features
+        depth += isinstance(module, GradientCheckpointingLayer)
+    return values, depth
