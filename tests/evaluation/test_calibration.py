@@ -14,6 +14,7 @@ from clips import write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
 from qtsplus.evaluation.calibration import (
+    Calibration,
     Finds,
     attention_fields,
     best_heads,
@@ -181,6 +182,24 @@ def labelled(records) -> list[dict]:
         if row["evidence"]:
             rows.append(row)
     return rows
+
+
+@pytest.mark.parametrize(
+    ("right", "verdict"),
+    [
+        (3, "The default stays: no calibrated layer gave more right answers."),
+        (4, "A calibrated layer is better than the default: it gave more right answers."),
+    ],
+)
+def test_the_command_says_whether_the_default_is_better(right, verdict, records, tiny_stock, monkeypatch):
+    default = AttentionChoice(((2, 0),), "prompt")
+    other = AttentionChoice(((1, 2),), "prompt")
+    found = Calibration({default: Finds()}, {default: Finds(), other: Finds()}, {default: 3, other: right}, (4, 4))
+    monkeypatch.setattr(calibration, "calibrate", lambda *given: found)
+    output = run_command(tiny_stock, records).stdout
+    assert "  default: 3 right" in output
+    assert f"  calibrated: {right} right" in output
+    assert output.endswith(f"{verdict}\n")
 
 
 @pytest.fixture

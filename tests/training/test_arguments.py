@@ -50,7 +50,6 @@ EVALUATION = [
 ]
 REFUSED = [
     ({"resume_from_checkpoint": "there"}, "use --resume"),
-    ({"retention_share": 1.5}, "retention_share is 1.5; expected at most 1"),
     ({"sft_loss": "sum"}, "sft_loss is 'sum'; expected 'token_mean' or 'sum_of_sources'"),
     ({"lora_rank": 4, "freeze_language_model": False}, "lora_rank trains adapters on a frozen language model"),
 ]
