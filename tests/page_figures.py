@@ -54,7 +54,7 @@ TABLE_HEAD = re.compile(r"^\|.*\n\|--", re.MULTILINE)
 LINE_BREAK = re.compile(r"\n +(?=\S)|\n(?=[^\s|#-])")
 NUMBER = r"(?<![\w.,-])[-+]?\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)"
 DECIMAL = r"(?<![\w.,-])[-+]?\d[\d,]*\.\d+(?![\w-]|\.\d)"
-UNIT = r" ?(?:%|(?:times|points|ms|s|seconds|minutes|hours|GB|MB|kB|TFLOP|tokens)\b)"
+UNIT = r" ?(?:%|(?:times|points|ms|s|seconds|minutes|hours|GB|MB|kB|TFLOP|tokens|questions|videos)\b)"
 COUNT = r"\b(?:two|three|four|five|six|seven|eight|nine|ten) times\b"
 IN_PROSE = re.compile(f"{NUMBER}(?={UNIT})|{DECIMAL}|{COUNT}")
 IN_TABLES = re.compile(NUMBER)

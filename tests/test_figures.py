@@ -52,6 +52,7 @@ def test_a_key_that_the_results_do_not_have_is_an_error():
 FIGURES = [
     "It is right in 57% of the questions.",
     "A question takes 12 s.",
+    "It was asked 360 questions.",
     "This is four\ntimes as fast.",
     "They overlap by 0.86.",
     "- Beside it, a lead of\n  +7 points.",
