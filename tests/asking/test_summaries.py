@@ -180,7 +180,7 @@ def test_an_overview_names_something_of_every_chapter_and_no_time(session_of, sp
 
 TEXTS_WITHOUT_TIMES = [
     ("At 0:50 a dog comes.", "a dog comes."),
-    ("A dog comes after 20 seconds, or twenty-five seconds.", "A dog comes or."),
+    ("A dog comes after 20 seconds, after 2m 30s or at twenty-five seconds.", "A dog comes or."),
     ("[0:00 - 0:08] A dog. From 0:10 to 1:02:03.5 it runs.", "A dog. it runs."),
     ("The 20-second clip shows a dog in the first 5 s; 1.5s later a cat.", "The clip shows a dog; later a cat."),
     ("Half a minute later, a few minutes into the video, at second 20", "later,"),

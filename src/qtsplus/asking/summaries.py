@@ -41,6 +41,7 @@ _TIME = re.compile(
         [\[(]?\b{_CLOCK}(?:\ ?(?:-|–|to|and)\ ?{_CLOCK})?[\])]?
         | {_COUNT}[\ -]?(?:secs?|seconds?|mins?|minutes?|h|hours?)\b
         | (?<!the\ )(?<![\w.])\d{{1,3}}(?:\.\d+)?\ ?s\b  # "5 s", but not "the 80s"
+        | \b(?:\d+h\ ?\d+m?|\d+m\ ?\d+s)\b  # "1h30"
         | (?:\ba\ )?[\w-]+\ (?:seconds|minutes|hours)\b  # "a few minutes"
         | \b(?:one|half\ an?|first|last|\d+(?:st|nd|rd|th))\ (?:second|minute|hour)\b
         | \ban?\ (?:minute|hour|second(?=\ (?:later|after|ago)))\b  # "a minute", but not "a second dog"
