@@ -99,7 +99,7 @@ class QTSplusConfig(PreTrainedConfig):
 
         lambda_t, lambda_m, lambda_s (`float`): weights of attention time, of key/value memory and of the prior on rho.
         rho_prior (`float`, *optional*): the prior's mean; `None` takes the running mean of rho over training.
-        target_n (`float`, *optional*): dataset-level mean of kept tokens to aim at.
+        target_n (`float`, *optional*): dataset-level mean of kept tokens to aim at, with `budget="loss"`.
 
     Raises:
         ValueError: a value out of its range, named with the range.
