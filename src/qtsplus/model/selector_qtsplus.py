@@ -588,6 +588,3 @@ class QTSplusSelector(nn.Module):
         if training:
             self.rho_history.copy_(history)
         return (history[0] / history[1] / 2.0**32).float()
-
-
-__all__ = ["GATES", "Gated", "QTSplusOutput", "QTSplusSelector", "find_threshold", "kept_count"]

@@ -268,23 +268,26 @@ class QTSplusForVLLM:
         pixels = item.get(PIXELS)
         for index, video in enumerate(item["settings"]["hashes"]):
             features = self.cache.get(video)
-            if features is None:
-                time, height, width = item["video_grid_thw"][index].tolist()
-                frame_size = height * width
-                chunk_size = max(1, CHUNK // frame_size) * frame_size
-                chunks = []
-                for start in range(0, time * frame_size, chunk_size):
-                    stop = start + chunk_size
-                    frames = pixels and pixels[index][start:stop]
-                    while frames is None:
-                        frames = yield [index, start, stop]
-                    (tokens,) = super().embed_multimodal(  # type: ignore[misc]
-                        pixel_values_videos=frames.to(self.visual.device),
-                        video_grid_thw=torch.tensor([[len(frames) // frame_size, height, width]]),
-                    )
-                    chunks.append(tokens.cpu())
-                features = torch.cat(chunks)
-                self._remember(video, features)
+            time, height, width = item["video_grid_thw"][index].tolist()
+            frame_size = height * width
+            chunk_size = max(1, CHUNK // frame_size) * frame_size
+            start = 0
+            chunks = []
+            while features is None:
+                stop = start + chunk_size
+                frames = pixels[index][start:stop] if pixels else (yield [index, start, stop])
+                if frames is None:  # another question may have brought them meanwhile
+                    features = self.cache.get(video)
+                    continue
+                (tokens,) = super().embed_multimodal(  # type: ignore[misc]
+                    pixel_values_videos=frames.to(self.visual.device),
+                    video_grid_thw=torch.tensor([[len(frames) // frame_size, height, width]]),
+                )
+                chunks.append(tokens.cpu())
+                start = stop
+                if start >= time * frame_size:
+                    features = torch.cat(chunks)
+                    self._remember(video, features)
             encoded.append(features)
         while True:
             yield None
