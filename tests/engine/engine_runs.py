@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -379,15 +380,30 @@ def serving(published: Path, media: Path, *options: Any, own: tuple[Any, ...] = 
 def ask_server(server: str, model: str, video: Path, question: str, budget: dict[str, Any]) -> Any:
     """The first choice of the response."""
     content = [{"type": "video_url", "video_url": {"url": video.as_uri()}}, {"type": "text", "text": question}]
-    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=300) as client:
+    return send(server, content, budget, model=model).choices[0]
+
+
+def send(server, content, budget, *, key="none", model="tiny", timeout=300.0, stream=False, **more):
+    """The response to a message, or the events of a stream."""
+    fields = {"mm_processor_kwargs": budget, "ignore_eos": True, "min_tokens": TOKENS}
+    with openai.OpenAI(base_url=f"{server}/v1", api_key=key, max_retries=0, timeout=timeout) as client:
         response = client.chat.completions.create(
             model=model,
             messages=[{"role": "user", "content": content}],
             temperature=0,
             max_tokens=TOKENS,
-            extra_body={"mm_processor_kwargs": budget, "ignore_eos": True, "min_tokens": TOKENS},
+            stream=stream,
+            extra_body=fields | more,
         )
-    return response.choices[0]
+        return list(response) if stream else response
+
+
+def forget(server: str, key: str = "none") -> None:
+    """What vLLM remembers of prompts and videos; what the engine keeps of them stays."""
+    for name in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):
+        headers = {"Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(f"{server}/{name}", method="POST", headers=headers)
+        urllib.request.urlopen(request, timeout=30).close()
 
 
 def shown_text(answer: str) -> str:

@@ -7,9 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from compressed_tensors.quantization import QuantizationConfig
 
 import qtsplus
 from clips import render_clip
@@ -82,6 +85,35 @@ def test_many_clients_get_what_transformers_answers(model, clips, tmp_path_facto
             )
         assert shown_text(choice.message.content) == shown_text(again.answer), (text, budget)
     assert len(kept_counts) > len(BUDGETS)  # the question decides
+
+
+def test_quantized_layers_read_a_video_as_the_weights_do_that_they_stand_for(clips, tmp_path):
+    processor = processor_of(QWEN2_5_VL)
+    model = build(QWEN2_5_VL, processor, selection="lm_attention", attention_group=64)
+    published = write_folder(model, processor, tmp_path)
+    weights = published / "model.safetensors"
+    tensors = load_file(weights)
+    for name in model.state_dict():
+        if "language_model.layers" in name and name.endswith("_proj.weight"):
+            scale = tensors[name].abs().amax(1, keepdim=True) / 127
+            tensors[name] = (tensors[name] / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+            model.get_parameter(name).data = tensors[name] * scale
+    save_file(tensors, weights, {"format": "pt"})
+    quantization = QuantizationConfig(
+        config_groups={"W8A8": ["Linear"]},
+        format="int-quantized",
+        ignore=["re:.*(visual|qtsplus|lm_head).*"],
+    )
+    config = json.loads((published / "config.json").read_text())
+    config["quantization_config"] = quantization.to_dict()
+    (published / "config.json").write_text(json.dumps(config))
+    with serving(published, clips) as server:
+        for video in clips.iterdir():
+            told = ask_server(server, "tiny", video, "What moves?", {}).qtsplus
+            here = qtsplus.ask(model, processor, video, "What moves?", max_new_tokens=1)
+            assert told["kept_tokens"] == pytest.approx(here.kept_tokens, abs=2)  # the engine rounds activations too
+            assert told["evidence"]
 
 
 def test_attention_takes_memory_for_blocks_of_tokens_only():

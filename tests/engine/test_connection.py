@@ -71,30 +71,23 @@ def choice(index=0, end: "str | None" = "stop"):
 
 @dataclass
 class Reply:
-    """The response to a request, and what came of the request (`seen`)."""
+    """The response to a request."""
 
     status: int
     headers: dict
     body: bytes
-    seen: bytes
 
 
 class Exchange:
-    """An app that asks the engine about videos and sends `answers`, with a client that sends a request in parts."""
+    """An app that asks the engine about videos and sends `answers`, with its client."""
 
-    def __init__(self, asked, answers, parts):
+    def __init__(self, asked, answers):
         self.asked = asked
         self.answers = answers
-        self.parts = list(parts)
-        self.seen = b""
         self.sent = []
 
     async def app(self, scope, receive, send):
-        more = True
-        while more:
-            message = await receive()
-            self.seen += message["body"]
-            more = message["more_body"]
+        await receive()
         for key in self.asked:
             prompt = {"prompt_token_ids": [1]}
             if key:
@@ -110,8 +103,7 @@ class Exchange:
             await send({"type": "http.response.body", "body": answer, "more_body": more})
 
     async def receive(self):
-        part = self.parts.pop(0)
-        return {"type": "http.request", "body": part, "more_body": bool(self.parts)}
+        return {"type": "http.request", "body": b"{}"}
 
     async def send(self, message):
         self.sent.append(message)
@@ -123,26 +115,23 @@ def request(
     answers=(b"x",),
     headers=None,
     path="/v1/chat/completions",
-    parts=(b"{}",),
-    method="POST",
 ):
-    exchange = Exchange(asked, answers, parts)
+    exchange = Exchange(asked, answers)
     connection.server = exchange.app
-    length = sum(len(part) for part in parts)
-    named = {b"host": b"localhost", b"content-length": str(length).encode()}
+    named = {b"host": b"localhost", b"content-length": b"2"}
     named.update(headers or {})
     state = SimpleNamespace(engine_client=connection.engine or Engine())
     scope = {
         "type": "http",
         "path": path,
-        "method": method,
+        "method": "POST",
         "headers": list(named.items()),
         "app": SimpleNamespace(state=state),
     }
     asyncio.run(connection(scope, exchange.receive, exchange.send))
     start, *bodies = exchange.sent
     body = b"".join(message["body"] for message in bodies)
-    return Reply(start["status"], dict(start["headers"]), body, exchange.seen)
+    return Reply(start["status"], dict(start["headers"]), body)
 
 
 @pytest.fixture
@@ -251,7 +240,7 @@ def test_a_request_for_an_adapter_that_holds_a_selector_is_told_to_merge_it(conn
         await send({"type": "http.response.body", "body": b"{}"})
 
     def ask():
-        exchange = Exchange([], [], [b"{}"])
+        exchange = Exchange([], [])
         connection.server = load
         scope = {
             "type": "http",
@@ -281,18 +270,9 @@ def test_what_is_about_no_video_stays_as_it_is(connection):
     assert Media.most_frames == 9
 
 
-def test_a_request_is_bounded_and_comes_whole(connection):
-    connection.largest = 10
-    assert request(connection, parts=[b"12345", b"67890"]).seen == b"1234567890"
-    reply = request(connection, parts=[b"12345", b"67890", b"1"])
-    assert reply.status == 413
-    assert reply.seen == b""
-
-
 def test_nobody_hands_the_engine_items_of_his_own(connection):
     reply = request(connection, path="/inference/v1/generate")
     assert reply.status == 404
-    assert reply.seen == b""
 
 
 RIGHT = {b"authorization": b"Bearer correct horse"}

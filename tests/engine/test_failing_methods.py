@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,6 +19,7 @@ from engine_runs import (
     TOKENS,
     ask_server,
     build,
+    forget,
     processor_of,
     serving,
     shown_text,
@@ -98,7 +98,6 @@ def test_a_failing_method_ends_its_own_request_alone(ask, model, clip):
 def test_a_repeated_question_that_vllm_forgot_is_not_chosen_again_inside_the_engine(server, ask):
     answer = ask(ONCE)
     assert isinstance(answer, str)
-    for name in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):
-        urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="POST"), timeout=30).close()
+    forget(server)
     assert ask(ONCE) == answer
     assert isinstance(ask(8), str), "the engine lives"

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import random
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ import openai
 
 import qtsplus
 from clips import render_clip
-from engine_runs import TOKENS, build, processor_of, same_basis, serving, shown_text, write_folder
+from engine_runs import TOKENS, build, forget, processor_of, same_basis, send, serving, shown_text, write_folder
 from tiny_backbones import QWEN2_5_VL
 
 VIDEOS = 8
@@ -84,17 +83,6 @@ def picture(clips):
     return path
 
 
-def forget(server):
-    """What vLLM remembers of prompts and videos; the features of videos stay."""
-    for name in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):
-        request = urllib.request.Request(
-            f"{server}/{name}",
-            method="POST",
-            headers={"Authorization": f"Bearer {KEY}"},
-        )
-        urllib.request.urlopen(request, timeout=30).close()
-
-
 def video_part(clips, video):
     return {
         "type": "video_url",
@@ -113,34 +101,16 @@ class Reply:
     basis: dict | None
 
 
-def ask(server, clips, videos, question, budget, timeout=120.0, **more):
+def ask(server, clips, videos, question, budget, **more):
     content = [video_part(clips, video) for video in videos]
-    return ask_about(server, content, question, budget, timeout, **more)
+    return ask_about(server, content, question, budget, **more)
 
 
-def ask_about(server, content, question, budget, timeout=120.0, **more):
-    text_part = {"type": "text", "text": question}
-    client = openai.OpenAI(
-        base_url=f"{server}/v1",
-        api_key=KEY,
-        timeout=timeout,
-        max_retries=0,
-    )
-    with client:
-        answer = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": [*content, text_part]}],
-            temperature=0,
-            max_tokens=TOKENS,
-            extra_body={
-                "mm_processor_kwargs": budget,
-                "ignore_eos": True,
-                "min_tokens": TOKENS,
-            },
-            **more,
-        )
-        if more.get("stream"):
-            return read_stream(answer)
+def ask_about(server, content, question, budget, **more):
+    content = [*content, {"type": "text", "text": question}]
+    answer = send(server, content, budget, key=KEY, **more)
+    if "stream" in more:
+        return read_stream(answer)
     choice = answer.choices[0]
     details = answer.usage.prompt_tokens_details.model_dump()
     return Reply(
@@ -226,8 +196,9 @@ def test_many_clients_get_what_each_would_get_alone(server, clips):
         together = list(pool.map(answered, asked))
         for future in gone:
             future.result()
-    forget(server)
+    forget(server, KEY)
     assert list(map(answered, asked)) == together
+    assert [bool(reply.basis) for reply in together] == [bool(videos) for videos, _, _ in asked]
     different = set(map(str, together))
     assert len(different) > CLIENTS  # the requests are not all the same
 
@@ -235,7 +206,7 @@ def test_many_clients_get_what_each_would_get_alone(server, clips):
 def test_questions_that_choose_alike_share_the_prefill_of_their_video(server, clips):
     reused = {}
     for name, budget in ("alike", DIVERSITY), ("by question", {"retention": 0.4}):
-        forget(server)
+        forget(server, KEY)
         for question in QUESTIONS[:2]:
             reused[name] = ask(server, clips, [0], question, budget).reused
     assert reused["alike"] > reused["by question"]
@@ -297,31 +268,14 @@ def test_a_prompt_that_is_truncated_is_answered_or_refused(server, clips):
         for side in ("left", "right"):
             # A request is refused if it would lose part of the video or of the question.
             with contextlib.suppress(openai.BadRequestError):
-                lengths.add(truncated(server, content, length, side))
+                stated = {"truncate_prompt_tokens": length, "truncation_side": side}
+                lengths.add(ask_about(server, content, QUESTIONS[0], NINE_TOKENS, **stated).prompt_tokens)
     assert len(lengths) > 2
     assert ask_about(server, content, QUESTIONS[0], NINE_TOKENS) == whole
 
 
-def truncated(server, content, length, side):
-    """How many tokens the prompt had."""
-    text_part = {"type": "text", "text": QUESTIONS[0]}
-    with openai.OpenAI(base_url=f"{server}/v1", api_key=KEY, max_retries=0) as client:
-        answer = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": [*content, text_part]}],
-            max_tokens=TOKENS,
-            extra_body={
-                "mm_processor_kwargs": NINE_TOKENS,
-                "ignore_eos": True,
-                "truncate_prompt_tokens": length,
-                "truncation_side": side,
-            },
-        )
-    return answer.usage.prompt_tokens
-
-
 def test_a_video_that_comes_twice_counts_twice(server, clips):
-    forget(server)
+    forget(server, KEY)
     twice = ask(server, clips, [7, 7], QUESTIONS[0], {})
     once = ask(server, clips, [7], QUESTIONS[0], {})
     assert twice.basis["visual_tokens"] == 2 * once.basis["visual_tokens"]

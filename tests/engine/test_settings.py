@@ -7,13 +7,12 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig
-from vllm.multimodal.parse import MultiModalDataItems, VideoProcessorItems
 
 from qtsplus import QTSplusConfig
 from qtsplus.model.methods_qtsplus import METHODS, add_method
 from qtsplus.vllm.attention import check_attention
 from qtsplus.vllm.models import check_engine
-from qtsplus.vllm.processing import check_settings, count_kept, marks_of, settings_of_request
+from qtsplus.vllm.processing import check_settings, count_kept, settings_of_request
 
 
 def start(stages=1, engine=0, **graphs):
@@ -61,13 +60,6 @@ def test_a_function_is_a_method_where_the_operator_names_it():
     METHODS.pop(name)
     with pytest.raises(ValueError, match="cannot be imported"):
         add_method("no_such_module:method")
-
-
-def test_a_video_goes_by_its_mark():
-    marked = {"fps": 2, "mark": "7"}
-    videos = VideoProcessorItems([("frames", marked), ("others", {"fps": 2})])
-    assert marks_of(MultiModalDataItems({"video": videos})) == {"video": ["7", None]}
-    assert marks_of(MultiModalDataItems()) == {}
 
 
 def test_attention_is_refused_where_an_engine_cannot_read_it():
