@@ -44,8 +44,8 @@ def seen(model, monkeypatch):
 def every_step(monkeypatch):
     """From here on every step is encoded."""
 
-    def all_new(steps):
-        return torch.ones(len(steps), dtype=torch.bool)
+    def all_new(videos):
+        return [torch.ones(len(steps), dtype=torch.bool) for steps in videos]
 
     monkeypatch.setattr(encoding_qtsplus, "new_steps", all_new)
 
@@ -110,4 +110,4 @@ def test_gradients_of_repeated_steps_add_up(backbone, processor, video, monkeypa
 def test_nothing_equals_what_is_not_a_number():
     values = torch.tensor([1.0, 1.0, 2.0, float("nan"), float("nan"), 2.0])
     steps = values[:, None].expand(-1, 6)
-    assert encoding_qtsplus.new_steps(steps).tolist() == [True, False, True, True, True, True]
+    assert encoding_qtsplus.new_steps([steps])[0].tolist() == [True, False, True, True, True, True]

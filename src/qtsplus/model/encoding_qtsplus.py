@@ -79,14 +79,14 @@ def encode_modality(
         home = model.device
     grid_thw = grid_thw.cpu()
     pixels_of_each = pixels.split(model.pixel_rows(grid_thw))
-    steps_of_each = grid_thw[:, 0].tolist()
+    if not pixels_of_each:
+        return []
+    counts = grid_thw[:, 0].tolist()
+    steps_of_each = [rows.unflatten(0, (count, -1)) for rows, count in zip(pixels_of_each, counts, strict=True)]
+    is_new = new_steps(steps_of_each)
     distinct_steps = []
-    is_new = []
-    for rows, count in zip(pixels_of_each, steps_of_each, strict=True):
-        steps = rows.unflatten(0, (count, -1))
-        new = new_steps(steps)
-        is_new.append(new)
-        distinct_steps.append(steps if new.all() else steps[new])
+    for steps, new in zip(steps_of_each, is_new, strict=True):
+        distinct_steps.append(steps if new.all() else steps[new.nonzero()[:, 0]])
     features = _encode_steps(model, modality, grid_thw, home, distinct_steps, frames_per_chunk, device)
     return list(map(_repeat_steps, features, is_new))
 
@@ -99,17 +99,19 @@ def _repeat_steps(features: Tensor, is_new: Tensor) -> Tensor:
     return by_step[is_new.cumsum(0) - 1].flatten(0, 1)
 
 
-def new_steps(steps: Tensor) -> Tensor:
+def new_steps(videos: Sequence[Tensor]) -> Sequence[Tensor]:
     """
-    `[T]` bool, whether a step of a video, `[T, ...]` pixel values, has to be encoded: it differs from the one before.
+    Per video `[T]` bool on the host, which of its steps, `[T, ...]` pixel values, have to be encoded: those that differ
+    from the one before. The host waits once for all comparisons.
 
     The vision tower encodes each step by itself: a temporal patch (two frames) in Qwen-VL, a frame in the others. It
     does not know the time, so steps with equal pixels have equal features, up to rounding.
     """
-    # The host waits once for all comparisons.
-    is_first = torch.ones((), dtype=torch.bool, device=steps.device)
-    is_new = [(before != now).any() for before, now in pairwise(steps)]
-    return torch.stack([is_first] + is_new).cpu()
+    is_new = []
+    for steps in videos:
+        is_new.append(steps.new_ones((), dtype=torch.bool))
+        is_new += [(before != now).any() for before, now in pairwise(steps)]
+    return torch.stack(is_new).cpu().split(list(map(len, videos)))
 
 
 def _encode_steps(
@@ -125,19 +127,11 @@ def _encode_steps(
     features = [torch.empty(0) for _ in steps]
     for chunk in _chunks(model, steps, frames_per_chunk):
         pixels = [steps[piece.index][piece.first : piece.stop].flatten(0, 1) for piece in chunk]
-        indices = [piece.index for piece in chunk]
-        counts = [piece.steps for piece in chunk]
-        grid = grid_thw[indices]
-        grid[:, 0] = grid.new_tensor(counts)
-        together = pixels[0] if len(pixels) == 1 else torch.cat(pixels)
-        encoded = model.encode_pixels(modality, together.to(home), grid)
+        grid = grid_thw[[piece.index for piece in chunk]]
+        grid[:, 0] = grid.new_tensor([piece.steps for piece in chunk])
+        encoded = model.encode_pixels(modality, torch.cat(pixels).to(home), grid)
         for piece, tokens in zip(chunk, encoded, strict=True):
             index = piece.index
-            if not is_finite(tokens):
-                raise ValueError(
-                    f"NaN or infinity in the features of {MODALITIES[modality]} {index}: expected finite pixel values, "
-                    "and weights whose dtype does not overflow."
-                )
             total = len(steps[index])
             target = device or tokens.device
             if piece.steps == total:
@@ -146,11 +140,17 @@ def _encode_steps(
             per_step = len(tokens) // piece.steps
             if piece.first == 0:
                 # Joining all pieces at the end would hold them twice.
-                width = tokens.shape[-1]
-                features[index] = tokens.new_empty(per_step * total, width, device=target)
+                features[index] = tokens.new_empty(per_step * total, tokens.shape[-1], device=target)
             begin = per_step * piece.first
             end = begin + len(tokens)
             features[index][begin:end] = tokens
+    # The host waits once for all of them.
+    are_finite = torch.stack(list(map(is_finite, features))).tolist()
+    if not all(are_finite):
+        raise ValueError(
+            f"NaN or infinity in the features of {MODALITIES[modality]} {are_finite.index(False)}: expected finite "
+            "pixel values, and weights whose dtype does not overflow."
+        )
     return features
 
 
@@ -160,7 +160,7 @@ def _chunks(
     frames_per_chunk: int | None,
 ) -> Iterator[Chunk]:
     """The chunks in which the steps are encoded: of so many frames, or as large as the device handles well."""
-    counts = [len(steps_of_one) for steps_of_one in steps]
+    counts = list(map(len, steps))
     if frames_per_chunk is not None:
         require_count("frames_per_chunk", frames_per_chunk)
         frames_per_step = getattr(model.config.vision_config, "temporal_patch_size", 1)
@@ -250,16 +250,19 @@ def tower_inputs(tower: Any, grid_thw: Tensor) -> dict[str, Any]:
         bounds["cu_window_seqlens"] = window_bounds
         indices["window_index"] = order
     if hasattr(tower, "num_grid_per_side"):
-        settings = (tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge)
-        positions, weights = get_vision_interpolation_indices_and_weights(grid_thw, *settings)
+        positions, weights = get_vision_interpolation_indices_and_weights(
+            grid_thw,
+            tower.num_grid_per_side,
+            tower.interpolation_mode,
+            tower.interpolation_align_corners,
+            merge,
+        )
         indices["interp_indices"] = positions
         indices["interp_weights"] = weights
     if is_flash_attention_requested(tower.config):
         indices |= bounds  # Its kernels read them; the other implementations of attention read them on the host.
-    inputs: dict[str, Any] = dict(bounds)
-    for name, values in indices.items():
-        inputs[name] = values.to(tower.device, non_blocking=True)
-    return inputs
+    on_device = {name: values.to(tower.device, non_blocking=True) for name, values in indices.items()}
+    return bounds | on_device
 
 
 class PatchProjection(nn.Conv3d):
@@ -315,8 +318,7 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> 
     """
     rows_by_length = _rows_by_length(bounds, query.device)
     if len(rows_by_length) == 1:
-        (length,) = rows_by_length
-        return _attend_in_batch(query, key, value, length)
+        return _attend_in_batch(query, key, value, *rows_by_length)
     attended = torch.empty_like(query)
     for length, rows in rows_by_length.items():
         # On a CPU, `query[rows]` copies number by number, `index_select` row by row.
@@ -346,8 +348,7 @@ def _rows_by_length(bounds: Tensor, device: torch.device) -> dict[int, Tensor]:
             has_length = lengths == length
             starts = on_host[:-1][has_length]
             rows_of_each = starts[:, None] + torch.arange(length)
-            rows_of_all = rows_of_each.flatten()
-            rows[length] = rows_of_all.to(device)
+            rows[length] = rows_of_each.flatten().to(device)
         _known_rows[bounds] = rows
     return _known_rows[bounds]
 
