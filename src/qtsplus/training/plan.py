@@ -67,7 +67,7 @@ def make_plan(recipe: Recipe) -> Plan:
 def step_memory(model, recipe: Recipe, visual_tokens: int) -> int:
     """
     About the most bytes that a device holds in a step beside weights, gradients and optimizer, if the clip of each of
-    its records has so many visual tokens. Steps of a small model on a CPU took 0.7 to 1.1 times as much. What linear
+    its records has so many visual tokens. Steps of a small model on a CPU took 0.7 to 1.0 times as much. What linear
     layers read and write is counted:
 
     - by the language model for the kept tokens and the text, with gradient checkpointing the inputs of all blocks and
