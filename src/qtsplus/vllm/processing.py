@@ -105,7 +105,7 @@ class QTSplusMultiModalProcessor:
         return settings
 
     def get_dummy_inputs(self, *args, **kwargs):
-        """What vLLM measures its memory with has no question."""
+        """The input by which vLLM measures its memory has no question."""
         dummy = super().get_dummy_inputs(*args, **kwargs)  # type: ignore[misc]
         return replace(dummy, hf_processor_mm_kwargs={"selection": "all"})
 
@@ -248,8 +248,8 @@ class QTSplusMultiModalProcessor:
 
 def marks_of(mm_items) -> dict[str, list]:
     """
-    By what vLLM knows the videos of a request: their `mark`, so that nobody reads their frames for every question. What
-    clients call them does not count, since two may give the same uuid to different videos.
+    The `mark`s by which vLLM knows the videos of a request, so that their frames are not read again. What clients call
+    them does not count, since two may give the same uuid to different videos.
     """
     videos = mm_items.get("video")
     if not isinstance(videos, VideoProcessorItems):
