@@ -218,7 +218,7 @@ class VideoSession:
         self._check_names(videos)
         chosen = {name: self.videos[name] for name in videos}
         answers = []
-        for batch in batches_of(list(questions), batch_size):
+        for batch in batches_of(list(questions), int(batch_size)):
             answers += answer_questions(
                 self.model,
                 self.processor,
