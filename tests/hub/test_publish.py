@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor
-from qtsplus.common.folders import WRITTEN
+from qtsplus.common.folders import WRITTEN, update_json
 from qtsplus.hub.publish import assemble_folder
 from qtsplus.model.generation_qtsplus import code_of
 from tiny import load_bundled
@@ -130,3 +130,10 @@ def test_a_folder_that_cannot_be_published_says_why(tmp_path, files, message):
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         assemble_folder(tmp_path, tmp_path / "hub")
+
+
+def test_a_quantized_model_is_not_published(tiny_published, tmp_path):
+    source = shutil.copytree(tiny_published, tmp_path / "int8")
+    update_json(source / "config.json", quantization_config={"quant_method": "torchao"})
+    with pytest.raises(ValueError, match="int8 is quantized; take the checkpoint that it was made from"):
+        assemble_folder(source, tmp_path / "hub")

@@ -99,6 +99,8 @@ def check_weights(
     are missing, unexpected or of another shape. A head beside tied embeddings is dropped where the two are equal.
     Weights whose names begin as `without` says are not expected.
     """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{folder} is quantized; take the checkpoint that it was made from, and quantize the result.")
     with reading(Path(folder, "config.json")):
         model = on_meta(config)
     tensors: dict[str, torch.Tensor] = {}

@@ -157,8 +157,6 @@ def _from_base(
     backbone = backbone_of(stated["model_type"])
     with reading(folder / "config.json"):
         stock = backbone.stock_config.from_pretrained(folder)
-    if getattr(stock, "quantization_config", None) is not None:
-        raise ValueError(f"{folder} is quantized; convert the checkpoint it was made from, and quantize the result.")
     config = _config_from_base(backbone, stock.to_dict(), selector)
     known = matching_variant(config)
     tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
