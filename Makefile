@@ -99,7 +99,7 @@ lint: $(VENV)/.installed typecheck  ## ruff and mypy
 	$(BIN)/ruff format --check .
 
 typecheck: $(VENV)/.installed
-	$(BIN)/mypy src/qtsplus benchmarks
+	$(BIN)/mypy
 
 docs: $(VENV_DOCS)/.installed  ## the pages and the reference, as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict
