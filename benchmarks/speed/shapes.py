@@ -392,8 +392,9 @@ def render_video(shape: Shape, frames: int, folder: Path) -> Path:
     if not path.exists():
         width, height = shape.size
         y, x = np.mgrid[:height, :width]
+        diagonal = np.arange(height + width)  # as few sines as there are values of x + y
         moving = (
-            128 + 100 * np.sin((x + y + 5 * index) / 20)
+            (128 + 100 * np.sin((diagonal + 5 * index) / 20))[x + y]
             for index in range(frames * shape.source_fps // FRAMES_PER_SECOND)
         )
         write_mp4(path, (np.repeat(wave[..., None].astype(np.uint8), 3, -1) for wave in moving), shape.source_fps)
