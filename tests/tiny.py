@@ -65,7 +65,7 @@ def noiseless_gate(log_relevance, target, tau_s, n, n_max):
 
 GATES["noiseless"] = noiseless_gate
 CHOICES["gate"] += ("noiseless",)
-# What the paper's selector has, and older folders that do not say.
+# What the paper's selector has.
 PAPER = {"query_states": "embeddings", "reduction": "max", "budget": "rho", "null_token": False}
 
 TEXT = {

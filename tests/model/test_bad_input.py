@@ -218,7 +218,6 @@ BAD_CONFIGS = {
     "a null token that is a number": ({"null_token": 10**12}, "null_token=1000000000000; expected true or false"),
     "positions that are a text": ({"reencode_rope": "no"}, "reencode_rope='no'; expected true or false"),
     "a weight without end": ({"lambda_m": float("inf")}, "lambda_m=inf; expected a number from 0"),
-    "another type of model": ({"model_type": "x"}, "model_type='x'; expected 'qtsplus'"),
     "a misspelt field": ({"rho_mim": 0.1}, "no field 'rho_mim'; the nearest are rho_min"),
     "an option of a call": ({"retention": 0.1}, "no field 'retention'; the nearest are"),
     "a negative number of re-encoding layers": ({"reencode_layers": -1}, "reencode_layers=-1; expected"),

@@ -43,7 +43,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
     """
     settings = {
         "freeze_language_model": False,
-        "selector": {"gate": "detached", "reduction": "mean"},
+        "selector": {"gate": "detached", "reduction": "mean", "target_n": 3},
         "relevance_weight": 1.0,
     }
     shared = {**settings, "per_device_train_batch_size": 2, "ddp_backend": "gloo"}
@@ -62,10 +62,10 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
 
 
 def test_killed_run_ends_like_an_uninterrupted_one(tmp_path):
-    """Shuffled data, a sampled gate and Adam: everything that has a state."""
+    """Shuffled data, a sampled gate, a dual variable and Adam: everything that has a state."""
     folder = tmp_path / "killed"
     settings = {
-        "selector": {"gate": "gumbel", "dropout": 0.1},
+        "selector": {"gate": "gumbel", "target_n": 3, "dropout": 0.1},
         "optim": "adamw_torch",
         "learning_rate": 0.01,
         "lr_scheduler_type": "cosine",

@@ -30,12 +30,15 @@ def test_micro_batches_add_up_to_one_big_batch(tmp_path, gate):
     made, so the second one is made after the first one's training.
     """
     settings = {
-        "selector": {"lambda_s": 5.0, "gate": gate},
+        "selector": {"target_n": 3, "lambda_s": 5.0, "gate": gate},
         "freeze_language_model": False,
+        "dual_learning_rate": 20.0,
     }
     whole = trained(tmp_path, **settings)
     split = trained(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, **settings)
     assert_same_training(whole, split)
+    assert whole.budget.alpha > 0
+    assert whole.budget.alpha == pytest.approx(split.budget.alpha, rel=1e-5)
     samples_with_video = 9
     assert whole.selector.rho_history[1] == samples_with_video
     assert split.selector.rho_history[1] == samples_with_video
@@ -76,9 +79,9 @@ def test_first_step_has_no_prior_and_later_ones_the_mean_of_all_before(tmp_path)
 
 
 def test_every_quantity_is_logged(tmp_path):
-    trainer = trained(tmp_path, max_steps=1)
+    trainer = trained(tmp_path, selector={"target_n": 3}, max_steps=1)
     (line,) = steps(trainer)
-    quantities = {"loss_lm", "rho", "n", "n_asked", "visual_tokens", "kept_fraction", *PENALTIES}
+    quantities = {"loss_lm", "rho", "n", "n_asked", "visual_tokens", "kept_fraction", "alpha", *PENALTIES}
     assert quantities <= line.keys()
     assert {"loss_mcq", "loss_vqa", "loss_caption"} & line.keys()
     trainer.evaluate(examples(4))
@@ -114,9 +117,30 @@ def test_the_best_model_has_the_price_that_it_had(tmp_path):
     assert price != steps(trainer)[-1]["token_price"]
 
 
-def test_a_mean_count_needs_a_price(tmp_path):
-    with pytest.raises(ValueError, match="target_n sets the price of a token, and only budget='loss' has a price"):
-        make_trainer(tmp_path, selector={"target_n": 3})
+@pytest.mark.slow
+@pytest.mark.parametrize(("logit", "target"), [(2.0, 5), (-3.0, 6)])
+def test_the_dual_variable_leads_the_mean_count_to_its_target_from_both_sides(tmp_path, logit, target):
+    """The prior stands for a task that wants to keep more; rho starts at 0.8 or at 0.14."""
+    trainer = make_trainer(
+        tmp_path,
+        selector={"target_n": target, "lambda_t": 0, "lambda_m": 0, "lambda_s": 5.0, "rho_prior": 0.8, "n_max": 100},
+        max_steps=120,
+        learning_rate=2e-3,
+        optim="adamw_torch",
+        adam_beta2=0.9,
+        lr_scheduler_type="cosine",
+        freeze_selector=True,
+        disable_tqdm=True,
+    )
+    budget = trainer.model.model.qtsplus.budget.requires_grad_(True)
+    torch.nn.init.constant_(budget.mlp[2].bias, logit)
+    trainer.train()
+    asked = torch.tensor([line["n_asked"] for line in steps(trainer)])
+    first = asked[:3].mean() / target
+    last = asked[-12:].mean() / target
+    assert abs(first - 1) > 0.4
+    assert abs(last - 1) < 0.05
+    assert trainer.budget.alpha > 0
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):

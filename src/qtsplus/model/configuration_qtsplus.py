@@ -18,17 +18,12 @@ VERSION = "0.1.0"  # of the code; every config.json that it writes has it as `qt
 # Patches that are read and encoded together without gradients. They fill a GPU and take a few hundred MB in bfloat16.
 PATCHES_PER_CHUNK = 16384
 SEEN_AREA = 0.8  # A calibration with less does not tell what a video shows from what it does not show.
-# A saved configuration without these fields is older than they are and means the paper's values.
-_BEFORE = {"query_states": "embeddings", "reduction": "max", "budget": "rho", "null_token": False}
 
 
 class QTSplusConfig(PreTrainedConfig):
     r"""
     Hyperparameters of the selector (arXiv "Seeing the Forest and the Trees", Algorithm 1). Nested as
     `qtsplus_config` in a model's configuration.
-
-    A saved configuration without `query_states`, `reduction`, `budget` or `null_token` is older than these fields and
-    means the paper's values: `"embeddings"`, `"max"`, `"rho"` and no null token.
 
     > The budget, `n = min(ceil(rho * M), n_max)`
 
@@ -99,7 +94,7 @@ class QTSplusConfig(PreTrainedConfig):
 
         lambda_t, lambda_m, lambda_s (`float`): weights of attention time, of key/value memory and of the prior on rho.
         rho_prior (`float`, *optional*): the prior's mean; `None` takes the running mean of rho over training.
-        target_n (`float`, *optional*): dataset-level mean of kept tokens to aim at, with `budget="loss"`.
+        target_n (`float`, *optional*): dataset-level mean of kept tokens to aim at.
 
     Raises:
         ValueError: a value out of its range, named with the range.
@@ -139,16 +134,10 @@ class QTSplusConfig(PreTrainedConfig):
     rho_prior: float | None = None
     target_n: float | None = None
 
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """A saved configuration keeps its meaning, whatever the defaults have become since."""
-        return super().from_dict(_BEFORE | config_dict, **kwargs)
-
     def __post_init__(self, **kwargs):
         check_names(kwargs, QTSplusConfig.__annotations__)
         super().__post_init__(**kwargs)
         check_fields(self, QTSplusConfig.__annotations__)
-        require(self, self.model_type == QTSplusConfig.model_type, ["model_type"], "'qtsplus'")
         require(self, self.rho_min <= self.rho_max, ["rho_min", "rho_max"], "rho_min <= rho_max")
         is_whole_calibration = (self.seen_threshold is None) == (self.seen_area is None)
         require(self, is_whole_calibration, ["seen_threshold", "seen_area"], "both or neither")
@@ -157,7 +146,7 @@ class QTSplusConfig(PreTrainedConfig):
     def says_seen(self) -> bool:
         """Whether a calibration found that the null token tells what a video shows from what it does not show."""
         has_null_token = self.null_token and self.reduction != "max"
-        return has_null_token and self.seen_area is not None and self.seen_area >= SEEN_AREA
+        return has_null_token and (self.seen_area or 0) >= SEEN_AREA
 
 
 def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:
@@ -189,14 +178,6 @@ class QTSplusConfigMixin:
     # The ids that begin and end a tool's response in a turn of the user: `<tool_response` and `</tool_response>`. The
     # first has no `>`, because that is one token with the line break behind it.
     tool_response_token_ids: Tags = ((27, 14172, 9655), (522, 14172, 9655, 29))
-
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """As [`QTSplusConfig.from_dict`]; a stock configuration has no selector yet and gets a new one."""
-        selector = config_dict.get("qtsplus_config")
-        if isinstance(selector, dict):
-            config_dict = config_dict | {"qtsplus_config": _BEFORE | selector}
-        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def to_dict(self):
         """As stock, with the version of the code that writes it."""

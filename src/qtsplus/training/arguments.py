@@ -34,6 +34,8 @@ class QTSplusTrainingArguments(TrainingArguments):
 
         sft_loss: `"token_mean"` is the mean over all supervised tokens of an optimizer step. `"sum_of_sources"` is the
             paper's `L_mcq + L_vqa`: the means over each source's tokens, added.
+        dual_learning_rate: with `budget="rho"` and a `target_n`, the relative step of the ascent on the dual variable
+            alpha: a budget that is exceeded by 100% raises `alpha * target_n` by this much per step.
         retention_range: lowest and highest fraction of the visual tokens. In a share of the steps the fraction is drawn
             from here, evenly on a logarithmic scale, instead of predicted, so that the model also serves whoever asks
             for a `retention`.
@@ -66,6 +68,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     lora_rank: NonNegativeInt = 0
     lora_alpha: PositiveFloat = 32.0
     sft_loss: Literal["token_mean", "sum_of_sources"] = "token_mean"
+    dual_learning_rate: NonNegativeFloat = 0.1
     retention_range: tuple[Fraction, Fraction] | None = None
     retention_share: Share = 0.5
     relevance_weight: NonNegativeFloat = 0.0

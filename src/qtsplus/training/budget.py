@@ -21,6 +21,9 @@ CHEAPEST = 1e-5
 # No token is worth more than an answer can lose.
 PRICES = np.geomspace(CHEAPEST, LOST, 100).tolist()
 RECENT = 256  # questions by which the price is set
+# What the last step's excess adds to `alpha * target_n`. Ascent alone would swing around its target for as long as a
+# short training lasts.
+DAMPING = 2.0
 
 
 class RunningMeans:
@@ -50,8 +53,8 @@ class RunningMeans:
 
 class RhoControl:
     """
-    The penalties on rho, the running mean of rho and the price of a token; see [`QTSplusTrainer`]. `running` is what is
-    logged, in evaluation (`False`) and in training (`True`).
+    The penalties on rho, the running mean of rho, the dual variable and the price of a token; see [`QTSplusTrainer`].
+    `running` is what is logged, in evaluation (`False`) and in training (`True`).
     """
 
     def __init__(
@@ -60,14 +63,13 @@ class RhoControl:
         args: QTSplusTrainingArguments,
         running: Mapping[bool, RunningMeans],
     ):
-        if selector.config.target_n is not None and selector.config.budget != "loss":
-            raise ValueError(
-                "target_n sets the price of a token, and only budget='loss' has a price: set target_n=null."
-            )
         self.selector = selector
         self.running = running
-        # Sums over the current step: rho (in the units of rho_history), and samples.
-        self._step = torch.zeros(2, dtype=torch.int64, device=args.device)
+        self.dual_learning_rate = args.dual_learning_rate
+        self.alpha = 0.0
+        self.excess = 0.0  # of the last step, relative to target_n
+        # Sums over the current step: rho (in the units of rho_history), samples, and tokens that were asked for.
+        self._step = torch.zeros(3, dtype=torch.int64, device=args.device)
         # Of the last questions, what the head predicts, and the most tokens that they may keep.
         self.predicted: deque = deque(maxlen=RECENT)
         self.start_step()
@@ -80,8 +82,16 @@ class RhoControl:
         """Takes the mean of rho over all steps so far, which is this step's prior."""
         self._rho_history = self.selector.rho_history.clone()
 
+    def price(self) -> dict[str, float]:
+        """The variable that holds the mean count at `target_n`, by its name in the log."""
+        if self.config.budget == "loss":
+            return {"token_price": self.config.token_price}
+        return {"alpha": self.alpha}
+
     def restore(self, state: Mapping) -> None:
-        """Takes back the price that a checkpoint has kept."""
+        """Takes back the dual variable and the price that a checkpoint has kept."""
+        self.alpha = state["alpha"]
+        self.excess = state["excess"]
         self.predicted.clear()  # by other weights
         self.config.token_price = state["token_price"]
 
@@ -118,10 +128,10 @@ class RhoControl:
             self._count_asked(rho, num_tokens)
         if not rho.requires_grad:
             return 0.0  # there is no rho to learn where everything is kept
-        return self._penalties(qtsplus, rho) / samples.clamp(min=1)
+        return self._penalties(qtsplus, rho, num_tokens) / samples.clamp(min=1)
 
-    def _penalties(self, qtsplus, rho: Tensor) -> Tensor:
-        """The sum of the terms over the samples with visual tokens, of their `rho` `[k]`."""
+    def _penalties(self, qtsplus, rho: Tensor, num_tokens: Tensor) -> Tensor:
+        """The sum of the terms over the samples with visual tokens, of their `rho` and `num_tokens` `[k]`."""
         config = self.config
         running = self.running[True]
         count = len(rho)
@@ -130,7 +140,11 @@ class RhoControl:
         running.add("loss_t", qtsplus.loss_t.expand(count))
         running.add("loss_m", qtsplus.loss_m.expand(count))
         running.add("loss_s", losses_s)
-        return qtsplus.loss_t * count + qtsplus.loss_m * count + losses_s.sum()
+        penalties = qtsplus.loss_t * count + qtsplus.loss_m * count + losses_s.sum()
+        if config.target_n is not None:
+            damping = DAMPING * self.excess / config.target_n
+            penalties += (self.alpha + damping) * (rho * num_tokens - config.target_n).sum()
+        return penalties
 
     def _count_asked(self, rho: Tensor, num_tokens: Tensor) -> None:
         """Adds the counts that the model itself asks for to the log and to the step."""
@@ -140,6 +154,7 @@ class RhoControl:
         units = rho.detach().double() * 2.0**32
         self._step[0] += units.round().long().sum()
         self._step[1] += len(rho)
+        self._step[2] += n.sum()
 
     def _prior(self, rho: Tensor) -> Tensor | float:
         """The fixed prior of rho, or the mean over all earlier steps; the first step is its own prior."""
@@ -152,10 +167,16 @@ class RhoControl:
         return rho.detach()
 
     def finish_step(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Moves the running mean of rho by what all processes saw in this optimizer step."""
+        """Moves the running mean of rho and the dual variable by what all processes saw in this optimizer step."""
         step = sum_over_processes(self._step)
         if self.config.rho_prior is None:
-            self.selector.rho_history.copy_(self._rho_history + step)
+            self.selector.rho_history.copy_(self._rho_history + step[:2])
+        target = self.config.target_n
+        _, samples, asked = step
+        if target is not None and samples > 0:
+            # A start far above the target must not raise alpha further than one far below can lower it.
+            self.excess = min(float(asked / samples) / target - 1, 1.0)
+            self.alpha = max(0.0, self.alpha + self.dual_learning_rate * self.excess / target)
         self._step.zero_()
 
     def set_price(self) -> None:

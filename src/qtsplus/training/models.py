@@ -35,9 +35,7 @@ def make_config(
         config = backbone_of(kind).config(**stock.to_dict())
     changes = dict(selector or {})
     add_method(changes.get("selection"))
-    fields = config.qtsplus_config.to_dict()
-    settings = {name: value for name, value in fields.items() if hasattr(QTSplusConfig, name)}
-    config.qtsplus_config = QTSplusConfig(**settings | changes)
+    config.qtsplus_config = QTSplusConfig(**config.qtsplus_config.to_dict() | changes)
     return config
 
 

@@ -1,4 +1,4 @@
-"""The Trainer of Transformers with the paper's objective and its diagnostics."""
+"""The Trainer of Transformers with the paper's objective, its dual variable and its diagnostics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +30,8 @@ STATE_FILE = "qtsplus_state.json"
 class _State(TypedDict):
     """What [`STATE_FILE`] holds beside a checkpoint."""
 
+    alpha: float
+    excess: float
     token_price: float
     trained_seconds: float | None
 
@@ -68,7 +70,8 @@ class QTSplusTrainer(Trainer):
     Trains a QTSplus model on the paper's objective (Equation 5),
 
         L_SFT + lambda_t (rho M)^2 / n_max^2 + lambda_m rho M / n_max + lambda_s (rho - rho_bar)^2
-              + relevance_weight * KL(attention || softmax(log r)) + |predicted - measured losses|
+              + alpha (rho M - target_n) + relevance_weight * KL(attention || softmax(log r))
+              + |predicted - measured losses|
 
     `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]). Every
     term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT over the
@@ -76,14 +79,20 @@ class QTSplusTrainer(Trainer):
     too. Without a `rho_prior`, rho_bar is the mean of rho over all earlier steps; the first step has no prior. `rho M`
     counts up to `n_max`, as the gate does.
 
+    With `budget="rho"`, alpha >= 0 holds the mean count that is asked for, `n = min(ceil(rho M), n_max)`, at
+    `target_n`. After each step, with `excess = mean n / target_n - 1` (at most 1),
+    `alpha += dual_learning_rate * excess / target_n`. To alpha in the objective comes `2 excess / target_n`, as in the
+    modified differential multiplier method (Platt and Barr, 1988), so that short trainings do not swing around the
+    target.
+
     With `budget="loss"` rho has no gradient: in steps whose budget is not drawn the head learns what answers lose with
     1, 2, 4, ... tokens. Whenever something is logged, `token_price` becomes that with which the head's predictions for
     the last 256 questions of this process keep `target_n` tokens on average.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
     `loss_s`, `loss_relevance`, `loss_budget`, `rho`, `n` (kept), `n_asked` (what the budget head asks for in
-    training), `kept_fraction` (n / M), `visual_tokens` (M), and with a `target_n` the current `token_price`. Evaluation
-    logs the same with the prefix of its metrics; its loss is L_SFT alone.
+    training), `kept_fraction` (n / M), `visual_tokens` (M), and with a `target_n` the current `alpha` or
+    `token_price`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
 
     Args:
         model: such as a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, left as it is frozen.
@@ -317,7 +326,7 @@ class QTSplusTrainer(Trainer):
         if "loss" in logs:
             logs.update(self.running[True].pop(self.sum_over_processes))
             if self.selector_config.target_n is not None:
-                logs["token_price"] = self.selector_config.token_price
+                logs |= self.budget.price()
         for name in list(logs):
             if name.startswith("eval") and name.endswith("_loss"):
                 for mean, value in self.running[False].pop(self.sum_over_processes).items():
@@ -356,7 +365,12 @@ class QTSplusTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
             config = self.selector_config
-            state = {"token_price": config.token_price, "trained_seconds": config.trained_seconds}
+            state: _State = {
+                "alpha": self.budget.alpha,
+                "excess": self.budget.excess,
+                "token_price": config.token_price,
+                "trained_seconds": config.trained_seconds,
+            }
             write_json(Path(output_dir, STATE_FILE), state)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
