@@ -124,11 +124,12 @@ def training() -> dict[str, float]:
     from qtsplus.training.plan import step_memory
     from training_examples import make_trainer
 
-    tiny.TEXT.update(hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=32)
-    tiny.VISION.update(out_hidden_size=512)
+    tiny.TEXT.update(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=32)
+    tiny.VISION.update(out_hidden_size=512, depth=12, hidden_size=128, intermediate_size=256)
     kinds = {
         "taught": {"relevance_weight": 1.0, "gradient_checkpointing": True},
         "whole": {"freeze_language_model": False, "freeze_vision_model": False},
+        "recomputed": {"freeze_language_model": False, "freeze_vision_model": False, "gradient_checkpointing": True},
     }
     shares = {}
     for kind, settings in kinds.items():

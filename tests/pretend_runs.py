@@ -463,7 +463,7 @@ def test_calibration_and_evaluation(bundled, tmp_path):
     by_video = {}
     for question in labelled_questions(file):
         record = question.record
-        if question.needles and record.kind not in ("caption", "moment", "summary"):
+        if record.kind not in ("caption", "moment", "summary"):
             by_video[record.video] = question
     questions = list(by_video.values())
     records = [question.record for question in questions]

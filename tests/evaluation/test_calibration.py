@@ -42,7 +42,7 @@ def records(tmp_path_factory):
 def questions(records):
     others = ("caption", "moment", "summary")
     asked = labelled_questions(records)
-    return [question for question in asked if question.needles and question.record.kind not in others]
+    return [question for question in asked if question.record.kind not in others]
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +146,11 @@ def run_command(model, records):
     return CliRunner().invoke(app, command)
 
 
-def test_questions_about_unreadable_videos_and_without_evidence_are_left_out(calibrated, questions, monkeypatch):
+def test_questions_about_unreadable_videos_are_left_out(calibrated, questions, monkeypatch):
     warnings = []
     monkeypatch.setattr("qtsplus.training.dataset.logger.warning_once", warnings.append)
     missing = replace(questions[0], record=replace(questions[0].record, video="gone.mp4"))
-    unlabelled = replace(questions[0], needles=[])
-    found = calibrated([(2, 1)], asked=[missing, unlabelled, *questions])
+    found = calibrated([(2, 1)], asked=[missing, *questions])
     assert sum(found.questions) == len(questions)
     (warning,) = warnings
     assert warning.startswith("Skipped gone.mp4: ")

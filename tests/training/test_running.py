@@ -124,8 +124,8 @@ def almost_full(monkeypatch):
 
 
 def test_a_full_disk_is_found_before_the_model(recipe_file, almost_full):
-    with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 8.56 MB"):
-        run(load_stages(recipe_file)[0])
+    with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 40.3 MB"):
+        run(load_stages(recipe_file, ["training.save_strategy=steps", "training.save_total_limit=2"])[0])
 
 
 def test_a_file_in_place_of_the_folder_is_refused(recipe_file, tmp_path):

@@ -77,7 +77,7 @@ def calibrate(
     from ..training.models import load_either
 
     questions = labelled_questions(records)
-    calibration.halves([question for question in questions if question.needles])  # raises before the model is loaded
+    calibration.halves(questions)  # raises before the model is loaded
     result = calibration.calibrate(*load_either(model), questions)
     best = result.best
     finds = result.choices[best]

@@ -92,17 +92,16 @@ def calibrate(
 ) -> Calibration:
     """
     Measures every head on one half of the videos. On the other half it measures the sums over the best heads, and has
-    the questions answered from the tokens that the best layers choose by `lm_attention`. Questions without evidence do
-    not count; a `ValueError` for fewer than two videos that can be read. While heads are measured, the model reads all
-    visual tokens and the true answer; afterwards `model.config` names the best reading.
+    the questions answered from the tokens that the best layers choose by `lm_attention`. A `ValueError` for fewer than
+    two videos that can be read. While heads are measured, the model reads all visual tokens and the true answer;
+    afterwards `model.config` names the best reading.
     """
     config = model.config.text_config
     all_heads = list(product(full_attention_layers(config), range(config.num_attention_heads)))
     with tempfile.TemporaryDirectory() as folder:
-        labelled = [question for question in questions if question.needles]
-        videos = [question.video for question in labelled]
+        videos = [question.video for question in questions]
         dataset = VideoQADataset([], processor, features=encode_files(model, processor, videos, folder))
-        measured, checked = halves([question for question in labelled if dataset.example(question.record)])
+        measured, checked = halves([question for question in questions if dataset.example(question.record)])
 
         def measure_single(positions: str) -> Found:
             single = [AttentionChoice((head,), positions) for head in all_heads]

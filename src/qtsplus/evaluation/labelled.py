@@ -86,7 +86,7 @@ class LabelledQuestion:
     """A question about a video, and where its answer can be seen."""
 
     record: VideoRecord
-    needles: list[list[Sighting]]  # each must be found, in any of its sightings; none where that is not known
+    needles: list[list[Sighting]]  # each must be found, in any of its sightings
 
     @property
     def video(self) -> tuple[str, float | None]:
@@ -104,8 +104,8 @@ _NEEDLES = TypeAdapter(list[list[Sighting]])
 
 def labelled_questions(path: Path) -> list[LabelledQuestion]:
     """
-    The questions of a set of records that have a video, with their `evidence` where they have any; a `ValueError` for
-    what is no record, and for evidence of another form.
+    The questions of a set of records that have a video and `evidence`; a `ValueError` for what is no record, and for
+    evidence of another form.
     """
     questions = []
     for record, row in zip(read_records(path), iter_rows(path), strict=True):
@@ -115,6 +115,6 @@ def labelled_questions(path: Path) -> list[LabelledQuestion]:
         except ValidationError as error:
             where = f"{path}: the evidence of {record.question!r} is not a list of needles, each a list of sightings: "
             raise ValueError(explain(error, evidence, where)) from None
-        if record.video is not None:
+        if needles and record.video is not None:
             questions.append(LabelledQuestion(record, needles))
     return questions

@@ -15,15 +15,17 @@ from .freezing import prepare_parts, trained_and_all, vision_modules
 from .models import make_config
 from .recipe import Recipe
 
-CLIP = 10_000  # visual tokens of the clip for which the memory of a step is said
-_TEXT = 512  # tokens of a prompt and an answer, if the recipe sets no limit
-_PATCHES = 4  # of the vision tower, for a visual token
-_INPUT = 1 / 20  # of what the linear layers of a block read and write for a token, what the block itself reads
+CLIP = 10_000  # visual tokens of the clip for which a step's memory is stated
+_TEXT = 512  # text tokens of an example, if the recipe sets no limit
+_PATCHES = 4  # patches in the vision tower for each visual token
+_INPUT = 1 / 20  # The input of a block has this share of the values that the block's linear layers read and write.
 
 
 @dataclass(frozen=True)
 class Plan:
-    disk: int  # bytes of the model and of two checkpoints: a new one is written before an old one is removed
+    # Bytes of the checkpoints: a new one is written before the oldest is removed, so that there is one more than
+    # `save_total_limit`. Without a limit two are counted. The model itself, written last, is smaller than one of them.
+    disk: int
     lines: list[str]  # all that it takes, for a person
 
 
@@ -54,7 +56,7 @@ def make_plan(recipe: Recipe) -> Plan:
     step = step_memory(model, recipe, CLIP)
     disk = saved
     if training.save_strategy != "no":
-        disk += 2 * checkpoint
+        disk = checkpoint * (1 + (training.save_total_limit or 1))
     lines = [
         f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})",
         f"{size(memory)} of memory for weights, gradients and optimizer, and for a step with a clip of {CLIP:,} visual "
@@ -67,7 +69,7 @@ def make_plan(recipe: Recipe) -> Plan:
 def step_memory(model, recipe: Recipe, visual_tokens: int) -> int:
     """
     About the most bytes that a device holds in a step beside weights, gradients and optimizer, if the clip of each of
-    its records has so many visual tokens. Steps of a small model on a CPU took 0.7 to 1.0 times as much. What linear
+    its records has so many visual tokens. Steps of small models on a CPU took 0.7 to 1.2 times as much. What linear
     layers read and write is counted:
 
     - by the language model for the kept tokens and the text, with gradient checkpointing the inputs of all blocks and
@@ -83,29 +85,31 @@ def step_memory(model, recipe: Recipe, visual_tokens: int) -> int:
         fraction = training.retention_range[1]
     kept = kept_count(fraction, visual_tokens, selector.n_max)
     text = recipe.data.model_max_length or _TEXT
-    read, depth = _linear_values(model.model.language_model)
-    held = 1.0
-    if training.gradient_checkpointing:
-        held = _INPUT + 1 / depth
-    values = (kept + text) * (held * read + 2 * model.lm_head.out_features)
-    values += kept * _linear_values(model.model.qtsplus.reencode_layers)[0]
+    recomputed = training.gradient_checkpointing
+    held, block = _linear_values(model.model.language_model, recomputed)
+    values = (kept + text) * (held + 2 * model.lm_head.out_features)
+    values += kept * _linear_values(model.model.qtsplus.reencode_layers, False)[0]
     if training.relevance_weight > 0:
-        values += visual_tokens * read / depth
+        values += visual_tokens * block
     if recipe.data.features is None:
-        seen, depth = _linear_values(nn.ModuleList(vision_modules(model).values()))
-        if training.freeze_vision_model:
-            held = 1 / depth
-        values += _PATCHES * visual_tokens * held * seen
+        held, block = _linear_values(nn.ModuleList(vision_modules(model).values()), recomputed)
+        values += _PATCHES * visual_tokens * (block if training.freeze_vision_model else held)
     bytes_of_value = 2 if training.bf16 or training.fp16 else 4
     return int(training.train_batch_size * bytes_of_value * values)
 
 
-def _linear_values(part: nn.Module) -> tuple[int, int]:
-    """The values that the linear layers of a part read and write for a token, and the number of its blocks."""
+def _linear_values(part: nn.Module, recomputed: bool | None) -> tuple[float, float]:
+    """
+    The values that the linear layers of a part read and write for a token: those that are held until its gradients are
+    computed, by gradient checkpointing or not, and those of one block.
+    """
     values = 0
-    depth = 0
+    blocks = 0
     for module in part.modules():
         if isinstance(module, nn.Linear):
             values += module.in_features + module.out_features
-        depth += isinstance(module, GradientCheckpointingLayer)
-    return values, depth
+        blocks += isinstance(module, GradientCheckpointingLayer)
+    block = values / max(blocks, 1)
+    if recomputed:
+        return _INPUT * values + block, block
+    return values, block
