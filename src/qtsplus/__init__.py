@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 # Looked up on first use (PEP 562), so that `qtsplus --help` does not wait for torch.
 _EXPORTS = {
     **class_modules(),
-    "QTSplusConfig": "model.configuration_qtsplus",
+    "QTSplusConfig": "model.fields_qtsplus",
     "QTSplusOutput": "model.selector_qtsplus",
     "QTSplusSelector": "model.selector_qtsplus",
     "load": "hub.loading",

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.configuration_qtsplus import QTSplusConfig
 from ..model.encoding_qtsplus import encode_visual
+from ..model.fields_qtsplus import QTSplusConfig
 from ..model.layout_qtsplus import lay_out
 from ..model.methods_qtsplus import Method, check_budget
 from ..model.mixin_qtsplus import choose

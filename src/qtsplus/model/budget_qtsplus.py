@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .configuration_qtsplus import QTSplusConfig
+from .fields_qtsplus import QTSplusConfig
 from .methods_qtsplus import TIE
 
 DOUBLINGS = 15  # losses are predicted for 1, 2, 4, ... 16,384 tokens, whatever n_max is; more tokens lose nothing

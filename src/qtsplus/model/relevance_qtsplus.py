@@ -223,7 +223,7 @@ def log_relevance(
     Args:
         query_states: `[heads, L, head_dim]`.
         key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
-        reduction: over heads and query tokens, one of `configuration_qtsplus.REDUCTIONS`.
+        reduction: over heads and query tokens, one of `fields_qtsplus.REDUCTIONS`.
         block_size: tokens scored at a time; by default a block has about 2 million scores.
 
     Returns:

@@ -24,7 +24,7 @@ from .budget_qtsplus import (
     kept_count,
     share_of_mass,
 )
-from .configuration_qtsplus import QTSplusConfig
+from .fields_qtsplus import QTSplusConfig
 from .methods_qtsplus import (
     Candidates,
     Method,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..model.budget_qtsplus import cheapest_count
-from ..model.configuration_qtsplus import QTSplusConfig
+from ..model.fields_qtsplus import QTSplusConfig
 from ..model.selector_qtsplus import QTSplusSelector, kept_count
 from .arguments import QTSplusTrainingArguments
 

@@ -13,7 +13,7 @@ from ..hub.checkpoint import read_checkpoint
 from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
 from ..hub.loading import adopt_tokenizer, find_device, load_config, processor_of, stored_config, stored_dtype
-from ..model.configuration_qtsplus import QTSplusConfig
+from ..model.fields_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import add_method
 
 

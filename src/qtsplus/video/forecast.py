@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from ..common.files import counted, size
-from ..model.configuration_qtsplus import QTSplusConfig
+from ..model.fields_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import Method
 from ..model.selector_qtsplus import kept_count
 from ..model.video_qtsplus import VideoChunks
