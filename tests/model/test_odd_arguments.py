@@ -136,18 +136,3 @@ def test_what_is_no_count_is_never_taken_for_one(calls):
 def test_frames_without_three_channels_are_refused(calls, frames):
     with pytest.raises(ValueError, match=r"of the shape .*; expected \[T, H, W, C\] or \[T, C, H, W\] with 1 or 3"):
         calls["frames"](video=frames)
-
-
-def test_frames_of_objects_are_refused(calls):
-    few = FRAMES[:4]
-    objects = few.astype(object)
-    nothing = np.array([None] * 4)
-    for frames in (objects, list(objects), nothing):
-        with pytest.raises(ValueError, match=r"object.*expected|expected.*frames"):
-            calls["frames"](video=frames)
-    large_numbers = few.astype(np.uint16) * 257
-    for frames in (large_numbers, few > 99):  # which are no numbers from 0 to 255
-        with pytest.raises(
-            ValueError, match=r"of the type (uint16|bool); expected pixels from 0 to 255, such as uint8"
-        ):
-            calls["frames"](video=frames)

@@ -405,22 +405,6 @@ def test_a_list_of_images_is_a_video(processor, tmp_path):
     assert steps_and_seconds(prepare(processor, paths, fps=2)) == (2, 1.0)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["frame²1.png", "frame²2.png", "frame²10.png"],
-        ["1²1.png", "1²2.png", "2.png"],
-        ["²1.png", "²2.png", "½.png"],
-        ["frame٣.png", "frame٤.png", "frame١٠.png"],  # Arabic digits 3, 4, 10
-        ["frame01.png", "frame1.png", "frame02.png"],
-    ],
-)
-def test_odd_digits_have_a_reading_order(tmp_path, names):
-    as_files(tmp_path, names)
-    frames = load_frames(image_paths(str(tmp_path)))
-    assert read_shades(frames) == list(range(len(names)))
-
-
 def test_a_folder_without_frames_or_with_a_broken_one_is_named(tmp_path):
     folder = str(tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path.name}' holds no frames"):
@@ -463,14 +447,6 @@ WIDE = np.zeros((56, 28, 3))
 def test_frames_that_are_none_are_refused(processor, videos, message):
     with pytest.raises(ValueError, match=message):
         processor(text=PROMPT, videos=videos, fps=2.0)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_rate_may_be_a_numpy_number(processor):
-    frames = shaded_frames(4)
-    expected = processor(text=PROMPT, videos=frames, fps=2.0)["second_per_grid_ts"]
-    for kind in (np.float16, np.float32, np.float64, np.int32):
-        assert processor(text=PROMPT, videos=frames, fps=kind(2))["second_per_grid_ts"] == expected
 
 
 def test_frames_from_0_to_1_are_taken_as_the_caller_says(processor):
