@@ -330,11 +330,8 @@ def test_a_damaged_video_is_refused(tiny_media, tiny_mp4, tmp_path):
     [
         ({"video_backend": "opencv"}, "names video_backend for a video; expected fps or num_frames"),
         ({"num_frames": 0}, "num_frames="),
-        ({"num_frames": 2.5}, "num_frames="),
-        ({"num_frames": [1]}, "num_frames="),
         ({"num_frames": 769}, "num_frames="),
         ({"fps": "1"}, "fps="),
-        ({"fps": 0}, "fps="),
     ],
 )
 def test_a_way_to_read_that_cannot_be_is_refused(tiny_media, tiny_mp4, reading, message):

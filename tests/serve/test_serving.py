@@ -154,11 +154,14 @@ LM_ATTENTION = {"selection": "lm_attention"}
         ({}, ["--enable-lora", "--mm-processor_kwargs.selection=lm_attention"], "LoRA adapters"),
         ({**LM_ATTENTION, "attention_layer": 99}, [], "attention_layer=99; expected a layer of the language model"),
         ({**LM_ATTENTION, "attention_heads": [99]}, [], "expected heads from 0"),
+        ({}, ["--mm-processor-kwargs.selection", "best"], "selection='best'; expected one of"),
+        ({}, ["--mm-processor-kwargs", '{"selection": 3}'], "selection=3; expected one of"),
+        ({}, ["--mm-processor-kwargs", '{"selection": "no_such:method"}'], "cannot be imported"),
         (LM_ATTENTION, ["--enable-lora", "--mm-processor-kwargs", '{"selection": "diversity"}'], None),
         (LM_ATTENTION, [], None),
     ],
 )
-def test_attention_that_vllm_cannot_read_is_refused_before_it_starts(
+def test_a_selection_that_vllm_cannot_make_is_refused_before_it_starts(
     model, pretend_vllm, monkeypatch, stored, words, message
 ):
     started = []

@@ -80,11 +80,21 @@ def serve(
     config = load_config(model, revision)
     if "longrope" in str(config):  # such as the bundled model
         fail(f"{model} has rotary positions (longrope) that vLLM does not support; qtsplus app, ask and batch do")
-    server = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-    # With these details, `usage` in a response says how many tokens were kept.
-    server += ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
-    server += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
-    server += ["--model", model, "--host", host, "--port", str(port)]
+    server = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.launchers.api_server.entry",
+        "--trust-request-mm-kwargs",
+        "--enable-prompt-tokens-details",  # with which `usage` in a response says how many tokens were kept
+        "--worker-extension-cls",
+        "qtsplus.vllm.worker.Worker",
+        "--model",
+        model,
+        "--host",
+        host,
+        "--port",
+        str(port),
+    ]
     server += ["--allowed-origins", "[]"]  # web pages of other origins may neither send requests nor read responses
     server += ["--served-model-name", os.path.basename(os.path.abspath(model))]
     server += ["--dtype", stored_dtype(model, revision)]
@@ -119,13 +129,14 @@ def check_more(words: list[str], refused: Mapping[str, str]) -> None:
     for word in words:
         stated = re.split("[=.]", word.replace("--no-", "--", 1))[0]
         for name, expected in refused.items():
-            if stated.startswith("-") and name.startswith(stated):  # vLLM takes shortened names
+            if stated and name.startswith(stated):  # vLLM takes shortened names
                 fail(f"{word} cannot be given behind --, since qtsplus serve decides it; expected {expected}")
 
 
 def check_methods(config, words: list[str]) -> None:
     """Raises `ValueError` where a model, its method or an adapter cannot work with vLLM's options behind `--`."""
     from ..hub.loading import check_served_adapter
+    from ..model.methods_qtsplus import add_method
     from ..vllm import BACKBONES
     from ..vllm.attention import check_attention
 
@@ -141,6 +152,8 @@ def check_methods(config, words: list[str]) -> None:
     stated, _ = parser.parse_known_args(words)
     for adapter in stated.lora_modules:  # NAME=PLACE, or JSON
         check_served_adapter(json.loads(adapter)["path"] if "{" in adapter else adapter.partition("=")[2])
-    selection = stated.selection or stated.mm_processor_kwargs.get("selection", config.qtsplus_config.selection)
-    if selection == "lm_attention":
+    selection = stated.selection or stated.mm_processor_kwargs.get("selection")
+    sys.path.append("")  # where vLLM's server finds a function of the operator's own
+    add_method(selection)
+    if (selection or config.qtsplus_config.selection) == "lm_attention":
         check_attention(config, stated.enable_lora, stated.tensor_parallel_size)

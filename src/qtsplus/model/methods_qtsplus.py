@@ -396,7 +396,7 @@ def add_method(name: str | Method | None) -> None:
     """
     if name is None or callable(name):
         return
-    place, colon, function = name.rpartition(":")
+    place, colon, function = str(name).rpartition(":")
     if colon and name not in METHODS:
         try:
             if place.endswith(".py"):
