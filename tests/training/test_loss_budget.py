@@ -192,6 +192,14 @@ def test_a_target_that_the_bounds_forbid_does_not_drive_the_price_away(tmp_path,
     assert CHEAPEST <= trainer.selector_config.token_price <= LOST
 
 
+def test_a_resumed_run_sets_the_price_that_an_uninterrupted_one_sets(tmp_path):
+    settings = {"selector": {**LOSS, "target_n": 2}, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = trained(tmp_path / "whole", **settings)
+    resumed = make_trainer(tmp_path / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    assert steps(resumed) == steps(whole)
+
+
 def test_micro_batches_add_up_to_one_big_batch(tmp_path):
     settings = {"selector": LOSS, "freeze_language_model": False, "retention_range": [0.2, 0.6]}
     whole = trained(tmp_path, **settings)

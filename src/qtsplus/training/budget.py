@@ -89,10 +89,12 @@ class RhoControl:
         return {"alpha": self.alpha}
 
     def restore(self, state: Mapping) -> None:
-        """Takes back the dual variable and the price that a checkpoint has kept."""
+        """Takes back the dual variable, and the price with what sets it, that a checkpoint has kept."""
         self.alpha = state["alpha"]
         self.excess = state["excess"]
-        self.predicted.clear()  # by other weights
+        self.predicted.clear()
+        for losses, most in zip(state["predicted"], state["most"], strict=True):
+            self.predicted.append((torch.tensor(losses), most))
         self.config.token_price = state["token_price"]
 
     def loss(

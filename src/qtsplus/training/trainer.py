@@ -32,6 +32,8 @@ class _State(TypedDict):
 
     alpha: float
     excess: float
+    predicted: list[list[float]]
+    most: list[int]
     token_price: float
     trained_seconds: float | None
 
@@ -368,6 +370,8 @@ class QTSplusTrainer(Trainer):
             state: _State = {
                 "alpha": self.budget.alpha,
                 "excess": self.budget.excess,
+                "predicted": [losses.tolist() for losses, _ in self.budget.predicted],
+                "most": [most for _, most in self.budget.predicted],
                 "token_price": config.token_price,
                 "trained_seconds": config.trained_seconds,
             }
