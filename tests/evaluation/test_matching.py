@@ -31,6 +31,7 @@ SENTENCES = [
     ("3", None, "There are three.", True),
     ("3", None, "Three or four", True),  # a hedge is not seen
     ("3", None, "There are 13.", False),
+    ("13", None, "There are thirteen.", True),
     ("a red cross", None, "It's the RED cross!", True),
     ("red", None, "It is not red.", False),
     ("red", None, "", False),
@@ -44,6 +45,26 @@ SENTENCES = [
 @pytest.mark.parametrize(("answer", "options", "said", "right"), SENTENCES)
 def test_a_sentence_may_give_the_answer(answer, options, said, right):
     assert gives_answer(VideoRecord(None, "What?", answer, options=options), said) == right
+
+
+CHOICES = [
+    "(b)",
+    "b.",
+    "Option A is wrong; the answer is B.",
+    "It is not (A) but (B).",
+    "The answer is not A but B",
+    r"So: $\boxed{\text{B}}$",
+    "Option A shows a cat. The answer is B.",
+    "(A) can't be right, it is B.",
+    "Neither A nor C: B is",
+    "Not A. B.",
+]
+
+
+@pytest.mark.parametrize("said", CHOICES)
+def test_letters_that_are_ruled_out_are_not_chosen(said):
+    for answer, right in (("B", True), ("A", False)):
+        assert gives_answer(VideoRecord(None, "What?", answer, options=("cat", "dog", "bird")), said) == right
 
 
 @pytest.mark.parametrize("kept", [0.1, 1.0])

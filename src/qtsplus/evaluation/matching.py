@@ -9,15 +9,33 @@ from ..data.records import VideoRecord
 
 Matcher = Callable[[VideoRecord, str], bool]
 
-_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-_DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)}
+_NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+)
+_DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS.split())}
 _DIGITS["none"] = "0"
 _ARTICLES = {"a", "an", "the"}
 _NEGATIONS = {"not", "no", "never", "without", "isn't", "aren't", "wasn't", "doesn't", "don't"}
 _NEAR = 3  # words; a negation as near before an answer denies it
 _WORD = re.compile(r"[\w']+")
-# The letter of an option: "B", "B." or "(B) a dog" at the start, though not "A dog"; "(B)"; or "the answer is B".
-_LETTER = r"^\W*([{0}])\b(?! \w)|\(([{0}])\)|\b(?:[Aa]nswer|[Oo]ption|[Cc]hoice)\W+(?:is\W+)?([{0}])\b"
+# How a text chooses an option by its letter: "B", "B." or "(B) a dog" at the start, though not "A dog"; "the answer is
+# B"; "\boxed{B}"; "(B)"; "option B"; "it is B"; "B is right". The first of these forms that it has counts.
+_LETTERS = (
+    r"^\W*([{0}])\b(?! \w)",
+    r"\b[Aa]nswer\W+(?:is\W+)?(?:but\W+)?(?:[Oo]ption\W+)?([{0}])\b",
+    r"\\boxed\W+(?:text\W+)?([{0}])\b",
+    r"\(([{0}])\)",
+    r"\b(?:[Oo]ption|[Cc]hoice)\W+(?:is\W+)?([{0}])\b",
+    r"\b(?:[Ii]s|[Ii]t's|think|choose|but)\W+([{0}])\b(?! \w)",
+    r"\b([{0}]) is\b",
+)
+# Letters that a text rules out: "not A", "neither (A) nor (B)", "rather than A", "A is wrong", "A isn't".
+_RULED_OUT = r"""(?x)
+    (?:\b(?i:not|neither|nor|rather\ than)|n't)\ (?:[Oo]ption\ )?\(?[{0}]\b\)?
+    (?:\ or\ \(?[{0}]\b\)?)*(?!\ (?!(?:but|nor)\b)\w)
+    | \(?\b[{0}]\b\)?\ (?:is|was|does|can|could|would)(?:n?'t|\ ?not|\ (?:wrong|incorrect|false))\b
+"""
 _JUDGE = """Question: {question}
 Right answer: {answer}
 Given answer: {said}
@@ -77,11 +95,14 @@ def _says(words: Sequence[str], expected: Sequence[str]) -> bool:
 def _chosen(said: str, options: Sequence[str]) -> int | None:
     """The option that a text chooses, by its letter or because it is the only one whose text it holds."""
     letters = ascii_uppercase[: len(options)]
-    if len(said) == 1:
-        said = said.upper()
-    stated = re.search(_LETTER.format(letters), said)
-    if stated is not None:
-        return letters.index(stated[stated.lastindex or 0])
+    bare = re.sub(r"\W", "", said)
+    if len(bare) == 1:
+        said = bare.upper()
+    said = re.sub(_RULED_OUT.format(letters), "", said)
+    for form in _LETTERS:
+        stated = re.search(form.format(letters), said)
+        if stated is not None:
+            return letters.index(stated[1])
     words = _words(said)
     named = []
     for number, option in enumerate(options):
