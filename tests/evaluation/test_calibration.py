@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from clips import write_records
+from clips import write_mp4, write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
 from qtsplus.evaluation.calibration import (
@@ -20,7 +20,7 @@ from qtsplus.evaluation.calibration import (
     best_heads,
     calibrate,
 )
-from qtsplus.evaluation.labelled import Sighting, labelled_questions
+from qtsplus.evaluation.labelled import LabelledQuestion, Sighting, labelled_questions
 from qtsplus.training.attention import AttentionChoice
 from qtsplus.training.dataset import VideoQADataset
 from qtsplus.training.models import make_model
@@ -169,6 +169,18 @@ def test_what_only_other_questions_ask_for_is_elsewhere(tiny, tiny_processor, qu
     assert len(shown) > 0
     assert len(elsewhere) > 0
     assert len(nothing) == 0
+
+
+def test_evidence_is_where_a_player_shows_it(tiny, tiny_processor, questions, tmp_path):
+    """The video's first frame is shown at 5 s; its steps last a second."""
+    path = tmp_path / "late.mp4"
+    write_mp4(path, np.zeros((16, 56, 56, 3), dtype=np.uint8), 2, first=10)
+    record = replace(questions[0].record, video=str(path))
+    question = LabelledQuestion(record, needles=[[Sighting(3, 5.5)], [Sighting(7, 8)]])
+    asked = [calibration.with_start(tiny_processor, question)]
+    dataset = VideoQADataset([], tiny_processor)
+    ((_, shown, _),) = calibration._attention_by_head(tiny, dataset, asked, "question")
+    assert shown.tolist() == [0, 1, 2, 3, 8, 9, 10, 11], "of the first and the third step"
 
 
 @pytest.fixture

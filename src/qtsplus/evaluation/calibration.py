@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ..common.folders import read_json, update_json
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
+from ..model.sampling_qtsplus import Sampling
 from ..training.arguments import Head
 from ..training.attention import AttentionChoice, note_attention
 from ..training.dataset import VideoQACollator, VideoQADataset
 from ..training.features import encode_files
-from ..video.encoded import with_bar
+from ..video.encoded import open_chunks, with_bar
 from .evaluate import evaluate_records
 from .labelled import LabelledQuestion, sighting_tokens
 from .matching import gives_answer
@@ -138,6 +139,13 @@ def count_right(
     return sum(outcome.correct for outcome in outcomes)
 
 
+def with_start(processor, question: LabelledQuestion) -> LabelledQuestion:
+    """The question, with the time at which a player shows the first frame of its video."""
+    video, fps = question.video
+    about = open_chunks(processor, video, Sampling(fps=fps)).about
+    return replace(question, start=about.start)
+
+
 def halves(questions: Questions) -> Sequence[Questions]:
     """The questions about every second video, and those about the others."""
     videos = list(dict.fromkeys(question.video for question in questions))
@@ -206,9 +214,9 @@ def _attention_by_head(
         del inputs["source_ids"]
         (grid,) = model.model.merged_grid(inputs["video_grid_thw"])
         seconds = float(inputs["second_per_grid_ts"][0])
-        shown = sighting_tokens(question.sightings, grid, seconds)
+        shown = sighting_tokens(question.sightings, grid, seconds, question.start)
         about = [one.sightings for one in questions if one.video == question.video]
-        of_video = sighting_tokens(list(chain.from_iterable(about)), grid, seconds)
+        of_video = sighting_tokens(list(chain.from_iterable(about)), grid, seconds, question.start)
         inputs = send_to_device(inputs, model.device)
         (row,) = note_attention(model, inputs, inputs.pop("labels"), choice)
         attention = {}

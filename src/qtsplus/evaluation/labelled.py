@@ -37,17 +37,19 @@ def sighting_tokens(
     seen: Sequence[Sighting],
     grid: tuple[int, int, int],
     seconds_per_grid: float = 1.0,
+    start: float = 0.0,
 ) -> np.ndarray:
     """
     `[k]` int64, ascending: the visual tokens that share at least [`LEAST_SHARE`] with the box of a sighting, or else
-    the most. The grid is (time, height, width) of the video's visual tokens.
+    the most. The grid is (time, height, width) of the video's visual tokens, and `start` is when a player shows its
+    first frame.
     """
     steps, rows, columns = grid
     shown = np.zeros((steps, rows, columns), dtype=bool)
     for sighting in seen:
-        start = sighting.start / seconds_per_grid
-        end = sighting.end / seconds_per_grid
-        first = int(start + 1e-6)
+        begin = (sighting.start - start) / seconds_per_grid
+        end = (sighting.end - start) / seconds_per_grid
+        first = int(max(begin, 0) + 1e-6)
         last = int(np.ceil(end - 1e-6))
         first = min(first, steps - 1)
         last = max(last, first + 1)
@@ -87,6 +89,7 @@ class LabelledQuestion:
 
     record: VideoRecord
     needles: list[list[Sighting]]  # each must be found, in any of its sightings
+    start: float = 0.0  # when a player shows the first frame of the video
 
     @property
     def video(self) -> tuple[str, float | None]:
