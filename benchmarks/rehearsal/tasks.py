@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from qtsplus.asking import session
-from qtsplus.training.lora import merge_lora
+from qtsplus.hub.loading import load_processor
+from qtsplus.training.lora import load_lora, merge_lora
 
 from ..world.clip import read_video
 from .films import CLIPS, FILM, QUESTION, SECOND_QUESTION
@@ -82,8 +82,8 @@ def every_token(folder: str) -> dict[str, Any]:
 
 def merge_and_save(folder: str) -> dict[str, Any]:
     """The adapters and the trained selector become a model of their own."""
-    model, processor = session.load(Path(folder, "trained"))
-    merged: Any = merge_lora(PeftModel.from_pretrained(model, Path(folder, "lora")))
+    processor = load_processor(Path(folder, "trained"))
+    merged: Any = merge_lora(load_lora(str(Path(folder, "trained")), Path(folder, "lora")))
     merged.save_pretrained(Path(folder, "saved"))
     processor.save_pretrained(Path(folder, "saved"))
     return _read(merged.eval(), processor, folder, "merged")

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from tiny_recipe import write_recipe, write_records
+from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.common.files import working_in
+from qtsplus.hub.files import bundled_model
 from qtsplus.training import running
+from qtsplus.training.lora import load_lora, merge_lora
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import run, run_stages
 
@@ -132,6 +135,17 @@ def test_a_file_in_place_of_the_folder_is_refused(recipe_file, tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ValueError, match="is a file; expected a folder"):
         run(load_stages(recipe_file)[0])
+
+
+def test_an_adapter_has_the_configuration_of_its_training(recipe_file):
+    base = str(bundled_model())
+    settings = ["model.variant=null", f"model.weights={base}", "model.selector.reduction=max", "training.lora_rank=2"]
+    folder = run(load_stages(recipe_file, settings)[0])
+    config = merge_lora(load_lora(base, folder)).config.qtsplus_config
+    assert config.reduction == "max"
+    assert config.seen_threshold is None
+    assert config.trained_seconds > 0
+    assert AutoModelForImageTextToText.from_pretrained(folder).peft_config  # as Transformers loads an adapter
 
 
 def changed_weights(before: Path, after: Path) -> set[str]:

@@ -329,4 +329,4 @@ def check_served_adapter(adapter: str) -> None:
 def refuse_adapter(model: str | Path, revision: str | None = None) -> None:
     """Raises `ValueError` for a PEFT adapter: it has the weights of no whole model, and names any other as its base."""
     if find_adapter_config_file(str(model), revision=revision) is not None:
-        raise ValueError(f"{model} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+        raise ValueError(f"{model} holds a PEFT adapter; merge it (docs/use.md, LoRA) and save the whole model first.")

@@ -1,7 +1,15 @@
 """LoRA on the language model beside a selector that is trained whole."""
 
+from pathlib import Path
+
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+
+from ..common.folders import read_json
+from .models import load_either
+
+# Beside an adapter. Transformers would take a folder with a config.json for a whole model.
+CONFIG_FILE = "qtsplus_config.json"
 
 
 def lora_config(rank: int, alpha: float = 32.0) -> LoraConfig:
@@ -30,6 +38,29 @@ def add_lora(model, config: LoraConfig) -> PeftModel:
     for name in frozen:
         selector.get_parameter(name).requires_grad_(False)
     return adapted
+
+
+def save_selector_config(model, folder: str | Path) -> None:
+    """Writes the `qtsplus_config` of a model into the folder of its adapter, where [`load_lora`] reads it."""
+    base_model(model).config.qtsplus_config.to_json_file(Path(folder, CONFIG_FILE), use_diff=False)
+
+
+def load_lora(
+    base: str,
+    adapter: str | Path,
+    device: str | None = None,
+) -> PeftModel:
+    """
+    A model with an adapter that was trained on it. The `qtsplus_config` is the adapter's, since recipes and training
+    change it.
+
+    Args:
+        base: a folder or a Hub id, see [`load_either`].
+        adapter: a folder that `QTSplusTrainer` or [`save_selector_config`] has written to; `ValueError` for another.
+        device: as for `qtsplus.load`.
+    """
+    model, _ = load_either(base, device, selector=read_json(Path(adapter, CONFIG_FILE)))
+    return PeftModel.from_pretrained(model, adapter)
 
 
 def merge_lora(model: PeftModel) -> nn.Module:

@@ -5,14 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from ..hub.backbones import OURS, backbone_of
 from ..hub.checkpoint import read_checkpoint
 from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
-from ..hub.loading import adopt_tokenizer, find_device, load_config, processor_of, stored_config, stored_dtype
+from ..hub.loading import (
+    adopt_tokenizer,
+    find_device,
+    load_config,
+    load_generation_config,
+    processor_of,
+    stored_config,
+    stored_dtype,
+)
 from ..model.fields_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import add_method
 
@@ -74,9 +82,7 @@ def _random_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = backbone_of(config.model_type).model._from_config(config, **loading)
-    folder = hub_configs() / str(variant)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.generation_config = load_generation_config(hub_configs() / str(variant)) or model.generation_config
     return model
 
 
@@ -104,13 +110,16 @@ def load_either(
     weights: str,
     device: str | None = None,
     dtype: str | None = None,
+    selector: Mapping | None = None,
 ) -> tuple[Any, Any]:
     """
     A stock model or a QTSplus model, in a folder or on the Hub, with its processor; without a `dtype` in that of the
-    checkpoint. A `ValueError` for no such model, or one of an unknown backbone.
+    checkpoint. A `ValueError` for no such model, or one of an unknown backbone. `selector` has fields of
+    `qtsplus_config` to change; a stock model without them gets no re-encoder.
     """
     where = find_device(device)
-    selector = {} if model_type(weights).endswith(OURS) else {"reencode_layers": 0}
+    if selector is None and not model_type(weights).endswith(OURS):
+        selector = {"reencode_layers": 0}
     dtype = dtype or stored_dtype(weights)
     if dtype == "auto":
         dtype = "float32"

@@ -85,14 +85,14 @@ def is_finished(output_dir: Path) -> bool:
 
 def last_checkpoint(output_dir: Path) -> Path | None:
     """The newest complete checkpoint. The Trainer's state is written last, so it must be there and be whole."""
-    newest = None
-    last_step = -1
-    for state in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json"):
-        _, _, step = state.parent.name.rpartition("-")
-        if int(step) > last_step and _is_json(state):
-            newest = state.parent
-            last_step = int(step)
-    return newest
+    states = output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")
+    complete = [state.parent for state in states if _is_json(state)]
+    return max(complete, key=_step, default=None)
+
+
+def _step(checkpoint: Path) -> int:
+    """The step at which a checkpoint was written."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _is_json(path: Path) -> bool:

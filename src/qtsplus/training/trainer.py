@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from pydantic import with_config
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
@@ -20,7 +21,7 @@ from .attention import AttentionChoice, answer_attention, check_relevance, evalu
 from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
 from .dataset import IGNORED, VideoQACollator, VideoQADataset
 from .freezing import prepare_parts, score_parameters
-from .lora import active_selector, base_model
+from .lora import active_selector, base_model, save_selector_config
 from .sharding import choose_layers, keep_gathered, layer_class
 
 STATE_FILE = "qtsplus_state.json"
@@ -357,11 +358,13 @@ class QTSplusTrainer(Trainer):
             self.selector_config.trained_seconds = max(known, round(seconds, 1))
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        """As stock. A sharded model gives tied weights twice."""
+        """As stock; an adapter with its `qtsplus_config`. A sharded model gives tied weights twice."""
         for tied in base_model(self.model).all_tied_weights_keys:
             if state_dict:
                 state_dict.pop(tied, None)
         super()._save(output_dir, state_dict)
+        if isinstance(self.model, PeftModel) and self.args.should_save:
+            save_selector_config(self.model, output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
