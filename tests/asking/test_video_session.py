@@ -400,7 +400,16 @@ def test_a_generation_configuration_says_how_long_an_answer_is(fresh, monkeypatc
     fresh.ask(FIRST, generation_config=config)
     fresh.ask(FIRST, generation_config=config, max_new_tokens=2)
     fresh.ask(FIRST)
-    assert lengths == [3, 2, 128]
+    monkeypatch.setattr(fresh.model.generation_config, "max_new_tokens", 4)
+    fresh.ask(FIRST)
+    fresh.ask(FIRST, generation_config=config)
+    assert lengths == [3, 2, 128, 4, 3]
+
+
+def test_a_length_that_counts_the_prompt_is_refused(fresh):
+    for settings in ({"max_length": 9, "max_new_tokens": 2}, {"generation_config": GenerationConfig(max_length=9)}):
+        with pytest.raises(ValueError, match="max_length=9 counts the prompt.*: set max_new_tokens"):
+            fresh.ask(FIRST, **settings)
 
 
 class Words(BaseStreamer):

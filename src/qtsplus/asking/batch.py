@@ -23,7 +23,6 @@ from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import with_bar
 from .answers import Answer
 from .choice import Choice
-from .generation import MAX_NEW_TOKENS
 from .question import Question
 from .session import answer_file
 
@@ -152,7 +151,6 @@ class Asker:
         method_file, _, _ = str(self.choice.selection).rpartition(":")
         files = digest_of({}, [media_state(self.model), media_state(method_file)])
         settings = dict(vars(self), **vars(self.choice), files=files)
-        settings["max_new_tokens"] = self.max_new_tokens or MAX_NEW_TOKENS
         del settings["device"]
         del settings["choice"]
         return settings
