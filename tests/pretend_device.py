@@ -57,14 +57,22 @@ FACTORIES = (
 
 
 class Counts:
-    """What has happened on the device since `reset`: waits by operator and line, and the number of kernels."""
+    """
+    What has happened on the device since `reset`: waits by operator and line, the most values that were copied to the
+    host at once, and the number of kernels.
+    """
 
     def __init__(self):
         self.reset()
 
     def reset(self) -> None:
         self.waits: Counter[str] = Counter()
+        self.largest_copy = 0
         self.kernels = 0
+
+    def copy(self, source: torch.Tensor) -> None:
+        self.wait("to the host")
+        self.largest_copy = max(self.largest_copy, source.numel())
 
     def wait(self, operator: str) -> None:
         self.waits[f"{operator} at {_caller()}"] += 1
@@ -160,11 +168,11 @@ def _count(function, args, kwargs, tensors) -> None:
         target = kwargs.get("device")
         leaves = target is not None and not _is_pretend(target)
         if leaves and isinstance(source, PretendTensor):
-            counts.wait("to the host")
+            counts.copy(source)
     if operator is aten.copy_:
         target, source = args[:2]
         if _on_host(target) and isinstance(source, PretendTensor):
-            counts.wait("to the host")
+            counts.copy(source)
 
 
 def _run(function, args, kwargs):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from qtsplus.hub.backbones import backbone_of
+from qtsplus.model.budget_qtsplus import kept_count
 from qtsplus.model.lm_attention_qtsplus import attention_layer, frame_groups
-from qtsplus.model.selector_qtsplus import kept_count
 
 from .clock import now
 

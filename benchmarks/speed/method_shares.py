@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from qtsplus.model.budget_qtsplus import kept_count
 from qtsplus.model.lm_attention_qtsplus import attention_layer
 from qtsplus.model.methods_qtsplus import KEPT_PER_NEW, LARGEST_POOL, METHODS, POOL, ROUND
-from qtsplus.model.selector_qtsplus import kept_count
 
 from ..files import write_result
 from ..machine import environment

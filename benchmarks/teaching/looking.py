@@ -113,7 +113,7 @@ def watching(
         raise ValueError(f"looking_layer={layer}: expected layers {list(layers)} to have attention, of {list(known)}.")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     visual, _ = take_inputs(dict(inputs))
-    candidates = [row.candidates for row in lay_out(model.model, visual, ids, mask).rows]
+    candidates = [row.candidates.to(ids.device) for row in lay_out(model.model, visual, ids, mask).rows]
     rows = [Looks() for _ in ids]
     for row, own, tokens, real, row_labels in zip(rows, needles, candidates, mask.bool(), labels, strict=True):
         supervised = row_labels[real] != IGNORED

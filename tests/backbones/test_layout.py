@@ -40,7 +40,7 @@ def kept_columns(spans, length, kept_indices):
     tokens = [span.token_columns() for span in spans]
     row = PromptRow(
         columns=columns,
-        types=columns,
+        ids=columns,
         spans=spans,
         positions=positions,
         language_positions=positions,

@@ -186,7 +186,7 @@ def test_frames_are_encoded_and_scored_once(loaded, monkeypatch):
     for first in range(0, 16, 4):
         stream.append(FRAMES[first : first + 4])
     stream.ask(QUESTION, max_new_tokens=1)
-    steps = [grid[0, 0].item() for _, _, grid in encodings]
+    steps = [grid[0, 0].item() for _, grid in encodings]
     assert steps == [2, 2, 2, 2]
     tokens = [len(features) for (features,) in scorings]
     assert tokens == [2 * TOKENS] * 4

@@ -102,17 +102,6 @@ def test_generated_tokens_and_those_kept(models):
     assert_same(kept, expected.qtsplus.kept_indices)
 
 
-def test_features_may_wait_on_the_cpu(models):
-    _, model = models
-    inputs = inputs_on(DEVICE)
-    expected = model.generate(**inputs, **CALL)
-    pixels = inputs.pop("pixel_values_videos").cpu()
-    features = model.encode_videos(pixels, inputs["video_grid_thw"].cpu(), device="cpu")
-    for video in features:
-        assert video.device.type == "cpu"
-    assert_same(model.generate(**inputs, **CALL, video_features=features), expected)
-
-
 def loss_and_gradient(model, device):
     inputs = inputs_on(device)
     output = model(

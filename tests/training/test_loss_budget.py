@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qtsplus.model.budget_qtsplus import DOUBLINGS, QTSplusLossHead, cheapest_count
+from qtsplus.model.budget_qtsplus import DOUBLINGS, QTSplusLossHead, cheapest_count, is_near
 from qtsplus.training.budget import CHEAPEST, LOST, loss_differences
 from tiny import batch, prompt, tiny_config, tiny_model
 from training_examples import assert_same_training, make_trainer, steps, trained
@@ -48,7 +48,7 @@ def test_predicted_losses_fall_with_the_count_whatever_the_head_has_learned():
     torch.manual_seed(0)
     head = QTSplusLossHead(16, 8)
     log_relevance = torch.randn(40).log_softmax(0) - 0.2
-    losses = head(torch.randn(3, 16), log_relevance)
+    losses = head(torch.randn(3, 16), log_relevance, is_near(log_relevance))
     assert losses.shape == (DOUBLINGS,)
     assert (losses.diff() <= 0).all()
     assert losses[-1] > 0
@@ -60,11 +60,12 @@ def test_weak_tokens_of_a_longer_video_change_nothing():
     short = torch.tensor([0.4, 0.3, 0.1])
     weak = torch.full((1000,), 0.0004)
     strong = short[:2] * 4 / 7
-    expected = head(query, short.log())
     with_weak = torch.cat([weak, short / 2])
     with_strong = torch.cat([short / 2, strong])
-    torch.testing.assert_close(head(query, with_weak.log()), expected)
-    assert not torch.allclose(head(query, with_strong.log()), expected)
+    log_relevances = [relevance.log() for relevance in (short, with_weak, with_strong)]
+    expected, same, other = [head(query, scores, is_near(scores)) for scores in log_relevances]
+    torch.testing.assert_close(same, expected)
+    assert not torch.allclose(other, expected)
 
 
 def test_the_differences_are_those_of_the_counts_that_a_row_allows():

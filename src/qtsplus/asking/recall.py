@@ -75,9 +75,7 @@ def narrowed(
     layout = layout.narrow([video.places for video in videos])
     if backbone.rope_axes == 1:  # the language model counts tokens: those that are there
         (row,) = layout.rows
-        order = torch.arange(len(row.columns), device=row.columns.device)
-        row = replace(row, language_positions=order[None])
-        layout = replace(layout, rows=[row])
+        row.language_positions = torch.arange(len(row.ids))[None]
     places = []
     tokens_before = 0
     for video, grid in zip(videos, grids, strict=True):
@@ -140,7 +138,7 @@ def at_steps(
         selector_shift, language_shift = shifts[span.index]
         frames, height, width = span.grid
         steps = slice(span.frame, span.frame + frames)
-        columns = span.token_columns().to(positions.device)
+        columns = span.token_columns()
         cells = height * width
         shift = selector_shift[steps]
         positions[0, columns] += shift.repeat_interleave(cells)
@@ -158,12 +156,11 @@ def _shifts(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """`[T]` each: how much later each step of a video is on the selector's clock, and on the language model's."""
-    device = layout.rows[0].positions.device
-    steps = torch.tensor(numbers, device=device)
+    steps = torch.tensor(numbers)
     count = len(numbers)
     grid = (numbers[-1] + count, 1, 1)
     line = VisualSpan(VIDEO, video, 0, grid)
-    by_selector = model.row_positions([line], line.length, layout.seconds, device)
+    by_selector = model.row_positions([line], line.length, layout.seconds)
     by_language_model = model.language_positions([line], by_selector)
     selector_clock = by_selector[0]
     language_clock = by_language_model[0]

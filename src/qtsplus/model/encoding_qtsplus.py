@@ -129,7 +129,7 @@ def _encode_steps(
         pixels = [steps[piece.index][piece.first : piece.stop].flatten(0, 1) for piece in chunk]
         grid = grid_thw[[piece.index for piece in chunk]]
         grid[:, 0] = grid.new_tensor([piece.steps for piece in chunk])
-        encoded = model.encode_pixels(modality, torch.cat(pixels).to(home), grid)
+        encoded = model.encode_pixels(torch.cat(pixels).to(home), grid)
         for piece, tokens in zip(chunk, encoded, strict=True):
             index = piece.index
             total = len(steps[index])

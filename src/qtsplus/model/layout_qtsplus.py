@@ -113,7 +113,7 @@ def find_spans(token_types: list[Tensor], unplaced: Mapping[int, Sequence[Visual
 
 def _runs_of_placeholders(types: Tensor) -> Iterator[tuple[int, int, int]]:
     """(modality, start, stop) of each run of equal placeholders in a row."""
-    runs, lengths = types.cpu().unique_consecutive(return_counts=True)
+    runs, lengths = types.unique_consecutive(return_counts=True)
     stop = 0
     for modality, length in zip(runs.tolist(), lengths.tolist(), strict=True):
         start = stop
@@ -215,7 +215,7 @@ class QTSplusBackboneMixin:
 
     # --- Pixels and features ---
 
-    def merged_grid(self, grid_thw: Tensor, modality: int = VIDEO) -> list[Grid]:
+    def merged_grid(self, grid_thw: Tensor) -> list[Grid]:
         """(time, height, width) in tokens of every image or video."""
         merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
         return [(time, height // merge, width // merge) for time, height, width in grid_thw.tolist()]
@@ -241,7 +241,6 @@ class QTSplusBackboneMixin:
 
     def encode_pixels(
         self,
-        modality: int,
         pixels: Tensor,
         grid_thw: Tensor,
     ) -> Sequence[Tensor]:
@@ -323,7 +322,6 @@ class QTSplusBackboneMixin:
         spans: Sequence[VisualSpan],
         length: int,
         seconds: Seconds,
-        device: torch.device,
     ) -> Tensor:
         """`[3, length]` of a row: text counts up; an image or video takes `span_positions`."""
         parts = []
@@ -334,7 +332,7 @@ class QTSplusBackboneMixin:
         def count_text(stop: int) -> int:
             """Adds the positions of the text up to a column, and returns the position behind it."""
             behind = position + stop - column
-            parts.append(torch.arange(position, behind, device=device).expand(3, -1))
+            parts.append(torch.arange(position, behind).expand(3, -1))
             return behind
 
         for span in spans:
@@ -343,7 +341,7 @@ class QTSplusBackboneMixin:
                 origin = position
             interval = seconds[span.index] if span.modality == VIDEO else 0
             vision, behind = self.span_positions(span, origin, interval)
-            parts.append(vision.to(device))
+            parts.append(vision)
             position = max(position, behind)
             column = span.stop
         count_text(length)
@@ -356,11 +354,11 @@ class QTSplusBackboneMixin:
         """
         length = positions.shape[1]
         if self.rope_axes == 1:
-            return torch.arange(length, device=positions.device)[None]
+            return torch.arange(length)[None]
         if self.language_seconds:
             return positions
         images = [replace(span, modality=IMAGE, frame=0) for span in spans]
-        return self.row_positions(images, length, [], positions.device)
+        return self.row_positions(images, length, [])
 
     def language_axes(self, position_ids: Tensor) -> Tensor:
         """`[rope_axes, B, S]` of `position_ids`."""
@@ -429,20 +427,24 @@ def lay_out(
         pixel_values=visual.pixel_values,
         pixel_values_videos=visual.pixel_values_videos,
     )
+    mask = full_mask(input_ids, attention_mask)
+    source_ids = input_ids
+    input_ids, mask = torch.stack([input_ids, mask.bool().to(input_ids)]).cpu()
     if attention_mask is None:
         check_no_padding(input_ids, getattr(model.config.get_text_config(), "pad_token_id", None))
-    mask = full_mask(input_ids, attention_mask)
-    if position_ids is not None and restarts(position_ids, mask):
-        raise ValueError(
-            "Got several sequences packed into one row (position_ids that begin again within a row) together with "
-            "images or videos: expected one in each row, padded."
-        )
+    if position_ids is not None:
+        position_ids = position_ids.cpu()
+        if restarts(position_ids, mask):
+            raise ValueError(
+                "Got several sequences packed into one row (position_ids that begin again within a row) together with "
+                "images or videos: expected one in each row, padded."
+            )
     images = check_grids(model, IMAGE, visual.pixel_values, visual.image_grid_thw)
     videos = check_grids(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw, visual.video_features)
     grids = {IMAGE: images, VIDEO: videos}
     seconds = _seconds(model, visual.second_per_grid_ts, videos)
     rows = _rows(model, input_ids, mask, grids, seconds, position_ids)
-    return Layout(input_ids, mask, rows, grids, seconds)
+    return Layout(source_ids, input_ids, mask, rows, grids, seconds)
 
 
 def lay_out_again(
@@ -454,7 +456,8 @@ def lay_out_again(
     mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
     input_ids = pad_rows(ids, 0, left=False)
     rows = _rows(model, input_ids, mask, layout.grids, layout.seconds)
-    again = replace(layout, input_ids=input_ids, mask=mask, rows=rows, present=None)
+    source_ids = input_ids.to(layout.source_ids.device, non_blocking=True)
+    again = replace(layout, source_ids=source_ids, input_ids=input_ids, mask=mask, rows=rows, present=None)
     return again if layout.present is None else again.narrow(layout.present)
 
 
@@ -487,30 +490,29 @@ def _rows(
     position_ids: Tensor | None = None,
 ) -> list[PromptRow]:
     columns = [row.nonzero()[:, 0] for row in mask]
-    types = list(map(torch.take, model.token_types(input_ids), columns))
+    ids = list(map(torch.take, input_ids, columns))
+    types = list(map(model.token_types, ids))
     unplaced = {modality: model.visual_spans(modality, grids[modality]) for modality in MODALITIES}
     rows = []
-    for index, spans in enumerate(find_spans(types, unplaced)):
-        real = columns[index]
-        device = real.device
-        positions = model.row_positions(spans, len(real), seconds, device)
+    placed = find_spans(types, unplaced)
+    for index, (real, ids_of_row, spans) in enumerate(zip(columns, ids, placed, strict=True)):
+        positions = model.row_positions(spans, len(real), seconds)
         if position_ids is None:
             language_positions = model.language_positions(spans, positions)
         else:
             language_positions = model.language_axes(position_ids)[:, index, real]
         videos = [span for span in spans if span.modality == VIDEO]
-        candidates = [span.token_columns().to(device) for span in videos]
+        candidates = [span.token_columns() for span in videos]
         candidates.insert(0, real[:0])  # a row without videos has none
-        separators = find_separators(videos, len(real))
         rows.append(
             PromptRow(
                 columns=real,
-                types=types[index],
+                ids=ids_of_row,
                 spans=spans,
                 positions=positions,
                 language_positions=language_positions,
                 candidates=torch.cat(candidates),
-                separators=separators.to(device),
+                separators=find_separators(videos, len(real)),
             )
         )
     return rows
@@ -565,4 +567,4 @@ def check_grids(
     patches = sum(model.pixel_rows(grid_thw))
     if pixels is not None and len(pixels) != patches:
         raise ValueError(f"{len(pixels)} rows of {name} pixels: expected {patches}, the patches of {name}_grid_thw.")
-    return model.merged_grid(grid_thw, modality)
+    return model.merged_grid(grid_thw)

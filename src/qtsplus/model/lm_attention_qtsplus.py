@@ -76,11 +76,7 @@ def check_attention(text_config, selector) -> None:
 # --- Groups ---
 
 
-def frame_groups(
-    grids: Sequence[Sequence[int]],
-    group_size: int,
-    device: torch.device | None = None,
-) -> tuple[Tensor, ...]:
+def frame_groups(grids: Sequence[Sequence[int]], group_size: int) -> tuple[Tensor, ...]:
     """
     `[m]` int64, ascending, the tokens of each group of frames. Frames are dealt to the groups in turn, like cards. A
     group has at most `group_size` tokens, or one frame.
@@ -95,7 +91,7 @@ def frame_groups(
     num_groups = -(-len(frame_sizes) // frames_per_group)
     group_of_frame = torch.arange(len(frame_sizes)) % num_groups
     group_of_token = group_of_frame.repeat_interleave(torch.tensor(frame_sizes))
-    tokens_by_group = group_of_token.sort(stable=True).indices.to(device)
+    tokens_by_group = group_of_token.sort(stable=True).indices
     return tokens_by_group.split(group_of_token.bincount().tolist())
 
 
@@ -204,13 +200,10 @@ def reading_of(
     if queries is not None:
         layout, questions = _with_queries(model, layout, questions, queries)
     looking = []
-    for input_ids, row, question in zip(layout.input_ids, layout.rows, questions, strict=True):
-        ids = input_ids[row.columns]
-        is_video = row.types == VIDEO
-        # One transfer to the host for everything that is read there.
-        tokens = torch.stack([ids, question.to(ids), is_video.to(ids)])
-        ids_of_row, is_word, is_of_video = tokens.tolist()
-        looking.append(looking_place(ids_of_row, is_word, is_of_video, model.config.user_turn_token_ids))
+    user_turn = model.config.user_turn_token_ids
+    for row, question in zip(layout.rows, questions, strict=True):
+        is_video = model.token_types(row.ids) == VIDEO
+        looking.append(looking_place(row.ids.tolist(), question.tolist(), is_video.tolist(), user_turn))
     return Reading(layout, looking)
 
 
@@ -232,7 +225,7 @@ def _with_queries(
         is_before = is_word.cumsum(0) == 0
         before = ids[is_real & is_before]
         behind = ids[is_real & ~is_before & ~is_word]
-        prompts.append(torch.cat([before, query.to(ids), behind]))
+        prompts.append(torch.cat([before, query, behind]))
         starts.append(len(before))
     replaced = lay_out_again(model, layout, prompts)
     places = zip(replaced.rows, starts, queries, strict=True)
@@ -242,8 +235,8 @@ def _with_queries(
 
 def looking_place(
     ids: list[int],
-    is_question: list[int],
-    is_video: list[int],
+    is_question: list[bool],
+    is_video: list[bool],
     user_turn: Sequence[int],
 ) -> int | None:
     """
@@ -253,18 +246,18 @@ def looking_place(
 
     Args:
         ids: the prompt of a row, without padding.
-        is_question, is_video: 1 for each of them that belongs to the question, or to a video.
+        is_question, is_video: whether each of them belongs to the question, or to a video.
         user_turn: the ids that open a user's turn.
     """
-    if 1 not in is_question:
+    if True not in is_question:
         return None
     end = len(ids) - 1
-    place = end - is_question[::-1].index(1)
+    place = end - is_question[::-1].index(True)
     behind = ids[place + 1 :][::-1]
     if user_turn[0] in behind:
         header = end - behind.index(user_turn[0])
         place = min(header + len(user_turn), end)
-    if 1 in is_video[place:]:
+    if True in is_video[place:]:
         return end
     return place
 
@@ -295,22 +288,19 @@ def log_attention(
     looking = reading.looking[index]
     if looking is None:
         raise no_question(index, len(row.candidates))
-    device = row.columns.device
-    groups = frame_groups(grids, model.config.qtsplus_config.attention_group, device)
-    one_row = replace(
-        reading.layout,
-        input_ids=reading.layout.input_ids[index : index + 1],
-        mask=reading.layout.mask[index : index + 1],
-    )
+    source_ids = reading.layout.source_ids[index : index + 1]
+    device = source_ids.device
+    groups = frame_groups(grids, model.config.qtsplus_config.attention_group)
     log_shares = torch.empty(len(row.candidates), device=device)
     log_odds = []
     for group in groups:
         row_of_group = row.only(group)
-        alone = replace(one_row, rows=[row_of_group])
-        everything = QTSplusOutput(kept_indices=(torch.arange(len(group), device=device),))
+        alone = replace(reading.layout, source_ids=source_ids, rows=[row_of_group])
+        everything = QTSplusOutput(kept_indices=(torch.arange(len(group)),))
         prompt = splice(model, alone, features, [take_rows(sources, group)], everything, pad_left=False)
-        place = row.keep(group).cumsum(0) - 1
-        attention = model.group_attention(prompt, row_of_group.candidates, place[looking : looking + 1])
+        place = torch.searchsorted(row_of_group.columns, row.columns[looking : looking + 1])
+        visual = row_of_group.candidates.to(device, non_blocking=True)
+        attention = model.group_attention(prompt, visual, place)
         log_shares[group] = attention.log_weights - attention.log_weights.logsumexp(0)
         log_odds.append(attention.log_odds)
     # One softmax over the text and all groups compares the groups by how much they outweigh the same text.
@@ -346,6 +336,12 @@ def read_group(
     beginning = copy.copy(model.language_model)
     beginning._modules = beginning._modules | {"layers": first_layers, "norm": nn.Identity()}
 
+    mask: Tensor | None = prompt.attention_mask
+    positions = prompt.position_ids
+    if positions.ndim == 3:
+        # Nothing is padded. Without a mask and the order of the tokens, no layer waits for what they say.
+        mask = None
+        positions = positions[1:]
     embeds = model.get_input_embeddings()(prompt.input_ids)
     # Autocast's cache would keep weights that were cast here for a pass that needs their gradient.
     dtype = torch.get_autocast_dtype(device.type)
@@ -354,8 +350,8 @@ def read_group(
         type(beginning).forward(
             beginning,
             **model.language_inputs(embeds, prompt.input_ids, prompt.features),
-            attention_mask=prompt.attention_mask,
-            position_ids=prompt.position_ids,
+            attention_mask=mask,
+            position_ids=positions,
             use_cache=False,
             output_hidden_states=False,
             output_attentions=False,

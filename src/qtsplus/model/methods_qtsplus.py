@@ -348,10 +348,22 @@ def true_places(mask: Tensor, n: int) -> Tensor:
     return places.scatter_(0, behind_the_end, torch.arange(len(mask), device=mask.device))[:n]
 
 
+def to_host(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors, `[k]` each, on the host, which waits once for all of them."""
+    return torch.cat(list(rows)).cpu().split(list(map(len, rows)))
+
+
+def take_from_all(samples: Sequence[Sequence[Tensor]], indices: Sequence[Tensor]) -> list[Tensor]:
+    """As [`take_rows`] from each of several samples."""
+    if any(len(parts) > 1 for parts in samples):
+        indices = to_host(indices)
+    return list(map(take_rows, samples, indices))
+
+
 def take_rows(parts: Sequence[Tensor], indices: Tensor) -> Tensor:
     """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
     if len(parts) == 1:
-        return parts[0][indices]
+        return parts[0] if len(indices) == len(parts[0]) else parts[0][indices]
     starts = list(accumulate([len(part) for part in parts], initial=0))
     bounds = torch.searchsorted(indices, torch.tensor(starts, device=indices.device))
     counts = bounds.diff().tolist()

@@ -19,7 +19,7 @@ from .encoding_qtsplus import encode_modality, encode_visual
 from .generation_qtsplus import QTSplusGenerationMixin
 from .layout_qtsplus import QTSplusBackboneMixin, are_packed, check_grids, lay_out
 from .lm_attention_qtsplus import GroupAttention, check_attention, log_attention, read_group, reading_of
-from .methods_qtsplus import take_rows
+from .methods_qtsplus import take_from_all
 from .prompt_qtsplus import (
     CACHE,
     IMAGE,
@@ -85,7 +85,7 @@ def choose(
         sample_gate: as for [`QTSplusSelector`].
         is_checked: whether the features are known to be finite.
     """
-    device = layout.mask.device
+    device = layout.source_ids.device
     width = model.config.text_config.hidden_size
     # By identity: rows about the same video share its features.
     moved = {id(tokens): tokens.to(device) for tokens in features[VIDEO]}
@@ -101,7 +101,8 @@ def choose(
         keys = [id(features[VIDEO][video.index]) for video in videos]
         sources.append([moved[key] for key in keys] or [nothing])
         visual.append([scored[key] for key in keys] or [nothing_scored])
-        positions.append(row.positions[:, row.candidates])
+        positions_of_row = row.positions[:, row.candidates]
+        positions.append(positions_of_row.to(device, non_blocking=True))
         grids.append([grid for video in videos for grid in layout.grids_of(video)])
     reading = cache(partial(reading_of, model, layout, selection))
     attention = [
@@ -123,11 +124,9 @@ def choose(
     )
     if nothing.shape[1] == width:
         return selected, qtsplus
-    whole = []  # what a backbone puts behind a token goes with it
-    for tokens, parts, kept_indices in zip(selected, sources, qtsplus.kept_indices, strict=True):
-        behind = take_rows([part[:, width:] for part in parts], kept_indices)
-        whole.append(torch.cat([tokens, behind], dim=1))
-    return whole, qtsplus
+    # What a backbone puts behind a token goes with it.
+    behind = take_from_all([[part[:, width:] for part in parts] for parts in sources], qtsplus.kept_indices)
+    return [torch.cat(parts, dim=1) for parts in zip(selected, behind, strict=True)], qtsplus
 
 
 class QTSplusModelMixin(QTSplusBackboneMixin):
@@ -302,8 +301,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     def _shortened_inputs(self, prompt: CompactPrompt, is_masked: bool) -> dict:
         """The language model's inputs for a prompt with pixels or features, which came with a mask or not."""
         inputs_embeds = self.get_input_embeddings()(prompt.input_ids)
-        deltas = prompt.next_position - prompt.attention_mask.sum(-1)
-        self.rope_deltas = deltas[:, None]
+        self.rope_deltas = CachedPrompt.of(prompt).rope_deltas
         inputs = self.language_inputs(inputs_embeds, prompt.input_ids, prompt.features)
         inputs["attention_mask"] = prompt.attention_mask
         if self.rope_axes == 3 and not is_masked and bool(prompt.attention_mask.all()):

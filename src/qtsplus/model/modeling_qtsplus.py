@@ -21,7 +21,6 @@ from .encoding_qtsplus import PatchProjection, WindowsTogether, tower_inputs
 from .generation_qtsplus import QTSplusPreTrainedMixin
 from .layout_qtsplus import FeaturesOfRows
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin
-from .prompt_qtsplus import TEXT
 
 
 class QwenVLQTSplusModelMixin(QTSplusModelMixin):
@@ -34,7 +33,7 @@ class QwenVLQTSplusModelMixin(QTSplusModelMixin):
         super().__init__(config)
         self.visual.patch_embed.proj.__class__ = PatchProjection
 
-    def encode_pixels(self, modality: int, pixels: Tensor, grid_thw: Tensor) -> list[Tensor]:
+    def encode_pixels(self, pixels: Tensor, grid_thw: Tensor) -> list[Tensor]:
         # Videos and images are encoded in the same way.
         encoded = self.get_image_features(pixels, grid_thw, return_dict=True, **tower_inputs(self.visual, grid_thw))
         return encoded.pooler_output
@@ -96,7 +95,7 @@ class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3V
     def token_width(self) -> int:
         return super().token_width * (1 + len(self.config.vision_config.deepstack_visual_indexes))
 
-    def encode_pixels(self, modality: int, pixels: Tensor, grid_thw: Tensor) -> list[Tensor]:
+    def encode_pixels(self, pixels: Tensor, grid_thw: Tensor) -> list[Tensor]:
         encoded = self.get_image_features(pixels, grid_thw, return_dict=True, **tower_inputs(self.visual, grid_thw))
         sizes = [len(tokens) for tokens in encoded.pooler_output]
         layers = [torch.cat(encoded.pooler_output)]
@@ -109,11 +108,11 @@ class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3V
         width = inputs_embeds.shape[-1]
         wide = nn.functional.pad(inputs_embeds, (0, self.token_width - width))
         wide = self.splice(wide, input_ids, features)
-        visual = self.token_types(input_ids) != TEXT
+        # The rows of the batch as an index, for which no layer waits, in place of a mask: text has zeros there.
         return {
             "inputs_embeds": wide[..., :width],
-            "visual_pos_masks": visual,
-            "deepstack_visual_embeds": list(wide[visual][:, width:].split(width, dim=1)),
+            "visual_pos_masks": torch.arange(len(wide), device=wide.device),
+            "deepstack_visual_embeds": list(wide[..., width:].split(width, dim=-1)),
         }
 
 

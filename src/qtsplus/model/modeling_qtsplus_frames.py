@@ -146,7 +146,6 @@ class InternVLQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin, Inte
 
     def encode_pixels(
         self,
-        modality: int,
         pixels: torch.Tensor,
         grid_thw: torch.Tensor,
     ) -> list[torch.Tensor]:
@@ -277,7 +276,6 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
 
     def encode_pixels(
         self,
-        modality: int,
         pixels: torch.Tensor,
         grid_thw: torch.Tensor,
     ) -> list[torch.Tensor]:

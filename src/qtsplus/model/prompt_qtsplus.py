@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
-from .methods_qtsplus import Method, true_places
+from .methods_qtsplus import Method, to_host
 from .question_qtsplus import find_query_mask, question_token_ids
 from .selector_qtsplus import QTSplusOutput
 
@@ -116,14 +116,15 @@ def alone_with_ids() -> ValueError:
 @dataclass
 class PromptRow:
     """
-    One row of the caller's prompt without its padding, `S_b` tokens.
+    One row of the caller's prompt without its padding, `S_b` tokens. It is on the host, where nothing of it has to be
+    waited for.
 
     Separators are tokens that are never scored: a separator stays if a candidate of its range is kept. Each column of
     `separators` has the place of the token, and the first and last + 1 of that range.
     """
 
     columns: Tensor  # [S_b], the places of its tokens in the caller's prompt
-    types: Tensor  # [S_b], TEXT, IMAGE or VIDEO
+    ids: Tensor  # [S_b]
     spans: "list[VisualSpan]"
     positions: Tensor  # [3, S_b], (time, height, width) in the full prompt
     language_positions: Tensor  # [1 or 3, S_b], the positions in the form that the language model takes
@@ -141,28 +142,18 @@ class PromptRow:
         keep[separators] = num_kept_before[stop] > num_kept_before[first]
         return keep
 
-    def places(self, keep: Tensor, kept_candidates: int) -> Tensor:
-        """The places of the tokens that stay by [`keep`]; the host waits for their number only where it is unknown."""
-        if self.separators.shape[1]:
-            return keep.nonzero()[:, 0]
-        num_others = len(self.columns) - len(self.candidates)
-        return true_places(keep, num_others + kept_candidates)
-
     def only(self, present: Tensor) -> "PromptRow":
         """The row with only the candidates `present` `[k]`, ascending, and with the separators that stay with them."""
         keep = self.keep(present)
         place = keep.cumsum(0) - 1
-        kept = self.places(keep, len(present))
-        separators = self.separators
-        if separators.shape[1]:
-            separators = separators[:, keep[separators[0]]]
-        separators, first, stop = separators
+        kept = keep.nonzero()[:, 0]
+        separators, first, stop = self.separators[:, keep[self.separators[0]]]
         first = torch.searchsorted(present, first)
         stop = torch.searchsorted(present, stop)
         return replace(
             self,
             columns=self.columns[kept],
-            types=self.types[kept],
+            ids=self.ids[kept],
             positions=self.positions[:, kept],
             language_positions=self.language_positions[:, kept],
             candidates=place[self.candidates[present]],
@@ -172,8 +163,12 @@ class PromptRow:
 
 @dataclass
 class Layout:
-    """The prompts of a batch: the kind of each token, the image or video it belongs to, and its position."""
+    """
+    The prompts of a batch: the kind of each token, the image or video it belongs to, and its position. All but
+    `source_ids` is on the host.
+    """
 
+    source_ids: Tensor  # [B, S], on the model's device
     input_ids: Tensor  # [B, S]
     mask: Tensor  # [B, S], 1 on real tokens
     rows: list[PromptRow]  # without their padding
@@ -205,14 +200,14 @@ class Layout:
             candidates = [torch.zeros(0, dtype=torch.long)]
             num_before = 0
             for span in self.competing(row):
-                candidates.append(present[span.index].long() + num_before)
+                candidates.append(present[span.index].long().cpu() + num_before)
                 num_before += math.prod(self.grids[VIDEO][span.index])
-            rows.append(row.only(torch.cat(candidates).to(row.columns.device)))
+            rows.append(row.only(torch.cat(candidates)))
         return replace(self, rows=rows, present=list(present))
 
 
 def given_queries(selection: SelectionInputs, rows: int) -> list[Tensor] | None:
-    """Per row the ids of a question that is not part of the prompt."""
+    """Per row the ids of a question that is not part of the prompt, on the host."""
     ids = selection.query_input_ids
     mask = selection.query_attention_mask
     if ids is None:
@@ -220,8 +215,9 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[Tensor] | None:
     if len(ids) != rows:
         raise ValueError(f"{len(ids)} rows of query_input_ids: expected one per prompt ({rows}).")
     if mask is None:
-        return list(ids)
-    return [row[is_real] for row, is_real in zip(ids, mask.bool(), strict=True)]
+        return list(ids.cpu())
+    ids, is_real = torch.stack([ids, mask.to(ids)]).cpu()
+    return list(map(torch.masked_select, ids, is_real.bool()))
 
 
 def find_questions(
@@ -230,7 +226,7 @@ def find_questions(
     query_mask: Tensor | None = None,
 ) -> list[Tensor]:
     """
-    Per row `[S_b]` bool, which of its tokens are the question.
+    Per row `[S_b]` bool on the host, which of its tokens are the question.
 
     Args:
         query_mask: `[B, S]`; found by the token ids if `None`.
@@ -241,7 +237,8 @@ def find_questions(
     if query_mask.shape != ids.shape:
         shape = tuple(query_mask.shape)
         raise ValueError(f"query_mask {shape}: expected input_ids' shape, {tuple(ids.shape)}.")
-    return [is_question[row.columns] for row, is_question in zip(layout.rows, query_mask.bool(), strict=True)]
+    is_question = query_mask.bool().cpu()
+    return [of_row[row.columns] for row, of_row in zip(layout.rows, is_question, strict=True)]
 
 
 def query_embeds(
@@ -253,10 +250,11 @@ def query_embeds(
     queries = given_queries(selection, len(layout.rows))
     if queries is None:
         questions = find_questions(model, layout, selection.query_mask)
-        rows = zip(layout.input_ids, layout.rows, questions, strict=True)
-        queries = [ids[row.columns[question]] for ids, row, question in rows]
+        queries = [row.ids[question] for row, question in zip(layout.rows, questions, strict=True)]
     embed = model.get_input_embeddings()
-    return [embed(ids[None])[0] for ids in queries]  # NEFTune's hook and the like expect rows of ids
+    device = layout.source_ids.device
+    # NEFTune's hook and the like expect rows of ids.
+    return [embed(ids[None].to(device, non_blocking=True))[0] for ids in queries]
 
 
 def text_positions(attention_mask: Tensor) -> Tensor:
@@ -366,16 +364,12 @@ def splice(
     """
     columns = []
     positions = []
-    last_positions = []
     image_features = []
     video_features = []
-    for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
-        keep = row.keep(kept_indices.to(row.columns.device))
-        stays = row.places(keep, len(kept_indices))
-        columns.append(row.columns[stays])
-        positions_of_row = row.language_positions.T
-        positions.append(positions_of_row[stays])
-        last_positions.append(positions_of_row[-1].max())
+    for row, tokens, kept_indices in zip(layout.rows, selected, to_host(qtsplus.kept_indices or ()), strict=True):
+        keep = row.keep(kept_indices)
+        columns.append(row.columns[keep])
+        positions.append(row.language_positions.T[keep])
         images = [features[IMAGE][span.index] for span in row.spans if span.modality == IMAGE]
         image_features.append(torch.cat(images) if images else tokens[:0])
         if any(span.line for span in row.spans):
@@ -384,7 +378,8 @@ def splice(
 
     if pad_left is None:
         pad_left = bool(layout.mask[:, -1].all())
-    qtsplus.columns = pad_rows(columns, -1, pad_left)
+    device = layout.source_ids.device
+    qtsplus.columns = pad_rows(columns, -1, pad_left).to(device, non_blocking=True)
     is_padding = qtsplus.columns < 0
     source = qtsplus.columns.clamp(min=0)
     attention_mask = (~is_padding).long()
@@ -393,16 +388,17 @@ def splice(
         language = order.expand(model.rope_axes, -1, -1)
         next_position = attention_mask.sum(-1)
     else:
-        language = pad_rows(positions, 0, pad_left).permute(2, 0, 1)
-        next_position = torch.stack(last_positions) + 1
+        language = pad_rows(positions, 0, pad_left).permute(2, 0, 1).to(device, non_blocking=True)
+        last_positions = torch.stack([row.language_positions[:, -1].max() for row in layout.rows])
+        next_position = last_positions.to(device, non_blocking=True) + 1
     padding_id = model.config.text_config.pad_token_id or 0
     return CompactPrompt(
-        input_ids=layout.input_ids.gather(1, source).masked_fill(is_padding, padding_id),
+        input_ids=layout.source_ids.gather(1, source).masked_fill(is_padding, padding_id),
         attention_mask=attention_mask,
         position_ids=lay_positions(order, language),
         features={MODALITIES[IMAGE]: image_features, MODALITIES[VIDEO]: video_features},
         next_position=next_position,
-        source_ids=layout.input_ids,
+        source_ids=layout.source_ids,
         qtsplus=qtsplus,
     )
 
@@ -420,8 +416,7 @@ def _with_line_ends(
         keep: `[S_b]` bool, the tokens of the row that stay.
     """
     is_candidate = torch.zeros_like(keep).index_fill(0, row.candidates, True)
-    is_candidate = is_candidate[keep & (row.types == VIDEO)].to(tokens.device)
+    is_candidate = is_candidate[keep & (model.token_types(row.ids) == VIDEO)]
+    places = is_candidate.nonzero()[:, 0].to(tokens.device, non_blocking=True)
     line_end = model.line_end.to(tokens.device, tokens.dtype)
-    with_lines = line_end.expand(len(is_candidate), -1).clone()
-    with_lines[is_candidate] = tokens
-    return with_lines
+    return line_end.expand(len(is_candidate), -1).index_copy(0, places, tokens)

@@ -45,13 +45,13 @@ def find_query_mask(
         question_turns: per row the index of the question among all turns that are written as a user's, from the end if
             it is negative; `None` for a row in which no user wrote.
     """
-    special = torch.tensor(special_token_ids, device=input_ids.device)
-    eligible = ~torch.isin(input_ids, special)
+    ids_on_host = input_ids.cpu()
+    eligible = ~torch.isin(ids_on_host, torch.tensor(special_token_ids))
     if attention_mask is not None:
-        eligible &= attention_mask.bool()
+        eligible &= attention_mask.bool().cpu()
 
-    mask = torch.zeros_like(input_ids)
-    for row, ids in enumerate(input_ids.cpu()):
+    mask = torch.zeros_like(ids_on_host)
+    for row, ids in enumerate(ids_on_host):
         turns = find_user_turns(ids, user_turn_token_ids, turn_end_token_id)
         question: int | None = -1
         if question_turns is not None:
@@ -64,14 +64,14 @@ def find_query_mask(
         mask_of_turn = mask[row, start:stop]
         mask_of_turn.copy_(eligible[row, start:stop])
         # Some templates also write the line break of the header behind a video or an image.
-        is_break = input_ids[row, start:stop] == ids[start - 1]
+        is_break = ids[start:stop] == ids[start - 1]
         is_behind_special = ~eligible[row, start - 1 : stop - 1]
         mask_of_turn[is_break & is_behind_special] = 0
         if frame_text_token_ids:
             text = ids[start:stop].tolist()
             for first, last in _frame_texts(text, video_token_id, frame_text_token_ids, int(ids[start - 1])):
                 mask_of_turn[first:last] = 0
-    return mask
+    return mask.to(input_ids.device)
 
 
 def question_token_ids(config) -> dict:

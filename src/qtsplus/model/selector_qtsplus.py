@@ -15,15 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from .budget_qtsplus import (
-    DOUBLINGS,
-    QTSplusBudgetHead,
-    QTSplusLossHead,
-    budget_features,
-    cheapest_count,
-    kept_count,
-    share_of_mass,
-)
+from .budget_qtsplus import Budget, QTSplusBudgetHead, QTSplusLossHead, predict_budget, read_together
 from .fields_qtsplus import QTSplusConfig
 from .methods_qtsplus import (
     Candidates,
@@ -33,7 +25,7 @@ from .methods_qtsplus import (
     check_kept,
     find_method,
     no_question,
-    take_rows,
+    take_from_all,
     top_n,
 )
 from .relevance_qtsplus import QTSplusLayer, find_threshold, rotary_tables
@@ -71,73 +63,6 @@ def score(
         keys[context] = last.keys(context)
     scores = last(words, context, reduction=selector.config.reduction, keys=keys[context])
     return scores[:num_tokens]
-
-
-# --- Lines 3 and 4: the budget ---
-
-
-class Budget(NamedTuple):
-    """The budget of one sample."""
-
-    rho: Tensor  # scalar
-    n: int
-    losses: Tensor  # [K], the prediction of [`QTSplusLossHead`]; [0] without such a head
-
-
-def predict_budget(
-    selector: "QTSplusSelector",
-    candidates: Candidates,
-    call: "Call",
-    retention: float | None,
-) -> Budget:
-    """How many tokens stay, by the call, or by the head or the rule that the configuration names."""
-    config = selector.config
-    num_tokens = candidates.num_tokens
-    no_losses = torch.zeros(DOUBLINGS if config.budget == "loss" else 0, device=candidates.device)
-
-    def stated(rho: float, n: int) -> Budget:
-        return Budget(no_losses.new_full((), rho), n, no_losses)
-
-    if num_tokens == 0:
-        return stated(0, 0)
-    if call.selection == "all":
-        return stated(1, num_tokens)
-    if retention is not None:
-        return stated(retention, kept_count(retention, num_tokens, call.cap))
-    if call.selection == "lm_attention":
-        share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
-        rounded = torch.tensor(share)  # a share of the tokens is rounded as a predicted rho is
-        rho_within_bounds = float(rounded.clamp(config.rho_min, config.rho_max))
-        return stated(rho_within_bounds, kept_count(rho_within_bounds, num_tokens, call.cap))
-    if config.budget == "loss":
-        return predict_by_losses(selector, candidates, call.cap)
-    rho = predict_rho(selector, candidates)
-    return Budget(rho, kept_count(float(rho.detach()), num_tokens, call.cap), no_losses)
-
-
-def predict_rho(selector: "QTSplusSelector", candidates: Candidates) -> Tensor:
-    """Lines 3 and 4 as in the paper: a head predicts rho."""
-    config = selector.config
-    relevance = candidates.log_relevance.exp()
-    if config.gate == "detached":  # then only attention teaches the scores
-        relevance = relevance.detach()
-    features = budget_features(candidates.query_states, relevance)
-    return selector.budget(features, config.rho_min, config.rho_max)
-
-
-def predict_by_losses(
-    selector: "QTSplusSelector",
-    candidates: Candidates,
-    cap: int,
-) -> Budget:
-    """The count at which the predicted loss of the answer and the price of the tokens are least together."""
-    config = selector.config
-    num_tokens = candidates.num_tokens
-    losses = selector.budget(candidates.query_states.detach(), candidates.log_relevance.detach())
-    least = kept_count(config.rho_min, num_tokens, cap)
-    most = kept_count(config.rho_max, num_tokens, cap)
-    n = cheapest_count(losses.detach(), config, least, most)
-    return Budget(losses.new_full((), n / num_tokens), n, losses)
 
 
 # --- Lines 5 to 10: the gates, which replace lines 12 and 13 in training ---
@@ -285,19 +210,18 @@ def choose(
     return ChosenRow(candidates, budget, kept, gates, threshold.detach())
 
 
-def take_tokens(config: QTSplusConfig, row: ChosenRow) -> Tensor:
+def weigh_tokens(
+    config: QTSplusConfig,
+    row: ChosenRow,
+    tokens: Tensor,
+) -> Tensor:
     """`[n, d]`, the chosen tokens; in training each is weighed by its gate (line 11)."""
-    visual = row.candidates.visual
-    if len(row.kept_indices) == row.candidates.num_tokens == len(visual[0]):
-        tokens = visual[0]
-    else:
-        tokens = take_rows(visual, row.kept_indices)
     if row.gates is None:
         return tokens
     gates = row.gates[:, None].to(tokens.dtype)
     if config.gate != "soft":
         return tokens * gates
-    totals = [part.detach().sum(0, dtype=torch.float32) for part in visual]
+    totals = [part.detach().sum(0, dtype=torch.float32) for part in row.candidates.visual]
     mean = torch.stack(totals).sum(0) / row.candidates.num_tokens
     return torch.lerp(mean.to(tokens.dtype), tokens, gates)
 
@@ -455,7 +379,7 @@ class QTSplusSelector(nn.Module):
             anchor = self._anchor()
         nulls = self.null_states()
         keys: Keys = {}
-        rows = []
+        competing = []
         for index, parts in enumerate(videos):
             candidates = Candidates(
                 visual=parts,
@@ -466,7 +390,10 @@ class QTSplusSelector(nn.Module):
                 contextualise=partial(self.contextualise, query[index]),
                 attend=None if attention is None else attention[index],
             )
-            budget = predict_budget(self, candidates, call, call.retentions[index])
+            competing.append(candidates)
+        readers = [predict_budget(self, *row, call) for row in zip(competing, call.retentions, strict=True)]
+        rows = []
+        for candidates, budget in zip(competing, read_together(readers), strict=True):
             candidates.scores = None  # scores that only the budget has read are not reported
             rows.append(choose(self.config, candidates, budget, call))
         keys.clear()
@@ -476,7 +403,8 @@ class QTSplusSelector(nn.Module):
                 choices.append((row.kept_indices, row.budget.n, row.candidates.num_tokens))
         check_kept(choices, call.selection, unchecked)
 
-        features = [take_tokens(self.config, row) for row in rows]
+        taken = take_from_all(videos, [row.kept_indices for row in rows])
+        features = [weigh_tokens(self.config, row, tokens) for row, tokens in zip(rows, taken, strict=True)]
         if reencode:
             kept_positions = None
             if self.config.reencode_rope:

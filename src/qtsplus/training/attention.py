@@ -119,7 +119,7 @@ def note_attention(
         places = [_places(base, layout, selection.query_mask, labels, group) for group in groups]
         rows = []
         for row, seen_from in zip(layout.rows, zip(*places, strict=True), strict=True):
-            rows.append(NotedRow(seen_from, row.candidates))
+            rows.append(NotedRow(seen_from, row.candidates.to(labels.device)))
         everything = dict(inputs)
         everything.update(EVERYTHING)
         with noting(base.language_model, rows, choice.by_layer(base.language_model)):
@@ -293,7 +293,7 @@ def _places(
 ) -> list[Tensor]:
     """Per row, the places among its real tokens that are looked from; none in a row without an answer."""
     answers = []
-    last_answers = _last_answers(labels, model.config.turn_end_token_id)
+    last_answers = _last_answers(labels.cpu(), model.config.turn_end_token_id)
     for answer, row in zip(last_answers, layout.rows, strict=True):
         predicting = answer[row.columns][1:]
         answers.append(predicting.nonzero()[:, 0])
@@ -306,7 +306,7 @@ def _places(
         looking = []
         for place in reading_of(model, layout, SelectionInputs(query_mask)).looking:
             places = [] if place is None else [place]
-            looking.append(torch.tensor(places, dtype=torch.long, device=labels.device))
+            looking.append(torch.tensor(places, dtype=torch.long))
     for index, answer in enumerate(answers):
         if len(answer):
             answers[index] = looking[index]

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..model.budget_qtsplus import cheapest_count
+from ..model.budget_qtsplus import cheapest_count, kept_count
 from ..model.fields_qtsplus import QTSplusConfig
-from ..model.selector_qtsplus import QTSplusSelector, kept_count
+from ..model.selector_qtsplus import QTSplusSelector
 from .arguments import QTSplusTrainingArguments
 
 # The loss in nats at which an answer is wrong; a larger loss says no more.

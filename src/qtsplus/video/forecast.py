@@ -7,9 +7,9 @@ import psutil
 import torch
 
 from ..common.files import counted, size
+from ..model.budget_qtsplus import kept_count
 from ..model.fields_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import Method
-from ..model.selector_qtsplus import kept_count
 from ..model.video_qtsplus import VideoChunks
 
 _TEXT = 512  # tokens of a prompt and an answer

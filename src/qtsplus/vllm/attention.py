@@ -135,9 +135,8 @@ def read_group(
         with _replaced(layer.self_attn, attend):
             hidden, residual = layer(positions, hidden, residual)
         if number < len(levels):
-            level = torch.zeros_like(embeds[0])
-            level[inputs["visual_pos_masks"][0]] = levels[number].to(level.dtype)
-            hidden = hidden + level[start:]
+            level = levels[number].to(embeds.dtype)
+            hidden = hidden + level[0, start:]
     number = last
     layer = layers[last]
     normed, _ = layer.input_layernorm(hidden, residual)

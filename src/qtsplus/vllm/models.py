@@ -253,8 +253,7 @@ class QTSplusForVLLM:
         """The choice for a request among the features of its videos, per video `[k, token_width]`."""
         settings = item["settings"]
         layout = self._lay_out(item, self.visual.device)
-        query_mask = item["query_mask"][None].to(layout.mask.device)
-        _, selection = take_inputs(dict(settings, query_mask=query_mask))
+        _, selection = take_inputs(dict(settings, query_mask=item["query_mask"][None]))
         (tokens,), qtsplus = choose(self.hooks, layout, {VIDEO: features}, selection)
         (kept_indices,) = qtsplus.kept_indices or ()
         basis = self._basis(item, qtsplus)

@@ -20,9 +20,9 @@ from vllm.multimodal import inputs as mm
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.parse import VideoProcessorItems
 
+from ..model.budget_qtsplus import kept_count
 from ..model.methods_qtsplus import add_method, check_budget, find_method
 from ..model.question_qtsplus import find_query_mask, question_token_ids
-from ..model.selector_qtsplus import kept_count
 from .worker import PIXELS, prepare
 
 BUDGET = {"retention", "max_visual_tokens"}
