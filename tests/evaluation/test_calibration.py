@@ -98,11 +98,8 @@ def test_heads_that_look_at_all_that_is_there_are_not_best():
     """What a head finds of other questions' evidence counts against it."""
     at_everything = AttentionChoice(((0, 0),))
     at_the_answer = AttentionChoice(((1, 0),))
-    found = {at_everything: Finds(0.7, 0.6), at_the_answer: Finds(0.6, 0.1)}
+    found = {at_everything: Finds(0.7, 0.9), at_the_answer: Finds(0.6, 0.7)}
     assert best_heads(found) == at_the_answer
-    del found[at_the_answer]
-    found[at_everything].other = 0.9
-    assert best_heads(found) == at_everything
 
 
 def test_the_heads_that_find_the_needles_are_chosen(calibrated, questions):
@@ -181,6 +178,13 @@ def test_evidence_is_where_a_player_shows_it(tiny, tiny_processor, questions, tm
     dataset = VideoQADataset([], tiny_processor)
     ((_, shown, _),) = calibration._attention_by_head(tiny, dataset, asked, "question")
     assert shown.tolist() == [0, 1, 2, 3, 8, 9, 10, 11], "of the first and the third step"
+
+
+@pytest.mark.parametrize("times", [(2, 3), (0, 9)])
+def test_evidence_outside_its_video_is_refused(times, calibrated, questions):
+    outside = replace(questions[0], needles=[[Sighting(*times)]])
+    with pytest.raises(ValueError, match="The evidence of '.*' is from .*; expected times of .*mp4, .* from 0 to 2 s"):
+        calibrated([(2, 1)], asked=[outside, *questions])
 
 
 @pytest.fixture

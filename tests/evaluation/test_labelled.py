@@ -35,6 +35,9 @@ def test_a_part_of_a_step_counts():
         ({"box": [0.5, 0, 0.5, 1]}, "is empty; expected left, top, right and bottom"),
         ({"box": [0, 0, 1]}, r"0\.0\.box\.3 is missing"),
         ({"end": None}, r"0\.0\.end is null"),
+        ({"start": -1}, r"0\.0\.start is -1; expected at least 0"),
+        ({"end": float("nan")}, r"0\.0\.end is nan; expected a finite number"),
+        ({"start": 2}, "It ends at 1 s, before its start at 2 s"),
     ],
 )
 def test_another_box_is_refused_with_its_file(sighting, message, tmp_path):

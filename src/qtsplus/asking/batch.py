@@ -17,7 +17,7 @@ from ..common.tensors import digest_of
 from ..common.validation import explain, show
 from ..data.formats import Row, iter_rows, media_folder
 from ..data.media import find_media, media_state
-from ..data.records import Rate, String, Text
+from ..data.records import Rate, Second, String, Text
 from ..hub import loading
 from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import with_bar
@@ -36,7 +36,7 @@ class QuestionRow(BaseModel):
     question: Text
     id: String | int | None = None
     fps: Rate | None = None
-    start: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    start: Second | None = None
     end: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     retention: Annotated[float, Field(gt=0, le=1)] | None = None
     max_visual_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -121,9 +121,13 @@ def _read_csv(path: Path) -> list[Row]:
     """The rows of a table whose first line names its columns; empty cells and empty rows are left out."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            table = list(csv.DictReader(file, strict=True))
+            reader = csv.DictReader(file, strict=True)
+            table = list(reader)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
+    names = list(filter(None, reader.fieldnames or ()))
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path} has the columns {', '.join(names)}; expected each name once.")
     rows = []
     for number, cells in enumerate(table, start=1):
         filled = {name: cell for name, cell in cells.items() if cell}

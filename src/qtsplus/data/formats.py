@@ -193,9 +193,8 @@ def _from_llava(row: Mapping) -> VideoRecord:
         )
     questions = [_PLACEHOLDER.sub("", turn["value"]) for turn in turns[::2]]
     answers = [turn["value"] for turn in turns[1::2]]
-    fields = {"id": row.get("id"), "video": row.get("video"), "question": questions[-1], "answer": answers[-1]}
-    earlier = zip(questions[:-1], answers[:-1], strict=True)
-    fields["earlier"] = list(earlier)
-    record = parse_record(fields)
+    *earlier, (question, answer) = zip(questions, answers, strict=True)
+    fields = {"id": row.get("id"), "video": row.get("video"), "earlier": earlier}
+    record = parse_record(dict(fields, question=question, answer=answer))
     assert isinstance(record, VideoRecord)
     return record

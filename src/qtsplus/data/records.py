@@ -39,6 +39,7 @@ Text = Annotated[String, AfterValidator(_filled)]
 RowId = Annotated[String, Field(coerce_numbers_to_str=True)]  # tables number their rows
 VisionId = Annotated[Text, AfterValidator(check_inside)]
 Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+Second = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # on a player's clock
 
 
 class VisionRecord(BaseModel):

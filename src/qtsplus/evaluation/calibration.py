@@ -30,6 +30,7 @@ from .matching import gives_answer
 
 MOST = 20  # of the best heads that are summed
 LAYERS = 3  # of the best, whose answers are compared with those by the default layer
+ROUNDED = 1.0  # seconds by which evidence may end after its video
 KEPT = 0.025  # the fraction of the visual tokens from which these answers are given
 
 Questions = Sequence[LabelledQuestion]
@@ -94,15 +95,16 @@ def calibrate(
     """
     Measures every head on one half of the videos. On the other half it measures the sums over the best heads, and has
     the questions answered from the tokens that the best layers choose by `lm_attention`. A `ValueError` for fewer than
-    two videos that can be read. While heads are measured, the model reads all visual tokens and the true answer;
-    afterwards `model.config` names the best reading.
+    two videos that can be read, and for evidence at times that its video does not have. While heads are measured, the
+    model reads all visual tokens and the true answer; afterwards `model.config` names the best reading.
     """
     config = model.config.text_config
     all_heads = list(product(full_attention_layers(config), range(config.num_attention_heads)))
     with tempfile.TemporaryDirectory() as folder:
         videos = [question.video for question in questions]
         dataset = VideoQADataset([], processor, features=encode_files(model, processor, videos, folder))
-        measured, checked = halves([question for question in questions if dataset.example(question.record)])
+        readable = [question for question in questions if dataset.example(question.record)]
+        measured, checked = halves([with_start(processor, question) for question in readable])
 
         def measure_single(positions: str) -> Found:
             single = [AttentionChoice((head,), positions) for head in all_heads]
@@ -140,9 +142,19 @@ def count_right(
 
 
 def with_start(processor, question: LabelledQuestion) -> LabelledQuestion:
-    """The question, with the time at which a player shows the first frame of its video."""
+    """
+    The question, with the time at which a player shows the first frame of its video; a `ValueError` for evidence before
+    that frame or after the last.
+    """
     video, fps = question.video
     about = open_chunks(processor, video, Sampling(fps=fps)).about
+    end = about.start + about.length
+    for seen in question.sightings:
+        if seen.start >= end or not about.start <= seen.end <= end + ROUNDED:
+            raise ValueError(
+                f"The evidence of {question.record.question!r} is from {seen.start:g} to {seen.end:g} s; expected "
+                f"times of {video}, which a player shows from {about.start:g} to {end:g} s."
+            )
     return replace(question, start=about.start)
 
 
@@ -154,10 +166,7 @@ def halves(questions: Questions) -> Sequence[Questions]:
             f"{len(videos)} videos with evidence can be read; expected two or more, to check with. A record says as "
             "`evidence` when and where its answer can be seen."
         )
-    parts: list[list[LabelledQuestion]] = [[], []]
-    for question in questions:
-        parts[videos.index(question.video) % 2].append(question)
-    return parts
+    return [[question for question in questions if question.video in half] for half in (videos[::2], videos[1::2])]
 
 
 def _best_layers(single: Found) -> list[AttentionChoice]:
@@ -215,8 +224,8 @@ def _attention_by_head(
         (grid,) = model.model.merged_grid(inputs["video_grid_thw"])
         seconds = float(inputs["second_per_grid_ts"][0])
         shown = sighting_tokens(question.sightings, grid, seconds, question.start)
-        about = [one.sightings for one in questions if one.video == question.video]
-        of_video = sighting_tokens(list(chain.from_iterable(about)), grid, seconds, question.start)
+        about = [seen for one in questions if one.video == question.video for seen in one.sightings]
+        of_video = sighting_tokens(about, grid, seconds, question.start)
         inputs = send_to_device(inputs, model.device)
         (row,) = note_attention(model, inputs, inputs.pop("labels"), choice)
         attention = {}
@@ -231,8 +240,5 @@ def best_heads(found: Found) -> AttentionChoice:
     single = sorted(found, key=lambda choice: found[choice].lead, reverse=True)
     lead = found[single[0]].lead
     least = min(lead, lead / 2)  # a negative lead keeps only its equals
-    heads: list[Head] = []
-    for choice in single[:MOST]:
-        if found[choice].lead >= least:
-            heads += choice.heads or ()
-    return replace(single[0], heads=tuple(sorted(heads)))
+    best = [choice.heads or () for choice in single[:MOST] if found[choice].lead >= least]
+    return replace(single[0], heads=tuple(sorted(chain.from_iterable(best))))

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from ..common.validation import explain
 from ..data.formats import iter_rows, read_records
-from ..data.records import VideoRecord
+from ..data.records import Second, VideoRecord
 from ..training.arguments import Share
 
 # The least share that the cell of a token has in common with the box of the thing that it shows: a share of the box, or
@@ -20,10 +20,10 @@ LEAST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Sighting:
-    """Something seen; a `ValueError` for an empty box."""
+    """Something seen; a `ValueError` for an empty box, and for an end before the start."""
 
-    start: float  # seconds
-    end: float
+    start: Second
+    end: Second
     # Left, top, right and bottom in shares of the frame; the whole frame where only the time is known.
     box: tuple[Share, Share, Share, Share] = (0.0, 0.0, 1.0, 1.0)
 
@@ -31,6 +31,8 @@ class Sighting:
         left, top, right, bottom = self.box
         if left >= right or top >= bottom:
             raise ValueError(f"The box {list(self.box)} is empty; expected left, top, right and bottom.")
+        if self.start > self.end:
+            raise ValueError(f"It ends at {self.end:g} s, before its start at {self.start:g} s.")
 
 
 def sighting_tokens(

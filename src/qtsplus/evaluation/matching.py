@@ -104,10 +104,7 @@ def _chosen(said: str, options: Sequence[str]) -> int | None:
         if stated is not None:
             return letters.index(stated[1])
     words = _words(said)
-    named = []
-    for number, option in enumerate(options):
-        if _says(words, _words(option)):
-            named.append(number)
+    named = [number for number, option in enumerate(options) if _says(words, _words(option))]
     if len(named) == 1:
         return named[0]
     return None
