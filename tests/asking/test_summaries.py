@@ -185,6 +185,12 @@ TEXTS_WITHOUT_TIMES = [
     ("The 20-second clip shows a dog in the first 5 s; 1.5s later a cat.", "The clip shows a dog; later a cat."),
     ("Half a minute later, a few minutes into the video, at second 20", "later,"),
     ("A second dog, two dogs and a 5-year-old of the 80s", "A second dog, two dogs and a 5-year-old of the 80s"),
+    ("The second 3 cars, MPEG-4 H.264, a mix of 1:10", "The second 3 cars, MPEG-4 H.264, a mix of 1:10"),
+    (
+        "Forty five seconds later he orders seconds. At 5:30 pm a dog, at 6 p.m. a cat.",
+        "later he orders seconds. a dog, a cat.",
+    ),
+    ("Two and a half minutes, a couple of hours or eight to ten long seconds later", "or later"),
 ]
 
 

@@ -30,22 +30,28 @@ REPEATED_TOKENS = 16  # the longest thing whose repetition is noticed, in tokens
 # Options of a question or of `generate` that a summary refuses, since they cannot be the same for every chapter.
 REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")
 _WORD = re.compile(r"\w+")
-_CLOCK = r"\d+(?::\d\d)+(?:\.\d+)?"
+_NOON = r"(?:\ ?[ap](?:m\b|\.m\.))"
+_CLOCK = rf"\d+(?::\d\d)+(?:\.\d+)?{_NOON}?"
 _COUNT = r"(?<![\w.])\d[\d.,]*(?:(?:-|–|\ to\ |\ and\ )\d[\d.,]*)?"
+_AMOUNT = (
+    r"(?:\w+teen|\w+ty|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|hundred|dozens?(?:\ of)?"
+    r"|half|couple\ of|few|several|some|many|more|multiple|numerous|mere|long|short|full)"
+)
 # A time on a clock or in seconds, minutes or hours, with the words that lead to it.
 _TIME = re.compile(
     rf"""
     \ ?(?:\b(?:at|after|before|from|to|until|between|for|in|within|by|about|around)\ )*
     (?:the\ (?:first|last|next)\ )?
     (?:
-        [\[(]?\b{_CLOCK}(?:\ ?(?:-|–|to|and)\ ?{_CLOCK})?[\])]?
-        | {_COUNT}[\ -]?(?:secs?|seconds?|mins?|minutes?|h|hours?)\b
+        (?<!(?:ratio|scale|score)\ of\ )(?<!mix\ of\ )[\[(]?\b{_CLOCK}(?:\ ?(?:-|–|to|and)\ ?{_CLOCK})?[\])]?
+        | {_COUNT}[\ -]?(?:secs?|seconds?|mins?|minutes?|(?-i:h)|hours?)\b
         | (?<!the\ )(?<![\w.])\d{{1,3}}(?:\.\d+)?\ ?s\b  # "5 s", but not "the 80s"
         | \b(?:\d+h\ ?\d+m?|\d+m\ ?\d+s)\b  # "1h30"
-        | (?:\ba\ )?[\w-]+\ (?:seconds|minutes|hours)\b  # "a few minutes"
+        | (?<![\w.])\d{{1,2}}{_NOON}  # "5 pm"
+        | (?:\ba\ )?\b{_AMOUNT}(?:[\ -](?:(?:and|or|to|a)\ )*{_AMOUNT})*\ (?:seconds|minutes|hours)\b  # "a few minutes"
         | \b(?:one|half\ an?|first|last|\d+(?:st|nd|rd|th))\ (?:second|minute|hour)\b
         | \ban?\ (?:minute|hour|second(?=\ (?:later|after|ago)))\b  # "a minute", but not "a second dog"
-        | \b(?:second|minute|hour)\ \d+\b(?!-)
+        | (?<!the\ )\b(?:second|minute|hour)\ \d+\b(?!-)
     )
     (?:\ into\ the\ \w+)?[,:]?
     """,
