@@ -3,6 +3,7 @@
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +56,12 @@ def twin_of_coverage(scene, n):
     apart = steps[:, None] - steps
     similarity[apart.abs() > reach] = -torch.inf
     return naive_farthest(distance, similarity, n, TIE)
+
+
+def test_a_fraction_of_numpy_is_the_decimal_that_it_is_written_as():
+    model = tiny_model()
+    for kind in (float, np.float16, np.float32):
+        assert run(model, batch(prompt(videos=[(2, 8, 10)])), retention=kind(0.1)).qtsplus.n == 4
 
 
 @settings(max_examples=40)
