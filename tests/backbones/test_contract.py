@@ -314,7 +314,7 @@ class TestBackbone:
     @each_unlike
     def test_encode_once_is_one_shot(self, model, prepare):
         inputs = prepare(*NAMES)
-        features = with_features(model, inputs, frames_per_chunk=2)
+        features = with_features(model, inputs, frames_per_chunk=2.0)
         grids = merged_grids(model, inputs)
         for tokens, grid in zip(features["video_features"], grids, strict=True):
             assert len(tokens) == math.prod(grid)

@@ -132,7 +132,7 @@ def test_find_names_the_file_the_seconds_and_the_place(library, name):
 
 
 def test_find_names_as_many_moments_as_were_asked_for(library):
-    assert len(library.find(QUESTION, top=1)) == 1
+    assert len(library.find(QUESTION, top=1.0)) == 1
     assert {moment.name for moment in library.find(QUESTION, top=100)} == set(LIBRARY)
 
 
@@ -247,7 +247,7 @@ def test_ask_answers_from_the_right_file(library, name):
 
 def test_ask_is_a_session_of_the_files_that_rank_first(library):
     options = {"max_visual_tokens": 20, "max_new_tokens": 4}
-    answer = library.ask("What?", pieces=3, **options)
+    answer = library.ask("What?", pieces=3.0, **options)
     session = VideoSession(library.model, library.processor)
     for name in library.names:
         session.add(library.video(name), f"{name}, 0:00 to 0:06")

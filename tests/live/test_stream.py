@@ -195,7 +195,7 @@ def test_frames_are_encoded_and_scored_once(loaded, monkeypatch):
 @pytest.mark.parametrize("question", [QUESTION, None])
 @pytest.mark.parametrize("policy", [None, METHODS["uniform"]])
 def test_the_memory_has_a_bound(loaded, question, policy, whole):
-    stream = Stream(*loaded, memory_tokens=100, question=question)
+    stream = Stream(*loaded, memory_tokens=100.0, question=question)
     if policy is not None:
         stream.policy = policy
     for first in range(0, 16, 2):

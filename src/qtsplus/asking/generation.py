@@ -67,10 +67,9 @@ def generation_options(model, options: Mapping[str, Any], max_new_tokens: int | 
         raise ValueError(f"max_length={max_length} counts the prompt, which is made for you: set max_new_tokens.")
     if max_new_tokens is None:
         max_new_tokens = model.generation_config.max_new_tokens or MAX_NEW_TOKENS
-    require_count("max_new_tokens", max_new_tokens)
     return dict(
         options,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=require_count("max_new_tokens", max_new_tokens),
         return_dict_in_generate=True,
         streamer=TokenClock(options.get("streamer")),
     )

@@ -212,13 +212,13 @@ class VideoSession:
         """As [`VideoSession.ask`] for each question, `batch_size` of them in one batch."""
         if isinstance(questions, str) or not isinstance(questions, Iterable):
             raise ValueError(f"Got {questions!r}; expected a list of questions.")
-        require_count("batch_size", batch_size)
+        batch_size = require_count("batch_size", batch_size)
         if videos is None:
             videos = self.names
         self._check_names(videos)
         chosen = {name: self.videos[name] for name in videos}
         answers = []
-        for batch in batches_of(list(questions), int(batch_size)):
+        for batch in batches_of(list(questions), batch_size):
             answers += answer_questions(
                 self.model,
                 self.processor,

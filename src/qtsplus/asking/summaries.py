@@ -156,7 +156,7 @@ def summarise(
     stops.append(StopRepeating())
     generation["stopping_criteria"] = stops
     if max_visual_tokens is not None:
-        require_count("max_visual_tokens", max_visual_tokens)
+        max_visual_tokens = require_count("max_visual_tokens", max_visual_tokens)
     if retention is None and selection != "all":
         retention = selector.rho_max
     chapters = []

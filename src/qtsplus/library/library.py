@@ -194,7 +194,7 @@ class Library:
         is the relevance of its best token among all tokens that are searched. Keys in 8 bits say which videos are
         looked at.
         """
-        require_count("top", top)
+        top = require_count("top", top)
         scorer, pieces = self.rank(question, names, window)
         moments: list[Interval] = []
         for piece in pieces[:top]:
@@ -219,7 +219,7 @@ class Library:
             names, window: what is searched, as for [`find`].
             options: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
-        require_count("pieces", pieces)
+        pieces = require_count("pieces", pieces)
         _, ranking = self.rank(question, names, window)
         chosen = sorted(ranking[:pieces])  # by their names and times
         parts: dict[str, EncodedVideo] = {}

@@ -99,12 +99,11 @@ class Stream:
         question: str | None = None,
         fps: float = 2.0,
     ):
-        require_count("memory_tokens", memory_tokens)
         if not (is_number(fps) and 1e-3 <= fps <= 1e3):
             raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
         self.model = model
         self.processor = processor
-        self.memory_tokens = memory_tokens
+        self.memory_tokens = require_count("memory_tokens", memory_tokens)
         self.question = None
         self.policy: Method = diversity
         if question is not None:

@@ -162,7 +162,7 @@ def _chunks(
     """The chunks in which the steps are encoded: of so many frames, or as large as the device handles well."""
     counts = list(map(len, steps))
     if frames_per_chunk is not None:
-        require_count("frames_per_chunk", frames_per_chunk)
+        frames_per_chunk = require_count("frames_per_chunk", frames_per_chunk)
         frames_per_step = getattr(model.config.vision_config, "temporal_patch_size", 1)
         return chunk_steps(counts, frames_per_chunk, [frames_per_step] * len(counts))
     patches_per_step = [rows.shape[1] * model.patches_per_row for rows in steps]

@@ -19,8 +19,10 @@ def require_positive(name: str, value) -> None:
         raise ValueError(f"Got {name}={value!r}; expected {zero}a finite number above 0.")
 
 
-def require_count(name: str, value: float) -> None:
-    """Raises a `ValueError` unless the value is a whole number above 0 that a float can hold."""
+def require_count(name: str, value: float) -> int:
+    """The value, such as 2 or 2.0, as an integer; `ValueError` unless it is a whole number above 0 that a float holds."""
     require_positive(name, value)
-    if value != int(value):
+    count = int(value)
+    if value != count:
         raise ValueError(f"Got {name}={value!r}; expected a whole number above 0.")
+    return count

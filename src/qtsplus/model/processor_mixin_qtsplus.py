@@ -193,7 +193,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 not above 0, or both given.
         """
         if frames_per_chunk is not None:
-            require_count("frames_per_chunk", frames_per_chunk)
+            frames_per_chunk = require_count("frames_per_chunk", frames_per_chunk)
         request = VideoRequest(os.fspath(video), **read_keys(keys))
         return open_chunks(self, request, frames_per_chunk)
 

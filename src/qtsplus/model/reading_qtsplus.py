@@ -154,7 +154,7 @@ def open_chunks(
     if frames_per_chunk is None:
         _, rows, columns = grid[0].tolist()
         frames_per_chunk = PATCHES_PER_CHUNK // (rows * columns) * temporal
-    steps_per_chunk = max(int(frames_per_chunk) // temporal, 1)
+    steps_per_chunk = max(frames_per_chunk // temporal, 1)
     return VideoChunks(
         **vars(opened),
         video_grid_thw=grid,

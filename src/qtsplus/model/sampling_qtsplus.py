@@ -156,9 +156,7 @@ def frame_choice(video_processor, request: VideoRequest) -> FrameChoice:
     for name in ("min_frames", "max_frames"):
         bound = getattr(request, name) or getattr(video_processor, name, None)
         if bound is not None:
-            require_count(name, bound)
-            bounds[name] = bound
-
+            bounds[name] = require_count(name, bound)
     return functools.partial(choose_frames, fps=rate, num_frames=num_frames, **bounds)
 
 
