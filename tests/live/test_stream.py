@@ -231,10 +231,18 @@ def test_the_times_of_what_stays_are_kept_and_no_others(loaded):
     assert stream.videos()["video"].begins == {5: 5.0, 6: 6.0, 7: 7.0}
 
 
-def test_a_policy_that_keeps_too_much_is_refused(loaded):
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (lambda candidates, n: torch.arange(n + 1), "expected a tensor of n ascending int64 indices"),
+        (lambda candidates, n: None, "expected a tensor of n ascending int64 indices"),
+        ("newest", "selection='newest'; expected one of"),
+    ],
+)
+def test_a_policy_that_is_no_choice_of_tokens_is_refused(loaded, policy, message):
     stream = Stream(*loaded, memory_tokens=TOKENS)
-    stream.policy = lambda candidates, n: torch.arange(n + 1)
-    with pytest.raises(ValueError, match="expected a tensor of n ascending int64 indices"):
+    stream.policy = policy
+    with pytest.raises(ValueError, match=message):
         stream.append(FRAMES[:4])
 
 

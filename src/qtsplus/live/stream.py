@@ -19,7 +19,7 @@ from ..asking.question import check_name
 from ..asking.ranking import StandingQuestion
 from ..asking.recall import Remembered, rows_of
 from ..model.frames_qtsplus import stack_frames
-from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, most_relevant
+from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, find_method, most_relevant
 from ..model.numbers_qtsplus import is_number, require_count
 from ..model.video_qtsplus import AboutVideo, naming, resize_frame
 
@@ -259,7 +259,9 @@ class Stream:
     def _forget(self, count: int) -> None:
         """Keeps `count` tokens of all cameras together, as the policy chooses."""
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
-        kept = self.policy(self._competing(cameras), count).cpu()
+        kept = find_method(self.policy)(self._competing(cameras), count)
+        if isinstance(kept, Tensor):
+            kept = kept.cpu()
         check_kept([(kept, count, self.num_tokens)], self.policy)
         first = 0
         for camera in cameras:
