@@ -117,14 +117,6 @@ def test_a_text_takes_a_four_dimensional_mask_as_stock_does():
     assert_close(logits, main_output(model, inputs), atol=1e-4, rtol=0)
 
 
-def test_a_four_dimensional_mask_over_a_video_is_refused():
-    inputs = batch(prompt(videos=[(2, 4, 6)]))
-    length = inputs["input_ids"].shape[1]
-    inputs["attention_mask"] = torch.zeros(1, 1, length, length)
-    with pytest.raises(ValueError, match=r"attention_mask .*: expected input_ids' shape"):
-        shared_model()(**inputs)
-
-
 @CLASSES
 def test_embeddings_of_a_text_are_as_good_as_its_ids(cls):
     model = build(cls)

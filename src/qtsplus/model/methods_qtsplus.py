@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .numbers_qtsplus import is_number
+from .numbers_qtsplus import is_number, require_count
 
 # Scores that differ by at most this are a tie. In float32, features of equal frames in batches of different sizes
 # differ by 1e-6, and log-relevance hardly more; there, a tie is a ten-thousandth of a token's relevance.
@@ -490,12 +490,9 @@ def check_budget(
     for retention in retentions:
         if retention is not None and not (is_number(retention) and 0 < retention <= 1):
             raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens, a number in (0, 1].")
-    most = max_visual_tokens
-    if most is not None:
-        is_count = is_number(most) and most >= 1 and most % 1 == 0
-        if not is_count:
-            raise ValueError(f"max_visual_tokens={most!r}: expected a whole number of tokens, at least 1.")
-    is_bounded = most is not None or set(retentions) - {None, 1.0}
+    if max_visual_tokens is not None:
+        require_count("max_visual_tokens", max_visual_tokens)
+    is_bounded = max_visual_tokens is not None or set(retentions) - {None, 1.0}
     if selection == "all" and is_bounded:
         raise ValueError(
             'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '

@@ -20,7 +20,7 @@ def require_positive(name: str, value) -> None:
 
 
 def require_count(name: str, value: float) -> int:
-    """The value, such as 2 or 2.0, as an integer; `ValueError` unless it is a whole number above 0 that a float holds."""
+    """The integer that a value such as 2.0 is; `ValueError` unless it is a whole number above 0 that a float holds."""
     require_positive(name, value)
     count = int(value)
     if value != count:

@@ -435,7 +435,7 @@ class QTSplusSelector(nn.Module):
             given = len(retentions)
             raise ValueError(f"{given} retentions for {num_rows} rows: expected one for all, or one for each.")
         check_budget(selection, retentions, max_visual_tokens)
-        # A fraction of NumPy as the decimal that it is written as: products overflow in float16, and are off in float32.
+        # NumPy's fractions as the decimals they are written as: products overflow in float16, and are off in float32.
         retentions = [None if fraction is None else float(str(fraction)) for fraction in retentions]
         cap = int(min(self.config.n_max, max_visual_tokens or self.config.n_max))
         return Call(selection, retentions, cap, self.training if sample_gate is None else sample_gate)
