@@ -110,6 +110,7 @@ def last_tokens(candidates: Any, n: int) -> torch.Tensor:
 BREAKING = range(1, 8)  # numbers of kept tokens for which `breaking` does not do what a method has to
 ONCE = 11  # a number of kept tokens that `breaking` takes only once
 once_taken = []
+LOST = 12  # a number of kept tokens that the engine loses before their answer is complete, with [`Losing`]
 
 
 def breaking(candidates: Any, n: int) -> torch.Tensor:
@@ -118,6 +119,10 @@ def breaking(candidates: Any, n: int) -> torch.Tensor:
         raise RuntimeError("broken later")
     if n == ONCE:
         once_taken.append(n)
+    if n == LOST:
+        from qtsplus.vllm.models import QTSplusForVLLM
+
+        QTSplusForVLLM._remember = lambda *_: None  # as where the cache is full
     if n == 1:
         signal.setitimer(signal.ITIMER_REAL, 0.2)  # its time is nearly over
         while True:
@@ -135,6 +140,27 @@ def breaking(candidates: Any, n: int) -> torch.Tensor:
     if n == 7:
         return "nothing"
     return last_tokens(candidates, n)
+
+
+class Losing:
+    """A middleware that releases a request of [`LOST`] tokens as soon as vLLM answers it."""
+
+    def __init__(self, app: Any):
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from qtsplus.vllm.server import _ASKED
+
+        async def release(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                call = scope["app"].state.engine_client.collective_rpc
+                for key in _ASKED.get([]):
+                    (basis,) = await call("qtsplus_basis", args=(key,))
+                    if basis["kept_tokens"] == LOST:
+                        await call("qtsplus_release", args=(key,))
+            await send(message)
+
+        await self.app(scope, receive, release)
 
 
 DEFAULTS = {"retention": 0.4, "selection": "engine_runs:last_tokens"}

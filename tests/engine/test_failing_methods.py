@@ -15,6 +15,7 @@ import qtsplus
 from clips import render_clip
 from engine_runs import (
     BREAKING,
+    LOST,
     ONCE,
     TOKENS,
     ask_server,
@@ -51,7 +52,8 @@ def model():
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, clip, model):
     published = write_folder(*model, tmp_path_factory.mktemp("served"))
-    with serving(published, clip.parent, "--mm-processor-kwargs", json.dumps({"selection": METHOD})) as address:
+    options = ["--mm-processor-kwargs", json.dumps({"selection": METHOD}), "--middleware", "engine_runs.Losing"]
+    with serving(published, clip.parent, *options) as address:
         yield address
 
 
@@ -100,4 +102,9 @@ def test_a_repeated_question_that_vllm_forgot_is_not_chosen_again_inside_the_eng
     assert isinstance(answer, str)
     forget(server)
     assert ask(ONCE) == answer
+    assert isinstance(ask(8), str), "the engine lives"
+
+
+def test_an_answer_whose_tokens_were_lost_is_an_error_and_no_answer(ask):
+    assert ask(LOST) == 500
     assert isinstance(ask(8), str), "the engine lives"

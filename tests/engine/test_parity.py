@@ -130,18 +130,3 @@ def test_a_further_question_passes_only_its_words_through_the_first_layers(engin
     names = ("up to a cap", "of two videos", "behind a text")
     further, first, elsewhere = (engine.alone[f"attention {name}"]["passed"][0] for name in names)
     assert further < 30 < first < elsewhere
-
-
-def test_the_models_own_budget_is_that_of_transformers(engine):
-    if engine.defaults is not None:
-        pytest.skip("the engine has a budget for every request")
-    tolerance = 0 if engine.exact else 1
-    for name, asked in engine.requests.items():
-        if not name.startswith("learned"):
-            continue
-        there = engine.alone[name]
-        *_, qtsplus = engine.here(asked)
-        expected = int(qtsplus.n[0])
-        assert len(there["kept"]) == pytest.approx(expected, abs=tolerance), name
-        is_first = name == "learned"
-        assert bool(there["tower_calls"]) == is_first, name

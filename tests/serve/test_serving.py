@@ -94,7 +94,6 @@ def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
     [
         (["--port", "1"], "expected --port in front of --"),
         (["--allowed_local-media_path=/"], "expected --allow-media-root"),
-        (["--worker-extension-cls", "mine"], "qtsplus serve decides it"),
         (["--no_trust-request-mm-kwargs"], "qtsplus serve decides it"),
         (["--allowed-origins", '["*"]'], "expected a proxy in front"),
         (["--video-pruning-rate", "0.9"], "expected --retention in front of --"),
