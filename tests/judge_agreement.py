@@ -25,17 +25,27 @@ def graded_answers() -> Iterator[tuple[VideoRecord, str, bool]]:
         yield VideoRecord(None, row["question"], row["answer"], options=options), row["said"], row["right"]
 
 
-def agreement(judge: Matcher) -> dict[str, int]:
-    """How many answers were graded, how many of them the judge grades alike, and how many it does not decide."""
-    found = {"of": 0, "agreed": 0, "neither yes nor no": 0}
+def kind_of(record: VideoRecord) -> str:
+    """What kind of answer is asked for."""
+    if record.options:
+        return "choices"
+    if record.answer in ("yes", "no"):
+        return "yes or no"
+    return "others"
+
+
+def agreement(judge: Matcher) -> dict[str, dict[str, int]]:
+    """By kind: how many answers were graded, how many the judge grades alike, and how many it does not decide."""
+    found: dict[str, dict[str, int]] = {}
     for record, said, right in graded_answers():
-        found["of"] += 1
+        counts = found.setdefault(kind_of(record), {"of": 0, "agreed": 0, "undecided": 0})
+        counts["of"] += 1
         try:
-            found["agreed"] += judge(record, said) == right
+            counts["agreed"] += judge(record, said) == right
         except ValueError as error:
             if "expected yes or no" not in str(error):
                 raise
-            found["neither yes nor no"] += 1
+            counts["undecided"] += 1
     return found
 
 

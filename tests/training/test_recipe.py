@@ -88,7 +88,9 @@ def test_the_papers_recipe_holds_its_table(name, column):
 
 @pytest.fixture
 def dry_run(tmp_path):
-    write_records(tmp_path / "records.jsonl", {"video": None, "question": "Who knocks?", "answer": "Ann."})
+    videos = [None, __file__, "http://127.0.0.1:1/a.mp4", "gone.mp4", "gone.mp4"]
+    records = [{"video": video, "question": "Who knocks?", "answer": "Ann."} for video in videos]
+    write_records(tmp_path / "records.jsonl", *records)
 
     def run(recipe: str, *overrides: str):
         command = ["train", str(RECIPES / recipe), "--dry-run"]
@@ -115,10 +117,11 @@ def test_a_dry_run_looks_at_the_records(dry_run, override, message):
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_dry_run_counts_what_a_gradient_reaches(dry_run, name):
+def test_a_dry_run_counts_what_a_gradient_reaches_and_missing_videos(dry_run, tmp_path, name):
     result = dry_run("paper.yaml", f"model.variant={name}")
     assert result.exit_code == 0, result.output
     assert COUNTS[name] in result.output
+    assert f"paper: videos that are missing: 1, such as {tmp_path}/gone.mp4." in result.stderr
 
 
 def test_a_dry_run_of_two_stages_needs_no_variant(dry_run, tmp_path):

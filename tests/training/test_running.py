@@ -59,14 +59,6 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_one_line(recipe_file, tmp_path):
     assert f"{tmp_path}/run cannot be written: Error while serializing" in " ".join(result.stderr.split())
 
 
-def test_a_run_whose_videos_are_all_missing_is_an_error(recipe_file, record, tmp_path):
-    write_records(tmp_path / "train.jsonl", *[{**record, "video": "missing.mp4"}] * 3)
-    result = train(recipe_file)
-    assert result.exit_code == 2
-    assert "3 of about 3 records cannot be used" in result.stderr
-    assert not (tmp_path / "run/config.json").exists()
-
-
 @pytest.fixture
 def broken(tmp_path, record) -> dict:
     """A record whose video cannot be read."""
@@ -213,14 +205,7 @@ def test_a_stage_uses_the_features_of_the_one_before_and_none_of_its_memory(tmp_
     assert len(towers) == 1
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("data.processor_kwargs={nonsense: 1}", "processor_kwargs.nonsense is no setting of"),
-        ("training.output_dir=", "training.output_dir is null"),
-    ],
-)
-def test_settings_that_nobody_reads_are_refused(recipe_file, setting, message):
-    result = train(recipe_file, setting)
+def test_settings_that_nobody_reads_are_refused(recipe_file):
+    result = train(recipe_file, "data.processor_kwargs={nonsense: 1}")
     assert result.exit_code == 2
-    assert message in result.stderr
+    assert "processor_kwargs.nonsense is no setting of" in result.stderr

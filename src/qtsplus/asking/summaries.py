@@ -80,9 +80,12 @@ class Summary:
     """What the model says about each chapter, and about all chapters together."""
 
     text: str  # a line for each chapter: its video, its times, and what the model says about it
-    # One text that the model makes from those of all chapters. `None` if there is only one chapter; if there are more
-    # chapters than new tokens, or too many for the model's positions; if the text states a time, since the model reads
-    # none; or if it leaves out a chapter: of each it has to repeat a word, beside words that most chapters have.
+    # One text that the model makes from the texts of all chapters. It is `None`
+    # - if there is only one chapter;
+    # - if there are more chapters than new tokens, or their texts are too long for the model's positions;
+    # - if it states a time, since the model is told no times;
+    # - if it skips a chapter, which means that it repeats no word of the chapter's text. Words that most chapters have
+    #   do not count, except for a chapter that has no others.
     overview: str | None
     chapters: list[Chapter]
     warnings: list[str]  # as in `EncodedVideo`

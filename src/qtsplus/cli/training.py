@@ -1,10 +1,12 @@
 """`qtsplus train` and `qtsplus calibrate`: training, and what decides it."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +20,11 @@ if TYPE_CHECKING:
 
 
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only check the recipe and its records, and say what it trains and takes.")
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Only check the recipe, its records and that their videos exist, and say what it trains and takes.",
+    ),
 ]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the last complete checkpoint; a finished stage is not run again.")
@@ -47,8 +53,10 @@ def train_by(kind: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: 
             start = replace(stage.model, weights=stages[0].model.weights)
             lines = "\n  ".join(make_plan(replace(stage, model=start)).lines)
             console.print(f"{stage.name}: {lines}", soft_wrap=True, highlight=False)
-        for stage in stages:
-            read_sets(stage)
+            videos = {record.video or "" for record in chain(*read_sets(stage))}
+            missing = [video for video in videos if video and "://" not in video and not os.path.exists(video)]
+            if missing:
+                note(f"{stage.name}: videos that are missing: {len(missing)}, such as {min(missing)}.")
         return
     if not sys.stderr.isatty():
         overrides = ["training.disable_tqdm=true", *overrides]  # no bars in a pipe

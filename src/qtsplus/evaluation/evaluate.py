@@ -66,8 +66,7 @@ def evaluate_records(
     """
     max_new_tokens = 0
     for record in records:
-        has_rate = record.fps is not None
-        if not has_rate and os.path.isdir(str(record.video)):
+        if record.fps is None and os.path.isdir(str(record.video)):
             raise ValueError(f'{record.video} is a folder of frames: give its rate in its records, such as "fps": 2.')
         check_question(model, processor, record.question)
         max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
@@ -79,8 +78,7 @@ def evaluate_records(
         letters = ""
         if by_likelihood and record.options:
             letters = ascii_uppercase[: len(record.options)]
-        group = _Group(str(record.video), record.fps, letters)
-        groups.setdefault(group, []).append(record)
+        groups.setdefault(_Group(str(record.video), record.fps, letters), []).append(record)
     outcomes: dict[VideoRecord, Outcome] = {}
     for group, asked in with_bar(groups.items(), "Asking"):
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
@@ -115,8 +113,7 @@ def _outcome(
 ) -> Outcome:
     if not isinstance(result, Answer):
         return Outcome(record, unreadable=first_line(result))
-    is_kept = result.keep_map.flatten()
-    kept = is_kept.nonzero()[:, 0].tolist()
+    kept = result.keep_map.flatten().nonzero()[:, 0].tolist()
     return Outcome(
         record,
         said=result.answer,
@@ -139,8 +136,8 @@ def tally(outcomes: Sequence[Outcome]) -> dict:
         by_kind.setdefault(record.kind, []).append(outcome)
         if outcome.unreadable is not None:
             video = str(record.video)
-            problem = {"video": video, "reason": outcome.unreadable, "questions": 0}
-            unreadable.setdefault(video, problem)["questions"] += 1
+            unreadable.setdefault(video, {"video": video, "reason": outcome.unreadable, "questions": 0})
+            unreadable[video]["questions"] += 1
     kinds = {kind: _row(by_kind[kind]) for kind in sorted(by_kind)}
     return _row(outcomes) | {"kinds": kinds, "unreadable": list(unreadable.values())}
 

@@ -131,8 +131,7 @@ def judge_at(address: str, model: str) -> Matcher:
             )
         except OpenAIError as error:
             raise ValueError(f"The judge {model} at {address} gave no reply: {error}") from None
-        message = reply.choices[0].message
-        text = message.content or ""
+        text = reply.choices[0].message.content or ""
         decision = _words(text)[:1]
         if decision not in (["yes"], ["no"]):
             raise ValueError(f"The judge {model} replied {text[:80]!r}; expected yes or no.")

@@ -22,11 +22,7 @@ def part_of(parameter_name: str) -> str:
 
 def vision_modules(model) -> dict[str, nn.Module]:
     """The modules between the pixels and the selector, by their names in `model.model`."""
-    modules = {}
-    for name, module in model.model.named_children():
-        if f".{name}." in _VISION:
-            modules[name] = module
-    return modules
+    return {name: module for name, module in model.model.named_children() if f".{name}." in _VISION}
 
 
 def prepare_parts(model, args: QTSplusTrainingArguments):

@@ -49,18 +49,16 @@ def make_plan(recipe: Recipe) -> Plan:
         model = on_meta(config)
         check_relevance(model, training)
         trained, total = trained_and_all(prepare_parts(model, training))
-    frozen_bytes = getattr(torch, args.dtype).itemsize * (total - trained)
-    saved = frozen_bytes + 4 * trained
+    saved = getattr(torch, args.dtype).itemsize * (total - trained) + 4 * trained
     checkpoint = saved + 8 * trained
     memory = checkpoint + 4 * trained
-    step = step_memory(model, recipe, CLIP)
     disk = saved
     if training.save_strategy != "no":
         disk = checkpoint * (1 + (training.save_total_limit or 1))
     lines = [
         f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})",
         f"{size(memory)} of memory for weights, gradients and optimizer, and for a step with a clip of {CLIP:,} visual "
-        f"tokens about {size(step)}",
+        f"tokens about {size(step_memory(model, recipe, CLIP))}",
         f"{size(saved)} of disk for the model in {recipe.output_dir}, and {size(checkpoint)} for each checkpoint",
     ]
     return Plan(disk, lines)

@@ -17,7 +17,7 @@ from ..common.folders import read_json
 from ..data.records import VideoRecord
 from ..hub.loading import adopt_tokenizer
 from .dataset import check_processor_kwargs
-from .features import VideoFeatures, encode_files
+from .features import encode_files
 from .freezing import vision_modules
 from .models import make_config, make_model, make_processor
 from .plan import make_plan
@@ -120,7 +120,17 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     adopt_tokenizer(model.config, processor)  # a stock model's configuration lacks the ids by which questions are found
     features = None
     if data.features is not None:
-        features = _encode_videos(recipe, data.features, model, processor, train + evaluation)
+        for module in vision_modules(model).values():
+            module.to(recipe.training.device)
+        videos = [(record.video, record.fps) for record in train + evaluation if record.video is not None]
+        features = encode_files(
+            model,
+            processor,
+            videos,
+            data.features,
+            data.processor_kwargs,
+            recipe.training.dataloader_num_workers,
+        )
     make_dataset = partial(
         trainer_class.dataset_class,
         processor=processor,
@@ -166,19 +176,3 @@ def _check_frozen(recipe: Recipe) -> None:
     frozen = training.freeze_language_model or training.freeze_vision_model
     if dtype != "float32" and frozen and not (training.bf16 or training.fp16):
         raise ValueError(f"model.dtype={dtype} needs training.bf16 or fp16: the weights that train are float32.")
-
-
-def _encode_videos(
-    recipe: Recipe,
-    folder: str,
-    model,
-    processor,
-    records: list[VideoRecord],
-) -> VideoFeatures:
-    """The features of all videos of the records, kept in a folder."""
-    training = recipe.training
-    for module in vision_modules(model).values():
-        module.to(training.device)
-    videos = [(record.video, record.fps) for record in records if record.video is not None]
-    workers = training.dataloader_num_workers
-    return encode_files(model, processor, videos, folder, recipe.data.processor_kwargs, workers)
