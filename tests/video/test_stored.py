@@ -324,11 +324,6 @@ def test_a_library_of_the_future_is_refused_by_every_reader(folder, mine, loaded
         Library(folder, *loaded)
 
 
-def test_a_library_from_before_formats_had_numbers_says_what_to_do(folder):
-    (folder / "library.jsonl").write_text('{"made_by": "x", "dtype": "auto"}\n{"key": 0, "value": [null, null]}\n')
-    assert "another version of qtsplus wrote it" in first_line_of(run("find", folder, QUESTION))
-
-
 def store_others(folder, change=None, **about):
     """Other features in a library, or another header, with the digest that belongs to them."""
     path = next(folder.glob("*.safetensors"))

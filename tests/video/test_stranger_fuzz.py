@@ -5,7 +5,6 @@ refused in one line, within bounds of memory, and leads to no other file.
 `make fuzz SEED=7` tries more of them.
 """
 
-import json
 import os
 import random
 import resource
@@ -15,10 +14,8 @@ from contextlib import contextmanager
 
 import av
 import numpy as np
-from test_stored_fuzz import change, cut, flip, garble, only_in
+from test_stored_fuzz import cut, flip, garble, only_in
 
-from qtsplus import ask, encode
-from qtsplus.hub.loading import load
 from qtsplus.video.subtitles import read_subtitles
 
 SEED = int(os.environ.get("FUZZ_SEED", "45"))
@@ -177,35 +174,3 @@ FRAMES = [
     "{{% if {text} %}}",
     "{{% for y in range(99999) %}}{{% set y = {text} %}}{{% endfor %}}",
 ]
-
-
-def write_template(path, draw):
-    """A chat template with a few more statements, some of which take gigabytes or have no end."""
-    statements = [draw.choice(FRAMES).format(text=draw.choice(TEXTS)) for _ in range(draw.choice([1, 2, 40]))]
-    path.write_text("{% set y = 9 %}" + "".join(statements) + path.read_text())
-
-
-def test_odd_configurations_answer_or_are_refused(tiny_published, tiny_mp4, tmp_path):
-    draw, outcomes = random.Random(SEED), Counter()
-    for case in range(CASES // 2):
-        folder = tmp_path / str(case)
-        shutil.copytree(tiny_published, folder)
-        path = folder / draw.choice(FILES)
-        if path.suffix == ".jinja":
-            write_template(path, draw)
-        else:
-            content = change(json.loads(path.read_text()), draw)
-            path.write_text(json.dumps(content))
-
-        def read(folder=folder):
-            model = load(folder, "cpu")
-            ask(*model, encode(*model, str(tiny_mp4)), "Who?", max_new_tokens=2)
-
-        try:
-            outcomes[outcome(read, f"seed {SEED}, case {case}, {path.name}")] += 1
-        except AssertionError:
-            print(path.read_text())
-            raise
-        shutil.rmtree(folder)
-    print(dict(outcomes))
-    assert outcomes["read"] and outcomes["refused"]
