@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.hub import loading
-from qtsplus.model.configuration_qtsplus import VERSION
+from qtsplus.model.fields_qtsplus import VERSION
 
 COMMANDS = """
 import gc, json, sys

@@ -1,6 +1,7 @@
-"""The selector's own configuration: its fields and the values that each may have."""
+"""The selector's configuration: its fields, the values that each may have, and what a model's configuration adds."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import get_args
 
@@ -28,7 +29,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "position_ids": POSITION_IDS,
     "selection": SELECTIONS,
 }
+VERSION = "0.1.0"  # of the code; every config.json that it writes has it as `qtsplus_version`
 Ids = list[int] | tuple[int, ...]  # token ids or indices, which JSON brings as lists
+Tags = list[list[int]] | tuple[tuple[int, ...], ...]  # of a tool's response the ids of its two tags
 SEEN_AREA = 0.8  # A calibration with less does not tell what a video shows from what it does not show.
 _ABOVE_0 = 1e-12
 _LARGEST = 2**31 - 1
@@ -170,6 +173,54 @@ class QTSplusConfig(PreTrainedConfig):
         """Whether a calibration found that the null token tells what a video shows from what it does not show."""
         has_null_token = self.null_token and self.reduction != "max"
         return has_null_token and (self.seen_area or 0) >= SEEN_AREA
+
+
+def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:
+    """
+    `sub_configs` and `sub_configs_defaults` of a configuration with a `qtsplus_config` beside those of `config_class`:
+    Transformers below 5.20 reads the first, later ones the second.
+    """
+    classes = config_class.sub_configs | {"qtsplus_config": QTSplusConfig}
+    specifications = getattr(config_class, "sub_configs_defaults", {})
+    if specifications:
+        specification = type(next(iter(specifications.values())))
+        specifications = specifications | {"qtsplus_config": specification(config_class=QTSplusConfig)}
+    return classes, specifications
+
+
+@dataclass(init=False, repr=False, eq=False, kw_only=True)
+class QTSplusConfigMixin:
+    """
+    The fields of every configuration with a selector, added to the backbone's own: a [`QTSplusConfig`] as
+    `qtsplus_config`, and the token ids by which the question is found in a prompt, here those of Qwen2.5's tokenizer.
+    """
+
+    keys_to_ignore_at_inference = ["cache", "past_key_values", "image_outputs", "video_outputs", "qtsplus"]
+
+    qtsplus_config: dict | PreTrainedConfig | None = None  # the selector; its defaults where absent
+    user_turn_token_ids: Ids = (151644, 872)  # <|im_start|>user, without the line break
+    turn_end_token_id: int = 151645  # <|im_end|>
+    special_token_ids: Ids = tuple(range(151643, 151657))  # never part of a question
+    # The ids that begin and end a tool's response in a turn of the user: `<tool_response` and `</tool_response>`. The
+    # first has no `>`, because that is one token with the line break behind it.
+    tool_response_token_ids: Tags = ((27, 14172, 9655), (522, 14172, 9655, 29))
+
+    def to_dict(self):
+        """As stock, with the version of the code that writes it."""
+        return super().to_dict() | {"qtsplus_version": VERSION}  # type: ignore[misc]
+
+    def __post_init__(self, **kwargs):
+        selector = {} if self.qtsplus_config is None else self.qtsplus_config
+        if isinstance(selector, dict):
+            selector = QTSplusConfig(**selector)
+        if not isinstance(selector, PreTrainedConfig):
+            raise ValueError(
+                f"qtsplus_config={selector!r}: expected the selector's fields, as a dict or a QTSplusConfig."
+            )
+        check_token_ids(self)
+        self.qtsplus_config = selector
+        kwargs.pop("model_type", None)  # a base checkpoint's config.json has the stock model's
+        super().__post_init__(**kwargs)  # type: ignore[misc]
 
 
 def check_fields(config: PreTrainedConfig, kinds: Mapping) -> None:

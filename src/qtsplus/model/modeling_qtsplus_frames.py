@@ -22,7 +22,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.processing_utils import ProcessorMixin
 
-from .configuration_qtsplus import Ids, QTSplusConfigMixin, with_selector
+from .fields_qtsplus import Ids, QTSplusConfigMixin, with_selector
 from .generation_qtsplus import QTSplusPreTrainedMixin
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin
 from .processor_mixin_qtsplus import QTSplusProcessorMixin
