@@ -19,7 +19,6 @@ from .prompt_qtsplus import (
     VisualInputs,
     check_no_padding,
     check_tensors,
-    full_mask,
     pad_rows,
 )
 
@@ -427,7 +426,10 @@ def lay_out(
         pixel_values=visual.pixel_values,
         pixel_values_videos=visual.pixel_values_videos,
     )
-    mask = full_mask(input_ids, attention_mask)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if mask.shape != input_ids.shape:
+        shape = tuple(mask.shape)
+        raise ValueError(f"attention_mask {shape}: expected input_ids' shape, {tuple(input_ids.shape)}.")
     source_ids = input_ids
     input_ids, mask = torch.stack([input_ids, mask.bool().to(input_ids)]).cpu()
     if attention_mask is None:

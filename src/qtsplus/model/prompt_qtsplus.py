@@ -278,16 +278,6 @@ def check_tensors(**inputs: object) -> None:
             raise ValueError(f'{name} is a {kind}: expected a tensor, see return_tensors="pt".')
 
 
-def full_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """`[B, S]`, 1 on real tokens: the caller's `attention_mask`, checked; all real if `None`."""
-    if attention_mask is None:
-        return torch.ones_like(input_ids)
-    if attention_mask.shape != input_ids.shape:
-        shape = tuple(attention_mask.shape)
-        raise ValueError(f"attention_mask {shape}: expected input_ids' shape, {tuple(input_ids.shape)}.")
-    return attention_mask.to(input_ids.device)
-
-
 def check_no_padding(input_ids: Tensor, pad_token_id: int | None) -> None:
     """Raises `ValueError` where rows `[B, S]` begin or end with different numbers of padding tokens."""
     if pad_token_id is None or len(input_ids) < 2:
@@ -373,7 +363,12 @@ def splice(
         images = [features[IMAGE][span.index] for span in row.spans if span.modality == IMAGE]
         image_features.append(torch.cat(images) if images else tokens[:0])
         if any(span.line for span in row.spans):
-            tokens = _with_line_ends(model, row, keep, tokens)
+            # Newlines stay among the candidates.
+            is_candidate = torch.zeros_like(keep).index_fill(0, row.candidates, True)
+            is_candidate = is_candidate[keep & (model.token_types(row.ids) == VIDEO)]
+            places = is_candidate.nonzero()[:, 0].to(tokens.device, non_blocking=True)
+            line_end = model.line_end.to(tokens.device, tokens.dtype)
+            tokens = line_end.expand(len(is_candidate), -1).index_copy(0, places, tokens)
         video_features.append(tokens)
 
     if pad_left is None:
@@ -401,22 +396,3 @@ def splice(
         source_ids=layout.source_ids,
         qtsplus=qtsplus,
     )
-
-
-def _with_line_ends(
-    model,
-    row: PromptRow,
-    keep: Tensor,
-    tokens: Tensor,
-) -> Tensor:
-    """
-    The features of a row's kept video tokens: its kept candidates `[k, d]`, with the newlines that stay among them.
-
-    Args:
-        keep: `[S_b]` bool, the tokens of the row that stay.
-    """
-    is_candidate = torch.zeros_like(keep).index_fill(0, row.candidates, True)
-    is_candidate = is_candidate[keep & (model.token_types(row.ids) == VIDEO)]
-    places = is_candidate.nonzero()[:, 0].to(tokens.device, non_blocking=True)
-    line_end = model.line_end.to(tokens.device, tokens.dtype)
-    return line_end.expand(len(is_candidate), -1).index_copy(0, places, tokens)
