@@ -177,6 +177,27 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(tmp_path, 
     assert not (folder / "relevance/checkpoint-1").exists()
 
 
+@pytest.mark.parametrize("ends", ["training.max_steps=2", "training.num_train_epochs=0.5"])
+def test_a_finished_training_is_resumed_by_no_step(recipe_file, tmp_path, ends):
+    """By itself a Trainer that resumes at its last step, in the middle of an epoch, does one more."""
+    steps = ["training.per_device_train_batch_size=1", "training.save_strategy=steps", "training.save_steps=1"]
+    stages = load_stages(recipe_file, [*steps, "training.max_steps=-1", ends])
+    folder = run_stages(stages)
+    weights = folder / "model.safetensors"
+    written = weights.read_bytes()
+    modified = weights.stat().st_mtime_ns
+    run_stages(stages, resume=True)
+    assert weights.stat().st_mtime_ns == modified
+    for path in folder.iterdir():
+        if path.is_file():
+            path.unlink()  # as if the run had ended while it wrote its model
+    run_stages(stages, resume=True)
+    assert weights.read_bytes() == written
+    run_stages(load_stages(recipe_file, [*steps, "training.max_steps=3"]), resume=True)
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 3
+    assert weights.read_bytes() != written
+
+
 def test_a_stage_uses_the_features_of_the_one_before_and_none_of_its_memory(tmp_path, record, monkeypatch):
     """Else two stages of a large model take twice the memory of one."""
     recipe_file = write_recipe(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -29,15 +30,16 @@ logger = logging.get_logger(__name__)
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
     """
-    Runs the stages in order, each as [`run`] does, and returns the folder of the last. With `resume`, stages before the
-    last that are finished are skipped, and a stage without a checkpoint starts from its first step.
+    Runs the stages in order, each as [`run`] does, and returns the folder of the last. With `resume`, finished stages
+    are skipped, and a stage without a checkpoint starts from its first step. The last stage goes on if its recipe now
+    asks for more steps or epochs than it has done.
     """
     if not resume:
         for stage in stages:
             require_free(stage.output_dir)
     last = stages[-1]
     for stage in stages:
-        if resume and is_finished(stage.output_dir) and stage is not last:
+        if resume and is_finished(stage.output_dir) and (stage is not last or is_trained(stage, stage.output_dir)):
             logger.warning(f"{stage.name} is finished: {stage.output_dir}.")
             continue
         # To copy the arguments sets up the process again, which is needed since a Trainer leaves its sharding behind.
@@ -62,6 +64,11 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
             require_free(output_dir)
         require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
         trainer = build_trainer(recipe)
+        if checkpoint is not None and is_trained(recipe, checkpoint):
+            # Only the model is missing, but a Trainer that starts from its last step does one more. Without an epoch it
+            # loads the checkpoint and stops.
+            trainer.args.max_steps = -1
+            trainer.args.num_train_epochs = 0
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.save_model()
         trainer.save_state()  # the last file that is written: it marks a finished run
@@ -80,12 +87,21 @@ def require_free(output_dir: Path) -> None:
 
 def is_finished(output_dir: Path) -> bool:
     """Whether a run into this folder has finished."""
-    return (output_dir / "trainer_state.json").exists()
+    return (output_dir / TRAINER_STATE_NAME).exists()
+
+
+def is_trained(recipe: Recipe, folder: Path) -> bool:
+    """Whether the Trainer's state in a folder has all the steps, or else the epochs, that a recipe asks for."""
+    state = read_json(folder / TRAINER_STATE_NAME)
+    training = recipe.training
+    if training.max_steps > 0:
+        return state["global_step"] >= training.max_steps
+    return state["epoch"] >= training.num_train_epochs
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:
     """The newest complete checkpoint. The Trainer's state is written last, so it must be there and be whole."""
-    states = output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")
+    states = output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     complete = [state.parent for state in states if _is_json(state)]
     return max(complete, key=_step, default=None)
 
