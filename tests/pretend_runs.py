@@ -87,9 +87,13 @@ class Pair:
         self.host.zero_grad()
         self.device.zero_grad()
         output, expected = self.forward(inputs)
-        output.loss.backward()
-        expected.loss.backward()
-        assert_close(output.loss, expected.loss)
+        self.compare_gradients(output.loss, expected.loss)
+
+    def compare_gradients(self, loss: torch.Tensor, expected: torch.Tensor) -> None:
+        """Two losses are equal, and so is every gradient of theirs."""
+        loss.backward()
+        expected.backward()
+        assert_close(loss, expected)
         parameters = zip(self.device.parameters(), self.host.parameters(), strict=True)
         for parameter, on_host in parameters:
             gradient = gradient_or_zero(parameter)
@@ -105,8 +109,12 @@ def gradient_or_zero(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def assert_close(on_device: torch.Tensor, expected: torch.Tensor) -> None:
+    """Each number in float32; in 16 bits as a whole, since rounding changes single numbers by much."""
     on_device = on_device.detach().cpu()
-    torch.testing.assert_close(on_device, expected.detach(), **CLOSE)
+    if expected.dtype.itemsize == 2:
+        assert (on_device - expected).float().norm() <= 0.05 * expected.float().norm()
+    else:
+        torch.testing.assert_close(on_device, expected, **CLOSE)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +178,7 @@ def test_a_wait_is_counted_with_its_line():
     ids=lambda backbone: backbone.name,
 )
 def test_backbone(backbone, video):
-    """The model's own budget, two methods that ask the backbone for what it knows, waits, and a training step."""
+    """The model's own budget, methods that ask the backbone for what it knows, waits, a training step, and 16 bits."""
     processor = backbone.processor()
     pair = Pair.of(backbone.build(processor))
     about_video = [{"type": "video", "video": video}, {"type": "text", "text": QUESTION}]
@@ -196,8 +204,17 @@ def test_backbone(backbone, video):
         assert waits.total() <= 12, waits
     pair.host.train()
     pair.device.train()
-    inputs["labels"] = inputs["input_ids"]
-    pair.train(inputs)
+    pair.train({**inputs, "labels": inputs["input_ids"]})
+    for dtype in (torch.bfloat16, torch.float16):
+        half = Pair.of(pair.host.eval().to(dtype))
+        with torch.no_grad():
+            half.forward(inputs, selection="uniform", retention=0.3)  # which rounding cannot change
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(inputs, dtype):
+    half = Pair.of(tiny_model().to(dtype))
+    half.generate(inputs, **GREEDY)
 
 
 BUDGETS = {
@@ -333,13 +350,6 @@ def test_assisted_generation(pair):
     assert torch.equal(written.cpu(), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(inputs, dtype):
-    half = Pair.of(tiny_model().to(dtype))
-    inputs = {**inputs, "pixel_values_videos": inputs["pixel_values_videos"].to(dtype)}
-    half.generate(inputs, **GREEDY)
-
-
 @pytest.mark.parametrize("on_host", [["pixel_values_videos"], ["pixel_values_videos", "video_grid_thw"]])
 def test_pixels_and_grids_may_stay_on_the_host(pair, inputs, on_host):
     call = pretend_device.inputs_to_device(inputs)
@@ -407,19 +417,15 @@ def test_adapters_and_merged_weights(inputs):
 def test_attention_distillation():
     pair = Pair.of(tiny_model())
     rows = collate(examples(4))
+    del rows["source_ids"]
+    rows_of_each = [rows, pretend_device.inputs_to_device(rows)]
     losses = []
-    for model in pair.models:
-        place = model.device
-        on_place = {}
-        for name, value in rows.items():
-            if name != "source_ids":
-                on_place[name] = value.to(place)
-        targets = answer_attention(model, on_place, on_place.pop("labels"))
-        relevance = model(**on_place).qtsplus.log_relevance
+    for model, inputs in zip(pair.models, rows_of_each, strict=True):
+        targets = answer_attention(model, inputs, inputs.pop("labels"))
+        relevance = model(**inputs).qtsplus.log_relevance
         losses.append(relevance_divergences(relevance, targets).mean())
     expected, loss = losses
-    loss.backward()
-    assert_close(loss, expected)
+    pair.compare_gradients(loss, expected)
 
 
 def test_asking_about_encoded_videos(bundled, video):
@@ -499,4 +505,4 @@ def test_calibration_and_evaluation(bundled, tmp_path):
         calibrations.append(calibrate(model, processor, questions))
     assert written[0] == written[1]
     expected, calibration = calibrations
-    assert calibration.readings.keys() == expected.readings.keys()
+    assert calibration == expected

@@ -14,6 +14,7 @@ from qtsplus.asking import answers, session
 from qtsplus.asking.question import Batch, prompt_inputs
 from qtsplus.asking.session import MOST_TURNS, VideoSession
 from qtsplus.live.stream import Stream
+from tiny import chat_inputs
 
 FRONT = make_world(10)
 BACK = make_world(11)
@@ -71,15 +72,7 @@ def positions(loaded, monkeypatch):
 def one_shot(loaded, content, **options):
     """The answer, the kept indices and the logits of the prompt, from pixels through the chat template."""
     model, processor = loaded
-    message = {"role": "user", "content": content}
-    inputs = processor.apply_chat_template(
-        [message],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs=options,
-    )
+    inputs = chat_inputs(processor, *content, **options)
     output = model.generate(**inputs, **SHORT, return_dict_in_generate=True)
     with torch.no_grad():
         logits = model(**inputs, logits_to_keep=1).logits

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny import load_bundled
+from tiny import chat_inputs, load_bundled
 
 AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
@@ -52,14 +52,7 @@ save_file(outputs, outputs_file)
 
 @pytest.fixture(scope="module")
 def inputs(tiny_processor, tiny_mp4):
-    content = [{"type": "video", "video": str(tiny_mp4)}, {"type": "text", "text": "What moves?"}]
-    made = tiny_processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    made = chat_inputs(tiny_processor, tiny_mp4, "What moves?")
     return {name: torch.as_tensor(value) for name, value in made.items()}
 
 

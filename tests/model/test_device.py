@@ -65,26 +65,6 @@ def test_attention_in_windows_and_its_gradients(dtype, tolerance):
     assert_close(gradients, expected_gradients, tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-1)])
-def test_the_vision_tower_and_its_gradients(models, dtype, tolerance):
-    def output_and_gradients(model, device, precision):
-        visual = copy.deepcopy(model.model.visual)
-        visual.to(precision)
-        inputs = inputs_on(device)
-        pixels = inputs["pixel_values_videos"].to(precision)
-        encoded = visual(pixels, grid_thw=inputs["video_grid_thw"]).pooler_output
-        loss = encoded.float().square().mean()
-        gradients = torch.autograd.grad(loss, list(visual.parameters()))
-        flat = [gradient.float().flatten() for gradient in gradients]
-        return encoded, torch.cat(flat)
-
-    on_cpu, on_device = models
-    encoded, gradients = output_and_gradients(on_device, DEVICE, dtype)
-    expected, expected_gradients = output_and_gradients(on_cpu, "cpu", torch.float32)
-    assert_close(encoded, expected, tolerance)
-    assert_close(gradients, expected_gradients, tolerance)
-
-
 def generate(model, device):
     return model.generate(
         **inputs_on(device),

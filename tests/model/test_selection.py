@@ -111,6 +111,19 @@ def test_in_rounds_diversity_leaves_no_token_much_farther_than_one_at_a_time(n, 
     assert farthest_from(in_rounds) <= 1.05 * expected + TIE
 
 
+@pytest.mark.parametrize("drift", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("n", [100, 400])
+@pytest.mark.parametrize("copies", [1, 4])
+def test_in_rounds_coverage_keeps_nearly_the_tokens_that_it_keeps_one_at_a_time(n, drift, copies):
+    """Also where each frame comes several times, so that tokens tie."""
+    scene = Scene.changing(drift, seed=n)
+    frames = scene.features.unflatten(0, (40, -1))[::copies]
+    scene.visual = [frames.repeat_interleave(copies, 0).flatten(0, 1)]
+    kept = coverage(scene.candidates(), n)
+    same = set(kept.tolist()) & set(twin_of_coverage(scene, n))
+    assert len(same) >= 0.95 * n
+
+
 @pytest.mark.parametrize("method", [temporal_redundancy, diversity, coverage])
 def test_in_training_a_choice_is_the_same_and_nothing_of_it_is_kept_for_a_gradient(method):
     scene = Scene.random([(40, 4, 8)], seed=0)

@@ -91,17 +91,18 @@ def one_by_one(query, key, value, lengths):
 )
 def test_by_length_is_one_by_one(lengths, heads):
     torch.manual_seed(0)
-    shape = (3, sum(lengths), heads, 8)
+    shape = (sum(lengths), 3, heads, 8)
     states = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn_like(states[0])
+    interleaved = states.unbind(1)  # not contiguous, as the tower's
+    weights = torch.randn_like(states[:, 0])
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
 
     def gradient_of(attended):
         (gradient,) = torch.autograd.grad((attended * weights).sum(), states)
         return gradient
 
-    attended = attend_within(*states, bounds)
-    expected = one_by_one(*states, lengths)
+    attended = attend_within(*interleaved, bounds)
+    expected = one_by_one(*map(torch.clone, interleaved), lengths)
     assert_close(attended, expected, atol=1e-12, rtol=1e-12)
     gradient = gradient_of(attended)
     assert_close(gradient, gradient_of(expected), atol=1e-12, rtol=1e-12)

@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from clips import render_clip
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from tiny import chat_inputs
 from tiny_backbones import BACKBONES
 
 pytestmark = pytest.mark.slow
@@ -155,15 +156,7 @@ def answer(folder: Path, video: Path) -> torch.Tensor:
     """Greedy tokens of a folder that is loaded as a user of the Hub loads it."""
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-    content = [{"type": "video", "video": str(video)}, {"type": "text", "text": "What is seen, number 1?"}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"fps": 2},
-    )
+    inputs = chat_inputs(processor, video, "What is seen, number 1?", fps=2)
     return model.generate(**inputs, max_new_tokens=8, do_sample=False)
 
 
