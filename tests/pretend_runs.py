@@ -257,9 +257,8 @@ def twice(inputs):
     return {name: torch.cat([value, value]) for name, value in inputs.items()}
 
 
-@pytest.mark.parametrize("budget", ["rho", "loss"])
-def test_waits_do_not_grow_with_the_rows(inputs, budget):
-    model = pretend_device.to_device(tiny_model(budget=budget))
+def test_waits_do_not_grow_with_the_rows_where_losses_are_predicted(inputs):
+    model = pretend_device.to_device(tiny_model(budget="loss"))
     assert waits_of(model, inputs) == waits_of(model, twice(inputs))
 
 

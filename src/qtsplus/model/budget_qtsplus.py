@@ -219,19 +219,13 @@ def predict_budget(
         return stated(rho_within_bounds, kept_count(rho_within_bounds, num_tokens, call.cap))
     if config.budget == "loss":
         return (yield from predict_by_losses(selector, candidates, call.cap))
-    rho = predict_rho(selector, candidates)
-    n = kept_count((yield rho.detach()), num_tokens, call.cap)
-    return Budget(rho, n, no_losses)
-
-
-def predict_rho(selector: "QTSplusSelector", candidates: Candidates) -> Tensor:
-    """Lines 3 and 4 as in the paper: a head predicts rho."""
-    config = selector.config
     relevance = candidates.log_relevance.exp()
     if config.gate == "detached":  # then only attention teaches the scores
         relevance = relevance.detach()
     features = budget_features(candidates.query_states, relevance)
-    return selector.budget(features, config.rho_min, config.rho_max)
+    rho = selector.budget(features, config.rho_min, config.rho_max)
+    n = kept_count((yield rho.detach()), num_tokens, call.cap)
+    return Budget(rho, n, no_losses)
 
 
 def predict_by_losses(
