@@ -13,24 +13,15 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.common.folders import reading
-from qtsplus.hub import loading
 from qtsplus.hub.loading import check_values, load, load_processor
 from qtsplus.model.methods_qtsplus import is_finite
 
-ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}{% endfor %}"
-SILENT = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
-SQUARES = "{% set x = namespace(y=99) %}{% for i in range(40) %}{% set x.y = x.y * x.y %}{% endfor %}"
 TEMPLATES = {
-    SILENT: "it makes more than a prompt of one question",
-    ENDLESS: "it makes more than a prompt of one question",
     "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "RecursionError",
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ raise_exception('no system') }}": "TemplateError: no system",
     "{% for": "TemplateSyntaxError",
-    "{{ 'x' * 10000000000 }}": "it takes more than 537 MB of memory",
-    "{% set x = 'x'|center(10000000000) %}": "it takes more than 537 MB of memory",
-    "{% set x = 9 ** 9 ** 9 %}": "it raises a number to a power",
-    SQUARES: "it makes more than a prompt of one question",
+    "{{ 'x' * 10000000000 }}": "it takes more than 1.07 GB of memory",
 }
 
 
@@ -49,10 +40,9 @@ def change(path, *places, **values):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_that_cannot_be_used_is_refused(template, folder, monkeypatch):
-    monkeypatch.setattr(loading, "TEMPLATE_SECONDS", 0.5)
+def test_a_template_that_cannot_be_used_is_refused(template, folder):
     (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match=f"has a chat template that cannot be used: .*{TEMPLATES[template]}"):
+    with pytest.raises(ValueError, match=f"The processor of .* cannot be used: .*{TEMPLATES[template]}"):
         load_processor(folder)
 
 

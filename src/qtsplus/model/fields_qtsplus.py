@@ -164,6 +164,7 @@ class QTSplusConfig(PreTrainedConfig):
         check_names(kwargs, QTSplusConfig.__annotations__)
         super().__post_init__(**kwargs)
         check_fields(self, QTSplusConfig.__annotations__)
+        require(self, self.model_type == QTSplusConfig.model_type, ["model_type"], "'qtsplus'")
         require(self, self.rho_min <= self.rho_max, ["rho_min", "rho_max"], "rho_min <= rho_max")
         is_whole_calibration = (self.seen_threshold is None) == (self.seen_area is None)
         require(self, is_whole_calibration, ["seen_threshold", "seen_area"], "both or neither")
