@@ -151,21 +151,11 @@ def _read_table(path: Path) -> Iterator[dict]:
         with ParquetFile(path) as table:
             for batch in table.iter_batches(ROWS_AT_ONCE):
                 for row in range(len(batch)):
-                    cells = {name: _cell(batch[name][row]) for name in batch.schema.names}
+                    cells = {name: batch[name][row].as_py() for name in batch.schema.names}
                     yield _as_jsonl(cells)
-    except (ArrowInvalid, KeyError) as error:  # KeyError: two columns with the same name
+    # KeyError: two columns with the same name. ValueError, OverflowError: a time that Python does not have.
+    except (ArrowInvalid, KeyError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-def _cell(scalar):
-    """
-    The value of a cell of a table. Of one without a value in Python, such as a time after the year 9999, it is the
-    error, which no field of a record takes.
-    """
-    try:
-        return scalar.as_py()
-    except (ValueError, OverflowError) as error:
-        return error
 
 
 def _as_jsonl(value):
