@@ -219,6 +219,11 @@ def test_mistakes_in_a_recipe_are_named(override, message):
         ("stages: {one: {models: {}}}", "stages.one.models is no field; the nearest are model, "),
         ("modle: {}", "modle is no field; the nearest are model, "),
         ("model: {variant: qtsplus-tiny}\ntraining: {output_dir: out}", "data.train_files is missing"),
+        (
+            "model: {variant: qtsplus-tiny}\ndata: {train_files: [a]}\ntraining: {output_dir: out, use_cpu: true}\n"
+            "stages: {first: {training: {lora_rank: 4}}, second: {}}",
+            "the stage before second has a lora_rank",
+        ),
     ],
 )
 def test_what_is_no_recipe_is_said(tmp_path, text, message):

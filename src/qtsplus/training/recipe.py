@@ -148,10 +148,14 @@ def load_stages(
     for stage, changes in stages.items():
         build(f"{path}: stages.{stage}.", Sections, changes)
         stated = reduce(_merge, [changes, *changes_of_all], content)
-        variant = stated.get("model", {}).get("variant")
+        defaults = _variant_defaults(stated.get("model", {}).get("variant"))
         empty: Fields = {"model": {}, "data": {}, "training": {}}
-        sections = reduce(_merge, [_variant_defaults(variant), stated], empty)
+        sections = reduce(_merge, [defaults, stated], empty)
         if recipes:
+            if recipes[-1].training.lora_rank:
+                raise ValueError(
+                    f"{path}: the stage before {stage} has a lora_rank; expected it in the last stage alone."
+                )
             sections["model"]["weights"] = recipes[0].model.weights
         output_dir = _output_dir(path, sections)
         if recipes:
