@@ -67,11 +67,13 @@ def broken(tmp_path, record) -> dict:
     return {**record, "video": str(video)}
 
 
-def test_a_run_whose_videos_are_broken_is_an_error_and_may_be_run_again(recipe_file, broken, tmp_path):
+@pytest.mark.parametrize("files", ["train_files", "eval_files"])
+def test_a_run_whose_videos_are_broken_is_an_error_and_may_be_run_again(recipe_file, broken, tmp_path, files):
     write_records(tmp_path / "other.jsonl", broken, broken)
-    result = train(recipe_file, f"data.train_files=[{tmp_path}/other.jsonl]")
+    sets = [f"data.eval_files=[{tmp_path}/train.jsonl]", f"data.{files}=[{tmp_path}/other.jsonl]"]
+    result = train(recipe_file, *sets, "training.eval_strategy=epoch")
     assert result.exit_code == 2
-    assert "2 of about 2 records cannot be used" in result.stderr
+    assert "100.0% of the records cannot be used" in result.stderr
     assert not (tmp_path / "run/config.json").exists()
     assert train(recipe_file).exit_code == 0
     assert (tmp_path / "run/config.json").exists()

@@ -86,7 +86,6 @@ def test_every_quantity_is_logged(tmp_path):
     assert {"loss_mcq", "loss_vqa", "loss_caption"} & line.keys()
     trainer.evaluate(examples(4))
     evaluated = trainer.state.log_history[-1]
-    assert evaluated["eval_loss"] == pytest.approx(evaluated["eval_loss_lm"], rel=0.2)
     assert evaluated["eval_n"] > 0
     assert "eval_loss_t" not in evaluated
 
@@ -169,7 +168,7 @@ def test_relevance_and_budget_stay_in_float32_under_autocast():
 
 
 def test_evaluation_is_a_mean_over_tokens(tmp_path):
-    """`eval_loss` within a batch; `eval_loss_lm` also over batches, whose number of tokens differs."""
+    """Also over batches, whose number of tokens differs."""
     inputs, labels = inputs_and_labels()
     model = make_trainer(tmp_path).model.eval()
     output = run(model, inputs)
@@ -184,7 +183,7 @@ def test_evaluation_is_a_mean_over_tokens(tmp_path):
         return trainer.state.log_history[-1]
 
     assert evaluated(4)["eval_loss"] == pytest.approx(loss, rel=1e-5)
-    assert evaluated(1)["eval_loss_lm"] == pytest.approx(loss, rel=1e-5)
+    assert evaluated(1)["eval_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_longest_video_of_the_training_is_noted(tmp_path):

@@ -72,8 +72,10 @@ def iter_rows(path: AnyPath) -> Iterator[Row]:
 def _parse(number: int, content: object) -> Row:
     try:
         if isinstance(content, Mapping) and "conversations" in content:
-            return Row(number, content, record=_from_llava(content))
-        return Row(number, content, record=parse_record(content))
+            record = _from_llava(content)
+        else:
+            record = parse_record(content)
+        return Row(number, content, record=record)
     except ValueError as error:
         return Row(number, content, str(error))
 
@@ -170,7 +172,7 @@ def _as_jsonl(value):
     return {name: _as_jsonl(inner) for name, inner in value.items() if inner is not None or name == "video"}
 
 
-def _from_llava(row: Mapping) -> VideoRecord:
+def _from_llava(row: Mapping) -> Record:
     try:
         turns = _TURNS.validate_python(row["conversations"])
     except ValidationError as error:
@@ -185,6 +187,4 @@ def _from_llava(row: Mapping) -> VideoRecord:
     answers = [turn["value"] for turn in turns[1::2]]
     *earlier, (question, answer) = zip(questions, answers, strict=True)
     fields = {"id": row.get("id"), "video": row.get("video"), "earlier": earlier}
-    record = parse_record(dict(fields, question=question, answer=answer))
-    assert isinstance(record, VideoRecord)
-    return record
+    return parse_record(dict(fields, question=question, answer=answer))

@@ -120,11 +120,9 @@ def check_weights(
         difference = model.load_state_dict(tensors, strict=False, assign=True)
     missing = [name for name in difference.missing_keys if without is None or not name.startswith(without)]
     problems = []
-    if missing:
-        problems.append(f"{len(missing)} missing: {', '.join(missing)}")
-    unexpected = sorted(difference.unexpected_keys)
-    if unexpected:
-        problems.append(f"{len(unexpected)} unexpected: {', '.join(unexpected)}")
+    for problem, names in [("missing", missing), ("unexpected", sorted(difference.unexpected_keys))]:
+        if names:
+            problems.append(f"{len(names)} {problem}: {', '.join(names)}")
     if problems:
         raise ValueError(f"The weights in {folder} do not fit their configuration. {'; '.join(problems)}.")
     if config.tie_word_embeddings:

@@ -138,12 +138,8 @@ def convert(
 
 def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
     """The source's, or else that of the variant of this size, or else one that says nothing."""
-    generation = load_generation_config(folder)
-    if generation is None and made.variant is not None:
-        generation = load_generation_config(hub_configs() / made.variant)
-    if generation is None:
-        generation = GenerationConfig.from_model_config(made.config)
-    return generation
+    generation = load_generation_config(folder) or load_generation_config(hub_configs() / str(made.variant))
+    return generation or GenerationConfig.from_model_config(made.config)
 
 
 def _from_base(

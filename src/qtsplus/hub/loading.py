@@ -196,9 +196,9 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict:
     """
     name = str(check_path("model", model))
     folder = Path(model)
-    if revision is not None and folder.is_dir():
-        raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
     if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
         refuse_adapter(model)
         if not (folder / "config.json").is_file():
             raise ValueError(f"There is no config.json in {name!r}; expected the folder of a model.")

@@ -37,7 +37,7 @@ REST = 1e-6  # the least share that is told from none, in float32
 class AttentionChoice:
     """Which attention of a language model is a target."""
 
-    heads: tuple[tuple[int, int], ...] | None = None  # (layer, head) pairs, counted from 0; all if `None`
+    heads: Sequence[tuple[int, int]] | None = None  # (layer, head) pairs, counted from 0; all if `None`
     # Who looks: what predicts the answer, the "question"'s words, "both", each as much as the other, or of the "prompt"
     # what `lm_attention` looks from.
     positions: str = "answer"
@@ -45,8 +45,7 @@ class AttentionChoice:
     @classmethod
     def of(cls, args: QTSplusTrainingArguments) -> "AttentionChoice":
         """As a recipe has it."""
-        heads = args.relevance_heads
-        return cls(None if heads is None else tuple(heads), args.relevance_positions)
+        return cls(args.relevance_heads, args.relevance_positions)
 
     def by_layer(self, language_model) -> HeadsByLayer:
         """

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..common.tensors import TensorFormat, TensorKind, digest_of
@@ -48,8 +48,7 @@ class VideoFeatures:
         name = video
         if os.path.exists(video):
             name = os.path.abspath(video)
-        rate = fps and float(fps)
-        identity = json.dumps([name, media_state(video), rate])
+        identity = json.dumps([name, media_state(video), fps and float(fps)])
         digest = hashlib.sha256(identity.encode()).hexdigest()
         return self.folder / f"{digest[:32]}.safetensors"
 
@@ -83,18 +82,12 @@ def encode_files(
     reading = processor.video_processor.to_dict()
     for name in _CLASSES:
         reading.pop(name, None)
-    weights = {}
-    for part, module in vision_modules(model).items():
-        for name, weight in module.state_dict().items():
-            weights[f"{part} {name}"] = weight
+    weights = nn.ModuleDict(vision_modules(model)).state_dict()
     digest = digest_of(weights, [reading, kwargs])
     features = VideoFeatures(Path(folder) / digest[:16])
     features.folder.mkdir(parents=True, exist_ok=True)
     state = PartialState()
-    missing = []
-    for video in sorted(set(videos), key=str):
-        if not features.file(*video).exists():
-            missing.append(video)
+    missing = [video for video in sorted(set(videos), key=str) if not features.file(*video).exists()]
     state.wait_for_everyone()  # all have to share out the same list, before anybody shortens it
     mine: Any = missing[state.process_index :: state.num_processes]
     decode = partial(_decode, features, processor, kwargs)
@@ -126,8 +119,7 @@ def _decode(
         inputs = processor(text=[processor.video_token], videos=[name], return_tensors="pt", **settings)
     except UNREADABLE:
         return place, None  # the dataset finds out why, and says so
-    pixels = {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
-    return place, pixels
+    return place, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
 
 
 def read_tensors(path: Path, kind: TensorFormat) -> dict[str, Tensor] | None:

@@ -56,8 +56,7 @@ def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
 
 def score_parameters(selector) -> list[nn.Parameter]:
     """What decides the relevance of a token."""
-    parts = nn.ModuleList([selector.scoring_layers, selector.question_layers, selector.null_tokens])
-    return list(parts.parameters())
+    return list(nn.ModuleList([selector.scoring_layers, selector.question_layers, selector.null_tokens]).parameters())
 
 
 def trained_and_all(model: nn.Module) -> tuple[int, int]:

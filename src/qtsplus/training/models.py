@@ -34,7 +34,7 @@ def make_config(
     The configuration of a variant, a folder of `hub_configs`; without one that of weights, a folder or Hub id. With
     fields of `qtsplus_config` to change; a `ValueError` for one that cannot be so.
     """
-    source = str(weights) if variant is None else str(require_variant(variant))
+    source = str(weights if variant is None else require_variant(variant))
     kind = model_type(source)
     if kind.endswith(OURS):
         config = load_config(source)
@@ -132,10 +132,10 @@ def load_either(
 def require_weights(weights: str, expected: str) -> None:
     """Raises `ValueError` for weights of another type of model, of an adapter, or that are cut off."""
     kind = model_type(weights)
-    if kind.removesuffix(OURS) != expected.removesuffix(OURS):
+    stock = expected.removesuffix(OURS)
+    if kind.removesuffix(OURS) != stock:
         raise ValueError(
-            f"{weights} holds a model of type {kind!r}; expected {expected!r}, or its stock model "
-            f"{expected.removesuffix(OURS)!r}."
+            f"{weights} holds a model of type {kind!r}; expected {expected!r}, or its stock model {stock!r}."
         )
     if Path(weights).is_dir():
         read_checkpoint(Path(weights))  # raises what is cut off; the files of a Hub repository are checked on their way

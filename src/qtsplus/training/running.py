@@ -103,12 +103,7 @@ def last_checkpoint(output_dir: Path) -> Path | None:
     """The newest complete checkpoint. The Trainer's state is written last, so it must be there and be whole."""
     states = output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     complete = [state.parent for state in states if _is_json(state)]
-    return max(complete, key=_step, default=None)
-
-
-def _step(checkpoint: Path) -> int:
-    """The step at which a checkpoint was written."""
-    return int(checkpoint.name.rpartition("-")[2])
+    return max(complete, key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]), default=None)
 
 
 def _is_json(path: Path) -> bool:

@@ -95,7 +95,8 @@ class QTSplusTrainer(Trainer):
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
     `loss_s`, `loss_relevance`, `loss_budget`, `rho`, `n` (kept), `n_asked` (what the budget head asks for in
     training), `kept_fraction` (n / M), `visual_tokens` (M), and with a `target_n` the current `alpha` or
-    `token_price`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
+    `token_price`. Evaluation logs the same with the prefix of its metrics, and `skipped`, the share of records that
+    cannot be used. Its loss is L_SFT alone; a batch weighs by its supervised tokens.
 
     Args:
         model: such as a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, left as it is frozen.
@@ -126,7 +127,7 @@ class QTSplusTrainer(Trainer):
             self.selector_config.seen_area = None
         check_relevance(base, self.args)
         self.skipped = 0  # records of this process that could not be used
-        names = self.loss_names + _BUDGET
+        names = self.loss_names + _BUDGET + ("loss", "skipped")
         self.running = {
             True: RunningMeans(names, self.args.device),  # in training
             False: RunningMeans(names, self.args.device),  # in evaluation
@@ -147,7 +148,9 @@ class QTSplusTrainer(Trainer):
             counts += self._count(batch).to(counts.device)
             self._longest = torch.maximum(self._longest, _longest_video(batch).to(self._longest))
             self.skipped += batch.get("skipped", 0)
-        self._check_skipped()
+        epochs = int(self.state.epoch or 0) + 1
+        dataset: Any = self.train_dataset
+        self._check_skipped(self.skipped * self.args.world_size / (epochs * len(dataset)))
         counts = self.sum_over_processes(counts)
         self._counts = StepCounts.of(counts)
         self.budget.start_step()
@@ -231,6 +234,12 @@ class QTSplusTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        running = self.running[False]
+        supervised = inputs["labels"] != IGNORED
+        running.add("loss", loss.expand(int(supervised.sum())))
+        skipped = inputs.get("skipped", 0)
+        records = skipped + int(supervised.any(1).sum())
+        running.add("skipped", torch.arange(records) < skipped)
         if prediction_loss_only:
             return loss, None, None
         labels = self._compact(inputs["labels"], inputs["input_ids"], outputs.qtsplus)
@@ -311,16 +320,13 @@ class QTSplusTrainer(Trainer):
 
     # --- The log ---
 
-    def _check_skipped(self) -> None:
-        """Raises `ValueError` once this process has skipped more than `max_skipped` of the records that it reads."""
-        epochs = int(self.state.epoch or 0) + 1
-        dataset: Any = self.train_dataset
-        records = epochs * len(dataset) / self.args.world_size
-        most = self.args.max_skipped * records
-        if self.skipped > most:
+    def _check_skipped(self, share: float) -> None:
+        """Raises `ValueError` where more than the share `max_skipped` of the records have been skipped."""
+        most = self.args.max_skipped
+        if share > most:
             raise ValueError(
-                f"{self.skipped} of about {records:.0f} records cannot be used, as the warnings above say; expected at "
-                f"most {most:.1f}. Remove them (`qtsplus data check` lists them), or raise training.max_skipped."
+                f"{share:.1%} of the records cannot be used, as the warnings above say; expected at most {most:.1%}. "
+                "Remove them (`qtsplus data check` lists them), or raise training.max_skipped."
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -332,7 +338,9 @@ class QTSplusTrainer(Trainer):
                 logs |= self.budget.price()
         for name in list(logs):
             if name.startswith("eval") and name.endswith("_loss"):
-                for mean, value in self.running[False].pop(self.sum_over_processes).items():
+                means = self.running[False].pop(self.sum_over_processes)
+                self._check_skipped(means.get("skipped", 0.0))
+                for mean, value in means.items():
                     logs[name.removesuffix("loss") + mean] = value
         super().log(logs, start_time)
 
@@ -390,8 +398,8 @@ class QTSplusTrainer(Trainer):
         self._load_budget(self.state.best_model_checkpoint)
 
     def _load_budget(self, checkpoint: str | None) -> None:
-        path = Path(checkpoint or "", STATE_FILE)
-        if checkpoint is not None and path.exists():
+        path = Path(str(checkpoint), STATE_FILE)
+        if path.exists():
             state = read_stored(path, _State)
             self.budget.restore(state)
             self._raise_trained_seconds(state["trained_seconds"])
