@@ -344,7 +344,6 @@ def test_a_killed_run_goes_on_where_it_stopped(batch, rows, tmp_path, encoded):
 OTHER_SETTINGS = [
     ("--retention", "0.5"),
     ("--selection", "uniform"),
-    ("--fps", "1"),
 ]
 
 

@@ -227,7 +227,6 @@ def test_the_joining_prompt_has_every_text_without_times(loaded, monkeypatch):
 REPETITIONS = [
     ([1, 2, 3, 3, 3, 3], True),
     ([1, 2, 1, 2, 1, 2, 1, 2], True),
-    ([5, 1, 2, 1, 2, 1, 2, 1, 2], True),
     ([1, 2, 1, 2, 1, 2, 1, 3], False),
 ]
 

@@ -109,7 +109,6 @@ def test_a_question_is_asked_in_its_conversation_and_not_by_its_batch(
 @pytest.mark.parametrize(
     ("right", "videos", "low", "high"),
     [
-        (0, 10, 0.0, 0.2775),
         (0, 5, 0.0, 0.4345),  # ten questions about five videos say less
         (5, 1, 0.0546, 0.9454),  # one video says next to nothing
     ],

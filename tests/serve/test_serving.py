@@ -155,12 +155,15 @@ LM_ATTENTION = {"selection": "lm_attention"}
         ({**LM_ATTENTION, "attention_heads": [99]}, [], "expected heads from 0"),
         ({}, ["--mm-processor-kwargs.selection", "best"], "selection='best'; expected one of"),
         ({}, ["--mm-processor-kwargs", '{"selection": 3}'], "selection=3; expected one of"),
+        ({}, ["--mm-processor-kwargs", "[1]"], "argument --mm-processor-kwargs: invalid"),
+        ({}, ["--mm-processor-k", "{}"], "--mm-processor-k could match"),
+        ({}, ["--lora-modules", '{"name": "x"}'], "argument --lora-modules: invalid"),
         ({}, ["--mm-processor-kwargs", '{"selection": "no_such:method"}'], "cannot be imported"),
         (LM_ATTENTION, ["--enable-lora", "--mm-processor-kwargs", '{"selection": "diversity"}'], None),
         (LM_ATTENTION, [], None),
     ],
 )
-def test_a_selection_that_vllm_cannot_make_is_refused_before_it_starts(
+def test_options_that_vllm_cannot_work_with_are_refused_before_it_starts(
     model, pretend_vllm, monkeypatch, stored, words, message
 ):
     started = []

@@ -112,7 +112,6 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     if Path(video.video).is_dir():
         paths = image_paths(video.video)
         last = min(index, len(paths) - 1)
-        (frame,) = load_frames([paths[last]])
-        return frame
+        return load_frames([paths[last]])[0]
     opened = open_video(video.video, lambda total, _: [min(index, total - 1)], (start, end - 0.5 / fps))
     return next(opened.decode())

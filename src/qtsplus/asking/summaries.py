@@ -163,6 +163,7 @@ def summarise(
     if retention is None and selection != "all":
         retention = selector.rho_max
     chapters = []
+    lines = []
     known: list[AboutVideo] = []
     warnings = list(about.warnings)
     for name in names:
@@ -187,9 +188,10 @@ def summarise(
             start, end = video.span(first, last)
             text = _without_repetition(_TIME.sub("", answer.answer))
             chapters.append(Chapter(name, start, end, text, answer.kept_tokens, answer.visual_tokens))
+            lines.append(f"{printable(name)}, {clock(start)} to {clock(end)}: {text}")  # the times are the program's
     options = generation_options(model, generation, max_new_tokens)
     return Summary(
-        text="\n".join(map(_with_times, chapters)),
+        text="\n".join(lines),
         overview=_overview(model, processor, chapters, options),
         chapters=chapters,
         warnings=list(dict.fromkeys(warnings)),
@@ -232,11 +234,6 @@ def chapter_steps(video: EncodedVideo, longest: float, tokens: float = inf) -> l
         if len(chapters) <= tokens:
             return chapters
         longest *= 1.1
-
-
-def _with_times(chapter: Chapter) -> str:
-    """The line of a chapter. The program writes the times, not the model."""
-    return f"{printable(chapter.video)}, {clock(chapter.start)} to {clock(chapter.end)}: {chapter.text}"
 
 
 def _without_repetition(text: str) -> str:

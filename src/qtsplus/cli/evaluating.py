@@ -1,7 +1,7 @@
 """`qtsplus eval`: how well a model answers."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -71,11 +71,7 @@ def evaluate(
     if as_json:
         answers = [dict(answer.record.row(), said=answer.said, correct=answer.correct) for answer in asked]
         print_json(dict(summary, answers=answers))
-    else:
-        _print_summary(summary)
-
-
-def _print_summary(summary: dict[str, Any]) -> None:
+        return
     table = Table("kind", "questions", "videos", "accuracy", "95% interval", "kept")
     for kind, row in (summary["kinds"] | {"all": summary}).items():
         table.add_row(

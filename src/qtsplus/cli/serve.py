@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -133,6 +133,24 @@ def check_more(words: list[str], refused: Mapping[str, str]) -> None:
                 fail(f"{word} cannot be given behind --, since qtsplus serve decides it; expected {expected}")
 
 
+class _Stated(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def json_object(text: str) -> dict:
+    """The members of an object in JSON."""
+    return dict(json.loads(text))
+
+
+def adapter(text: str) -> str:
+    """The place of an adapter that is stated as NAME=PLACE, or in JSON."""
+    place = json_object(text).get("path") if "{" in text else text.partition("=")[2]
+    if not place:
+        raise ValueError
+    return str(place)
+
+
 def check_methods(config, words: list[str]) -> None:
     """Raises `ValueError` where a model, its method or an adapter cannot work with vLLM's options behind `--`."""
     from ..hub.loading import check_served_adapter
@@ -143,15 +161,15 @@ def check_methods(config, words: list[str]) -> None:
     name = type(config).__name__.removesuffix("Config")
     if name not in BACKBONES:
         fail(f"vLLM does not take {name}; expected {', '.join(BACKBONES)}. qtsplus app, ask and batch take it")
-    parser = ArgumentParser(add_help=False)
+    parser = _Stated(add_help=False)
     parser.add_argument("--enable-lora", action="store_true")
-    parser.add_argument("--lora-modules", nargs="+", default=[])
+    parser.add_argument("--lora-modules", nargs="+", type=adapter, default=[])
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
-    parser.add_argument("--mm-processor-kwargs", type=json.loads, default={})
+    parser.add_argument("--mm-processor-kwargs", type=json_object, default={})
     parser.add_argument("--mm-processor-kwargs.selection", dest="selection")
     stated, _ = parser.parse_known_args(words)
-    for adapter in stated.lora_modules:  # NAME=PLACE, or JSON
-        check_served_adapter(json.loads(adapter)["path"] if "{" in adapter else adapter.partition("=")[2])
+    for place in stated.lora_modules:
+        check_served_adapter(place)
     selection = stated.selection or stated.mm_processor_kwargs.get("selection")
     sys.path.append("")  # where vLLM's server finds a function of the operator's own
     add_method(selection)

@@ -83,7 +83,8 @@ def evaluate_records(
     for group, asked in with_bar(groups.items(), "Asking"):
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
         if group.letters:
-            options = _one_of(processor, group.letters)
+            allowed = [processor.text_ids(letter)[0] for letter in group.letters]
+            options = {"max_new_tokens": 1, "prefix_allowed_tokens_fn": lambda row, written, allowed=allowed: allowed}
         results = answer_file(
             model,
             processor,
@@ -98,12 +99,6 @@ def evaluate_records(
             record = asked[number]
             outcomes[record] = _outcome(record, result, matcher)
     return [outcomes[record] for record in records]
-
-
-def _one_of(processor, letters: str) -> dict[str, Any]:
-    """Options of `generate` that make the model answer with the most likely of the letters."""
-    allowed = [processor.text_ids(letter)[0] for letter in letters]
-    return {"max_new_tokens": 1, "prefix_allowed_tokens_fn": lambda row, written: allowed}
 
 
 def _outcome(

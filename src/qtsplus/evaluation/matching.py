@@ -65,18 +65,13 @@ def gives_answer(record: VideoRecord, said: str) -> bool:
         return decisions[:1] == expected
     if len(expected) == 1 and expected[0].isdecimal():
         numbers = {word for word in words if word.isdecimal()}
-        is_first = words[:1] == expected
-        return is_first or numbers == set(expected)
+        return words[:1] == expected or numbers == set(expected)
     return _says(words, expected)
 
 
 def _words(text: str) -> list[str]:
     plain = text.lower().replace("’", "'")
-    words = []
-    for word in _WORD.findall(plain):
-        if word not in _ARTICLES:
-            words.append(_DIGITS.get(word, word))
-    return words
+    return [_DIGITS.get(word, word) for word in _WORD.findall(plain) if word not in _ARTICLES]
 
 
 def _says(words: Sequence[str], expected: Sequence[str]) -> bool:
