@@ -136,6 +136,21 @@ BAD_CHANGES = {
         f"{name} as a list": ({name: video_inputs()[name].tolist()}, f"{name} is a list: expected a tensor")
         for name in (*IDS, VIDEO[0])
     },
+    **{
+        f"query_input_ids {ids.dtype} {tuple(ids.shape)}": ({"query_input_ids": ids}, message)
+        for ids, message in (
+            (torch.full((1, 4, 1), 30), r"query_input_ids \(1, 4, 1\) of torch.int64: expected \[B, L\]"),
+            (torch.ones(1, 4), "of torch.float32: expected"),
+            (ONES * 10**6, r"query_input_ids=\[1000000, .*: expected token ids of the model's vocabulary"),
+        )
+    },
+    "a list of a question's ids": ({"query_input_ids": [[30]]}, "query_input_ids is a list: expected a tensor"),
+    "a query_attention_mask of another shape": (
+        {"query_input_ids": torch.full((1, 4), 30), "query_attention_mask": ONES},
+        r"query_attention_mask \(1, 3\): expected query_input_ids' shape, \(1, 4\)",
+    ),
+    "a query_attention_mask alone": ({"query_attention_mask": ONES}, "has no effect without query_input_ids"),
+    "a query_mask that is a list": ({"query_mask": [[1]]}, "query_mask is a list: expected a tensor"),
     "query_mask of another shape": ({"query_mask": ONES}, r"query_mask \(1, 3\): expected input_ids' shape"),
     "query_input_ids for another batch": (
         {"query_input_ids": torch.full((2, 4), 30)},

@@ -18,6 +18,7 @@ from .prompt_qtsplus import (
     PromptRow,
     VisualInputs,
     check_no_padding,
+    check_shape,
     check_tensors,
     pad_rows,
 )
@@ -427,9 +428,7 @@ def lay_out(
         pixel_values_videos=visual.pixel_values_videos,
     )
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if mask.shape != input_ids.shape:
-        shape = tuple(mask.shape)
-        raise ValueError(f"attention_mask {shape}: expected input_ids' shape, {tuple(input_ids.shape)}.")
+    check_shape("attention_mask", mask, "input_ids", input_ids)
     source_ids = input_ids
     input_ids, mask = torch.stack([input_ids, mask.bool().to(input_ids)]).cpu()
     if attention_mask is None:

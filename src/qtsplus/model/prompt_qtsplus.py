@@ -210,12 +210,18 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[Tensor] | None:
     """Per row the ids of a question that is not part of the prompt, on the host."""
     ids = selection.query_input_ids
     mask = selection.query_attention_mask
+    check_tensors(query_input_ids=ids, query_attention_mask=mask)
     if ids is None:
+        if mask is not None:
+            raise ValueError("query_attention_mask has no effect without query_input_ids: pass both, or neither.")
         return None
+    if ids.ndim != 2 or ids.is_floating_point():
+        raise ValueError(f"query_input_ids {tuple(ids.shape)} of {ids.dtype}: expected [B, L] token ids.")
     if len(ids) != rows:
         raise ValueError(f"{len(ids)} rows of query_input_ids: expected one per prompt ({rows}).")
     if mask is None:
         return list(ids.cpu())
+    check_shape("query_attention_mask", mask, "query_input_ids", ids)
     ids, is_real = torch.stack([ids, mask.to(ids)]).cpu()
     return list(map(torch.masked_select, ids, is_real.bool()))
 
@@ -234,9 +240,8 @@ def find_questions(
     ids = layout.input_ids
     if query_mask is None:
         query_mask = find_query_mask(ids, layout.mask, **question_token_ids(model.config))
-    if query_mask.shape != ids.shape:
-        shape = tuple(query_mask.shape)
-        raise ValueError(f"query_mask {shape}: expected input_ids' shape, {tuple(ids.shape)}.")
+    check_tensors(query_mask=query_mask)
+    check_shape("query_mask", query_mask, "input_ids", ids)
     is_question = query_mask.bool().cpu()
     return [of_row[row.columns] for row, of_row in zip(layout.rows, is_question, strict=True)]
 
@@ -251,6 +256,11 @@ def query_embeds(
     if queries is None:
         questions = find_questions(model, layout, selection.query_mask)
         queries = [row.ids[question] for row, question in zip(layout.rows, questions, strict=True)]
+    else:
+        given = torch.cat(queries)
+        is_outside = (given < 0) | (given >= model.config.text_config.vocab_size)
+        if is_outside.any():
+            raise ValueError(f"query_input_ids={given.tolist()}: expected token ids of the model's vocabulary.")
     embed = model.get_input_embeddings()
     device = layout.source_ids.device
     # NEFTune's hook and the like expect rows of ids.
@@ -276,6 +286,18 @@ def check_tensors(**inputs: object) -> None:
         if value is not None and not isinstance(value, Tensor):
             kind = type(value).__name__
             raise ValueError(f'{name} is a {kind}: expected a tensor, see return_tensors="pt".')
+
+
+def check_shape(
+    name: str,
+    tensor: Tensor,
+    other_name: str,
+    other: Tensor,
+) -> None:
+    """Raises `ValueError` for a tensor that has not the shape of another one."""
+    if tensor.shape != other.shape:
+        shape = tuple(tensor.shape)
+        raise ValueError(f"{name} {shape}: expected {other_name}' shape, {tuple(other.shape)}.")
 
 
 def check_no_padding(input_ids: Tensor, pad_token_id: int | None) -> None:
