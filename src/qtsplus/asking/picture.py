@@ -94,7 +94,8 @@ def draw_spans(
         box = np.multiply(interval.box, pane.size * 2)
         draw.rectangle(box.tolist(), outline="orange", width=2)
         draw.rectangle((0, 0, _SIDE, 14), fill="black")
-        draw.text((2, 2), f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}")
+        seconds = f"{interval.start:.1f} to {interval.end:.1f} s"
+        draw.text((2, 2), f"{seconds}, {interval.weight:.0%}")
         panes.append(np.asarray(pane))
     Image.fromarray(np.hstack(panes)).save(path)
 
@@ -108,10 +109,15 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     if not start <= seconds <= end:
         raise ValueError(f"seconds={seconds:g}; expected {start:g} to {end:g}, when the video is shown.")
     fps = video.about.metadata.fps
-    index = int((seconds - start) * fps + 1e-3)
+    elapsed = seconds - start
+    index = int(elapsed * fps + 1e-3)
     if Path(video.video).is_dir():
         paths = image_paths(video.video)
         last = min(index, len(paths) - 1)
-        return load_frames([paths[last]])[0]
-    opened = open_video(video.video, lambda total, _: [min(index, total - 1)], (start, end - 0.5 / fps))
-    return next(opened.decode())
+        (frame,) = load_frames([paths[last]])
+        return frame
+
+    def choose(total: int, _: float) -> list[int]:
+        return [min(index, total - 1)]
+
+    return next(open_video(video.video, choose, (start, end - 0.5 / fps)).decode())
