@@ -58,6 +58,7 @@ def page(document: dict[str, Any]) -> str:
         "",
         "A narrow model with the layers of Qwen2.5-VL-3B (36, and 32 of vision).",
         "Each cell: waits, and kernels in brackets. Made by `python -m benchmarks waits`.",
+        "Another question starts from stored features. Stock has no methods and stores nothing: it does its prefill.",
         "",
         *_table([f"{count} frames" for count in by_frames], list(by_frames.values())),
         "",
