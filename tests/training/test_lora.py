@@ -61,7 +61,7 @@ def test_the_selector_that_is_trained_has_the_models_configuration(trainer):
     assert max(line["n"] for line in steps(trainer)) <= N_MAX
 
 
-def test_reloaded_and_merged_models_are_the_trained_one(trainer, adapter, inputs):
+def test_reloaded_and_merged_models_are_the_trained_one(trainer, adapter, inputs, tmp_path):
     expected = logits(trainer.model, inputs)
     base = tiny_model(rho_min=0.1, rho_max=0.9, n_max=N_MAX)
     reloaded = PeftModel.from_pretrained(base, adapter)
@@ -70,6 +70,8 @@ def test_reloaded_and_merged_models_are_the_trained_one(trainer, adapter, inputs
     merged = merge_lora(reloaded)
     torch.testing.assert_close(logits(merged, inputs), expected, atol=1e-4, rtol=1e-4)
     assert merged.model.qtsplus.config is merged.config.qtsplus_config
+    merged.save_pretrained(tmp_path)
+    assert torch.equal(logits(type(merged).from_pretrained(tmp_path), inputs), logits(merged, inputs))
     for name in merged.state_dict():
         assert "lora" not in name
         assert "modules_to_save" not in name

@@ -174,7 +174,12 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(tmp_path, 
     assert not any(name.startswith(SCORES) for name in changed)
     config = json.loads((folder / "config.json").read_text())
     assert config["qtsplus_config"]["query_states"] == "layer"
-    run_stages(load_stages(recipe_file, ["training.max_steps=2"]), resume=True)
+    longer = "training.max_steps=2"
+    with pytest.raises(
+        ValueError, match="checkpoint-1 does not fit; expected a recipe that trains the same parameters"
+    ):
+        run_stages(load_stages(recipe_file, [longer, "training.freeze_language_model=false"]), resume=True)
+    run_stages(load_stages(recipe_file, [longer]), resume=True)
     assert (folder / "checkpoint-2").is_dir()
     assert not (folder / "relevance/checkpoint-1").exists()
 

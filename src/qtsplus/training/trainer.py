@@ -389,7 +389,12 @@ class QTSplusTrainer(Trainer):
             write_json(Path(output_dir, STATE_FILE), state)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except ValueError as error:
+            raise ValueError(
+                f"{checkpoint} does not fit; expected a recipe that trains the same parameters: {error}."
+            ) from error
         self._load_budget(checkpoint)
 
     def _load_best_model(self) -> None:
