@@ -189,7 +189,7 @@ def test_every_step_dry(tmp_path):
     done = real("--dry-run", "--out", str(tmp_path), "--minutes", "1.5")
     assert done.returncode == 3, done.stdout + done.stderr
     results = {path: path.read_bytes() for path in tmp_path.glob("*.json")}
-    done = real("--dry-run", "--out", str(tmp_path))
+    done = real("--dry-run", "--out", str(tmp_path), "--seconds", "3600")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(path.read_bytes() == content for path, content in results.items())
     written = {path.stem for path in tmp_path.glob("*.json")}
