@@ -69,6 +69,7 @@ TWO = batch(prompt(videos=[GRID, GRID]))
 IMAGE = batch(prompt(images=[(1, 4, 4)]))
 NOT_FINITE = "NaN or infinity in the features of video 0: expected finite pixel values"
 NO_QUESTION = "12 visual tokens but no question"
+LENGTH = video_inputs()["input_ids"].shape[1]
 ONES = torch.ones(1, 3, dtype=torch.long)
 SELECTED = BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))
 # What is wrong with the prompt of one video -> (what is changed, or left out with `None`; the message).
@@ -114,6 +115,13 @@ BAD_CHANGES = {
         {"pixel_values_videos": torch.zeros(49, PATCH_VALUES)},
         "49 rows of video pixels: expected 48",
     ),
+    **{
+        f"position_ids {shape}": (
+            {"position_ids": torch.ones(shape)},
+            r"position_ids \(.*: expected input_ids' \[B, S\]",
+        )
+        for shape in ((2, 1, LENGTH), (5, 1, LENGTH), (1, 3), (LENGTH,))
+    },
     "a grid of fractions": ({"video_grid_thw": torch.tensor([[2.0, 4.5, 6.0]])}, "expected whole numbers of patches"),
     "a pixel that is no number": ({"pixel_values_videos": one_pixel(float("nan"))}, NOT_FINITE),
     "a pixel without end": ({"pixel_values_videos": one_pixel(float("inf"))}, NOT_FINITE),
@@ -154,7 +162,7 @@ BAD_CHANGES = {
     "query_mask of another shape": ({"query_mask": ONES}, r"query_mask \(1, 3\): expected input_ids' shape"),
     "query_input_ids for another batch": (
         {"query_input_ids": torch.full((2, 4), 30)},
-        r"2 rows of query_input_ids: expected one per prompt \(1\)",
+        r"query_input_ids \(2, 4\) of torch.int64: expected .* B=1",
     ),
     "attention_mask of another shape": (
         {"attention_mask": ONES},

@@ -61,12 +61,11 @@ def generation_options(model, options: Mapping[str, Any], max_new_tokens: int | 
     if max_new_tokens is None:
         max_new_tokens = getattr(config, "max_new_tokens", None)
     max_length = options.get("max_length")
-    if max_new_tokens is None and config is not None:
-        max_length = max_length or config.max_length
+    if max_new_tokens is None:
+        max_length = max_length or getattr(config, "max_length", None)
+        max_new_tokens = model.generation_config.max_new_tokens or MAX_NEW_TOKENS
     if max_length:
         raise ValueError(f"max_length={max_length} counts the prompt, which is made for you: set max_new_tokens.")
-    if max_new_tokens is None:
-        max_new_tokens = model.generation_config.max_new_tokens or MAX_NEW_TOKENS
     return dict(
         options,
         max_new_tokens=require_count("max_new_tokens", max_new_tokens),

@@ -434,6 +434,9 @@ def lay_out(
     if attention_mask is None:
         check_no_padding(input_ids, getattr(model.config.get_text_config(), "pad_token_id", None))
     if position_ids is not None:
+        shape = position_ids.shape
+        if shape[-2:] != input_ids.shape or shape[:-2] not in ((), (3,), (4,)):
+            raise ValueError(f"position_ids {tuple(shape)}: expected input_ids' [B, S], or [3, B, S] or [4, B, S].")
         position_ids = position_ids.cpu()
         if restarts(position_ids, mask):
             raise ValueError(
@@ -562,8 +565,7 @@ def check_grids(
         raise ValueError(f"Got {given} alone: expected pixels and grids, as the processor gives them.")
     check_tensors(**{f"{name}_grid_thw": grid_thw})
     grid_thw = grid_thw.cpu()
-    is_empty = grid_thw < 1
-    if grid_thw.is_floating_point() or is_empty.any():
+    if grid_thw.is_floating_point() or (grid_thw < 1).any():
         raise ValueError(f"{name}_grid_thw={grid_thw.tolist()}: expected whole numbers of patches, at least 1.")
     patches = sum(model.pixel_rows(grid_thw))
     if pixels is not None and len(pixels) != patches:

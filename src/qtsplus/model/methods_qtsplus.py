@@ -492,8 +492,7 @@ def check_budget(
             raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens, a number in (0, 1].")
     if max_visual_tokens is not None:
         require_count("max_visual_tokens", max_visual_tokens)
-    is_bounded = max_visual_tokens is not None or set(retentions) - {None, 1.0}
-    if selection == "all" and is_bounded:
+    if selection == "all" and (max_visual_tokens is not None or set(retentions) - {None, 1.0}):
         raise ValueError(
             'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '
             "leave retention and max_visual_tokens out."

@@ -503,8 +503,9 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         """
         prompt: Any = inputs_embeds if input_ids is None else input_ids
         if labels is not None and prompt is not None and labels.shape != prompt.shape[:2]:
-            expected = tuple(prompt.shape[:2])
-            raise ValueError(f"labels {tuple(labels.shape)}: expected the shape of the prompt, {expected}.")
+            raise ValueError(
+                f"labels {tuple(labels.shape)}: expected the shape of the prompt, {tuple(prompt.shape[:2])}."
+            )
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         qtsplus = outputs.qtsplus
         kept = None

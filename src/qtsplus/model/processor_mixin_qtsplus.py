@@ -15,7 +15,6 @@ from transformers.image_utils import make_flat_list_of_images
 
 from .conversation_qtsplus import Question, find_question, plain_inputs, unmark_template
 from .messages_qtsplus import read_messages
-from .numbers_qtsplus import require_count
 from .question_qtsplus import check_text, find_query_mask, tokenize_query
 from .reading_qtsplus import check_placeholders, fetch_images, open_chunks, read_videos, stand_ins
 from .sampling_qtsplus import VideoRequest, read_keys
@@ -192,8 +191,6 @@ class QTSplusProcessorMixin(ProcessorMixin):
             ValueError: a video that is missing or cannot be decoded; a folder without `fps`; rates and counts that are
                 not above 0, or both given.
         """
-        if frames_per_chunk is not None:
-            frames_per_chunk = require_count("frames_per_chunk", frames_per_chunk)
         request = VideoRequest(os.fspath(video), **read_keys(keys))
         return open_chunks(self, request, frames_per_chunk)
 

@@ -215,10 +215,8 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[Tensor] | None:
         if mask is not None:
             raise ValueError("query_attention_mask has no effect without query_input_ids: pass both, or neither.")
         return None
-    if ids.ndim != 2 or ids.is_floating_point():
-        raise ValueError(f"query_input_ids {tuple(ids.shape)} of {ids.dtype}: expected [B, L] token ids.")
-    if len(ids) != rows:
-        raise ValueError(f"{len(ids)} rows of query_input_ids: expected one per prompt ({rows}).")
+    if ids.ndim != 2 or len(ids) != rows or ids.is_floating_point():
+        raise ValueError(f"query_input_ids {tuple(ids.shape)} of {ids.dtype}: expected [B, L] token ids, B={rows}.")
     if mask is None:
         return list(ids.cpu())
     check_shape("query_attention_mask", mask, "query_input_ids", ids)
@@ -296,8 +294,7 @@ def check_shape(
 ) -> None:
     """Raises `ValueError` for a tensor that has not the shape of another one."""
     if tensor.shape != other.shape:
-        shape = tuple(tensor.shape)
-        raise ValueError(f"{name} {shape}: expected {other_name}' shape, {tuple(other.shape)}.")
+        raise ValueError(f"{name} {tuple(tensor.shape)}: expected {other_name}' shape, {tuple(other.shape)}.")
 
 
 def check_no_padding(input_ids: Tensor, pad_token_id: int | None) -> None:

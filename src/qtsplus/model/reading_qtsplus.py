@@ -18,6 +18,7 @@ from .addresses_qtsplus import local_path
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .frames_qtsplus import check_frames, describe_frames
 from .messages_qtsplus import flatten_videos, per_video
+from .numbers_qtsplus import require_count
 from .sampling_qtsplus import FrameChoice, VideoRequest, choose_frames, frame_choice, read_keys, shrink
 from .video_qtsplus import VideoChunks, VideoFile, naming, open_folder, open_video, resize_frame
 
@@ -154,6 +155,8 @@ def open_chunks(
     if frames_per_chunk is None:
         _, rows, columns = grid[0].tolist()
         frames_per_chunk = PATCHES_PER_CHUNK // (rows * columns) * temporal
+    else:
+        frames_per_chunk = require_count("frames_per_chunk", frames_per_chunk)
     steps_per_chunk = max(frames_per_chunk // temporal, 1)
     return VideoChunks(
         **vars(opened),

@@ -432,8 +432,9 @@ class QTSplusSelector(nn.Module):
         if not isinstance(retention, (list, tuple)):
             retentions = [retention] * num_rows
         if len(retentions) != num_rows:
-            given = len(retentions)
-            raise ValueError(f"{given} retentions for {num_rows} rows: expected one for all, or one for each.")
+            raise ValueError(
+                f"{len(retentions)} retentions for {num_rows} rows: expected one for all, or one for each."
+            )
         check_budget(selection, retentions, max_visual_tokens)
         # NumPy's fractions as the decimals they are written as: products overflow in float16, and are off in float32.
         retentions = [None if fraction is None else float(str(fraction)) for fraction in retentions]
