@@ -180,10 +180,15 @@ def test_the_price_holds_the_mean_count(tmp_path):
     """Also where one question in four asks for many more tokens than the target."""
     trainer = make_trainer(tmp_path, selector={**LOSS, "target_n": 12})
     predicted = trainer.budget.predicted
-    for most in (64, 4, 4, 4):
-        predicted.append((2.0 / 2 ** torch.arange(DOUBLINGS), most))
+    for num_tokens in (96, 6, 6, 6):
+        predicted.append((2.0 / 2 ** torch.arange(DOUBLINGS), num_tokens))
     trainer.budget.set_price()
-    counts = [cheapest_count(losses, trainer.selector_config, 1, most) for losses, most in predicted]
+    config = trainer.selector_config
+    counts = []
+    for losses, num_tokens in predicted:
+        least = math.ceil(config.rho_min * num_tokens)
+        most = math.ceil(config.rho_max * num_tokens)
+        counts.append(cheapest_count(losses, config, least, most))
     assert abs(sum(counts) / 4 - 12) < 1
 
 

@@ -1,7 +1,7 @@
 """The objective's terms in rho, with what they remember from step to step."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import repeat
 
 import numpy as np
@@ -14,15 +14,14 @@ from ..model.fields_qtsplus import QTSplusConfig
 from ..model.selector_qtsplus import QTSplusSelector
 from .arguments import QTSplusTrainingArguments
 
-# The loss in nats at which an answer is wrong; a larger loss says no more.
+# The extra loss in nats at which an answer counts as wrong; more is cut off.
 LOST = 4.0
-# The lowest price of a token, in nats: the largest budget then costs less than a wrong word.
+# The lowest price of a token in nats: the default `n_max` tokens then cost 0.26.
 CHEAPEST = 1e-5
-# No token is worth more than an answer can lose.
+# A token costs at most what an answer can lose.
 PRICES = np.geomspace(CHEAPEST, LOST, 100).tolist()
 RECENT = 256  # questions by which the price is set
-# What the last step's excess adds to `alpha * target_n`. Ascent alone would swing around its target for as long as a
-# short training lasts.
+# `DAMPING * excess` is added to `alpha * target_n`: ascent alone would oscillate for as long as a short training lasts.
 DAMPING = 2.0
 
 
@@ -35,7 +34,7 @@ class RunningMeans:
         self.totals = torch.zeros(len(names), 2, dtype=dtype, device=device)
 
     def add(self, name: str, values: Tensor) -> None:
-        """Adds values of one thing each."""
+        """Adds values that weigh the same."""
         row = self.totals[self.names.index(name)]
         row[0] += values.detach().sum()
         row[1] += values.numel()
@@ -70,7 +69,7 @@ class RhoControl:
         self.excess = 0.0  # of the last step, relative to target_n
         # Sums over the current step: rho (in the units of rho_history), samples, and tokens that were asked for.
         self._step = torch.zeros(3, dtype=torch.int64, device=args.device)
-        # Of the last questions, what the head predicts, and the most tokens that they may keep.
+        # Of recent questions, the predicted losses and the number of visual tokens.
         self.predicted: deque = deque(maxlen=RECENT)
         self.start_step()
 
@@ -83,18 +82,18 @@ class RhoControl:
         self._rho_history = self.selector.rho_history.clone()
 
     def price(self) -> dict[str, float]:
-        """The variable that holds the mean count at `target_n`, by its name in the log."""
+        """What leads the mean count to `target_n`, by its name in the log."""
         if self.config.budget == "loss":
             return {"token_price": self.config.token_price}
         return {"alpha": self.alpha}
 
     def restore(self, state: Mapping) -> None:
-        """Takes back the dual variable, and the price with what sets it, that a checkpoint has kept."""
+        """Restores the dual variable, the price, and the predictions that set it."""
         self.alpha = state["alpha"]
         self.excess = state["excess"]
         self.predicted.clear()
-        for losses, most in zip(state["predicted"], state["most"], strict=True):
-            self.predicted.append((torch.tensor(losses), most))
+        for losses, num_tokens in zip(state["predicted"], state["num_tokens"], strict=True):
+            self.predicted.append((torch.tensor(losses), num_tokens))
         self.config.token_price = state["token_price"]
 
     def loss(
@@ -110,7 +109,7 @@ class RhoControl:
         Args:
             qtsplus: the selector's [`QTSplusOutput`]; `None` in batches of text.
             samples: `[]`, the number of samples with visual tokens in the whole step.
-            unlimited: whether the model chose its budget, and not the call.
+            unlimited: whether no `retention` replaces the model's own budget.
         """
         if qtsplus is None:
             return 0.0
@@ -129,7 +128,7 @@ class RhoControl:
         if unlimited and predicts and self.config.selection == "qtsplus":
             self._count_asked(rho, num_tokens)
         if not rho.requires_grad:
-            return 0.0  # there is no rho to learn where everything is kept
+            return 0.0  # all tokens are kept, or `budget` is "loss"
         return self._penalties(qtsplus, rho, num_tokens) / samples.clamp(min=1)
 
     def _penalties(self, qtsplus, rho: Tensor, num_tokens: Tensor) -> Tensor:
@@ -176,7 +175,7 @@ class RhoControl:
         target = self.config.target_n
         _, samples, asked = step
         if target is not None and samples > 0:
-            # A start far above the target must not raise alpha further than one far below can lower it.
+            # Below the target the excess is at least -1; the limit of 1 is its mirror.
             self.excess = min(float(asked / samples) / target - 1, 1.0)
             self.alpha = max(0.0, self.alpha + self.dual_learning_rate * self.excess / target)
         self._step.zero_()
@@ -187,16 +186,15 @@ class RhoControl:
 
         def miss(price: float) -> float:
             config.token_price = price
-            counts = [cheapest_count(losses, config, 1, most) for losses, most in self.predicted]
+            counts = []
+            for losses, num_tokens in self.predicted:
+                least = kept_count(config.rho_min, num_tokens, config.n_max)
+                most = kept_count(config.rho_max, num_tokens, config.n_max)
+                counts.append(cheapest_count(losses, config, least, most))
             return abs(np.mean(counts) - config.target_n)
 
         if config.target_n is not None and self.predicted:
             config.token_price = min(PRICES, key=miss)
-
-
-def most_tokens(totals: Sequence[int], config: QTSplusConfig) -> Tensor:
-    """`[B]` int64, the most of each row's visual tokens that `rho_max` and `n_max` allow; 1 where there are none."""
-    return torch.tensor([kept_count(config.rho_max, total, config.n_max) for total in totals])
 
 
 def loss_differences(
@@ -206,8 +204,9 @@ def loss_differences(
 ) -> Tensor:
     """
     The error (smooth L1) of the losses `[B, K]` that a `QTSplusLossHead` predicts, as the mean over the counts of each
-    row with visual tokens: `[k]`. `measured` `[B, K]` is the cross-entropy of the answer with 1, 2, 4, ... tokens. A
-    loss is measured against that of the largest count that the row allows, by `most` `[B]`, and is at most [`LOST`].
+    row that may keep 2 tokens or more: `[k]`. `measured` `[B, K]` is the cross-entropy of the answer with 1, 2, 4, ...
+    tokens. The head predicts what it exceeds that of the largest count that a row allows (`most` `[B]`) by, at most
+    [`LOST`].
     """
     counts = 2 ** torch.arange(measured.shape[1], device=most.device)
     within = counts <= most[:, None]

@@ -15,10 +15,10 @@ from typing_extensions import TypedDict
 
 from ..common.journals import STORED, read_stored, write_json
 from ..data.records import SOURCES
-from ..model.budget_qtsplus import DOUBLINGS
+from ..model.budget_qtsplus import DOUBLINGS, kept_count
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
-from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
+from .budget import RhoControl, RunningMeans, loss_differences
 from .dataset import IGNORED, VideoQACollator, VideoQADataset
 from .freezing import prepare_parts, score_parameters
 from .lora import active_selector, base_model, save_selector_config
@@ -34,7 +34,7 @@ class _State(TypedDict):
     alpha: float
     excess: float
     predicted: list[list[float]]
-    most: list[int]
+    num_tokens: list[int]
     token_price: float
     trained_seconds: float | None
 
@@ -277,7 +277,9 @@ class QTSplusTrainer(Trainer):
         totals = [0]
         if qtsplus is not None:
             totals = qtsplus.num_tokens.tolist()
-        most = most_tokens(totals, self.selector_config).to(labels.device)
+        config = self.selector_config
+        counts = [kept_count(config.rho_max, total, config.n_max) for total in totals]
+        most = torch.tensor(counts, device=labels.device)
         largest = self.accelerator.gather(most.max()).max()  # no process may wait for another's pass
         steps = min(int(largest).bit_length(), DOUBLINGS)
         measured = torch.zeros(len(labels), steps, device=labels.device)  # the whole answer's loss with 1, 2, 4, ...
@@ -290,7 +292,7 @@ class QTSplusTrainer(Trainer):
         if qtsplus is None:
             return measured[:0, 0]
         predicted = qtsplus.predicted_losses[most > 1]
-        self.budget.predicted += zip(predicted.detach().cpu(), most[most > 1].tolist(), strict=True)
+        self.budget.predicted += zip(predicted.detach().cpu(), qtsplus.num_tokens[most > 1].tolist(), strict=True)
         return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
 
     def attention_targets(self, inputs: Mapping, labels: Tensor) -> Sequence[Tensor]:
@@ -382,7 +384,7 @@ class QTSplusTrainer(Trainer):
                 "alpha": self.budget.alpha,
                 "excess": self.budget.excess,
                 "predicted": [losses.tolist() for losses, _ in self.budget.predicted],
-                "most": [most for _, most in self.budget.predicted],
+                "num_tokens": [num_tokens for _, num_tokens in self.budget.predicted],
                 "token_price": config.token_price,
                 "trained_seconds": config.trained_seconds,
             }
