@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -79,13 +80,13 @@ class Chapter:
 class Summary:
     """What the model says about each chapter, and about all chapters together."""
 
-    text: str  # a line for each chapter: its video, its times, and what the model says about it
+    text: str  # a line for each chapter: its video, its times, and what the model says about it, without times
     # One text that the model makes from the texts of all chapters. It is `None`
-    # - if there is only one chapter;
-    # - if there are more chapters than new tokens, or their texts are too long for the model's positions;
+    # - for one chapter;
+    # - for more chapters than new tokens, or texts that are too long for the model's positions;
     # - if it states a time, since the model is told no times;
-    # - if it skips a chapter, which means that it repeats no word of the chapter's text. Words that most chapters have
-    #   do not count, except for a chapter that has no others.
+    # - if it repeats none of the words that set a chapter apart: those that at most half of the chapters have, or all
+    #   words of a chapter without such words.
     overview: str | None
     chapters: list[Chapter]
     warnings: list[str]  # as in `EncodedVideo`
@@ -188,7 +189,7 @@ def summarise(
             start, end = video.span(first, last)
             text = _without_repetition(_TIME.sub("", answer.answer))
             chapters.append(Chapter(name, start, end, text, answer.kept_tokens, answer.visual_tokens))
-            lines.append(f"{printable(name)}, {clock(start)} to {clock(end)}: {text}")  # the times are the program's
+            lines.append(f"{printable(name)}, {clock(start)} to {clock(end)}: {text}")
     options = generation_options(model, generation, max_new_tokens)
     return Summary(
         text="\n".join(lines),
@@ -204,7 +205,7 @@ def summarise(
 def chapter_steps(video: EncodedVideo, longest: float, tokens: float = inf) -> list[tuple[int, int]]:
     """
     The chapters of a video in order: for each, its first step in the grid and the step after its last. They take at
-    most `longest` seconds, or as many more as leave a token for each chapter.
+    most `longest` seconds, or longer so that there are at most `tokens` chapters.
     """
     edges = video.steps
     steps = len(edges) - 1
@@ -258,9 +259,9 @@ def _overview(
 
 
 def _leaves_out(joined: str, texts: Sequence[str]) -> bool:
-    """Whether there is a text of which a joined one repeats no word, beside those that most texts have."""
+    """Whether a joined text repeats none of the words that set one of the texts apart."""
     words = [set(_WORD.findall(text.lower())) for text in texts]
-    counts = Counter(word for own in words for word in own)
+    counts = Counter(chain.from_iterable(words))
     common = {word for word, count in counts.items() if count > len(texts) / 2}
     repeated = _WORD.findall(joined.lower())
     return any((own - common or own).isdisjoint(repeated) for own in words)

@@ -31,8 +31,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 VERSION = "0.1.0"  # of the code; every config.json that it writes has it as `qtsplus_version`
 Ids = list[int] | tuple[int, ...]  # token ids or indices, which JSON brings as lists
-Tags = list[list[int]] | tuple[tuple[int, ...], ...]  # of a tool's response the ids of its two tags
-SEEN_AREA = 0.8  # A calibration with less does not tell what a video shows from what it does not show.
+Tags = list[list[int]] | tuple[tuple[int, ...], ...]  # the token ids of a tool response's two tags
+SEEN_AREA = 0.8  # A calibration with less cannot tell what a video shows from what it does not.
 _ABOVE_0 = 1e-12
 _LARGEST = 2**31 - 1
 # The numeric fields by their range. The annotation of a field says whether only whole numbers are allowed.
@@ -57,8 +57,8 @@ class QTSplusConfig(PreTrainedConfig):
         rho_min, rho_max (`float`, default to 0.05 and 0.5): bounds of the fraction of the visual tokens that is kept.
         n_max (`int`, defaults to 25600): hard cap on the kept tokens of one sample, in training as in inference.
         budget (`str`, defaults to `"loss"`): where rho comes from. With `"loss"` a head over the question and its
-            relevance predicts how much the answer would lose with 1, 2, 4, ... tokens, and the budget is the count at
-            which this loss and the price of the tokens are least together. Only `QTSplusTrainer` teaches that head;
+            relevance predicts how much the answer would lose with 1, 2, 4, ... tokens, and the budget is the count that
+            minimizes this loss plus the price of the tokens. Only `QTSplusTrainer` teaches that head;
             untaught it keeps `rho_min`. With the paper's `"rho"` the head predicts rho.
         token_price (`float`, defaults to 0.02): for `budget="loss"`, the gain that one more token must bring, in nats
             of the answer's log-probability; the lambdas add to it. Training sets it if there is a `target_n`.
@@ -85,13 +85,13 @@ class QTSplusConfig(PreTrainedConfig):
         reduction (`str`, defaults to `"mean"`): how a token's scores over heads and words of the question become its
             relevance: `"max"` (the paper), `"mean"`, or, for questions without options, `"sum"`; see
             relevance_qtsplus.py.
-        evidence_share (`float`, defaults to 0.5): the fraction of the highest relevance from which on a token counts
-            as evidence.
-        seen_threshold (`float`, *optional*): the `seen` of an answer from which on the video shows what was asked for.
-            A calibration finds it with questions whose answer their video shows and with others. Only a model with a
-            null token and a calibration has a `seen`, see [`says_seen`]. Training the scores removes the calibration.
-        seen_area (`float`, *optional*): how often that calibration found a larger `seen` for a question of the first
-            kind than for one of the second: the area under the curve, 0.5 by chance.
+        evidence_share (`float`, defaults to 0.5): a token with at least this fraction of the highest relevance is
+            evidence.
+        seen_threshold (`float`, *optional*): an answer with at least this `seen` says that its video shows what was
+            asked for. A calibration finds it with questions whose answer their video shows and with others. Only a
+            model with a null token and a calibration has a `seen`, see [`says_seen`]. Training the scores removes the calibration.
+        seen_area (`float`, *optional*): that calibration's area under the curve, 0.5 by chance: how often a question
+            whose answer is shown has a larger `seen` than one whose answer is not.
 
         trained_seconds (`float`, *optional*): the longest video that this model was trained on with its selector, which
             training notes. An answer about a longer video says so.
@@ -166,14 +166,17 @@ class QTSplusConfig(PreTrainedConfig):
         check_fields(self, QTSplusConfig.__annotations__)
         require(self, self.model_type == QTSplusConfig.model_type, ["model_type"], "'qtsplus'")
         require(self, self.rho_min <= self.rho_max, ["rho_min", "rho_max"], "rho_min <= rho_max")
-        is_whole_calibration = (self.seen_threshold is None) == (self.seen_area is None)
-        require(self, is_whole_calibration, ["seen_threshold", "seen_area"], "both or neither")
+        require(
+            self,
+            (self.seen_threshold is None) == (self.seen_area is None),
+            ["seen_threshold", "seen_area"],
+            "both or neither",
+        )
 
     @property
     def says_seen(self) -> bool:
-        """Whether a calibration found that the null token tells what a video shows from what it does not show."""
-        has_null_token = self.null_token and self.reduction != "max"
-        return has_null_token and (self.seen_area or 0) >= SEEN_AREA
+        """Whether `seen` can be used: with a null token, without `max`, and after a good calibration."""
+        return self.null_token and self.reduction != "max" and (self.seen_area or 0) >= SEEN_AREA
 
 
 def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:
@@ -232,8 +235,7 @@ def check_fields(config: PreTrainedConfig, kinds: Mapping) -> None:
         kinds: the annotations of the fields, by their names.
     """
     for name in ("null_token", "reencode_rope"):
-        holds = isinstance(getattr(config, name), bool)
-        require(config, holds, [name], "true or false")
+        require(config, isinstance(getattr(config, name), bool), [name], "true or false")
     for name, choices in CHOICES.items():
         value = getattr(config, name)
         is_own_method = name == "selection" and isinstance(value, str) and ":" in value
@@ -276,7 +278,7 @@ def are_ids(value) -> bool:
 
 
 def check_token_ids(config) -> None:
-    """Raises `ValueError` for token ids, by which a question is found, that are none."""
+    """Raises `ValueError` for invalid token ids, by which no question can be found."""
     for name in ("user_turn_token_ids", "special_token_ids", "frame_text_token_ids"):
         ids = getattr(config, name, ())
         if not are_ids(ids):

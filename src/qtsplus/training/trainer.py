@@ -278,8 +278,10 @@ class QTSplusTrainer(Trainer):
         if qtsplus is not None:
             totals = qtsplus.num_tokens.tolist()
         config = self.selector_config
-        counts = [kept_count(config.rho_max, total, config.n_max) for total in totals]
-        most = torch.tensor(counts, device=labels.device)
+        most = torch.tensor(
+            [kept_count(config.rho_max, total, config.n_max) for total in totals],
+            device=labels.device,
+        )
         largest = self.accelerator.gather(most.max()).max()  # no process may wait for another's pass
         steps = min(int(largest).bit_length(), DOUBLINGS)
         measured = torch.zeros(len(labels), steps, device=labels.device)  # the whole answer's loss with 1, 2, 4, ...
