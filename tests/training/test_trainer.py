@@ -102,7 +102,7 @@ def test_the_best_model_has_the_price_that_it_had(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     trainer = trained(
         tmp_path,
-        selector={"budget": "loss", "target_n": 3},
+        selector={"budget": "loss", "rho_min": 0.01, "target_n": 3},
         max_steps=4,
         load_best_model_at_end=True,
         metric_for_best_model="eval_n",

@@ -89,7 +89,8 @@ class QTSplusConfig(PreTrainedConfig):
             evidence.
         seen_threshold (`float`, *optional*): an answer with at least this `seen` says that its video shows what was
             asked for. A calibration finds it with questions whose answer their video shows and with others. Only a
-            model with a null token and a calibration has a `seen`, see [`says_seen`]. Training the scores removes the calibration.
+            model with a null token and a calibration has a `seen`, see [`says_seen`]. Training the scores removes the
+            calibration.
         seen_area (`float`, *optional*): that calibration's area under the curve, 0.5 by chance: how often a question
             whose answer is shown has a larger `seen` than one whose answer is not.
 
