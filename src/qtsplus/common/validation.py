@@ -4,13 +4,12 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
@@ -73,12 +72,6 @@ def build(where: str, kind: type[Settings], values: Mapping) -> Settings:
         raise ValueError(f"{where.rstrip('.')} asks for a package that is not installed: {error}") from error
     except TypeError as error:  # a list as a key, or an unknown field of a nested section of Transformers'
         raise ValueError(f"{where.rstrip('.')}: {error}") from error
-
-
-def check_types(kind: type, values: Mapping) -> None:
-    """As [`build`], for some fields of a class that is none of ours; nothing is built."""
-    types: dict = {field.name: (field.type, ...) for field in fields(kind) if field.name in values}
-    build("", create_model("Fields", __config__=STRICT, **types), values)
 
 
 # Plain words for the kinds of problems that pydantic describes in a programmer's.

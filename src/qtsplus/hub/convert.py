@@ -131,15 +131,15 @@ def convert(
         if loaded is not None and from_stock:
             _take_over(loaded, made)
         save_torch_state_dict(made.tensors, staging)
-        _generation_config(folder, made).save_pretrained(staging)
+        # The source's, or else that of the variant of this size, or else one that says nothing.
+        generation = load_generation_config(folder)
+        if generation is None and made.variant is not None:
+            generation = load_generation_config(hub_configs() / made.variant)
+        if generation is None:
+            generation = GenerationConfig.from_model_config(made.config)
+        generation.save_pretrained(staging)
         write_repository(staging, on_meta(made.config), loaded, f"org/{out.name}", made.about)
     return out
-
-
-def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
-    """The source's, or else that of the variant of this size, or else one that says nothing."""
-    generation = load_generation_config(folder) or load_generation_config(hub_configs() / str(made.variant))
-    return generation or GenerationConfig.from_model_config(made.config)
 
 
 def _from_base(

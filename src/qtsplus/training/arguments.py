@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, create_model
 from transformers import TrainingArguments
 
-from ..common.validation import STRICT, check_types
+from ..common.validation import STRICT, build
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -77,6 +77,10 @@ class QTSplusTrainingArguments(TrainingArguments):
     max_skipped: Share = 0.1
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = False
+    # Transformers looks at the ranges of these when it starts to train, or not at all.
+    per_device_train_batch_size: PositiveInt = 8
+    per_device_eval_batch_size: PositiveInt = 8
+    gradient_accumulation_steps: PositiveInt = 1
 
     def __post_init__(self) -> None:
         try:
@@ -84,8 +88,11 @@ class QTSplusTrainingArguments(TrainingArguments):
         except ValueError as error:
             hint = " Or: --set training.bf16=false --set model.dtype=float32." if "bf16" in str(error) else ""
             raise ValueError(f"{error}{hint}") from error
-        ours = {name: getattr(self, name) for name in QTSplusTrainingArguments.__annotations__}
-        check_types(QTSplusTrainingArguments, ours)
+        types: dict = {name: (kind, ...) for name, kind in QTSplusTrainingArguments.__annotations__.items()}
+        ours = {name: getattr(self, name) for name in types}
+        build("", create_model("Fields", __config__=STRICT, **types), ours)
+        if self.max_steps == 0:
+            raise ValueError("max_steps is 0; expected at least 1, or -1 to train for num_train_epochs.")
         if self.resume_from_checkpoint is not None:
             raise ValueError("resume_from_checkpoint has no effect here: use --resume, or trainer.train's argument.")
         retentions = self.retention_range

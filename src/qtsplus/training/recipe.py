@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt, with_config
+from pydantic import Field, PositiveInt, with_config
 from typing_extensions import TypedDict
 
 from ..common.validation import STRICT, build, parse_yaml, show
@@ -66,7 +66,7 @@ class DataArguments:
 
     __pydantic_config__ = STRICT
 
-    train_files: list[str]
+    train_files: Annotated[list[str], Field(min_length=1)]
     eval_files: list[str] = field(default_factory=list)
     media_root: Text | None = None
     model_max_length: PositiveInt | None = None
@@ -148,9 +148,10 @@ def load_stages(
     for stage, changes in stages.items():
         build(f"{path}: stages.{stage}.", Sections, changes)
         stated = reduce(_merge, [changes, *changes_of_all], content)
-        defaults = _variant_defaults(stated.get("model", {}).get("variant"))
+        of_variant = hub_configs() / str(stated.get("model", {}).get("variant")) / "recipe.yaml"
+        defaults = parse_yaml(of_variant.read_bytes(), str(of_variant)) if of_variant.exists() else {}
         empty: Fields = {"model": {}, "data": {}, "training": {}}
-        sections = reduce(_merge, [defaults, stated], empty)
+        sections = _merge(_merge(empty, defaults), stated)
         if recipes:
             if recipes[-1].training.lora_rank:
                 raise ValueError(
@@ -165,12 +166,6 @@ def load_stages(
         sections["training"]["output_dir"] = str(output_dir)
         recipes.append(_build(path, sections, stage, trainer_class))
     return recipes
-
-
-def _variant_defaults(variant) -> Fields:
-    """What a recipe leaves to its variant."""
-    path = hub_configs() / str(variant) / "recipe.yaml"
-    return parse_yaml(path.read_bytes(), str(path)) if path.exists() else {}
 
 
 def _merge(base: Mapping, changes: Mapping) -> Fields:

@@ -67,7 +67,7 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
         if checkpoint is not None and is_trained(recipe, checkpoint):
             # Only the model is missing, but a Trainer that starts from its last step does one more. Without an epoch it
             # loads the checkpoint and stops.
-            trainer.args.max_steps = -1
+            trainer.args.max_steps = 0
             trainer.args.num_train_epochs = 0
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.save_model()
@@ -93,10 +93,9 @@ def is_finished(output_dir: Path) -> bool:
 def is_trained(recipe: Recipe, folder: Path) -> bool:
     """Whether the Trainer's state in a folder has all the steps, or else the epochs, that a recipe asks for."""
     state = read_json(folder / TRAINER_STATE_NAME)
-    training = recipe.training
-    if training.max_steps > 0:
-        return state["global_step"] >= training.max_steps
-    return state["epoch"] >= training.num_train_epochs
+    if recipe.training.max_steps > 0:
+        return state["global_step"] >= recipe.training.max_steps
+    return state["epoch"] >= recipe.training.num_train_epochs
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:
