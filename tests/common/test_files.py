@@ -49,13 +49,14 @@ def test_outputs_that_can_be(tmp_path):
     ("check", "name", "message"),
     [
         (check_output, "", "is a folder"),
-        (check_output, "file", "there already"),
+        (check_output, "link", "there already"),
         (check_output, "file/below", "is a file"),
         (check_folder, "file", "is a file"),
     ],
 )
 def test_outputs_that_cannot_be(tmp_path, check, name, message):
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("gone")
     with pytest.raises(ValueError, match=message):
         check(tmp_path / name)
 

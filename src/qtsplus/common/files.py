@@ -72,7 +72,7 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:
     target = Path(path)
     if target.is_dir():
         raise ValueError(f"{target} is a folder; expected the name of a file to write.")
-    if target.exists() and not overwrite:
+    if os.path.lexists(target) and not overwrite:
         raise ValueError(f"{target} is there already: name another file, or move it away.")
     check_folder(target.parent)
     return target

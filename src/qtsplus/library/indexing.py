@@ -147,7 +147,8 @@ class _Indexing:
             after[name] = self._look(path, earlier, encoded)
         contents = {entry["content"] for entry in after.values()}
         lost = self._lost(after, contents, folder)
-        what = f"{len(lost)} of {counted(len(known), 'video')}"
+        readable = [name for name, entry in known.items() if entry["error"] is None]
+        what = f"{len(lost)} of {counted(len(readable), 'video')}"
         if lost and not prune:
             raise ValueError(
                 f"{what} of {self.index.folder} are not in {folder}, or cannot be read: {listed(lost)}. Nothing was "

@@ -225,10 +225,8 @@ class Stream:
         """Encodes steps, and thins the memory."""
         frames = []
         for step in steps:
-            last = step.frames[-1]
             missing = self.frames_per_step - len(step.frames)
-            frames += step.frames
-            frames += [last] * missing
+            frames += step.frames + step.frames[-1:] * missing
         grid = torch.cat([torch.ones(1, 1, dtype=torch.long), camera.patches], dim=1)
         pixels, grid = self.processor.preprocess_frames(stack_frames(frames), grid)
         (features,) = self.model.encode_videos(pixels, grid)
@@ -389,9 +387,8 @@ def seconds_of(
         waits = np.diff(seconds, prepend=last_time)
     except (TypeError, ValueError):
         waits = np.empty(0)
-    ascends = bool((waits > 0).all())
-    is_good = waits.shape == (count,) and ascends
-    if not is_good or seconds[0] < 0 or seconds[-1] == math.inf:
+    ascends = waits.shape == (count,) and (waits > 0).all()
+    if not ascends or seconds[0] < 0 or seconds[-1] == math.inf:
         raise ValueError(
             f"Got times that do not ascend, or not one for each of {count} frames of {name!r}; expected seconds from "
             "the beginning of the stream."

@@ -23,7 +23,6 @@ from ..model.clock_qtsplus import ARBITRARY_CLOCK, LEAP, Clock, with_next
 from ..model.containers_qtsplus import (
     TAGS,
     UNDECODABLE,
-    Stated,
     ends_early,
     open_container,
     read_packets,
@@ -201,14 +200,10 @@ class Source:
                 if number > last:
                     last = number
                     yield seconds, upright(frame, stream)
-            if stated is not None:
-                self._check_end(stated)
-
-    def _check_end(self, stated: Stated) -> None:
-        tolerance = 0.05 * self.newest + 1  # the last frame may last a while
-        if ends_early(self.address, stated, self.newest, tolerance):
-            read = f"and {self.newest:.1f} s can be read"
-            self._states.append(f"is incomplete: its header states {stated.end:.1f} s, {read}")
+            tolerance = 0.05 * self.newest + 1  # the last frame may last a while
+            if stated is not None and ends_early(self.address, stated, self.newest, tolerance):
+                read = f"and {self.newest:.1f} s can be read"
+                self._states.append(f"is incomplete: its header states {stated.end:.1f} s, {read}")
 
     def _timed(self, container, stream, opened: float) -> Iterator[tuple[float, av.VideoFrame]]:
         """The frames with their seconds; of a camera that was being opened from the second `opened` on."""
