@@ -75,7 +75,7 @@ def run_choice(folder: Path, work: Path, out: Path, videos: int = VIDEOS, questi
         "tokens": round(float(test.totals.mean())),
         "all tokens": _figures(test, test.ask(load(folder), selection="all")),
         "ways": compare_ways(folder, test),
-        "parts": compare_parts(folder, test),
+        "parts": compare_parts(folder, test, PARTS, PARTS_SHARE),
     }
     target = write_result(out / "choice.json", document, page(document))
     draw(document, target.with_suffix(""))
@@ -105,18 +105,23 @@ def compare_ways(folder: Path, test: OpenTest) -> dict[str, dict[str, Any]]:
     return ways
 
 
-def compare_parts(folder: Path, test: OpenTest) -> dict[str, dict[str, Any]]:
-    """What is lost without each part of the model, at a tenth of the tokens, with intervals over videos."""
+def compare_parts(
+    folder: Path,
+    test: OpenTest,
+    changes: dict[str, dict[str, Any]],
+    share: float,
+) -> dict[str, dict[str, Any]]:
+    """How the answers differ from those without a change, the first of `changes`; with intervals over videos."""
     parts: dict[str, dict[str, Any]] = {}
-    right_of_full = np.zeros(len(test))
-    for name, change in PARTS.items():
+    right_of_first = None
+    for name, change in changes.items():
         call = dict(change)
         model = load(folder, **call.pop("settings", {}))
-        answers = test.ask(model, retention=PARTS_SHARE, **call)
+        answers = test.ask(model, retention=share, **call)
         right = np.array(answers.right, dtype=float)
-        if name == FULL:
-            right_of_full = right
-        difference = right - right_of_full
+        if right_of_first is None:
+            right_of_first = right
+        difference = right - right_of_first
         low, high = interval(difference, test.videos)
         parts[name] = _figures(test, answers)
         parts[name]["difference"] = [_percent(difference), round(100 * low, 1), round(100 * high, 1)]
