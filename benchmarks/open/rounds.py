@@ -25,11 +25,10 @@ from .choice import FIRST, compare_parts
 METHODS = ("diversity", "coverage")
 SHARES = (0.1, 0.25)
 SECONDS = 30
-TWIN = "one at a time"
 
 
 def run_rounds(folder: Path, work: Path, out: Path, videos: int = 60, questions: int = 400) -> Path:
-    """Asks all questions in both ways, and returns the path of the result."""
+    """Asks all questions in both ways, and returns the folder of the result."""
     path = build_open(work / f"rounds-{videos}", "test", videos, SECONDS, variant="plain", first=FIRST)
     test = open_test(folder, path, questions)
     document: dict[str, Any] = {"environment": environment("cpu"), "model": folder.name, "questions": len(test)}
@@ -37,13 +36,13 @@ def run_rounds(folder: Path, work: Path, out: Path, videos: int = 60, questions:
         for share in SHARES:
             same: list[float] = []
             twin = one_at_a_time(methods_qtsplus.METHODS[name], same)
-            figures = compare_parts(folder, test, {name: {"selection": name}, TWIN: {"selection": twin}}, share)
+            figures: dict[str, Any] = compare_parts(
+                folder, test, {name: {"selection": name}, "one at a time": {"selection": twin}}, share
+            )
             figures["same tokens"] = 100 * sum(same) / len(same)
             document[f"{name}, {share:.0%}"] = figures
-            print(name, figures, flush=True)
-    target = out / "rounds.json"
-    write_json(target, document)
-    return target
+    write_json(out / "rounds.json", document)
+    return out
 
 
 def one_at_a_time(method: Method, same: list[float]) -> Method:

@@ -3,7 +3,6 @@
 import json
 import sys
 
-import pytest
 import yaml
 from typer.testing import CliRunner
 
@@ -102,31 +101,3 @@ SERVER = ["--endpoint", "http://127.0.0.1:9/v1", "--teacher", "m"]
 VSCQ1 = ["vscq1", "captions.jsonl", *SERVER]
 VQA = ["vqa", "questions.jsonl"]
 THERE = [*VQA, *SERVER]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["vscq1", "captions.jsonl", "--endpoint", "", "--teacher", "m"], "option's value, is empty"),
-        (["vscq1", "captions.jsonl", "--endpoint", "ftp://x", "--teacher", "m"], "no http(s) address"),
-        (["vscq1", "captions.jsonl", "--endpoint", "http://x:99999/v1", "--teacher", "m"], "no http(s) address"),
-        ([*VSCQ1, "--extra-body", "3"], "JSON object"),
-        ([*VSCQ1, "--out", ""], "is empty"),
-        ([*VSCQ1, "--out", "captions.jsonl"], "is a file; expected a folder"),
-        (["vscq1", "missing.jsonl", *SERVER], "There is no file"),
-        (["vscq2", "captions.jsonl", *SERVER], "is no single-choice question"),
-        ([*THERE, "--media-root", "nowhere"], "no folder"),
-    ],
-)
-def test_bad_command_lines(tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "captions.jsonl").write_text('{"vision_id": "v", "caption": "A dog runs."}\n')
-    options = {"A": "red", "B": "blue", "C": "green", "D": "grey"}
-    question = {"vision_id": "v", "question": "What?", "options": options, "answer": "A"}
-    (tmp_path / "questions.jsonl").write_text(json.dumps(question))
-    out = [] if "--out" in arguments else ["--out", "out"]
-    result = CliRunner().invoke(app, ["make", *arguments, *out])
-    assert result.exit_code == 2, result.exception
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "out" / "journal.jsonl").exists()
