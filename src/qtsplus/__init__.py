@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .model.configuration_qtsplus import *  # noqa: F403
     from .model.modeling_qtsplus import *  # noqa: F403
     from .model.modeling_qtsplus_frames import *  # noqa: F403
+    from .model.modeling_qtsplus_qwen3 import *  # noqa: F403
     from .model.processing_qtsplus import *  # noqa: F403
     from .model.selector_qtsplus import *  # noqa: F403
     from .video.encoded import encode as encode

@@ -6,13 +6,14 @@ from importlib import import_module
 from typing import Any
 
 _QWEN = ("model.configuration_qtsplus", "model.modeling_qtsplus", "model.processing_qtsplus")
+_QWEN3 = ("model.configuration_qtsplus", "model.modeling_qtsplus_qwen3", "model.processing_qtsplus")
 _FRAMES = ("model.modeling_qtsplus_frames",) * 3
 # The modules of configuration, models and processor and the prefix of their names, by the stock `model_type`.
 _BACKBONES = {
     "qwen2_5_vl": _QWEN + ("Qwen2_5_VLQTSplus",),
     "qwen2_vl": _QWEN + ("Qwen2VLQTSplus",),
-    "qwen3_vl": _QWEN + ("Qwen3VLQTSplus",),
-    "qwen3_5": _QWEN + ("Qwen3_5QTSplus",),
+    "qwen3_vl": _QWEN3 + ("Qwen3VLQTSplus",),
+    "qwen3_5": _QWEN3 + ("Qwen3_5QTSplus",),
     "internvl": _FRAMES + ("InternVLQTSplus",),
     "llava_onevision": _FRAMES + ("LlavaOnevisionQTSplus",),
 }

@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.import_utils import torch_compilable_check
 
 from .columns_qtsplus import CachedPrompt, KeptColumns, check_cache
-from .encoding_qtsplus import encode_modality, encode_visual
+from .encoding_qtsplus import PatchProjection, encode_modality, encode_visual, tower_inputs
 from .generation_qtsplus import QTSplusGenerationMixin
 from .layout_qtsplus import QTSplusBackboneMixin, are_packed, check_grids, lay_out
 from .lm_attention_qtsplus import GroupAttention, check_attention, log_attention, read_group, reading_of
@@ -451,6 +451,22 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
 
 
 # --- With a language-modelling head ---
+
+
+class QwenVLQTSplusModelMixin(QTSplusModelMixin):
+    """What the Qwen-VL models have in common."""
+
+    visual: nn.Module
+    get_image_features: Callable
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.visual.patch_embed.proj.__class__ = PatchProjection
+
+    def encode_pixels(self, pixels: Tensor, grid_thw: Tensor) -> list[Tensor]:
+        # Videos and images are encoded in the same way.
+        encoded = self.get_image_features(pixels, grid_thw, return_dict=True, **tower_inputs(self.visual, grid_thw))
+        return encoded.pooler_output
 
 
 class QTSplusHeadMixin(QTSplusGenerationMixin):
