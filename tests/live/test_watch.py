@@ -465,6 +465,18 @@ def test_the_evidence_has_the_times_of_the_frames(loaded, video, tmp_path, fps):
     assert min(starts) == pytest.approx(begin, abs=0.05)
 
 
+@pytest.mark.parametrize("fps", [0.01, 0.1, 0.5, 2.0, 10.0, 1000.0])
+def test_a_step_lasts_until_a_player_shows_the_next_frame(loaded, video, fps):
+    answers = answers_about(loaded, video, every=4, selection="uniform", retention=1.0, fps=fps)
+    last = answers[-1]
+    edges = sorted((interval.start, interval.end) for interval in last.evidence)
+    assert last.seconds_of_video == pytest.approx(8, abs=0.05)
+    assert edges[0][0] == 0
+    assert edges[-1][1] == pytest.approx(8, abs=0.05)
+    for (_, end), (start, _) in itertools.pairwise(edges):
+        assert end == pytest.approx(start, abs=0.05), "without a gap"
+
+
 @pytest.mark.parametrize("name, value", [("every", 0), ("timeout", -1), ("fps", float("nan"))])
 def test_numbers_out_of_range(loaded, video, name, value):
     with pytest.raises(ValueError, match=name):

@@ -183,6 +183,11 @@ class Stream:
             ended.append(self._end_step(camera))
         return ended
 
+    def shown_until(self, name: str, time: float) -> None:
+        """Notes until when the newest frame of a camera is shown: its step ends there, as if the next one began."""
+        camera = self.cameras[name]
+        camera.begins[camera.frame // self.frames_per_step + 1] = time
+
     def _end_step(self, camera: Camera) -> Step:
         """Makes a step of the frames that wait."""
         step = Step(camera.frame // self.frames_per_step, camera.waiting)
@@ -333,23 +338,23 @@ class Stream:
             first = row * self.frames_per_step
             frames += range(first, first + self.frames_per_step)
         count = len(frames) - missing
-        full_end = self._last_frame(camera.newest) + 1
-        end = full_end - camera.missing
+        end = self._last_frame(camera.newest) + 1 - camera.missing
+        end_time = camera.begins.get(camera.newest + 1, end / self.fps)
         ticks_per_frame = _TICKS / self.fps
         metadata = VideoMetadata(
-            total_num_frames=round(end * ticks_per_frame),
+            total_num_frames=round(end_time * _TICKS),
             fps=_TICKS,
             frames_indices=[round(frame * ticks_per_frame) for frame in frames[:count]],
             height=camera.size[0],
             width=camera.size[1],
         )
-        height, width = camera.patches[0].tolist()
+        count_of_rows = torch.tensor([[len(rows)]])
         cells = math.prod(camera.cells)
         rows_of_tokens = torch.searchsorted(torch.tensor(rows), camera.tokens.steps)
         return Remembered(
             video=name,
             features=camera.tokens.features,
-            video_grid_thw=torch.tensor([[len(rows), height, width]]),
+            video_grid_thw=torch.cat([count_of_rows, camera.patches], dim=1),
             seconds_per_step=self.seconds_per_step,
             about=AboutVideo(metadata),
             seconds=0.0,

@@ -101,6 +101,7 @@ class Source:
             raise ValueError(f"There is no stream {self.name!r}; expected {expected}.")
         self.dropped = 0
         self.newest = 0.0  # seconds that were read so far
+        self.end = 0.0  # when the last frame that was read is over
         self.clock: Clock | None = None
         self.sound = False  # whether it has some, which is not read
         self._states: list[str] = []
@@ -196,6 +197,8 @@ class Source:
             last = -1
             for seconds, frame in self._timed(container, stream, opened):
                 self.newest = max(self.newest, seconds)
+                lasts = float((frame.duration or 0) * (frame.time_base or 0))
+                self.end = self.newest + (lasts or 1 / self.fps)
                 number = int(seconds * self.fps + 1e-3)
                 if number > last:
                     last = number
@@ -297,12 +300,16 @@ class _CameraClock:
         return min(max(time_of_frame - self.begin, 0.0), now)
 
 
-def _looks(sources: Mapping[str, Source]) -> Iterator[tuple[float, str, np.ndarray]]:
-    """The seconds, the source's name and the frame `[H, W, 3]` uint8, of all sources in the order of their seconds."""
+def _looks(sources: Mapping[str, Source]) -> Iterator[tuple[float, str, np.ndarray | None]]:
+    """
+    The seconds, the source's name and the frame `[H, W, 3]` uint8, of all sources in the order of their seconds; at the
+    end of each source no frame.
+    """
 
-    def of_source(name: str, source: Source) -> Iterator[tuple[float, str, np.ndarray]]:
+    def of_source(name: str, source: Source):
         for seconds, frame in source:
             yield seconds, name, frame
+        yield source.end, name, None
 
     looks = [of_source(name, source) for name, source in sources.items()]
     return heapq.merge(*looks, key=itemgetter(0))
@@ -360,6 +367,10 @@ def watch(
     try:
         due = every
         for seconds, name, frame in _looks(opened):
+            if name in stream.cameras:
+                stream.shown_until(name, seconds)
+            if frame is None:
+                continue
             if seconds >= due:
                 due = (seconds // every + 1) * every
                 if stream.num_tokens:
