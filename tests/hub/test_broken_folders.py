@@ -110,6 +110,17 @@ def test_ids_that_find_no_question_are_refused(folder, ids, tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["image_token_id", "video_token_id"])
+def test_placeholders_that_are_not_the_tokenizers_are_refused(folder, tiny_stock, tmp_path, name):
+    """Otherwise a model would take a word for its video."""
+    stock = shutil.copytree(tiny_stock, tmp_path / "stock")
+    for path in (folder, stock):
+        with_fields(**{name: 5})(path / "config.json")
+    with pytest.raises(ValueError, match="but the placeholders of its tokenizer, '<.image_pad.>' and "):
+        load(folder)
+    assert "but the placeholders of its tokenizer" in refusal_of("convert", stock, tmp_path / "out")
+
+
 def test_a_template_that_marks_questions_in_another_way_is_loaded(folder):
     """Neither the folder's ids nor the tokenizer's find its questions, which whoever asks gives apart."""
     (folder / "chat_template.jinja").write_text("{% for message in messages %}USER: <|video_pad|> Who?{% endfor %}")

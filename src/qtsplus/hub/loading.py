@@ -171,7 +171,7 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
 def processor_of(model: str | Path, config, revision: str | None = None):
     """
     The processor of a folder or a Hub repository, with the class for a model's configuration, ours or the stock one.
-    A `ValueError` where a file is broken or the tokenizer has no words.
+    A `ValueError` where a file is broken, the tokenizer has no words, or its placeholders are not the configuration's.
     """
     for path in Path(model).glob("*.json"):
         if path.is_file():
@@ -184,6 +184,12 @@ def processor_of(model: str | Path, config, revision: str | None = None):
         raise ValueError(f"{model} has a tokenizer without words; expected a tokenizer.json, or vocab and merges.")
     if isinstance(config, backbone.config):  # and not a stock one, which does not say
         processor.follow(config)
+        stated = [config.image_token_id, config.video_token_id]
+        if stated != processor.placeholder_ids:
+            raise ValueError(
+                f"The config.json of {model} has [image_token_id, video_token_id]={stated}, but the placeholders of its "
+                f"tokenizer, {processor.image_token!r} and {processor.video_token!r}, are {processor.placeholder_ids}."
+            )
     return processor
 
 
