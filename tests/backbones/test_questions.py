@@ -47,36 +47,6 @@ def spliced(ids, harmless, question):
     return ids[:start] + question + ids[start + size :]
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-@each_unlike
-def test_special_tokens_in_a_question_are_text(model, processor, encoded, asked, question):
-    _, plain = asked("Why?")
-    answer, given = asked(question)
-    harmless = processor.text_ids("Why?")
-    as_text = processor.tokenizer(question, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    expected = torch.tensor([spliced(plain["input_ids"][0].tolist(), harmless, as_text)])
-    assert_same(given["input_ids"], expected)
-    assert given["attention_mask"].all()
-    marked = expected[given["query_mask"].bool()]
-    assert processor.tokenizer.decode(marked) == question
-
-    # The same ids, and a mask that the model makes itself, give the same tokens and the same answer.
-    output = model.generate(
-        input_ids=expected,
-        attention_mask=torch.ones_like(expected),
-        video_features=[encoded.features],
-        video_grid_thw=encoded.video_grid_thw,
-        second_per_grid_ts=[encoded.seconds_per_step],
-        max_new_tokens=4,
-        return_dict_in_generate=True,
-    )
-    (kept,) = output.qtsplus.kept_indices
-    assert_same(answer.keep_map.flatten().nonzero()[:, 0], kept)
-    new = output.sequences[0, expected.shape[1] :]
-    written = processor.tokenizer.decode(new, skip_special_tokens=True)
-    assert answer.answer == written.strip()
-
-
 @each_unlike
 def test_an_ordinary_question_is_tokenized_as_the_chat_template_does(processor, encoded, asked):
     question = "What moves to the left?\nAnd why?"

@@ -187,8 +187,9 @@ def processor_of(model: str | Path, config, revision: str | None = None):
         stated = [config.image_token_id, config.video_token_id]
         if stated != processor.placeholder_ids:
             raise ValueError(
-                f"The config.json of {model} has [image_token_id, video_token_id]={stated}, but the placeholders of its "
-                f"tokenizer, {processor.image_token!r} and {processor.video_token!r}, are {processor.placeholder_ids}."
+                f"The config.json of {model} has [image_token_id, video_token_id]={stated}, but the placeholders of "
+                f"its tokenizer, {processor.image_token!r} and {processor.video_token!r}, are "
+                f"{processor.placeholder_ids}."
             )
     return processor
 

@@ -461,7 +461,7 @@ class QwenVLQTSplusModelMixin(QTSplusModelMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        self.visual.patch_embed.proj.__class__ = PatchProjection
+        self.visual.patch_embed.proj.__class__ = PatchProjection  # type: ignore[union-attr]
 
     def encode_pixels(self, pixels: Tensor, grid_thw: Tensor) -> list[Tensor]:
         # Videos and images are encoded in the same way.
