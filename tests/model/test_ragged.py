@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from model_checks import assert_trained, with_labels
 from qtsplus import QTSplusConfig, QTSplusSelector
-from qtsplus.model.fields_qtsplus import POSITION_IDS, REDUCTIONS
+from qtsplus.model.fields_qtsplus import POSITION_IDS, REDUCTIONS, SELECTIONS
 from qtsplus.model.methods_qtsplus import METHODS, TIE, Candidates
 from qtsplus.model.selector_qtsplus import find_threshold, gumbel_gate, gumbel_noise, soft_gate
 from tiny import PAD, PAPER, assert_same, batch, prompt, run, seeded, tiny_model
@@ -468,7 +468,7 @@ def test_every_method_keeps_distinct_ascending_indices_in_range(num_tokens, n, s
         attend=lambda: scores,
     )
     assert_same(METHODS["all"](candidates, num_tokens), torch.arange(num_tokens))
-    chosen = {name: select(candidates, n) for name, select in METHODS.items() if name != "all"}
+    chosen = {name: METHODS[name](candidates, n) for name in SELECTIONS if name != "all"}
     for kept in chosen.values():
         assert kept.shape == (n,)
         assert kept.dtype == torch.int64

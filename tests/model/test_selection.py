@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from naive import naive_farthest
 from qtsplus.model.budget_qtsplus import count_of_mass
+from qtsplus.model.fields_qtsplus import SELECTIONS
 from qtsplus.model.methods_qtsplus import (
     METHODS,
     TIE,
@@ -230,7 +231,7 @@ def test_a_choice_per_call_is_the_configured_choice(model, inputs, name):
 
 def test_methods_choose_differently(model, inputs):
     choices = {}
-    for name in set(METHODS) - {WITHOUT_BUDGET}:
+    for name in set(SELECTIONS) - {WITHOUT_BUDGET}:
         kept_indices = run(model, inputs, selection=name, retention=0.2).qtsplus.kept_indices
         choices[name] = kept_indices[0].tolist()
     assert len(set(map(str, choices.values()))) == len(choices)
