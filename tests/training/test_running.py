@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from tiny_recipe import write_recipe, write_records
-from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
@@ -139,7 +138,6 @@ def test_an_adapter_has_the_configuration_of_its_training(recipe_file):
     assert config.reduction == "max"
     assert config.seen_threshold is None
     assert config.trained_seconds > 0
-    assert AutoModelForImageTextToText.from_pretrained(folder).peft_config  # as Transformers loads an adapter
 
 
 def changed_weights(before: Path, after: Path) -> set[str]:
