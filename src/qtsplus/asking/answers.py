@@ -112,8 +112,8 @@ def answer_questions(
         max_visual_tokens: the most visual tokens to keep, also if `retention` asks for more.
         selection: the method, if not the model's own: a name such as `"uniform"`, or a function that takes `Candidates`
             and a count and returns indices (`methods_qtsplus.py`).
-        max_new_tokens: the longest answer; by default that of a `generation_config`, of the call or else of the model,
-            or 128. `max_length`, which counts the prompt, is refused.
+        max_new_tokens: the longest answer. By default the `generation_config` of the call decides, then that of the
+            model; without either it is 128. `max_length`, which counts the prompt, is refused.
         subtitles: the maximum of subtitle tokens in front of each question. Lines nearest in time to kept tokens are
             taken first. The videos must have been encoded with their subtitles.
         generation: as for `generate`.

@@ -131,7 +131,7 @@ def convert(
         if loaded is not None and from_stock:
             _take_over(loaded, made)
         save_torch_state_dict(made.tensors, staging)
-        # The source's, or else that of the variant of this size, or else one that says nothing.
+        # The source's comes first, then the one of the variant of this size, then an empty one.
         generation = load_generation_config(folder)
         if generation is None and made.variant is not None:
             generation = load_generation_config(hub_configs() / made.variant)

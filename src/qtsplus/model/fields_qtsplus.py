@@ -58,8 +58,8 @@ class QTSplusConfig(PreTrainedConfig):
         n_max (`int`, defaults to 25600): hard cap on the kept tokens of one sample, in training as in inference.
         budget (`str`, defaults to `"loss"`): where rho comes from. With `"loss"` a head over the question and its
             relevance predicts how much the answer would lose with 1, 2, 4, ... tokens, and the budget is the count that
-            minimizes this loss plus the price of the tokens. Only `QTSplusTrainer` teaches that head;
-            untaught it keeps `rho_min`. With the paper's `"rho"` the head predicts rho.
+            minimizes this loss plus the price of the tokens. Only `QTSplusTrainer` teaches that head; untaught it
+            keeps `rho_min`. With the paper's `"rho"` the head predicts rho.
         token_price (`float`, defaults to 0.02): for `budget="loss"`, the gain that one more token must bring, in nats
             of the answer's log-probability; the lambdas add to it. Training sets it if there is a `target_n`.
         budget_hidden_size (`int`, defaults to 256): width of the budget head's hidden layer.

@@ -124,7 +124,7 @@ def choose(
     )
     if nothing.shape[1] == width:
         return selected, qtsplus
-    # What a backbone puts behind a token goes with it.
+    # Features that a backbone puts behind a token's own, such as DeepStack's, are kept with the token.
     behind = take_from_all([[part[:, width:] for part in parts] for parts in sources], qtsplus.kept_indices)
     return [torch.cat(parts, dim=1) for parts in zip(selected, behind, strict=True)], qtsplus
 

@@ -21,7 +21,7 @@ CHEAPEST = 1e-5
 # A token costs at most what an answer can lose.
 PRICES = np.geomspace(CHEAPEST, LOST, 100).tolist()
 RECENT = 256  # questions by which the price is set
-# `DAMPING * excess` is added to `alpha * target_n`: ascent alone would oscillate for as long as a short training lasts.
+# `DAMPING * excess` is added to `alpha * target_n`: by ascent alone a short training would oscillate to its end.
 DAMPING = 2.0
 
 
@@ -205,8 +205,8 @@ def loss_differences(
     """
     The error (smooth L1) of the losses `[B, K]` that a `QTSplusLossHead` predicts, as the mean over the counts of each
     row that may keep 2 tokens or more: `[k]`. `measured` `[B, K]` is the cross-entropy of the answer with 1, 2, 4, ...
-    tokens. The head predicts what it exceeds that of the largest count that a row allows (`most` `[B]`) by, at most
-    [`LOST`].
+    tokens. The head predicts by how much it is higher than with the most tokens that a row may keep (`most` `[B]`), up
+    to [`LOST`].
     """
     counts = 2 ** torch.arange(measured.shape[1], device=most.device)
     within = counts <= most[:, None]

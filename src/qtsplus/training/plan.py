@@ -99,7 +99,7 @@ def step_memory(model, recipe: Recipe, visual_tokens: int) -> int:
 def _linear_values(part: nn.Module, recomputed: bool | None) -> tuple[float, float]:
     """
     The values that the linear layers of a part read and write for a token: those that are held until its gradients are
-    computed, by gradient checkpointing or not, and those of one block.
+    computed, and those of one block. With gradient checkpointing they are `recomputed`, and fewer are held.
     """
     values = 0
     blocks = 0
