@@ -1,4 +1,4 @@
-"""Draws what an answer rests on: frames with the kept tokens lit."""
+"""Draws the evidence of an answer: frames of the video that are dark where no token was kept."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,16 +16,16 @@ from .evidence import Interval
 from .recall import Remembered
 from .session import Answer
 
-_DRAWN = 8  # stretches of evidence in one picture
-_SIDE = 320  # pixels of a frame's longer side in it
+_DRAWN = 8  # the most stretches of evidence in one picture
+_SIDE = 320  # pixels of the longer side of a frame in a picture
 
 
 def lit(frame: np.ndarray, kept: np.ndarray) -> Image.Image:
-    """A frame `[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` bool `[H, W]` leaves out."""
+    """A frame `[H', W', 3]` uint8, dimmed where `kept`, bool `[H, W]`, says that a token was dropped."""
     image = Image.fromarray(frame)
-    dimmed = Image.fromarray(frame >> 2)
-    mask = Image.fromarray(kept)
-    return Image.composite(image, dimmed, mask.resize(image.size))
+    quarter_as_bright = Image.fromarray(frame >> 2)
+    mask = Image.fromarray(kept).resize(image.size)
+    return Image.composite(image, quarter_as_bright, mask)
 
 
 def draw_evidence(
@@ -34,41 +34,45 @@ def draw_evidence(
     folder: str | Path,
 ) -> None:
     """
-    Draws what an answer rests on.
+    Draws the evidence of an answer.
 
-    The folder gets `answer.json`, with the kept tokens, and a picture `frames.png`: the middle of each stretch of
-    evidence, with its kept tokens lit, in a box. The pictures of several videos are numbered. A video that was given as
-    frames has none.
+    The folder gets `answer.json`, which also lists the kept tokens, and for each video with evidence the picture of
+    [`draw_spans`]: `frames.png`, or `frames-1.png`, `frames-2.png` ... if there are several videos. A video that was
+    given as frames has no picture.
 
     Args:
-        videos: those that were asked about, by name.
+        videos: the videos that the question was about, by name.
         folder: as for [`whole_folder`].
 
     Raises:
         FileExistsError: the folder holds files that no earlier call wrote.
-        ValueError: a video that cannot be read any more, or is not among these; a stream, whose frames are gone.
+        ValueError: a video of the answer is missing in `videos`, cannot be read any more, or is a stream, whose frames
+            are gone.
     """
     for name in answer.keep_maps:
         if name not in videos or isinstance(videos[name], Remembered):
-            raise ValueError(f"The answer is about {name!r}; expected it among the videos, which are no streams.")
+            raise ValueError(f"The answer is about {name!r}; expected a video of that name that is not a stream.")
     with whole_folder(folder) as staging:
-        about = []
+        descriptions = []
         for name, kept in answer.keep_maps.items():
             video = videos[name]
-            row: dict[str, object] = {
+            description: dict[str, object] = {
                 "name": name,
                 "start": video.about.start,
                 "seconds_per_step": video.seconds_per_step,
                 "grid": list(kept.shape),
                 "kept": kept.flatten().nonzero()[:, 0].tolist(),
             }
-            about.append(row)
+            descriptions.append(description)
             evidence = [interval for interval in answer.evidence if interval.name == name]
             if evidence and video.video != IN_MEMORY:
-                picture = f"frames-{len(about)}.png" if len(videos) > 1 else "frames.png"
+                picture = "frames.png"
+                if len(videos) > 1:
+                    picture = f"frames-{len(descriptions)}.png"
                 draw_spans(video, kept, evidence, staging / picture)
-                row["frames"] = picture
-        write_json(staging / "answer.json", dict(answer.as_dict(), videos=about))
+                description["frames"] = picture
+        content = answer.as_dict() | {"videos": descriptions}
+        write_json(staging / "answer.json", content)
 
 
 def draw_spans(
@@ -78,30 +82,34 @@ def draw_spans(
     path: str | Path,
 ) -> None:
     """
-    A picture with the frame in the middle of each stretch of evidence, its kept tokens lit, in a box; in order of time.
+    A picture with one frame for each stretch of evidence, in order of time: the frame in the middle of the stretch,
+    dimmed where tokens were dropped, with a box around the evidence.
 
     Args:
-        kept: bool `[T, H, W]`, tokens.
-        evidence: stretches of this video on a player's clock, at least one, the surest first; eight are drawn.
+        kept: bool `[T, H, W]`, whether each token was kept.
+        evidence: stretches of this video on a player's clock, at least one, the surest first. The first eight are
+            drawn.
     """
     panes = []
     for interval in sorted(evidence[:_DRAWN], key=lambda interval: interval.start):
         middle = (interval.start + interval.end) / 2
-        step, _ = video.within(middle + 1e-6, middle)
+        just_after = middle + 1e-6  # where two steps meet, a player shows the later one
+        step, _ = video.within(just_after, just_after)
         frame = lit(frame_at(video, middle), kept[step].numpy())
         pane = ImageOps.contain(frame, (_SIDE, _SIDE))
+        width, height = pane.size
+        box = np.multiply(interval.box, (width, height, width, height))
         draw = ImageDraw.Draw(pane)
-        box = np.multiply(interval.box, pane.size * 2)
         draw.rectangle(box.tolist(), outline="orange", width=2)
         draw.rectangle((0, 0, _SIDE, 14), fill="black")
-        seconds = f"{interval.start:.1f} to {interval.end:.1f} s"
-        draw.text((2, 2), f"{seconds}, {interval.weight:.0%}")
+        caption = f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}"
+        draw.text((2, 2), caption)
         panes.append(np.asarray(pane))
     Image.fromarray(np.hstack(panes)).save(path)
 
 
 def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
-    """`[H, W, 3]` uint8: what a player shows of a video at a time; `ValueError` before and behind it."""
+    """`[H, W, 3]` uint8: the frame that a player shows at a time; `ValueError` outside the video."""
     if video.video == IN_MEMORY:
         raise ValueError("The video's file is gone or was changed since it was encoded.")
     start = video.about.start
@@ -109,15 +117,17 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     if not start <= seconds <= end:
         raise ValueError(f"seconds={seconds:g}; expected {start:g} to {end:g}, when the video is shown.")
     fps = video.about.metadata.fps
-    elapsed = seconds - start
-    index = int(elapsed * fps + 1e-3)
+    frames_before = (seconds - start) * fps
+    index = int(frames_before + 1e-3)  # rounding must not lead to the frame before
     if Path(video.video).is_dir():
         paths = image_paths(video.video)
-        last = min(index, len(paths) - 1)
-        (frame,) = load_frames([paths[last]])
+        last = len(paths) - 1
+        (frame,) = load_frames([paths[min(index, last)]])
         return frame
 
     def choose(total: int, _: float) -> list[int]:
         return [min(index, total - 1)]
 
-    return next(open_video(video.video, choose, (start, end - 0.5 / fps)).decode())
+    before_end = end - 0.5 / fps  # the next frame begins at the end and is not part of the video
+    opened = open_video(video.video, choose, (start, before_end))
+    return next(opened.decode())

@@ -31,6 +31,7 @@ from .methods_qtsplus import (
 from .relevance_qtsplus import QTSplusLayer, find_threshold, rotary_tables
 
 SOFT_TOKENS = 3  # the soft gate lets this many times as many tokens through as inference keeps
+RHO_UNITS = 2.0**32  # stored sums of rho are integers, in units of 1 / RHO_UNITS
 
 # --- Lines 1 and 2: the scores ---
 
@@ -294,7 +295,7 @@ class QTSplusSelector(nn.Module):
     """
 
     _no_split_modules = ["QTSplusSelector"]  # a device map keeps the selector on one device
-    rho_history: Tensor  # the sum of rho in units of 2^-32, and the count: integers survive a cast to bfloat16
+    rho_history: Tensor  # the sum of rho, times RHO_UNITS, and the count: integers survive a cast to bfloat16
 
     def __init__(
         self,
@@ -514,8 +515,8 @@ class QTSplusSelector(nn.Module):
         """`rho_prior`, or the running mean of rho with this batch included; only training updates it."""
         if self.config.rho_prior is not None:
             return self.config.rho_prior
-        total = (rho * 2.0**32).sum().long()
+        total = (rho * RHO_UNITS).sum().long()
         history = self.rho_history + torch.stack([total, torch.full_like(total, len(rho))])
         if training:
             self.rho_history.copy_(history)
-        return (history[0] / history[1] / 2.0**32).float()
+        return (history[0] / history[1] / RHO_UNITS).float()

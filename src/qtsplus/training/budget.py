@@ -1,8 +1,7 @@
-"""The objective's terms in rho, with what they remember from step to step."""
+"""The terms of the objective that depend on rho, and the state that they keep from step to step."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from itertools import repeat
 
 import numpy as np
 import torch
@@ -11,22 +10,25 @@ from torch import Tensor
 
 from ..model.budget_qtsplus import cheapest_count, kept_count
 from ..model.fields_qtsplus import QTSplusConfig
-from ..model.selector_qtsplus import QTSplusSelector
+from ..model.selector_qtsplus import RHO_UNITS, QTSplusSelector
 from .arguments import QTSplusTrainingArguments
 
-# The extra loss in nats at which an answer counts as wrong; more is cut off.
+# An answer whose loss is this many nats higher counts as wrong. Larger differences are cut off here.
 LOST = 4.0
-# The lowest price of a token in nats: the default `n_max` tokens then cost 0.26.
+# The lowest price of a token in nats. At this price the default `n_max` tokens cost 0.26 together.
 CHEAPEST = 1e-5
-# A token costs at most what an answer can lose.
+# The prices that training tries. At the highest, one token costs as much as a wrong answer.
 PRICES = np.geomspace(CHEAPEST, LOST, 100).tolist()
-RECENT = 256  # questions by which the price is set
-# `DAMPING * excess` is added to `alpha * target_n`: by ascent alone a short training would oscillate to its end.
+RECENT = 256  # how many of the last questions set the price
+# `DAMPING * excess / target_n` is added to alpha. Without it, alpha would oscillate until a short training ends.
 DAMPING = 2.0
 
 
 class RunningMeans:
-    """Sums and weights by name, kept on the device. The names are fixed: every process reduces the same tensor."""
+    """
+    Sums and weights by name, kept on the device. The names are fixed, so that all processes reduce tensors of one
+    shape.
+    """
 
     def __init__(self, names: tuple[str, ...], device: torch.device):
         self.names = names
@@ -40,7 +42,7 @@ class RunningMeans:
         row[1] += values.numel()
 
     def pop(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """The means of all names that anything was added to, over all processes; the sums start again from 0."""
+        """The means over all processes, of the names that anything was added to; the sums start again from 0."""
         rows = reduce(self.totals).tolist()
         self.totals.zero_()
         means = {}
@@ -53,7 +55,9 @@ class RunningMeans:
 class RhoControl:
     """
     The penalties on rho, the running mean of rho, the dual variable and the price of a token; see [`QTSplusTrainer`].
-    `running` is what is logged, in evaluation (`False`) and in training (`True`).
+
+    Args:
+        running: the means for the log, of training (`True`) and of evaluation (`False`).
     """
 
     def __init__(
@@ -66,10 +70,10 @@ class RhoControl:
         self.running = running
         self.dual_learning_rate = args.dual_learning_rate
         self.alpha = 0.0
-        self.excess = 0.0  # of the last step, relative to target_n
-        # Sums over the current step: rho (in the units of rho_history), samples, and tokens that were asked for.
+        self.excess = 0.0  # by which share of target_n the mean count of the last step was above it
+        # Three sums over the current step: rho (as in rho_history), samples, and tokens that were asked for.
         self._step = torch.zeros(3, dtype=torch.int64, device=args.device)
-        # Of recent questions, the predicted losses and the number of visual tokens.
+        # The predicted losses and the number of visual tokens of recent questions.
         self.predicted: deque = deque(maxlen=RECENT)
         self.start_step()
 
@@ -78,11 +82,11 @@ class RhoControl:
         return self.selector.config
 
     def start_step(self) -> None:
-        """Takes the mean of rho over all steps so far, which is this step's prior."""
+        """Fixes the prior of this step: the mean of rho over all steps before it."""
         self._rho_history = self.selector.rho_history.clone()
 
     def price(self) -> dict[str, float]:
-        """What leads the mean count to `target_n`, by its name in the log."""
+        """The value that training adjusts to reach `target_n`, by its name in the log."""
         if self.config.budget == "loss":
             return {"token_price": self.config.token_price}
         return {"alpha": self.alpha}
@@ -104,35 +108,35 @@ class RhoControl:
         unlimited: bool,
     ) -> Tensor | float:
         """
-        This micro-batch's part of the terms; without `training` they are only logged.
+        What this micro-batch adds to the objective, which is 0 in evaluation. rho and the counts are logged in both.
 
         Args:
             qtsplus: the selector's [`QTSplusOutput`]; `None` in batches of text.
             samples: `[]`, the number of samples with visual tokens in the whole step.
-            unlimited: whether no `retention` replaces the model's own budget.
+            unlimited: whether the model's own budget applies; a `retention` would replace it.
         """
         if qtsplus is None:
             return 0.0
-        running = self.running[training]
         with_vision = qtsplus.num_tokens > 0
         rho = qtsplus.rho[with_vision]
         num_tokens = qtsplus.num_tokens[with_vision]
         kept = qtsplus.n[with_vision]
+        running = self.running[training]
         running.add("rho", rho)
         running.add("n", kept)
         running.add("visual_tokens", num_tokens)
         running.add("kept_fraction", kept / num_tokens)
         if not training:
             return 0.0
-        predicts = rho.requires_grad or self.config.budget != "rho"
-        if unlimited and predicts and self.config.selection == "qtsplus":
+        is_predicted = rho.requires_grad or self.config.budget == "loss"
+        if unlimited and is_predicted and self.config.selection == "qtsplus":
             self._count_asked(rho, num_tokens)
-        if not rho.requires_grad:
-            return 0.0  # all tokens are kept, or `budget` is "loss"
+        if not rho.requires_grad:  # all tokens are kept, or `budget` is "loss"
+            return 0.0
         return self._penalties(qtsplus, rho, num_tokens) / samples.clamp(min=1)
 
     def _penalties(self, qtsplus, rho: Tensor, num_tokens: Tensor) -> Tensor:
-        """The sum of the terms over the samples with visual tokens, of their `rho` and `num_tokens` `[k]`."""
+        """The terms, summed over k samples with visual tokens, whose `rho` and `num_tokens` are `[k]`."""
         config = self.config
         running = self.running[True]
         count = len(rho)
@@ -144,16 +148,19 @@ class RhoControl:
         penalties = qtsplus.loss_t * count + qtsplus.loss_m * count + losses_s.sum()
         if config.target_n is not None:
             damping = DAMPING * self.excess / config.target_n
-            penalties += (self.alpha + damping) * (rho * num_tokens - config.target_n).sum()
+            tokens_above = rho * num_tokens - config.target_n
+            penalties += (self.alpha + damping) * tokens_above.sum()
         return penalties
 
     def _count_asked(self, rho: Tensor, num_tokens: Tensor) -> None:
-        """Adds the counts that the model itself asks for to the log and to the step."""
-        counts = map(kept_count, rho.tolist(), num_tokens.tolist(), repeat(self.config.n_max))
-        n = torch.tensor(list(counts), dtype=torch.int64, device=rho.device)
+        """Adds the counts of the model's own budgets to the log and to the sums of the step."""
+        counts = []
+        for fraction, total in zip(rho.tolist(), num_tokens.tolist(), strict=True):
+            counts.append(kept_count(fraction, total, self.config.n_max))
+        n = torch.tensor(counts, dtype=torch.int64, device=rho.device)
         self.running[True].add("n_asked", n)
-        units = rho.detach().double() * 2.0**32
-        self._step[0] += units.round().long().sum()
+        rho_in_units = rho.detach().double() * RHO_UNITS
+        self._step[0] += rho_in_units.round().long().sum()
         self._step[1] += len(rho)
         self._step[2] += n.sum()
 
@@ -164,28 +171,30 @@ class RhoControl:
             return prior
         total, seen = self._rho_history
         if seen > 0:
-            return (total / seen / 2.0**32).float()
+            return (total / seen / RHO_UNITS).float()
         return rho.detach()
 
     def finish_step(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Moves the running mean of rho and the dual variable by what all processes saw in this optimizer step."""
+        """Updates the running mean of rho and the dual variable from this optimizer step in all processes."""
         step = sum_over_processes(self._step)
         if self.config.rho_prior is None:
             self.selector.rho_history.copy_(self._rho_history + step[:2])
         target = self.config.target_n
         _, samples, asked = step
         if target is not None and samples > 0:
-            # Below the target the excess is at least -1; the limit of 1 is its mirror.
-            self.excess = min(float(asked / samples) / target - 1, 1.0)
-            self.alpha = max(0.0, self.alpha + self.dual_learning_rate * self.excess / target)
+            mean = float(asked / samples)
+            # Never below -1, and limited to 1, so that alpha rises no faster than it can fall.
+            self.excess = min(mean / target - 1, 1.0)
+            ascent = self.dual_learning_rate * self.excess / target
+            self.alpha = max(0.0, self.alpha + ascent)
         self._step.zero_()
 
     def set_price(self) -> None:
-        """Sets the price with which the last questions keep `target_n` tokens on average."""
+        """Sets the price at which the last questions would keep `target_n` tokens on average."""
         config = self.config
 
-        def miss(price: float) -> float:
-            config.token_price = price
+        def distance_to_target(price: float) -> float:
+            config.token_price = price  # which `cheapest_count` reads
             counts = []
             for losses, num_tokens in self.predicted:
                 least = kept_count(config.rho_min, num_tokens, config.n_max)
@@ -194,7 +203,7 @@ class RhoControl:
             return abs(np.mean(counts) - config.target_n)
 
         if config.target_n is not None and self.predicted:
-            config.token_price = min(PRICES, key=miss)
+            config.token_price = min(PRICES, key=distance_to_target)
 
 
 def loss_differences(
@@ -203,15 +212,21 @@ def loss_differences(
     most: Tensor,
 ) -> Tensor:
     """
-    The error (smooth L1) of the losses `[B, K]` that a `QTSplusLossHead` predicts, as the mean over the counts of each
-    row that may keep 2 tokens or more: `[k]`. `measured` `[B, K]` is the cross-entropy of the answer with 1, 2, 4, ...
-    tokens. The head predicts by how much it is higher than with the most tokens that a row may keep (`most` `[B]`), up
-    to [`LOST`].
+    The errors (smooth L1) of the losses that a `QTSplusLossHead` predicts: `[k]`, for each row that may keep 2 tokens
+    or more, the mean over the counts 1, 2, 4, ... that it may keep.
+
+    The head predicts how much higher the loss is with a count than with the largest of these counts, up to [`LOST`].
+
+    Args:
+        predicted: `[B, K]`, the predictions for 1, 2, 4, ... tokens.
+        measured: `[B, K]`, the cross-entropy of the answer with as many tokens.
+        most: `[B]`, how many tokens each row may keep.
     """
     counts = 2 ** torch.arange(measured.shape[1], device=most.device)
-    within = counts <= most[:, None]
-    excess = measured - measured.gather(1, within.sum(1, keepdim=True) - 1)
-    excess = excess.clamp(0, LOST)
-    total = (F.smooth_l1_loss(predicted, excess, reduction="none") * within).sum(1)
-    means = total / within.sum(1)
+    is_allowed = counts <= most[:, None]
+    num_allowed = is_allowed.sum(1)
+    with_largest_count = measured.gather(1, num_allowed[:, None] - 1)
+    rise = (measured - with_largest_count).clamp(0, LOST)
+    errors = F.smooth_l1_loss(predicted, rise, reduction="none")
+    means = (errors * is_allowed).sum(1) / num_allowed
     return means[most > 1]
