@@ -192,13 +192,6 @@ def test_keys_follow_the_videos(library, videos, loaded):
     assert len(unchanged) == 3, "what was there is not made again"
 
 
-def test_index_makes_keys_that_are_missing(library, videos, loaded):
-    for path in keys_of(library.folder):
-        path.unlink()
-    index(videos, library.folder, *loaded)
-    assert len(keys_of(library.folder)) == 4
-
-
 def test_another_selector_reads_the_features(library, videos, loaded, reopen, found):
     """Until `index` has made keys of its own, in place of the first selector's."""
     right = found()

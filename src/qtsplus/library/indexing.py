@@ -244,28 +244,36 @@ class _Indexing:
         require_space(folder, needed, f"the features of {what}")
 
     def _is_stored(self, entry: Entry) -> bool:
-        """Whether the file of its features is there, and whole."""
+        """
+        Whether the file of its features is there, and is the one that was noted. It is read only if no keys were made
+        from it: the last lines of the journal may be lost, and then the file is newer than what is noted.
+        """
         file = self.index.file(entry)
         features = entry["features"]
-        return features is not None and file.exists() and file.stat().st_size == features["size"]
+        if features is None or not file.exists() or file.stat().st_size != features["size"]:
+            return False
+        has_keys = self.index.load_keys(entry, self.model, self.selector) is not None
+        return has_keys or measure(file) == features
 
     def encode_all(self, waiting: dict[str, Path]) -> None:
-        stored: dict[str | None, Stored] = {}  # by content, of which there may be copies
+        stored: set[str | None] = set()  # contents, of which there may be copies
         for name, path in with_bar(waiting.items(), "Encoding"):
             entry = self.entries[name]
             content = entry["content"]
             if content in stored:
-                self._note(name, entry | {"error": None, "features": stored[content]})
                 continue
             try:
                 encoded = self._encode(path, entry)
             except FAILURES as error:
                 self._refuse(name, error)
                 continue
+            self.index.keys_file(entry).unlink(missing_ok=True)  # or `_is_stored` would take them for its proof
             with saved_video(encoded, self.index.file(entry), self.made_by) as features:
                 # Noted before it is there: a file that is there and was not noted would belong to nobody.
-                self._note(name, entry | {"error": None, "features": features})
-            stored[content] = features
+                for copy, known in self.entries.items():
+                    if known["content"] == content:
+                        self._note(copy, known | {"error": None, "features": features})
+            stored.add(content)
 
     def _encode(self, path: Path, entry: Entry) -> EncodedVideo:
         encoded = encode(
