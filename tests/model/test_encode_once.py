@@ -127,18 +127,18 @@ def test_features_of_another_dtype_are_cast():
         ),
         (
             {"video_features": [torch.zeros(7, 64)]},
-            r"\(7, 64\): expected \(8, 64\), the merged tokens of its grid",
+            r"\(7, 64\): expected a tensor \(8, 64\), the merged tokens of its grid",
         ),
         (
-            {"video_features": [torch.zeros(8, 63)]},
-            r"\(8, 63\): expected \(8, 64\)",
+            {"video_features": [[0.0]]},
+            r"video_features 0 is list: expected a tensor \(8, 64\)",
         ),
         (
             {"video_grid_thw": None, "second_per_grid_ts": None},
             "Got video pixels or features alone",
         ),
     ],
-    ids=["pixels too", "count", "rows", "width", "no grid"],
+    ids=["pixels too", "count", "shape", "a list", "no grid"],
 )
 @pytest.mark.parametrize("method", ["forward", "generate"])
 def test_features_that_do_not_fit(method, change, message):

@@ -30,7 +30,7 @@ from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
 from .methods_qtsplus import is_finite
 from .numbers_qtsplus import require_count
-from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs
+from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, Grids, VisualInputs
 
 # Few rows fill a CPU, and their memory is reused. The C library maps blocks above 32 MB anew each time: page faults and
 # cold caches then cost a third of the vision tower's time.
@@ -53,7 +53,7 @@ class Piece:
 Chunk = list[Piece]
 
 
-def encode_visual(model: QTSplusBackboneMixin, visual: VisualInputs, grids: dict[int, list[Grid]]) -> Features:
+def encode_visual(model: QTSplusBackboneMixin, visual: VisualInputs, grids: Grids) -> Features:
     """Per modality the features of every image and video, `[k, token_width]`; the caller's own features if given."""
     if visual.video_features is None:
         videos = encode_modality(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw)
@@ -184,12 +184,12 @@ def _checked(
     if len(video_features) != len(grids):
         raise ValueError(f"{len(video_features)} video_features: expected one per video ({len(grids)}).")
     for index, tokens in enumerate(video_features):
-        shape = tuple(tokens.shape)
+        given = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         expected = (math.prod(grids[index]), model.token_width)
-        if shape != expected:
+        if given != expected:
             raise ValueError(
-                f"video_features {index} has shape {shape}: expected {expected}, the merged tokens of its grid by the "
-                "model's width."
+                f"video_features {index} is {given}: expected a tensor {expected}, the merged tokens of its grid by "
+                "the model's width."
             )
     dtype = model.get_input_embeddings().weight.dtype
     return [tokens.to(dtype) for tokens in video_features]

@@ -14,9 +14,11 @@ from .prompt_qtsplus import (
     TEXT,
     VIDEO,
     Grid,
+    Grids,
     Layout,
     PromptRow,
     VisualInputs,
+    check_grid,
     check_no_padding,
     check_shape,
     check_tensors,
@@ -489,7 +491,7 @@ def _rows(
     model: QTSplusBackboneMixin,
     input_ids: Tensor,
     mask: Tensor,
-    grids: dict[int, list[Grid]],
+    grids: Grids,
     seconds: Seconds,
     position_ids: Tensor | None = None,
 ) -> list[PromptRow]:
@@ -558,15 +560,12 @@ def check_grids(
     if pixels is not None and features is not None:
         raise ValueError(f"Got {name} pixels and {name}_features: pass one of them.")
     has_values = pixels is not None or features is not None
-    if grid_thw is None and not has_values:
-        return []
-    if grid_thw is None or not has_values:
+    if has_values != (grid_thw is not None):
         given = f"{name} pixels or features" if has_values else f"{name}_grid_thw"
         raise ValueError(f"Got {given} alone: expected pixels and grids, as the processor gives them.")
-    check_tensors(**{f"{name}_grid_thw": grid_thw})
-    grid_thw = grid_thw.cpu()
-    if grid_thw.is_floating_point() or (grid_thw < 1).any():
-        raise ValueError(f"{name}_grid_thw={grid_thw.tolist()}: expected whole numbers of patches, at least 1.")
+    if grid_thw is None:
+        return []
+    grid_thw = check_grid(f"{name}_grid_thw", grid_thw)
     patches = sum(model.pixel_rows(grid_thw))
     if pixels is not None and len(pixels) != patches:
         raise ValueError(f"{len(pixels)} rows of {name} pixels: expected {patches}, the patches of {name}_grid_thw.")

@@ -25,6 +25,7 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 MODALITIES = {IMAGE: "image", VIDEO: "video"}
 
 Grid = tuple[int, int, int]  # (time, height, width)
+Grids = dict[int, list[Grid]]  # per modality, in tokens of every image or video of a batch
 Features = dict[int, list[Tensor]]  # per modality, of each image or video of a batch [k, token_width]
 
 # As Transformers names the key/value cache in calls and outputs: `cache` since 5.24.
@@ -172,7 +173,7 @@ class Layout:
     input_ids: Tensor  # [B, S]
     mask: Tensor  # [B, S], 1 on real tokens
     rows: list[PromptRow]  # without their padding
-    grids: dict[int, list[Grid]]  # per modality, in tokens of every image or video of the batch
+    grids: Grids
     seconds: Any  # per video, seconds per temporal patch
     present: list[Tensor] | None = None  # per video [k], ascending, which of its tokens are there; all if `None`
 
@@ -284,6 +285,18 @@ def check_tensors(**inputs: object) -> None:
         if value is not None and not isinstance(value, Tensor):
             kind = type(value).__name__
             raise ValueError(f'{name} is a {kind}: expected a tensor, see return_tensors="pt".')
+
+
+def check_grid(name: str, grid_thw: Tensor) -> Tensor:
+    """The grids of images or videos on the host; `ValueError` unless they are `[N, 3]` whole numbers from 1 on."""
+    check_tensors(**{name: grid_thw})
+    grid_thw = grid_thw.cpu()
+    if grid_thw.shape[1:] != (3,) or grid_thw.is_floating_point() or (grid_thw < 1).any():
+        raise ValueError(
+            f"{name}={grid_thw.tolist()}: expected whole numbers of patches, at least 1, in time, height and width of "
+            "each, [N, 3]."
+        )
+    return grid_thw
 
 
 def check_shape(

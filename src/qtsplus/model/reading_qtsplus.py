@@ -19,6 +19,7 @@ from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .frames_qtsplus import check_frames, describe_frames
 from .messages_qtsplus import flatten_videos, per_video
 from .numbers_qtsplus import require_count
+from .prompt_qtsplus import check_grid
 from .sampling_qtsplus import FrameChoice, VideoRequest, choose_frames, frame_choice, read_keys, shrink
 from .video_qtsplus import VideoChunks, VideoFile, naming, open_folder, open_video, resize_frame
 
@@ -195,7 +196,8 @@ def stand_ins(
     Videos of the given grids without values, by which the backbone's processor counts placeholders; and the keywords
     of the call for them.
     """
-    videos = [processor.blank_video(*grid) for grid in torch.as_tensor(video_grid_thw).tolist()]
+    grids = check_grid("video_grid_thw", torch.as_tensor(video_grid_thw))
+    videos = [processor.blank_video(*grid) for grid in grids.tolist()]
     nested = kwargs.get("videos_kwargs") or {}
     metadata = kwargs.get("video_metadata") or nested.get("video_metadata")
     if not metadata:

@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-Grid = tuple[int, int, int]  # (T, H, W), in tokens
+from ..model.prompt_qtsplus import Grid
 
 
 def token_grids(video_grid_thw: Tensor, merge_size: int) -> list[Grid]:
