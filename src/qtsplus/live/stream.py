@@ -110,8 +110,8 @@ class Stream:
             self.question = StandingQuestion(model, processor, question)
             self.policy = most_relevant
         self.frames_per_step = processor.video_processor.temporal_patch_size
-        self.fps = fps
-        self.seconds_per_step = self.frames_per_step / fps
+        self.fps = float(fps)
+        self.seconds_per_step = self.frames_per_step / self.fps
         # Frames are as large as in a video of this many: backbones such as Qwen3-VL share pixels among the frames.
         max_frames = getattr(processor.video_processor, "max_frames", None)
         self.sized_as = int(max_frames or 768)

@@ -345,7 +345,7 @@ def watch(
         TimeoutError: a pipe, an address or a camera sent nothing for too long.
         ValueError: no source, one that cannot be read or breaks off, a question or a number out of its range.
     """
-    require_positive("every", every)
+    every = require_positive("every", every)
     if not sources:
         raise ValueError("There is nothing to watch; name a file, an address or a device.")
     if not 0 < timeout <= 1e6:
@@ -354,7 +354,7 @@ def watch(
     began = time.monotonic()
     opened = {}
     for name, address in sources.items():
-        opened[name] = Source(address, fps, timeout, began, name)
+        opened[name] = Source(address, stream.fps, timeout, began, name)
 
     def answer() -> Answer:
         warnings = []

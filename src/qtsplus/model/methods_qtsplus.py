@@ -4,6 +4,7 @@
 Of tokens that are as good as each other the earliest stay: [`top_n`] says what that means.
 """
 
+import inspect
 import math
 import runpy
 from collections.abc import Callable, Sequence
@@ -411,14 +412,14 @@ def add_method(name: str | Method | None) -> None:
     place, colon, function = str(name).rpartition(":")
     if colon and name not in METHODS:
         try:
-            if place.endswith(".py"):
-                METHODS[name] = runpy.run_path(place)[function]
-            else:
-                METHODS[name] = resolve_name(name)
-        except (ImportError, AttributeError, KeyError, OSError, SyntaxError, ValueError) as error:
+            method = runpy.run_path(place)[function] if place.endswith(".py") else resolve_name(name)
+            inspect.signature(method).bind("candidates", "n")
+        except (ImportError, AttributeError, KeyError, OSError, SyntaxError, TypeError, ValueError) as error:
             raise ValueError(
-                f"selection={name!r} cannot be imported: {error!r}; expected MODULE:FUNCTION or FILE.py:FUNCTION."
+                f"selection={name!r} cannot be imported: {error!r}; expected MODULE:FUNCTION or FILE.py:FUNCTION, a "
+                "function of the candidates and a count."
             ) from error
+        METHODS[name] = method
     find_method(name)
 
 
@@ -485,8 +486,8 @@ def check_budget(
     selection: str | Method,
     retentions: Sequence[float | None],
     max_visual_tokens: int | None,
-) -> None:
-    """Validates how many tokens a call asks for; see `QTSplusSelector.forward`."""
+) -> list[float | None]:
+    """Checks how many tokens a call asks for, see `QTSplusSelector.forward`; the fractions as Python's numbers."""
     for retention in retentions:
         if retention is not None and not (is_number(retention) and 0 < retention <= 1):
             raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens, a number in (0, 1].")
@@ -497,3 +498,5 @@ def check_budget(
             'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '
             "leave retention and max_visual_tokens out."
         )
+    # NumPy's fractions as the decimals they are written as: products overflow in float16, and are off in float32.
+    return [None if fraction is None else float(str(fraction)) for fraction in retentions]

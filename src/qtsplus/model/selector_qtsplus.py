@@ -35,13 +35,14 @@ RHO_UNITS = 2.0**32  # stored sums of rho are integers, in units of 1 / RHO_UNIT
 
 # --- Lines 1 and 2: the scores ---
 
-Keys = dict[tuple[Tensor, ...], Tensor]  # the keys of the last video, for further questions about it
+Tensors = tuple[Tensor, ...]
+Keys = dict[Tensors, Tensor]  # the keys of the last video, for further questions about it
 
 
 def score(
     selector: "QTSplusSelector",
     row: int,
-    context: tuple[Tensor, ...],
+    context: Tensors,
     keys: Keys,
     words: Tensor,
 ) -> Tensor:
@@ -264,12 +265,12 @@ class QTSplusOutput(ModelOutput):
 
     # [M_b] float32 each: the selector's relevance, or the language model's attention if that selected. A row is empty
     # if the method computed neither, and all is None if that holds for every row.
-    relevance: tuple[Tensor, ...] | None = None
-    log_relevance: tuple[Tensor, ...] | None = None  # its logarithm; in training with its gradient
+    relevance: Tensors | None = None
+    log_relevance: Tensors | None = None  # its logarithm; in training with its gradient
     rho: Tensor | None = None  # [B] float32, the fraction aimed at; 0 in rows without visual tokens
     num_tokens: Tensor | None = None  # [B] int64, the visual tokens that compete (M)
     n: Tensor | None = None  # [B] int64, kept tokens
-    kept_indices: tuple[Tensor, ...] | None = None  # [n_b] int64 each, ascending, into the row's visual tokens
+    kept_indices: Tensors | None = None  # [n_b] int64 each, ascending, into the row's visual tokens
     threshold: Tensor | None = None  # [B] float32, the training gate's t, or 0; None at inference
     loss_t: Tensor | None = None  # scalars, the weighted compute-aware penalties
     loss_m: Tensor | None = None
@@ -436,9 +437,7 @@ class QTSplusSelector(nn.Module):
             raise ValueError(
                 f"{len(retentions)} retentions for {num_rows} rows: expected one for all, or one for each."
             )
-        check_budget(selection, retentions, max_visual_tokens)
-        # NumPy's fractions as the decimals they are written as: products overflow in float16, and are off in float32.
-        retentions = [None if fraction is None else float(str(fraction)) for fraction in retentions]
+        retentions = check_budget(selection, retentions, max_visual_tokens)
         cap = int(min(self.config.n_max, max_visual_tokens or self.config.n_max))
         return Call(selection, retentions, cap, self.training if sample_gate is None else sample_gate)
 
@@ -469,7 +468,7 @@ class QTSplusSelector(nn.Module):
             output.seen = torch.stack([scores.exp().sum() for scores in log_relevance])
         return output
 
-    def null_states(self) -> tuple[Tensor, ...]:
+    def null_states(self) -> Tensors:
         """The null token, `[1, d]`, if there is one."""
         index = self.rho_history.new_zeros(1)  # int64, on the weights' device
         return tuple(token(index) for token in self.null_tokens)

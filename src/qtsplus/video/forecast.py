@@ -9,7 +9,7 @@ import torch
 from ..common.files import counted, size
 from ..model.budget_qtsplus import kept_count
 from ..model.fields_qtsplus import QTSplusConfig
-from ..model.methods_qtsplus import Method
+from ..model.methods_qtsplus import Method, check_budget
 from ..model.video_qtsplus import VideoChunks
 
 _TEXT = 512  # tokens of a prompt and an answer
@@ -83,11 +83,12 @@ def forecast(
     config = model.config.qtsplus_config
     (grid,) = model.model.merged_grid(chunks.video_grid_thw)
     tokens = prod(grid)
-    rho = retention or config.rho_max
-    if (selection or config.selection) == "all":
-        rho = 1.0
-    most = min(max_visual_tokens or config.n_max, config.n_max)
-    kept_tokens = kept_count(rho, tokens, most)
+    method = selection or config.selection
+    (fraction,) = check_budget(method, [retention], max_visual_tokens)
+    kept_tokens = tokens
+    if method != "all":
+        most = int(min(max_visual_tokens or config.n_max, config.n_max))
+        kept_tokens = kept_count(fraction or config.rho_max, tokens, most)
 
     text = model.config.get_text_config()
     default_head_dim = text.hidden_size // text.num_attention_heads
