@@ -463,7 +463,7 @@ def test_the_default_stream_is_read(tmp_path):
         ((2.005, 2.02), 2000),
         ((3.999, None), 3960),
         ((2.0, 2.0), 2000),
-        ((2.01, 2.05), 2040),
+        ((2.01, 2.08), 2040),
     ],
 )
 def test_between_two_times_a_frame_is_shown(tmp_path, within, shown):

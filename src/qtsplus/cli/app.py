@@ -1,21 +1,18 @@
 """`qtsplus app`: a page to try a model on."""
 
 from importlib.util import find_spec
-from typing import Annotated
-
-import typer
 
 from .console import fail, note
 from .models import Source
-from .options import AllowHost, command
+from .options import AllowHost, Host, Port, command
 
 
 @command
 def app(
     *,
     source: Source,
-    host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
+    host: Host = "127.0.0.1",
+    port: Port = 7860,
     allow_host: AllowHost = None,
 ) -> None:
     """Open a page to ask about videos, which shows in the video what each answer rests on."""

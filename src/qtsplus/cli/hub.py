@@ -9,6 +9,8 @@ from .console import note, notes, wrote
 from .models import split_revision
 from .options import command
 
+Out = Annotated[Path, typer.Option(help="The folder to write.", show_default=False)]
+
 
 @command
 def convert(
@@ -20,7 +22,7 @@ def convert(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    out: Out,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,7 +63,7 @@ def publish(
     model: Annotated[
         str, typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.", show_default=False)
     ],
-    to: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    to: Out,
     repo: Annotated[str | None, typer.Option(help="The Hub repository ORG/NAME, which the card's usage names.")] = None,
 ) -> None:
     """

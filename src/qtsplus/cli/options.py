@@ -66,7 +66,7 @@ Fps = Annotated[
     ),
 ]
 Start = Annotated[float | None, typer.Option(min=0, help="Look at the video from this second on.")]
-End = Annotated[float | None, typer.Option(min=0, help="Look at the video up to this second.")]
+End = Annotated[float | None, typer.Option(min=0, help="Look at the video until this second.")]
 MaxFrames = Annotated[int | None, typer.Option(min=1, help="The most frames to look at in one video.")]
 MaxPixels = Annotated[int | None, typer.Option(min=1, help="The most pixels of a frame; larger ones are read smaller.")]
 Subtitles = Annotated[
@@ -77,6 +77,8 @@ Subtitles = Annotated[
 ]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.", show_default="128")]
 WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]
+Host = Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")]
+Port = Annotated[int, typer.Option(min=1, max=65535)]
 AllowHost = Annotated[
     list[str] | None,
     typer.Option(

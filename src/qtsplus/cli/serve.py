@@ -14,7 +14,7 @@ import typer
 
 from .console import fail
 from .models import split_revision
-from .options import HOST, AllowHost, ApiKey, MaxVisualTokens, Retention, check_key, command
+from .options import HOST, AllowHost, ApiKey, Host, MaxVisualTokens, Port, Retention, check_key, command
 
 # Options of vLLM's server that cannot be given behind `--`, since `serve` sets them or they would bypass its guard or
 # the selector, and what to give in place of them.
@@ -41,8 +41,8 @@ SET_BY_SERVE = {
 def serve(
     model: Annotated[str, typer.Argument(help="A folder, or a Hub id, with @COMMIT or without.")],
     more: Annotated[list[str] | None, typer.Argument(help="More options for vLLM's server, after --.")] = None,
-    host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     allow_media_root: Annotated[
         Path | None,
         typer.Option(

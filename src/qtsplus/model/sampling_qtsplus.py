@@ -48,7 +48,7 @@ class Sampling:
     Args:
         fps: of a file, how many frames to look at per second; of a folder or of given frames, the rate at which they
             were taken.
-        start, end: of a file, the seconds on a player's clock between which it is looked at.
+        start, end: of a file, the seconds on a player's clock from which on and before which it is looked at.
         max_frames: of a file, the most that are looked at.
         max_pixels: the most pixels of a frame; a larger one is looked at smaller.
 
@@ -93,7 +93,7 @@ class VideoRequest:
 
     @property
     def within(self) -> tuple[float | None, float | None]:
-        """The two times between which is looked at."""
+        """The two times between which is looked at; the second is not included."""
         return self.video_start, self.video_end
 
     @property
@@ -128,17 +128,17 @@ def read_keys(keys: Mapping) -> dict:
             name = "num_frames"
         if name not in VIDEO_KEYS:
             raise ValueError(f"Got {name!r} of a video; expected any of {', '.join(VIDEO_KEYS)}.")
-        check_key(name, value)
-        given[name] = value
+        given[name] = check_key(name, value)
     return given
 
 
-def check_key(name: str, value) -> None:
-    """Raises a `ValueError` for a value that no video can have; `start` or `video_start` may be 0."""
+def check_key(name: str, value) -> float:
+    """The value as a number of Python's; `ValueError` for one that no video can have. Only `start` may be 0."""
     if name in _COUNTS:
-        require_count(name, value)
-    elif value != 0 or not name.endswith("start"):
-        require_positive(name, value)
+        return require_count(name, value)
+    if value == 0 and name.endswith("start"):
+        return 0
+    return require_positive(name, value)
 
 
 # --- Which frames follow from it ---
@@ -200,24 +200,25 @@ def choose_frames(
 
 def stretch(video: "VideoDecoder", start: float | None, end: float | None) -> tuple[int, int]:
     """
-    The first frame of a file's clock, and the one behind the last, that come up in a player between two times. If none
-    does, it is the frame that is on screen all the while.
+    The first frame of a file's clock, and the one behind the last, that come up in a player from `start` on and before
+    `end`. If none does, it is the frame that is on screen all the while.
     """
     begin = video.start if start is None else start
     until = math.inf if end is None else end
-    first_number = (begin - video.start) * video.fps - _ROUNDING
-    last_number = (until - video.start) * video.fps + _ROUNDING
-    first = math.ceil(min(max(first_number, 0), video.total))
-    last = math.floor(min(max(last_number, -1), video.total - 1))
-    if first <= last:
-        return first, last + 1
+    first_number = (begin - video.start) * video.fps
+    stop_number = (until - video.start) * video.fps
+    first = math.ceil(min(max(first_number - _ROUNDING, 0), video.total))
+    stop = math.ceil(min(max(stop_number - _ROUNDING, 0), video.total))
+    if first < stop:
+        return first, stop
     length = video.total / video.fps
     stop_of_video = video.start + length
     if video.start <= begin <= until and begin < stop_of_video:
-        return first - 1, first
+        on_screen = math.floor(min(first_number + _ROUNDING, video.total - 1))
+        return on_screen, on_screen + 1
     has = f"it has {length:.1f} s from {video.start:.1f} s on"
-    stop = "its end" if end is None else f"{end:g} s"
-    raise ValueError(f"The video {video.name!r} shows no frame from {begin:g} s to {stop}; {has}.")
+    bound = "its end" if end is None else f"{end:g} s"
+    raise ValueError(f"The video {video.name!r} shows no frame from {begin:g} s to {bound}; {has}.")
 
 
 def shrink(
