@@ -238,9 +238,10 @@ def test_csv_as_spreadsheets_write_it(batch, tmp_path):
 
 def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, tmp_path):
     batch.file = tmp_path / "rows.csv"
-    batch.file.write_text("video,question\nclip0.mp4,Who, and when?\nclip0.mp4,Who?\n")
+    batch.file.write_text("id,video,question\n7,clip0.mp4,Who, and when?\n,clip0.mp4,Who?\n")
     cut, whole = batch.answers()
-    assert "more cells" in cut["error"]
+    assert "row 1 has more cells" in cut["error"]
+    assert cut["id"] == "7"
     assert "answer" in whole
 
 

@@ -218,12 +218,12 @@ def test_a_broken_array_ends_the_reading(text, tmp_path):
 def test_good_rows_are_read_beside_bad_ones(tmp_path):
     path = tmp_path / "set.jsonl"
     good = b'{"vision_id": "v", "question": "Q?", "answer": "A."}'
-    lines = [good, b"", b"{broken", b"\xff\xfe", b"[1]", good, b"[" * 100_000]
+    lines = [good, b"", b'{"a": 1, "a": 2}', b"\xff\xfe", b"[1]", good, b"[" * 100_000]
     path.write_bytes(b"\n".join(lines))
     rows = list(iter_rows(path))
     assert [row.number for row in rows] == [1, 3, 4, 5, 6, 7]
     assert [row.number for row in rows if row.record is not None] == [1, 6]
-    with pytest.raises(ValueError, match=r"Row 3 of .*set\.jsonl is not a record: it is not JSON"):
+    with pytest.raises(ValueError, match=r"Row 3 of .*set\.jsonl is not a record: it is not JSON .* of the keys a one"):
         read_records(path)
 
 

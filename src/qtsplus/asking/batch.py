@@ -97,7 +97,7 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
     state_of = cache(media_state)
     for row in rows:
         try:
-            if row.content is None:
+            if row.problem is not None and (is_csv or row.content is None):
                 raise ValueError(row.problem)
             if is_csv:
                 question = QuestionRow.model_validate_strings(row.content)
@@ -131,10 +131,12 @@ def _read_csv(path: Path) -> list[Row]:
     rows = []
     for number, cells in enumerate(table, start=1):
         filled = {name: cell for name, cell in cells.items() if cell}
-        if None in filled:
-            rows.append(Row(number, problem="it has more cells than the first line has names."))
-        elif filled:
-            rows.append(Row(number, filled))
+        nameless = filled.pop(None, None)
+        problem = None
+        if nameless:
+            problem = f"row {number} has more cells than the first line has names: {show(nameless)}."
+        if filled or problem:
+            rows.append(Row(number, filled, problem))
     return rows
 
 

@@ -123,11 +123,19 @@ def _iter_lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                content = json.loads(line.decode("utf-8-sig"))
+                content = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
             except (ValueError, RecursionError) as error:
-                yield Row(number, problem=f"it is not JSON: {error}.")
+                yield Row(number, problem=f"it is not JSON that can be read: {error}.")
             else:
                 yield _parse(number, content)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; a `ValueError` where a key comes twice, of which Python would take the last."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError(f"of the keys {', '.join(content)} one is there twice")
+    return content
 
 
 def _read_array(path: Path) -> list | None:
@@ -137,7 +145,7 @@ def _read_array(path: Path) -> list | None:
             if not file.read(2**16).lstrip().startswith("["):
                 return None
             file.seek(0)
-            return json.load(file)
+            return json.load(file, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a JSON array of records: {error}.") from None
 
