@@ -8,6 +8,7 @@ from itertools import chain
 from math import inf
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -38,6 +39,12 @@ _AMOUNT = (
     r"(?:\w+teen|\w+ty|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|hundred|dozens?(?:\ of)?"
     r"|half|couple\ of|few|several|some|many|more|multiple|numerous|mere|long|short|full)"
 )
+# Where a number with "s" may be a time: at the start, behind a sign, and behind words that lead to a time.
+_BEFORE_S = (
+    r"(?:^|(?<=[\n(\[~–-])|(?<=[^\w\s]\ )|(?<=\ba\ )|(?<=\b(?:at|to|by|in|or|of)\ )|(?<=\b(?:for|and)\ )"
+    r"|(?<=\b(?:from|last|next|than|over|just|only)\ )|(?<=\b(?:after|until|about|first|every|lasts|takes)\ )"
+    r"|(?<=\b(?:before|within|around)\ )|(?<=\b(?:between|another)\ ))"
+)
 # A time on a clock or in seconds, minutes or hours, with the words that lead to it.
 _TIME = re.compile(
     rf"""
@@ -46,7 +53,8 @@ _TIME = re.compile(
     (?:
         (?<!(?:ratio|scale|score)\ of\ )(?<!mix\ of\ )[\[(]?\b{_CLOCK}(?:\ ?(?:-|–|to|and)\ ?{_CLOCK})?[\])]?
         | {_COUNT}[\ -]?(?:secs?|seconds?|mins?|minutes?|(?-i:h)|hours?)\b
-        | (?<!the\ )(?<![\w.])\d{{1,3}}(?:\.\d+)?\ ?s\b  # "5 s", but not "the 80s"
+        | {_BEFORE_S}\d{{1,3}}(?:\.\d+)?\ ?s\b  # "5 s", but not "the 80s" or "iPhone 4 s"
+        | (?<![\w.])\d{{1,3}}(?:\.\d+)?\ ?s(?=\ (?:later|ago|long|into|in|mark)\b)
         | \b(?:\d+h\ ?\d+m?|\d+m\ ?\d+s)\b  # "1h30"
         | (?<![\w.])\d{{1,2}}{_NOON}  # "5 pm"
         | (?:\ba\ )?\b{_AMOUNT}(?:[\ -](?:(?:and|or|to|a)\ )*{_AMOUNT})*\ (?:seconds|minutes|hours)\b  # "a few minutes"
@@ -174,6 +182,9 @@ def summarise(
         known.append(video.about)
         warnings += video.about.warnings
         steps = chapter_steps(video, chapter_seconds, max_visual_tokens or inf)
+        longest_step = max(np.diff(video.steps))
+        if longest_step > chapter_seconds:
+            warnings.append(f"{name} has chapters of a step, {longest_step:g} s: look at more frames for shorter ones.")
         for first, last in with_bar(steps, printable(name)):
             (answer,) = answer_questions(
                 model,
