@@ -53,6 +53,7 @@ CHOICES = [
     "(A) can't be right, it is B.",
     "Neither A nor C: B is",
     "Not A. B.",
+    "B is not wrong.",
 ]
 
 

@@ -34,7 +34,8 @@ _LETTERS = (
 _RULED_OUT = r"""(?x)
     (?:\b(?i:not|neither|nor|rather\ than)|n't)\ (?:[Oo]ption\ )?\(?[{0}]\b\)?
     (?:\ or\ \(?[{0}]\b\)?)*(?!\ (?!(?:but|nor)\b)\w)
-    | \(?\b[{0}]\b\)?\ (?:is|was|does|can|could|would)(?:n?'t|\ ?not|\ (?:wrong|incorrect|false))\b
+    | \(?\b[{0}]\b\)?\ (?:is|was|does|can|could|would)
+      (?:(?:n?'t|\ ?not)(?!\ (?:be\ )?(?:wrong|incorrect|false)\b)|\ (?:wrong|incorrect|false))\b
 """
 _JUDGE = """Question: {question}
 Right answer: {answer}
