@@ -200,7 +200,6 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
         ("training.per_device_train_batch_size=0", "per_device_train_batch_size is 0; expected more than 0"),
         ("training.output_dir=", "training.output_dir is null; expected the folder"),
         ("training.max_skipped=2", "max_skipped is 2; expected at most 1"),
-        ("stages=5", "SECTION.FIELD=VALUE"),
     ],
 )
 def test_mistakes_in_a_recipe_are_named(override, message):
@@ -216,7 +215,6 @@ def test_mistakes_in_a_recipe_are_named(override, message):
         ("model: !!python/object/apply:os.system [true]", "python/object"),
         ("model: {variant: a}\nmodel: {variant: b}", 'found duplicate key "model"'),
         ("model: 5", "model is 5; expected a mapping"),
-        ("stages: 5", "stages is 5"),
         ("stages: {one: {models: {}}}", "stages.one.models is no field; the nearest are model, "),
         ("modle: {}", "modle is no field; the nearest are model, "),
         ("model: {variant: qtsplus-tiny}\ntraining: {output_dir: out}", "data.train_files is missing"),
@@ -224,6 +222,11 @@ def test_mistakes_in_a_recipe_are_named(override, message):
             "model: {variant: qtsplus-tiny}\ndata: {train_files: [a]}\ntraining: {output_dir: out, use_cpu: true}\n"
             "stages: {first: {training: {lora_rank: 4}}, second: {}}",
             "the stage before second has a lora_rank",
+        ),
+        (
+            "model: {variant: qtsplus-tiny}\ndata: {train_files: [a]}\ntraining: {output_dir: out, use_cpu: true}\n"
+            "stages: {first: {}, second: {model: {weights: b}}}",
+            "stages.second.model.weights is set; expected",
         ),
     ],
 )

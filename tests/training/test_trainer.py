@@ -84,10 +84,11 @@ def test_every_quantity_is_logged(tmp_path):
     quantities = {"loss_lm", "rho", "n", "n_asked", "visual_tokens", "kept_fraction", "alpha", *PENALTIES}
     assert quantities <= line.keys()
     assert {"loss_mcq", "loss_vqa", "loss_caption"} & line.keys()
-    trainer.evaluate(examples(4))
-    evaluated = trainer.state.log_history[-1]
+    evaluated = trainer.evaluate(examples(4))
     assert evaluated["eval_n"] > 0
     assert "eval_loss_t" not in evaluated
+    trainer.predict(examples(1))
+    assert trainer.evaluate(examples(4))["eval_loss"] == evaluated["eval_loss"]
 
 
 def test_a_model_that_keeps_everything_has_no_penalty_and_no_history(tmp_path):

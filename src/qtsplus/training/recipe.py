@@ -157,6 +157,8 @@ def load_stages(
                 raise ValueError(
                     f"{path}: the stage before {stage} has a lora_rank; expected it in the last stage alone."
                 )
+            if "weights" in changes.get("model", {}):
+                raise ValueError(f"{path}: stages.{stage}.model.weights is set; expected it in the first stage alone.")
             sections["model"]["weights"] = recipes[0].model.weights
         output_dir = _output_dir(path, sections)
         if recipes:

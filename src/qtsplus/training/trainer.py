@@ -229,6 +229,11 @@ class QTSplusTrainer(Trainer):
         shares = token_losses / tokens[sources]
         return shares.sum()
 
+    def evaluation_loop(self, *args, **kwargs):
+        """As stock; the means that are logged are of this evaluation alone, not of an earlier `predict` too."""
+        self.running[False].totals.zero_()
+        return super().evaluation_loop(*args, **kwargs)
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """As stock; the labels are those of the shortened prompt, column for column beside the logits."""
         inputs = self._prepare_inputs(inputs)
