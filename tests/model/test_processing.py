@@ -396,6 +396,8 @@ def test_a_folder_of_frames_in_natural_order(processor, tmp_path):
     assert read_shades(frames) == list(range(12))
     inputs = processor(text=PROMPT, videos=tmp_path, fps=2, return_tensors="pt")
     assert steps_and_seconds(inputs) == (6, 1.0)
+    frame = next(processor.video_chunks(tmp_path, fps=2).decode())
+    assert frame.flags.writeable, "torch warns of others"
     with pytest.raises(ValueError, match="without their times"):
         processor(text=PROMPT, videos=str(tmp_path))
 

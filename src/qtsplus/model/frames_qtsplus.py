@@ -44,7 +44,7 @@ def decode_images(paths: Sequence[str], size: tuple[int, int]) -> Iterator[np.nd
     cannot be read.
     """
     for path in paths:
-        frame = np.asarray(_load_frame(path))
+        frame = np.array(_load_frame(path))  # torch warns of an array that is a view of the image
         size_of_frame = frame.shape[:2]
         if size_of_frame != size:
             raise ValueError(
@@ -121,7 +121,7 @@ def describe_frames(frames, metadata: Mapping | None, fps: float | None) -> Vide
         described = VideoMetadata(**dict({"total_num_frames": None}, **given))
     except TypeError as error:
         raise ValueError(f"video_metadata={metadata!r} is not a dictionary of the fields of one: {error}.") from error
-    require_positive("the `fps` of `video_metadata`", described.fps)
+    described.fps = require_positive("the `fps` of `video_metadata`", described.fps)
     total = described.total_num_frames
     indices = np.arange(count)
     if described.frames_indices is not None:
