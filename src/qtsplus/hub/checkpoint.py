@@ -37,6 +37,8 @@ REFERENCE = (
     (r"^model\.vision_tower\.", "model.visual."),
 ) + STOCK
 
+Weights = dict[str, torch.Tensor]  # by name
+
 
 def weight_files(folder: Path) -> list[Path]:
     """The one file of a folder's weights, or their index and its shards; a `ValueError` for missing ones."""
@@ -62,9 +64,9 @@ def weight_map(index: Path) -> dict[str, str]:
     return shards
 
 
-def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+def read_checkpoint(folder: Path) -> Weights:
     """The tensors of a folder's weights; a `ValueError` for a missing, cut or unreadable file."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Weights = {}
     for path in weight_files(folder):
         try:
             if path.suffix != ".json":
@@ -93,7 +95,7 @@ def check_weights(
     folder: Path,
     rules: tuple[tuple[str, str], ...] = STOCK,
     without: str | None = None,
-) -> dict[str, torch.Tensor]:
+) -> Weights:
     """
     The stored tensors under our names, if they are exactly what the model needs; a `ValueError` that lists those that
     are missing, unexpected or of another shape. A head beside tied embeddings is dropped where the two are equal.
@@ -103,7 +105,7 @@ def check_weights(
         raise ValueError(f"{folder} is quantized; take the checkpoint that it was made from, and quantize the result.")
     with reading(Path(folder, "config.json")):
         model = on_meta(config)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Weights = {}
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # as Qwen3.5's heads for several tokens at a time
     for key, tensor in stored.items():
         if not any(re.search(pattern, key) for pattern in ignored):

@@ -17,6 +17,8 @@ from ..video.encoded import FAILURES, EncodedVideo, encode, open_chunks, with_ba
 from ..video.storage import SAMPLING, Stored, fingerprint, load_video, measure, save_keys, saved_video
 from .library import INDEX, MADE, Entry, Index
 
+Files = dict[str, Path]  # videos by their names, which are their paths in the folder
+
 
 def index(
     videos: str | Path,
@@ -70,7 +72,7 @@ def index(
     return library
 
 
-def find_videos(root: Path) -> dict[str, Path]:
+def find_videos(root: Path) -> Files:
     """
     The videos of a folder and of the folders in it, also behind links to folders, by their paths in it. A `ValueError`
     if there are none.
@@ -134,7 +136,7 @@ class _Indexing:
 
     def recognise(
         self,
-        files: dict[str, Path],
+        files: Files,
         folder: str,
         prune: bool,
     ) -> None:
@@ -212,7 +214,7 @@ class _Indexing:
                 lost.append(name)
         return lost
 
-    def find_waiting(self, files: dict[str, Path]) -> dict[str, Path]:
+    def find_waiting(self, files: Files) -> Files:
         """The files that are to be encoded, once it is said how large that is."""
         waiting = {}
         tokens: dict[str, int] = {}  # by content: copies share what is stored
@@ -255,7 +257,7 @@ class _Indexing:
         has_keys = self.index.load_keys(entry, self.model, self.selector) is not None
         return has_keys or measure(file) == features
 
-    def encode_all(self, waiting: dict[str, Path]) -> None:
+    def encode_all(self, waiting: Files) -> None:
         stored: set[str | None] = set()  # contents, of which there may be copies
         for name, path in with_bar(waiting.items(), "Encoding"):
             entry = self.entries[name]

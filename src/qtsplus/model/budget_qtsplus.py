@@ -189,12 +189,15 @@ class Budget(NamedTuple):
     losses: Tensor  # [K], the prediction of [`QTSplusLossHead`]; [0] without such a head
 
 
+BudgetReader = Generator[Tensor, Any, Budget]  # see [`read_together`]
+
+
 def predict_budget(
     selector: "QTSplusSelector",
     candidates: Candidates,
     retention: float | None,
     call: "Call",
-) -> Generator[Tensor, Any, Budget]:
+) -> BudgetReader:
     """
     How many tokens stay, by the call, or by the head or the rule that the configuration names: a generator for
     [`read_together`].
@@ -232,7 +235,7 @@ def predict_by_losses(
     selector: "QTSplusSelector",
     candidates: Candidates,
     cap: int,
-) -> Generator[Tensor, Any, Budget]:
+) -> BudgetReader:
     """The count at which the predicted loss of the answer and the price of the tokens are least together."""
     config = selector.config
     num_tokens = candidates.num_tokens
@@ -246,10 +249,10 @@ def predict_by_losses(
     return Budget(losses.new_full((), n / num_tokens), n, losses)
 
 
-def read_together(readers: Sequence[Generator[Tensor, Any, Budget]]) -> list[Budget]:
+def read_together(readers: Sequence[BudgetReader]) -> list[Budget]:
     """What generators return that yield tensors of one shape to have their values; the host waits once for all rows."""
     budgets = {}
-    values: dict[Generator[Tensor, Any, Budget], Any] = dict.fromkeys(readers)
+    values: dict[BudgetReader, Any] = dict.fromkeys(readers)
     while values:
         wanted = {}
         for reader, value in values.items():

@@ -113,6 +113,8 @@ def unmark_template(
 
 # --- Plain texts ---
 
+TextIds = list[list[int]]  # the ids of each text of a conversation that is left blank
+
 
 def plain_inputs(processor: "QTSplusProcessorMixin", conversations: Sequence[list[dict]], **kwargs) -> BatchFeature:
     """
@@ -130,9 +132,9 @@ def plain_inputs(processor: "QTSplusProcessorMixin", conversations: Sequence[lis
     # Each text that holds special tokens is left blank in the prompt, and its ids take the place of the blank.
     prompts = []
     questions = []
-    ids_of_texts: list[list[list[int]]] = []  # per conversation the ids of the texts that were left blank
+    ids_of_texts: list[TextIds] = []
     for messages in conversations:
-        texts: list[list[int]] = []
+        texts: TextIds = []
         blanked = [_blank_texts(processor, message, texts) for message in messages]
         prompts.append(processor.apply_chat_template(blanked, tokenize=False, add_generation_prompt=True))
         questions.append(find_question(processor, blanked))
@@ -153,7 +155,7 @@ def plain_inputs(processor: "QTSplusProcessorMixin", conversations: Sequence[lis
 def _blank_texts(
     processor: "QTSplusProcessorMixin",
     message: dict,
-    texts: list[list[int]],
+    texts: TextIds,
 ) -> dict:
     """A message with a blank for every text that holds special tokens; the ids of those texts go to `texts`."""
 
@@ -184,7 +186,7 @@ def _fill_blanks(
     processor: "QTSplusProcessorMixin",
     inputs: BatchFeature,
     blank: str,
-    ids_of_texts: list[list[list[int]]],
+    ids_of_texts: list[TextIds],
 ) -> BatchFeature:
     """The `input_ids` and `attention_mask` of prompts with the ids of their texts in place of the blanks."""
     blank_id = processor.tokenizer.convert_tokens_to_ids(blank)

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+Span = tuple[int, int]  # the place of its first token, and the one behind its last
+Spans = list[Span]
+
 _TOKEN_IDS = (
     "user_turn_token_ids",
     "turn_end_token_id",
@@ -92,7 +95,7 @@ def find_user_turns(
     ids: Tensor,
     header: Sequence[int],
     turn_end: int,
-) -> list[tuple[int, int]]:
+) -> Spans:
     """
     `(start, stop)` of the text of every turn that is written as a user's. A text may hold the ids of a header and of an
     end: it goes on to the last end before another turn begins.
@@ -116,11 +119,11 @@ def find_user_turns(
 
 def _written_by_users(
     ids: Tensor,
-    turns: list[tuple[int, int]],
+    turns: Spans,
     header: Sequence[int],
     turn_end: int,
     tool_response_token_ids: Sequence[Sequence[int]],
-) -> list[tuple[int, int]]:
+) -> Spans:
     """
     The turns that a user wrote, as far as ids tell.
 
@@ -133,7 +136,7 @@ def _written_by_users(
     opening, closing = tool_response_token_ids
     opened = set(find_places(ids, opening))
     response_ends = _find_response_ends(ids, closing, turn_end)
-    users: list[tuple[int, int]] = []
+    users: Spans = []
     response_end = 0
     for start, stop in turns:
         if start < response_end:
@@ -174,7 +177,7 @@ def _frame_texts(
     video_token_id: int | None,
     openers: Sequence[int],
     line_break: int,
-) -> Iterator[tuple[int, int]]:
+) -> Iterator[Span]:
     """`(start, stop)` of the text before each frame, which begins with the nearest opener and has at most 16 tokens."""
     for frame in range(1, len(ids)):
         is_first_token = ids[frame] == video_token_id and ids[frame - 1] != video_token_id
