@@ -138,7 +138,7 @@ def test_what_a_folder_names_is_never_imported(name, mine, folder, tiny_mp4, tmp
     result = run("ask", tiny_mp4, "What?", "--model", folder)
     (line,) = result.stderr.splitlines()
     assert result.exit_code == 2, result.output
-    assert "What is stored imports nothing" in line, result.output
+    assert "A stored name is never imported" in line, result.output
     assert not (tmp_path / "ran").exists()
 
 

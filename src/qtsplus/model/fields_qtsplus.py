@@ -1,4 +1,4 @@
-"""The selector's configuration: its fields, the values that each may have, and what a model's configuration adds."""
+"""The selector's configuration: its fields with their allowed values, and the fields of a model that has a selector."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "position_ids": POSITION_IDS,
     "selection": SELECTIONS,
 }
-VERSION = "0.1.0"  # of the code; every config.json that it writes has it as `qtsplus_version`
-Ids = list[int] | tuple[int, ...]  # token ids or indices, which JSON brings as lists
+VERSION = "0.1.0"  # the version of this code, which config.json states as `qtsplus_version`
+Ids = list[int] | tuple[int, ...]  # token ids or indices; from JSON they are lists
 Tags = list[list[int]] | tuple[tuple[int, ...], ...]  # the token ids of a tool response's two tags
-SEEN_AREA = 0.8  # A calibration with less cannot tell what a video shows from what it does not.
+SEEN_AREA = 0.8  # with a smaller `seen_area`, `seen` hardly tells whether a video shows the answer
 _ABOVE_0 = 1e-12
 _LARGEST = 2**31 - 1
 # The numeric fields by their range. The annotation of a field says whether only whole numbers are allowed.
@@ -56,24 +56,26 @@ class QTSplusConfig(PreTrainedConfig):
     Args:
         rho_min, rho_max (`float`, default to 0.05 and 0.5): bounds of the fraction of the visual tokens that is kept.
         n_max (`int`, defaults to 25600): hard cap on the kept tokens of one sample, in training as in inference.
-        budget (`str`, defaults to `"loss"`): where rho comes from. With `"loss"` a head over the question and its
-            relevance predicts how much the answer would lose with 1, 2, 4, ... tokens, and the budget is the count that
-            minimizes this loss plus the price of the tokens. Only `QTSplusTrainer` teaches that head; untaught it
-            keeps `rho_min`. With the paper's `"rho"` the head predicts rho.
-        token_price (`float`, defaults to 0.02): for `budget="loss"`, the gain that one more token must bring, in nats
-            of the answer's log-probability; the lambdas add to it. Training sets it if there is a `target_n`.
+        budget (`str`, defaults to `"loss"`): how the budget is predicted. With `"loss"` a head reads the question and
+            its relevance, and predicts how much higher the answer's loss would be if only 1, 2, 4, ... tokens were
+            kept. The budget is the count for which this loss plus the price of the tokens is lowest. Only
+            `QTSplusTrainer` trains that head; before, it keeps `rho_min`. With the paper's `"rho"` a head predicts rho.
+        token_price (`float`, defaults to 0.02): for `budget="loss"`, by how many nats one more token must raise the
+            answer's log-probability to be kept; the lambdas add to it. Training sets it if there is a `target_n`.
         budget_hidden_size (`int`, defaults to 256): width of the budget head's hidden layer.
 
     > The gate and the method
 
         tau_s (`float`, defaults to 0.5): temperature of the training gate.
-        gate (`str`, defaults to `"soft"`): which tokens training lets through (docs/training.md). `"soft"` lets three
-            times as many through as the budget, each in part, so that the answers teach the scores. `"detached"` keeps
-            the tokens that inference keeps, for scores that attention teaches. `"gumbel"` is the paper's sampled gate.
-        selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `methods_qtsplus.METHODS`: the most
-            relevant tokens; `"lm_attention"`, the tokens that the language model itself attends to in a first, shallow
-            pass; `"all"`; or, independent of the question, `"uniform"` (the paper's UNIF), `"random"`,
-            `"temporal_redundancy"` (as EVS), `"diversity"` (as DivPrune) or `"coverage"`, for summaries.
+        gate (`str`, defaults to `"soft"`): which tokens training keeps (docs/training.md). `"soft"` keeps three times
+            as many as the budget, each mixed with the mean of all tokens, so that the answers teach the scores.
+            `"detached"` keeps the tokens that inference keeps, for scores that attention teaches. `"gumbel"` is the
+            paper's sampled gate.
+        selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `methods_qtsplus.METHODS`.
+            `"qtsplus"` keeps the tokens that the selector finds most relevant, `"lm_attention"` those that the language
+            model itself attends to in a first, shallow pass, `"all"` every token. The others ignore the question:
+            `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS), `"diversity"` (as DivPrune)
+            and `"coverage"`, for summaries.
 
     > The relevance
 
@@ -81,32 +83,32 @@ class QTSplusConfig(PreTrainedConfig):
             the paper's, every word by itself; `"layer"` adds one self-attention layer of the selector over them.
         scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
         null_token (`bool`, defaults to `True`): one learned token competes with the visual ones for the relevance and
-            stands for "none of them". The visual tokens' relevance sums to 1 less its share.
+            stands for "none of them". The visual tokens' relevance and its own sum to 1.
         reduction (`str`, defaults to `"mean"`): how a token's scores over heads and words of the question become its
             relevance: `"max"` (the paper), `"mean"`, or, for questions without options, `"sum"`; see
             relevance_qtsplus.py.
         evidence_share (`float`, defaults to 0.5): a token with at least this fraction of the highest relevance is
             evidence.
         seen_threshold (`float`, *optional*): an answer with at least this `seen` says that its video shows what was
-            asked for. A calibration finds it with questions whose answer their video shows and with others. Only a
-            model with a null token and a calibration has a `seen`, see [`says_seen`]. Training the scores removes the
-            calibration.
-        seen_area (`float`, *optional*): that calibration's area under the curve, 0.5 by chance: how often a question
-            whose answer is shown has a larger `seen` than one whose answer is not.
+            asked for. A calibration finds it from questions whose video shows the answer and questions whose video does
+            not. Only a model with a null token and a calibration has a `seen`, see [`says_seen`]. Training the scores
+            removes the calibration.
+        seen_area (`float`, *optional*): the area under the ROC curve of that calibration: how often `seen` is larger
+            for a question whose video shows the answer than for another; 0.5 by chance.
 
-        trained_seconds (`float`, *optional*): the longest video that this model was trained on with its selector, which
-            training notes. An answer about a longer video says so.
+        trained_seconds (`float`, *optional*): the length of the longest video that the selector was trained on, set by
+            training. An answer about a longer video says so.
 
     > The language model's own attention, for `selection="lm_attention"`
 
         attention_layer (`int`, *optional*): the layer whose attention is read, counted from 0. It must have full
             attention. The default is the layer at 0.65 of the depth, as in published work; `qtsplus calibrate` finds
-            the best one of a model.
+            a model's best layer.
         attention_heads (`list[int]`, *optional*): the heads of that layer that count; all if absent.
-        attention_group (`int`, defaults to 8192): the most visual tokens that are read together. Time and memory of a
-            group grow with its size; in larger groups more frames see each other.
-        attention_mass (`float`, defaults to 0.6): the budget of this selection: as many tokens as hold this share of
-            the attention to all visual tokens, within `rho_min` and `rho_max`.
+        attention_group (`int`, defaults to 8192): how many visual tokens at most are read together. Time and memory of
+            a group grow with its size; in larger groups more frames see each other.
+        attention_mass (`float`, defaults to 0.6): this selection keeps the fewest tokens that hold this share of the
+            attention to all visual tokens, within `rho_min` and `rho_max`.
 
     > The kept tokens
 
@@ -124,7 +126,7 @@ class QTSplusConfig(PreTrainedConfig):
         target_n (`float`, *optional*): dataset-level mean of kept tokens to aim at.
 
     Raises:
-        ValueError: a value out of its range, named with the range.
+        ValueError: a value is out of its range. The message names both.
     """
 
     model_type = "qtsplus"
@@ -182,36 +184,37 @@ class QTSplusConfig(PreTrainedConfig):
 
 def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:
     """
-    `sub_configs` and `sub_configs_defaults` of a configuration with a `qtsplus_config` beside those of `config_class`:
-    Transformers below 5.20 reads the first, later ones the second.
+    The `sub_configs` and the `sub_configs_defaults` of `config_class`, each with `qtsplus_config` added. Transformers
+    below 5.20 reads the former, later versions the latter.
     """
     classes = config_class.sub_configs | {"qtsplus_config": QTSplusConfig}
     specifications = getattr(config_class, "sub_configs_defaults", {})
     if specifications:
-        specification = type(next(iter(specifications.values())))
-        specifications = specifications | {"qtsplus_config": specification(config_class=QTSplusConfig)}
+        stock = next(iter(specifications.values()))
+        specification = type(stock)(config_class=QTSplusConfig)
+        specifications = specifications | {"qtsplus_config": specification}
     return classes, specifications
 
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
 class QTSplusConfigMixin:
     """
-    The fields of every configuration with a selector, added to the backbone's own: a [`QTSplusConfig`] as
-    `qtsplus_config`, and the token ids by which the question is found in a prompt, here those of Qwen2.5's tokenizer.
+    The fields that a backbone's configuration gets with a selector: a [`QTSplusConfig`] as `qtsplus_config`, and the
+    token ids by which the question is found in a prompt. The defaults are the ids of Qwen2.5's tokenizer.
     """
 
     keys_to_ignore_at_inference = ["cache", "past_key_values", "image_outputs", "video_outputs", "qtsplus"]
 
-    qtsplus_config: dict | PreTrainedConfig | None = None  # the selector; its defaults where absent
+    qtsplus_config: dict | PreTrainedConfig | None = None  # `None` is replaced by the defaults
     user_turn_token_ids: Ids = (151644, 872)  # <|im_start|>user, without the line break
     turn_end_token_id: int = 151645  # <|im_end|>
     special_token_ids: Ids = tuple(range(151643, 151657))  # never part of a question
     # The ids that begin and end a tool's response in a turn of the user: `<tool_response` and `</tool_response>`. The
-    # first has no `>`, because that is one token with the line break behind it.
+    # first has no `>`, because the tokenizer joins it with the line break that follows.
     tool_response_token_ids: Tags = ((27, 14172, 9655), (522, 14172, 9655, 29))
 
     def to_dict(self):
-        """As stock, with the version of the code that writes it."""
+        """The stock dict, with the version of this code."""
         return super().to_dict() | {"qtsplus_version": VERSION}  # type: ignore[misc]
 
     def __post_init__(self, **kwargs):
@@ -224,7 +227,7 @@ class QTSplusConfigMixin:
             )
         check_token_ids(self)
         self.qtsplus_config = selector
-        kwargs.pop("model_type", None)  # a base checkpoint's config.json has the stock model's
+        kwargs.pop("model_type", None)  # in a base checkpoint's config.json it is that of the stock model
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
 
@@ -255,7 +258,7 @@ def check_fields(config: PreTrainedConfig, kinds: Mapping) -> None:
             require(config, holds, [name], f"{noun} from {least:,} to {most:,}")
     heads = config.attention_heads
     if heads is not None:
-        are_different = are_ids(heads) and 0 < len(set(heads)) == len(heads)
+        are_different = are_ids(heads) and len(heads) > 0 and len(set(heads)) == len(heads)
         require(config, are_different, ["attention_heads"], "different whole numbers from 0 on, at least one")
 
 
@@ -279,7 +282,7 @@ def are_ids(value) -> bool:
 
 
 def check_token_ids(config) -> None:
-    """Raises `ValueError` for invalid token ids, by which no question can be found."""
+    """Raises `ValueError` for token ids with which no question could be found."""
     for name in ("user_turn_token_ids", "special_token_ids", "frame_text_token_ids"):
         ids = getattr(config, name, ())
         if not are_ids(ids):
@@ -290,7 +293,7 @@ def check_token_ids(config) -> None:
 
 
 def check_names(names: Iterable[str], kinds: Mapping) -> None:
-    """Raises `ValueError` for a field that neither [`QTSplusConfig`] nor every configuration of Transformers has."""
+    """Raises `ValueError` for a field that is not in `kinds` and not one that every configuration has."""
     for name in sorted(names):
         is_inherited = hasattr(PreTrainedConfig, name) or hasattr(PreTrainedConfig, f"_{name}")
         is_internal = name.startswith("_") or name == "auto_map"

@@ -1,7 +1,7 @@
-"""Which visual tokens stay: methods, functions `select(candidates, n) -> kept indices`.
+"""The methods that choose which visual tokens are kept: functions `method(candidates, n) -> kept indices`.
 
-`selection=` takes such a function in every call, or the name of one of [`METHODS`], which the configuration takes too.
-Of tokens that are as good as each other the earliest stay: [`top_n`] says what that means.
+A call's `selection=` takes such a function, or its name in [`METHODS`]. The configuration takes a name. If tokens are
+equally good, the earliest are kept: [`top_n`] says when tokens are equally good.
 """
 
 import inspect
@@ -19,19 +19,20 @@ from torch import Tensor
 
 from .numbers_qtsplus import is_number, require_count
 
-# Scores that differ by at most this are a tie. In float32, features of equal frames in batches of different sizes
-# differ by 1e-6, and log-relevance hardly more; there, a tie is a ten-thousandth of a token's relevance.
+# Scores that differ by at most this are a tie. The float32 features of equal frames differ by 1e-6 if they were encoded
+# in batches of different sizes, and their log-relevance by hardly more. In log-relevance, TIE is a ten-thousandth of a
+# token's relevance.
 TIE = 1e-4
-WINDOW = 8  # tokens that [`coverage`] keeps from a neighbourhood in time, in which it avoids similar ones
+WINDOW = 8  # the neighbours in time that [`coverage`] compares a token with hold about as many kept tokens
 BLOCK = 512  # tokens that [`temporal_redundancy`] compares at a time
-# A round of [`add_farthest`] adds one token for so many that are kept, but at most [`ROUND`]. They come from a pool of
-# 16 times as many tokens and [`POOL`] more.
+# A round of [`add_farthest`] adds one token for every KEPT_PER_NEW kept ones, at most ROUND. It takes them from a pool
+# of 16 times as many tokens and POOL more, at most LARGEST_POOL.
 KEPT_PER_NEW = 16
 ROUND = 512
 POOL = 128
 LARGEST_POOL = 4096
-# Devices that multiply values of 16 bits many times faster than float32, and add the products in float32. Earlier
-# PyTorch does not offer it, nor do some builds for AMD, whose device is called "cuda" too.
+# The devices on which `torch.mm` multiplies 16-bit values many times faster than float32 values and adds the products
+# in float32. Older PyTorch has no such `mm`, nor have some builds for AMD, whose device is also called "cuda".
 FAST_16_BITS = {"cuda"} if torch.version.cuda and hasattr(torch.ops.aten.mm, "dtype") else set()
 
 
@@ -39,21 +40,21 @@ FAST_16_BITS = {"cuda"} if torch.version.cuda and hasattr(torch.ops.aten.mm, "dt
 class Candidates:
     """The `M` visual tokens of one sample that compete for its budget. Expensive properties are computed when read."""
 
-    visual: Sequence[Tensor]  # [k, d] of each video (or image) in turn; k sum to M
-    query: Tensor  # [L, d], raw embeddings of the question's words; empty where a prompt has none
+    visual: Sequence[Tensor]  # one [k, d] for each video or image, in turn; the k sum to M
+    query: Tensor  # [L, d], raw embeddings of the question's words; empty if the prompt has no question
     positions: Tensor  # [3, M], absolute (time, height, width) in the prompt
-    # (time, height, width) of each video in tokens; its k tokens are ordered frame by frame, row by row. A video with
-    # only a part of its tokens has several grids in turn.
+    # (time, height, width) of each video in tokens; its k tokens are ordered frame by frame, row by row. If only parts
+    # of a video compete, each part has a grid.
     grids: Sequence[tuple[int, int, int]]
-    score: Callable[[Tensor], Tensor]  # from the states of the question's words to `log_relevance`
-    contextualise: Callable[[], Tensor] | None = None  # computes those states; `query` itself if `None`
+    score: Callable[[Tensor], Tensor]  # computes `log_relevance` from `query_states`
+    contextualise: Callable[[], Tensor] | None = None  # computes `query_states`, which are `query` if `None`
     attend: Callable[[], Tensor] | None = None  # computes `log_attention`
-    # `log_attention`, or else `log_relevance`, once the method has read it
+    # The scores that the method has read: `log_attention` if it has read that, or else `log_relevance`.
     scores: Tensor | None = field(default=None, init=False)
 
     @cached_property
     def query_states(self) -> Tensor:
-        """`[L, d]`, the question's words as the selector scores by them: with `query_states="layer"` in context."""
+        """`[L, d]`, the states of the question's words that the selector compares with the visual tokens."""
         if self.contextualise is None:
             return self.query
         return self.contextualise()
@@ -70,7 +71,7 @@ class Candidates:
 
     @property
     def log_relevance(self) -> Tensor:
-        """`[M]` float32, at most 0: how relevant each token is to the question by the selector."""
+        """`[M]` float32, at most 0: how relevant each token is to the question, as the selector scores it."""
         if self.scores is None:
             self.scores = self._relevance
         return self._relevance
@@ -84,7 +85,8 @@ class Candidates:
     @property
     def scored_by_selector(self) -> bool:
         """Whether `scores` come from the selector, with its null token, and not from the language model."""
-        return self.scores is not None and self.scores is vars(self).get("_relevance")
+        relevance = vars(self).get("_relevance")  # `None` if nobody has computed it
+        return self.scores is not None and self.scores is relevance
 
     @cached_property
     def num_tokens(self) -> int:
@@ -96,7 +98,7 @@ class Candidates:
         return self.visual[0].device
 
 
-# From candidates and n, 1 to M, to the indices of the n that stay: `[n]` int64, ascending.
+# Takes the candidates and n, from 1 to M. Returns the indices of the n tokens to keep: `[n]` int64, ascending.
 Method = Callable[[Candidates, int], Tensor]
 
 
@@ -115,7 +117,7 @@ def lm_attention(candidates: Candidates, n: int) -> Tensor:
 
 def uniform(candidates: Candidates, n: int) -> Tensor:
     """n evenly spaced tokens, the middle of each of n equal parts: the paper's UNIF."""
-    halves = torch.arange(n, device=candidates.device) * 2 + 1  # up to the middle of each part
+    halves = torch.arange(n, device=candidates.device) * 2 + 1  # how many half parts end at the middle of each part
     return (halves * candidates.num_tokens) // (2 * n)
 
 
@@ -131,31 +133,38 @@ def everything(candidates: Candidates, n: int) -> Tensor:
 
 def temporal_redundancy(candidates: Candidates, n: int) -> Tensor:
     """
-    The n tokens that differ most from the same place one step earlier, by the cosine of their features, as Efficient
-    Video Sampling does (arXiv 2510.14624).
+    The n tokens that differ most from the token at the same place one step earlier, by the cosine of their features,
+    as Efficient Video Sampling does (arXiv 2510.14624).
 
-    EVS keeps the whole first frame. Here it is compared with its own mean, so that small budgets leave a choice.
+    EVS keeps the whole first frame, which could fill a small budget. Here its tokens are compared with their mean.
     """
     similarities = []
-    features_by_grid = _joined(candidates).split([math.prod(grid) for grid in candidates.grids])
-    for features, (_, height, width) in zip(features_by_grid, candidates.grids, strict=True):
-        places = height * width
-        first_frame = features[:places].float()
-        mean = first_frame.mean(0).expand(places, -1)
+    for frames in _frames_of_videos(_joined(candidates), candidates):
+        first_frame = frames[0].float()
+        mean = first_frame.mean(0).expand_as(first_frame)
         similarities.append(F.cosine_similarity(mean, first_frame, dim=-1))
         # In blocks, so that the copies in float32 stay small.
-        blocks_before = features[:-places].split(BLOCK)
-        blocks_now = features[places:].split(BLOCK)
+        blocks_before = frames[:-1].flatten(0, 1).split(BLOCK)
+        blocks_now = frames[1:].flatten(0, 1).split(BLOCK)
         for before, now in zip(blocks_before, blocks_now, strict=True):
             similarities.append(F.cosine_similarity(before.float(), now.float(), dim=-1))
     return top_n(1 - torch.cat(similarities), n)
 
 
 def _joined(candidates: Candidates) -> Tensor:
-    """`[M, d]`, the features of all videos, without a gradient: a choice has none, and its graph would be large."""
+    """`[M, d]`, the features of all videos, detached: a choice has no gradient, and its graph would be large."""
     if len(candidates.visual) == 1:
         return candidates.visual[0].detach()
     return torch.cat(list(candidates.visual)).detach()
+
+
+def _frames_of_videos(features: Tensor, candidates: Candidates) -> list[Tensor]:
+    """`[time, height * width, d]` for each grid, a view of the features `[M, d]` of all videos."""
+    sizes = [math.prod(grid) for grid in candidates.grids]
+    frames_of_videos = []
+    for tokens, (time, height, width) in zip(features.split(sizes), candidates.grids, strict=True):
+        frames_of_videos.append(tokens.unflatten(0, (time, height * width)))
+    return frames_of_videos
 
 
 def diversity(candidates: Candidates, n: int) -> Tensor:
@@ -163,8 +172,8 @@ def diversity(candidates: Candidates, n: int) -> Tensor:
     n tokens that are far from each other: again and again the token whose nearest kept token is farthest, by the cosine
     of their features, as DivPrune does (arXiv 2503.02175).
 
-    The first is the one farthest from the mean, where DivPrune needs all pairs of tokens. [`add_farthest`] says how the
-    others are found.
+    The first is the token farthest from the mean; DivPrune compares all pairs of tokens for it. [`add_farthest`] says
+    how the others are found.
     """
     visual = _joined(candidates)
     with torch.autocast(visual.device.type, enabled=False):
@@ -178,46 +187,43 @@ def diversity(candidates: Candidates, n: int) -> Tensor:
 
 def coverage(candidates: Candidates, n: int) -> Tensor:
     """
-    n tokens that cover a video for a summary: again and again the token that differs most, by the cosine of the
-    features, from the mean of its time and from the kept tokens of its time.
+    n tokens that cover a video for a summary: again and again the token that differs most from its neighbours in time,
+    by the cosine of the features: from their mean, and from those of them that are kept already.
 
-    The time of a token is the steps around it that hold about [`WINDOW`] of n evenly spread tokens. So a thing that
-    comes back later counts again, and a quiet hour takes nothing from a busy minute. [`add_farthest`] says how the
-    tokens are found.
+    The neighbours of a token are in the steps around it that hold about [`WINDOW`] of n evenly spread tokens. So a
+    thing that comes back later counts again, and a quiet hour gets few tokens. [`add_farthest`] says how the tokens are
+    found.
     """
     features = _joined(candidates)
     visual = features.float()
-    sizes = [math.prod(grid) for grid in candidates.grids]
-    times = [time for time, _, _ in candidates.grids]
-    means = []
-    steps = []
-    num_steps = 0
-    for part, time in zip(visual.split(sizes), times, strict=True):
-        means.append(part.unflatten(0, (time, -1)).mean(1))
-        steps_of_part = torch.arange(num_steps, num_steps + time, device=part.device)
-        steps.append(steps_of_part.repeat_interleave(len(part) // time))
-        num_steps += time
-
+    means = torch.cat([frames.mean(1) for frames in _frames_of_videos(visual, candidates)])
+    num_steps = len(means)
     reach = round(WINDOW * num_steps / (2 * n))
     reach = max(1, min(num_steps, reach))
     means_around = F.avg_pool1d(
-        torch.cat(means).T,
+        means.T,
         kernel_size=2 * reach + 1,
         stride=1,
         padding=reach,
         count_include_pad=False,
     )
-    own_times = F.normalize(means_around.T, dim=-1)
+    means_around = F.normalize(means_around.T, dim=-1)
+
     directions = F.normalize(visual, dim=-1)
-    to_own_time = []
+    steps = torch.arange(num_steps, device=visual.device)
+    times = [time for time, _, _ in candidates.grids]
+    frames_of_videos = _frames_of_videos(directions, candidates)
+    by_video = zip(frames_of_videos, means_around.split(times), steps.split(times), strict=True)
+    similarities = []
+    steps_of_tokens = []
     with torch.autocast(visual.device.type, enabled=False):
-        for part, own_time in zip(directions.split(sizes), own_times.split(times), strict=True):
-            frames = part.unflatten(0, (len(own_time), -1))
-            to_own_time.append((frames @ own_time[:, :, None]).flatten())
-        distance = 1 - torch.cat(to_own_time)
-        step_of_token = torch.cat(steps)
-        nothing = step_of_token[:0]
-        return add_farthest(nothing, distance, n, Neighbours(features, directions, step_of_token, reach))
+        for frames, means_of_video, steps_of_video in by_video:
+            similarities.append((frames @ means_of_video[:, :, None]).flatten())
+            steps_of_tokens.append(steps_of_video.repeat_interleave(frames.shape[1]))
+        distance = 1 - torch.cat(similarities)
+        neighbours = Neighbours(features, directions, torch.cat(steps_of_tokens), reach)
+        none_kept = steps[:0]
+        return add_farthest(none_kept, distance, n, neighbours)
 
 
 class Neighbours:
@@ -235,7 +241,7 @@ class Neighbours:
             visual: `[M, d]`, the features.
             directions: `[M, d]` float32, the features with length 1.
             step_of_token: `[M]`, the step in time of each token; `None` compares all tokens.
-            reach: how many steps away tokens still count.
+            reach: tokens that are more steps apart are not compared.
         """
         self.step_of_token = step_of_token
         self.reach = reach
@@ -246,7 +252,7 @@ class Neighbours:
             self.lengths = torch.linalg.vector_norm(visual, dim=-1, dtype=torch.float32).clamp(min=1e-12)
 
     def similarities(self, others: Tensor, tokens: Tensor | slice = slice(None)) -> Tensor:
-        """`[k, m]` float32: the cosines of `tokens`, or of all, with m others; -inf out of reach."""
+        """`[k, m]` float32: the cosines of k `tokens`, by default of all, with m `others`; -inf if out of reach."""
         features = self.features[tokens]
         features_of_others = self.features[others].T
         if self.lengths is None:
@@ -259,8 +265,8 @@ class Neighbours:
             steps = self.step_of_token[tokens, None]
             steps_of_others = self.step_of_token[others]
             is_before = steps < steps_of_others - self.reach
-            is_behind = steps > steps_of_others + self.reach
-            cosines.masked_fill_(is_before | is_behind, -torch.inf)
+            is_after = steps > steps_of_others + self.reach
+            cosines.masked_fill_(is_before | is_after, -torch.inf)
         return cosines
 
 
@@ -271,18 +277,18 @@ def add_farthest(
     neighbours: Neighbours,
 ) -> Tensor:
     """
-    `[n]` int64, ascending: the kept tokens and those that are far from them and from each other.
+    `[n]` int64, ascending: the kept tokens, and added ones that are far from them and from each other.
 
     The readable twin, `naive_farthest` in tests/naive.py, adds the token with the largest distance, updates all
-    distances, and so on: it reads all features for each token. Here a round adds several, one for every
-    [`KEPT_PER_NEW`] that are kept. They are those of a pool of the farthest tokens that remain the farthest as if all
-    better tokens of the pool were kept already. Nothing waits for the host. Time is O(n M d), in matrix products, and
-    memory O(M d).
+    distances, and so on: it reads all features once for each token. Here a round adds several tokens, one for every
+    [`KEPT_PER_NEW`] that are kept. It takes a pool of the farthest tokens, computes how far each would be if all better
+    tokens of the pool were kept already, and adds the farthest. The host waits for nothing. Time is O(n M d), in matrix
+    products, and memory O(M d).
 
-    The first 32 tokens are the twin's. Behind them, the largest distance that any token has in the end is the twin's
-    within 5% and [`TIE`]. The exception is a video that shows many different things, each in a hundred or more nearly
-    equal copies. If as many tokens are kept as there are things, about one thing in ten is missed; if three times as
-    many are kept, none is.
+    The first 32 tokens are the twin's. After all n, the largest distance of any token to the kept ones differs from the
+    twin's by at most 5% and [`TIE`]. The exception is a video that shows many different things, each in a hundred or
+    more nearly equal copies. If as many tokens are kept as there are things, about one thing in ten is missed; if three
+    times as many are kept, none is.
 
     Args:
         kept: `[k]` indices of the tokens that are kept already.
@@ -295,7 +301,8 @@ def add_farthest(
         count = max(1, len(kept) // KEPT_PER_NEW)
         count = min(count, ROUND, missing)
         chosen = _farthest(distance, count, left, neighbours)
-        distance = torch.minimum(distance, 1 - neighbours.similarities(chosen).amax(1))
+        similarity_to_nearest = neighbours.similarities(chosen).amax(1)
+        distance = torch.minimum(distance, 1 - similarity_to_nearest)
         distance.index_fill_(0, chosen, -torch.inf)
         kept = torch.cat([kept, chosen])
     return kept.sort().values
@@ -307,7 +314,7 @@ def _farthest(
     left: int,
     neighbours: Neighbours,
 ) -> Tensor:
-    """`[count]` of the tokens that are left: a round of [`add_farthest`]."""
+    """One round of [`add_farthest`]: `[count]` indices among the `left` tokens that are not kept yet."""
     if count == 1:
         is_farthest = distance >= distance.amax() - TIE
         return is_farthest.int().argmax()[None]
@@ -321,55 +328,63 @@ def _farthest(
     is_earlier = pool[:, None] < pool
     is_better = is_above | (is_tied & is_earlier)
     similarity = neighbours.similarities(pool, pool)
-    to_better = similarity.masked_fill(~is_better, -torch.inf).amax(0)
-    scores_if_better_are_kept = torch.minimum(scores, 1 - to_better)
+    similarity.masked_fill_(~is_better, -torch.inf)
+    similarity_to_better = similarity.amax(0)
+    scores_if_better_are_kept = torch.minimum(scores, 1 - similarity_to_better)
     return pool[top_n(scores_if_better_are_kept, count)]
 
 
 def top_n(scores: Tensor, n: int) -> Tensor:
     """
     Indices of the n largest scores, ascending: `[n]` int64. Scores within [`TIE`] of the n-th largest count as equal to
-    it, and of those the earliest stay: rounding does not decide between tokens that show the same.
+    it, and the earliest of them are taken, so that rounding does not decide between tokens that show the same.
     """
     cut = scores.topk(n, sorted=False).values.amin()
     is_above = scores > cut + TIE
     is_tied = (scores >= cut - TIE) & ~is_above
     room = n - is_above.sum()
-    is_earliest = is_tied & (is_tied.cumsum(0) <= room)
+    rank_of_tied = is_tied.cumsum(0)
+    is_earliest = is_tied & (rank_of_tied <= room)
     return true_places(is_above | is_earliest, n)
 
 
 def true_places(mask: Tensor, n: int) -> Tensor:
     """
-    `[n]` int64, ascending: where a mask is true, as `mask.nonzero()[:, 0]`, but without a wait of the host for their
-    number. -1 stands for each that is missing.
+    The n places where a mask is true, ascending: `[n]` int64; -1 at the end if there are fewer. It is
+    `mask.nonzero()[:, 0]` for a known number, for which the host need not wait.
     """
-    behind_the_end = torch.where(mask, mask.cumsum(0) - 1, n)
+    slots = torch.where(mask, mask.cumsum(0) - 1, n)  # all that are false go to slot n, which is cut off
     places = torch.full((n + 1,), -1, device=mask.device)
-    return places.scatter_(0, behind_the_end, torch.arange(len(mask), device=mask.device))[:n]
+    places.scatter_(0, slots, torch.arange(len(mask), device=mask.device))
+    return places[:n]
 
 
 def to_host(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors, `[k]` each, on the host, which waits once for all of them."""
-    return torch.cat(list(rows)).cpu().split(list(map(len, rows)))
+    """Copies the tensors, `[k]` each, to the host, which waits once for all of them."""
+    joined = torch.cat(list(rows)).cpu()
+    return joined.split([len(row) for row in rows])
 
 
 def take_from_all(samples: Sequence[Sequence[Tensor]], indices: Sequence[Tensor]) -> list[Tensor]:
-    """As [`take_rows`] from each of several samples."""
+    """[`take_rows`] of each of several samples."""
     if any(len(parts) > 1 for parts in samples):
         indices = to_host(indices)
     return list(map(take_rows, samples, indices))
 
 
 def take_rows(parts: Sequence[Tensor], indices: Tensor) -> Tensor:
-    """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
+    """`[n, d]`, the rows of `parts` at ascending indices, counted as if the parts were one tensor."""
     if len(parts) == 1:
-        return parts[0] if len(indices) == len(parts[0]) else parts[0][indices]
-    starts = list(accumulate([len(part) for part in parts], initial=0))
+        if len(indices) == len(parts[0]):
+            return parts[0]
+        return parts[0][indices]
+    starts = list(accumulate(map(len, parts), initial=0))
     bounds = torch.searchsorted(indices, torch.tensor(starts, device=indices.device))
     counts = bounds.diff().tolist()
-    chosen_of_parts = zip(parts, starts, indices.split(counts), strict=False)
-    return torch.cat([part[chosen - start] for part, start, chosen in chosen_of_parts])
+    rows = []
+    for part, start, chosen in zip(parts, starts[:-1], indices.split(counts), strict=True):
+        rows.append(part[chosen - start])
+    return torch.cat(rows)
 
 
 METHODS: dict[str, Method] = {
@@ -388,21 +403,21 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(selection: str | Method) -> Method:
-    """The function of a `selection`, which is its name or the function itself; `ValueError` for anything else."""
+    """The function that a `selection` names, or is; `ValueError` for anything else."""
     method = METHODS.get(selection) if isinstance(selection, str) else selection
     if callable(method):
         return method
     message = f"selection={selection!r}; expected one of {tuple(METHODS)}, or a function like theirs."
     if ":" in str(selection):
-        message += " What is stored imports nothing: name it in the command, the recipe or the call."
+        message += " A stored name is never imported: give it in the command, the recipe or the call."
     raise ValueError(message)
 
 
 def add_method(name: str | Method | None) -> None:
     """
-    Makes a method available by the name that a command, a recipe or a call gives: one of [`METHODS`], or
-    `module:function` or `file.py:function`. These run the module and add the function to [`METHODS`]. A function itself
-    needs no name.
+    Makes a method available under the name that a command, a recipe or a call gives: one of [`METHODS`], or
+    `module:function` or `file.py:function`, whose module is run and whose function is added to [`METHODS`]. A method
+    that is given as a function needs nothing.
 
     Raises:
         ValueError: an unknown name; there is no such module, file or function.
@@ -433,8 +448,8 @@ def no_question(row: int, num_tokens: int) -> ValueError:
 
 def is_finite(values: Tensor) -> Tensor:
     """
-    Scalar bool, whether a tensor holds neither NaN nor infinity. Its extremes tell: a sum in float32 is slow, or needs
-    a copy, for values of 16 bits.
+    Scalar bool, whether a tensor holds neither NaN nor infinity. If it does, its smallest or largest value is one. A
+    sum would show it too, but for 16-bit values a sum in float32 is slow or needs a copy.
     """
     if not values.is_floating_point() or values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)
@@ -450,11 +465,12 @@ def check_kept(
     video_features: Sequence[Tensor] = (),
 ) -> None:
     """
-    Raises `ValueError` for a result of a method that is not `[n]` ascending indices of the tokens, and for features of
-    the caller that are not finite. All are read in one transfer to the host.
+    Raises `ValueError` if what a method chose is not `[n]` ascending indices of tokens, or if features hold NaN or
+    infinity. One transfer to the host tells whether all are right.
 
     Args:
-        choices: the result of each row, with n and M.
+        choices: for each row, what the method chose, n and M.
+        video_features: features that the caller gave.
     """
     are_wrong = []
     for kept, n, num_tokens in choices:
@@ -465,13 +481,12 @@ def check_kept(
         are_wrong.append(descends | is_outside)
     are_broken = [~is_finite(tokens) for tokens in video_features]
     flaws = are_wrong + are_broken
-    if not flaws or not torch.stack(flaws).any():
-        return
-    if any(are_broken):
-        raise ValueError(
-            "NaN or infinity in the features of a video: expected finite values, as encoding it returns them."
-        )
-    raise _wrong_choice(selection)
+    if flaws and torch.stack(flaws).any():
+        if any(are_broken):
+            raise ValueError(
+                "NaN or infinity in the features of a video: expected finite values, as encoding it returns them."
+            )
+        raise _wrong_choice(selection)
 
 
 def _wrong_choice(selection: str | Method) -> ValueError:
@@ -487,16 +502,22 @@ def check_budget(
     retentions: Sequence[float | None],
     max_visual_tokens: int | None,
 ) -> list[float | None]:
-    """Checks how many tokens a call asks for, see `QTSplusSelector.forward`; the fractions as Python's numbers."""
+    """
+    Checks how many tokens a call asks for, see `QTSplusSelector.forward`. Returns the retentions as Python numbers.
+    """
     for retention in retentions:
-        if retention is not None and not (is_number(retention) and 0 < retention <= 1):
+        if retention is None:
+            continue
+        if not is_number(retention) or not 0 < retention <= 1:
             raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens, a number in (0, 1].")
     if max_visual_tokens is not None:
         require_count("max_visual_tokens", max_visual_tokens)
-    if selection == "all" and (max_visual_tokens is not None or set(retentions) - {None, 1.0}):
+    smaller_fractions = set(retentions) - {None, 1.0}
+    if selection == "all" and (smaller_fractions or max_visual_tokens is not None):
         raise ValueError(
             'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '
             "leave retention and max_visual_tokens out."
         )
-    # NumPy's fractions as the decimals they are written as: products overflow in float16, and are off in float32.
+    # A NumPy fraction becomes the Python number that it is printed as: its products would overflow in float16 and be
+    # inexact in float32.
     return [None if fraction is None else float(str(fraction)) for fraction in retentions]

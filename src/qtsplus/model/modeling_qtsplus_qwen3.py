@@ -1,6 +1,6 @@
 """
-Qwen3-VL and Qwen3.5 (dense) with the query-aware selector between the visual merger and the language model. Each has
-only what differs from Qwen2.5-VL.
+Qwen3-VL and Qwen3.5 (dense) with the query-aware selector between the visual merger and the language model. This file
+has only what differs from Qwen2.5-VL.
 """
 
 import torch
@@ -16,41 +16,44 @@ from .mixin_qtsplus import QTSplusHeadMixin, QwenVLQTSplusModelMixin
 
 
 class Qwen3QTSplusModelMixin(QwenVLQTSplusModelMixin):
-    """Every temporal patch of a video has its time as text ("<0.5 seconds>") in front."""
+    """In the prompt the time of every temporal patch, such as "<0.5 seconds>", precedes its tokens."""
 
     frames_apart = True
 
 
 class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLModel):
     """
-    Qwen3-VL without a head, with a [`QTSplusSelector`] as `qtsplus`. The features of earlier vision layers, which it
-    adds to the first layers of the language model (DeepStack), stand behind the features of every token.
+    Qwen3-VL without a head, with a [`QTSplusSelector`] as `qtsplus`. Qwen3-VL adds features of earlier vision layers to
+    the first layers of the language model (DeepStack). Here every token carries them behind its own features.
     """
 
     config: Qwen3VLQTSplusConfig
 
     @property
     def token_width(self) -> int:
-        return super().token_width * (1 + len(self.config.vision_config.deepstack_visual_indexes))
+        num_deepstack_layers = len(self.config.vision_config.deepstack_visual_indexes)
+        return super().token_width * (1 + num_deepstack_layers)
 
     def encode_pixels(self, pixels: Tensor, grid_thw: Tensor) -> list[Tensor]:
         encoded = self.get_image_features(pixels, grid_thw, return_dict=True, **tower_inputs(self.visual, grid_thw))
         sizes = [len(tokens) for tokens in encoded.pooler_output]
         layers = [torch.cat(encoded.pooler_output)]
         for layer in encoded.deepstack_features:
-            # Split by image from Transformers 5.18 on, whole before.
-            layers.append(layer if torch.is_tensor(layer) else torch.cat(layer))
+            if not torch.is_tensor(layer):  # from Transformers 5.18 on it is divided by image
+                layer = torch.cat(layer)
+            layers.append(layer)
         return list(torch.cat(layers, dim=1).split(sizes))
 
     def language_inputs(self, inputs_embeds: Tensor, input_ids: Tensor, features: FeaturesOfRows) -> dict:
         width = inputs_embeds.shape[-1]
-        wide = nn.functional.pad(inputs_embeds, (0, self.token_width - width))
-        wide = self.splice(wide, input_ids, features)
-        # The rows of the batch as an index, for which no layer waits, in place of a mask: text has zeros there.
+        padded = nn.functional.pad(inputs_embeds, (0, self.token_width - width))
+        padded = self.splice(padded, input_ids, features)
+        # The layers add DeepStack's features at `visual_pos_masks`. With a mask of the visual tokens each layer would
+        # wait for the device. An index of all rows adds them everywhere, and those of text are zeros.
         return {
-            "inputs_embeds": wide[..., :width],
-            "visual_pos_masks": torch.arange(len(wide), device=wide.device),
-            "deepstack_visual_embeds": list(wide[..., width:].split(width, dim=-1)),
+            "inputs_embeds": padded[..., :width],
+            "visual_pos_masks": torch.arange(len(padded), device=padded.device),
+            "deepstack_visual_embeds": list(padded[..., width:].split(width, dim=-1)),
         }
 
 

@@ -36,7 +36,7 @@ RHO_UNITS = 2.0**32  # stored sums of rho are integers, in units of 1 / RHO_UNIT
 # --- Lines 1 and 2: the scores ---
 
 Tensors = tuple[Tensor, ...]
-Keys = dict[Tensors, Tensor]  # the keys of the last video, for further questions about it
+Keys = dict[Tensors, Tensor]  # the keys of the last videos, for further questions about them
 
 
 def score(
@@ -51,7 +51,7 @@ def score(
 
     Args:
         context: the visual tokens, `[k, d]` of each video, and behind them the null token.
-        keys: keeps the keys of the context for the next row.
+        keys: a cache of the keys of one context, for further rows with the same context.
         words: `[L, d]`, the states of the question's words.
     """
     num_tokens = sum(map(len, context)) - len(selector.null_tokens)
@@ -74,14 +74,14 @@ class Gated(NamedTuple):
     """What a gate lets through."""
 
     kept_indices: Tensor  # [n] int64, ascending
-    gates: Tensor  # [n], soft, or 1 with a soft gradient or none
+    gates: Tensor  # [n]; the soft gate's are in (0, 1), the others' are 1, with a gradient (gumbel) or none (detached)
     threshold: Tensor  # t, scalar
 
 
 def gumbel_noise(num_tokens: int, device: torch.device) -> Tensor:
     """
-    Standard Gumbel noise for (keep, drop), from torch's global generator: `[M, 2]` float32. It is drawn row by row, so
-    that the rows of a batch see the same noise however it is cut into micro-batches.
+    Standard Gumbel noise for (keep, drop), from torch's global generator: `[M, 2]` float32. Each row draws its own, so
+    that it gets the same noise however a batch is divided into micro-batches.
     """
     return -torch.empty(num_tokens, 2, device=device).exponential_().log()
 
@@ -94,8 +94,8 @@ def gumbel_gate(
     n_max: int,
 ) -> Gated:
     """
-    The paper's training gate: hard Gumbel-softmax over `[r - t, 0]` with a straight-through gradient. It samples its
-    own count, at most `n_max`; the threshold is on r.
+    The paper's training gate: hard Gumbel-softmax over `[r - t, 0]` with a straight-through gradient. The noise decides
+    how many tokens are kept, at most `n_max`. The threshold is compared with r, not with log r.
 
     Args:
         log_relevance: `[M]` float32.
@@ -113,7 +113,7 @@ def gumbel_gate(
     elif len(kept) > n_max:
         kept = top_n(margin.detach(), n_max)
     soft = torch.sigmoid(margin[kept] / tau_s)
-    straight_through = 1 + (soft - soft.detach())
+    straight_through = 1 + (soft - soft.detach())  # the value 1 with the gradient of `soft`
     return Gated(kept, straight_through, threshold)
 
 
@@ -138,18 +138,19 @@ def soft_gate(
     n_max: int,
 ) -> Gated:
     """
-    `sigmoid((s - t) / tau_s)` of scores `s = z + tau_s * Gumbel noise`, on three times the tokens that inference keeps:
-    tokens at the edge of being dropped are half present, so the answers can tell whether they matter.
+    `sigmoid((s - t) / tau_s)` of scores `s = z + tau_s * Gumbel noise`, on three times the tokens that inference keeps.
+    Tokens at the edge of being dropped are half present, so that the loss of the answers shows whether they matter.
 
-    z is the log-relevance in units of its own spread around its mean; otherwise training drives the scores so far apart
-    that no gate has a gradient left. The selector fills the part that a gate holds back with the mean of all tokens. As
-    `tau_s` falls, noise and gates come closer to inference.
+    z is the log-relevance, scaled to mean 0 and standard deviation 1. Otherwise training would drive the scores so far
+    apart that no gate has a gradient left. [`weigh_tokens`] replaces the part of a token that its gate removes by the
+    mean of all tokens. As `tau_s` falls, noise and gates come closer to inference.
     """
     centred = log_relevance - log_relevance.mean()
     spread = centred.square().mean().clamp(min=1e-12).sqrt()
     noise = gumbel_noise(len(centred), centred.device)[:, 0]
     scores = centred / spread + tau_s * noise
-    kept = top_n(scores.detach(), min(SOFT_TOKENS * n, len(scores), n_max))
+    count = min(SOFT_TOKENS * n, len(scores), n_max)
+    kept = top_n(scores.detach(), count)
     threshold = find_threshold(scores, target, tau_s)
     gates = torch.sigmoid((scores[kept] - threshold) / tau_s)
     return Gated(kept, gates, threshold)
@@ -167,10 +168,10 @@ GATES: dict[str, Callable[[Tensor, Tensor, float, int, int], Gated]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """How the rows of a call are chosen; the configuration's values stand where the call gives none."""
+    """How the tokens of a call are chosen, by its arguments or else by the configuration."""
 
     selection: str | Method
-    retentions: Sequence[float | None]  # of each row
+    retentions: Sequence[float | None]  # one for each row
     cap: int  # the most tokens that a row keeps
     sample_gate: bool  # choose by the training gate
 
@@ -187,9 +188,10 @@ class ChosenRow:
 
     @property
     def log_relevance(self) -> Tensor:
-        """`[M]` float32, or `[0]` where the method computed none."""
-        scores = self.candidates.scores
-        return self.budget.losses.new_empty(0) if scores is None else scores
+        """`[M]` float32, or `[0]` if the method computed no scores."""
+        if self.candidates.scores is None:
+            return self.budget.losses.new_empty(0)
+        return self.candidates.scores
 
 
 def choose(
@@ -263,8 +265,8 @@ def encode_rows(
 class QTSplusOutput(ModelOutput):
     """What the selector decided, one entry per row of the batch."""
 
-    # [M_b] float32 each: the selector's relevance, or the language model's attention if that selected. A row is empty
-    # if the method computed neither, and all is None if that holds for every row.
+    # [M_b] float32 each: the selector's relevance, or the language model's attention if the method chose by that. A row
+    # is empty if the method computed neither. If all rows would be empty, the field is None.
     relevance: Tensors | None = None
     log_relevance: Tensors | None = None  # its logarithm; in training with its gradient
     rho: Tensor | None = None  # [B] float32, the fraction aimed at; 0 in rows without visual tokens
@@ -275,8 +277,8 @@ class QTSplusOutput(ModelOutput):
     loss_t: Tensor | None = None  # scalars, the weighted compute-aware penalties
     loss_m: Tensor | None = None
     loss_s: Tensor | None = None
-    # [B] float32, the part of the relevance that the visual tokens have and the null token does not; None without a
-    # null token, or if the selector scored nothing. A calibration gives it a meaning (`seen_threshold`).
+    # [B] float32, the sum of the visual tokens' relevance; the null token has the rest to 1. None without a null token,
+    # or if the selector scored nothing. A calibration gives it a meaning (`seen_threshold`).
     seen: Tensor | None = None
     # [B, K] float32, with budget="loss" the predicted loss of the answer with 1, 2, 4, ... tokens; 0 in rows whose
     # budget the call gives.
@@ -316,14 +318,18 @@ class QTSplusSelector(nn.Module):
         self.mrope_section = list(mrope_section)
 
         def layers(count: int) -> nn.ModuleList:
-            shape = (hidden_size, num_attention_heads, num_key_value_heads)
-            return nn.ModuleList(QTSplusLayer(*shape, rms_norm_eps, config.dropout) for _ in range(count))
+            return nn.ModuleList(
+                QTSplusLayer(hidden_size, num_attention_heads, num_key_value_heads, rms_norm_eps, config.dropout)
+                for _ in range(count)
+            )
 
         self.scoring_layers = layers(config.scoring_layers)
         head = QTSplusLossHead if config.budget == "loss" else QTSplusBudgetHead
         self.budget: nn.Module = head(hidden_size, config.budget_hidden_size)
         self.reencode_layers = layers(config.reencode_layers)
-        self.null_tokens = nn.ModuleList(nn.Embedding(1, hidden_size) for _ in range(config.null_token))
+        self.null_tokens = nn.ModuleList()
+        if config.null_token:
+            self.null_tokens.append(nn.Embedding(1, hidden_size))
         self.question_layers = layers(1 if config.query_states == "layer" else 0)
         self.register_buffer("rho_history", torch.zeros(2, dtype=torch.int64))
         self.freeze_unused()
@@ -334,7 +340,7 @@ class QTSplusSelector(nn.Module):
         return list(nn.ModuleList([last.v_proj, last.o_proj, last.ffn_norm, last.ffn]).parameters())
 
     def freeze_unused(self):
-        """Freezes [`unused_parameters`]. Loading creates new, trainable ones, so it is repeated after that."""
+        """Freezes [`unused_parameters`]. Call it again after loading, which creates new, trainable parameters."""
         for parameter in self.unused_parameters():
             parameter.requires_grad_(False)
 
@@ -354,12 +360,12 @@ class QTSplusSelector(nn.Module):
     ) -> tuple[list[Tensor], QTSplusOutput]:
         """
         Args:
-            visual: per row `[M_b, d]`, the visual tokens that compete for its budget, in one tensor or several, which
-                inference never joins; `[0, d]` for none.
+            visual: per row `[M_b, d]`, the visual tokens that compete for its budget, as one tensor or as several,
+                which inference never joins. A row without visual tokens has `[0, d]`.
             query: per row `[L_b, d]`, embeddings of the question.
             positions: per row `[3, M_b]`, absolute (time, height, width) of the visual tokens.
-            grids: per row (time, height, width) in tokens of its videos, or of parts of them, in turn. A tensor is one
-                line of one frame if `None`.
+            grids: per row the (time, height, width) in tokens of each of its videos, or of each part of one. With
+                `None` each row is one line of tokens in one frame.
             retention, max_visual_tokens, selection, reencode: as in `SelectionInputs` (prompt_qtsplus.py).
             sample_gate: use the training gate; `self.training` if `None`.
             attention: per row a function that computes the `[M_b]` log-attention of the language model, for methods
@@ -393,11 +399,7 @@ class QTSplusSelector(nn.Module):
                 attend=None if attention is None else attention[index],
             )
             competing.append(candidates)
-        readers = [predict_budget(self, *row, call) for row in zip(competing, call.retentions, strict=True)]
-        rows = []
-        for candidates, budget in zip(competing, read_together(readers), strict=True):
-            candidates.scores = None  # scores that only the budget has read are not reported
-            rows.append(choose(self.config, candidates, budget, call))
+        rows = self._choose_rows(competing, call)
         keys.clear()
         choices = []
         for row in rows:
@@ -439,7 +441,20 @@ class QTSplusSelector(nn.Module):
             )
         retentions = check_budget(selection, retentions, max_visual_tokens)
         cap = int(min(self.config.n_max, max_visual_tokens or self.config.n_max))
-        return Call(selection, retentions, cap, self.training if sample_gate is None else sample_gate)
+        if sample_gate is None:
+            sample_gate = self.training
+        return Call(selection, retentions, cap, sample_gate)
+
+    def _choose_rows(self, competing: Sequence[Candidates], call: Call) -> list[ChosenRow]:
+        """Predicts the budget of every row, and chooses as many of its tokens."""
+        predictions = []
+        for candidates, retention in zip(competing, call.retentions, strict=True):
+            predictions.append(predict_budget(self, candidates, retention, call))
+        rows = []
+        for candidates, budget in zip(competing, read_together(predictions), strict=True):
+            candidates.scores = None  # scores that only the budget has read are not reported
+            rows.append(choose(self.config, candidates, budget, call))
+        return rows
 
     def _output(self, rows: Sequence[ChosenRow], call: Call) -> QTSplusOutput:
         """The decisions, and the penalties of training."""
@@ -484,8 +499,9 @@ class QTSplusSelector(nn.Module):
     def _anchor(self) -> Tensor | None:
         """
         0, computed from every trained parameter: a batch without visual tokens must reach all of them too, or
-        distributed training hangs. It is computed before they are used, so that in the backward pass their gradients
-        become complete last, in one order for every batch: DeepSpeed adds up gradients of processes in that order.
+        distributed training hangs. It is computed before any other use of the parameters. So the backward pass comes to
+        it last, and their gradients are complete in the same order for every batch: DeepSpeed adds up the gradients of
+        processes in that order.
         """
         sums = [parameter.sum().float() for parameter in self.parameters() if parameter.requires_grad]
         if not sums:
@@ -501,7 +517,7 @@ class QTSplusSelector(nn.Module):
             return zero, zero, zero
         rho = torch.stack([row.budget.rho for row in with_tokens])
         soft_n = rho * rho.new_tensor([row.candidates.num_tokens for row in with_tokens])
-        # The penalty is on the tokens that the gate keeps, at most the cap; above it the gradient still lowers rho.
+        # The gate keeps at most the cap: the penalty counts no more tokens, but its gradient still lowers a larger rho.
         excess = (soft_n - call.cap).clamp(min=0)
         soft_n = soft_n - excess.detach()
         deviation = rho - self._prior_mean(rho.detach(), call.sample_gate)
