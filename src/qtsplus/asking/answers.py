@@ -11,7 +11,7 @@ from torch import Tensor
 from ..model.encoding_qtsplus import encode_visual
 from ..model.fields_qtsplus import QTSplusConfig
 from ..model.layout_qtsplus import lay_out
-from ..model.methods_qtsplus import Method, check_budget
+from ..model.methods_qtsplus import MethodOrName, check_budget
 from ..model.mixin_qtsplus import choose
 from ..model.prompt_qtsplus import (
     IMAGE,
@@ -94,7 +94,7 @@ def answer_questions(
     turns: Sequence[str] = (),
     retention: float | None = None,
     max_visual_tokens: int | None = None,
-    selection: str | Method | None = None,
+    selection: MethodOrName | None = None,
     max_new_tokens: int | None = None,
     subtitles: int | None = None,
     **generation,

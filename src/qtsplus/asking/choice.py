@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..model.methods_qtsplus import Method
+    from ..model.methods_qtsplus import MethodOrName
 
 
 @dataclass(frozen=True)
@@ -20,4 +20,4 @@ class Choice:
 
     retention: float | None = None
     max_visual_tokens: int | None = None
-    selection: "str | Method | None" = None
+    selection: "MethodOrName | None" = None

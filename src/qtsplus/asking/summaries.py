@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ..common.files import clock, printable
 from ..common.validation import show
-from ..model.methods_qtsplus import Method
+from ..model.methods_qtsplus import MethodOrName
 from ..model.numbers_qtsplus import require_count, require_positive
 from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo, with_bar
@@ -124,7 +124,7 @@ def summarise(
     chapter_seconds: float | None = None,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
-    selection: str | Method = "coverage",
+    selection: MethodOrName = "coverage",
     max_new_tokens: int | None = None,
     **generation,
 ) -> Summary:

@@ -13,7 +13,7 @@ from ..asking.question import Question, check_question
 from ..asking.session import answer_file
 from ..common.files import first_line
 from ..data.records import VideoRecord
-from ..model.methods_qtsplus import Method
+from ..model.methods_qtsplus import MethodOrName
 from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import with_bar
 from .matching import Matcher, is_exact
@@ -48,7 +48,7 @@ def evaluate_records(
     records: Sequence[VideoRecord],
     *,
     retention: float | None = None,
-    selection: str | Method | None = None,
+    selection: MethodOrName | None = None,
     batch_size: int = 16,
     matcher: Matcher = is_exact,
     by_likelihood: bool = False,

@@ -35,6 +35,8 @@ LARGEST_POOL = 4096
 # in float32. Older PyTorch has no such `mm`, nor have some builds for AMD, whose device is also called "cuda".
 FAST_16_BITS = {"cuda"} if torch.version.cuda and hasattr(torch.ops.aten.mm, "dtype") else set()
 
+Grid = tuple[int, int, int]  # (time, height, width)
+
 
 @dataclass
 class Candidates:
@@ -45,7 +47,7 @@ class Candidates:
     positions: Tensor  # [3, M], absolute (time, height, width) in the prompt
     # (time, height, width) of each video in tokens; its k tokens are ordered frame by frame, row by row. If only parts
     # of a video compete, each part has a grid.
-    grids: Sequence[tuple[int, int, int]]
+    grids: Sequence[Grid]
     score: Callable[[Tensor], Tensor]  # computes `log_relevance` from `query_states`
     contextualise: Callable[[], Tensor] | None = None  # computes `query_states`, which are `query` if `None`
     attend: Callable[[], Tensor] | None = None  # computes `log_attention`
@@ -100,6 +102,7 @@ class Candidates:
 
 # Takes the candidates and n, from 1 to M. Returns the indices of the n tokens to keep: `[n]` int64, ascending.
 Method = Callable[[Candidates, int], Tensor]
+MethodOrName = str | Method  # a name in [`METHODS`], or a function like theirs
 
 
 # --- The methods ---
@@ -402,7 +405,7 @@ METHODS: dict[str, Method] = {
 # --- What a call may ask for ---
 
 
-def find_method(selection: str | Method) -> Method:
+def find_method(selection: MethodOrName) -> Method:
     """The function that a `selection` names, or is; `ValueError` for anything else."""
     method = METHODS.get(selection) if isinstance(selection, str) else selection
     if callable(method):
@@ -413,7 +416,7 @@ def find_method(selection: str | Method) -> Method:
     raise ValueError(message)
 
 
-def add_method(name: str | Method | None) -> None:
+def add_method(name: MethodOrName | None) -> None:
     """
     Makes a method available under the name that a command, a recipe or a call gives: one of [`METHODS`], or
     `module:function` or `file.py:function`, whose module is run and whose function is added to [`METHODS`]. A method
@@ -461,7 +464,7 @@ def is_finite(values: Tensor) -> Tensor:
 
 def check_kept(
     choices: Sequence[tuple[Tensor, int, int]],
-    selection: str | Method,
+    selection: MethodOrName,
     video_features: Sequence[Tensor] = (),
 ) -> None:
     """
@@ -489,7 +492,7 @@ def check_kept(
         raise _wrong_choice(selection)
 
 
-def _wrong_choice(selection: str | Method) -> ValueError:
+def _wrong_choice(selection: MethodOrName) -> ValueError:
     name = getattr(selection, "__name__", selection)
     return ValueError(
         f"selection={name!r} gave something else than indices; expected a tensor of n ascending int64 indices for each "
@@ -498,7 +501,7 @@ def _wrong_choice(selection: str | Method) -> ValueError:
 
 
 def check_budget(
-    selection: str | Method,
+    selection: MethodOrName,
     retentions: Sequence[float | None],
     max_visual_tokens: int | None,
 ) -> list[float | None]:

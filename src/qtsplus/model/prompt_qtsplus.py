@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
-from .methods_qtsplus import Method, to_host
+from .methods_qtsplus import Grid, MethodOrName, to_host
 from .question_qtsplus import find_query_mask, question_token_ids
 from .selector_qtsplus import QTSplusOutput
 
@@ -24,7 +24,6 @@ T = TypeVar("T", bound=Callable[..., Any])
 TEXT, IMAGE, VIDEO = 0, 1, 2
 MODALITIES = {IMAGE: "image", VIDEO: "video"}
 
-Grid = tuple[int, int, int]  # (time, height, width)
 Grids = dict[int, list[Grid]]  # per modality, in tokens of every image or video of a batch
 Features = dict[int, list[Tensor]]  # per modality, of each image or video of a batch [k, token_width]
 
@@ -66,7 +65,7 @@ class SelectionInputs:
     query_attention_mask: Tensor | None = None  # [B, L]
     retention: float | Sequence[float] | None = None  # the fraction to keep, in (0, 1]; for all rows, or for each
     max_visual_tokens: int | None = None  # the most tokens to keep
-    selection: str | Method | None = None  # a name of `methods_qtsplus.METHODS`, or such a function
+    selection: MethodOrName | None = None  # a name of `methods_qtsplus.METHODS`, or such a function
     reencode: bool = True  # False passes the kept tokens on as they are (the paper's nREENC)
 
 

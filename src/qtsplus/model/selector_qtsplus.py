@@ -19,7 +19,8 @@ from .budget_qtsplus import Budget, QTSplusBudgetHead, QTSplusLossHead, predict_
 from .fields_qtsplus import QTSplusConfig
 from .methods_qtsplus import (
     Candidates,
-    Method,
+    Grid,
+    MethodOrName,
     add_method,
     check_budget,
     check_kept,
@@ -156,7 +157,7 @@ def soft_gate(
     return Gated(kept, gates, threshold)
 
 
-GATES: dict[str, Callable[[Tensor, Tensor, float, int, int], Gated]] = {
+GATES = {
     "gumbel": gumbel_gate,
     "detached": detached_gate,
     "soft": soft_gate,
@@ -170,7 +171,7 @@ GATES: dict[str, Callable[[Tensor, Tensor, float, int, int], Gated]] = {
 class Call:
     """How the tokens of a call are chosen, by its arguments or else by the configuration."""
 
-    selection: str | Method
+    selection: MethodOrName
     retentions: Sequence[float | None]  # one for each row
     cap: int  # the most tokens that a row keeps
     sample_gate: bool  # choose by the training gate
@@ -349,10 +350,10 @@ class QTSplusSelector(nn.Module):
         visual: Sequence[Tensor | Sequence[Tensor]],
         query: list[Tensor],
         positions: list[Tensor],
-        grids: Sequence[Sequence[tuple[int, int, int]]] | None = None,
+        grids: Sequence[Sequence[Grid]] | None = None,
         retention: float | Sequence[float] | None = None,
         max_visual_tokens: int | None = None,
-        selection: str | Method | None = None,
+        selection: MethodOrName | None = None,
         reencode: bool = True,
         sample_gate: bool | None = None,
         attention: Sequence[Callable[[], Tensor]] | None = None,
@@ -423,7 +424,7 @@ class QTSplusSelector(nn.Module):
         num_rows: int,
         retention: float | Sequence[float] | None,
         max_visual_tokens: int | None,
-        selection: str | Method | None,
+        selection: MethodOrName | None,
         sample_gate: bool | None,
     ) -> Call:
         """What a call asks for, checked, and the configuration's values for the rest."""
@@ -508,7 +509,7 @@ class QTSplusSelector(nn.Module):
             return None
         return torch.stack(sums).sum() * 0.0
 
-    def _penalties(self, rows: Sequence[ChosenRow], call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def _penalties(self, rows: Sequence[ChosenRow], call: Call) -> Tensors:
         """Equation 5 without the supervised term: means over the rows that have visual tokens, times their lambdas."""
         config = self.config
         with_tokens = [row for row in rows if row.candidates.num_tokens]

@@ -9,7 +9,7 @@ import torch
 from ..common.files import counted, size
 from ..model.budget_qtsplus import kept_count
 from ..model.fields_qtsplus import QTSplusConfig
-from ..model.methods_qtsplus import Method, check_budget
+from ..model.methods_qtsplus import MethodOrName, check_budget
 from ..model.video_qtsplus import VideoChunks
 
 _TEXT = 512  # tokens of a prompt and an answer
@@ -72,7 +72,7 @@ def forecast(
     chunks: VideoChunks,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
-    selection: str | Method | None = None,
+    selection: MethodOrName | None = None,
 ) -> Forecast:
     """
     What a video will take that a processor's `video_chunks` has opened, by its size; nothing is decoded.
