@@ -59,7 +59,8 @@ class QTSplusConfig(PreTrainedConfig):
         budget (`str`, defaults to `"loss"`): how the budget is predicted. With `"loss"` a head reads the question and
             its relevance, and predicts how much higher the answer's loss would be if only 1, 2, 4, ... tokens were
             kept. The budget is the count for which this loss plus the price of the tokens is lowest. Only
-            `QTSplusTrainer` trains that head; before, it keeps `rho_min`. With the paper's `"rho"` a head predicts rho.
+            `QTSplusTrainer` trains that head; untrained it keeps `rho_min`. With the paper's `"rho"` a head predicts
+            rho.
         token_price (`float`, defaults to 0.02): for `budget="loss"`, by how many nats one more token must raise the
             answer's log-probability to be kept; the lambdas add to it. Training sets it if there is a `target_n`.
         budget_hidden_size (`int`, defaults to 256): width of the budget head's hidden layer.

@@ -1,7 +1,7 @@
 """The methods that choose which visual tokens are kept: functions `method(candidates, n) -> kept indices`.
 
 A call's `selection=` takes such a function, or its name in [`METHODS`]. The configuration takes a name. If tokens are
-equally good, the earliest are kept: [`top_n`] says when tokens are equally good.
+equally good, the earliest are kept; see [`top_n`].
 """
 
 import inspect
@@ -23,7 +23,7 @@ from .numbers_qtsplus import is_number, require_count
 # in batches of different sizes, and their log-relevance by hardly more. In log-relevance, TIE is a ten-thousandth of a
 # token's relevance.
 TIE = 1e-4
-WINDOW = 8  # the neighbours in time that [`coverage`] compares a token with hold about as many kept tokens
+WINDOW = 8  # about how many kept tokens [`coverage`] compares a token with
 BLOCK = 512  # tokens that [`temporal_redundancy`] compares at a time
 # A round of [`add_farthest`] adds one token for every KEPT_PER_NEW kept ones, at most ROUND. It takes them from a pool
 # of 16 times as many tokens and POOL more, at most LARGEST_POOL.
@@ -120,7 +120,7 @@ def lm_attention(candidates: Candidates, n: int) -> Tensor:
 
 def uniform(candidates: Candidates, n: int) -> Tensor:
     """n evenly spaced tokens, the middle of each of n equal parts: the paper's UNIF."""
-    halves = torch.arange(n, device=candidates.device) * 2 + 1  # how many half parts end at the middle of each part
+    halves = torch.arange(n, device=candidates.device) * 2 + 1  # the middle of part i lies i parts and a half on
     return (halves * candidates.num_tokens) // (2 * n)
 
 
@@ -353,8 +353,8 @@ def top_n(scores: Tensor, n: int) -> Tensor:
 
 def true_places(mask: Tensor, n: int) -> Tensor:
     """
-    The n places where a mask is true, ascending: `[n]` int64; -1 at the end if there are fewer. It is
-    `mask.nonzero()[:, 0]` for a known number, for which the host need not wait.
+    The n places where a mask is true, ascending: `[n]` int64; -1 at the end if there are fewer. Unlike
+    `mask.nonzero()`, it does not make the host wait for the number of places.
     """
     slots = torch.where(mask, mask.cumsum(0) - 1, n)  # all that are false go to slot n, which is cut off
     places = torch.full((n + 1,), -1, device=mask.device)

@@ -48,8 +48,8 @@ class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3V
         width = inputs_embeds.shape[-1]
         padded = nn.functional.pad(inputs_embeds, (0, self.token_width - width))
         padded = self.splice(padded, input_ids, features)
-        # The layers add DeepStack's features at `visual_pos_masks`. With a mask of the visual tokens each layer would
-        # wait for the device. An index of all rows adds them everywhere, and those of text are zeros.
+        # The layers add DeepStack's features at `visual_pos_masks`. With a mask of the visual tokens the host would
+        # wait in each layer. An index of all rows of the batch adds them everywhere, and those of text are zeros.
         return {
             "inputs_embeds": padded[..., :width],
             "visual_pos_masks": torch.arange(len(padded), device=padded.device),

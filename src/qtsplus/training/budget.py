@@ -108,7 +108,7 @@ class RhoControl:
         unlimited: bool,
     ) -> Tensor | float:
         """
-        What this micro-batch adds to the objective, which is 0 in evaluation. rho and the counts are logged in both.
+        What this micro-batch adds to the objective. In evaluation that is 0: rho and the counts are only logged.
 
         Args:
             qtsplus: the selector's [`QTSplusOutput`]; `None` in batches of text.
