@@ -66,12 +66,13 @@ def test_rows_that_are_no_records_are_listed_with_their_numbers(tmp_path, tiny_m
     too_few = good | {"options": {"A": "1"}}
     no_option = good | {"id": "x", "answer": "E"}
     lines = [json.dumps(row) for row in (good, too_few, no_option)]
-    lines += ["", "{broken"]
+    late = {"video": "v_0.mp4", "question": "Who?", "answer": "I.", "evidence": [[{"start": 3, "end": 9}]]}
+    lines += ["", "{broken", json.dumps(late)]
     path = tmp_path / "set.jsonl"
     path.write_text("\n".join(lines))
     result = check_set(path)
-    assert result.rows == 4
-    options, answer, broken = result.bad
+    assert result.rows == 5
+    options, answer, broken, outside = result.bad
     assert options.row == 2
     assert options.id == "c0"
     assert "expected A, B, C and D" in options.reason
@@ -80,6 +81,7 @@ def test_rows_that_are_no_records_are_listed_with_their_numbers(tmp_path, tiny_m
     assert broken.row == 5
     assert broken.id is None
     assert "not JSON" in broken.reason
+    assert "its evidence is from 3 to 9 s; expected times" in outside.reason
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def media(tmp_path, tiny_mp4):
     return media
 
 
-@pytest.mark.parametrize("name", ["good", "good.mp4", "frames"])
+@pytest.mark.parametrize("name", ["good.mp4", "frames"])
 def test_a_good_video_is_not_told(tmp_path, media, name):
     result = checked(tmp_path, questions_about(name), media)
     assert result.bad == []

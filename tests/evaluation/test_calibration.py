@@ -183,7 +183,7 @@ def test_evidence_is_where_a_player_shows_it(tiny, tiny_processor, questions, tm
 @pytest.mark.parametrize("times", [(2, 3), (0, 9)])
 def test_evidence_outside_its_video_is_refused(times, calibrated, questions):
     outside = replace(questions[0], needles=[[Sighting(*times)]])
-    with pytest.raises(ValueError, match="The evidence of '.*' is from .*; expected times of .*mp4, .* from 0 to 2 s"):
+    with pytest.raises(ValueError, match="The evidence of '.*' in .*mp4 is from .*; expected times .* from 0 to 2 s"):
         calibrated([(2, 1)], asked=[outside, *questions])
 
 

@@ -1,9 +1,11 @@
 """Where an answer can be seen: boxes in shares of the frame, and the visual tokens that they fill."""
 
 import json
+import re
 
 import pytest
 
+from qtsplus.data.check import check_set
 from qtsplus.evaluation.labelled import Sighting, labelled_questions, sighting_tokens
 
 GRID = (2, 4, 8)
@@ -47,3 +49,4 @@ def test_another_box_is_refused_with_its_file(sighting, message, tmp_path):
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=f"records.jsonl: the evidence of 'What.' is not a list of needles.*{message}"):
         labelled_questions(path)
+    assert re.search(message, check_set(path).bad[0].reason)

@@ -152,7 +152,6 @@ def test_what_a_folder_names_is_never_imported(name, mine, folder, tiny_mp4, tmp
         ("{mine}", "expected one of"),
         ("os:getcwd", "expected MODULE:FUNCTION or FILE.py:FUNCTION, a function of the candidates and a count"),
         (":latest", "cannot be imported"),
-        (".:latest", "cannot be imported"),
         ("no_such_module:latest", "No module named 'no_such_module'"),
         ("broken.py:latest", "was never closed"),
     ],

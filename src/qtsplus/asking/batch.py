@@ -17,7 +17,7 @@ from ..common.tensors import digest_of
 from ..common.validation import explain, show
 from ..data.formats import Row, iter_rows, media_folder
 from ..data.media import find_media, media_state
-from ..data.records import Rate, Second, String, Text
+from ..data.records import Fraction, Positive, Second, String, Text
 from ..hub import loading
 from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import with_bar
@@ -35,10 +35,10 @@ class QuestionRow(BaseModel):
     video: Text
     question: Text
     id: String | int | None = None
-    fps: Rate | None = None
+    fps: Positive | None = None
     start: Second | None = None
-    end: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    retention: Annotated[float, Field(gt=0, le=1)] | None = None
+    end: Positive | None = None
+    retention: Fraction | None = None
     max_visual_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -131,10 +131,9 @@ def _read_csv(path: Path) -> list[Row]:
     rows = []
     for number, cells in enumerate(table, start=1):
         filled = {name: cell for name, cell in cells.items() if cell}
-        nameless = filled.pop(None, None)
         problem = None
-        if nameless:
-            problem = f"row {number} has more cells than the first line has names: {show(nameless)}."
+        if None in filled:
+            problem = f"row {number} has more cells than the first line has names: {show(filled.pop(None))}."
         if filled or problem:
             rows.append(Row(number, filled, problem))
     return rows

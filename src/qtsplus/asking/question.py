@@ -89,13 +89,6 @@ class Batch:
             conversations.append(conversation(list(self.videos), self.turns, texts))
         return conversations
 
-    @property
-    def needs_queries(self) -> bool:
-        """Whether a last turn holds more than its question, or something else selects in place of the question."""
-        if self.queries or any(self.captions):
-            return True
-        return len(self.videos) > 1 and not self.turns  # then the names of the videos are there
-
 
 def conversation(videos: Sequence[str], turns: Sequence[str], texts: Sequence[str]) -> list[dict]:
     """
@@ -126,10 +119,10 @@ def prompt_inputs(
     device: torch.device | str = "cpu",
 ) -> dict:
     """The model's inputs for a batch, a row for each question. Only a question's own words choose tokens."""
-    videos = list(batch.videos.values())
-    videos = videos * len(batch.questions)
+    videos = list(batch.videos.values()) * len(batch.questions)
     options = {}
-    if batch.needs_queries:
+    has_names = len(batch.videos) > 1 and not batch.turns
+    if batch.queries or any(batch.captions) or has_names:  # else the last turn holds the question alone
         options["query"] = list(batch.queries or batch.questions)
     inputs = processor.conversation_inputs(
         batch.conversations(),

@@ -8,7 +8,6 @@ from itertools import chain
 from math import inf
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -182,9 +181,10 @@ def summarise(
         known.append(video.about)
         warnings += video.about.warnings
         steps = chapter_steps(video, chapter_seconds, max_visual_tokens or inf)
-        longest_step = max(np.diff(video.steps))
-        if longest_step > chapter_seconds:
-            warnings.append(f"{name} has chapters of a step, {longest_step:g} s: look at more frames for shorter ones.")
+        if video.seconds_per_step > chapter_seconds:
+            warnings.append(
+                f"{name} has chapters of a step, {video.seconds_per_step:g} s: look at more frames for shorter ones."
+            )
         for first, last in with_bar(steps, printable(name)):
             (answer,) = answer_questions(
                 model,

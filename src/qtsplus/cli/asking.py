@@ -19,6 +19,7 @@ from .console import console, fail, note, notes, print_json, wrote
 from .library import Like
 from .models import Source, open_library
 
+Options = Mapping[str, object]  # by their names in Python
 SHOWN = 10  # stretches of evidence in a terminal
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def is_library(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "library.jsonl"))
 
 
-def refuse(options: Mapping[str, object], why: str) -> None:
+def refuse(options: Options, why: str) -> None:
     """Ends the command for the first of these options that was given."""
     for name, value in options.items():
         if value is not None:
@@ -190,8 +191,8 @@ def refuse(options: Mapping[str, object], why: str) -> None:
 
 def check_videos(
     videos: list[str],
-    of_videos: Mapping[str, object],
-    of_libraries: Mapping[str, object] | None = None,
+    of_videos: Options,
+    of_libraries: Options | None = None,
 ) -> None:
     """Ends the command for videos that are not there, and for options that are about others than these."""
     if not is_library(videos[0]):

@@ -21,8 +21,8 @@ def check(
     """
     Check a set, and list every bad row.
 
-    Looks for rows that are no records, and for videos that are missing or broken. Ends with 1 where anything is wrong,
-    and with 2 where nothing could be checked.
+    Looks for rows that are no records, for videos that are missing or broken, and for evidence outside of them. Ends
+    with 1 where anything is wrong, and with 2 where nothing could be checked.
     """
     # Nothing is written that could be left half done: Ctrl-C ends the process, whatever its threads do.
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -15,10 +15,11 @@ from ..model.sampling_qtsplus import Sampling
 from .console import fail, one_line_errors, require_fraction
 from .models import Dtype, Source
 
+Names = list[str] | None  # of an option that may be repeated
 HOST = r"(?:[A-Za-z0-9._-]+|\[[\da-fA-F:.]+\])"
 
 
-def _check_hosts(hosts: list[str] | None) -> list[str] | None:
+def _check_hosts(hosts: Names) -> Names:
     for host in hosts or []:
         if not re.fullmatch(HOST, host):
             fail(f"--allow-host is {host!r}; expected the name of a host without a port, such as ask.example.org")
@@ -80,7 +81,7 @@ WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto t
 Host = Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")]
 Port = Annotated[int, typer.Option(min=1, max=65535)]
 AllowHost = Annotated[
-    list[str] | None,
+    Names,
     typer.Option(
         callback=_check_hosts,
         help="A host name under which this server is reached, such as a proxy's. May be repeated.",
@@ -96,7 +97,7 @@ MediaRoot = Annotated[
     Path | None, typer.Option(help="The folder of the videos. Without it, the folder of the file.", show_default=False)
 ]
 Overrides = Annotated[
-    list[str] | None,
+    Names,
     typer.Option("--set", help="Change a field of the recipe, such as training.seed=1. May be repeated."),
 ]
 RecipeFile = Annotated[Path, typer.Argument(help="A YAML recipe.", show_default=False)]

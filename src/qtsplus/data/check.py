@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from .formats import iter_rows, locate, media_folder
-from .media import AnyPath, media_problem
+from .media import UNREADABLE, AnyPath, examine
+from .records import Choice, Sighting, check_shown, parse_needles
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Checked:
 
 def check_set(path: AnyPath, media_root: AnyPath | None = None) -> Checked:
     """
-    Checks a set in any format of [`iter_rows`], and decodes a frame of every video.
+    Checks a set in any format of [`iter_rows`] with its evidence, and decodes a frame of every video.
 
     Args:
         media_root: where its videos are looked for; beside the file when absent.
@@ -37,21 +38,32 @@ def check_set(path: AnyPath, media_root: AnyPath | None = None) -> Checked:
     """
     root = media_folder(path, media_root)
     rows_of_video: dict[str, list[tuple[int, str | None]]] = {}  # numbers and names, by the place of the video
+    sightings: dict[int, list[Sighting]] = {}  # by the number of the row
     bad: list[BadRow] = []
     count = 0
     for row in iter_rows(path):
         count += 1
-        if row.record is None:
-            bad.append(BadRow(row.number, row.id, str(row.problem)))
+        try:
+            if row.record is None:
+                raise ValueError(row.problem)
+            if not isinstance(row.record, Choice):  # whose evidence is a text
+                sightings[row.number] = sum(parse_needles(row.content, "its evidence"), [])
+        except ValueError as error:
+            bad.append(BadRow(row.number, row.id, str(error)))
         place = locate(row, root)
         if place is not None:
             rows_of_video.setdefault(place, []).append((row.number, row.id))
     if count == 0:
         raise ValueError(f"{path} holds no row; expected one or more to check.")
     with ThreadPoolExecutor() as pool:
-        problems = pool.map(media_problem, rows_of_video)
-        for problem, rows in zip(problems, rows_of_video.values(), strict=True):
-            if problem is not None:
-                bad += [BadRow(number, name, problem) for number, name in rows]
+        examined = [pool.submit(examine, place) for place in rows_of_video]
+    for video, rows in zip(examined, rows_of_video.values(), strict=True):
+        for number, name in rows:
+            try:
+                about = video.result()
+                if about is not None:
+                    check_shown("its evidence", sightings.get(number, ()), about)
+            except UNREADABLE as error:
+                bad.append(BadRow(number, name, " ".join(str(error).split())))
     bad.sort(key=lambda found: found.row)
     return Checked(count, bad, len(rows_of_video))

@@ -2,8 +2,12 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..common.journals import State, file_state
+
+if TYPE_CHECKING:
+    from ..model.video_qtsplus import AboutVideo
 
 AnyPath = str | os.PathLike
 UNREADABLE = (ValueError, OSError)  # what reading a bad video raises
@@ -48,9 +52,10 @@ def media_state(place: str) -> dict[str, State]:
         return {}
 
 
-def media_problem(path: str) -> str | None:
+def examine(path: str) -> "AboutVideo | None":
     """
-    Why a model could not read a file, an address or a folder of frames; `None` for a good one.
+    Raises one of [`UNREADABLE`] for a file, an address or a folder of frames that a model could not read. Gives what is
+    known about a video; `None` for a folder.
 
     Of a file a frame is decoded and every packet is read, which tells whether the end is there; of a folder the first
     and the last frame are decoded.
@@ -58,12 +63,20 @@ def media_problem(path: str) -> str | None:
     from ..model.frames_qtsplus import image_paths, load_frames
     from ..model.video_qtsplus import open_video
 
+    if os.path.isdir(path):
+        frames = image_paths(path)
+        load_frames([frames[0], frames[-1]])
+        return None
+    about = open_video(path, lambda total, fps: [0]).about
+    if about.warnings:
+        raise ValueError(about.warnings[0])
+    return about
+
+
+def is_readable(path: str) -> bool:
+    """Whether [`examine`] finds nothing wrong."""
     try:
-        if os.path.isdir(path):
-            frames = image_paths(path)
-            load_frames([frames[0], frames[-1]])
-            return None
-        video = open_video(path, lambda total, fps: [0])
-    except UNREADABLE as error:
-        return " ".join(str(error).split())
-    return next(iter(video.about.warnings), None)
+        examine(path)
+    except UNREADABLE:
+        return False
+    return True

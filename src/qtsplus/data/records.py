@@ -1,9 +1,9 @@
 """The records of a set: captions, single-choice items, free answers, and the questions that a model is trained on."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import chain
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,10 @@ from pydantic.dataclasses import dataclass
 
 from ..common.validation import check_inside, explain
 
+if TYPE_CHECKING:
+    from ..model.video_qtsplus import AboutVideo
+
+ROUNDED = 1.0  # seconds by which evidence may end after its video
 LETTERS = "ABCD"
 SOURCES = ("mcq", "vqa", "caption")
 
@@ -38,8 +42,10 @@ String = Annotated[str, Field(min_length=0)]  # a field with a limit takes valid
 Text = Annotated[String, AfterValidator(_filled)]
 RowId = Annotated[String, Field(coerce_numbers_to_str=True)]  # tables number their rows
 VisionId = Annotated[Text, AfterValidator(check_inside)]
-Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 Second = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # on a player's clock
+Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class VisionRecord(BaseModel):
@@ -49,7 +55,7 @@ class VisionRecord(BaseModel):
 
     vision_id: VisionId  # a file or a folder of frames under the media root, with its suffix or without
     id: RowId | None = None
-    fps: Rate | None = None  # of a folder, the rate of its frames; of a file, frames to look at per second
+    fps: Positive | None = None  # of a folder, the rate of its frames; of a file, frames to look at per second
 
     def row(self) -> dict:
         """The record as a line of a file has it, without what it does not say."""
@@ -120,7 +126,7 @@ class VideoRecord:
     options: tuple[String, ...] | None = None  # for evaluation
     # Turns of the conversation before this one, supervised too: many questions about a video cost one pass over it.
     earlier: tuple[tuple[String, String], ...] = ()
-    fps: Rate | None = None  # of a file, frames to look at per second; of a folder, the rate of its frames
+    fps: Positive | None = None  # of a file, frames to look at per second; of a folder, the rate of its frames
     id: RowId | None = None
 
     @property
@@ -188,6 +194,48 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
             options=tuple(record.texts()),
         )
     return made
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Something seen; a `ValueError` for an empty box, and for an end before the start."""
+
+    start: Second
+    end: Second
+    # Left, top, right and bottom in shares of the frame; the whole frame where only the time is known.
+    box: tuple[Share, Share, Share, Share] = (0.0, 0.0, 1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        left, top, right, bottom = self.box
+        if left >= right or top >= bottom:
+            raise ValueError(f"The box {list(self.box)} is empty; expected left, top, right and bottom.")
+        if self.start > self.end:
+            raise ValueError(f"It ends at {self.end:g} s, before its start at {self.start:g} s.")
+
+
+_NEEDLES = TypeAdapter(list[list[Sighting]])
+
+
+def parse_needles(row: Mapping, name: str) -> list[list[Sighting]]:
+    """The `evidence` of a row, none if it has none; a `ValueError`, with its `name`, for evidence of another form."""
+    evidence = row.get("evidence") or []
+    try:
+        return _NEEDLES.validate_python(evidence)
+    except ValidationError as error:
+        raise ValueError(
+            explain(error, evidence, f"{name} is not a list of needles, each a list of sightings: ")
+        ) from None
+
+
+def check_shown(name: str, sightings: Iterable[Sighting], about: "AboutVideo") -> None:
+    """Raises `ValueError` for evidence, with its `name`, that is outside of its video."""
+    end = about.start + about.length
+    for seen in sightings:
+        if seen.start >= end or not about.start <= seen.end <= end + ROUNDED:
+            raise ValueError(
+                f"{name} is from {seen.start:g} to {seen.end:g} s; expected times of the video, which a player shows "
+                f"from {about.start:g} to {end:g} s."
+            )
 
 
 def media_name(record: Record) -> str | None:

@@ -17,6 +17,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from ..common.folders import read_json, update_json
+from ..data.records import check_shown
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..model.sampling_qtsplus import Sampling
 from ..training.arguments import Head
@@ -30,7 +31,6 @@ from .matching import gives_answer
 
 MOST = 20  # of the best heads that are summed
 LAYERS = 3  # of the best, whose answers are compared with those by the default layer
-ROUNDED = 1.0  # seconds by which evidence may end after its video
 KEPT = 0.025  # the fraction of the visual tokens from which these answers are given
 
 Questions = Sequence[LabelledQuestion]
@@ -148,13 +148,7 @@ def with_start(processor, question: LabelledQuestion) -> LabelledQuestion:
     """
     video, fps = question.video
     about = open_chunks(processor, video, Sampling(fps=fps)).about
-    end = about.start + about.length
-    for seen in question.sightings:
-        if seen.start >= end or not about.start <= seen.end <= end + ROUNDED:
-            raise ValueError(
-                f"The evidence of {question.record.question!r} is from {seen.start:g} to {seen.end:g} s; expected "
-                f"times of {video}, which a player shows from {about.start:g} to {end:g} s."
-            )
+    check_shown(f"The evidence of {question.record.question!r} in {video}", question.sightings, about)
     return replace(question, start=about.start)
 
 

@@ -5,34 +5,14 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ..common.validation import explain
 from ..data.formats import iter_rows, read_records
-from ..data.records import Second, VideoRecord
-from ..training.arguments import Share
+from ..data.records import Sighting, VideoRecord, parse_needles
 
 # The least share that the cell of a token has in common with the box of the thing that it shows: a share of the box, or
 # of the cell if that is smaller.
 LEAST_SHARE = 0.25
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """Something seen; a `ValueError` for an empty box, and for an end before the start."""
-
-    start: Second
-    end: Second
-    # Left, top, right and bottom in shares of the frame; the whole frame where only the time is known.
-    box: tuple[Share, Share, Share, Share] = (0.0, 0.0, 1.0, 1.0)
-
-    def __post_init__(self) -> None:
-        left, top, right, bottom = self.box
-        if left >= right or top >= bottom:
-            raise ValueError(f"The box {list(self.box)} is empty; expected left, top, right and bottom.")
-        if self.start > self.end:
-            raise ValueError(f"It ends at {self.end:g} s, before its start at {self.start:g} s.")
 
 
 def sighting_tokens(
@@ -104,9 +84,6 @@ class LabelledQuestion:
         return list(chain.from_iterable(self.needles))
 
 
-_NEEDLES = TypeAdapter(list[list[Sighting]])
-
-
 def labelled_questions(path: Path) -> list[LabelledQuestion]:
     """
     The questions of a set of records that have a video and `evidence`; a `ValueError` for what is no record, and for
@@ -114,12 +91,7 @@ def labelled_questions(path: Path) -> list[LabelledQuestion]:
     """
     questions = []
     for record, row in zip(read_records(path), iter_rows(path), strict=True):
-        evidence = row.content.get("evidence") or []
-        try:
-            needles = _NEEDLES.validate_python(evidence)
-        except ValidationError as error:
-            where = f"{path}: the evidence of {record.question!r} is not a list of needles, each a list of sightings: "
-            raise ValueError(explain(error, evidence, where)) from None
+        needles = parse_needles(row.content, f"{path}: the evidence of {record.question!r}")
         if needles and record.video is not None:
             questions.append(LabelledQuestion(record, needles))
     return questions

@@ -38,6 +38,7 @@ REFERENCE = (
 ) + STOCK
 
 Weights = dict[str, torch.Tensor]  # by name
+Rules = tuple[tuple[str, str], ...]  # as [`STOCK`]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -76,7 +77,7 @@ def read_checkpoint(folder: Path) -> Weights:
     return tensors
 
 
-def our_name(name: str, rules: tuple[tuple[str, str], ...] = STOCK) -> str:
+def our_name(name: str, rules: Rules = STOCK) -> str:
     """The name in our model of the weight that is called `name` in a checkpoint."""
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
@@ -93,7 +94,7 @@ def check_weights(
     stored: Mapping[str, torch.Tensor],
     config,
     folder: Path,
-    rules: tuple[tuple[str, str], ...] = STOCK,
+    rules: Rules = STOCK,
     without: str | None = None,
 ) -> Weights:
     """

@@ -66,10 +66,10 @@ def _flatten(videos) -> list[VideoRequest]:
             f"Got a video of type {type(videos).__name__}; expected a path, or frames: an array or tensor [T, H, W, C],"
             " or images."
         )
-    if videos and all(_is_frame(item) for item in videos):
+    if videos and all(map(_is_frame, videos)):
         return [VideoRequest(stack_frames(videos))]
-    if videos and all(_is_image_path(item) for item in videos):
-        return [VideoRequest(load_frames([os.fspath(item) for item in videos]))]
+    if videos and all(map(_is_image_path, videos)):
+        return [VideoRequest(load_frames(list(map(os.fspath, videos))))]
     requests = []
     for video in videos:
         requests += _flatten(video)

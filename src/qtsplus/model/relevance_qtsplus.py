@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+States = Tensor | Sequence[Tensor]  # of tokens, [k, d] or [k, d] in parts
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, see `rotary_tables`
 
 # --- The layer ---
@@ -67,7 +68,7 @@ class QTSplusLayer(nn.Module):
     def forward(
         self,
         query: Tensor,
-        context: Tensor | Sequence[Tensor],
+        context: States,
         rotary: Rotary | None = None,
         *,
         lengths: Sequence[int] | None = None,
@@ -103,7 +104,7 @@ class QTSplusLayer(nn.Module):
         feed_forward = in_blocks(lambda rows: self.ffn(self.ffn_norm(rows)), query)
         return query + self.dropout(feed_forward)
 
-    def keys(self, context: Tensor | Sequence[Tensor]) -> Tensor:
+    def keys(self, context: States) -> Tensor:
         """`[kv_heads, M, head_dim]`, the keys of `[M, d]` in one tensor or several."""
         keys = in_blocks(lambda rows: self.k_proj(self.kv_norm(rows)), context)
         return self._heads(keys)
@@ -179,7 +180,7 @@ def attention_within_samples(
 
 def in_blocks(
     apply: Callable[[Tensor], Tensor],
-    states: Tensor | Sequence[Tensor],
+    states: States,
     block_size: int = 4096,
 ) -> Tensor:
     """

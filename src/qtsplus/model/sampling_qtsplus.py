@@ -67,16 +67,6 @@ class Sampling:
             if value is not None:
                 check_key(name, value)
 
-    def video_keys(self) -> dict[str, float | None]:
-        """The same as `QTSplusProcessorMixin.video_chunks` takes it."""
-        return {
-            "fps": self.fps,
-            "video_start": self.start,
-            "video_end": self.end,
-            "max_frames": self.max_frames,
-            "max_pixels": self.max_pixels,
-        }
-
 
 @dataclass(frozen=True)
 class VideoRequest:

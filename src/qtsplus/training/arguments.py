@@ -7,9 +7,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from transformers import TrainingArguments
 
 from ..common.validation import STRICT, build
+from ..data.records import Fraction, Share
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
 Head = tuple[int, int]
 Heads = Annotated[list[Head], Field(min_length=1)]
 

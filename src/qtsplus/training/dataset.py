@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..asking.question import conversation
 from ..data.formats import read_records
-from ..data.media import AnyPath, media_problem
+from ..data.media import AnyPath, is_readable
 from ..data.records import SOURCES, VideoRecord
 from .features import VideoFeatures
 
@@ -90,7 +90,7 @@ class VideoQADataset(Dataset):
         try:
             inputs = self._process(record)
         except (ValueError, OSError) as error:
-            if record.video is None or media_problem(record.video) is None:
+            if record.video is None or is_readable(record.video):
                 # Not the file's fault: a wrong setting must not turn into an empty dataset.
                 raise ValueError(f"The record of {name} cannot be used: {error}") from error
             logger.warning_once(f"Skipped {name}: {error}")

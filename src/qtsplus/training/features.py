@@ -19,6 +19,7 @@ from ..data.media import UNREADABLE, AnyPath, media_state
 from ..video.encoded import with_bar
 from .freezing import vision_modules
 
+Tensors = dict[str, Tensor]  # by name
 Video = tuple[str, float | None]  # a file, an address or a folder of frames, and the `fps` of its record
 REMEDY = "remove the file, and it is made again"
 FEATURES = TensorFormat(
@@ -56,7 +57,7 @@ class VideoFeatures:
         self,
         video: str,
         fps: float | None = None,
-    ) -> dict[str, Tensor] | None:
+    ) -> Tensors | None:
         """A video's features; `None` where it could not be read."""
         return read_tensors(self.file(video, fps), FEATURES)
 
@@ -108,7 +109,7 @@ def _decode(
     processor,
     processor_kwargs: Mapping,
     video: Video,
-) -> tuple[Path, dict[str, Tensor] | None]:
+) -> tuple[Path, Tensors | None]:
     """Where a video's features are to be kept, and its pixels; `None` where they cannot be read."""
     name, fps = video
     settings = dict(processor_kwargs)
@@ -122,7 +123,7 @@ def _decode(
     return place, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
 
 
-def read_tensors(path: Path, kind: TensorFormat) -> dict[str, Tensor] | None:
+def read_tensors(path: Path, kind: TensorFormat) -> Tensors | None:
     """The tensors of a file; `None` without a file, a `ValueError` for damage."""
     if not path.exists():
         return None

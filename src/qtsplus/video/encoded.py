@@ -160,7 +160,15 @@ def encode(
 
 def open_chunks(processor, video: str | Path, sampling: Sampling, frames_per_chunk: int | None = None) -> VideoChunks:
     """The pieces of a video in which [`encode`] reads it, not decoded yet."""
-    return processor.video_chunks(video, frames_per_chunk=frames_per_chunk, **sampling.video_keys())
+    return processor.video_chunks(
+        video,
+        frames_per_chunk=frames_per_chunk,
+        fps=sampling.fps,
+        video_start=sampling.start,
+        video_end=sampling.end,
+        max_frames=sampling.max_frames,
+        max_pixels=sampling.max_pixels,
+    )
 
 
 def with_bar(items: Iterable[T], title: str, is_shown: bool = True):

@@ -151,13 +151,15 @@ def _full_track(tracks: Iterable):
 
 
 def _lines(container, track) -> Iterator[Subtitle]:
+    """The subtitles of a track, a line each, without tags and without what ASS draws."""
     for packet in read_packets(container, track):
         if packet.pts is None:
             continue
         start = float(packet.pts * packet.time_base)
         end = start + float((packet.duration or 0) * packet.time_base)
         for written in _texts(packet, track.codec_context.name):
-            text = _plain_text(written)
+            undrawn = _BLOCK.sub("", _DRAWING.sub("", written))
+            text = " ".join(_TAG.sub("", _BREAK.sub(" ", undrawn)).split())
             if text:
                 yield Subtitle(start, end, text)
 
@@ -170,12 +172,6 @@ def _texts(packet, codec: str) -> Iterator[str]:
         return
     text = bytes(packet).decode("utf-8", "replace")
     yield html.unescape(text) if codec == "webvtt" else text
-
-
-def _plain_text(written: str) -> str:
-    """The words of a subtitle, in one line, without tags and without what ASS draws."""
-    text = _BLOCK.sub("", _DRAWING.sub("", written))
-    return " ".join(_TAG.sub("", _BREAK.sub(" ", text)).split())
 
 
 def check_subtitles(most: int | None, videos: Iterable["EncodedVideo"]) -> None:
