@@ -115,9 +115,10 @@ def request(
     answers=(b"x",),
     headers=None,
     path="/v1/chat/completions",
+    app=None,
 ):
     exchange = Exchange(asked, answers)
-    connection.server = exchange.app
+    connection.server = app or exchange.app
     named = {b"host": b"localhost", b"content-length": b"2"}
     named.update(headers or {})
     state = SimpleNamespace(engine_client=connection.engine or Engine())
@@ -161,6 +162,16 @@ def test_an_answer_has_what_it_rests_on_beside_each_choice(connection, asked, co
         assert after == {**before, "qtsplus": BASES.get(key)}
 
 
+def test_a_stream_has_it_in_the_last_part_of_each_choice(connection):
+    parts = [choice(0), choice(1), choice(0)]
+    parts[0]["finish_reason"] = None
+    events = [b"data: %s\n\n" % json.dumps({"choices": [part]}).encode() for part in parts]
+    told = request(connection, answers=events).body.split(b"data: ")[1:]
+    for part in parts[1:]:
+        part["qtsplus"] = BASES["a"]
+    assert [json.loads(event)["choices"] for event in told] == [[part] for part in parts]
+
+
 def test_what_a_request_held_is_released_later(connection, monkeypatch):
     monkeypatch.setattr(server, "RELEASE_SECONDS", 0.05)
     engine = Engine()
@@ -199,11 +210,11 @@ def test_a_request_whose_client_leaves_while_it_is_sent_is_ended(connection):
 def test_a_request_for_an_adapter_that_holds_a_selector_is_told_to_merge_it(connection, tmp_path):
     weights = tmp_path / "adapter_model.safetensors"
     save_file({"base_model.model.model.qtsplus.norm.weight": torch.zeros(1)}, weights)
-    engine = Engine()
     taken = []
 
     async def load(scope, receive, send):
         """As vLLM does."""
+        engine = scope["app"].state.engine_client
         status = 200
         try:
             taken.append(await engine.add_lora(SimpleNamespace(lora_path=str(tmp_path))))
@@ -212,25 +223,13 @@ def test_a_request_for_an_adapter_that_holds_a_selector_is_told_to_merge_it(conn
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    def ask():
-        exchange = Exchange([], [])
-        connection.server = load
-        scope = {
-            "type": "http",
-            "path": "/v1/load_lora_adapter",
-            "method": "POST",
-            "headers": [(b"host", b"localhost"), (b"content-length", b"2")],
-            "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
-        }
-        asyncio.run(connection(scope, exchange.receive, exchange.send))
-        start, body = exchange.sent
-        return start["status"], body["body"]
-
-    status, body = ask()
-    assert status == 400
-    assert b"merge_lora" in body
+    reply = request(connection, app=load)
+    assert reply.status == 400
+    assert b"merge_lora" in reply.body
     save_file({"base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(1)}, weights)
-    assert ask() == (200, b"{}")
+    reply = request(connection, app=load)
+    assert reply.status == 200
+    assert reply.body == b"{}"
     assert taken == [True]
 
 

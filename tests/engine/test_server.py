@@ -174,6 +174,19 @@ def test_answers_and_what_they_rest_on_are_those_of_transformers(server, clips, 
     assert again == together  # from vLLM's caches
 
 
+def test_two_choices_of_a_stream_end_with_what_they_rest_on(server, clips):
+    content = [video_part(clips, 0), {"type": "text", "text": QUESTIONS[0]}]
+    told = {}
+    for event in send(server, content, NINE_TOKENS, key=KEY, stream=True, n=2, temperature=1):
+        for choice in event.choices:
+            if choice.finish_reason:
+                told[choice.index] = choice.qtsplus
+            else:
+                assert not hasattr(choice, "qtsplus")
+    basis = ask(server, clips, [0], QUESTIONS[0], NINE_TOKENS).basis
+    assert told == {0: basis, 1: basis}
+
+
 def test_many_clients_get_what_each_would_get_alone(server, clips):
     draw = random.Random(0)
     asked = []
