@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -14,11 +13,6 @@ from typer.testing import CliRunner
 from qtsplus.cli import app
 from qtsplus.hub import loading
 from tiny_backbones import INTERNVL
-
-STAND_IN = """
-import json, os, sys
-print(json.dumps([*sys.argv, *map(os.environ.get, ("VLLM_MEDIA_CONNECTOR", "QTSPLUS_HOSTS", "VLLM_API_KEY"))]))
-"""
 
 
 @pytest.fixture
@@ -32,17 +26,23 @@ def model(tmp_path, tiny_published):
 
 
 @pytest.fixture
-def pretend_vllm(tmp_path, monkeypatch):
-    """A package in the place of vLLM's, which prints its arguments and settings."""
-    package = tmp_path / "vllm" / "entrypoints" / "launchers" / "api_server"
-    package.mkdir(parents=True)
-    (package / "entry.py").write_text(STAND_IN)
+def started(tmp_path, monkeypatch):
+    """What vLLM's server was started with, each time (command line, environment); a package is in the place of vLLM."""
+    (tmp_path / "vllm").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
+    calls = []
+    monkeypatch.setattr(os, "execve", lambda _, line, environment: calls.append((line, environment)))
+    return calls
+
+
+def serve(model, *words):
+    return CliRunner().invoke(app, ["serve", str(model), *words])
 
 
 def own_options(model):
-    """The options that vLLM's server gets in any case."""
-    options = ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
+    """What vLLM's server gets in any case."""
+    options = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    options += ["--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
     options += ["--worker-extension-cls", "qtsplus.vllm.worker.Worker"]
     options += ["--model", str(model), "--host", "127.0.0.1", "--port", "8000"]
     return options + ["--allowed-origins", "[]", "--served-model-name", model.name, "--dtype", "float32"]
@@ -51,42 +51,33 @@ def own_options(model):
 GUARD = ["--middleware", "qtsplus.vllm.server.Connection"]  # the last, so that no other one is in front of it
 
 
-def test_vllm_is_started_with_nothing_open(model, tiny_published, pretend_vllm, monkeypatch):
-    started = []
-    monkeypatch.setattr(os, "execve", lambda _, line, environment: started.append((line[3:], environment)))
-    refused = CliRunner().invoke(app, ["serve", str(tiny_published)])
+def test_vllm_is_started_with_nothing_open(model, tiny_published, started):
+    refused = serve(tiny_published)
     assert refused.exit_code == 2
     assert "longrope" in refused.output
     assert not started
-    assert CliRunner().invoke(app, ["serve", str(model)]).exit_code == 0
-    ((options, environment),) = started
-    assert options == own_options(model) + GUARD
+    assert serve(model).exit_code == 0
+    ((line, environment),) = started
+    assert line == own_options(model) + GUARD
     assert environment["VLLM_MEDIA_CONNECTOR"] == "qtsplus"
     assert "VLLM_API_KEY" not in environment
     assert json.loads(environment["QTSPLUS_HOSTS"]) == ["127.0.0.1"], "the guard adds the names of every machine"
 
 
-def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
-    line = [sys.executable, "-m", "qtsplus.cli", "serve", model]
-    line += ["--allow-media-root", tmp_path]
-    line += ["--allow-media-domain", "a.org"]
-    line += ["--allow-media-domain", "b.org:8443"]
-    line += ["--retention", "0.1"]
-    line += ["--api-key", "correct horse"]
-    line += ["--allow-host", "ask.org"]
-    line += ["--", "--enforce-eager", "--middleware", "mine.Log"]
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    result = subprocess.run(line, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
+def test_vllm_is_started_with_what_is_allowed(model, tmp_path, started):
+    words = ["--allow-media-root", str(tmp_path), "--allow-media-domain", "a.org", "--allow-media-domain", "b.org:8443"]
+    words += ["--retention", "0.1", "--api-key", "correct horse", "--allow-host", "ask.org"]
+    result = serve(model, *words, "--", "--enforce-eager", "--middleware", "mine.Log")
+    assert result.exit_code == 0, result.stderr
     expected = own_options(model)
     expected += ["--allowed-media-domains", "a.org", "b.org:8443"]
     expected += ["--allowed-local-media-path", str(tmp_path)]
     expected += ["--mm-processor-kwargs", '{"retention": 0.1}']
     expected += ["--enforce-eager", "--middleware", "mine.Log"] + GUARD
-    expected += ["qtsplus", json.dumps(["127.0.0.1", "ask.org"]), "correct horse"]
-    _, *started = json.loads(result.stdout)
-    assert started == expected
+    ((line, environment),) = started
+    assert line == expected
+    assert environment["VLLM_API_KEY"] == "correct horse"
+    assert json.loads(environment["QTSPLUS_HOSTS"]) == ["127.0.0.1", "ask.org"]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +94,8 @@ def test_vllm_is_started_with_what_is_allowed(model, tmp_path, pretend_vllm):
         (["--mm-processor_kwargs.selection", "uniform"], "expected the budget in it"),
     ],
 )
-def test_an_option_that_serve_sets_is_refused_behind_the_dashes(model, pretend_vllm, line, message):
-    result = CliRunner().invoke(app, ["serve", str(model), "--retention", "0.1", "--"] + line)
+def test_an_option_that_serve_sets_is_refused_behind_the_dashes(model, started, line, message):
+    result = serve(model, "--retention", "0.1", "--", *line)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
 
@@ -120,10 +111,10 @@ LANGUAGE = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora
 
 @pytest.mark.parametrize("form", ["mine={}", '{{"name": "mine", "path": "{}"}}'])
 @pytest.mark.parametrize("part", ["qtsplus.budget.net.0.weight", "qtsplus.scoring.0.q_proj.lora_A.weight"])
-def test_an_adapter_that_holds_a_selector_is_refused_before_vllm_starts(model, tmp_path, pretend_vllm, form, part):
+def test_an_adapter_that_holds_a_selector_is_refused_before_vllm_starts(model, tmp_path, started, form, part):
     adapter = write_adapter(tmp_path / "adapter", LANGUAGE, f"base_model.model.model.{part}")
     adapters = ["--enable-lora", "--lora-modules", form.format(adapter)]
-    result = CliRunner().invoke(app, ["serve", str(model), "--"] + adapters)
+    result = serve(model, "--", *adapters)
     assert result.exit_code == 2
     assert part in result.stderr
     assert "merge_lora" in result.stderr
@@ -156,23 +147,26 @@ LM_ATTENTION = {"selection": "lm_attention"}
         ({}, ["--mm-processor-kwargs.selection", "best"], "selection='best'; expected one of"),
         ({}, ["--mm-processor-kwargs", '{"selection": 3}'], "selection=3; expected one of"),
         ({}, ["--mm-processor-kwargs", "[1]"], "argument --mm-processor-kwargs: invalid"),
-        ({}, ["--mm-processor-k", "{}"], "--mm-processor-k could match"),
+        (
+            {},
+            ["--mm-processor-kwargs", '{"retenton": 1}'],
+            "has retenton; expected any of retention, max_visual",
+        ),
+        ({}, ["--mm-processor_kwargs.retenton=1"], "--mm-processor-kwargs has retenton; expected any of"),
+        ({}, ["--additional-config", '{"qtsplus_cache": 1}'], "has qtsplus_cache; expected any of qtsplus_cache_gb,"),
+        ({}, ["--mm-processor-kwargs", '{"max_pixels": 9}', "--additional-config", '{"a plugin\'s": 1}'], None),
         ({}, ["--lora-modules", '{"name": "x"}'], "argument --lora-modules: invalid"),
         ({}, ["--mm-processor-kwargs", '{"selection": "no_such:method"}'], "cannot be imported"),
         (LM_ATTENTION, ["--enable-lora", "--mm-processor-kwargs", '{"selection": "diversity"}'], None),
         (LM_ATTENTION, [], None),
     ],
 )
-def test_options_that_vllm_cannot_work_with_are_refused_before_it_starts(
-    model, pretend_vllm, monkeypatch, stored, words, message
-):
-    started = []
-    monkeypatch.setattr(os, "execve", lambda *line: started.append(line))
+def test_options_that_vllm_cannot_work_with_are_refused_before_it_starts(model, started, stored, words, message):
     path = model / "config.json"
     config = json.loads(path.read_text())
     config["qtsplus_config"].update(stored)
     path.write_text(json.dumps(config))
-    result = CliRunner().invoke(app, ["serve", str(model), "--"] + words)
+    result = serve(model, "--", *words)
     assert bool(started) == (message is None)
     assert result.exit_code == (2 if message else 0)
     if message:
@@ -180,8 +174,8 @@ def test_options_that_vllm_cannot_work_with_are_refused_before_it_starts(
         assert message in line
 
 
-def test_a_backbone_that_vllm_does_not_take_is_refused_before_it_starts(model, pretend_vllm):
+def test_a_backbone_that_vllm_does_not_take_is_refused_before_it_starts(model, started):
     INTERNVL.config(INTERNVL.processor(), {}).save_pretrained(model)
-    result = CliRunner().invoke(app, ["serve", str(model)])
+    result = serve(model)
     assert result.exit_code == 2
     assert "vLLM does not take InternVLQTSplus; expected Qwen2_5_VLQTSplus" in result.stderr

@@ -94,10 +94,13 @@ def serve(
         host,
         "--port",
         str(port),
+        "--allowed-origins",
+        "[]",  # web pages of other origins may neither send requests nor read responses
+        "--served-model-name",
+        os.path.basename(os.path.abspath(model)),
+        "--dtype",
+        stored_dtype(model, revision),
     ]
-    server += ["--allowed-origins", "[]"]  # web pages of other origins may neither send requests nor read responses
-    server += ["--served-model-name", os.path.basename(os.path.abspath(model))]
-    server += ["--dtype", stored_dtype(model, revision)]
     if revision is not None:
         server += ["--revision", revision]
     if domains:
@@ -113,12 +116,11 @@ def serve(
     # vLLM takes an underscore for a dash, up to the first dot.
     words = [re.sub("^--[^=.]*", lambda name: name[0].replace("_", "-"), word) for word in more or []]
     check_more(words, refused)
-    check_methods(config, words)
-    server += words  # of an option that is given twice vLLM takes the last
-    server += ["--middleware", "qtsplus.vllm.server.Connection"]  # in front of all others, since it is the last
-    environment = dict(os.environ)
-    environment["VLLM_MEDIA_CONNECTOR"] = "qtsplus"
-    environment["QTSPLUS_HOSTS"] = json.dumps([host] + (allow_host or []))
+    check_options(model, revision, config, words)
+    # Of an option that is given twice vLLM takes the last; the last middleware is in front of all others.
+    server += [*words, "--middleware", "qtsplus.vllm.server.Connection"]
+    hosts = [host] + (allow_host or [])
+    environment = dict(os.environ, VLLM_MEDIA_CONNECTOR="qtsplus", QTSPLUS_HOSTS=json.dumps(hosts))
     if api_key is not None:
         environment["VLLM_API_KEY"] = api_key  # arguments would show it to every user of the machine
     os.execve(sys.executable, server, environment)
@@ -151,11 +153,21 @@ def adapter(text: str) -> str:
     return str(place)
 
 
-def check_methods(config, words: list[str]) -> None:
-    """Raises `ValueError` where a model, its method or an adapter cannot work with vLLM's options behind `--`."""
-    from ..hub.loading import check_served_adapter
+def members(option: str, stated: dict, words: list[str], known: tuple[str, ...], prefix: str = "") -> dict:
+    """What a JSON option of vLLM's states, also as `--option.key value`; a key that nothing reads ends the command."""
+    dotted = re.findall(rf"^{option}\.(\w+)[\w.]*[=\n](.*)", "\n".join(words), re.MULTILINE)
+    content = stated | dict(dotted)
+    for key in content:
+        if key.startswith(prefix) and key not in known:
+            fail(f"{option} has {key}; expected any of {', '.join(known)}")
+    return content
+
+
+def check_options(model: str, revision: str | None, config, words: list[str]) -> None:
+    """Ends the command where a model, its method or an adapter cannot work with vLLM's options behind `--`."""
+    from ..hub.loading import check_served_adapter, processor_of
     from ..model.methods_qtsplus import add_method
-    from ..vllm import BACKBONES
+    from ..vllm import BACKBONES, OPTIONS, SETTINGS
     from ..vllm.attention import check_attention
 
     name = type(config).__name__.removesuffix("Config")
@@ -165,12 +177,17 @@ def check_methods(config, words: list[str]) -> None:
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--lora-modules", nargs="+", type=adapter, default=[])
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    parser.add_argument("--additional-config", type=json_object, default={})
     parser.add_argument("--mm-processor-kwargs", type=json_object, default={})
-    parser.add_argument("--mm-processor-kwargs.selection", dest="selection")
     stated, _ = parser.parse_known_args(words)
+    members("--additional-config", stated.additional_config, words, OPTIONS, prefix="qtsplus")
+    known = SETTINGS
+    if "--mm-processor" in str(words):
+        video_processor = processor_of(model, config, revision).video_processor
+        known += ("images_kwargs", "videos_kwargs", *video_processor.valid_kwargs.__annotations__)
+    selection = members("--mm-processor-kwargs", stated.mm_processor_kwargs, words, known).get("selection")
     for place in stated.lora_modules:
         check_served_adapter(place)
-    selection = stated.selection or stated.mm_processor_kwargs.get("selection")
     sys.path.append("")  # where vLLM's server finds a function of the operator's own
     add_method(selection)
     if (selection or config.qtsplus_config.selection) == "lm_attention":

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel, ProcessorMixin
@@ -13,7 +14,7 @@ from ..common.journals import file_state
 from ..data.media import VIDEO_SUFFIXES
 from ..hub.files import TINY
 from ..model.sampling_qtsplus import Sampling, SamplingOptions
-from ..video.encoded import FAILURES, EncodedVideo, encode, open_chunks, with_bar
+from ..video.encoded import FAILURES, encode, open_chunks, with_bar
 from ..video.storage import SAMPLING, Stored, fingerprint, load_video, measure, save_keys, saved_video
 from .library import INDEX, MADE, Entry, Index
 
@@ -60,9 +61,7 @@ def index(
         journal = folder / INDEX
         if journal.exists() and journal.stat().st_size:
             Index(folder).require(made_by)
-        settings = _sampling(processor, sampling)
-        settings["made_by"] = made_by
-        library = Index(folder, settings)
+        library = Index(folder, _sampling(processor, sampling) | {"made_by": made_by})
         indexing = _Indexing(library, model, processor, sampling, say)
         place = str(videos.resolve())
         indexing.recognise(files, place, prune)
@@ -113,26 +112,20 @@ def _sampling(processor, stated: Sampling) -> dict:
     return sampling
 
 
+@dataclass
 class _Indexing:
     """One run of [`index`]."""
 
-    def __init__(
-        self,
-        index: Index,
-        model: PreTrainedModel,
-        processor: ProcessorMixin,
-        sampling: Sampling,
-        say: Callable[[str], None],
-    ):
-        self.index = index
-        self.entries = index.entries
-        self.made_by = index.settings["made_by"]
-        self.model = model
-        self.processor = processor
-        self.sampling = sampling
-        self.say = say
-        self.layer = scoring_layer(model)
-        self.selector = keys_fingerprint(model)
+    index: Index
+    model: PreTrainedModel
+    processor: ProcessorMixin
+    sampling: Sampling
+    say: Callable[[str], None]
+
+    def __post_init__(self):
+        self.made_by = self.index.settings["made_by"]
+        self.layer = scoring_layer(self.model)
+        self.selector = keys_fingerprint(self.model)
 
     def recognise(
         self,
@@ -141,7 +134,7 @@ class _Indexing:
         prune: bool,
     ) -> None:
         """Notes the content of each file that is new or was changed, and forgets files that are gone."""
-        known = dict(self.entries)
+        known = self.index.entries
         encoded = {entry["content"]: entry["features"] for entry in known.values()}
         after = {}
         for name, path in files.items():
@@ -149,8 +142,8 @@ class _Indexing:
             after[name] = self._look(path, earlier, encoded)
         contents = {entry["content"] for entry in after.values()}
         lost = self._lost(after, contents, folder)
-        readable = [name for name, entry in known.items() if entry["error"] is None]
-        what = f"{len(lost)} of {counted(len(readable), 'video')}"
+        readable = sum(entry["error"] is None for entry in known.values())
+        what = f"{len(lost)} of {counted(readable, 'video')}"
         if lost and not prune:
             raise ValueError(
                 f"{what} of {self.index.folder} are not in {folder}, or cannot be read: {listed(lost)}. Nothing was "
@@ -160,13 +153,13 @@ class _Indexing:
             self.say(f"The library loses {what}: {listed(lost)}")
         for name, entry in known.items():
             if name not in files:
-                self._note(name, None)
+                self.index.add(name, None)
             if entry["content"] not in contents:
                 self.index.file(entry).unlink(missing_ok=True)
                 self.index.keys_file(entry).unlink(missing_ok=True)
         for name, entry in after.items():
             if entry != known.get(name):
-                self._note(name, entry)
+                self.index.add(name, entry)
 
     def _look(
         self,
@@ -206,7 +199,7 @@ class _Indexing:
         """The videos whose content would leave the library; another folder may be meant, or is to be mounted."""
         is_same_folder = MADE in self.index.done and folder == self.index.made["videos"]
         lost = []
-        for name, entry in self.entries.items():
+        for name, entry in self.index.entries.items():
             stays = entry["content"] in contents
             if name in after and is_same_folder:  # in another folder, the same name is another video's
                 stays = after[name]["content"] is not None
@@ -215,12 +208,15 @@ class _Indexing:
         return lost
 
     def find_waiting(self, files: Files) -> Files:
-        """The files that are to be encoded, once it is said how large that is."""
+        """
+        The files that are to be encoded, once it is said how large their features and keys are; a `ValueError` for a
+        disk without room.
+        """
         waiting = {}
         tokens: dict[str, int] = {}  # by content: copies share what is stored
         patches_per_token = self.processor.video_processor.merge_size**2
         for name, path in files.items():
-            entry = self.entries[name]
+            entry = self.index.done[name]
             content = entry["content"]
             if content is None or self._is_stored(entry):
                 continue
@@ -233,17 +229,14 @@ class _Indexing:
             patches = int(chunks.video_grid_thw.prod())
             tokens[content] = patches // patches_per_token
         if waiting:
-            videos = counted(len(files), "video")
-            self._require_space(sum(tokens.values()), f"{len(waiting)} of {videos}")
+            folder = self.index.folder
+            what = f"{len(waiting)} of {counted(len(files), 'video')}"
+            count = sum(tokens.values())
+            bytes_of_features = self.model.model.token_width * self.model.dtype.itemsize
+            needed = count * (bytes_of_features + self.layer.k_proj.out_features)
+            self.say(f"Encoding {what}: {count:,} tokens, {size(needed)} in {folder}.")
+            require_space(folder, needed, f"the features of {what}")
         return waiting
-
-    def _require_space(self, tokens: int, what: str) -> None:
-        """Says how large the features and keys of so many tokens are; a `ValueError` for a disk without room."""
-        folder = self.index.folder
-        bytes_of_features = self.model.model.token_width * self.model.dtype.itemsize
-        needed = tokens * (bytes_of_features + self.layer.k_proj.out_features)
-        self.say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {folder}.")
-        require_space(folder, needed, f"the features of {what}")
 
     def _is_stored(self, entry: Entry) -> bool:
         """
@@ -258,50 +251,30 @@ class _Indexing:
         return has_keys or measure(file) == features
 
     def encode_all(self, waiting: Files) -> None:
-        stored: set[str | None] = set()  # contents, of which there may be copies
         for name, path in with_bar(waiting.items(), "Encoding"):
-            entry = self.entries[name]
-            content = entry["content"]
-            if content in stored:
+            entry = self.index.done[name]
+            if self._is_stored(entry):  # as of a copy
                 continue
             try:
-                encoded = self._encode(path, entry)
+                encoded = encode(self.model, self.processor, path, device="cpu", **vars(self.sampling))
+                if not file_state(path).items() <= entry.items():
+                    raise ValueError("It was changed while it was read; run the same command again.")
             except FAILURES as error:
                 self._refuse(name, error)
                 continue
             self.index.keys_file(entry).unlink(missing_ok=True)  # or `_is_stored` would take them for its proof
             with saved_video(encoded, self.index.file(entry), self.made_by) as features:
                 # Noted before it is there: a file that is there and was not noted would belong to nobody.
-                for copy, known in self.entries.items():
-                    if known["content"] == content:
-                        self._note(copy, known | {"error": None, "features": features})
-            stored.add(content)
-
-    def _encode(self, path: Path, entry: Entry) -> EncodedVideo:
-        encoded = encode(
-            self.model,
-            self.processor,
-            path,
-            device="cpu",
-            **vars(self.sampling),
-        )
-        if not file_state(path).items() <= entry.items():
-            raise ValueError("It was changed while it was read; run the same command again.")
-        return encoded
-
-    def _note(self, name: str, entry: Entry | None) -> None:
-        self.index.add(name, entry)
-        if entry is None:
-            del self.entries[name]
-        else:
-            self.entries[name] = entry
+                for copy, known in self.index.entries.items():
+                    if known["content"] == entry["content"]:
+                        self.index.add(copy, known | {"error": None, "features": features})
 
     def _refuse(self, name: str, error: BaseException) -> None:
-        self._note(name, self.entries[name] | {"error": first_line(error), "features": None})
+        self.index.add(name, self.index.done[name] | {"error": first_line(error), "features": None})
 
     def store_keys(self) -> None:
         """Makes the keys that this model's selector has not made yet."""
-        for entry in self.entries.values():
+        for entry in self.index.entries.values():
             features = entry["features"]
             if features is None or self.index.load_keys(entry, self.model, self.selector) is not None:
                 continue

@@ -165,11 +165,8 @@ class Library:
                 f"The library {folder} holds no video: run `qtsplus index` to its end, and see which errors it reports."
             )
         # These were neither encoded nor found to be bad, as after an interrupted `qtsplus index`.
-        self.missing = []
-        for name, entry in self.entries.items():
-            is_good = entry["error"] is None
-            if is_good and name not in self.names:
-                self.missing.append(name)
+        good = [name for name, entry in self.entries.items() if entry["error"] is None]
+        self.missing = [name for name in good if name not in self.names]
         self.warnings: list[str] = []  # of every answer
         if self.missing:
             waiting = counted(len(self.missing), "video")

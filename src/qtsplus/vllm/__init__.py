@@ -13,6 +13,10 @@ logger = logging.getLogger(__name__)
 # How the names of our classes begin, in Transformers and in models.py.
 BACKBONES = ("Qwen2_5_VLQTSplus", "Qwen2VLQTSplus", "Qwen3VLQTSplus", "Qwen3_5QTSplus")
 
+# In mm_processor_kwargs, of a request or of the server; and in the server's additional_config.
+SETTINGS = ("retention", "max_visual_tokens", "selection", "reencode")
+OPTIONS = ("qtsplus_cache_gb", "qtsplus_keep_keys")
+
 
 def register() -> None:
     """

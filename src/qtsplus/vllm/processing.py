@@ -23,10 +23,10 @@ from vllm.multimodal.parse import VideoProcessorItems
 from ..model.budget_qtsplus import kept_count
 from ..model.methods_qtsplus import add_method, check_budget, find_method
 from ..model.question_qtsplus import find_query_mask, question_token_ids
+from . import SETTINGS
 from .worker import PIXELS, prepare
 
 BUDGET = {"retention", "max_visual_tokens"}
-SETTINGS = ("retention", "max_visual_tokens", "selection", "reencode")  # in a request's mm_processor_kwargs
 BY_QUESTION = ("qtsplus", "lm_attention")  # methods that compare tokens with the question
 BLIND = ("all", "uniform", "temporal_redundancy", "diversity", "coverage")  # methods that never see the question
 
@@ -223,9 +223,7 @@ class QTSplusMultiModalProcessor:
             finalize(item, self.release, key).atexit = False  # lives as long as its request
         between = [token for token in replaced if token != placeholder]  # text that is part of the item
         length = kept + len(between)
-        settings["start"] = start
-        settings["stop"] = stop
-        settings["length"] = length
+        settings.update(start=start, stop=stop, length=length)
         if selection != "all":
             settings["retention"] = kept / num_tokens
             settings["max_visual_tokens"] = None
