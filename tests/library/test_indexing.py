@@ -378,4 +378,5 @@ def test_a_second_encoding_that_the_journal_lost_in_part_is_made_again(mine, mon
     for _ in range(2):
         build(say=said.append)
     assert [line.split(":")[0] for line in said] == ["Encoding 1 of 4 videos"]
+    assert len(calls) == 5, "a copy is not encoded"
     assert len(open_library().find(QUESTION, 100)) > 3
