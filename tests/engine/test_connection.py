@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass
 from operator import attrgetter
 from threading import Barrier, Lock
 from types import SimpleNamespace
@@ -69,15 +68,6 @@ def choice(index=0):
     return {"index": index, "message": {"content": "grün"}, "finish_reason": "stop"}
 
 
-@dataclass
-class Reply:
-    """The response to a request."""
-
-    status: int
-    headers: dict
-    body: bytes
-
-
 class Exchange:
     """An app that asks the engine about videos and sends `answers`, with its client."""
 
@@ -132,7 +122,7 @@ def request(
     asyncio.run(connection(scope, exchange.receive, exchange.send))
     start, *bodies = exchange.sent
     body = b"".join(message["body"] for message in bodies)
-    return Reply(start["status"], dict(start["headers"]), body)
+    return SimpleNamespace(status=start["status"], headers=dict(start["headers"]), body=body)
 
 
 @pytest.fixture

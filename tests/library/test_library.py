@@ -136,12 +136,6 @@ def test_find_names_as_many_moments_as_were_asked_for(library):
     assert {moment.name for moment in library.find(QUESTION, top=100)} == set(LIBRARY)
 
 
-@pytest.mark.parametrize("question", ["", "  "])
-def test_an_empty_question_is_refused(library, question):
-    with pytest.raises(ValueError, match="question is empty"):
-        library.find(question)
-
-
 @pytest.mark.parametrize("count", [0, -1])
 def test_numbers_below_one_are_refused(library, count):
     with pytest.raises(ValueError, match="expected a "):

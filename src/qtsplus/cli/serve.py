@@ -119,8 +119,8 @@ def serve(
     check_options(model, revision, config, words)
     # Of an option that is given twice vLLM takes the last; the last middleware is in front of all others.
     server += [*words, "--middleware", "qtsplus.vllm.server.Connection"]
-    hosts = [host] + (allow_host or [])
-    environment = dict(os.environ, VLLM_MEDIA_CONNECTOR="qtsplus", QTSPLUS_HOSTS=json.dumps(hosts))
+    environment = dict(os.environ, VLLM_MEDIA_CONNECTOR="qtsplus")
+    environment["QTSPLUS_HOSTS"] = json.dumps([host] + (allow_host or []))
     if api_key is not None:
         environment["VLLM_API_KEY"] = api_key  # arguments would show it to every user of the machine
     os.execve(sys.executable, server, environment)

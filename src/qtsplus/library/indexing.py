@@ -103,9 +103,7 @@ def find_videos(root: Path) -> Files:
 
 def _sampling(processor, stated: Sampling) -> dict:
     """How frames are sampled: as the processor does, unless [`index`] was told otherwise."""
-    sampling = {}
-    for name in SAMPLING:
-        sampling[name] = getattr(processor.video_processor, name, None)
+    sampling = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
     for name, value in vars(stated).items():
         if value is not None or name not in sampling:
             sampling[name] = value
@@ -214,7 +212,6 @@ class _Indexing:
         """
         waiting = {}
         tokens: dict[str, int] = {}  # by content: copies share what is stored
-        patches_per_token = self.processor.video_processor.merge_size**2
         for name, path in files.items():
             entry = self.index.done[name]
             content = entry["content"]
@@ -227,7 +224,7 @@ class _Indexing:
                 continue
             waiting[name] = path
             patches = int(chunks.video_grid_thw.prod())
-            tokens[content] = patches // patches_per_token
+            tokens[content] = patches // self.processor.video_processor.merge_size**2
         if waiting:
             folder = self.index.folder
             what = f"{len(waiting)} of {counted(len(files), 'video')}"

@@ -99,10 +99,9 @@ class QTSplusForVLLM:
         self.qtsplus = hooks.qtsplus = hooks.build_selector(self.config)
         object.__setattr__(self, "hooks", hooks.eval())  # no part of the weights
         options = vllm_config.additional_config
-        gigabytes = options.get("qtsplus_cache_gb", CACHE_GB)
         # The features of videos, `[k, token_width]`, by their content and the settings of the processor, and each
         # `Choice` of requests that are over, by the hash of the video item.
-        self.cache: LRUCache = LRUCache(gigabytes * 2**30, attrgetter("nbytes"))
+        self.cache: LRUCache = LRUCache(options.get("qtsplus_cache_gb", CACHE_GB) * 2**30, attrgetter("nbytes"))
         self.keeps_fronts = options.get("qtsplus_keep_keys", False)  # each `Front` of a video too
         # The `Choice` of requests that wait or run, and how many requests share it, by the same.
         self.held: dict[str, Choice] = {}

@@ -163,8 +163,7 @@ class Connection(Guard):
         generate = engine.generate
 
         def call(method, args):
-            work = engine.collective_rpc(method, args=args)
-            return asyncio.run_coroutine_threadsafe(work, loop)
+            return asyncio.run_coroutine_threadsafe(engine.collective_rpc(method, args=args), loop)
 
         def call_and_wait(method, args):
             return call(method, args).result()  # in the thread where requests are prepared
