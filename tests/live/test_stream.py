@@ -356,9 +356,9 @@ def test_positions_stay_in_the_models_range(loaded, monkeypatch):
 
 
 def test_cameras_share_a_memory_and_a_clock(loaded):
-    stream = Stream(*loaded, memory_tokens=100, question=QUESTION)
+    stream = Stream(*loaded, memory_tokens=100, question=QUESTION, fps=np.float16(2))
     empty = np.full_like(FRAMES, 128)
-    times = 100 + TIMES
+    times = 5000 + TIMES
     for first in range(0, 16, 4):
         piece = slice(first, first + 4)
         stream.append(empty[piece], times[piece], "yard")
@@ -368,7 +368,7 @@ def test_cameras_share_a_memory_and_a_clock(loaded):
     assert answer.answer == ANSWER
     assert answer.evidence[0].name == "door"
     for interval in answer.evidence:
-        assert 100 <= interval.start < interval.end <= 108
+        assert 5000 <= interval.start < interval.end <= 5008
 
 
 def test_a_camera_that_was_forgotten_is_not_in_the_prompt(loaded):
@@ -398,9 +398,7 @@ def test_a_camera_whose_size_changes_goes_on(loaded):
     "options, words",
     [
         ({"question": " "}, "empty"),
-        ({"memory_tokens": 0}, "memory_tokens=0"),
         ({"memory_tokens": 1.5}, "memory_tokens=1.5"),
-        ({"fps": 0}, "from 0.001 to 1000"),
         ({"fps": float("nan")}, "from 0.001 to 1000"),
     ],
     ids=str,
