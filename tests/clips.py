@@ -222,6 +222,14 @@ def _draw(canvas: ImageDraw.ImageDraw, thing: Thing) -> None:
     _draw_mark(canvas, thing.mark, x, y, 0.275 * side, paint)
 
 
+# How far a mark reaches to the right and down, as parts of `half`.
+MARK_SIDES = {
+    "ball": (0.7, 0.7),
+    "door": (0.3, 1),
+    "book": (1, 0.3),
+}
+
+
 def _draw_mark(
     canvas: ImageDraw.ImageDraw,
     mark: str,
@@ -231,15 +239,12 @@ def _draw_mark(
     paint: tuple[int, int, int],
 ) -> None:
     """Draws a mark around (x, y), which reaches `half` pixels to each side."""
-    if mark == "ball":
-        radius = 0.7 * half
-        canvas.ellipse([x - radius, y - radius, x + radius, y + radius], fill=paint)
-    elif mark == "door":
-        narrow = 0.3 * half
-        canvas.rectangle([x - narrow, y - half, x + narrow, y + half], fill=paint)
-    elif mark == "book":
-        low = 0.3 * half
-        canvas.rectangle([x - half, y - low, x + half, y + low], fill=paint)
+    if mark in MARK_SIDES:
+        across, along = MARK_SIDES[mark]
+        width = across * half
+        height = along * half
+        draw = canvas.ellipse if mark == "ball" else canvas.rectangle
+        draw([x - width, y - height, x + width, y + height], fill=paint)
     else:
         wing_tips = y - 0.8 * half
         wings = [

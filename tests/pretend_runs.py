@@ -202,6 +202,7 @@ def test_backbone(backbone, video):
     for name in ("qtsplus", "lm_attention"):
         waits = waits_of(pair.device, asked_later, video_features=features, selection=name)
         assert waits.total() <= 12, waits
+        assert waits == waits_of(pair.device, twice(asked_later), video_features=features * 2, selection=name)
     pair.host.train()
     pair.device.train()
     pair.train({**inputs, "labels": inputs["input_ids"]})
@@ -417,6 +418,11 @@ def test_attention_distillation():
     pair = Pair.of(tiny_model())
     rows = collate(examples(4))
     del rows["source_ids"]
+
+    def teach(labels, **inputs):
+        answer_attention(pair.device, inputs, labels)
+
+    assert waits_of(teach, rows) == waits_of(teach, twice(rows))
     rows_of_each = [rows, pretend_device.inputs_to_device(rows)]
     losses = []
     for model, inputs in zip(pair.models, rows_of_each, strict=True):

@@ -120,9 +120,8 @@ def test_training_step(model, monkeypatch):
     check_kept(qtsplus, golden)
     close(qtsplus.threshold, golden["t"], 1e-6)
     close(output.logits, golden["logits"], 5e-4)
-    close(qtsplus.loss_t, golden["loss_flops"], 1e-8)
-    close(qtsplus.loss_m, golden["loss_kv"], 1e-8)
-    close(qtsplus.loss_s, golden["loss_smooth"], 1e-8)
+    for name, loss in {"flops": qtsplus.loss_t, "kv": qtsplus.loss_m, "smooth": qtsplus.loss_s}.items():
+        close(loss, golden[f"loss_{name}"], 1e-8)
     close(output.loss, golden["total_loss"], 1e-5, 1e-6)
 
     output.loss.backward()

@@ -10,15 +10,17 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 
 from .layout_qtsplus import QTSplusBackboneMixin, lay_out_again
 from .methods_qtsplus import no_question, take_rows
 from .prompt_qtsplus import (
+    CACHE,
     VIDEO,
     CompactPrompt,
     Features,
@@ -91,8 +93,7 @@ def frame_groups(grids: Sequence[Sequence[int]], group_size: int) -> tuple[Tenso
     num_groups = -(-len(frame_sizes) // frames_per_group)
     group_of_frame = torch.arange(len(frame_sizes)) % num_groups
     group_of_token = group_of_frame.repeat_interleave(torch.tensor(frame_sizes))
-    tokens_by_group = group_of_token.sort(stable=True).indices
-    return tokens_by_group.split(group_of_token.bincount().tolist())
+    return tuple((group_of_token == group).nonzero()[:, 0] for group in range(num_groups))
 
 
 @dataclass
@@ -148,9 +149,9 @@ def look(
 
 
 class LayerReader(nn.Module):
-    """Replaces a layer of the language model: has its queries and keys read, and computes nothing else."""
+    """Replaces a layer of the language model: reads its queries and keys, and computes nothing else."""
 
-    def __init__(self, layer: Any, read: Callable[[Tensor, Tensor, float], None]):
+    def __init__(self, layer: Any, read: Callable):
         super().__init__()
         # A copy that shares the weights leaves the model itself unchanged.
         attention = copy.copy(layer.self_attn)
@@ -170,9 +171,16 @@ class LayerReader(nn.Module):
         return hidden_states
 
 
+class PassingCache(DynamicCache):
+    """A cache that keeps nothing: behind a cache, Transformers does not search positions for packed sequences."""
+
+    def update(self, keys, values, *args, **kwargs):  # type: ignore[override]
+        return keys, values
+
+
 def reading_attention_forward(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **kwargs):
-    """Has queries `[1, heads, S, head_dim]` and keys read; attends to nothing."""
-    module.read(query[0], key[0], kwargs["scaling"])
+    """Reads queries `[1, heads, S, head_dim]` and keys as `module.attention`; attends to nothing."""
+    module.attention = module.read(query[0], key[0], scaling=kwargs["scaling"])
     return torch.zeros_like(query).transpose(1, 2), None
 
 
@@ -320,27 +328,20 @@ def read_group(
     """The attention of the word at `place` `[1]` of a prompt to its tokens at `visual` `[m]`."""
     config = model.config.qtsplus_config
     device = visual.device
-    attentions = []
-
-    def read(
-        queries: Tensor,
-        keys: Tensor,
-        scaling: float,
-    ) -> None:
-        attentions.append(look(queries, keys, place, visual, scaling, config.attention_heads))
-
     last = attention_layer(model.config.text_config, config.attention_layer)
     first_layers = model.language_model.layers[:last]
-    first_layers.append(LayerReader(model.language_model.layers[last], read))
+    read = partial(look, place=place, visual=visual, heads=config.attention_heads)
+    reader = LayerReader(model.language_model.layers[last], read)
+    first_layers.append(reader)
     # A copy that shares the weights runs the first layers only, without a norm.
     beginning = copy.copy(model.language_model)
     beginning._modules = beginning._modules | {"layers": first_layers, "norm": nn.Identity()}
 
-    mask: Tensor | None = prompt.attention_mask
+    # Nothing is padded, so there is no mask. Neither the order of the tokens along several axes nor a cache is given
+    # to be searched for the seams of packed sequences: the host would wait for what is found in each group.
     positions = prompt.position_ids
+    cache = PassingCache() if positions.ndim == 2 else None
     if positions.ndim == 3:
-        # Nothing is padded. Without a mask and the order of the tokens, no layer waits for what they say.
-        mask = None
         positions = positions[1:]
     embeds = model.get_input_embeddings()(prompt.input_ids)
     # Autocast's cache would keep weights that were cast here for a pass that needs their gradient.
@@ -350,11 +351,10 @@ def read_group(
         type(beginning).forward(
             beginning,
             **model.language_inputs(embeds, prompt.input_ids, prompt.features),
-            attention_mask=mask,
+            **{CACHE: cache},
             position_ids=positions,
             use_cache=False,
             output_hidden_states=False,
             output_attentions=False,
         )
-    (attention,) = attentions
-    return attention
+    return reader.self_attn.attention

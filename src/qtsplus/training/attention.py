@@ -193,7 +193,7 @@ class NotedRow:
 
     places: Sequence[Tensor]  # each [n], the tokens that are looked from; the mean of each counts alike
     visual: Tensor  # [M]
-    columns: Tensor | None = None  # [S_b], where the language model has the row's real tokens
+    columns: Tensor = field(init=False)  # [S_b] on the host, where the language model has the row's real tokens
     by_head: dict[int, Tensor] = field(default_factory=dict)  # per layer [heads, M], the attention so far
 
     @property
@@ -209,13 +209,12 @@ class NotedRow:
         scaling: float,
     ) -> None:
         """Adds a layer: queries `[heads, S, head_dim]` and keys `[kv_heads, S, head_dim]` of the language model."""
-        assert self.columns is not None
         if heads is not None:
             group = len(queries) // len(keys)
             keys = keys[[head // group for head in heads]]
             queries = queries[heads]
         # Layers may be on several devices.
-        columns = self.columns.to(keys.device)
+        columns = self.columns.to(keys.device, non_blocking=True)
         visual = self.visual.to(keys.device)
         keys = keys[:, columns]
         by_places = []
@@ -254,8 +253,8 @@ def attention_to_tokens(
     precise = torch.promote_types(queries.dtype, torch.float32)
     total = torch.zeros(heads, len(tokens), dtype=precise, device=device)
     rows_at_once = max(1, 2**24 // (heads * length))
-    for block in torch.arange(count, device=device).split(rows_at_once):
-        rows = attention_rows(queries[:, block], keys, places[block], scaling)
+    for queries_of_block, block in zip(queries.split(rows_at_once, 1), places.split(rows_at_once), strict=True):
+        rows = attention_rows(queries_of_block, keys, block, scaling)
         total += rows[..., tokens].sum(1)
     return total / count
 
@@ -326,7 +325,7 @@ def noting(
         mask = kwargs["attention_mask"]
         if mask is None:
             mask = torch.ones_like(kwargs["inputs_embeds"][..., 0])
-        for row, columns in zip(rows, mask, strict=True):
+        for row, columns in zip(rows, mask.cpu(), strict=True):
             row.columns = columns.nonzero()[:, 0]
 
     hook = language_model.register_forward_pre_hook(find_columns, with_kwargs=True)
