@@ -10,8 +10,14 @@ from typer.testing import CliRunner
 from qtsplus.cli import app
 from qtsplus.cli.watch import _told
 
-SHOWN = {"a": False, "A": True, "b": True, "B": False, "c": True}
-ANSWERS = [SimpleNamespace(answer=text.lower(), shown=shown) for text, shown in SHOWN.items()]
+# By answer, one a second, until when the evidence is. It shows the thing but for the first answer.
+SEEN = {"a": 1, "A": 2, "b": 3, "B": 3, "c": 5}
+ANSWERS = []
+for second, (text, end) in enumerate(SEEN.items(), 1):
+    evidence = [SimpleNamespace(end=end)]
+    ANSWERS.append(
+        SimpleNamespace(answer=text.lower(), shown=second > 1, evidence=evidence, seconds_of_video=second),
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,12 +38,10 @@ def test_only_a_new_answer_is_told(tiny_published, tiny_mp4):
     line = ["watch", str(tiny_mp4), "What?", "--model", str(tiny_published), "--every", "1", "--json"]
 
     def answers(options):
-        result = CliRunner().invoke(app, line + options)
-        return [json.loads(text) for text in result.stdout.splitlines()]
+        printed = CliRunner().invoke(app, line + options).stdout
+        return [json.loads(text) for text in printed.splitlines()]
 
     every = answers([])
-    times = [answer["seconds_of_video"] for answer in every]
-    assert times == [1, 2, 3, 4]
+    assert [answer["seconds_of_video"] for answer in every] == [1, 2, 3, 4]
     changes = [text for text, _ in groupby(answer["answer"] for answer in every)]
-    new = [answer["answer"] for answer in answers(["--on-change"])]
-    assert new == changes
+    assert [answer["answer"] for answer in answers(["--on-change"])] == changes

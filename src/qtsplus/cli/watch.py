@@ -89,9 +89,13 @@ def _told(answers: Iterable["Answer"], on_change: bool, when_seen: bool) -> Iter
     """All answers; or those that differ from the one told last, and those where the video begins to show the thing."""
     last = None
     is_seen = False
+    seconds = 0.0  # of video before the answer
     for answer in answers:
         was_seen = is_seen
-        is_seen = bool(answer.shown)
+        # The memory may also show it where it was seen long ago.
+        is_new = any(interval.end > seconds for interval in answer.evidence)
+        is_seen = bool(answer.shown) and is_new
+        seconds = answer.seconds_of_video
         is_told = not on_change or answer.answer != last
         if when_seen:
             is_told = is_seen and (not was_seen or (on_change and is_told))
