@@ -107,13 +107,13 @@ def calibrate(
             "calibrate with more questions, each about a single thing, or with another model."
         )
     console.print(f"For selection=lm_attention, with right answers from {calibration.KEPT:.1%} of the tokens:")
-    name = "default"
-    verdict = "The default stays: no calibrated layer gave more right answers."
+    name = "present"
+    verdict = "The present setting stays: no calibrated layer gave more right answers."
     for reading, finds in result.readings.items():
         fields = json.dumps(calibration.attention_fields(reading))
         console.print(f"  {name}: {result.right[reading]} right, {finds}: {fields}", soft_wrap=True)
         if name == "calibrated" and reading == result.best_reading:
-            verdict = "A calibrated layer is better than the default: it gave more right answers."
+            verdict = "A calibrated layer is better: it gave more right answers."
         name = "calibrated"
     console.print(verdict)
     configuration = calibration.write_attention(Path(model), result)

@@ -30,7 +30,7 @@ from .labelled import LabelledQuestion, sighting_tokens
 from .matching import gives_answer
 
 MOST = 20  # of the best heads that are summed
-LAYERS = 3  # of the best, whose answers are compared with those by the default layer
+LAYERS = 3  # of the best, whose answers are compared with those by the present setting
 KEPT = 0.025  # the fraction of the visual tokens from which these answers are given
 
 Questions = Sequence[LabelledQuestion]
@@ -63,7 +63,7 @@ class Calibration:
 
     # For attention distillation, what each choice finds in the half of the videos by which it was not chosen.
     choices: Found
-    # For `selection="lm_attention"`, what the default layer and the best layers find there, and how many of these
+    # For `selection="lm_attention"`, what the present setting and the best layers find there, and how many of these
     # questions are answered right from the tokens that they choose.
     readings: Found
     right: dict[AttentionChoice, int]
@@ -71,7 +71,7 @@ class Calibration:
 
     @property
     def best_reading(self) -> AttentionChoice:
-        """The reading with the most right answers; among equals the earliest. The default comes first."""
+        """The reading with the most right answers; among equals the earliest. The present setting comes first."""
         return max(self.right, key=self.right.__getitem__)
 
     @property
@@ -99,7 +99,10 @@ def calibrate(
     model reads all visual tokens and the true answer; afterwards `model.config` names the best reading.
     """
     config = model.config.text_config
-    all_heads = list(product(full_attention_layers(config), range(config.num_attention_heads)))
+    heads = range(config.num_attention_heads)
+    all_heads = list(product(full_attention_layers(config), heads))
+    selector = model.config.qtsplus_config
+    present = product([attention_layer(config, selector.attention_layer)], selector.attention_heads or heads)
     with tempfile.TemporaryDirectory() as folder:
         videos = [question.video for question in questions]
         dataset = VideoQADataset([], processor, features=encode_files(model, processor, videos, folder))
@@ -113,8 +116,7 @@ def calibrate(
         choices: Found = {}
         for positions in ("answer", "question", "both"):
             choices |= measure_heads(model, dataset, checked, [best_heads(measure_single(positions))])
-        of_default = [head for head in all_heads if head[0] == attention_layer(config)]
-        layers = [AttentionChoice(tuple(of_default), "prompt"), *_best_layers(measure_single("prompt"))]
+        layers = [AttentionChoice(tuple(present), "prompt"), *_best_layers(measure_single("prompt"))]
         readings = measure_heads(model, dataset, checked, layers)
     right = {reading: count_right(model, processor, checked, reading) for reading in layers}
     result = Calibration(choices, readings, right, (len(measured), len(checked)))

@@ -102,7 +102,15 @@ def load_processor(model: str | Path, revision: str | None = None):
     if processor.tokenizer.pad_token is None:
         raise ValueError(f"{model} has a tokenizer without a padding token; expected one in tokenizer_config.json.")
     with reading(f"The processor of {str(model)!r}"), within_memory(_VIDEO_BYTES):
-        _check_question_ids(config, processor)
+        # Where the chat template marks questions in another way, neither finds one.
+        expected = processor.query_token_ids
+        question = _question_in_prompt(processor, expected)
+        if not torch.equal(question, _question_in_prompt(processor, question_token_ids(config))):
+            raise ValueError(
+                "The token ids in config.json do not find the question that the chat template writes; expected "
+                f"user_turn_token_ids={expected['user_turn_token_ids']}, "
+                f"turn_end_token_id={expected['turn_end_token_id']} and the special_token_ids of this tokenizer."
+            )
         _black_video(processor)
     return processor
 
@@ -127,21 +135,6 @@ def adopt_tokenizer(config, processor) -> None:
         raise ValueError(
             f"The chat template of this tokenizer writes no question that begins with {processor.user_turn!r} and ends "
             f"with {processor.turn_end!r}, by which a question is found: give it a template that does."
-        )
-
-
-def _check_question_ids(config, processor) -> None:
-    """
-    Raises `ValueError` for a configuration whose ids find another question in a prompt than the tokenizer's, or none.
-    Where the chat template marks questions in another way, neither finds one.
-    """
-    expected = processor.query_token_ids
-    question = _question_in_prompt(processor, expected)
-    if not torch.equal(question, _question_in_prompt(processor, question_token_ids(config))):
-        raise ValueError(
-            "The token ids in config.json do not find the question that the chat template writes; expected "
-            f"user_turn_token_ids={expected['user_turn_token_ids']}, turn_end_token_id={expected['turn_end_token_id']} "
-            "and the special_token_ids of this tokenizer."
         )
 
 

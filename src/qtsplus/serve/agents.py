@@ -208,11 +208,6 @@ def _moment(interval: Interval) -> Fields:
     return dict(interval.as_dict(), video=printable(interval.name))
 
 
-def _is_no_departure(line: logging.LogRecord) -> bool:
-    """Keeps out of the SDK's log the traceback of a client that leaves in the middle of its request."""
-    return not isinstance(sys.exc_info()[1], ClientDisconnect)
-
-
 def serve_shelf(
     shelf: Shelf,
     place: tuple[str, int] | None,
@@ -237,7 +232,9 @@ def serve_shelf(
         stateless_http=True,
         transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),  # the guard does that
     )
-    logging.getLogger("mcp.server.streamable_http").addFilter(_is_no_departure)
+    # Its traceback of a client that leaves in the middle of its request is not wanted.
+    log_of_sdk = logging.getLogger("mcp.server.streamable_http")
+    log_of_sdk.addFilter(lambda line: not isinstance(sys.exc_info()[1], ClientDisconnect))
     guard = Guard(
         app,
         hosts=[host] + list(hosts),

@@ -57,11 +57,6 @@ class Pieces:
         return self.known[-1]
 
 
-def by_heads(states: Tensor, head_size: int) -> Tensor:
-    """`[heads, S, head_size]` of `[S, heads * head_size]`."""
-    return states.unflatten(-1, (-1, head_size)).transpose(0, 1)
-
-
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """`[k, heads * head_size]` of `[heads, k, head_size]`, the last tokens of those of the keys and values."""
     # Without a dimension of rows in front, torch would compute all scores at once.
@@ -119,7 +114,9 @@ def read_group(
             of_layer = torch.stack([key[:stop], value[:stop]])
             front.append(of_layer.cpu())
         scale = attention.impl.scale
-        queries, keys, values = [by_heads(states, attention.head_size) for states in (query, key, value)]
+        heads = (-1, attention.head_size)
+        # `[heads, S, head_size]` of `[S, heads * head_size]`
+        queries, keys, values = [states.unflatten(-1, heads).transpose(0, 1) for states in (query, key, value)]
         if number < last:
             return causal_attention(queries, keys, values, scale)
         attentions.append(look(queries, keys, place, visual, scale, selector.attention_heads))
