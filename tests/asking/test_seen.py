@@ -103,13 +103,6 @@ def test_ask_prints_it_with_its_threshold(with_selector, tiny_mp4, threshold, ve
     assert f"shown {verdict} (seen" in printed
 
 
-def test_ask_prints_nothing_about_it_without_a_calibration(with_selector, tiny_mp4):
-    folder = with_selector(seen_threshold=None, seen_area=None)
-    printed, code = run("ask", tiny_mp4, QUESTION, "--model", folder)
-    assert code == 0
-    assert "shown probably" not in printed
-
-
 def test_watch_refuses_to_wait_for_what_the_model_cannot_say(with_selector, tiny_mp4):
     folder = with_selector(seen_threshold=None, seen_area=None)
     options = ["--when-seen", "--timeout", "0.2"]

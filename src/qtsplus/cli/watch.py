@@ -93,8 +93,7 @@ def _told(answers: Iterable["Answer"], on_change: bool, when_seen: bool) -> Iter
     for answer in answers:
         was_seen = is_seen
         # The memory may also show it where it was seen long ago.
-        is_new = any(interval.end > seconds for interval in answer.evidence)
-        is_seen = bool(answer.shown) and is_new
+        is_seen = bool(answer.shown) and any(interval.end > seconds for interval in answer.evidence)
         seconds = answer.seconds_of_video
         is_told = not on_change or answer.answer != last
         if when_seen:
@@ -126,6 +125,5 @@ def _print_answer(answer: "Answer") -> None:
     line = f"[{answer.seconds_of_video:.1f} s] {answer.answer or '(an empty answer)'}"
     if answer.evidence:
         best = answer.evidence[0]
-        region = place(best.box)
-        line += f"; {best.name} {best.start:.1f} to {best.end:.1f} s, {region}"
+        line += f"; {best.name} {best.start:.1f} to {best.end:.1f} s, {place(best.box)}"
     console.print(line, soft_wrap=True, highlight=False)

@@ -270,12 +270,10 @@ class Library:
         """A scorer, and the pieces of the videos within a window of seconds, best first by their keys."""
         if names is None:
             names = self.names
-        names = list(dict.fromkeys(names))
-        unknown = set(names) - set(self.names)
-        if unknown or not names:
-            raise ValueError(f"names={show(names)}; expected some of the library's videos, as its `names` lists them.")
+        if not names or set(names) - set(self.names):
+            raise ValueError(f"names={show(names)}; expected a list of names, some of the library's `names`.")
         pieces = []
-        for name in names:
+        for name in dict.fromkeys(names):
             searched = self._searched(name)
             video = searched.video if isinstance(searched, KeyedVideo) else searched
             first, last = video.within(*window)

@@ -98,7 +98,7 @@ class Source:
         self.is_file = not (self.is_camera or self.is_pipe or is_address)
         if self.is_file and not os.path.isfile(address):
             expected = f"a file, an address ({', '.join(_PROTOCOLS)}), a device such as /dev/video0, or -"
-            raise ValueError(f"There is no stream {self.name!r}; expected {expected}.")
+            raise ValueError(f"There is no stream {shown_name(address)!r}; expected {expected}.")
         self.dropped = 0
         self.newest = 0.0  # seconds that were read so far
         self.end = 0.0  # when the last frame that was read is over

@@ -113,8 +113,9 @@ def describe_frames(frames, metadata: Mapping | None, fps: float | None) -> Vide
         raise ValueError("Got an empty video (0 frames); expected at least one frame.")
     if metadata is None and fps is None:
         raise ValueError(
-            f"Got {count} frames without their times. Pass the rate at which they were sampled as `fps=...`, or"
-            ' `video_metadata=[{"fps": ..., "total_num_frames": ..., "frames_indices": [...]}]`, one per video.'
+            f"Got {count} frames without their times. Pass the rate at which they were sampled as `fps=...`"
+            ' (on the command line `--fps`), or `{"fps": ..., "total_num_frames": ..., "frames_indices": [...]}` as'
+            " `metadata=` of `encode`, or in a list as `video_metadata=` of the processor."
         )
     given = metadata or {"fps": fps}
     try:

@@ -83,9 +83,7 @@ def _is_frame(item) -> bool:
 
 
 def _is_image_path(item) -> bool:
-    if not isinstance(item, (str, os.PathLike)):
-        return False
-    return os.fspath(item).lower().endswith(IMAGE_SUFFIXES)
+    return isinstance(item, (str, os.PathLike)) and os.fspath(item).lower().endswith(IMAGE_SUFFIXES)
 
 
 def _read_video(part: Mapping) -> VideoRequest:
