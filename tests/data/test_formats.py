@@ -128,9 +128,10 @@ def test_rows_of_the_reference_are_read_as_they_are_published(tmp_path):
         "rationale": "A rope.",
         "evidence": "holding a rope",
     }
-    free = {"vision_id": "v_2", "question": "Why?", "prediction": "To climb."}
+    free = {"vision_id": "v_2", "question": "Why?", "prediction": "To climb.", "caption": None}
     path = tmp_path / "set.jsonl"
-    path.write_text(f"{json.dumps(choice)}\n{json.dumps(free)}\n")
+    lines = f"{json.dumps(choice)}\n{json.dumps(free)}\n"
+    path.write_text(lines.replace('"a phone"', '"a phone", "E": null'))
     expected = [Choice(**choice), FreeAnswer(vision_id="v_2", question="Why?", answer="To climb.")]
     assert records_of(path) == expected
 

@@ -31,7 +31,7 @@ class Row:
     """One row of a set: a record, or the problem with it."""
 
     number: int  # from 1: a line of JSONL, an item of a JSON array, a row of a table
-    content: Any = None  # as it is in the file; `None` if it cannot be read
+    content: Any = None  # as it is in the file, without nulls; `None` if it cannot be read
     problem: str | None = None  # why it cannot be read, or is not a record
     record: Record | None = None
 
@@ -71,12 +71,13 @@ def iter_rows(path: AnyPath) -> Iterator[Row]:
 
 def _parse(number: int, content: object) -> Row:
     try:
+        content = _without_nulls(content)
         if isinstance(content, Mapping) and "conversations" in content:
             record = _from_llava(content)
         else:
             record = parse_record(content)
         return Row(number, content, record=record)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Row(number, content, str(error))
 
 
@@ -161,23 +162,22 @@ def _read_table(path: Path) -> Iterator[dict]:
         with ParquetFile(path) as table:
             for batch in table.iter_batches(ROWS_AT_ONCE):
                 for row in range(len(batch)):
-                    cells = {name: batch[name][row].as_py() for name in batch.schema.names}
-                    yield _as_jsonl(cells)
+                    yield {name: batch[name][row].as_py() for name in batch.schema.names}
     # KeyError: two columns with the same name. ValueError, OverflowError: a time that Python does not have.
     except (ArrowInvalid, KeyError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def _as_jsonl(value):
+def _without_nulls(value):
     """
-    A row as it would be in JSONL. Decimals become numbers. Nulls are left out, except for `video`, where null says that
-    there is no video.
+    A row without its nulls, which tables and `datasets` write where a key is missing, except for `video`, where null
+    says that there is no video. Decimals of a table become numbers.
     """
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     if not isinstance(value, dict):
         return value
-    return {name: _as_jsonl(inner) for name, inner in value.items() if inner is not None or name == "video"}
+    return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None or name == "video"}
 
 
 def _from_llava(row: Mapping) -> Record:
