@@ -178,19 +178,16 @@ class Asker:
         alike = [name for name in others if set(ALL_KINDS[name][:1]) & near]
         return str(self._pick(alike if alike and self.rng.random() < 0.5 else others))
 
-    def _present(self) -> Question | None:
-        there = self.things and self.rng.random() < 0.5
-        name = self._pick(self.things).name if there else self._absentee()
-        about, missing = ([name], []) if there else ([], [name])
-        return self._say("present", "Yes" if there else "No", about, missing, a=article(self._word(name)))
-
-    def _absent(self) -> Question | None:
-        there = self.things and self.rng.random() < 0.5
-        name = self._pick(self.things).name if there else self._absentee()
+    def _present(self, kind: str = "present", answers: Sequence[str] = ("No", "Yes")) -> Question | None:
+        is_there = bool(self.things) and self.rng.random() < 0.5
+        name = self._pick(self.things).name if is_there else self._absentee()
         word = self._word(name)
         words = {"a": article(word), "n": word, "t": f"the {word}"}
-        about, missing = ([name], []) if there else ([], [name])
-        return self._say("absent", "No" if there else "Yes", about, missing, **words)
+        about, missing = ([name], []) if is_there else ([], [name])
+        return self._say(kind, answers[is_there], about, missing, **words)
+
+    def _absent(self) -> Question | None:
+        return self._present("absent", ("Yes", "No"))
 
     def _kind(self) -> Question | None:
         kinds = HELD_OUT_KINDS if self.held_out and self.rng.random() < 0.5 else ASKED_KINDS

@@ -1,6 +1,7 @@
 """Peak memory of a first token on either side, and of relevance beside its readable twin: the command `memory`."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from tests.naive import naive_log_relevance
 from qtsplus.model.relevance_qtsplus import log_relevance
 
 from ..files import begin, finish
-from ..machine import environment, steps
+from ..machine import environment
 from .cost import faster_dtype
-from .peak import extra_memory, in_own_process
+from .peak import extra_memory, in_own_process, measure_missing
 from .results import label, spread, summarise
 from .shapes import SIDES, best_attention, build, fill_pixels, find_device, find_shape, video_inputs
 
@@ -62,15 +63,10 @@ def run_memory(
     name = f"memory-{label(shape_name)}"
     journal = begin(out / f".{name}.jsonl", settings)
     model = {key: settings[key] for key in ("shape", "device", "dtype", "attention", "retention")}
-    tasks: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
-        **{side: (measure_first_token, {"side": side, **model}) for side in SIDES},
-        **{f"relevance {way}": (measure_relevance, {"way": way, "device": device, **sizes}) for way in WAYS},
-    }
-    with steps(name, len(tasks), progress) as step:
-        for task, (function, arguments) in tasks.items():
-            if task not in journal.done:
-                journal.add(task, in_own_process(function, **arguments, repeats=repeats))
-            step(f"{task}: {spread(journal.done[task]['extra_mb'])['median']:.0f} MB")
+    measure = partial(partial, in_own_process, repeats=repeats)
+    tasks = {side: measure(measure_first_token, side=side, **model) for side in SIDES}
+    tasks |= {f"relevance {way}": measure(measure_relevance, way=way, device=device, **sizes) for way in WAYS}
+    measure_missing(journal, name, tasks, lambda run: f"{spread(run['extra_mb'])['median']:.0f} MB", progress)
 
     extra = {task: spread(journal.done[task]["extra_mb"]) for task in tasks}
     whole = {side: journal.done[side]["weights_mb"] + extra[side]["median"] for side in SIDES}

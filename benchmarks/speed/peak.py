@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from qtsplus.common.journals import Journal
+
+from ..machine import steps
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _WORKER = (
@@ -98,3 +102,18 @@ def in_own_process(function: Callable[..., dict[str, Any]], **arguments: Any) ->
         killed = "was killed (out of memory?)" if process.returncode < 0 else "failed, as said above"
         raise ChildProcessError(f"{function.__name__}({arguments}) {killed}: exit code {process.returncode}.")
     return json.loads(process.stdout.splitlines()[-1])
+
+
+def measure_missing(
+    journal: Journal,
+    name: str,
+    calls: Mapping[str, Callable[[], dict[str, Any]]],
+    told: Callable[[dict[str, Any]], str],
+    progress: bool,
+) -> None:
+    """Makes the calls whose results the journal lacks, so that an interrupted run goes on, and prints what is told."""
+    with steps(name, len(calls), progress) as step:
+        for key, call in calls.items():
+            if key not in journal.done:
+                journal.add(key, call())
+            step(f"{key}: {told(journal.done[key])}")

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +17,10 @@ from qtsplus.model.configuration_qtsplus import QTSplusConfig
 from qtsplus.model.selector_qtsplus import QTSplusSelector
 
 from ..files import begin, finish
-from ..machine import environment, steps
+from ..machine import environment
 from ..prompts import compress
 from .clock import busy, now
-from .peak import extra_memory, in_own_process
+from .peak import extra_memory, in_own_process, measure_missing
 from .plots import draw_scaling
 from .results import label, spread, summarise
 from .shapes import QUESTION, TINY, build, find_device, find_shape, make_processor, prompt_text
@@ -69,19 +70,18 @@ def run_scaling(
         name = f"scaling-lm-attention-{label(shape_name)}"
         settings |= {"selection": selection, "group": None if shape.whole else TINY_GROUP}
     journal = begin(out / f".{name}.jsonl", settings)
-    with steps(name, len(sizes), progress) as step:
-        for size in sizes:
-            if str(size) not in journal.done:
-                call = {"tokens": size, "dtype": dtype, "device": device, "repeats": repeats}
-                if by_selector:
-                    measured = in_own_process(measure_selection, **call, variant=variant)
-                else:
-                    shaped = {"shape_name": shape_name if shape.whole else "tiny", "group": settings["group"]}
-                    measured = in_own_process(measure_lm_attention, **call, **shaped)
-                journal.add(str(size), measured)
-            seconds, extra = (spread(journal.done[str(size)][field])["median"] for field in ("seconds", "extra_mb"))
-            step(f"{size} tokens: {seconds:.3f} s, {extra:.0f} MB beyond the inputs")
+    measure = partial(in_own_process, measure_selection, variant=variant)
+    if not by_selector:
+        shaped = {"shape_name": shape_name if shape.whole else "tiny", "group": settings["group"]}
+        measure = partial(in_own_process, measure_lm_attention, **shaped)
+    call = {"dtype": dtype, "device": device, "repeats": repeats}
+    calls = {str(size): partial(measure, tokens=size, **call) for size in sizes}
 
+    def told(run: dict[str, Any]) -> str:
+        seconds, extra = (spread(run[field])["median"] for field in ("seconds", "extra_mb"))
+        return f"{seconds:.3f} s, {extra:.0f} MB beyond the inputs"
+
+    measure_missing(journal, name, calls, told, progress)
     points = [
         {
             "tokens": size,

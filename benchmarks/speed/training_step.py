@@ -1,16 +1,17 @@
 """Seconds and peak memory of a training step, stock with all tokens and ours: the command `training-step`."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..files import begin, finish
-from ..machine import environment, steps
+from ..machine import environment
 from .clock import now
 from .cost import faster_dtype
-from .peak import extra_memory, in_own_process
+from .peak import extra_memory, in_own_process, measure_missing
 from .results import label, spread, summarise
 from .shapes import SIDES, best_attention, build, fill_pixels, find_device, find_shape, video_inputs
 
@@ -65,11 +66,8 @@ def run_train(
     }
     name = f"train-{label(shape_name)}"
     journal = begin(out / f".{name}.jsonl", settings)
-    with steps(name, len(SIDES), progress) as step:
-        for side in SIDES:
-            if side not in journal.done:
-                journal.add(side, in_own_process(measure_step, side=side, **settings))
-            step(f"{side}: {spread(journal.done[side]['seconds'])['median']:.2f} s a step")
+    calls = {side: partial(in_own_process, measure_step, side=side, **settings) for side in SIDES}
+    measure_missing(journal, name, calls, lambda run: f"{spread(run['seconds'])['median']:.2f} s a step", progress)
 
     runs = {side: journal.done[side] for side in SIDES}
     seconds, extra = ({side: spread(runs[side][field]) for side in SIDES} for field in ("seconds", "extra_mb"))

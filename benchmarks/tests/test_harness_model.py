@@ -15,6 +15,7 @@ from lmms_eval import models  # noqa: E402
 from lmms_eval.api.instance import Instance  # noqa: E402
 
 from benchmarks.harness.model import QTSplus  # noqa: E402
+from benchmarks.harness.record_tasks import messages  # noqa: E402
 from benchmarks.speed.shapes import write_stock  # noqa: E402
 
 GREEDY = {"max_new_tokens": 16, "temperature": 0, "do_sample": False}
@@ -30,12 +31,6 @@ def records(tmp_path_factory):
 def docs(records):
     names = ("video", "question", "query", "answer")
     return [{name: getattr(record, name) for name in names} for record in records]
-
-
-def messages(doc):
-    """One user turn: the video, then the question."""
-    text = {"type": "text", "text": doc["question"], "query": doc["query"] or doc["question"]}
-    return [{"role": "user", "content": [{"type": "video", "url": doc["video"]}, text]}]
 
 
 def ask(model, docs):

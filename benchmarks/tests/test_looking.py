@@ -36,8 +36,8 @@ def train(folder, **settings):
     return trainer
 
 
-def test_an_answer_that_rests_on_nothing_is_to_look_at_the_text(tmp_path):
-    model = make_trainer(tmp_path, freeze_language_model=False).model
+def watched(model):
+    """Six rows with their labels and needles, what was watched of them, and the eager attention of the layer."""
     rows = examples(6)
     inputs = collate(rows)
     labels, needles = inputs.pop("labels"), needles_of(rows)
@@ -46,6 +46,12 @@ def test_an_answer_that_rests_on_nothing_is_to_look_at_the_text(tmp_path):
         model(**inputs, selection="all", use_cache=False)
     model.set_attn_implementation("eager")
     attention = model(**inputs, selection="all", use_cache=False, output_attentions=True).attentions[LAYER]
+    return inputs, labels, needles, looks, attention
+
+
+def test_an_answer_that_rests_on_nothing_is_to_look_at_the_text(tmp_path):
+    model = make_trainer(tmp_path, freeze_language_model=False).model
+    inputs, labels, needles, looks, attention = watched(model)
     wanted = []
     for row, own in enumerate(needles):
         if own and not len(own[0][0]):
@@ -59,16 +65,8 @@ def test_an_answer_that_rests_on_nothing_is_to_look_at_the_text(tmp_path):
 
 def test_the_shares_are_those_of_eager_attention_with_their_gradients(tmp_path):
     model = make_trainer(tmp_path, freeze_language_model=False).model.train()
-    rows = examples(6)
-    inputs = collate(rows)
-    labels, needles = inputs.pop("labels"), needles_of(rows)
-    inputs.pop("source_ids")
-    with watching(model, inputs, labels, needles, LAYER) as looks:
-        model(**inputs, selection="all", use_cache=False)
+    inputs, labels, needles, looks, attention = watched(model)
     losses = looking_losses(looks, "looking")
-
-    model.set_attn_implementation("eager")
-    attention = model(**inputs, selection="all", use_cache=False, output_attentions=True).attentions[LAYER]
     wanted = []
     for row, own in enumerate(needles):
         if own and len(own[0][0]):

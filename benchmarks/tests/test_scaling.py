@@ -53,23 +53,6 @@ def test_attention_is_measured_in_groups(here, tmp_path, monkeypatch):
         scaling.run_scaling("tiny", tmp_path, selection="random")
 
 
-def test_an_interrupted_run_measures_only_what_is_missing(here, tmp_path, monkeypatch):
-    measure = scaling.measure_selection
-
-    def interrupted(tokens, **arguments):
-        if tokens == SIZES[1] and here.count(tokens) == 1:
-            raise KeyboardInterrupt
-        return measure(tokens, **arguments)
-
-    monkeypatch.setattr(scaling, "measure_selection", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == [".scaling-tiny.jsonl"]
-    document = run(tmp_path)
-    assert here == [300, 1200, 1200, 2500]
-    assert [point["tokens"] for point in document["sizes"]] == list(SIZES)
-
-
 def test_a_power_law_is_found():
     fit = scaling.fit_power_law([1e3, 1e4, 1e5], [2e3**1.5, 2e4**1.5, 2e5**1.5])
     assert fit["exponent"] == pytest.approx(1.5)

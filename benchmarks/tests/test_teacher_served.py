@@ -61,11 +61,8 @@ def test_every_step_speaks_with_transformers_serve(tmp_path, tiny_published, tin
         def job(name, step):
             return Job(name, lambda: choices(3), partial(step, teacher), teacher.endpoint, teacher.settings())
 
-        run_job(job("vscq2", screen), tmp_path / "vscq2", concurrency=2)
-        summary = json.loads((tmp_path / "vscq2" / "summary.json").read_text())
-        assert (summary["finished"], summary["failed"], summary["kept"] + summary["dropped"]) == (3, 0, 3)
-
-        run_job(job("vqa", write_answers), tmp_path / "vqa", concurrency=2)
-        summary = json.loads((tmp_path / "vqa" / "summary.json").read_text())
-        assert (summary["finished"], summary["failed"], summary["kept"] + summary["dropped"]) == (3, 0, 3)
+        for name, step in (("vscq2", screen), ("vqa", write_answers)):
+            run_job(job(name, step), tmp_path / name, concurrency=2)
+            summary = json.loads((tmp_path / name / "summary.json").read_text())
+            assert (summary["finished"], summary["failed"], summary["kept"] + summary["dropped"]) == (3, 0, 3)
         assert summary["prompt_tokens"] > 50

@@ -62,22 +62,6 @@ def test_the_command(here, tmp_path):
     assert document["settings"]["frames"] == 4 and document["settings"]["gradient_checkpointing"]
 
 
-def test_an_interrupted_run_measures_only_what_is_missing(tmp_path, monkeypatch):
-    measured = []
-
-    def call(function, side, **arguments):
-        measured.append(side)
-        if measured == ["stock", "ours"]:
-            raise KeyboardInterrupt
-        return {"seconds": [1.0], "extra_mb": [1.0], "resting_mb": 1.0, "trained_parameters": 1, "tokens": 1}
-
-    monkeypatch.setattr(training_step, "in_own_process", call)
-    with pytest.raises(KeyboardInterrupt):
-        training_step.run_train("tiny", tmp_path, dtype="float32", repeats=1, progress=False)
-    training_step.run_train("tiny", tmp_path, dtype="float32", repeats=1, progress=False)
-    assert measured == ["stock", "ours", "ours"]
-
-
 @pytest.mark.parametrize("wrong", [["--frames", "0"], ["--retention", "0"], ["--shape", "huge"]])
 def test_bad_input(wrong, tmp_path):
     result = CliRunner().invoke(app, ["training-step", "--shape", "tiny", *wrong, "--out", str(tmp_path)])
