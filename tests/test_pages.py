@@ -99,6 +99,7 @@ def test_snippets_run(prelude, snippet, after_demo, monkeypatch, capsys):
         if words in snippet:
             pytest.importorskip(package)
     monkeypatch.chdir(after_demo)
+    monkeypatch.setattr("transformers.processing_utils.logger.warning", pytest.fail)
     names: dict = {}
     exec(prelude, names)
     capsys.readouterr()
