@@ -315,7 +315,8 @@ BAD_ARGUMENTS = [
     ("chapter_seconds", True, "chapter_seconds=True"),
     ("turns", ["a", "b"], "Got turns for a summary"),
     ("past_key_values", None, "Got past_key_values for a summary"),
-    ("inputs_embeds", None, "Got inputs_embeds, which are made from the question"),
+    ("inputs_embeds", None, "Got inputs_embeds, which a question does not take"),
+    ("start", 1, "Got start, which .* `encode` or `add` .* `window="),
     ("prompt", " ", "question is empty"),
     ("max_new_tokens", 0, "max_new_tokens"),
     ("names", 5, "names=5: no video to summarise; expected a list"),
@@ -327,14 +328,13 @@ BAD_ARGUMENTS = [
 
 @pytest.mark.parametrize(("option", "value", "message"), BAD_ARGUMENTS)
 def test_bad_arguments_are_named(session_of, option, value, message):
-    session = session_of("frame")
     with pytest.raises(ValueError, match=message):
-        summarise(session, **{option: value})
+        summarise(session_of("frame"), **{option: value})
 
 
 def test_the_command_prints_chapters(videos, tiny_published):
-    line = ["summarise", str(videos / "cut.mp4"), "What happens?", "--model", str(tiny_published)]
-    line += ["--max-new-tokens", "3"]
+    video = str(videos / "cut.mp4")
+    line = ["summarise", video, "What happens?", "--model", str(tiny_published), "--max-new-tokens", "3"]
     printed = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)
     (chapter,) = printed["chapters"]
     assert printed["text"] == f"cut.mp4, 0:00 to 0:10: {chapter['text']}"

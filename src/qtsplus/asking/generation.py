@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..model.numbers_qtsplus import require_count
 from ..model.prompt_qtsplus import NAMES
+from ..model.sampling_qtsplus import SamplingOptions
 
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says; the help of commands and docstrings name it too
 _PREPARED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "mm_encoder_outputs") + NAMES
@@ -45,11 +46,11 @@ class TokenClock(BaseStreamer):
 
 def generation_options(model, options: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
     """The options of `generate` for one answer to each question; a `ValueError` for several, and for beams."""
-    prepared = [name for name in _PREPARED if name in options]
-    if prepared:
+    done = [name for name in (*_PREPARED, *SamplingOptions.__annotations__) if name in options]
+    if done:
         raise ValueError(
-            f"Got {', '.join(prepared)}, which are made from the question and its videos: leave them out, or call "
-            "model.generate with the processor's inputs."
+            f"Got {', '.join(done)}, which a question does not take. `encode` or `add` chooses frames (`start=`, "
+            "`end=`), a library is searched within `window=(start, end)`, and `model.generate` takes prepared inputs."
         )
     config = options.get("generation_config")
     if not isinstance(config, GenerationConfig | None):
