@@ -146,8 +146,8 @@ def run_command(model, records):
 def test_questions_about_unreadable_videos_are_left_out(calibrated, questions, monkeypatch):
     warnings = []
     monkeypatch.setattr("qtsplus.training.dataset.logger.warning_once", warnings.append)
-    missing = replace(questions[0], record=replace(questions[0].record, video="gone.mp4"))
-    found = calibrated([(2, 1)], asked=[missing, *questions])
+    missing = replace(questions[0].record, video="gone.mp4")
+    found = calibrated([(2, 1)], asked=[replace(questions[0], record=missing), *questions])
     assert sum(found.questions) == len(questions)
     (warning,) = warnings
     assert warning.startswith("Skipped gone.mp4: ")
@@ -182,9 +182,8 @@ def test_evidence_is_where_a_player_shows_it(tiny, tiny_processor, questions, tm
 
 @pytest.mark.parametrize("times", [(2, 3), (0, 9)])
 def test_evidence_outside_its_video_is_refused(times, calibrated, questions):
-    outside = replace(questions[0], needles=[[Sighting(*times)]])
     with pytest.raises(ValueError, match="The evidence of '.*' in .*mp4 is from .*; expected times .* from 0 to 2 s"):
-        calibrated([(2, 1)], asked=[outside, *questions])
+        calibrated([(2, 1)], asked=[replace(questions[0], needles=[[Sighting(*times)]])])
 
 
 @pytest.fixture

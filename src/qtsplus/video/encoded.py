@@ -75,8 +75,7 @@ class EncodedVideo:
 
     def span(self, first: int, last: int) -> tuple[float, float]:
         """When a player shows the steps from `first` on, without `last`, in seconds."""
-        final_edge = len(self.steps) - 1
-        last = min(last, final_edge)  # the last step is padded where the frames are odd in number
+        last = min(last, len(self.steps) - 1)  # the last step is padded where the frames are odd in number
         begin = self.about.start + self.steps[first]
         end = self.about.start + self.steps[last]
         return begin, end
