@@ -163,7 +163,7 @@ def _from_base(
         text = _UNTRAINED
         say("Nothing needs training: the model's own attention selects. `qtsplus calibrate` seeks a better layer.")
     else:
-        say("The selector is new: it chooses nearly at random until it is trained.")
+        say('The selector is new: until it is trained, selection="qtsplus" chooses nearly at random.')
     about = card_data(known, "license", "license_name", "license_link", "recipe")
     base = source if not Path(source).is_dir() else card_data(known).get("base_model")
     if base:
