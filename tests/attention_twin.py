@@ -1,9 +1,10 @@
 """The readable twin of `answer_attention`: eager attention in full, from which the rows are picked."""
 
 import torch
+from torch import Tensor
 
 
-def twin_targets(model, inputs, labels, heads=None) -> list[torch.Tensor]:
+def twin_targets(model, inputs, labels, heads=None) -> list[Tensor]:
     """
     As `answer_attention`, from `output_attentions=True`; a row of `labels` supervises one answer. With `heads`, (layer,
     head) pairs, nobody else looks.
@@ -50,7 +51,7 @@ def _eager_output(model, inputs):
     return output
 
 
-def _attention_of(model, output, heads) -> list[torch.Tensor]:
+def _attention_of(model, output, heads) -> list[Tensor]:
     """`[B, columns, columns]` of each head, or of each layer the mean of its heads."""
     layers = model.model.language_model.layers
     with_attention = [index for index, layer in enumerate(layers) if hasattr(layer, "self_attn")]

@@ -4,13 +4,14 @@ import math
 from functools import partial
 
 import torch
+from torch import Tensor
 
 
 def naive_log_relevance(
-    query_states: torch.Tensor,
-    key_states: torch.Tensor,
+    query_states: Tensor,
+    key_states: Tensor,
     reduction: str = "max",
-) -> torch.Tensor:
+) -> Tensor:
     """
     Log-relevance, all scores at once: `log_softmax(q k / sqrt(d_h))` over the tokens, and over heads and query tokens
     its maximum or the log of its mean; or, for `"sum"`, first the sum over query tokens and the log-sum-exp over heads.
@@ -39,8 +40,8 @@ def naive_log_relevance(
 
 
 def naive_farthest(
-    distance: torch.Tensor,
-    similarity: torch.Tensor,
+    distance: Tensor,
+    similarity: Tensor,
     n: int,
     tie: float,
 ) -> list[int]:

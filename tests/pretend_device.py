@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
@@ -70,7 +71,7 @@ class Counts:
         self.largest_copy = 0
         self.kernels = 0
 
-    def copy(self, source: torch.Tensor) -> None:
+    def copy(self, source: Tensor) -> None:
         self.wait("to the host")
         self.largest_copy = max(self.largest_copy, source.numel())
 
@@ -100,15 +101,15 @@ def _caller() -> str:
     return str(outside_torch)
 
 
-class PretendTensor(torch.Tensor):
+class PretendTensor(Tensor):
     """A tensor of the device; `held` is its memory, a tensor of the CPU."""
 
-    held: torch.Tensor
+    held: Tensor
 
     @staticmethod
     def __new__(cls, held):
         layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
-        tensor = torch.Tensor._make_wrapper_subclass(cls, held.shape, device=torch.device(NAME, 0), **layout)
+        tensor = Tensor._make_wrapper_subclass(cls, held.shape, device=torch.device(NAME, 0), **layout)
         tensor.held = held
         return tensor
 
@@ -137,7 +138,7 @@ def _is_pretend(device) -> bool:
     return device is not None and torch.device(device).type == NAME
 
 
-def _on_host(tensor: torch.Tensor) -> bool:
+def _on_host(tensor: Tensor) -> bool:
     """Of the CPU and no scalar: CUDA takes scalars of the CPU, and so do we."""
     return not isinstance(tensor, PretendTensor) and tensor.dim() > 0 and tensor.device.type != "meta"
 
@@ -177,7 +178,7 @@ def _count(function, args, kwargs, tensors) -> None:
 
 def _run(function, args, kwargs):
     """Runs an operator on the memory behind its tensors; the results are on the device unless it moves them away."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     on_device = [tensor for tensor in tensors if isinstance(tensor, PretendTensor)]
     _check_devices(function, args, tensors)
     _count(function, args, kwargs, tensors)
@@ -190,7 +191,7 @@ def _run(function, args, kwargs):
         return value.held if isinstance(value, PretendTensor) else value
 
     def wrapped(result):
-        if not isinstance(result, torch.Tensor):
+        if not isinstance(result, Tensor):
             return result
         in_place = [tensor for tensor in tensors if held(tensor) is result]
         if in_place:
@@ -223,7 +224,7 @@ class _FromHost(TorchFunctionMode):
         if function is torch.as_tensor and is_on_device and device is None:
             dtype = kwargs.get("dtype") or source.dtype
             return source.to(dtype)
-        if function is torch.Tensor.__getitem__ and is_on_device:
+        if function is Tensor.__getitem__ and is_on_device:
             index = args[1]
             if not isinstance(index, tuple):
                 index = (index,)
@@ -288,7 +289,7 @@ def start() -> None:
 
 def to_device(module: torch.nn.Module) -> torch.nn.Module:
     """Moves parameters and buffers in place, as `module.to` does; shared parameters stay shared."""
-    moved: dict[int, torch.Tensor] = {}
+    moved: dict[int, Tensor] = {}
     for part in module.modules():
         for store in (part._parameters, part._buffers):
             for name, value in store.items():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from packaging.version import Version
+from torch import Tensor, nn
 
 import pretend_device
 from clips import LIBRARY, render_world, write_mp4, write_records
@@ -52,15 +53,15 @@ def seeded(function, inputs: dict, options: dict):
 class Pair:
     """One model twice: on the CPU and on the device."""
 
-    host: torch.nn.Module
-    device: torch.nn.Module
+    host: nn.Module
+    device: nn.Module
 
     @classmethod
-    def of(cls, host: torch.nn.Module) -> "Pair":
+    def of(cls, host: nn.Module) -> "Pair":
         return cls(host, pretend_device.to_device(copy.deepcopy(host)))
 
     @property
-    def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+    def models(self) -> tuple[nn.Module, nn.Module]:
         return self.host, self.device
 
     def generate(self, inputs: dict, **options) -> None:
@@ -89,7 +90,7 @@ class Pair:
         output, expected = self.forward(inputs)
         self.compare_gradients(output.loss, expected.loss)
 
-    def compare_gradients(self, loss: torch.Tensor, expected: torch.Tensor) -> None:
+    def compare_gradients(self, loss: Tensor, expected: Tensor) -> None:
         """Two losses are equal, and so is every gradient of theirs."""
         loss.backward()
         expected.backward()
@@ -101,14 +102,14 @@ class Pair:
             torch.testing.assert_close(gradient, expected_gradient, atol=1e-3, rtol=1e-3)
 
 
-def gradient_or_zero(parameter: torch.nn.Parameter) -> torch.Tensor:
+def gradient_or_zero(parameter: torch.nn.Parameter) -> Tensor:
     """On the CPU; a parameter without a gradient on one device may have a zero gradient on the other."""
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     return parameter.grad.cpu()
 
 
-def assert_close(on_device: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(on_device: Tensor, expected: Tensor) -> None:
     """Each number in float32; in 16 bits as a whole, since rounding changes single numbers by much."""
     on_device = on_device.detach().cpu()
     if expected.dtype.itemsize == 2:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
@@ -160,8 +161,8 @@ class Prompt:
     ids: list[int] = field(default_factory=list)
     images: list[tuple[int, int, int]] = field(default_factory=list)
     videos: list[tuple[int, int, int]] = field(default_factory=list)
-    image_pixels: list[torch.Tensor] = field(default_factory=list)
-    video_pixels: list[torch.Tensor] = field(default_factory=list)
+    image_pixels: list[Tensor] = field(default_factory=list)
+    video_pixels: list[Tensor] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
 
@@ -211,7 +212,7 @@ def prompt(
     return row
 
 
-def batch(*rows: Prompt, pad_left: bool = True, width: int | None = None) -> dict[str, torch.Tensor]:
+def batch(*rows: Prompt, pad_left: bool = True, width: int | None = None) -> dict[str, Tensor]:
     """Model inputs for several rows."""
     if width is None:
         width = max(len(row.ids) for row in rows)
@@ -244,7 +245,7 @@ def batch(*rows: Prompt, pad_left: bool = True, width: int | None = None) -> dic
     return inputs
 
 
-def token_types(input_ids: torch.Tensor) -> torch.Tensor:
+def token_types(input_ids: Tensor) -> Tensor:
     return (input_ids == IMAGE_PAD) * 1 + (input_ids == VIDEO_PAD) * 2
 
 

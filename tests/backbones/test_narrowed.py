@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from qtsplus.model.layout_qtsplus import lay_out
@@ -33,9 +34,9 @@ def scattered(grid):
 class Encoded:
     """A prompt with one video and a prompt with two, encoded, and the places of some tokens of each video."""
 
-    inputs: dict[str, torch.Tensor]
-    features: list[torch.Tensor]
-    places: list[torch.Tensor]
+    inputs: dict[str, Tensor]
+    features: list[Tensor]
+    places: list[Tensor]
 
     @property
     def every_place(self):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from clips import make_world, render_world
 from qtsplus.asking import session
@@ -72,7 +73,7 @@ def places_of(stream):
 
 
 def check_features(stream, expected):
-    torch.testing.assert_close(tokens_of(stream).features, expected, atol=1e-5, rtol=1e-5)
+    assert_close(tokens_of(stream).features, expected, atol=1e-5, rtol=1e-5)
 
 
 def check_answer(answer, expected):
@@ -293,11 +294,11 @@ def test_merged_relevance_does_not_drift(loaded, whole, reduction, null_tokens):
     question = StandingQuestion(model, processor, QUESTION)
     scores = [question.add(piece) for piece in pieces]
     merged = question.log_relevance(torch.cat(scores))
-    torch.testing.assert_close(merged, expected, atol=1e-4, rtol=0)
+    assert_close(merged, expected, atol=1e-4, rtol=0)
 
     scorer = Scorer(model, processor, QUESTION, pieces)
     ranked = [scorer.relevance(piece) for piece in pieces]
-    torch.testing.assert_close(torch.cat(ranked), expected, atol=1e-4, rtol=0)
+    assert_close(torch.cat(ranked), expected, atol=1e-4, rtol=0)
 
     has_threshold = null_tokens > 0 and reduction != "max"  # whose relevance is no part of 1
     assert (chosen.seen is not None) == has_threshold

@@ -154,6 +154,10 @@ BAD_CHANGES = {
     ),
     "a query_attention_mask alone": ({"query_attention_mask": ONES}, "has no effect without query_input_ids"),
     "a query_mask that is a list": ({"query_mask": [[1]]}, "query_mask is a list: expected a tensor"),
+    "a query_mask that marks padding": (
+        {"query_mask": torch.ones(1, LENGTH), "attention_mask": torch.ones(1, LENGTH).tril(LENGTH - 2)},
+        "query_mask marks padding",
+    ),
     "query_mask of another shape": ({"query_mask": ONES}, r"query_mask \(1, 3\): expected input_ids' shape"),
     "query_input_ids for another batch": (
         {"query_input_ids": torch.full((2, 4), 30)},

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from model_checks import main_output, shared_model
@@ -19,8 +20,8 @@ class ReadAlike:
     """A prompt with images, and where its real tokens are."""
 
     inputs: dict
-    is_real: torch.Tensor
-    positions: torch.Tensor
+    is_real: Tensor
+    positions: Tensor
 
 
 def read(model):

@@ -125,11 +125,9 @@ def test_in_bfloat16_the_model_runs_trains_and_keeps_relevance_and_budget_in_flo
     assert_trained(model)
 
 
-PARTS = ("model.visual", "model.language_model", "model.qtsplus", "lm_head")
 OFFLOADS = {
     "everything on the CPU": {"": "cpu"},
-    "the selector on disk": {**dict.fromkeys(PARTS, "cpu"), "model.qtsplus": "disk"},
-    "all but the vision on disk": {**dict.fromkeys(PARTS, "disk"), "model.visual": "cpu"},
+    "everything on disk": {"": "disk"},
 }
 
 

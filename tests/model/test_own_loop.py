@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
@@ -75,9 +76,9 @@ class Answer:
     """Prompts, and what `generate` makes of them."""
 
     model: torch.nn.Module
-    inputs: dict[str, torch.Tensor]
-    logits: torch.Tensor  # [B, STEPS, vocabulary]
-    ids: torch.Tensor  # [B, STEPS]
+    inputs: dict[str, Tensor]
+    logits: Tensor  # [B, STEPS, vocabulary]
+    ids: Tensor  # [B, STEPS]
 
     def mask(self, count=1):
         """The mask of the prompts and some new tokens."""

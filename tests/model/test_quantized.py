@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from qtsplus.model.encoding_qtsplus import stored_parts
 from qtsplus.model.methods_qtsplus import is_finite
@@ -10,12 +11,12 @@ from tiny import assert_same, batch, prompt, tiny_model
 GRID = (2, 4, 6)  # 48 patches, 12 tokens
 
 
-class QuantizedWeight(torch.Tensor):
+class QuantizedWeight(Tensor):
     """A weight as torchao has it: a few numbers and their scale, of which nothing can be summed."""
 
     @staticmethod
     def __new__(cls, numbers, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)
+        return Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)
 
     def __init__(self, numbers, scale):
         self.numbers = numbers

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from qtsplus.hub.checkpoint import REFERENCE, our_name
@@ -96,10 +97,10 @@ def test_inference():
 class TrainingCall:
     """A recorded call, and what ours gives."""
 
-    golden: dict[str, torch.Tensor]
-    inputs: dict[str, torch.Tensor]
+    golden: dict[str, Tensor]
+    inputs: dict[str, Tensor]
     selector: QTSplusSelector
-    features: torch.Tensor
+    features: Tensor
     output: QTSplusOutput
 
 

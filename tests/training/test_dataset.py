@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qtsplus.training import VideoQACollator, VideoQADataset, VideoRecord, read_records
@@ -30,12 +31,12 @@ def decode(tiny_processor):
     return tiny_processor.tokenizer.decode
 
 
-def answers_of(example) -> torch.Tensor:
+def answers_of(example) -> Tensor:
     labels = example["labels"]
     return labels[labels != -100]
 
 
-def question_of(example) -> torch.Tensor:
+def question_of(example) -> Tensor:
     return example["input_ids"][example["query_mask"].bool()]
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from peft import PeftModel
+from torch import Tensor
 
 from qtsplus.training.freezing import trained_and_all
 from qtsplus.training.lora import active_selector, merge_lora
@@ -32,12 +33,12 @@ def adapter(trainer, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def inputs() -> dict[str, torch.Tensor]:
+def inputs() -> dict[str, Tensor]:
     return inputs_and_labels()[0]
 
 
 @torch.no_grad()
-def logits(model, inputs) -> torch.Tensor:
+def logits(model, inputs) -> Tensor:
     return model.eval()(**inputs).logits
 
 

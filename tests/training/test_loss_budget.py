@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from qtsplus.model.budget_qtsplus import DOUBLINGS, QTSplusLossHead, cheapest_count, is_near
 from qtsplus.training.budget import CHEAPEST, LOST, loss_differences
@@ -64,7 +65,7 @@ def test_weak_tokens_of_a_longer_video_change_nothing():
     with_strong = torch.cat([short / 2, strong])
     log_relevances = [relevance.log() for relevance in (short, with_weak, with_strong)]
     expected, same, other = [head(query, scores, is_near(scores)) for scores in log_relevances]
-    torch.testing.assert_close(same, expected)
+    assert_close(same, expected)
     assert not torch.allclose(other, expected)
 
 
@@ -82,7 +83,7 @@ def test_the_differences_are_those_of_the_counts_that_a_row_allows():
     of_second = torch.tensor([LOST, 0.0])
     first = F.smooth_l1_loss(torch.zeros(4), of_first)
     second = F.smooth_l1_loss(torch.zeros(2), of_second)
-    torch.testing.assert_close(differences, torch.stack([first, second]))
+    assert_close(differences, torch.stack([first, second]))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,7 @@ def test_the_null_token_takes_relevance_and_nothing_else(inputs):
     for row in (0, 1):
         seen = float(found.seen[row])
         relevance = found.log_relevance[row] - math.log(seen)
-        torch.testing.assert_close(relevance, expected.log_relevance[row], atol=1e-5, rtol=1e-5)
+        assert_close(relevance, expected.log_relevance[row], atol=1e-5, rtol=1e-5)
         assert torch.equal(found.kept_indices[row], expected.kept_indices[row])
 
 

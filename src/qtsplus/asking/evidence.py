@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from ..video.encoded import EncodedVideo
 from ..video.grids import token_grids, token_maps
@@ -43,9 +44,9 @@ class Interval:
 
 
 def evidence_intervals(
-    kept_indices: torch.Tensor,
-    relevance: torch.Tensor | None,
-    video_grid_thw: torch.Tensor,
+    kept_indices: Tensor,
+    relevance: Tensor | None,
+    video_grid_thw: Tensor,
     second_per_grid_ts: Sequence[float],
     merge_size: int,
     strong_share: float,
@@ -107,7 +108,7 @@ def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
             yield places[0], places[-1] + 1
 
 
-def _bounding_box(weights: torch.Tensor) -> Box:
+def _bounding_box(weights: Tensor) -> Box:
     """
     (left, top, right, bottom) as fractions of the whole, of the group with the most weight among the cells `[H, W]`
     that have some. Cells of a group share sides, so that one cell elsewhere does not make the box thrice the object.

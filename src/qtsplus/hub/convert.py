@@ -19,7 +19,17 @@ from ..model.lm_attention_qtsplus import check_attention
 from ..model.methods_qtsplus import add_method
 from .backbones import OURS, Backbone, backbone_of, model_types
 from .card import card_data, matching_variant
-from .checkpoint import EMBEDDINGS, HEAD, REFERENCE, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_checkpoint
+from .checkpoint import (
+    EMBEDDINGS,
+    HEAD,
+    REFERENCE,
+    RHO_HISTORY,
+    SELECTOR,
+    Weights,
+    check_weights,
+    on_meta,
+    read_checkpoint,
+)
 from .files import hub_configs
 from .loading import adopt_tokenizer, load_generation_config, processor_of, stored_config
 from .publish import write_repository
@@ -70,7 +80,7 @@ class _Conversion:
     """A model that is to be written: its configuration, tensors under their new names, and the facts for its card."""
 
     config: Any
-    tensors: dict[str, torch.Tensor]
+    tensors: Weights
     about: dict[str, Any] = field(default_factory=dict)
     variant: str | None = None
 
@@ -262,7 +272,7 @@ def find_vision_config(folder: Path, config: Mapping) -> dict:
     return content.get("vision_config", content)
 
 
-def fresh_selector(config, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+def fresh_selector(config, dtype: torch.dtype, seed: int = 0) -> Weights:
     """A new selector's tensors: tokens are scored by likeness to the question's words, and re-encoded as they are."""
     model = on_meta(config)
     selector = model.model.qtsplus

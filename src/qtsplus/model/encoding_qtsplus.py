@@ -28,7 +28,7 @@ from transformers.vision_utils import (
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import QTSplusBackboneMixin
-from .methods_qtsplus import is_finite
+from .methods_qtsplus import TensorSequence, is_finite
 from .numbers_qtsplus import require_count
 from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, Grids, VisualInputs
 
@@ -51,6 +51,7 @@ class Piece:
 
 
 Chunk = list[Piece]
+Device = torch.device | str | None
 
 
 def encode_visual(model: QTSplusBackboneMixin, visual: VisualInputs, grids: Grids) -> Features:
@@ -69,13 +70,13 @@ def encode_modality(
     pixels: Tensor | None,
     grid_thw: Tensor | None,
     frames_per_chunk: int | None = None,
-    device: torch.device | str | None = None,
+    device: Device = None,
 ) -> list[Tensor]:
     """`[k, token_width]` features of each image or video; none without pixels."""
     if pixels is None or grid_thw is None:
         return []
     home = grid_thw.device
-    if home.type == "cpu" and model.device.type != "meta":  # as where weights wait on disk
+    if home.type == "cpu":
         home = model.device
     grid_thw = grid_thw.cpu()
     pixels_of_each = pixels.split(model.pixel_rows(grid_thw))
@@ -99,7 +100,7 @@ def _repeat_steps(features: Tensor, is_new: Tensor) -> Tensor:
     return by_step[is_new.cumsum(0) - 1].flatten(0, 1)
 
 
-def new_steps(videos: Sequence[Tensor]) -> Sequence[Tensor]:
+def new_steps(videos: TensorSequence) -> TensorSequence:
     """
     Per video `[T]` bool on the host, which of its steps, `[T, ...]` pixel values, have to be encoded: those that differ
     from the one before. The host waits once for all comparisons.
@@ -119,9 +120,9 @@ def _encode_steps(
     modality: int,
     grid_thw: Tensor,
     home: torch.device,
-    steps: Sequence[Tensor],
+    steps: TensorSequence,
     frames_per_chunk: int | None,
-    device: torch.device | str | None,
+    device: Device,
 ) -> list[Tensor]:
     """As [`encode_modality`], of the steps of each image and video; the grids are on the host, the model at home."""
     features = [torch.empty(0) for _ in steps]
@@ -156,7 +157,7 @@ def _encode_steps(
 
 def _chunks(
     model: QTSplusBackboneMixin,
-    steps: Sequence[Tensor],
+    steps: TensorSequence,
     frames_per_chunk: int | None,
 ) -> Iterator[Chunk]:
     """The chunks in which the steps are encoded: of so many frames, or as large as the device handles well."""
@@ -177,7 +178,7 @@ def _chunks(
 
 def _checked(
     model: QTSplusBackboneMixin,
-    video_features: Sequence[Tensor],
+    video_features: TensorSequence,
     grids: Sequence[Grid],
 ) -> list[Tensor]:
     """`[k, token_width]` features of videos that the caller has encoded before."""
@@ -234,6 +235,17 @@ def stored_parts(weight: Tensor) -> list[Tensor]:
     return parts
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where its weights are or, if they are offloaded, where Accelerate's hooks bring them."""
+    device = next(module.parameters()).device
+    if device.type == "meta":
+        for part in module.modules():
+            place = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+            if place is not None:
+                return torch.device(place)
+    return device
+
+
 # --- Vision towers ---
 
 
@@ -261,7 +273,8 @@ def tower_inputs(tower: Any, grid_thw: Tensor) -> dict[str, Any]:
         indices["interp_weights"] = weights
     if is_flash_attention_requested(tower.config):
         indices |= bounds  # Its kernels read them; the other implementations of attention read them on the host.
-    on_device = {name: values.to(tower.device, non_blocking=True) for name, values in indices.items()}
+    device = device_of(tower)
+    on_device = {name: values.to(device, non_blocking=True) for name, values in indices.items()}
     return bounds | on_device
 
 

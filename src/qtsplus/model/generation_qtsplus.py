@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.generation.streamers import BaseStreamer
 
 from .columns_qtsplus import CachedPrompt, check_cache
-from .encoding_qtsplus import stored_parts
+from .encoding_qtsplus import device_of, stored_parts
 from .methods_qtsplus import is_finite
 from .prompt_qtsplus import (
     CACHE,
@@ -79,6 +79,7 @@ class QTSplusPreTrainedMixin:
     can_generate: Callable[[], bool]
     push_to_hub: Callable
     _supports_context_parallel = False  # ranks that each hold a part of a prompt cannot select from all of it
+    device = property(device_of)  # stock's is "meta" while weights are offloaded
 
     def _init_weights(self, module):
         super()._init_weights(module)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .methods_qtsplus import TensorSequence
 from .prompt_qtsplus import (
     IMAGE,
     MODALITIES,
@@ -26,7 +27,7 @@ from .prompt_qtsplus import (
 )
 
 Seconds = Sequence[float] | Tensor  # per video, from one step in time to the next
-FeaturesOfRows = Mapping[str, Sequence[Tensor]]  # per modality and row [k, d]
+FeaturesOfRows = Mapping[str, TensorSequence]  # per modality and row [k, d]
 
 # --- Where images and videos are in a prompt ---
 
@@ -245,7 +246,7 @@ class QTSplusBackboneMixin:
         self,
         pixels: Tensor,
         grid_thw: Tensor,
-    ) -> Sequence[Tensor]:
+    ) -> TensorSequence:
         """
         Per image or video its tokens, `[k, token_width]`, without newlines. The pixels are on the model's device, the
         grids on the host.
@@ -456,7 +457,7 @@ def lay_out(
 def lay_out_again(
     model: QTSplusBackboneMixin,
     layout: Layout,
-    ids: Sequence[Tensor],
+    ids: TensorSequence,
 ) -> Layout:
     """The same images and videos in other prompts, per row `[S_b]` ids."""
     mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
@@ -553,7 +554,7 @@ def check_grids(
     modality: int,
     pixels: Tensor | None,
     grid_thw: Tensor | None,
-    features: Sequence[Tensor] | None = None,
+    features: TensorSequence | None = None,
 ) -> list[Grid]:
     """The grids of all images or videos in tokens; `ValueError` where pixels, features and grids do not fit."""
     name = MODALITIES[modality]

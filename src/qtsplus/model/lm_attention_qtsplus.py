@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
 from .layout_qtsplus import QTSplusBackboneMixin, lay_out_again
-from .methods_qtsplus import no_question, take_rows
+from .methods_qtsplus import TensorSequence, no_question, take_rows
 from .prompt_qtsplus import (
     CACHE,
     VIDEO,
@@ -161,7 +161,7 @@ class LayerReader(nn.Module):
         self.input_layernorm = layer.input_layernorm
         self.self_attn = attention
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Sequence[Tensor], **kwargs) -> Tensor:
+    def forward(self, hidden_states: Tensor, position_embeddings: TensorSequence, **kwargs) -> Tensor:
         normed = self.input_layernorm(hidden_states)
         # With a device map, the layer may be on another device than the positions.
         rotary = tuple(part.to(normed.device) for part in position_embeddings)
@@ -218,8 +218,8 @@ def reading_of(
 def _with_queries(
     model: QTSplusBackboneMixin,
     layout: Layout,
-    questions: Sequence[Tensor],
-    queries: Sequence[Tensor],
+    questions: TensorSequence,
+    queries: TensorSequence,
 ) -> tuple[Layout, list[Tensor]]:
     """The layout of the prompts with other questions in place of their own, and which of its tokens they are."""
     prompts = []
@@ -277,7 +277,7 @@ def log_attention(
     model: Any,
     read: Callable[[], Reading],
     index: int,
-    sources: Sequence[Tensor],
+    sources: TensorSequence,
     grids: Sequence[Grid],
     features: Features,
 ) -> Tensor:

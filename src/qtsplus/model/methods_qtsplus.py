@@ -36,13 +36,14 @@ LARGEST_POOL = 4096
 FAST_16_BITS = {"cuda"} if torch.version.cuda and hasattr(torch.ops.aten.mm, "dtype") else set()
 
 Grid = tuple[int, int, int]  # (time, height, width)
+TensorSequence = Sequence[Tensor]
 
 
 @dataclass
 class Candidates:
     """The `M` visual tokens of one sample that compete for its budget. Expensive properties are computed when read."""
 
-    visual: Sequence[Tensor]  # one [k, d] for each video or image, in turn; the k sum to M
+    visual: TensorSequence  # one [k, d] for each video or image, in turn; the k sum to M
     query: Tensor  # [L, d], raw embeddings of the question's words; empty if the prompt has no question
     positions: Tensor  # [3, M], absolute (time, height, width) in the prompt
     # (time, height, width) of each video in tokens; its k tokens are ordered frame by frame, row by row. If only parts
@@ -362,20 +363,20 @@ def true_places(mask: Tensor, n: int) -> Tensor:
     return places[:n]
 
 
-def to_host(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+def to_host(rows: TensorSequence) -> TensorSequence:
     """Copies the tensors, `[k]` each, to the host, which waits once for all of them."""
     joined = torch.cat(list(rows)).cpu()
     return joined.split([len(row) for row in rows])
 
 
-def take_from_all(samples: Sequence[Sequence[Tensor]], indices: Sequence[Tensor]) -> list[Tensor]:
+def take_from_all(samples: Sequence[TensorSequence], indices: TensorSequence) -> list[Tensor]:
     """[`take_rows`] of each of several samples."""
     if any(len(parts) > 1 for parts in samples):
         indices = to_host(indices)
     return list(map(take_rows, samples, indices))
 
 
-def take_rows(parts: Sequence[Tensor], indices: Tensor) -> Tensor:
+def take_rows(parts: TensorSequence, indices: Tensor) -> Tensor:
     """`[n, d]`, the rows of `parts` at ascending indices, counted as if the parts were one tensor."""
     if len(parts) == 1:
         if len(indices) == len(parts[0]):
@@ -465,7 +466,7 @@ def is_finite(values: Tensor) -> Tensor:
 def check_kept(
     choices: Sequence[tuple[Tensor, int, int]],
     selection: MethodOrName,
-    video_features: Sequence[Tensor] = (),
+    video_features: TensorSequence = (),
 ) -> None:
     """
     Raises `ValueError` if what a method chose is not `[n]` ascending indices of tokens, or if features hold NaN or

@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.import_utils import torch_compilable_check
 
 from .columns_qtsplus import CachedPrompt, KeptColumns, check_cache
-from .encoding_qtsplus import PatchProjection, encode_modality, encode_visual, tower_inputs
+from .encoding_qtsplus import Device, PatchProjection, encode_modality, encode_visual, tower_inputs
 from .generation_qtsplus import QTSplusGenerationMixin
 from .layout_qtsplus import QTSplusBackboneMixin, are_packed, check_grids, lay_out
 from .lm_attention_qtsplus import GroupAttention, check_attention, log_attention, read_group, reading_of
@@ -143,7 +143,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         self.qtsplus = self.build_selector(config)
         self.post_init()
 
-    def group_attention(self, prompt: CompactPrompt, visual: torch.Tensor, place: torch.Tensor) -> GroupAttention:
+    def group_attention(self, prompt: CompactPrompt, visual: Tensor, place: Tensor) -> GroupAttention:
         """As [`read_group`]. An engine that has layers of its own overrides it."""
         return read_group(self, prompt, visual, place)
 
@@ -178,7 +178,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         video_grid_thw: Tensor,
         *,
         frames_per_chunk: int | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
     ) -> list[Tensor]:
         """
         Encodes videos once, for any number of questions: `forward` and `generate` take what this returns as

@@ -7,10 +7,12 @@ frame; newlines are never scored, and one stays where a token that it ends stays
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.models.internvl.configuration_internvl import InternVLConfig
 from transformers.models.internvl.modeling_internvl import InternVLForConditionalGeneration, InternVLModel
 from transformers.models.internvl.processing_internvl import InternVLProcessor
@@ -43,7 +45,7 @@ class FramesQTSplusModelMixin(QTSplusModelMixin):
         "batch_num_images",
     )
 
-    def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
+    def pixel_rows(self, grid_thw: Tensor) -> list[int]:
         return grid_thw[:, 0].tolist()
 
 
@@ -81,12 +83,12 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
         }
         return processed, texts
 
-    def _clip(self, video, options: dict) -> torch.Tensor:
+    def _clip(self, video, options: dict) -> Tensor:
         if torch.is_tensor(video) and video.is_meta:
             return video
         return self.video_processor(videos=[video], **options)["pixel_values_videos"][0]
 
-    def grid_of(self, num_frames: int, *size: int, **options) -> torch.Tensor:
+    def grid_of(self, num_frames: int, *size: int, **options) -> Tensor:
         side = self.tokens_per_side
         return torch.tensor([[num_frames, side, side]])
 
@@ -96,7 +98,7 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
         resized = self.video_processor(videos=[blank], **options)["pixel_values_videos"]
         return resized.shape[-2], resized.shape[-1]
 
-    def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def preprocess_frames(self, frames: np.ndarray, grid: Tensor) -> tuple[Tensor, Tensor]:
         clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})
         return clip, self.grid_of(len(clip))
 
@@ -105,7 +107,7 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
         t: int,
         h: int,
         w: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return torch.empty(t, 3, 1, 1, device="meta")
 
 
@@ -146,9 +148,9 @@ class InternVLQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin, Inte
 
     def encode_pixels(
         self,
-        pixels: torch.Tensor,
-        grid_thw: torch.Tensor,
-    ) -> list[torch.Tensor]:
+        pixels: Tensor,
+        grid_thw: Tensor,
+    ) -> list[Tensor]:
         tokens = self.get_image_features(pixels, return_dict=True).pooler_output
         return [frames.flatten(0, 1) for frames in tokens.split(self.pixel_rows(grid_thw))]
 
@@ -271,15 +273,27 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
         return math.prod(grid) if self.config.video_newline == "video" else grid[2]
 
     @property
-    def line_end(self) -> torch.Tensor:  # type: ignore[override]
-        return self.image_newline
+    def line_end(self) -> Tensor:  # type: ignore[override]
+        with self._newline_in_place():
+            return self.image_newline
+
+    @contextmanager
+    def _newline_in_place(self) -> Iterator[None]:
+        """Brings an offloaded newline back outside `forward` too, whose hook would."""
+        is_away = self.image_newline.is_meta and hasattr(self, "_hf_hook")
+        if is_away:
+            self._hf_hook.pre_forward(self)  # type: ignore[operator]
+        yield
+        if is_away:
+            self._hf_hook.post_forward(self, None)  # type: ignore[operator]
 
     def encode_pixels(
         self,
-        pixels: torch.Tensor,
-        grid_thw: torch.Tensor,
-    ) -> list[torch.Tensor]:
-        (tokens,) = self.get_video_features(pixels[None], return_dict=True).pooler_output
+        pixels: Tensor,
+        grid_thw: Tensor,
+    ) -> list[Tensor]:
+        with self._newline_in_place():
+            (tokens,) = self.get_video_features(pixels[None], return_dict=True).pooler_output
         sizes = grid_thw.prod(-1).tolist()
         return list(tokens[: sum(sizes)].split(sizes))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
-from .methods_qtsplus import Grid, MethodOrName, to_host
+from .methods_qtsplus import Grid, MethodOrName, TensorSequence, to_host
 from .question_qtsplus import find_query_mask, question_token_ids
 from .selector_qtsplus import QTSplusOutput
 
@@ -44,7 +44,7 @@ class VisualInputs:
     video_grid_thw: Tensor | None = None  # [videos, 3]
     second_per_grid_ts: Tensor | Sequence[float] | None = None  # [videos], seconds per temporal patch
     # Per video [k, d], as `encode_videos` returns them, in place of its pixels; on any device.
-    video_features: Sequence[Tensor] | None = None
+    video_features: TensorSequence | None = None
 
     @property
     def given(self) -> bool:
@@ -193,7 +193,7 @@ class Layout:
         _, counts = torch.unique_consecutive(tokens // per_step, return_counts=True)
         return [(1, 1, count) for count in counts.tolist()]
 
-    def narrow(self, present: Sequence[Tensor]) -> "Layout":
+    def narrow(self, present: TensorSequence) -> "Layout":
         """As if only the tokens `present` `[k]`, ascending, of each video had been kept; they keep their positions."""
         rows = []
         for row in self.rows:
@@ -241,6 +241,8 @@ def find_questions(
     check_tensors(query_mask=query_mask)
     check_shape("query_mask", query_mask, "input_ids", ids)
     is_question = query_mask.bool().cpu()
+    if (is_question > layout.mask).any():
+        raise ValueError("query_mask marks padding: expected it to be padded on the same side as attention_mask.")
     return [of_row[row.columns] for row, of_row in zip(layout.rows, is_question, strict=True)]
 
 
@@ -325,7 +327,7 @@ def check_no_padding(input_ids: Tensor, pad_token_id: int | None) -> None:
 
 
 def pad_rows(
-    rows: Sequence[Tensor],
+    rows: TensorSequence,
     value: int,
     left: bool,
 ) -> Tensor:
@@ -370,7 +372,7 @@ def splice(
     model: "QTSplusBackboneMixin",
     layout: Layout,
     features: Features,
-    selected: Sequence[Tensor],
+    selected: TensorSequence,
     qtsplus: QTSplusOutput,
     pad_left: bool | None = None,
 ) -> CompactPrompt:

@@ -21,6 +21,7 @@ from .methods_qtsplus import (
     Candidates,
     Grid,
     MethodOrName,
+    TensorSequence,
     add_method,
     check_budget,
     check_kept,
@@ -237,8 +238,8 @@ def weigh_tokens(
 def encode_rows(
     selector: "QTSplusSelector",
     layers: nn.ModuleList,
-    rows: Sequence[Tensor],
-    positions: Sequence[Tensor] | None,
+    rows: TensorSequence,
+    positions: TensorSequence | None,
 ) -> list[Tensor]:
     """
     Per row `[n, d]` tokens that have attended to each other, all rows in one pass.
@@ -347,7 +348,7 @@ class QTSplusSelector(nn.Module):
 
     def forward(
         self,
-        visual: Sequence[Tensor | Sequence[Tensor]],
+        visual: Sequence[Tensor | TensorSequence],
         query: list[Tensor],
         positions: list[Tensor],
         grids: Sequence[Sequence[Grid]] | None = None,
@@ -357,7 +358,7 @@ class QTSplusSelector(nn.Module):
         reencode: bool = True,
         sample_gate: bool | None = None,
         attention: Sequence[Callable[[], Tensor]] | None = None,
-        unchecked: Sequence[Tensor] = (),
+        unchecked: TensorSequence = (),
     ) -> tuple[list[Tensor], QTSplusOutput]:
         """
         Args:

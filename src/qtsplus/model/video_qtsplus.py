@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.image_utils import SizeDict
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
@@ -145,17 +146,17 @@ class VideoChunks(VideoFile):
     `video_grid_thw` `[1, 3]` of each chunk. Nothing is kept of a chunk that was given out.
     """
 
-    video_grid_thw: torch.Tensor  # [1, 3], of the whole video
+    video_grid_thw: Tensor  # [1, 3], of the whole video
     second_per_grid_ts: list[float]  # [1], seconds per temporal patch
     frames_per_chunk: int  # a multiple of the temporal patch size
     resize: Callable[[np.ndarray], np.ndarray]  # brings one frame to the size that it has for the model
-    preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]  # from frames to their pixel values and grid
+    preprocess: Callable[[np.ndarray], tuple[Tensor, Tensor]]  # from frames to their pixel values and grid
 
     def __len__(self) -> int:
         num_frames, _, _ = self.shape
         return math.ceil(num_frames / self.frames_per_chunk)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         frames = map(self.resize, self.decode())
         while chunk := list(itertools.islice(frames, self.frames_per_chunk)):
             yield self.preprocess(stack_frames(chunk))
