@@ -215,6 +215,9 @@ class _CacheWithPrompt:
     qtsplus_prompt: CachedPrompt | None = None
     layers: list
 
+    def __reduce__(self):
+        return _empty_cache, (type(self).__bases__[1],), vars(self)
+
     def reorder_cache(self, beam_idx):
         self._select_prompt(beam_idx)
         super().reorder_cache(beam_idx)
@@ -236,6 +239,11 @@ class _CacheWithPrompt:
 def _with_prompt(kind):
     """A subclass of `kind`, a class of caches, that also carries a prompt. It has the same name as `kind`."""
     return type(kind.__name__, (_CacheWithPrompt, kind), {})
+
+
+def _empty_cache(kind):
+    """What pickle makes a cache of, since it cannot import the class that was made here."""
+    return object.__new__(_with_prompt(kind))
 
 
 def check_cache(cache) -> None:
