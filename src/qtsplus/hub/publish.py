@@ -45,8 +45,8 @@ def assemble_folder(
     """
     bundled = not Path(source).is_dir() and source in variants()
     source = hub_configs() / source if bundled else Path(source).resolve()
-    if source == Path(folder).resolve():
-        raise ValueError(f"{source} is the source itself; choose another folder to write to.")
+    if Path(folder).resolve().is_relative_to(source):
+        raise ValueError(f"{folder} is in the source {source}; choose another folder to write to.")
     folder = check_own(folder)
     if not source.is_dir():
         raise ValueError(f"{source} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
@@ -63,7 +63,7 @@ def assemble_folder(
     else:
         validate_repo_id(repository)
     card = None
-    about: dict = {}
+    about = {}
     if (source / "README.md").is_file():
         card = (source / "README.md").read_text(encoding="utf-8")
         card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', card)
