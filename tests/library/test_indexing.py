@@ -71,7 +71,6 @@ def test_the_content_of_a_file_decides(mine, build, folder, open_library):
     assert encoded(folder) == before
     assert open_library().names == ["b.mp4", "copy.mp4", "more/c.mp4", "moved.mp4"]
 
-    (mine / "copy.mp4").unlink()  # its content is still there
     (mine / "empty.mp4").touch()  # is noted, and is not a video of the library
     write_mp4(mine / "b.mp4", render_world(make_world(109, 6)), 2)
     build()
@@ -79,13 +78,14 @@ def test_the_content_of_a_file_decides(mine, build, folder, open_library):
     assert len(after) == 3
     assert len(after.items() & before.items()) == 2  # the changed video was encoded, and its earlier features are gone
 
-    (mine / "more/c.mp4").unlink()
-    with pytest.raises(ValueError, match="1 of 3 videos of .*: more/c.mp4. Nothing was changed.* with --prune"):
+    (mine / "copy.mp4").unlink()  # is missed, although its content is still there
+    (mine / "more/c.mp4").write_bytes(b"cut off")
+    with pytest.raises(ValueError, match="2 of 4 videos.*: copy.mp4, more/c.mp4. Nothing was changed.* with --prune"):
         build()
     assert encoded(folder) == after
     lines = []
     build(prune=True, say=lines.append)
-    assert lines == ["The library loses 1 of 3 videos: more/c.mp4"]
+    assert lines == ["The library loses 2 of 4 videos: copy.mp4, more/c.mp4"]
     assert len(encoded(folder)) == 2
     assert open_library().names == ["b.mp4", "moved.mp4"]
 
@@ -163,6 +163,26 @@ def test_videos_of_any_container_are_found_and_hidden_ones_are_not(mine, loaded)
     (mine / "notes.txt").write_text("not a video")
     made = index(mine, mine / "library", *loaded)
     assert made.entries.keys() == {*LIBRARY, *names}
+
+
+def test_a_video_stays_until_its_replacement_is_encoded(mine, monkeypatch, build, folder):
+    before = build().entries
+    files = encoded(folder)
+    write_mp4(mine / "b.mp4", render_world(make_world(111)), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(indexing, "encode", lambda *call, **options: torch.load(folder / "half a video"))
+        said = []
+        assert build(say=said.append).entries == before
+    assert said[1].startswith("b.mp4 keeps its earlier features: No such file")
+    assert encoded(folder) == files
+    assert build().entries["b.mp4"] != before["b.mp4"]
+    assert len(encoded(folder).items() & files.items()) == 2
+
+
+def test_a_folder_of_other_files_becomes_no_library(mine, loaded):
+    with pytest.raises(FileExistsError, match=r"no library and holds files \(a.mp4, b.mp4, more\)"):
+        index(mine, mine, *loaded)
+    assert not (mine / ".lock").exists()
 
 
 def test_videos_that_cannot_be_decoded_may_go(mine, build):

@@ -238,30 +238,6 @@ def test_a_killed_index_leaves_nothing_that_nobody_wrote(mine, loaded, tmp_path,
     assert len(index(mine, tmp_path / "library", *loaded).files) == 2
 
 
-def test_most_videos_gone_at_once_delete_nothing(videos, loaded, tmp_path):
-    mine = tmp_path / "videos"
-    elsewhere = tmp_path / "elsewhere"
-    folder = tmp_path / "library"
-    mine.mkdir()
-    elsewhere.mkdir()
-    video = (videos / "a.mp4").read_bytes()
-    for number in range(4):
-        (mine / f"{number}.mp4").write_bytes(video + bytes([number]))
-    index(mine, folder, *loaded)
-    before = written(folder)
-    for number in range(3):
-        (mine / f"{number}.mp4").rename(elsewhere / f"{number}.mp4")
-    with pytest.raises(ValueError, match=r"3 of 4 videos of .* are not in .*: 0.mp4, 1.mp4, 2.mp4\. .* --prune"):
-        index(mine, folder, *loaded)
-    assert written(folder) == before
-    assert len(index(mine, folder, *loaded, prune=True).files) == 1
-    assert len(written(folder)) == 1
-    (mine / "3.mp4").rename(mine / "moved.mp4")
-    for number in range(3):
-        (elsewhere / f"{number}.mp4").rename(mine / f"{number}.mp4")
-    assert len(index(mine, folder, *loaded).files) == 4, "one that was moved is not gone"
-
-
 def test_another_folder_with_one_of_the_videos_does_not_take_the_place(mine, loaded, tmp_path):
     folder = tmp_path / "library"
     index(mine, folder, *loaded)

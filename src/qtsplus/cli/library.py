@@ -25,7 +25,7 @@ def index(
     source: Source,
     sampling: Sampling,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove videos whose files are gone, which is an error otherwise.")
+        bool, typer.Option("--prune", help="Remove videos whose files are gone or broken, which is an error otherwise.")
     ] = False,
 ) -> None:
     """

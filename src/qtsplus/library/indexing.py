@@ -41,12 +41,12 @@ def index(
         videos: the folder; a video is called by its path in it.
         folder: the library, which need not be there yet.
         name: what the model is called, such as its folder, for messages about another one.
-        prune: remove videos whose files are gone, which is an error otherwise.
+        prune: remove videos whose files are gone or can no longer be read, which is an error otherwise.
         say: takes a line: what is to be done, and its size on disk.
         options: as for [`encode`], the fields of [`Sampling`], such as `fps`.
 
     Raises:
-        OSError: a folder that cannot be read; a disk that is full.
+        OSError: a folder that cannot be read; a disk that is full; other files where the library is to be.
         ValueError: no video; a library of another vision tower or settings, or one that another process is writing;
             videos of the library are gone; a disk without room for the features; a selector with several scoring
             layers.
@@ -57,6 +57,11 @@ def index(
     check_folder(folder)
     made_by = fingerprint(model, processor)
     sampling = Sampling(**options)
+    names = sorted(path.name for path in folder.glob("[!.]*"))
+    if names and INDEX not in names:
+        raise FileExistsError(
+            f"{folder} is no library and holds files ({listed(names)}); choose another folder, or move them away."
+        )
     with working_in(folder):
         journal = folder / INDEX
         if journal.exists() and journal.stat().st_size:
@@ -83,7 +88,7 @@ def find_videos(root: Path) -> Files:
         raise error  # else what cannot be read would pass for what is gone
 
     videos = {}
-    seen: set[str] = set()
+    seen = set()
     for place, folders, names in os.walk(root, onerror=fail, followlinks=True):
         real_place = os.path.realpath(place)
         if real_place in seen:
@@ -124,6 +129,7 @@ class _Indexing:
         self.made_by = self.index.settings["made_by"]
         self.layer = scoring_layer(self.model)
         self.selector = keys_fingerprint(self.model)
+        self.earlier = self.index.entries  # what stays where new files cannot be encoded
 
     def recognise(
         self,
@@ -132,13 +138,15 @@ class _Indexing:
         prune: bool,
     ) -> None:
         """Notes the content of each file that is new or was changed, and forgets files that are gone."""
-        known = self.index.entries
+        known = self.earlier
         encoded = {entry["content"]: entry["features"] for entry in known.values()}
         after = {}
         for name, path in files.items():
             earlier = known.get(name)
             after[name] = self._look(path, earlier, encoded)
-        contents = {entry["content"] for entry in after.values()}
+        if prune:
+            self.earlier = {}
+        contents = {entry["content"] for name, entry in after.items() if entry != known.get(name)}
         lost = self._lost(after, contents, folder)
         readable = sum(entry["error"] is None for entry in known.values())
         what = f"{len(lost)} of {counted(readable, 'video')}"
@@ -149,12 +157,8 @@ class _Indexing:
             )
         if lost:
             self.say(f"The library loses {what}: {listed(lost)}")
-        for name, entry in known.items():
-            if name not in files:
-                self.index.add(name, None)
-            if entry["content"] not in contents:
-                self.index.file(entry).unlink(missing_ok=True)
-                self.index.keys_file(entry).unlink(missing_ok=True)
+        for name in known.keys() - files.keys():
+            self.index.add(name, None)
         for name, entry in after.items():
             if entry != known.get(name):
                 self.index.add(name, entry)
@@ -171,14 +175,16 @@ class _Indexing:
             if earlier and state.items() <= earlier.items():
                 return earlier
             content = measure(path)["digest"]
-        except OSError as error:
+            if earlier and earlier["features"] and content not in encoded:
+                open_chunks(self.processor, path, self.sampling)
+        except FAILURES as error:
             return Entry(
                 size=0,
                 modified=0,
                 inode=0,
                 changed=0,
                 content=None,
-                error=str(error.strerror),
+                error=first_line(getattr(error, "strerror", error)),
                 features=None,
             )
         return Entry(
@@ -194,12 +200,18 @@ class _Indexing:
         contents: set[str | None],
         folder: str,
     ) -> list[str]:
-        """The videos whose content would leave the library; another folder may be meant, or is to be mounted."""
+        """
+        The videos that would leave the library; another folder may be meant, or is to be mounted.
+
+        Args:
+            contents: of files that are new or were changed. A video that is one of them was moved.
+        """
         is_same_folder = MADE in self.index.done and folder == self.index.made["videos"]
         lost = []
         for name, entry in self.index.entries.items():
             stays = entry["content"] in contents
-            if name in after and is_same_folder:  # in another folder, the same name is another video's
+            # In another folder, the same name is another video's.
+            if name in after and (is_same_folder or after[name] == entry):
                 stays = after[name]["content"] is not None
             if entry["error"] is None and not stays:
                 lost.append(name)
@@ -211,7 +223,7 @@ class _Indexing:
         disk without room.
         """
         waiting = {}
-        tokens: dict[str, int] = {}  # by content: copies share what is stored
+        tokens = {}  # by content: copies share what is stored
         for name, path in files.items():
             entry = self.index.done[name]
             content = entry["content"]
@@ -265,8 +277,18 @@ class _Indexing:
                 for copy, known in self.index.entries.items():
                     if known["content"] == entry["content"]:
                         self.index.add(copy, known | {"error": None, "features": features})
+        # What was stored of contents that no video has any more is removed.
+        used = {self.index.file(entry).stem for entry in self.index.entries.values()}
+        for path in self.index.folder.glob("[0-9a-f]" * 32 + ".*"):
+            if path.stem not in used:
+                path.unlink()
 
     def _refuse(self, name: str, error: BaseException) -> None:
+        earlier = self.earlier.get(name)
+        if earlier and self.index.file(earlier).exists():
+            self.say(f"{name} keeps its earlier features: {first_line(error)}")
+            self.index.add(name, earlier)
+            return
         self.index.add(name, self.index.done[name] | {"error": first_line(error), "features": None})
 
     def store_keys(self) -> None:
