@@ -282,10 +282,8 @@ def _captions(
     most: int,
 ) -> list[str]:
     """For each question, the subtitles near its kept tokens."""
-    captions = []
-    for row in range(len(batch.questions)):
-        captions.append(near(prompts.kept(row).indices, batch.videos, processor, most))
-    return captions
+    kept = map(prompts.kept, range(len(batch.questions)))
+    return [near(row.indices, batch.videos, processor, most) for row in kept]
 
 
 def _answer(

@@ -56,7 +56,7 @@ def draw_evidence(
         descriptions = []
         for name, kept in answer.keep_maps.items():
             video = videos[name]
-            description: dict[str, object] = {
+            description = {
                 "name": name,
                 "start": video.about.start,
                 "seconds_per_step": video.seconds_per_step,

@@ -46,7 +46,7 @@ def ask(
             without `fps`, `fps` for a video that was encoded before, a retention out of its range.
     """
     check_question(model, processor, question)
-    timings: dict[str, float] = {}
+    timings = {}
     if not isinstance(video, EncodedVideo):
         video = encode(
             model,

@@ -16,7 +16,6 @@ from ..common.files import clock, printable
 from ..common.validation import show
 from ..model.methods_qtsplus import MethodOrName
 from ..model.numbers_qtsplus import require_count, require_positive
-from ..model.video_qtsplus import AboutVideo
 from ..video.encoded import EncodedVideo, with_bar
 from .answers import answer_questions
 from .generation import generation_options
@@ -172,7 +171,7 @@ def summarise(
         retention = selector.rho_max
     chapters = []
     lines = []
-    known: list[AboutVideo] = []
+    known = []
     warnings = list(about.warnings)
     for name in names:
         video = about.video(name)

@@ -70,7 +70,7 @@ def watch(
         max_new_tokens=max_new_tokens,
         selection=selection,
     )
-    said: set[str] = set()
+    said = set()
     try:
         for answer in _told(answers, on_change, when_seen):
             if as_json:
@@ -105,7 +105,7 @@ def _told(answers: Iterable["Answer"], on_change: bool, when_seen: bool) -> Iter
 
 def named_sources(sources: list[str]) -> dict[str, str]:
     """By name: what stands in front of `=`, or else the end of the path or address."""
-    named: dict[str, str] = {}
+    named = {}
     for source in sources:
         match = re.fullmatch(r"([^=/:]+)=(.+)", source)
         if match:

@@ -68,7 +68,7 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
 def check_own(folder: str | Path) -> Path:
     """The folder of [`whole_folder`], before anything is computed for it; raises as that does."""
     folder = check_folder(folder).resolve()
-    written: Document = {}
+    written = {}
     if (folder / WRITTEN).is_file():
         written = read_json(folder / WRITTEN)
     others = [name for name, state in _states(folder).items() if written.get(name) != state]

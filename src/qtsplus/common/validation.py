@@ -97,7 +97,7 @@ def explain(
     The errors of pydantic about `values` in a line: the first fields, their values and what is expected. For an unknown
     field it names the `known` fields that are nearest.
     """
-    clauses: list[str] = []
+    clauses = []
     for problem in error.errors(include_url=False)[:_NAMED]:
         name = _name(problem["loc"], values, is_absent=problem["type"] in _SAID)
         clause = _clause(problem)

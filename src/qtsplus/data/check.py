@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .formats import iter_rows, locate, media_folder
 from .media import UNREADABLE, AnyPath, examine
-from .records import Choice, Sighting, check_shown, parse_needles
+from .records import Choice, check_shown, parse_needles
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def check_set(path: AnyPath, media_root: AnyPath | None = None) -> Checked:
     """
     root = media_folder(path, media_root)
     rows_of_video: dict[str, list[tuple[int, str | None]]] = {}  # numbers and names, by the place of the video
-    sightings: dict[int, list[Sighting]] = {}  # by the number of the row
-    bad: list[BadRow] = []
+    sightings = {}  # by the number of the row
+    bad = []
     count = 0
     for row in iter_rows(path):
         count += 1

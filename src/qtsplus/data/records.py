@@ -136,7 +136,7 @@ class VideoRecord:
 
     def row(self) -> dict:
         """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""
-        row: dict = {"video": None, "answer": ""}
+        row = {"video": None, "answer": ""}
         for name, value in asdict(self).items():
             if value not in (None, "", ()):
                 row[name] = value

@@ -79,7 +79,7 @@ def evaluate_records(
         if by_likelihood and record.options:
             letters = ascii_uppercase[: len(record.options)]
         groups.setdefault(_Group(str(record.video), record.fps, letters), []).append(record)
-    outcomes: dict[VideoRecord, Outcome] = {}
+    outcomes = {}
     for group, asked in with_bar(groups.items(), "Asking"):
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
         if group.letters:

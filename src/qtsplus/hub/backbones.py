@@ -44,7 +44,7 @@ def model_types() -> list[str]:
 
 def class_modules() -> dict[str, str]:
     """The module of each of our classes, by its name."""
-    modules: dict[str, str] = {}
+    modules = {}
     for config, model, processor, prefix in _BACKBONES.values():
         modules[f"{prefix}Config"] = config
         modules[f"{prefix}Model"] = model

@@ -67,7 +67,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 def read_checkpoint(folder: Path) -> Weights:
     """The tensors of a folder's weights; a `ValueError` for a missing, cut or unreadable file."""
-    tensors: Weights = {}
+    tensors = {}
     for path in weight_files(folder):
         try:
             if path.suffix != ".json":
@@ -106,7 +106,7 @@ def check_weights(
         raise ValueError(f"{folder} is quantized; take the checkpoint that it was made from, and quantize the result.")
     with reading(Path(folder, "config.json")):
         model = on_meta(config)
-    tensors: Weights = {}
+    tensors = {}
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # as Qwen3.5's heads for several tokens at a time
     for key, tensor in stored.items():
         if not any(re.search(pattern, key) for pattern in ignored):

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import AfterValidator, Discriminator, Tag, with_config
-from torch import Tensor
 from typing_extensions import TypedDict
 
 from ..asking.evidence import Interval, evidence_intervals, placed
@@ -193,7 +192,7 @@ class Library:
         """
         top = require_count("top", top)
         scorer, pieces = self.rank(question, names, window)
-        moments: list[Interval] = []
+        moments = []
         for piece in pieces[:top]:
             moments += self._moments(scorer, piece)
         moments.sort(key=lambda moment: -moment.weight)
@@ -219,7 +218,7 @@ class Library:
         pieces = require_count("pieces", pieces)
         _, ranking = self.rank(question, names, window)
         chosen = sorted(ranking[:pieces])  # by their names and times
-        parts: dict[str, EncodedVideo] = {}
+        parts = {}
         for piece in chosen:
             part = piece.cut(self.video(piece.name))
             start = part.about.start
@@ -233,7 +232,7 @@ class Library:
             [question],
             **options,
         )
-        maps: dict[str, Tensor] = {}  # of whole videos
+        maps = {}  # of whole videos
         for piece, kept in zip(chosen, answer.keep_maps.values(), strict=True):
             if piece.name not in maps:
                 steps = self.video(piece.name).count

@@ -273,12 +273,12 @@ class Stream:
             camera.tokens = camera.tokens.take(kept[is_of_camera] - first)
             first = end
             steps = set(camera.tokens.steps.tolist())
-            begins = {}
-            for step, time in camera.begins.items():
-                # A step ends where the next one begins, so both times stay.
-                if step in steps or step - 1 in steps or step > camera.newest:
-                    begins[step] = time
-            camera.begins = begins
+            # A step ends where the next one begins, so both times stay.
+            camera.begins = {
+                step: time
+                for step, time in camera.begins.items()
+                if step in steps or step - 1 in steps or step > camera.newest
+            }
 
     def _competing(self, cameras: Sequence[Camera]) -> Candidates:
         """The whole memory as candidates, with each camera's tokens as one row of a single frame."""

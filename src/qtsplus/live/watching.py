@@ -311,8 +311,7 @@ def _looks(sources: Mapping[str, Source]) -> Iterator[tuple[float, str, np.ndarr
             yield seconds, name, frame
         yield source.end, name, None
 
-    looks = [of_source(name, source) for name, source in sources.items()]
-    return heapq.merge(*looks, key=itemgetter(0))
+    return heapq.merge(*map(of_source, sources, sources.values()), key=itemgetter(0))
 
 
 def watch(

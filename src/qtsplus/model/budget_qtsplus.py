@@ -252,7 +252,7 @@ def predict_by_losses(
 def read_together(readers: Sequence[BudgetReader]) -> list[Budget]:
     """What generators return that yield tensors of one shape to have their values; the host waits once for all rows."""
     budgets = {}
-    values: dict[BudgetReader, Any] = dict.fromkeys(readers)
+    values = dict.fromkeys(readers)
     while values:
         wanted = {}
         for reader, value in values.items():

@@ -132,7 +132,7 @@ def plain_inputs(processor: "QTSplusProcessorMixin", conversations: Sequence[lis
     # Each text that holds special tokens is left blank in the prompt, and its ids take the place of the blank.
     prompts = []
     questions = []
-    ids_of_texts: list[TextIds] = []
+    ids_of_texts = []
     for messages in conversations:
         texts: TextIds = []
         blanked = [_blank_texts(processor, message, texts) for message in messages]

@@ -86,7 +86,7 @@ class QTSplusPreTrainedMixin:
         if isinstance(module, QTSplusSelector):
             # A fresh re-encoder and a fresh layer over the question change nothing, so that they do not wreck a
             # trained language model.
-            layers: Any = [*module.reencode_layers, *module.question_layers]
+            layers = [*module.reencode_layers, *module.question_layers]
             for layer in layers:
                 last = layer.ffn[-1]
                 for weight in (layer.o_proj.weight, last.weight, last.bias):

@@ -169,13 +169,8 @@ def attention_within_samples(
 ) -> Tensor:
     """As [`grouped_attention`], for samples of these lengths that follow each other: each attends to itself."""
     present = [length for length in lengths if length]
-    samples = zip(
-        queries.split(present, dim=1),
-        keys.split(present, dim=1),
-        values.split(present, dim=1),
-        strict=True,
-    )
-    return torch.cat([grouped_attention(*sample) for sample in samples], dim=1)
+    parts = [states.split(present, dim=1) for states in (queries, keys, values)]
+    return torch.cat(list(map(grouped_attention, *parts)), dim=1)
 
 
 def in_blocks(
@@ -190,7 +185,7 @@ def in_blocks(
     parts = [states] if isinstance(states, Tensor) else states
     if len(parts) > 1 and torch.is_grad_enabled():
         parts = [torch.cat(list(parts))]  # one checkpoint for many short videos
-    blocks: list[Tensor] = []
+    blocks = []
     for part in parts:
         blocks.extend(part.split(block_size))
     if len(blocks) == 1:

@@ -403,10 +403,8 @@ class QTSplusSelector(nn.Module):
             competing.append(candidates)
         rows = self._choose_rows(competing, call)
         keys.clear()
-        choices = []
-        for row in rows:
-            if row.gates is None and row.budget.n:
-                choices.append((row.kept_indices, row.budget.n, row.candidates.num_tokens))
+        hard = [row for row in rows if row.gates is None and row.budget.n]
+        choices = [(row.kept_indices, row.budget.n, row.candidates.num_tokens) for row in hard]
         check_kept(choices, call.selection, unchecked)
 
         taken = take_from_all(videos, [row.kept_indices for row in rows])

@@ -76,8 +76,7 @@ class Visit:
             answers = self.session.ask_many(questions, retention=share / 100 or None)
         except FAILURES as error:
             return self.stage(error=str(error))
-        panes = [self._pane(question, answer) for question, answer in zip(questions, answers, strict=True)]
-        return self.stage(panes)
+        return self.stage(list(map(self._pane, questions, answers)))
 
     def stage(
         self,
@@ -87,7 +86,7 @@ class Visit:
         """The content for page.js: the video and what is known of it, with new answers or with an error."""
         facts = "Drop a video to begin."
         videos = {}
-        warnings: list[str] = []
+        warnings = []
         for name, video in self.session.videos.items():  # there is one at most
             frames = counted(video.frames, "frame")
             facts = f"{name}: {frames} read, {len(video.features):,} visual tokens."
@@ -150,7 +149,7 @@ def build_page(model, processor, hosts: Sequence[str]):
                 frame = "<div class='said' role='status'></div><div class='stage'></div>"
                 stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
         # "multiple", or else what comes while another is served would be dropped.
-        in_line: dict = {
+        in_line = {
             "trigger_mode": "multiple",
             "api_visibility": "private",
             "concurrency_limit": 1,

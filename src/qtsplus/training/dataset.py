@@ -206,7 +206,7 @@ class VideoQACollator:
             row["attention_mask"] = torch.ones_like(row["input_ids"])
             row["query_attention_mask"] = torch.ones_like(query)
         sources = [SOURCES.index(row["source"]) for row in rows]
-        batch: Inputs = {"skipped": skipped, "source_ids": torch.tensor(sources)}
+        batch = {"skipped": skipped, "source_ids": torch.tensor(sources)}
         for name, value in padding.items():
             values = [row[name] for row in rows]
             batch[name] = pad_sequence(values, batch_first=True, padding_value=value)

@@ -63,7 +63,7 @@ def make_model(
     if weights is not None:
         require_weights(weights, config.model_type)
     # The dtype is that of parameters: `model.to` would round the frequencies of the positions too.
-    loading: dict = {"dtype": getattr(torch, dtype)}
+    loading = {"dtype": getattr(torch, dtype)}
     if attn_implementation:
         loading["attn_implementation"] = attn_implementation
     if weights is None:

@@ -387,7 +387,7 @@ class QTSplusTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
             config = self.selector_config
-            state: _State = {
+            state = {
                 "alpha": self.budget.alpha,
                 "excess": self.budget.excess,
                 "predicted": [losses.tolist() for losses, _ in self.budget.predicted],

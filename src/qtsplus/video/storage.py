@@ -58,10 +58,8 @@ def fingerprint(model, processor) -> str:
     pixels = processor.video_processor.to_dict()
     for name in SAMPLING + ("do_sample_frames",):
         pixels.pop(name, None)
-    weights = {}
-    for name, weight in model.model.state_dict().items():
-        if not name.startswith(("language_model.", "qtsplus.")):
-            weights[name] = weight
+    others = ("language_model.", "qtsplus.")
+    weights = {name: weight for name, weight in model.model.state_dict().items() if not name.startswith(others)}
     return digest_of(weights, {"vision": vision, "pixels": pixels})
 
 

@@ -141,10 +141,7 @@ def _encoding(content: bytes) -> str:
 def _full_track(tracks: Iterable):
     """The default track of text or the first, of those that have all speech if there are any; `None` if none is."""
     flags = av.stream.Disposition
-    texts = []
-    for track in tracks:
-        if track.codec_context is not None and track.codec_context.name not in _BITMAPS:
-            texts.append(track)
+    texts = [track for track in tracks if track.codec_context is not None and track.codec_context.name not in _BITMAPS]
     full = [track for track in texts if not track.disposition & flags.forced] or texts
     defaults = [track for track in full if track.disposition & flags.default]
     return next(iter(defaults or full), None)

@@ -229,7 +229,7 @@ class QTSplusMultiModalProcessor:
             settings["max_visual_tokens"] = None
         item["settings"] = element(as_bytes(settings))
 
-        placeholders: Fields = {"video": [mm.PlaceholderRange(offset=start, length=length)]}
+        placeholders = {"video": [mm.PlaceholderRange(offset=start, length=length)]}
         if images:
             shift = length - len(replaced)
             placeholders["image"] = [
@@ -281,7 +281,7 @@ def merged_item(items, ids: Tensor, mask: Tensor) -> mm.MultiModalKwargsItem:
     images = [image["image_grid_thw"].data for image in items.get("image", [])]
     if images:
         image_grids = torch.stack(images)
-    fields: Fields = {
+    fields = {
         PIXELS: [video[PIXELS] for video in videos],  # a list: vLLM does not copy it for a batch
         "video_grid_thw": torch.stack(grids),
         "second_per_grid_ts": torch.stack(seconds),
