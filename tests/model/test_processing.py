@@ -238,27 +238,26 @@ def test_texts_that_are_not_unicode_are_refused(processor):
     video_fps=floats(0.5, 120),
     fps=none() | floats(0.1, 60),
     num_frames=none() | integers(1, 3000),
+    most=integers(1, 64),
 )
-def test_chosen_frames_exist_and_increase(total, video_fps, fps, num_frames):
-    indices = choose_frames(total, video_fps, fps, num_frames, max_frames=64)
+def test_chosen_frames_exist_and_increase(total, video_fps, fps, num_frames, most):
+    indices = choose_frames(total, video_fps, fps, num_frames, max_frames=most)
     count = len(indices)
     assert 1 <= count <= total
-    assert count % 2 == 0 or count == total
+    assert count % 2 == 0 or count in (total, most)
     assert indices[0] == 0
     assert indices[-1] < total
     assert (np.diff(indices) > 0).all()
     if num_frames is None and fps is not None:
-        assert count <= 64
+        assert count <= most
 
 
 @pytest.mark.parametrize(
     ("sampling", "frames", "seconds_per_grid"),
     [
         ({}, 6, 1.0),
-        ({"fps": 4}, 12, 0.5),
         ({"fps": 100}, 24, 0.25),
         ({"num_frames": 4}, 4, 1.5),
-        ({"num_frames": 1000}, 24, 0.25),
         ({"do_sample_frames": False}, 24, 0.25),
         ({"max_frames": 8, "fps": 4}, 8, 0.75),
         ({"videos_kwargs": {"fps": 4}}, 12, 0.5),

@@ -53,11 +53,6 @@ def test_a_rate_that_was_rounded_costs_no_frame():
     assert len(exact) == len(rounded) == 8
 
 
-@pytest.mark.parametrize(("most", "count"), [(1, 1), (3, 2)])
-def test_no_more_frames_are_looked_at_than_are_allowed(most, count):
-    assert len(choose_frames(100, 25, fps=2, max_frames=most)) == count
-
-
 def test_a_video_that_is_too_narrow_is_named(loaded, tmp_path):
     path = tmp_path / "narrow.mp4"
     write_mp4(path, np.zeros((8, 2, 1024, 3), np.uint8), 8)

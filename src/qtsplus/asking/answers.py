@@ -54,7 +54,7 @@ class Answer:
     seen: float | None = None
     seen_threshold: float | None = None
     warnings: list[str] = field(default_factory=list)  # as in `AboutVideo`
-    largest_gap: float = 0.0  # the longest time between two sampled frames of a video, in seconds
+    largest_gap: float = 0.0  # the longest time from a frame that was looked at to the next, or to the end, in seconds
     trained_seconds: float | None = None  # the longest video in training, if a video here is longer
     unheard: bool = False  # whether a video has sound that no subtitles stood in for
 

@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw, ImageOps
 from ..common.folders import whole_folder
 from ..common.journals import write_json
 from ..model.frames_qtsplus import image_paths, load_frames
+from ..model.sampling_qtsplus import ROUNDING, choose_frames
 from ..model.video_qtsplus import open_video
 from ..video.encoded import IN_MEMORY, EncodedVideo
 from .evidence import Interval
@@ -93,8 +94,8 @@ def draw_spans(
     panes = []
     for interval in sorted(evidence[:_DRAWN], key=lambda interval: interval.start):
         middle = (interval.start + interval.end) / 2
-        just_after = middle + 1e-6  # where two steps meet, a player shows the later one
-        step, _ = video.within(just_after, just_after)
+        step, _ = video.within(middle, middle)
+        step = min(step, video.count - 1)  # the last may be shorter than what `within` calls equal
         frame = lit(frame_at(video, middle), kept[step].numpy())
         pane = ImageOps.contain(frame, (_SIDE, _SIDE))
         width, height = pane.size
@@ -117,17 +118,10 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     if not start <= seconds <= end:
         raise ValueError(f"seconds={seconds:g}; expected {start:g} to {end:g}, when the video is shown.")
     fps = video.about.metadata.fps
-    frames_before = (seconds - start) * fps
-    index = int(frames_before + 1e-3)  # rounding must not lead to the frame before
+    shown = min(seconds, end - 2 * ROUNDING / fps)  # at its end a video shows its last frame
     if Path(video.video).is_dir():
-        paths = image_paths(video.video)
-        last = len(paths) - 1
-        (frame,) = load_frames([paths[min(index, last)]])
+        index = int(shown * fps + ROUNDING)
+        (frame,) = load_frames([image_paths(video.video)[index]])
         return frame
-
-    def choose(total: int, _: float) -> list[int]:
-        return [min(index, total - 1)]
-
-    before_end = end - 0.5 / fps  # the next frame begins at the end and is not part of the video
-    opened = open_video(video.video, choose, (start, before_end))
+    opened = open_video(video.video, choose_frames, (shown, shown))
     return next(opened.decode())

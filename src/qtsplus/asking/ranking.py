@@ -40,12 +40,12 @@ class Piece:
         begin = video.steps[self.first]
         end = video.steps[self.last]
         frames_per_step = math.ceil(video.frames / steps)
-        first_frame = self.first * frames_per_step
-        last_frame = self.last * frames_per_step
+        frames = slice(self.first * frames_per_step, self.last * frames_per_step)
         metadata = copy(video.about.metadata)
-        metadata.frames_indices = metadata.frames_indices[first_frame:last_frame]
+        metadata.frames_indices = metadata.frames_indices[frames]
         seconds = end - begin
-        metadata.total_num_frames = round(seconds * metadata.fps)
+        metadata.total_num_frames = max(1, round(seconds * metadata.fps))
+        metadata.duration = seconds
         grid = video.video_grid_thw.clone()
         grid[0, 0] = self.last - self.first
         features = video.features.unflatten(0, (steps, -1))[self.first : self.last].flatten(0, 1)

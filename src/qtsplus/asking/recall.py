@@ -41,6 +41,11 @@ class Remembered(EncodedVideo):
         steps = (self.places // self.cells).unique()
         return self.frames_per_step * len(steps) - self.missing
 
+    @property
+    def length(self) -> float:
+        """Seconds on the stream's clock."""
+        return self.about.start + self.about.length
+
     def span(self, first: int, last: int) -> tuple[float, float]:
         start_step = self.rows[first]
         end_step = self.rows[last - 1] + 1

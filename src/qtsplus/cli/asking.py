@@ -20,9 +20,11 @@ from .library import Like
 from .models import Source, open_library
 
 Options = Mapping[str, object]  # by their names in Python
+Video = Annotated[str, typer.Argument(help="A video file, its http(s) address, a folder of frames, or a library.")]
 SHOWN = 10  # stretches of evidence in a terminal
 
 if TYPE_CHECKING:
+    from ..asking.evidence import Box
     from ..asking.session import Answer
     from ..asking.summaries import Summary
     from ..video.encoded import EncodedVideo
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 @options.command
 def ask(
-    video: Annotated[str, typer.Argument(help="A video file, its http(s) address, a folder of frames, or a library.")],
+    video: Video,
     question: options.Asked,
     *,
     source: Source,
@@ -221,7 +223,7 @@ def demo(out: Annotated[Path, typer.Option(help="The folder for clip, model and 
         print_answer(answer)
 
 
-def place(box: tuple[float, float, float, float]) -> str:
+def place(box: "Box") -> str:
     """A region of the frame in words."""
     left, top, right, bottom = box
     if (right - left) * (bottom - top) > 0.5:

@@ -10,7 +10,7 @@ from ..asking.choice import Choice
 from ..common.files import printable
 from ..model.sampling_qtsplus import Sampling
 from . import options
-from .asking import Talk, check_videos, chosen_names, looked_at
+from .asking import Talk, Video, check_videos, chosen_names, looked_at
 from .console import console, print_json
 from .library import Like
 from .models import Source
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @options.command
 def summarise(
-    video: Annotated[str, typer.Argument(help="A video file, its http(s) address, a folder of frames, or a library.")],
+    video: Video,
     prompt: Annotated[str, typer.Argument(help="What to say of each chapter.")] = "Summarise the video.",
     *,
     source: Source,

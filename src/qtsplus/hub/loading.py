@@ -20,6 +20,7 @@ from ..common.folders import read_json, reading, within_memory
 from ..common.validation import check_path, show
 from ..model.question_qtsplus import find_query_mask, question_token_ids
 from ..model.sampling_qtsplus import DEFAULT_FPS, VideoRequest, frame_choice
+from ..model.video_qtsplus import Chunk
 from .backbones import backbone_of, register_backbones
 from .checkpoint import INDEX, weight_map
 
@@ -115,7 +116,7 @@ def load_processor(model: str | Path, revision: str | None = None):
     return processor
 
 
-def _black_video(processor) -> tuple[torch.Tensor, torch.Tensor]:
+def _black_video(processor) -> Chunk:
     """Pixel values and grid of two black frames, made as those of a file are."""
     chosen = frame_choice(processor.video_processor, VideoRequest(None))(2, DEFAULT_FPS)
     height, width = processor.frame_size(len(chosen), _SIDE, _SIDE)

@@ -341,10 +341,12 @@ class Stream:
         end = self._last_frame(camera.newest) + 1 - camera.missing
         end_time = camera.begins.get(camera.newest + 1, end / self.fps)
         ticks_per_frame = _TICKS / self.fps
+        indices = [round(frame * ticks_per_frame) for frame in frames[:count]]
+        begin = indices[0]
         metadata = VideoMetadata(
-            total_num_frames=round(end_time * _TICKS),
+            total_num_frames=round(end_time * _TICKS) - begin,
             fps=_TICKS,
-            frames_indices=[round(frame * ticks_per_frame) for frame in frames[:count]],
+            frames_indices=indices,
             height=camera.size[0],
             width=camera.size[1],
         )
@@ -356,7 +358,7 @@ class Stream:
             features=camera.tokens.features,
             video_grid_thw=torch.cat([count_of_rows, camera.patches], dim=1),
             seconds_per_step=self.seconds_per_step,
-            about=AboutVideo(metadata),
+            about=AboutVideo(metadata, begin / _TICKS),
             seconds=0.0,
             frames_per_step=self.frames_per_step,
             cells=cells,

@@ -33,6 +33,7 @@ from ..model.decoding_qtsplus import Upright
 from ..model.numbers_qtsplus import require_positive
 from .stream import Stream
 
+Timed = Iterator[tuple[float, np.ndarray]]  # frames, and when they are shown
 ROOM = 16  # frames of a source that wait to be encoded
 DEVICES = ("v4l2:", "avfoundation:", "dshow:", "x11grab:", "lavfi:")  # of libavdevice, as FORMAT:NAME
 # What an address of a camera, which does not wait for a reader, begins with.
@@ -110,7 +111,7 @@ class Source:
         reader = threading.Thread(target=self._read, daemon=True, name=f"qtsplus-watch {self.name}")
         reader.start()
 
-    def __iter__(self) -> Iterator[tuple[float, np.ndarray]]:
+    def __iter__(self) -> Timed:
         patience = None if self.is_file else self.timeout
         while True:
             try:
@@ -187,7 +188,7 @@ class Source:
         pipe = open(place, "rb", buffering=0, closefd=not is_standard_input)  # noqa: SIM115
         return av.open(pipe, options=options, **TAGS)
 
-    def _decode(self) -> Iterator[tuple[float, np.ndarray]]:
+    def _decode(self) -> Timed:
         opened = time.monotonic() - self.began
         with self._open() as container:
             stream = video_stream(container)

@@ -42,7 +42,7 @@ from .prompt_qtsplus import (
     text_positions,
 )
 from .question_qtsplus import question_token_ids
-from .selector_qtsplus import QTSplusOutput, QTSplusSelector
+from .selector_qtsplus import QTSplusOutput, QTSplusSelector, Selected
 
 
 @dataclass
@@ -77,7 +77,7 @@ def choose(
     *,
     sample_gate: bool | None = None,
     is_checked: bool = False,
-) -> tuple[list[Tensor], QTSplusOutput]:
+) -> Selected:
     """
     Per row the kept tokens `[n_b, token_width]`, and how they were chosen.
 

@@ -28,6 +28,7 @@ from .fields_qtsplus import Ids, QTSplusConfigMixin, with_selector
 from .generation_qtsplus import QTSplusPreTrainedMixin
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin
 from .processor_mixin_qtsplus import QTSplusProcessorMixin
+from .video_qtsplus import Chunk
 
 NEWLINES = ("video", "row")
 
@@ -98,7 +99,7 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
         resized = self.video_processor(videos=[blank], **options)["pixel_values_videos"]
         return resized.shape[-2], resized.shape[-1]
 
-    def preprocess_frames(self, frames: np.ndarray, grid: Tensor) -> tuple[Tensor, Tensor]:
+    def preprocess_frames(self, frames: np.ndarray, grid: Tensor) -> Chunk:
         clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})
         return clip, self.grid_of(len(clip))
 

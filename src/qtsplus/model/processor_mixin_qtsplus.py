@@ -18,7 +18,7 @@ from .messages_qtsplus import read_messages
 from .question_qtsplus import check_text, find_query_mask, tokenize_query
 from .reading_qtsplus import check_placeholders, fetch_images, open_chunks, read_videos, stand_ins
 from .sampling_qtsplus import VideoRequest, read_keys
-from .video_qtsplus import VideoChunks, resize_frame
+from .video_qtsplus import Chunk, VideoChunks, resize_frame
 
 
 class QTSplusProcessorMixin(ProcessorMixin):
@@ -210,7 +210,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         _, rows, columns = grid.tolist()
         return rows * patch_size, columns * patch_size
 
-    def preprocess_frames(self, frames: np.ndarray, grid: Tensor) -> tuple[Tensor, Tensor]:
+    def preprocess_frames(self, frames: np.ndarray, grid: Tensor) -> Chunk:
         """
         Pixel values and grid of some frames of a video, `[T, H, W, 3]` uint8, brought to the height and width of `grid`
         `[1, 3]`; without `native_resolution` to the model's own.

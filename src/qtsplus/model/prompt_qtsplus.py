@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutp
 
 from .methods_qtsplus import Grid, MethodOrName, TensorSequence, to_host
 from .question_qtsplus import find_query_mask, question_token_ids
-from .selector_qtsplus import QTSplusOutput
+from .selector_qtsplus import Fractions, QTSplusOutput
 
 if TYPE_CHECKING:
     from .layout_qtsplus import QTSplusBackboneMixin, VisualSpan
@@ -63,7 +63,7 @@ class SelectionInputs:
     query_mask: Tensor | None = None  # [B, S], 1 on the question's tokens; found in `input_ids` if None
     query_input_ids: Tensor | None = None  # [B, L], a question that is not part of the prompt
     query_attention_mask: Tensor | None = None  # [B, L]
-    retention: float | Sequence[float] | None = None  # the fraction to keep, in (0, 1]; for all rows, or for each
+    retention: Fractions = None  # the fraction to keep, in (0, 1]; for all rows, or for each
     max_visual_tokens: int | None = None  # the most tokens to keep
     selection: MethodOrName | None = None  # a name of `methods_qtsplus.METHODS`, or such a function
     reencode: bool = True  # False passes the kept tokens on as they are (the paper's nREENC)

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 MOST_FRAMES = 2**20  # of one video that are looked at; a clock of a few bytes may state any number
 DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
-_ROUNDING = 1e-3  # of a frame, by which times that a caller gives may be off
+ROUNDING = 1e-3  # of a frame, by which times that a caller gives may be off
 
 # The rule: from the number of frames, and frames per second, to the increasing indices of the frames to look at.
 FrameChoice = Callable[[int, float], list[int]]
+Between = tuple[float | None, float | None]  # seconds from which on, and before which, a video is looked at
 
 # --- What may be asked for ---
 
@@ -82,7 +83,7 @@ class VideoRequest:
     max_pixels: float | None = None  # of one frame
 
     @property
-    def within(self) -> tuple[float | None, float | None]:
+    def within(self) -> Between:
         """The two times between which is looked at; the second is not included."""
         return self.video_start, self.video_end
 
@@ -166,7 +167,8 @@ def choose_frames(
         total_num_frames, video_fps: of the video.
         fps: frames to look at per second; their number is held between `min_frames` and `max_frames`.
         num_frames: frames to look at instead, as many as exist at most. With neither, all frames are taken.
-        temporal_patch_size: with either, the number is a multiple of this, unless the video or `max_frames` is less.
+        temporal_patch_size: with either, the number is a multiple of this, unless all frames are taken or `max_frames`
+            is less.
     """
     count = total_num_frames
     if fps is not None or num_frames is not None:
@@ -177,9 +179,9 @@ def choose_frames(
             wanted = min(max(wanted, min_frames), max_frames)
         # A mean rate of 10.000000000000002 must not cost a frame.
         count = int(round(min(wanted, total_num_frames), 6))
-        count -= count % temporal_patch_size
-        if count == 0:
-            count = int(min(temporal_patch_size, total_num_frames, max_frames))
+        if count < total_num_frames:
+            count -= count % temporal_patch_size
+        count = max(count, int(min(temporal_patch_size, total_num_frames, max_frames)))
     if count > MOST_FRAMES:
         raise ValueError(
             f"{count:,} frames of a video were asked for; expected {MOST_FRAMES:,} at most. Choose fewer with `fps` or "
@@ -197,18 +199,19 @@ def stretch(video: "VideoDecoder", start: float | None, end: float | None) -> tu
     until = math.inf if end is None else end
     first_number = (begin - video.start) * video.fps
     stop_number = (until - video.start) * video.fps
-    first = math.ceil(min(max(first_number - _ROUNDING, 0), video.total))
-    stop = math.ceil(min(max(stop_number - _ROUNDING, 0), video.total))
+    first = math.ceil(min(max(first_number - ROUNDING, 0), video.total))
+    stop = math.ceil(min(max(stop_number - ROUNDING, 0), video.total))
     if first < stop:
         return first, stop
-    length = video.total / video.fps
-    stop_of_video = video.start + length
-    if video.start <= begin <= until and begin < stop_of_video:
-        on_screen = math.floor(min(first_number + _ROUNDING, video.total - 1))
+    if 0 <= first_number < video.total and begin <= until:
+        on_screen = math.floor(min(first_number + ROUNDING, video.total - 1))
         return on_screen, on_screen + 1
-    has = f"it has {length:.1f} s from {video.start:.1f} s on"
     bound = "its end" if end is None else f"{end:g} s"
-    raise ValueError(f"The video {video.name!r} shows no frame from {begin:g} s to {bound}; {has}.")
+    length = video.total / video.fps
+    raise ValueError(
+        f"The video {video.name!r} shows no frame from {begin:g} s to {bound}; it has {length:.1f} s from "
+        f"{video.start:.1f} s on."
+    )
 
 
 def shrink(

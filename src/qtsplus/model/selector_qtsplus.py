@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from .budget_qtsplus import Budget, QTSplusBudgetHead, QTSplusLossHead, predict_budget, read_together
-from .fields_qtsplus import QTSplusConfig
+from .fields_qtsplus import Ids, QTSplusConfig
 from .methods_qtsplus import (
     Candidates,
     Grid,
@@ -37,6 +37,7 @@ RHO_UNITS = 2.0**32  # stored sums of rho are integers, in units of 1 / RHO_UNIT
 
 # --- Lines 1 and 2: the scores ---
 
+Fractions = float | Sequence[float] | None  # of the tokens, to keep: of all rows, or of each
 Tensors = tuple[Tensor, ...]
 Keys = dict[Tensors, Tensor]  # the keys of the last videos, for further questions about them
 
@@ -289,6 +290,9 @@ class QTSplusOutput(ModelOutput):
     columns: Tensor | None = None
 
 
+Selected = tuple[list[Tensor], QTSplusOutput]  # the kept tokens of each row, and how they were chosen
+
+
 class QTSplusSelector(nn.Module):
     """
     Selects and re-encodes the visual tokens that matter for a question (Algorithm 1).
@@ -310,7 +314,7 @@ class QTSplusSelector(nn.Module):
         num_key_value_heads: int,
         rms_norm_eps: float = 1e-6,
         rope_theta: float = 1e6,
-        mrope_section: list[int] | tuple[int, ...] = (16, 24, 24),
+        mrope_section: Ids = (16, 24, 24),
     ):
         super().__init__()
         self.config = config
@@ -352,14 +356,14 @@ class QTSplusSelector(nn.Module):
         query: list[Tensor],
         positions: list[Tensor],
         grids: Sequence[Sequence[Grid]] | None = None,
-        retention: float | Sequence[float] | None = None,
+        retention: Fractions = None,
         max_visual_tokens: int | None = None,
         selection: MethodOrName | None = None,
         reencode: bool = True,
         sample_gate: bool | None = None,
         attention: Sequence[Callable[[], Tensor]] | None = None,
         unchecked: TensorSequence = (),
-    ) -> tuple[list[Tensor], QTSplusOutput]:
+    ) -> Selected:
         """
         Args:
             visual: per row `[M_b, d]`, the visual tokens that compete for its budget, as one tensor or as several,
@@ -421,7 +425,7 @@ class QTSplusSelector(nn.Module):
     def _call(
         self,
         num_rows: int,
-        retention: float | Sequence[float] | None,
+        retention: Fractions,
         max_visual_tokens: int | None,
         selection: MethodOrName | None,
         sample_gate: bool | None,

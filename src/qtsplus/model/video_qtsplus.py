@@ -21,9 +21,10 @@ from transformers.video_utils import VideoMetadata
 from .addresses_qtsplus import shown_name
 from .decoding_qtsplus import VideoDecoder
 from .frames_qtsplus import decode_images, describe_frames, image_paths, load_frames, stack_frames
-from .sampling_qtsplus import FrameChoice, stretch
+from .sampling_qtsplus import Between, FrameChoice, stretch
 
 Frames = Callable[[], Iterator[np.ndarray]]
+Chunk = tuple[Tensor, Tensor]  # pixel values [k, d], and their grid [1, 3]
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,16 @@ class AboutVideo:
 
     @property
     def length(self) -> float:
-        """Seconds from the first frame to the end of the last."""
-        return self.metadata.total_num_frames / self.metadata.fps
+        """Seconds from the first frame to the end of the last, or of what was to be looked at."""
+        shown = self.metadata.total_num_frames / self.metadata.fps
+        return round(min(shown, self.metadata.duration or shown), 6)
 
     @property
     def largest_gap(self) -> float:
-        """The longest time between two frames that are looked at, in seconds; 0 where there is one."""
-        return max(np.diff(self.metadata.frames_indices).tolist(), default=0) / self.metadata.fps
+        """The longest time from a frame that is looked at to the next one, or to the end, in seconds."""
+        indices = self.metadata.frames_indices
+        end = indices[0] + self.metadata.total_num_frames
+        return float(np.diff(indices, append=end).max() / self.metadata.fps)
 
 
 @dataclass
@@ -72,7 +76,7 @@ class VideoFile:
 def open_video(
     path: str,
     choose: FrameChoice,
-    within: tuple[float | None, float | None] = (None, None),
+    within: Between = (None, None),
 ) -> VideoFile:
     """
     Opens a [`VideoDecoder`] and chooses from its regular clock, between two times of a player. If a file was cut off,
@@ -85,16 +89,20 @@ def open_video(
     instants = (indices + 0.25) / decoder.fps  # a quarter of a frame later, since containers round timestamps
     decode = functools.partial(decoder.show, instants)
     height, width, _ = next(decode()).shape
+    start = round(decoder.start + first / decoder.fps, 6)
+    duration = total / decoder.fps
+    _, end = within
+    if end is not None and end > start:  # else one frame is on screen all the while
+        duration = min(duration, end - start)
     metadata = VideoMetadata(
         total_num_frames=total,
         fps=decoder.fps,
-        duration=total / decoder.fps,
+        duration=duration,
         height=height,
         width=width,
         video_backend="pyav",
-        frames_indices=[int(index) for index in indices],
+        frames_indices=indices.tolist(),
     )
-    start = decoder.start + first / decoder.fps
     about = AboutVideo(metadata, start, decoder.warnings, decoder.sound)
     return VideoFile(decoder.name, about, (len(indices), height, width), decode)
 
@@ -150,13 +158,13 @@ class VideoChunks(VideoFile):
     second_per_grid_ts: list[float]  # [1], seconds per temporal patch
     frames_per_chunk: int  # a multiple of the temporal patch size
     resize: Callable[[np.ndarray], np.ndarray]  # brings one frame to the size that it has for the model
-    preprocess: Callable[[np.ndarray], tuple[Tensor, Tensor]]  # from frames to their pixel values and grid
+    preprocess: Callable[[np.ndarray], Chunk]
 
     def __len__(self) -> int:
         num_frames, _, _ = self.shape
         return math.ceil(num_frames / self.frames_per_chunk)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Chunk]:
         frames = map(self.resize, self.decode())
         while chunk := list(itertools.islice(frames, self.frames_per_chunk)):
             yield self.preprocess(stack_frames(chunk))

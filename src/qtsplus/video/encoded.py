@@ -22,8 +22,9 @@ from typing_extensions import Unpack
 
 from ..hub.loading import find_device
 from ..model.addresses_qtsplus import shown_name
+from ..model.clock_qtsplus import NEAR
 from ..model.messages_qtsplus import flatten_videos
-from ..model.sampling_qtsplus import Sampling, SamplingOptions
+from ..model.sampling_qtsplus import ROUNDING, Sampling, SamplingOptions
 from ..model.video_qtsplus import AboutVideo, VideoChunks
 from .forecast import forecast
 from .subtitles import Subtitle, read_subtitles
@@ -75,34 +76,36 @@ class EncodedVideo:
 
     def span(self, first: int, last: int) -> tuple[float, float]:
         """When a player shows the steps from `first` on, without `last`, in seconds."""
-        last = min(last, len(self.steps) - 1)  # the last step is padded where the frames are odd in number
-        begin = self.about.start + self.steps[first]
-        end = self.about.start + self.steps[last]
-        return begin, end
+        return float(self.edges[first]), float(self.edges[last])
 
     def within(self, start: float, end: float) -> tuple[int, int]:
         """The first step of the grid that a player shows between two seconds, and the one behind the last."""
-        edges = self.about.start + np.array(self.steps)
-        first = np.searchsorted(edges[1:], start, side="right")
-        stop = np.searchsorted(edges[:-1], end)
+        rounding = ROUNDING / self.about.metadata.fps
+        first = np.searchsorted(self.edges[1:], start + rounding, side="right")
+        stop = np.searchsorted(self.edges[:-1], end - rounding)
         return int(first), int(max(first, stop))
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """`[steps + 1]`: when a player shows the first frame of each step, and when the last step ends."""
+        return np.round(self.about.start + np.array(self.steps), 6)
 
     @cached_property
     def steps(self) -> list[float]:
         """When each step of the grid begins, and the last one ends, in seconds from the first frame."""
-        count = self.count
+        numbers = np.arange(self.count)
+        edges = numbers * self.seconds_per_step
         fps = self.about.metadata.fps
-        edges = np.arange(count) * self.seconds_per_step
-        indices = np.array(self.about.metadata.frames_indices or [])
-        if len(indices) >= count:
-            frames_per_step = ceil(len(indices) / count)
-            first_frames = indices[::frames_per_step] - indices[0]
-            begins = first_frames / fps
-            seconds_off = np.abs(begins - edges[: len(begins)])
-            if seconds_off.max() * fps > 1:
-                edges = begins
-        regular_end = max(count * self.seconds_per_step, edges[-1])
-        return edges.tolist() + [float(min(regular_end, self.length))]
+        indices = np.array(self.about.metadata.frames_indices)
+        times = (indices - indices[0]) / fps
+        frames_per_step = ceil(self.frames / self.count)
+        begins = times.take(numbers * frames_per_step, mode="clip")
+        if np.abs(begins - edges).max() > min(NEAR, 1 / fps):
+            edges = begins
+        # The last frame lasts no longer than others, since what follows it was not looked at.
+        longest = max(np.diff(times).tolist(), default=0) or self.length
+        end = min(self.length, times[-1] + longest)
+        return np.append(edges, end).tolist()
 
 
 def encode(
@@ -220,6 +223,7 @@ def _encode_frames(
     inputs = processor(videos=frames, return_metadata=True, return_tensors="pt", **times)
     (of_video,) = inputs["video_metadata"]
     of_video.height, of_video.width = get_image_size(video[0])
+    of_video.duration = None  # the frames say how long they last
     grid = inputs["video_grid_thw"]
     (features,) = model.encode_videos(inputs["pixel_values_videos"], grid, device=device)
     return EncodedVideo(

@@ -23,7 +23,7 @@ class Forecast:
 
     frames: int
     seconds_of_video: float
-    largest_gap: float  # seconds between two frames that are looked at
+    largest_gap: float  # seconds from a frame that is looked at to the next, or to the end
     trained_seconds: float | None  # the longest video of the model's training, where this one is longer
     visual_tokens: int  # M
     kept_tokens: int  # n, at most
