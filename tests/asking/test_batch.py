@@ -353,6 +353,8 @@ def test_a_run_with_other_settings_is_refused(batch, rows, option):
     write(batch.file, rows[:1])
     answers = batch.answers()
     assert "was begun with" in batch.refusal(*option)
+    batch.file = batch.file.rename(batch.file.with_name("other.jsonl"))
+    assert "was begun with questions=" in batch.refusal()
     assert read(batch.out) == answers
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..common.files import check_output, first_line, whole_file, working_in
-from ..common.journals import STORED, Journal, Key, Line, Schema
+from ..common.journals import STORED, Journal, Line, Schema
 from ..common.tensors import digest_of
 from ..common.validation import explain, show
 from ..data.formats import Row, iter_rows, media_folder
@@ -150,6 +150,7 @@ class Asker:
     fps: float | None = None
     choice: Choice = Choice()
     max_new_tokens: int | None = None
+    questions: str = ""  # the file, of which the answers go on
 
     def settings(self) -> dict[str, Any]:
         """All that decides an answer, with a digest of the model's files and of those of a method of one's own."""
@@ -202,20 +203,19 @@ def run_batch(questions: Questions, out: Path, asker: Asker) -> Counter[str]:
     check_output(out, overwrite=folder.is_dir())
     with working_in(folder):
         journal = Journal(folder / "journal.jsonl", asker.settings(), _ENTRIES)
-        outcomes: dict[Key, dict] = {}
+        failed = {}
         for task, result in asker.answers(_waiting(questions, journal)):
             if isinstance(result, Answer):
                 fields = result.as_dict()
                 journal.add(task.key, {name: fields[name] for name in Answered.model_fields})
             else:
-                outcomes[task.key] = {"error": first_line(result)}
-        for key, answered in journal.done.items():
-            outcomes[key] = answered.model_dump()
+                failed[task.key] = {"error": first_line(result)}
         counts = Counter[str]()
         with whole_file(out) as file:
             for row in questions.rows:
                 if row.number in questions.tasks:
-                    outcome = outcomes[questions.tasks[row.number].key]
+                    key = questions.tasks[row.number].key
+                    outcome = failed.get(key) or journal.done[key].model_dump()
                 else:
                     outcome = {"error": questions.problems[row.number]}
                 line = _named(row) | outcome

@@ -43,7 +43,7 @@ def batch(
         if questions.unused:
             note(f"Not used of {file}: {listed(questions.unused)}")
         model, revision = source.name()
-        asker = Asker(model, revision, source.device, source.dtype, fps, choice, max_new_tokens)
+        asker = Asker(model, revision, source.device, source.dtype, fps, choice, max_new_tokens, str(file.resolve()))
         counts = run_batch(questions, out, asker)
     wrote(out)
     if counts["error"]:
