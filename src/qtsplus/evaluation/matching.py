@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from string import ascii_uppercase
+from unicodedata import normalize
 
 from ..data.records import VideoRecord
 
@@ -18,24 +19,43 @@ _DIGITS["none"] = "0"
 _ARTICLES = {"a", "an", "the"}
 _NEGATIONS = {"not", "no", "never", "without", "isn't", "aren't", "wasn't", "doesn't", "don't"}
 _NEAR = 3  # words; a negation as near before an answer denies it
-_WORD = re.compile(r"[\w']+")
-# How a text chooses an option by its letter: "B", "B." or "(B) a dog" at the start, though not "A dog"; "the answer is
-# B"; "\boxed{B}"; "(B)"; "option B"; "it is B"; "B is right". The first of these forms that it has counts.
-_LETTERS = (
-    r"^\W*([{0}])\b(?! \w)",
-    r"\b[Aa]nswer\W+(?:is\W+)?(?:but\W+)?(?:[Oo]ption\W+)?([{0}])\b",
-    r"\\boxed\W+(?:text\W+)?([{0}])\b",
-    r"\(([{0}])\)",
-    r"\b(?:[Oo]ption|[Cc]hoice)\W+(?:is\W+)?([{0}])\b",
-    r"\b(?:[Ii]s|[Ii]t's|think|choose|but)\W+([{0}])\b(?! \w)",
-    r"\b([{0}]) is\b",
+# A word with the vowel signs and accents of its script, as in "C++" also with signs at its end; or a number with its
+# sign, points, commas and colons, or a range of numbers such as "4 or 5".
+_WORD = re.compile(
+    r"""(?x)
+    (?: (?<![\w.])-?\.?(?=\d) )?
+    (?: [\w\u0300-\u036f\u05b0-\u05bd\u064b-\u065f\u0900-\u0963\u0966-\u0dff\u0e31-\u0e4e\u0eb1-\u0ecd\u102b-\u103e]
+        | '(?=\w) | (?<=\d)(?:[.,:-]|\ (?:or|to)\ )(?=\d) )+
+    (?: [+\#]+(?!\w) )?
+    """
 )
-# Letters that a text rules out: "not A", "neither (A) nor (B)", "rather than A", "A is wrong", "A isn't".
+# Where a text declares its choice, with all letters that it names there: "B." or "(B) a dog" at the start, "the answer
+# is B", "Answer: A or B", "\boxed{B}". "A" before a word that is not one of a few is an article.
+_DECLARED = r"""(?x)
+    (?: ^\W*(?=[{0}]\b|\w\W*$)
+    | (?i:\banswer(?:\W+(?:is|was|be|should|would|could|must|but|likely|option|choice)\b)*)\W+
+    | \\boxed\W+(?:text\W+)?
+    )
+    ((?i:[{0}])\b(?!'|\ (?!(?i:or|and|nor|but|because|since|as|which|with|in)\b)\w)
+    (?:\W+(?:(?:or|and|option|choice)\W+)*(?i:[{0}])\b(?!'|\ (?!(?i:or|and|nor|but|because|since|as|which|with)\b)\w))*)
+"""
+# A letter that a text names: at the start, after a sign, or beside one of a few words.
+_NAMED = r"""(?x)
+    (?: (?:^|[^\w\s]\s*|\n|[\u2e80-\ud7a3]\s*|\b[{0}][ ]
+        | \b(?i:both|is|be|it's|think|say|pick|choose|select|with|but|or|and|so)\s)
+        (?=[{0}])(?!(?:A|I)\ (?!(?i:is|was|or|and|nor|but|because|since|as|which|with|in)\b)\w)
+    | \b(?i:option|choice)\W+(?i:is\W+)?
+    | \b(?=[{0}]\ is\b)
+    )
+    ([{0}])(?!'|[^\W\u2e80-\ud7a3])
+"""
+# Letters that a text rules out: "not A", "neither (A) nor (B)", "rather than A", "A is wrong", "A isn't", "A. No,".
 _RULED_OUT = r"""(?x)
-    (?:\b(?i:not|neither|nor|rather\ than)|n't)\ (?:[Oo]ption\ )?\(?[{0}]\b\)?
+    (?:\b(?i:not|neither|nor|rather\ than)|n't)\ (?:be\ )?(?:[Oo]ption\ )?\(?[{0}]\b\)?
     (?:\ or\ \(?[{0}]\b\)?)*(?!\ (?!(?:but|nor)\b)\w)
     | \(?\b[{0}]\b\)?\ (?:is|was|does|can|could|would)
       (?:(?:n?'t|\ ?not)(?!\ (?:be\ )?(?:wrong|incorrect|false)\b)|\ (?:wrong|incorrect|false))\b
+    | \b[{0}]\b\W+(?i:no\b(?!\ \w)|no\ wait\b|wait\b|actually\b)
 """
 _JUDGE = """Question: {question}
 Right answer: {answer}
@@ -52,58 +72,52 @@ def gives_answer(record: VideoRecord, said: str) -> bool:
     """
     Whether a sentence gives the record's answer. With options, the sentence must choose the right one, by its letter or
     by its text. "Yes" or "no" must be the first of the two that is said. A number must be the only one, or the first
-    word. Any other answer must be said in the same words, and not be denied. Case, punctuation and articles do not
-    count.
+    word and not of a range. Any other answer must be said in the same words, and not be denied. Case, punctuation and
+    articles do not count.
     """
     if record.options:
         right = _chosen(record.answer, record.options)
-        chosen = _chosen(said, record.options)
-        return right is not None and right == chosen
+        return right is not None and right == _chosen(said, record.options)
     expected = _words(record.answer)
     words = _words(said)
     if expected in (["yes"], ["no"]):
-        decisions = [word for word in words if word in ("yes", "no")]
-        return decisions[:1] == expected
+        return [word for word in words if word in ("yes", "no")][:1] == expected
     if len(expected) == 1 and expected[0].isdecimal():
-        numbers = {word for word in words if word.isdecimal()}
-        return words[:1] == expected or numbers == set(expected)
+        return words[:1] == expected or set(filter(str.isdecimal, words)) == set(expected)
     return _says(words, expected)
 
 
 def _words(text: str) -> list[str]:
-    plain = text.lower().replace("’", "'")
-    return [_DIGITS.get(word, word) for word in _WORD.findall(plain) if word not in _ARTICLES]
+    """The words that count, in which signs that look alike are equal; a text of signs alone is one word."""
+    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", normalize("NFKC", text).casefold().replace("’", "'"))
+    return [_DIGITS.get(word, word) for word in _WORD.findall(plain) if word not in _ARTICLES] or [plain]
 
 
 def _says(words: Sequence[str], expected: Sequence[str]) -> bool:
     """Whether the expected words follow each other among the words, without a negation just before them."""
-    if not expected:
-        return not words
     for start in range(len(words)):
-        end = start + len(expected)
         before = words[max(0, start - _NEAR) : start]
-        is_said = words[start:end] == expected
-        if is_said and _NEGATIONS.isdisjoint(before):
+        if words[start : start + len(expected)] == expected and _NEGATIONS.isdisjoint(before):
             return True
     return False
 
 
 def _chosen(said: str, options: Sequence[str]) -> int | None:
-    """The option that a text chooses, by its letter or because it is the only one whose text it holds."""
+    """The option that a text chooses: by the letter declared last, by the only letter, or by the only text it holds."""
     letters = ascii_uppercase[: len(options)]
-    bare = re.sub(r"\W", "", said)
-    if len(bare) == 1:
-        said = bare.upper()
-    said = re.sub(_RULED_OUT.format(letters), "", said)
-    for form in _LETTERS:
-        stated = re.search(form.format(letters), said)
-        if stated is not None:
-            return letters.index(stated[1])
     words = _words(said)
-    named = [number for number, option in enumerate(options) if _says(words, _words(option))]
-    if len(named) == 1:
-        return named[0]
-    return None
+    # The letters of an option's text, as in "both A and B", choose nothing.
+    said = re.sub(
+        _RULED_OUT.format(letters),
+        "",
+        re.sub(rf"(?i)(?<!\w)(?:an? )?(?!\w\b)(?:{'|'.join(map(re.escape, options))})\b", "", normalize("NFKC", said)),
+    )
+    for declared in re.findall(_DECLARED.format(letters), said):
+        said = declared.upper()
+    named = {letters.index(letter) for letter in re.findall(_NAMED.format(letters), said)}
+    if not named:
+        named = {number for number, option in enumerate(options) if _says(words, _words(option))}
+    return named.pop() if len(named) == 1 else None
 
 
 def judge_at(address: str, model: str) -> Matcher:
