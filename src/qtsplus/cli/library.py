@@ -32,8 +32,8 @@ def index(
     Encode the videos of a folder, but for hidden ones, into a library, for `ask` and `chat`.
 
     It can be stopped and goes on with what is missing. Run it again when the folder has changed: a file that was moved
-    is known again by its content, and one that was removed leaves the library with --prune. A
-    video keeps its features until its new file is encoded.
+    is known again by its content, and one that was removed leaves the library with --prune. A video keeps its features
+    until its new file is encoded.
     """
     from ..library import indexing
 
