@@ -248,8 +248,11 @@ def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("video;question\nclip0.mp4,What?,Who?\n", "holds no row with a video and a question. "),
-        ('video,question\nclip0.mp4,"What, and wh', "cannot be read as CSV: unexpected end of data"),
+        (
+            "video;question\nclip0.mp4,What?,Who?\n",
+            "has the columns video;question; expected each name once and commas between",
+        ),
+        ('video,question\nclip0.mp4,"What, and wh', "may have written UTF-16): unexpected end of data"),
         (
             "video,question,question\nclip0.mp4,What?,Who?\n",
             "has the columns video, question, question; expected each name once",

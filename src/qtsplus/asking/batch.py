@@ -124,10 +124,12 @@ def _read_csv(path: Path) -> list[Row]:
             reader = csv.DictReader(file, strict=True)
             table = list(reader)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
+        raise ValueError(
+            f"{path} cannot be read as CSV in UTF-8 (a spreadsheet may have written UTF-16): {error}."
+        ) from error
     names = list(filter(None, reader.fieldnames or ()))
-    if len(set(names)) < len(names):
-        raise ValueError(f"{path} has the columns {', '.join(names)}; expected each name once.")
+    if len(set(names)) < max(len(names), 2):
+        raise ValueError(f"{path} has the columns {', '.join(names)}; expected each name once and commas between.")
     rows = []
     for number, cells in enumerate(table, start=1):
         filled = {name: cell for name, cell in cells.items() if cell}
