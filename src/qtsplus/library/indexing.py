@@ -129,7 +129,6 @@ class _Indexing:
         self.made_by = self.index.settings["made_by"]
         self.layer = scoring_layer(self.model)
         self.selector = keys_fingerprint(self.model)
-        self.earlier = self.index.entries  # what stays where new files cannot be encoded
 
     def recognise(
         self,
@@ -138,14 +137,13 @@ class _Indexing:
         prune: bool,
     ) -> None:
         """Notes the content of each file that is new or was changed, and forgets files that are gone."""
-        known = self.earlier
+        known = self.known = self.index.entries
         encoded = {entry["content"]: entry["features"] for entry in known.values()}
         after = {}
         for name, path in files.items():
             earlier = known.get(name)
             after[name] = self._look(path, earlier, encoded)
-        if prune:
-            self.earlier = {}
+        self.earlier = {} if prune else known  # what stays where new files cannot be encoded
         contents = {entry["content"] for name, entry in after.items() if entry != known.get(name)}
         lost = self._lost(after, contents, folder)
         readable = sum(entry["error"] is None for entry in known.values())
@@ -208,7 +206,7 @@ class _Indexing:
         """
         is_same_folder = MADE in self.index.done and folder == self.index.made["videos"]
         lost = []
-        for name, entry in self.index.entries.items():
+        for name, entry in self.known.items():
             stays = entry["content"] in contents
             # In another folder, the same name is another video's.
             if name in after and (is_same_folder or after[name] == entry):
@@ -278,10 +276,11 @@ class _Indexing:
                     if known["content"] == entry["content"]:
                         self.index.add(copy, known | {"error": None, "features": features})
         # What was stored of contents that no video has any more is removed.
-        used = {self.index.file(entry).stem for entry in self.index.entries.values()}
-        for path in self.index.folder.glob("[0-9a-f]" * 32 + ".*"):
-            if path.stem not in used:
-                path.unlink()
+        contents = {entry["content"] for entry in self.index.entries.values()}
+        for entry in self.known.values():
+            if entry["content"] not in contents:
+                self.index.file(entry).unlink(missing_ok=True)
+                self.index.keys_file(entry).unlink(missing_ok=True)
 
     def _refuse(self, name: str, error: BaseException) -> None:
         earlier = self.earlier.get(name)
