@@ -18,6 +18,7 @@ _DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS.split())}
 _DIGITS["none"] = "0"
 _ARTICLES = {"a", "an", "the"}
 _NEGATIONS = {"not", "no", "never", "without", "isn't", "aren't", "wasn't", "doesn't", "don't"}
+_YES_OR_NO = (["yes"], ["no"])
 _NEAR = 3  # words; a negation as near before an answer denies it
 # A word with the vowel signs and accents of its script, as in "C++" also with signs at its end; or a number with its
 # sign, points, commas and colons, or a range of numbers such as "4 or 5".
@@ -37,12 +38,13 @@ _DECLARED = r"""(?x)
     | \\boxed\W+(?:text\W+)?
     )
     ((?i:[{0}])\b(?!'|\ (?!(?i:or|and|nor|but|because|since|as|which|with|in)\b)\w)
-    (?:\W+(?:(?:or|and|option|choice)\W+)*(?i:[{0}])\b(?!'|\ (?!(?i:or|and|nor|but|because|since|as|which|with)\b)\w))*)
+    (?:\W+(?:(?:or|and|maybe|perhaps|option|choice)\W+)*
+        (?i:[{0}])\b(?!'|\ (?!(?i:or|and|nor|but|because|since|as|which|with)\b)\w))*)
 """
 # A letter that a text names: at the start, after a sign, or beside one of a few words.
 _NAMED = r"""(?x)
     (?: (?:^|[^\w\s]\s*|\n|[\u2e80-\ud7a3]\s*|\b[{0}][ ]
-        | \b(?i:both|is|be|it's|think|say|pick|choose|select|with|but|or|and|so)\s)
+        | \b(?i:both|is|be|it's|think|say|pick|choose|select|with|but|or|and|so|maybe|perhaps)\s)
         (?=[{0}])(?!(?:A|I)\ (?!(?i:is|was|or|and|nor|but|because|since|as|which|with|in)\b)\w)
     | \b(?i:option|choice)\W+(?i:is\W+)?
     | \b(?=[{0}]\ is\b)
@@ -80,16 +82,17 @@ def gives_answer(record: VideoRecord, said: str) -> bool:
         return right is not None and right == _chosen(said, record.options)
     expected = _words(record.answer)
     words = _words(said)
-    if expected in (["yes"], ["no"]):
+    if expected in _YES_OR_NO:
         return [word for word in words if word in ("yes", "no")][:1] == expected
-    if len(expected) == 1 and expected[0].isdecimal():
+    if "".join(expected).isdecimal():
         return words[:1] == expected or set(filter(str.isdecimal, words)) == set(expected)
     return _says(words, expected)
 
 
 def _words(text: str) -> list[str]:
     """The words that count, in which signs that look alike are equal; a text of signs alone is one word."""
-    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", normalize("NFKC", text).casefold().replace("’", "'"))
+    plain = normalize("NFKC", text).casefold().replace("’", "'")
+    plain = re.sub(r"(?<=\d),(?=\d{3}\b)|(?<=\d)\.0+\b", "", plain)  # "1,000" and "5.0" are 1000 and 5
     return [_DIGITS.get(word, word) for word in _WORD.findall(plain) if word not in _ARTICLES] or [plain]
 
 
@@ -107,11 +110,9 @@ def _chosen(said: str, options: Sequence[str]) -> int | None:
     letters = ascii_uppercase[: len(options)]
     words = _words(said)
     # The letters of an option's text, as in "both A and B", choose nothing.
-    said = re.sub(
-        _RULED_OUT.format(letters),
-        "",
-        re.sub(rf"(?i)(?<!\w)(?:an? )?(?!\w\b)(?:{'|'.join(map(re.escape, options))})\b", "", normalize("NFKC", said)),
-    )
+    texts = "|".join(map(re.escape, options))
+    said = re.sub(rf"(?i)(?<!\w)(?:an? )?(?!\w\b)(?:{texts})\b", "", normalize("NFKC", said))
+    said = re.sub(_RULED_OUT.format(letters), "", said)
     for declared in re.findall(_DECLARED.format(letters), said):
         said = declared.upper()
     named = {letters.index(letter) for letter in re.findall(_NAMED.format(letters), said)}
@@ -143,7 +144,7 @@ def judge_at(address: str, model: str) -> Matcher:
             raise ValueError(f"The judge {model} at {address} gave no reply: {error}") from None
         text = reply.choices[0].message.content or ""
         decision = _words(text)[:1]
-        if decision not in (["yes"], ["no"]):
+        if decision not in _YES_OR_NO:
             raise ValueError(f"The judge {model} replied {text[:80]!r}; expected yes or no.")
         return decision == ["yes"]
 
