@@ -211,7 +211,7 @@ def test_the_first_page_says_what_a_forecast_of_a_7b_says():
     with torch.device("meta"):
         model = Qwen2_5_VLQTSplusForConditionalGeneration(config)
         model = model.to(torch.bfloat16)
-    metadata = SimpleNamespace(frames_indices=range(600), total_num_frames=600, fps=2)
+    metadata = SimpleNamespace(frames_indices=range(600), total_num_frames=600, fps=2, duration=None)
 
     class Pieces(list):
         video_grid_thw = torch.tensor([[300, 40, 72]])  # of 1920 x 1080 pixels, at most 768 x 28 x 28 of them
