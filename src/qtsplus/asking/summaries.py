@@ -231,7 +231,7 @@ def chapter_steps(video: EncodedVideo, longest: float, tokens: float = inf) -> l
         shortest = max(1, count // 8)  # the fewest steps on each side of a cut
         middle = (first + last) / 2
 
-        def preference(step: int) -> tuple[float, float]:
+        def preference(step: int):
             """Prefers the largest change and, among equal changes, the one nearest to the middle."""
             return round(changes[step], 4), -abs(step - middle)
 
