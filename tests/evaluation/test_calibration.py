@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 
@@ -84,6 +85,7 @@ def calibrated(monkeypatch, tiny, tiny_processor, questions):
         monkeypatch.setattr(calibration, "MOST", most)
         return calibrate(tiny, tiny_processor, asked)
 
+    monkeypatch.setattr(tiny.config, "qtsplus_config", deepcopy(tiny.config.qtsplus_config))  # the result goes there
     return run
 
 
