@@ -203,6 +203,8 @@ def test_backbone(backbone, video):
     for name in ("qtsplus", "lm_attention"):
         waits = waits_of(pair.device, asked_later, video_features=features, selection=name)
         assert waits.total() <= 12, waits
+        if Version("5.24") > TRANSFORMERS:
+            continue  # Qwen2.5-VL of 5.17 itself waits once for each row that `lm_attention` reads
         assert waits == waits_of(pair.device, twice(asked_later), video_features=features * 2, selection=name)
     pair.host.train()
     pair.device.train()
