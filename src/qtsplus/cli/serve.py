@@ -117,7 +117,7 @@ def serve(
     words = [re.sub("^--[^=.]*", lambda name: name[0].replace("_", "-"), word) for word in more or []]
     check_more(words, refused)
     check_options(model, revision, config, words)
-    # Of an option that is given twice vLLM takes the last; the last middleware is in front of all others.
+    # vLLM takes the last of two values of an option. The last middleware is called first.
     server += [*words, "--middleware", "qtsplus.vllm.server.Connection"]
     environment = dict(os.environ, VLLM_MEDIA_CONNECTOR="qtsplus")
     environment["QTSPLUS_HOSTS"] = json.dumps([host] + (allow_host or []))

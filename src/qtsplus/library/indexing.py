@@ -275,7 +275,7 @@ class _Indexing:
                 for copy, known in self.index.entries.items():
                     if known["content"] == entry["content"]:
                         self.index.add(copy, known | {"error": None, "features": features})
-        # What was stored of contents that no video has any more is removed.
+        # Features and keys go once no video of the library has their content.
         contents = {entry["content"] for entry in self.index.entries.values()}
         for entry in self.known.values():
             if entry["content"] not in contents:
