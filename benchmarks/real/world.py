@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ..world.scene import CELL, FPS
+from ..world.scene import CELL, FPS, Rendered
 from .fetch import FILM_FPS, SPLITS
 
 SIZES = ((168, 168), (224, 112), (112, 224), (196, 140), (140, 196), (140, 140), (224, 168))  # pixels: (width, height)
@@ -63,21 +63,17 @@ class Thing:
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scene(Rendered):
     """
     What is rendered and asked about.
 
     Attributes:
-        seconds, size: length, and (width, height) in pixels.
         film, since, crop: background, its first frame, and (left, top, scale) of what is seen of it.
         things: a later one hides an earlier one.
         disguised: whether the background is turned, has other colours and shows through another film.
         light, contrast: factors; grain: deviation of a pixel, of 255; quality: of JPEG, or 100 for none.
     """
 
-    seed: int
-    seconds: int
-    size: tuple[int, int]
     film: str
     since: int
     crop: tuple[int, int, float]
@@ -87,15 +83,6 @@ class Scene:
     grain: float
     quality: int
     disguised: bool = False
-
-    @property
-    def frames(self) -> int:
-        return self.seconds * FPS
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """(time, height, width) of its visual tokens, one step a second."""
-        return self.seconds, self.size[1] // CELL, self.size[0] // CELL
 
 
 def make_scene(

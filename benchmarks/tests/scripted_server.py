@@ -144,6 +144,11 @@ def questions(text):
     return made
 
 
+def files_with_key(folder):
+    """The files of a folder, and of its folders, that hold the key."""
+    return [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+
+
 @contextmanager
 def scripted_server(folder, **script):
     """Starts the server in a process of its own, and gives its address and the file of its log."""

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.synthesis.engine import JOURNAL, ItemFailed, Job, RunFailed, run_job
 from qtsplus.common.journals import Journal
 from qtsplus.data.records import Caption
-from scripted_server import KEY, scripted_server
+from scripted_server import KEY, files_with_key, scripted_server
 from synthesis_run import captions
 
 HERE = Path(__file__).parent
@@ -274,8 +274,7 @@ def check_killed(tmp_path, items, kills, seed):
     good = [json.loads(line)["text"] for line in log.read_text().splitlines() if '"behaviour": "good"' in line]
     # Only what was under way at a kill, or answered and not yet written, is asked again.
     assert len(good) - len(set(good)) <= kills * 16
-    planted = [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
-    assert planted == []
+    assert files_with_key(tmp_path) == []
 
 
 def test_killed_and_restarted(tmp_path):

@@ -17,7 +17,7 @@ from benchmarks.synthesis.questions import (
     wanted_types,
 )
 from qtsplus.data.records import LETTERS, Caption, Choice
-from scripted_server import KEY, scripted_server
+from scripted_server import KEY, files_with_key, scripted_server
 from synthesis_run import captions, questions_job
 
 CAPTION = "A brown dog runs over a wet field. Then it's resting near a tall tree.\nA man in a red coat calls it."
@@ -154,5 +154,4 @@ def test_a_run_against_a_server_that_errs(tmp_path, monkeypatch):
     assert all(request["authorized"] for request in requests)
     mended = [request["text"] for request in requests if "cannot be used" in request["text"]]
     assert any("wrong number of options: 5, not 4" in text for text in mended)
-    planted = [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
-    assert planted == []
+    assert files_with_key(tmp_path) == []

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from .clip import COLOURS
-from .scene import CELL, DIRECTIONS, FPS, SHAPES, draw_shape
+from .scene import DIRECTIONS, SHAPES, Rendered, draw_shape
 
 OPEN_COLOURS = {**COLOURS, "black": (15, 15, 15)}
 OPEN_SHAPES = SHAPES
@@ -79,13 +79,11 @@ class Thing:
 
 
 @dataclass(frozen=True)
-class OpenWorld:
+class OpenWorld(Rendered):
     """
     A video that can be rendered and asked about.
 
     Attributes:
-        seed, seconds: what it was made from.
-        size: (width, height) of a frame in pixels.
         bars: (along x, along y), pixels of black at either side; nothing is drawn there.
         things: a later one hides an earlier one.
         shade, clouds: mean of the background's texture and its deviation, of 255.
@@ -94,9 +92,6 @@ class OpenWorld:
         grain: largest deviation of a pixel, of 255.
     """
 
-    seed: int
-    seconds: int
-    size: tuple[int, int]
     bars: tuple[int, int]
     things: tuple[Thing, ...]
     shade: int
@@ -105,15 +100,6 @@ class OpenWorld:
     light: float
     contrast: float
     grain: int
-
-    @property
-    def frames(self) -> int:
-        return self.seconds * FPS
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """(time, height, width) of its visual tokens, one step a second."""
-        return self.seconds, self.size[1] // CELL, self.size[0] // CELL
 
     def stay(self, thing: Thing) -> str | None:
         """How long a thing stays, one of [`STAYS`]; `None` for what lies between them."""

@@ -1,6 +1,7 @@
 """What rendered worlds have in common: their rate, the side of a visual token, directions and shapes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from PIL import ImageDraw
 
@@ -10,6 +11,30 @@ DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
 FPS = 2
 CELL = 28  # pixels of a visual token's side: 2 x 2 patches of 14
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """
+    A video that is rendered.
+
+    Attributes:
+        seed, seconds: what it was made from.
+        size: (width, height) of a frame in pixels.
+    """
+
+    seed: int
+    seconds: int
+    size: tuple[int, int]
+
+    @property
+    def frames(self) -> int:
+        return self.seconds * FPS
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """(time, height, width) of its visual tokens, one step a second."""
+        return self.seconds, self.size[1] // CELL, self.size[0] // CELL
 
 
 def with_article(name: str) -> str:
