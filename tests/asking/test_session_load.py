@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor
@@ -42,16 +41,6 @@ def test_a_folder_that_is_not_there(name):
         loading.load(name)
 
 
-def test_a_file(folder):
-    with pytest.raises(ValueError, match=r"There is no folder '.*config\.json'"):
-        loading.load(folder / "config.json")
-
-
-def test_an_empty_folder(tmp_path):
-    with pytest.raises(ValueError, match=r"no config\.json in"):
-        loading.load(tmp_path)
-
-
 def test_a_stock_model(folder):
 
     def as_stock(config):
@@ -69,14 +58,6 @@ def test_a_folder_without_its_processor(folder, gone):
     for name in gone:
         (folder / name).unlink()
     with pytest.raises(ValueError, match="The processor of .* cannot be used|has a tokenizer without words"):
-        loading.load(folder)
-
-
-@pytest.mark.parametrize("bytes_left", [0, 4, 1000, -1])
-def test_weights_that_were_cut_off(folder, bytes_left):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:bytes_left])
-    with pytest.raises(ValueError, match="The model '.*' cannot be used: SafetensorError"):
         loading.load(folder)
 
 
@@ -118,7 +99,6 @@ BROKEN = {
     "gptq": (with_gptq, ""),
     "n_max": (with_n_max, "QTSplusConfig got n_max='x'; expected a whole number"),
     "pickle": (with_a_pickle, "UnpicklingError: Weights only load failed"),
-    "syntax": (with_template("{% for message in"), "TemplateSyntaxError"),
     "name": (with_template("{{ messages[0].nothing.more }}"), "UndefinedError"),
     "type": (with_template("{{ messages + 1 }}"), "TypeError"),
 }
@@ -175,15 +155,6 @@ def test_a_repository_that_the_hub_does_not_give(monkeypatch):
 def test_a_model_of_no_width(folder, size):
     edit_config(folder, lambda config: config["text_config"].update(hidden_size=size))
     with pytest.raises(ValueError, match="cannot be used"):
-        loading.load(folder, "cpu")
-
-
-@pytest.mark.parametrize("name", ["model.language_model.embed_tokens.weight", "model.visual.patch_embed.proj.weight"])
-def test_weights_that_hold_nan(folder, name):
-    weights = load_file(folder / "model.safetensors")
-    weights[name].view(-1)[5] = float("nan")
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=f"hold NaN or infinity, such as {name}"):
         loading.load(folder, "cpu")
 
 

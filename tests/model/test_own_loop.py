@@ -308,15 +308,6 @@ def check_two_calls(model, inputs, count, **call):
     close(in_two_calls(model, inputs, count, **call), output.logits[:, -1])
 
 
-@pytest.mark.parametrize("words", [1, 3])
-@pytest.mark.parametrize("rows", [[VIDEO], ROWS], ids=len)
-def test_a_question_that_is_cut_is_refused(model, rows, words):
-    inputs = batch(*rows)
-    count = len(AFTER_QUESTION) + words
-    with pytest.raises(ValueError, match="the new ids continue it or ask another"):
-        in_two_calls(model, inputs, count)
-
-
 @pytest.mark.parametrize("count", range(2, len(AFTER_QUESTION) + 1))
 def test_a_prompt_may_be_cut_behind_its_question(model, count):
     check_two_calls(model, batch(*ROWS), count)
