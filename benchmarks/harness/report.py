@@ -13,7 +13,8 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from qtsplus.common.files import check_output, whole_file
-from qtsplus.common.journals import STORED, check_stored
+from qtsplus.common.journals import STORED
+from qtsplus.common.validation import validated
 
 from ..intervals import paired_gain, share_interval
 from ..tables import markdown_table
@@ -79,7 +80,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     runs = []
     for folder in folders:
         try:
-            document = check_stored(_Document, json.loads((folder / "run.json").read_text(encoding="utf-8")))
+            document = validated(_Document, json.loads((folder / "run.json").read_text(encoding="utf-8")))
         except (ValueError, RecursionError, OSError) as error:
             raise ValueError(f"{folder} has no run.json of a finished run: {error}") from error
         runs.append(Run(folder, _label(document["settings"]), **document))

@@ -94,9 +94,3 @@ def test_a_run_of_which_nothing_comes_ends_with_1_and_its_reasons(tmp_path):
     assert line.startswith("qtsplus: All 1 items failed, because The server answered 400")
     assert "the same command" in line
     assert not (tmp_path / "out" / "vscq1.jsonl").exists()
-
-
-SERVER = ["--endpoint", "http://127.0.0.1:9/v1", "--teacher", "m"]
-VSCQ1 = ["vscq1", "captions.jsonl", *SERVER]
-VQA = ["vqa", "questions.jsonl"]
-THERE = [*VQA, *SERVER]

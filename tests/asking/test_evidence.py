@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from clips import make_world, render_world
 from qtsplus.asking.evidence import evidence_intervals
 from qtsplus.asking.session import ask, encode
-from qtsplus.video.grids import token_grids, token_maps
+from qtsplus.model.layout_qtsplus import token_grids
+from qtsplus.video.grids import token_maps
 
 MERGE = 2
 STRONG = 0.5

@@ -24,7 +24,6 @@ from training_examples import (
 
 VIDEO = (2, 4, 8)
 SECOND_LAYER = ((1, 0), (1, 1), (1, 2), (1, 3))
-NO_PENALTIES = {"lambda_t": 0, "lambda_m": 0, "lambda_s": 0}
 
 
 def assert_near(found, expected, tolerance=1e-5):

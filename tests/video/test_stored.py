@@ -46,11 +46,6 @@ def folder(made, tmp_path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "library"))
 
 
-@pytest.fixture
-def mine(videos, tmp_path) -> Path:
-    return Path(shutil.copytree(videos, tmp_path / "videos"))
-
-
 def rewrite(folder, change):
     """What a stranger can write: any line, with the digest that belongs to it."""
     journal = folder / "library.jsonl"

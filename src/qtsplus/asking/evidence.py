@@ -11,8 +11,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from ..model.layout_qtsplus import token_grids
 from ..video.encoded import EncodedVideo
-from ..video.grids import token_grids, token_maps
+from ..video.grids import token_maps
 
 # Every stretch needs a token with this share of the highest relevance. Weaker tokens, down to `evidence_share` of the
 # configuration, show how long a thing is there, and not that it is.

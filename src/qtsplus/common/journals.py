@@ -6,16 +6,15 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, with_config
 from transformers.utils import logging
 from typing_extensions import TypedDict
 
 from .files import first_line, whole_file
-from .validation import explain
+from .validation import validated
 
 logger = logging.get_logger(__name__)
 
@@ -175,11 +174,11 @@ class Journal:
         written = head.get("format")
         if written != self.schema.format:
             raise ValueError(f"another version of qtsplus wrote it, in format {written}, not {self.schema.format}.")
-        return check_stored(self.schema.settings, check_stored(_Head, head)["settings"])
+        return validated(self.schema.settings, validated(_Head, head)["settings"])
 
     def _parse(self, line: bytes) -> Line:
         """The entry of a line; a `ValueError` for one that is damaged."""
-        return check_stored(self.schema.line, unseal(line))
+        return validated(self.schema.line, unseal(line))
 
     def add(self, key: Key, value: object) -> None:
         """Keeps an entry, on disk before this returns; where it cannot be written, what was kept before stays."""
@@ -214,17 +213,6 @@ def unseal(text: bytes) -> Document:
     return content
 
 
-def check_stored(kind, content: object):
-    """What was read back, as a type for pydantic; a `ValueError` that names the fields that do not fit the type."""
-    try:
-        return _adapter(kind).validate_python(content)
-    except ValidationError as error:
-        raise ValueError(explain(error, content)) from None
-
-
-_adapter = cache(TypeAdapter)
-
-
 def check_own_file(path: Path) -> None:
     """Raises `ValueError` for what is no file itself: a link may lead anywhere, and a pipe or a device has no end."""
     is_other = path.exists() and not path.is_file()
@@ -236,7 +224,7 @@ def read_stored(path: Path, kind):
     """A JSON file, sealed or not, as a type for pydantic; a `ValueError` of one line for any other file."""
     check_own_file(path)
     try:
-        return check_stored(kind, unseal(path.read_bytes()))
+        return validated(kind, unseal(path.read_bytes()))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be used: {first_line(error)}") from error
 

@@ -5,6 +5,7 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from os import PathLike
 from pathlib import PurePosixPath
 from typing import TypeVar
@@ -72,6 +73,17 @@ def build(where: str, kind: type[Settings], values: Mapping) -> Settings:
         raise ValueError(f"{where.rstrip('.')} asks for a package that is not installed: {error}") from error
     except TypeError as error:  # a list as a key, or an unknown field of a nested section of Transformers'
         raise ValueError(f"{where.rstrip('.')}: {error}") from error
+
+
+def validated(kind, content, where: str = ""):
+    """The content as a type for pydantic; a `ValueError` that names the fields that do not fit, see [`explain`]."""
+    try:
+        return _adapter(kind).validate_python(content)
+    except ValidationError as error:
+        raise ValueError(explain(error, content, where)) from None
+
+
+_adapter = cache(TypeAdapter)
 
 
 # Plain words for the kinds of problems that pydantic describes in a programmer's.

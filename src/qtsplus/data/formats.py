@@ -11,19 +11,17 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ..common.files import printable
-from ..common.validation import explain
+from ..common.validation import validated
 from .media import AnyPath, find_media
-from .records import Record, VideoRecord, media_name, parse_record, to_video_record
+from .records import Record, VideoRecord, parse_record, to_video_record
 
 ROWS_AT_ONCE = 1000  # rows of a table that are read together
 
 _PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:image|video)>")
 _Turn = TypedDict("_Turn", {"from": str, "value": str})  # one turn of a LLaVA-Video conversation
-_TURNS = TypeAdapter(list[_Turn])
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,10 @@ def media_folder(path: AnyPath, media_root: AnyPath | None = None) -> Path:
 
 def locate(row: Row, root: Path) -> str | None:
     """Where the video of a row should be, see [`find_media`]; `None` for text only."""
-    name = None if row.record is None else media_name(row.record)
+    record = row.record
+    if record is None:
+        return None
+    name = record.video if isinstance(record, VideoRecord) else record.vision_id
     if name is None:
         return None
     return find_media(name, root, row.content.get("data_source"))
@@ -181,10 +182,7 @@ def _without_nulls(value):
 
 
 def _from_llava(row: Mapping) -> Record:
-    try:
-        turns = _TURNS.validate_python(row["conversations"])
-    except ValidationError as error:
-        raise ValueError(explain(error, row["conversations"], "conversations.")) from None
+    turns = validated(list[_Turn], row["conversations"], "conversations.")
     speakers = [turn["from"] for turn in turns]
     if not turns or speakers != ["human", "gpt"] * (len(turns) // 2):
         raise ValueError(

@@ -12,13 +12,11 @@ from pydantic import (
     ConfigDict,
     Field,
     Strict,
-    TypeAdapter,
-    ValidationError,
     model_validator,
 )
 from pydantic.dataclasses import dataclass
 
-from ..common.validation import check_inside, explain
+from ..common.validation import check_inside, validated
 
 if TYPE_CHECKING:
     from ..model.video_qtsplus import AboutVideo
@@ -145,8 +143,6 @@ class VideoRecord:
 
 Record = Caption | Choice | FreeAnswer | VideoRecord
 
-_ADAPTERS = {kind: TypeAdapter(kind) for kind in get_args(Record)}
-
 
 def parse_record(row: object) -> Record:
     """
@@ -155,10 +151,7 @@ def parse_record(row: object) -> Record:
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")
-    try:
-        return _ADAPTERS[_kind_of(row)].validate_python(row)
-    except ValidationError as error:
-        raise ValueError(explain(error, row)) from None
+    return validated(_kind_of(row), row)
 
 
 def _kind_of(row: Mapping) -> type[Record]:
@@ -213,18 +206,11 @@ class Sighting:
             raise ValueError(f"It ends at {self.end:g} s, before its start at {self.start:g} s.")
 
 
-_NEEDLES = TypeAdapter(list[list[Sighting]])
-
-
 def parse_needles(row: Mapping, name: str) -> list[list[Sighting]]:
     """The `evidence` of a row, none if it has none; a `ValueError`, with its `name`, for evidence of another form."""
     evidence = row.get("evidence") or []
-    try:
-        return _NEEDLES.validate_python(evidence)
-    except ValidationError as error:
-        raise ValueError(
-            explain(error, evidence, f"{name} is not a list of needles, each a list of sightings: ")
-        ) from None
+    where = f"{name} is not a list of needles, each a list of sightings: "
+    return validated(list[list[Sighting]], evidence, where)
 
 
 def check_shown(name: str, sightings: Iterable[Sighting], about: "AboutVideo") -> None:
@@ -236,8 +222,3 @@ def check_shown(name: str, sightings: Iterable[Sighting], about: "AboutVideo") -
                 f"{name} is from {seen.start:g} to {seen.end:g} s; expected times of the video, which a player shows "
                 f"from {about.start:g} to {end:g} s."
             )
-
-
-def media_name(record: Record) -> str | None:
-    """The video that a record is about, as the record names it."""
-    return record.video if isinstance(record, VideoRecord) else record.vision_id

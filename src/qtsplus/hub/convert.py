@@ -17,7 +17,7 @@ from ..common.folders import check_own, read_json, reading, whole_folder
 from ..model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from ..model.lm_attention_qtsplus import check_attention
 from ..model.methods_qtsplus import add_method
-from .backbones import OURS, Backbone, backbone_of, model_types
+from .backbones import OURS, backbone_of, model_types
 from .card import card_data, matching_variant
 from .checkpoint import (
     EMBEDDINGS,
@@ -163,7 +163,12 @@ def _from_base(
     backbone = backbone_of(stated["model_type"])
     with reading(folder / "config.json"):
         stock = backbone.stock_config.from_pretrained(folder)
-    config = _config_from_base(backbone, stock.to_dict(), selector)
+    settings = dict(selector)
+    if settings.get("selection") == "lm_attention":
+        settings.setdefault("reencode_layers", 0)  # they would have to be trained
+    add_method(settings.get("selection"))
+    config = backbone.config(**stock.to_dict() | {"qtsplus_config": settings})
+    check_attention(config.text_config, config.qtsplus_config)
     known = matching_variant(config)
     tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
     config.dtype = tensors[EMBEDDINGS].dtype
@@ -181,22 +186,6 @@ def _from_base(
     name = base or f"a {backbone.model.backbone_name}"
     about["weights"] = text.format(source=name)
     return _Conversion(config, tensors, about, known)
-
-
-def _config_from_base(
-    backbone: Backbone,
-    values: dict,
-    selector: Mapping,
-):
-    """The configuration of a stock model with that of a selector, by the fields that are given."""
-    settings = dict(selector)
-    if settings.get("selection") == "lm_attention":
-        settings.setdefault("reencode_layers", 0)  # they would have to be trained
-    add_method(settings.get("selection"))
-    values["qtsplus_config"] = settings
-    config = backbone.config(**values)
-    check_attention(config.text_config, config.qtsplus_config)
-    return config
 
 
 def _from_reference(stated: dict, folder: Path) -> _Conversion:

@@ -188,6 +188,11 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> Tensor:
 # --- What a backbone hooks in ---
 
 
+def token_grids(grid_thw: Tensor, merge_size: int) -> list[Grid]:
+    """(time, height, width) in tokens of every image or video, from `[N, 3]` patches before the spatial merge."""
+    return [(time, height // merge_size, width // merge_size) for time, height, width in grid_thw.tolist()]
+
+
 class QTSplusBackboneMixin:
     """
     What a backbone may override: how its vision tower encodes, where its tokens are, what its language model takes.
@@ -220,8 +225,7 @@ class QTSplusBackboneMixin:
 
     def merged_grid(self, grid_thw: Tensor) -> list[Grid]:
         """(time, height, width) in tokens of every image or video."""
-        merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
-        return [(time, height // merge, width // merge) for time, height, width in grid_thw.tolist()]
+        return token_grids(grid_thw, getattr(self.config.vision_config, "spatial_merge_size", 1))
 
     def pixel_rows(self, grid_thw: Tensor) -> list[int]:
         """Rows of the pixels of every image or video."""

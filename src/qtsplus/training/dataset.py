@@ -14,6 +14,7 @@ from ..asking.question import conversation
 from ..data.formats import read_records
 from ..data.media import AnyPath, is_readable
 from ..data.records import SOURCES, VideoRecord
+from ..model.question_qtsplus import find_places
 from .features import VideoFeatures
 
 logger = logging.get_logger(__name__)
@@ -61,7 +62,7 @@ class VideoQADataset(Dataset):
         self.processor_kwargs = dict(processor_kwargs or {})
         tokenizer = processor.tokenizer
         self.end_of_turn: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self.answer_header = _token_ids(tokenizer, "<|im_start|>assistant\n")
+        self.answer_header = _token_ids(tokenizer, "<|im_start|>assistant\n").tolist()
         self.placeholders = torch.tensor(processor.placeholder_ids)
 
     @staticmethod
@@ -147,10 +148,8 @@ class VideoQADataset(Dataset):
     def _earlier_answers(self, prompt: Tensor) -> Tensor:
         """Labels `[S]` of a prompt: its answers with the tokens that end them; the last header has no answer yet."""
         labels = torch.full_like(prompt, IGNORED)
-        length = len(self.answer_header)
-        is_header = (prompt.unfold(0, length, 1) == self.answer_header).all(-1)
-        starts = is_header.nonzero()[:, 0] + length
-        for start in starts.tolist()[:-1]:
+        for place in find_places(prompt, self.answer_header)[:-1]:
+            start = place + len(self.answer_header)
             is_end = prompt[start:] == self.end_of_turn
             stop = start + 1 + int(is_end.int().argmax())
             labels[start:stop] = prompt[start:stop]

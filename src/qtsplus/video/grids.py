@@ -1,4 +1,4 @@
-"""The grid of visual tokens of each video, and values of its tokens laid out on it."""
+"""Values of the visual tokens of each video, laid out on its grid."""
 
 from collections.abc import Sequence
 from math import prod
@@ -6,15 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..model.layout_qtsplus import token_grids
 from ..model.prompt_qtsplus import Grid
-
-
-def token_grids(video_grid_thw: Tensor, merge_size: int) -> list[Grid]:
-    """The grid of visual tokens of each video, from `[N, 3]` patches before the spatial merge."""
-    grids = []
-    for steps, height, width in video_grid_thw.tolist():
-        grids.append((steps, height // merge_size, width // merge_size))
-    return grids
 
 
 def token_maps(values: Tensor, grids: Sequence[Grid]) -> list[Tensor]:

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers.video_utils import VideoMetadata
 from typing_extensions import TypedDict
 
-from ..common.journals import STORED, check_stored
+from ..common.journals import STORED
 from ..common.tensors import TensorFormat, TensorKind, digest_of
+from ..common.validation import validated
 from ..data.records import String
 from ..model.video_qtsplus import AboutVideo
 from .encoded import IN_MEMORY, EncodedVideo
@@ -161,7 +162,7 @@ def load_video(path: Path, made_by: str, model, stored: Stored | None = None) ->
 
 def _video(header: str, features: Tensor, model, width: int) -> EncodedVideo:
     """The video that the header of a file describes; a `ValueError` for tensors that do not fit it."""
-    content = check_stored(_Header, json.loads(header))
+    content = validated(_Header, json.loads(header))
     about = {name: content[name] for name in _About.__annotations__}
     about["metadata"] = VideoMetadata(**content["metadata"])
     grid = torch.tensor(content["video_grid_thw"])
