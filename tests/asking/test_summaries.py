@@ -152,7 +152,9 @@ def test_chapters_are_joined(session_of, spoken):
     assert summary.overview == " ".join(texts)
     again = summarise(session_of("cut"), chapter_seconds=0.7, max_new_tokens=9)
     assert again.overview is None, "ten chapters"
-    assert again.warnings == ["cut.mp4 has chapters of a step, 1 s: look at more frames for shorter ones."]
+    assert again.warnings == [
+        "The chapters of cut.mp4 last 1 s, one step in time: encode more frames per second for shorter ones."
+    ]
 
 
 def test_times_are_written_by_the_program(session_of, spoken):
@@ -301,7 +303,7 @@ def test_a_library_is_summarised_as_a_session_is(loaded, videos, session_of, tin
 
 
 def test_an_empty_session_is_refused(session_of):
-    with pytest.raises(ValueError, match="no video to summarise"):
+    with pytest.raises(ValueError, match=r"names=\[\]; expected a list of at least one"):
         summarise(session_of())
 
 
@@ -319,8 +321,8 @@ BAD_ARGUMENTS = [
     ("start", 1, "Got start, which .* `encode` or `add` .* `window="),
     ("prompt", " ", "question is empty"),
     ("max_new_tokens", 0, "max_new_tokens"),
-    ("names", 5, "names=5: no video to summarise; expected a list"),
-    ("names", ["none.mp4"], "no video to summarise; expected a list, some of .*frame.mp4"),
+    ("names", 5, "names=5; expected a list"),
+    ("names", ["none.mp4"], "none.mp4.*; expected a list of at least one of the videos .*frame.mp4"),
     ("generation_config", {}, "generation_config={}; expected"),
     ("max_visual_tokens", "9", "max_visual_tokens='9'"),
 ]

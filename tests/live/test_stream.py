@@ -430,7 +430,7 @@ def test_frames_that_no_camera_sends_are_refused(loaded, frames):
 
 @pytest.mark.parametrize("times", NO_TIMES, ids=str)
 def test_times_that_do_not_ascend_are_refused(loaded, times):
-    append_refused(loaded, "do not ascend, or not one for each of 2 frames", times=times)
+    append_refused(loaded, "times=.* for 2 frames of .video.; expected a number for each frame", times=times)
 
 
 @pytest.mark.parametrize("name, words", [("", "name is empty"), (3, "name is 3; expected a text")])

@@ -1,6 +1,6 @@
 """
 Which seconds and which regions of a video are evidence: for every answer (answers.py), and for the moments that a
-search of a library finds (library.py). Whether an answer calls them "shown probably" is `Answer.shown`.
+search of a library finds (library.py).
 """
 
 import math
@@ -16,7 +16,7 @@ from ..video.encoded import EncodedVideo
 from ..video.grids import token_maps
 
 # Every stretch needs a token with this share of the highest relevance. Weaker tokens, down to `evidence_share` of the
-# configuration, show how long a thing is there, and not that it is.
+# configuration, may lengthen a stretch, but are no stretch of their own.
 SURE = 0.4
 
 Box = tuple[float, float, float, float]  # left, top, right and bottom, as fractions of width and height
@@ -26,17 +26,17 @@ Box = tuple[float, float, float, float]  # left, top, right and bottom, as fract
 class Interval:
     """A stretch of a video that shows what the question asks for, as far as the selection can tell."""
 
-    start: float  # seconds; from the first frame, or on a player's clock in an answer of `qtsplus.asking.session`
+    # Seconds: in an answer the times that a player shows, which may begin after 0; otherwise from the first frame.
+    start: float
     end: float
-    weight: float  # share of the sample's relevance that lies in it
+    weight: float  # the share of all relevance, over all videos of the sample, that falls into this stretch
     video: int = 0  # which of the sample's videos, in prompt order
-    # (left, top, right, bottom) of the region in the frame with the most of it, as fractions of its width and height
-    box: Box = (0.0, 0.0, 1.0, 1.0)
+    box: Box = (0.0, 0.0, 1.0, 1.0)  # around the region with the most relevance
     name: str = ""  # in an answer, the video's name
     pixels: tuple[int, int, int, int] | None = None  # in an answer, the box in pixels of the upright frames
 
     def as_dict(self) -> dict[str, object]:
-        """As it stands in the JSON of an answer."""
+        """The fields as the JSON of an answer has them."""
         fields = dict(vars(self), video=self.name, box=list(self.box))
         del fields["name"]
         if self.pixels is not None:
@@ -53,18 +53,19 @@ def evidence_intervals(
     strong_share: float,
 ) -> list[Interval]:
     """
-    The stretches of the videos that hold strong tokens, one of them with [`SURE`] of the highest relevance at least.
-    Neighbouring grid steps form one stretch.
+    The stretches of the videos that show what the question asks for.
 
-    What shows a thing may be more than an answer needs: tokens are strong whether or not they were kept.
+    A stretch is a run of grid steps, each with a strong token. At least one of its tokens has [`SURE`] of the highest
+    relevance. Dropped tokens count too, since an answer may need fewer tokens than show the thing.
 
     Args:
         kept_indices: `[n]`, indices among the sample's video tokens.
-        relevance: `[M]`; `None` or empty where the selection did not look (every kept token is then as strong, and no
-            other).
+        relevance: `[M]`; `None` or empty if the method does not score: then all kept tokens count equally, and dropped
+            tokens do not count.
         second_per_grid_ts: seconds that one grid step of each video lasts.
         video_grid_thw, merge_size: as for [`token_grids`].
-        strong_share: of the highest relevance, what makes a token strong; `evidence_share` of the configuration.
+        strong_share: a token is strong from this fraction of the highest relevance on; `evidence_share` of the
+            configuration.
 
     Returns:
         intervals, the one with the most relevance first; none if nothing was kept.
@@ -102,7 +103,7 @@ def evidence_intervals(
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """The first place of each run of true flags, and the place behind its last."""
+    """For each run of true flags, the place of the first one and the place behind the last one."""
     for is_run, group in groupby(range(len(flags)), key=flags.__getitem__):
         places = list(group)
         if is_run:
@@ -111,27 +112,29 @@ def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 def _bounding_box(weights: Tensor) -> Box:
     """
-    (left, top, right, bottom) as fractions of the whole, of the group with the most weight among the cells `[H, W]`
-    that have some. Cells of a group share sides, so that one cell elsewhere does not make the box thrice the object.
+    The box around the heaviest group of cells, from the weights `[H, W]` of all cells.
+
+    A group is made of cells with a weight above 0 that touch at their sides. A stray cell elsewhere is another group,
+    and does not enlarge the box.
     """
     height, width = weights.shape
     cells = map(tuple, weights.nonzero().tolist())
-    ungrouped = dict.fromkeys(cells)  # in the order of the rows
+    ungrouped = dict.fromkeys(cells)  # a dict, so that the order of a set does not decide between equal groups
     groups = []
     while ungrouped:
-        cell, _ = ungrouped.popitem()
-        group = [cell]
-        for row, column in group:  # which grows meanwhile
+        first, _ = ungrouped.popitem()
+        group = [first]
+        for row, column in group:  # `group.append` below extends this loop
             neighbours = [
                 (row - 1, column),
                 (row + 1, column),
                 (row, column - 1),
                 (row, column + 1),
             ]
-            for cell in neighbours:
-                if cell in ungrouped:
-                    del ungrouped[cell]
-                    group.append(cell)
+            for neighbour in neighbours:
+                if neighbour in ungrouped:
+                    del ungrouped[neighbour]
+                    group.append(neighbour)
         groups.append(group)
     values = weights.tolist()
     heaviest = max(groups, key=lambda group: sum(values[row][column] for row, column in group))
@@ -148,7 +151,7 @@ def placed(
     name: str,
     video: EncodedVideo,
 ) -> Interval:
-    """The same stretch on a player's clock, with its video's name and the box in pixels."""
+    """The same stretch with the times that a player shows, its video's name, and the box in pixels."""
     width = video.about.metadata.width
     height = video.about.metadata.height
     pixels = None
@@ -160,6 +163,7 @@ def placed(
             math.ceil(right * width),
             math.ceil(bottom * height),
         )
+    # `evidence_intervals` states whole steps in seconds; this finds the steps again.
     first = round(interval.start / video.seconds_per_step)
     start, end = video.span(first, round(interval.end / video.seconds_per_step))
     return replace(interval, start=start, end=end, name=name, pixels=pixels)

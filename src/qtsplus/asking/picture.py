@@ -19,10 +19,11 @@ from .session import Answer
 
 _DRAWN = 8  # the most stretches of evidence in one picture
 _SIDE = 320  # pixels of the longer side of a frame in a picture
+_CAPTION = 14  # pixels: the height of the bar with the seconds, on top of each frame
 
 
 def lit(frame: np.ndarray, kept: np.ndarray) -> Image.Image:
-    """A frame `[H', W', 3]` uint8, dimmed where `kept`, bool `[H, W]`, says that a token was dropped."""
+    """The frame, `[H', W', 3]` uint8, is dimmed where `kept`, bool `[H, W]`, says that a token was dropped."""
     image = Image.fromarray(frame)
     quarter_as_bright = Image.fromarray(frame >> 2)
     mask = Image.fromarray(kept).resize(image.size)
@@ -51,11 +52,13 @@ def draw_evidence(
             are gone.
     """
     for name in answer.keep_maps:
-        if name not in videos or isinstance(videos[name], Remembered):
-            raise ValueError(f"The answer is about {name!r}; expected a video of that name that is not a stream.")
+        if name not in videos:
+            raise ValueError(f"The answer is about {name!r}, which is not among the videos; expected them all.")
+        if isinstance(videos[name], Remembered):
+            raise ValueError(f"{name!r} is a stream, whose frames are gone; expected an answer about stored videos.")
     with whole_folder(folder) as staging:
         descriptions = []
-        for name, kept in answer.keep_maps.items():
+        for number, (name, kept) in enumerate(answer.keep_maps.items(), 1):
             video = videos[name]
             description = {
                 "name": name,
@@ -64,14 +67,14 @@ def draw_evidence(
                 "grid": list(kept.shape),
                 "kept": kept.flatten().nonzero()[:, 0].tolist(),
             }
-            descriptions.append(description)
             evidence = [interval for interval in answer.evidence if interval.name == name]
             if evidence and video.video != IN_MEMORY:
                 picture = "frames.png"
                 if len(videos) > 1:
-                    picture = f"frames-{len(descriptions)}.png"
+                    picture = f"frames-{number}.png"  # a video without a picture takes a number too
                 draw_spans(video, kept, evidence, staging / picture)
                 description["frames"] = picture
+            descriptions.append(description)
         content = answer.as_dict() | {"videos": descriptions}
         write_json(staging / "answer.json", content)
 
@@ -83,26 +86,29 @@ def draw_spans(
     path: str | Path,
 ) -> None:
     """
-    A picture with one frame for each stretch of evidence, in order of time: the frame in the middle of the stretch,
-    dimmed where tokens were dropped, with a box around the evidence.
+    Draws one frame for each stretch of evidence, side by side in order of time.
+
+    Each is the frame in the middle of its stretch, dimmed where tokens were dropped, with a box around the evidence.
 
     Args:
         kept: bool `[T, H, W]`, whether each token was kept.
-        evidence: stretches of this video on a player's clock, at least one, the surest first. The first eight are
-            drawn.
+        evidence: stretches of this video, at least one, the surest first. Their times are those that a player shows.
+            The first eight are drawn.
+        path: the file that the picture is written to.
     """
     panes = []
     for interval in sorted(evidence[:_DRAWN], key=lambda interval: interval.start):
         middle = (interval.start + interval.end) / 2
         step, _ = video.within(middle, middle)
-        step = min(step, video.count - 1)  # the last may be shorter than what `within` calls equal
+        # `within` rounds, by more than a very short last step lasts: then it gives the step behind the last.
+        step = min(step, video.count - 1)
         frame = lit(frame_at(video, middle), kept[step].numpy())
         pane = ImageOps.contain(frame, (_SIDE, _SIDE))
         width, height = pane.size
         box = np.multiply(interval.box, (width, height, width, height))
         draw = ImageDraw.Draw(pane)
         draw.rectangle(box.tolist(), outline="orange", width=2)
-        draw.rectangle((0, 0, _SIDE, 14), fill="black")
+        draw.rectangle((0, 0, _SIDE, _CAPTION), fill="black")
         caption = f"{interval.start:.1f} to {interval.end:.1f} s, {interval.weight:.0%}"
         draw.text((2, 2), caption)
         panes.append(np.asarray(pane))
@@ -110,18 +116,25 @@ def draw_spans(
 
 
 def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
-    """`[H, W, 3]` uint8: the frame that a player shows at a time; `ValueError` outside the video."""
+    """
+    The frame that a player shows at `seconds`, `[H, W, 3]` uint8.
+
+    Raises:
+        ValueError: a time outside the video, or a video that has no file any more.
+    """
     if video.video == IN_MEMORY:
         raise ValueError("The video's file is gone or was changed since it was encoded.")
     start = video.about.start
     end = start + video.length
     if not start <= seconds <= end:
-        raise ValueError(f"seconds={seconds:g}; expected {start:g} to {end:g}, when the video is shown.")
+        raise ValueError(f"seconds={seconds:g}; expected a second of the video, from {start:g} to {end:g}.")
     fps = video.about.metadata.fps
-    shown = min(seconds, end - 2 * ROUNDING / fps)  # at its end a video shows its last frame
+    # At its end a video shows its last frame. Both ways of reading it round up by one `ROUNDING`.
+    just_before_end = end - 2 * ROUNDING / fps
+    instant = min(seconds, just_before_end)
     if Path(video.video).is_dir():
-        index = int(shown * fps + ROUNDING)
+        index = int(instant * fps + ROUNDING)
         (frame,) = load_frames([image_paths(video.video)[index]])
         return frame
-    opened = open_video(video.video, choose_frames, (shown, shown))
+    opened = open_video(video.video, choose_frames, (instant, instant))
     return next(opened.decode())

@@ -25,53 +25,80 @@ from .recall import Remembered
 
 JOIN = "These are parts of a video in their order. Tell what happens in all of them together."
 LONGEST = 60.0  # the most seconds of a chapter, or fewer if the model was trained on shorter videos
-REPEATS = 4  # A text ends where it says the same thing this many times in a row.
-REPEATED_TOKENS = 16  # the longest thing whose repetition is noticed, in tokens
 # Options of a question or of `generate` that a summary refuses, since they cannot be the same for every chapter.
 REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")
 _WORD = re.compile(r"\w+")
-_NOON = r"(?:\ ?[ap](?:m\b|\.m\.))"
-_CLOCK = rf"\d+(?::\d\d)+(?:\.\d+)?{_NOON}?"
-_COUNT = r"(?<![\w.])\d[\d.,]*(?:(?:-|–|\ to\ |\ and\ )\d[\d.,]*)?"
-_AMOUNT = (
-    r"(?:\w+teen|\w+ty|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|hundred|dozens?(?:\ of)?"
-    r"|half|couple\ of|few|several|some|many|more|multiple|numerous|mere|long|short|full)"
-)
-# Where a number with "s" may be a time: at the start, behind a sign, and behind words that lead to a time.
-_BEFORE_S = (
-    r"(?:^|(?<=[\n(\[~–-])|(?<=[^\w\s]\ )|(?<=\ba\ )|(?<=\b(?:at|to|by|in|or|of)\ )|(?<=\b(?:for|and)\ )"
-    r"|(?<=\b(?:from|last|next|than|over|just|only)\ )|(?<=\b(?:after|until|about|first|every|lasts|takes)\ )"
-    r"|(?<=\b(?:before|within|around)\ )|(?<=\b(?:between|another)\ ))"
-)
-# A time on a clock or in seconds, minutes or hours, with the words that lead to it.
+
+# Small models repeat themselves. `StopRepeating` ends a text that does, which saves time. `_REPETITION` then finds the
+# repeats in that text, of which only the first stays.
+REPEATS = 4  # A text ends when it says the same thing this many times in a row.
+MAX_REPEATED_TOKENS = 16  # `StopRepeating` does not notice longer repetitions.
+_REPETITION = re.compile(rf"(\s.+?)\1{{{REPEATS - 1},}}$", re.DOTALL)
+
+# The model is told no times, so a time that it states is invented. `_TIME` finds such a time, with the words that lead
+# to it. The pieces below are parts of `_TIME`; there, in the verbose form, a space is written as "\ ".
+_AM_PM = r"(?:\ ?[ap](?:m\b|\.m\.))"  # "pm" or " p.m."
+_CLOCK = rf"\d+(?::\d\d)+(?:\.\d+)?{_AM_PM}?"  # "0:05", "1:02:03.5" or "5:30 pm"
+_COUNT = r"(?<![\w.])\d[\d.,]*(?:(?:-|–|\ to\ |\ and\ )\d[\d.,]*)?"  # "5", "1.5", "3-4" or "3 to 4"
+_AMOUNT = r"""(?:
+    \w+teen | \w+ty  # "fifteen" or "fifty"; that "city" fits too is harmless, since a unit of time has to follow
+    | one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|hundred | dozens?(?:\ of)?
+    | half | couple\ of | few|several|some|many|more|multiple|numerous|mere|long|short|full
+)"""
+# Where "5 s" is a time, and "80s" no decade. Words are in one line with others of their length, since Python looks back
+# by a fixed number of characters.
+_BEFORE_S = r"""(?:
+    ^ | (?<=[\n(\[~–-]) | (?<=[^\w\s]\ )  # at the start of the text or of a line, or after a sign
+    | (?<=\ba\ )
+    | (?<=\b(?:at|to|by|in|or|of)\ )
+    | (?<=\b(?:for|and)\ )
+    | (?<=\b(?:from|last|next|than|over|just|only)\ )
+    | (?<=\b(?:after|until|about|first|every|lasts|takes)\ )
+    | (?<=\b(?:before|within|around)\ )
+    | (?<=\b(?:between|another)\ )
+)"""
 _TIME = re.compile(
     rf"""
     \ ?(?:\b(?:at|after|before|from|to|until|between|for|in|within|by|about|around)\ )*
     (?:the\ (?:first|last|next)\ )?
     (?:
+        # "0:05" or "[0:00 - 0:08]", but not "a ratio of 16:9" or "a mix of 1:10"
         (?<!(?:ratio|scale|score)\ of\ )(?<!mix\ of\ )[\[(]?\b{_CLOCK}(?:\ ?(?:-|–|to|and)\ ?{_CLOCK})?[\])]?
+        # "20 seconds", "20-second", "3 to 4 mins" or "2h", but not "2H"
         | {_COUNT}[\ -]?(?:secs?|seconds?|mins?|minutes?|(?-i:h)|hours?)\b
-        | {_BEFORE_S}\d{{1,3}}(?:\.\d+)?\ ?s\b  # "5 s", but not "the 80s" or "iPhone 4 s"
+        # "at 5 s" or "(1.5s", but not "the 80s" or "iPhone 4 s"
+        | {_BEFORE_S}\d{{1,3}}(?:\.\d+)?\ ?s\b
+        # "5 s later" or "the 30s mark"
         | (?<![\w.])\d{{1,3}}(?:\.\d+)?\ ?s(?=\ (?:later|ago|long|into|in|mark)\b)
-        | \b(?:\d+h\ ?\d+m?|\d+m\ ?\d+s)\b  # "1h30"
-        | (?<![\w.])\d{{1,2}}{_NOON}  # "5 pm"
-        | (?:\ba\ )?\b{_AMOUNT}(?:[\ -](?:(?:and|or|to|a)\ )*{_AMOUNT})*\ (?:seconds|minutes|hours)\b  # "a few minutes"
+        # "1h30" or "2m 30s"
+        | \b(?:\d+h\ ?\d+m?|\d+m\ ?\d+s)\b
+        # "5 pm"
+        | (?<![\w.])\d{{1,2}}{_AM_PM}
+        # "a few minutes", "forty five seconds" or "two and a half hours"
+        | (?:\ba\ )?\b{_AMOUNT}(?:[\ -](?:(?:and|or|to|a)\ )*{_AMOUNT})*\ (?:seconds|minutes|hours)\b
+        # "half a minute", "the last second" or "the 3rd hour"
         | \b(?:one|half\ an?|first|last|\d+(?:st|nd|rd|th))\ (?:second|minute|hour)\b
-        | \ban?\ (?:minute|hour|second(?=\ (?:later|after|ago)))\b  # "a minute", but not "a second dog"
+        # "a minute" or "a second later", but not "a second dog"
+        | \ban?\ (?:minute|hour|second(?=\ (?:later|after|ago)))\b
+        # "at second 20", but not "the second 3 cars" or "second 5-year-old"
         | (?<!the\ )\b(?:second|minute|hour)\ \d+\b(?!-)
     )
     (?:\ into\ the\ \w+)?[,:]?
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-_REPETITION = re.compile(rf"(\s.+?)\1{{{REPEATS - 1},}}$", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Chapter:
     """
-    A stretch of a video, from second `start` to `end` on a player's clock, and what the model says about it, in which
-    every time is cut.
+    A stretch of a video, and what the model says about it.
+
+    Args:
+        video: the video's name.
+        start, end: seconds, as a player shows them.
+        text: what the model says, without the times that it states.
+        kept_tokens, visual_tokens: as in an `Answer`.
     """
 
     video: str
@@ -88,11 +115,11 @@ class Summary:
 
     text: str  # a line for each chapter: its video, its times, and what the model says about it, without times
     # One text that the model makes from the texts of all chapters. It is `None`
-    # - for one chapter;
-    # - for more chapters than new tokens, or texts that are too long for the model's positions;
+    # - if there is only one chapter;
+    # - if there are more chapters than `max_new_tokens`, or their texts are too long for the model's positions;
     # - if it states a time, since the model is told no times;
-    # - if it repeats none of the words that set a chapter apart: those that at most half of the chapters have, or all
-    #   words of a chapter without such words.
+    # - if it leaves a chapter out, which means that it has none of the words that set the chapter apart. These are the
+    #   words that at most half of the chapters have, or all words of the chapter if it has no such words.
     overview: str | None
     chapters: list[Chapter]
     warnings: list[str]  # as in `EncodedVideo`
@@ -102,12 +129,12 @@ class Summary:
 
 
 class StopRepeating(StoppingCriteria):
-    """Ends a text whose last tokens say the same thing [`REPEATS`] times in a row."""
+    """Ends a text when its last tokens say the same thing [`REPEATS`] times in a row."""
 
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
         """Which rows of `input_ids` `[B, S]` end, bool `[B]`."""
         ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        longest = min(REPEATED_TOKENS, input_ids.shape[1] // REPEATS)
+        longest = min(MAX_REPEATED_TOKENS, input_ids.shape[1] // REPEATS)
         for length in range(1, longest + 1):
             repeats = input_ids[:, -length * REPEATS :].unflatten(1, (REPEATS, length))
             ended |= (repeats == repeats[:, :1]).all(2).all(1)
@@ -115,7 +142,7 @@ class StopRepeating(StoppingCriteria):
 
 
 def summarise(
-    about,
+    source,
     prompt: str = "Summarise the video.",
     *,
     names: Sequence[str] | None = None,
@@ -130,13 +157,12 @@ def summarise(
     Summarises the videos of a session or of a library, chapter by chapter. Memory holds one video's features at a time.
 
     Args:
-        about: a `VideoSession` or a `Library`.
+        source: a `VideoSession` or a `Library`.
         prompt: what is asked about each chapter.
         names: the videos to summarise; all of them by default.
-        chapter_seconds: the longest chapter. A longer stretch is split where its features change most, or in the middle
-            if they change equally. By default a minute, or the longest video in the model's training
-            (`trained_seconds`) if that is shorter. It is longer where there would be more chapters than
-            `max_visual_tokens`.
+        chapter_seconds: the most seconds of a chapter. A longer stretch is split where its features change most, or in
+            the middle if they change equally. By default a minute, or the longest video in the model's training
+            (`trained_seconds`) if that is shorter. It is raised until there are at most `max_visual_tokens` chapters.
         retention, selection: as for `answer_questions`. By default the fraction is `rho_max` of the configuration: a
             prompt about everything needs more tokens than a question about one thing.
         max_visual_tokens: the most that are kept of a video, shared out equally among its chapters.
@@ -144,20 +170,20 @@ def summarise(
         generation: as for `generate`.
 
     Raises:
-        ValueError: without a video; for a stream's memory; for an empty prompt; and as `answer_questions` does.
+        ValueError: without a video; for a name that no video has; for a stream's memory; for an empty prompt; and as
+            `answer_questions` does.
     """
-    if not hasattr(about, "video"):
-        raise ValueError(f"Got {type(about).__name__} to summarise; expected a VideoSession or a Library.")
+    if not hasattr(source, "video"):
+        raise ValueError(f"Got {type(source).__name__} to summarise; expected a VideoSession or a Library.")
     refused = [option for option in REFUSED if option in generation]
     if refused:
         raise ValueError(f"Got {', '.join(refused)} for a summary: expected only options that suit every chapter.")
     if names is None:
-        names = about.names
-    is_list = isinstance(names, list | tuple)
-    if not is_list or not names or not all(name in about.names for name in names):
-        raise ValueError(f"names={show(names)}: no video to summarise; expected a list, some of {show(about.names)}.")
-    model = about.model
-    processor = about.processor
+        names = source.names
+    if not isinstance(names, list | tuple) or not names or not all(name in source.names for name in names):
+        raise ValueError(f"names={show(names)}; expected a list of at least one of the videos {show(source.names)}.")
+    model = source.model
+    processor = source.processor
     selector = model.config.qtsplus_config
     if chapter_seconds is None:
         chapter_seconds = min(LONGEST, selector.trained_seconds or LONGEST)
@@ -171,27 +197,31 @@ def summarise(
         retention = selector.rho_max
     chapters = []
     lines = []
-    known = []
-    warnings = list(about.warnings)
+    facts = []
+    warnings = list(source.warnings)
     for name in names:
-        video = about.video(name)
+        video = source.video(name)
         if isinstance(video, Remembered):
             raise ValueError("A stream's memory has no chapters to summarise: ask it a question instead.")
-        known.append(video.about)
+        facts.append(video.about)
         warnings += video.about.warnings
-        steps = chapter_steps(video, chapter_seconds, max_visual_tokens or inf)
+        bounds = chapter_steps(video, chapter_seconds, max_visual_tokens or inf)
+        tokens_of_chapter = None
+        if max_visual_tokens is not None:
+            tokens_of_chapter = max_visual_tokens // len(bounds)
         if video.seconds_per_step > chapter_seconds:
             warnings.append(
-                f"{name} has chapters of a step, {video.seconds_per_step:g} s: look at more frames for shorter ones."
+                f"The chapters of {name} last {video.seconds_per_step:g} s, one step in time: encode more frames per "
+                "second for shorter ones."
             )
-        for first, last in with_bar(steps, printable(name)):
+        for first, last in with_bar(bounds, printable(name)):
             (answer,) = answer_questions(
                 model,
                 processor,
                 {name: Piece(name, first, last).cut(video)},
                 [prompt],
                 retention=retention,
-                max_visual_tokens=max_visual_tokens and max_visual_tokens // len(steps),
+                max_visual_tokens=tokens_of_chapter,
                 selection=selection,
                 max_new_tokens=max_new_tokens,
                 **generation,
@@ -206,22 +236,23 @@ def summarise(
         overview=_overview(model, processor, chapters, options),
         chapters=chapters,
         warnings=list(dict.fromkeys(warnings)),
-        frames=sum(video.frames for video in known),
-        seconds_of_video=sum(video.length for video in known),
-        unheard=any(video.sound for video in known),
+        frames=sum(video.frames for video in facts),
+        seconds_of_video=sum(video.length for video in facts),
+        unheard=any(video.sound for video in facts),
     )
 
 
-def chapter_steps(video: EncodedVideo, longest: float, tokens: float = inf) -> list[tuple[int, int]]:
+def chapter_steps(video: EncodedVideo, longest: float, max_chapters: float = inf) -> list[tuple[int, int]]:
     """
-    The chapters of a video in order: for each, its first step in the grid and the step after its last. They take at
-    most `longest` seconds, or longer so that there are at most `tokens` chapters.
+    The chapters of a video in order: for each, its first step in the grid and the step after its last.
+
+    A chapter takes at most `longest` seconds, which are raised until there are at most `max_chapters` chapters.
     """
     edges = video.steps
-    steps = len(edges) - 1
-    step_features = video.features.unflatten(0, (steps, -1)).float()
+    num_steps = len(edges) - 1
+    step_features = video.features.unflatten(0, (num_steps, -1)).float()
     difference = 1 - F.cosine_similarity(step_features[1:], step_features[:-1], dim=-1)
-    changes = [0.0] + difference.mean(1).tolist()  # how much each step differs from the one before
+    changes = [0.0] + difference.mean(1).tolist()  # how much each step differs from the previous one
 
     def split(first: int, last: int) -> Iterator[tuple[int, int]]:
         count = last - first
@@ -241,14 +272,14 @@ def chapter_steps(video: EncodedVideo, longest: float, tokens: float = inf) -> l
         yield from split(cut, last)
 
     while True:
-        chapters = list(split(0, steps))
-        if len(chapters) <= tokens:
+        chapters = list(split(0, num_steps))
+        if len(chapters) <= max_chapters:
             return chapters
         longest *= 1.1
 
 
 def _without_repetition(text: str) -> str:
-    """The text; if its end says the same thing [`REPEATS`] times or more, it is kept once."""
+    """The text, in which an ending that says the same thing [`REPEATS`] times or more says it once."""
     return _REPETITION.sub(r"\1", text).strip()
 
 
@@ -260,6 +291,7 @@ def _overview(
 ) -> str | None:
     """One text from the texts of all chapters, or `None`, as [`Summary`] says."""
     texts = [chapter.text for chapter in chapters if chapter.text]
+    # With less than one new token for each chapter an overview cannot mention them all.
     if not 1 < len(texts) <= options["max_new_tokens"]:
         return None
     overview = _join(model, processor, texts, options)
@@ -269,12 +301,16 @@ def _overview(
 
 
 def _leaves_out(joined: str, texts: Sequence[str]) -> bool:
-    """Whether a joined text repeats none of the words that set one of the texts apart."""
-    words = [set(_WORD.findall(text.lower())) for text in texts]
-    counts = Counter(chain.from_iterable(words))
+    """Whether a joined text leaves out one of the texts: it has none of the words that set that text apart."""
+    words_of_texts = [set(_WORD.findall(text.lower())) for text in texts]
+    counts = Counter(chain.from_iterable(words_of_texts))
     common = {word for word, count in counts.items() if count > len(texts) / 2}
-    repeated = _WORD.findall(joined.lower())
-    return any((own - common or own).isdisjoint(repeated) for own in words)
+    joined_words = _WORD.findall(joined.lower())
+    for words in words_of_texts:
+        distinctive = words - common or words
+        if distinctive.isdisjoint(joined_words):
+            return True
+    return False
 
 
 @torch.no_grad()
@@ -284,9 +320,10 @@ def _join(
     texts: Sequence[str],
     options: dict[str, Any],
 ) -> str:
-    """One text that the model makes from several; an empty one if it has no positions for them."""
+    """One text that the model makes from several; an empty text if they take more positions than the model has."""
     text = "\n".join([JOIN, *texts])
-    inputs = processor.conversation_inputs([conversation([], [], [text])]).to(model.device)
+    messages = conversation(videos=[], turns=[], texts=[text])
+    inputs = processor.conversation_inputs([messages]).to(model.device)
     length = inputs["input_ids"].shape[1]
     if length + options["max_new_tokens"] > model.config.get_text_config().max_position_embeddings:
         return ""

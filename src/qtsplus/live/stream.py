@@ -1,7 +1,7 @@
-"""Video without an end: a memory of a fixed number of tokens takes in frames, and answers any question about them.
+"""Video without an end: a stream remembers a fixed number of tokens, and a model answers any question about them.
 
-Appending looks only at the memory and at the new frames, so its cost does not grow with time. A token that stays keeps
-its time and its place in the frame.
+Appending frames looks only at the memory and at the new frames, so its cost does not grow with time. A token that stays
+keeps its time and its place in the frame.
 """
 
 import math
@@ -18,14 +18,15 @@ from ..asking.answers import Answer, answer_questions
 from ..asking.question import check_name
 from ..asking.ranking import StandingQuestion
 from ..asking.recall import Remembered, rows_of
+from ..common.validation import show
 from ..model.frames_qtsplus import stack_frames
 from ..model.methods_qtsplus import Candidates, Method, check_kept, diversity, find_method, most_relevant
 from ..model.numbers_qtsplus import is_number, require_count
 from ..model.video_qtsplus import AboutVideo, naming, resize_frame
 
-STEPS_AT_A_TIME = 8  # that are encoded together
-EARLY = 0.1  # the part of the time between two frames by which one may come too early
-_TICKS = 1000  # of a second: the rate at which a prompt's metadata state the times of frames
+STEPS_AT_A_TIME = 8  # the most steps in time that are encoded together
+EARLY = 0.1  # A frame may come early by this fraction of the time between two frames.
+_TICKS = 1000  # ticks per second: the metadata of a prompt state the times of frames in ticks
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Tokens:
     """The tokens of one camera that are in memory, in the order of time."""
 
     features: Tensor  # [m, token_width]
-    steps: Tensor  # [m] int64, the step in time of each, counted from the beginning of the stream
-    cells: Tensor  # [m] int64, its place in the frame, row by row
-    scores: Tensor  # [m, rows] float32, of the standing question; no row without one
+    steps: Tensor  # [m] int64, the step in time of each token, counted from the beginning of the stream
+    cells: Tensor  # [m] int64, the place of each token in its frame, counted row by row
+    scores: Tensor  # [m, k] float32, as `StandingQuestion.add` gives them; k is 0 without a standing question
 
     def __len__(self) -> int:
         return len(self.features)
@@ -54,7 +55,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Step:
-    """The frames of one step in time, at least one and at most as many as it has."""
+    """The frames of one step in time: at least one, at most `Stream.frames_per_step`."""
 
     number: int
     frames: list[np.ndarray]  # [H, W, 3] uint8 each, of the camera's size
@@ -65,29 +66,29 @@ class Camera:
     """One video of a stream."""
 
     size: tuple[int, int]  # height and width of its frames
-    patches: Tensor  # [1, 2], height and width of its grid in patches
-    cells: tuple[int, int]  # height and width of its grid in tokens
+    grid: Tensor  # [1, 3] in patches; its height and width are those of each frame, its number of steps means nothing
+    cells: tuple[int, int]  # height and width of the grid in tokens
     tokens: Tokens
-    waiting: list[np.ndarray] = field(default_factory=list)  # frames of the newest step, which may not be complete yet
-    newest: int = -1  # the number of the newest step that was encoded
-    missing: int = 0  # frames that this step lacks, as at the end of a video
-    frame: int = -1  # the number of the newest frame, counted at `fps` frames a second
-    last_time: float = -math.inf  # of the newest frame that came, in seconds
-    begins: dict[int, float] = field(default_factory=dict)  # when the first frame of each step was taken, in seconds
+    waiting: list[np.ndarray] = field(default_factory=list)  # frames that are not encoded yet, all of the newest step
+    newest_step: int = -1  # the number of the newest step that was encoded
+    missing: int = 0  # how many frames the newest encoded step lacks, as at the end of a video
+    newest_frame: int = -1  # the number of the newest frame that was taken, counted at `fps` frames a second
+    last_time: float = -math.inf  # seconds: the time of the newest frame that came, taken or left out
+    begins: dict[int, float] = field(default_factory=dict)  # seconds: when the first frame of each step was taken
 
 
 class Stream:
     """
-    Videos without an end, such as those of cameras, of which a model remembers a fixed number of tokens.
+    A memory of a fixed number of visual tokens for videos without an end, such as those of cameras.
 
     Args:
-        memory_tokens: the most visual tokens that stay, those of all cameras together.
+        memory_tokens: the most visual tokens that stay, over all cameras together.
         question: a standing question: the tokens that matter most for it stay. Without it, tokens that are unlike each
             other stay. Other questions can be asked in both cases.
         fps: frames per second that are looked at, even if more come. A step in time lasts as long as its frames.
 
-    The attribute `policy` chooses what stays: a function like those of `methods_qtsplus.py`, which is given what was
-    kept and what is new.
+    The attribute `policy` chooses what stays, and may be set to a function like those of `methods_qtsplus.py`. Its
+    candidates are all tokens in memory, the old and the new ones.
     """
 
     def __init__(
@@ -112,12 +113,14 @@ class Stream:
         self.frames_per_step = processor.video_processor.temporal_patch_size
         self.fps = float(fps)
         self.seconds_per_step = self.frames_per_step / self.fps
-        # Frames are as large as in a video of this many: backbones such as Qwen3-VL share pixels among the frames.
+        # Some backbones, such as Qwen3-VL, make frames smaller if a video has many. Here frames are as large as in a
+        # video with this many.
         max_frames = getattr(processor.video_processor, "max_frames", None)
         self.sized_as = int(max_frames or 768)
         self.cameras: dict[str, Camera] = {}
-        self._changing = threading.Lock()  # is held while the memory changes: another thread may ask about it
-        self._width = model.config.text_config.hidden_size  # a backbone may append more to a token's features
+        self._changing = threading.Lock()  # held while the memory changes, since another thread may ask meanwhile
+        # The first numbers of a token's features are the token. A backbone may add others, such as DeepStack's.
+        self._width = model.config.text_config.hidden_size
 
     @property
     def num_tokens(self) -> int:
@@ -131,15 +134,17 @@ class Stream:
         name: str = "video",
     ) -> None:
         """
-        Encodes frames and remembers the tokens that the policy chooses. A frame waits until its step in time is full or
-        over; the last frame stands for those that did not come. If frames come faster
-        than `fps`, those in between are left out.
+        Encodes frames and remembers the tokens that the policy chooses.
+
+        A frame waits until all frames of its step in time are there, or until a later step begins. In place of frames
+        that did not come, the last frame of the step is encoded again. If frames come faster than `fps`, those in
+        between are left out.
 
         Args:
             frames: `[H, W, 3]` uint8 each; they are resized to the size of the camera's first frame.
-            times: when each was taken, in seconds from the beginning of the stream, ascending; several cameras share
-                one clock. If absent, the frames follow the earlier ones at `fps`.
-            name: of the camera; a new name adds a camera.
+            times: when each frame was taken, in seconds from the beginning of the stream, ascending; several cameras
+                share one clock. If absent, the frames follow the earlier ones at `fps`.
+            name: the camera's name; a new name adds a camera.
         """
         check_frames(frames, check_name(name))
         if not len(frames):
@@ -147,7 +152,7 @@ class Stream:
         newest = -1
         last_time = -math.inf
         if name in self.cameras:
-            newest = self.cameras[name].frame
+            newest = self.cameras[name].newest_frame
             last_time = self.cameras[name].last_time
         if times is None:
             first = newest + 1
@@ -167,50 +172,50 @@ class Stream:
         pixels: np.ndarray,
         time: float,
     ) -> list[Step]:
-        """Adds a frame to its step in time, unless it comes too fast; returns the steps that end with it."""
+        """Adds a frame to its step in time, unless it comes too fast. Returns the steps that are over now."""
         exact = time * self.fps
         number = math.floor(exact + EARLY)
-        if number <= camera.frame:
+        if number <= camera.newest_frame:
             return []
         step = number // self.frames_per_step
         camera.begins.setdefault(step, time)
         ended = []
-        if camera.waiting and step > camera.frame // self.frames_per_step:
+        if camera.waiting and step > camera.newest_frame // self.frames_per_step:
             ended.append(self._end_step(camera))
-        camera.frame = number
+        camera.newest_frame = number
         camera.waiting.append(resize_frame(self.processor.video_processor, camera.size, pixels))
         if number == self._last_frame(step):
             ended.append(self._end_step(camera))
         return ended
 
     def shown_until(self, name: str, time: float) -> None:
-        """Notes until when the newest frame of a camera is shown: its step ends there, as if the next one began."""
+        """Notes until when the newest frame of a camera is shown. Its step ends then, as if the next step began."""
         camera = self.cameras[name]
-        camera.begins[camera.frame // self.frames_per_step + 1] = time
+        camera.begins[camera.newest_frame // self.frames_per_step + 1] = time
 
     def _end_step(self, camera: Camera) -> Step:
         """Makes a step of the frames that wait."""
-        step = Step(camera.frame // self.frames_per_step, camera.waiting)
+        step = Step(camera.newest_frame // self.frames_per_step, camera.waiting)
         camera.waiting = []
         return step
 
     def finish(self) -> None:
-        """Encodes the frames that wait, each step filled up with its last frame, as at the end of a video."""
+        """Encodes the frames that wait, as at the end of a video."""
         for camera in self.cameras.values():
             if camera.waiting:
                 step = self._end_step(camera)
                 last = self._last_frame(step.number)
-                missing = last - camera.frame
-                camera.frame = last
+                missing = last - camera.newest_frame
+                camera.newest_frame = last
                 self._add(camera, [step])
-                camera.missing = missing
+                camera.missing = missing  # only now, since `_add` sets it to 0
 
     def _last_frame(self, step: int) -> int:
         """The number of the last frame of a step."""
         return (step + 1) * self.frames_per_step - 1
 
     def camera(self, name: str, shape: tuple[int, ...]) -> Camera:
-        """The camera of a name, which is added if there is none; its frames have this shape, `(H, W, 3)`."""
+        """The camera with a name. If there is none, it is added, for frames of this shape, `(H, W, 3)`."""
         if name not in self.cameras:
             with naming(name):
                 grid = self.processor.grid_of(self.sized_as, *shape[:2])
@@ -220,20 +225,19 @@ class Stream:
             tokens = Tokens(features, no_places, no_places, torch.empty(0, 0))
             self.cameras[name] = Camera(
                 size=(shape[0], shape[1]),
-                patches=grid[:, 1:],
+                grid=grid,
                 cells=(height, width),
                 tokens=tokens,
             )
         return self.cameras[name]
 
     def _add(self, camera: Camera, steps: Sequence[Step]) -> None:
-        """Encodes steps, and thins the memory."""
+        """Encodes steps, each filled up with its last frame, and remembers them."""
         frames = []
         for step in steps:
             missing = self.frames_per_step - len(step.frames)
             frames += step.frames + step.frames[-1:] * missing
-        grid = torch.cat([torch.ones(1, 1, dtype=torch.long), camera.patches], dim=1)
-        pixels, grid = self.processor.preprocess_frames(stack_frames(frames), grid)
+        pixels, grid = self.processor.preprocess_frames(stack_frames(frames), camera.grid)
         (features,) = self.model.encode_videos(pixels, grid)
         camera.missing = 0
         self.remember(camera, features, [step.number for step in steps])
@@ -245,7 +249,13 @@ class Stream:
         features: Tensor,
         steps: Sequence[int],
     ) -> None:
-        """Adds steps `[t * h * w, token_width]` by their numbers in time, and forgets what the policy drops."""
+        """
+        Adds tokens to the memory, and forgets those that the policy does not keep.
+
+        Args:
+            features: `[t * h * w, token_width]`, the tokens of whole steps in time.
+            steps: `[t]`, the numbers of these steps.
+        """
         cells = len(features) // len(steps)
         scores = torch.empty(len(features), 0)
         if self.question is not None:
@@ -255,17 +265,19 @@ class Stream:
         new = Tokens(features, step_of, torch.arange(cells).repeat(count), scores)
         with self._changing:
             camera.tokens = camera.tokens.join(new)
-            camera.newest = int(steps[-1])
+            camera.newest_step = int(steps[-1])
             if self.num_tokens > self.memory_tokens:
                 self._forget(self.memory_tokens)
 
     def _forget(self, count: int) -> None:
-        """Keeps `count` tokens of all cameras together, as the policy chooses."""
+        """Keeps `count` tokens over all cameras, which the policy chooses."""
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
-        kept = find_method(self.policy)(self._competing(cameras), count)
+        policy = find_method(self.policy)  # refuses what is neither a function nor the name of a method
+        kept = policy(self._competing(cameras), count)
         if isinstance(kept, Tensor):
             kept = kept.cpu()
-        check_kept([(kept, count, self.num_tokens)], self.policy)
+        choices_of_rows = [(kept, count, self.num_tokens)]  # a batch of one
+        check_kept(choices_of_rows, policy)
         first = 0
         for camera in cameras:
             end = first + len(camera.tokens)
@@ -273,19 +285,20 @@ class Stream:
             camera.tokens = camera.tokens.take(kept[is_of_camera] - first)
             first = end
             steps = set(camera.tokens.steps.tolist())
-            # A step ends where the next one begins, so both times stay.
+            # The times stay at which a remembered step begins, and at which it ends because the next step begins. Those
+            # of steps that are not encoded yet stay too.
             camera.begins = {
                 step: time
                 for step, time in camera.begins.items()
-                if step in steps or step - 1 in steps or step > camera.newest
+                if step in steps or step - 1 in steps or step > camera.newest_step
             }
 
     def _competing(self, cameras: Sequence[Camera]) -> Candidates:
-        """The whole memory as candidates, with each camera's tokens as one row of a single frame."""
+        """The whole memory as candidates; each camera's tokens are a grid of one frame with one row."""
         visual = []
         positions = []
         scores = []
-        lines = []
+        grids = []
         for camera in cameras:
             tokens = camera.tokens
             width = camera.cells[1]
@@ -294,7 +307,7 @@ class Stream:
             columns = tokens.cells % width
             positions.append(torch.stack([tokens.steps, rows, columns]))
             scores.append(tokens.scores)
-            lines.append((1, 1, len(tokens)))
+            grids.append((1, 1, len(tokens)))
 
         def score(_: Tensor) -> Tensor:
             if self.question is None:
@@ -302,7 +315,7 @@ class Stream:
             return self.question.log_relevance(torch.cat(scores))
 
         no_text = visual[0][:0]
-        return Candidates(visual, no_text, torch.cat(positions, dim=1), lines, score)
+        return Candidates(visual, no_text, torch.cat(positions, dim=1), grids, score)
 
     def ask(self, question: str, **options) -> Answer:
         """
@@ -327,36 +340,39 @@ class Stream:
         return videos
 
     def _video(self, name: str, camera: Camera) -> Remembered:
-        """What is left of a camera; its frames have their true times."""
+        """What is left of a camera, as a video whose frames have their true times."""
         steps = camera.tokens.steps.tolist()
         rows = rows_of(steps)
         missing = 0
-        if steps[-1] == camera.newest:
+        if steps[-1] == camera.newest_step:
             missing = camera.missing
         frames: list[int] = []
-        for row in rows:
-            first = row * self.frames_per_step
+        for step in rows:
+            first = step * self.frames_per_step
             frames += range(first, first + self.frames_per_step)
-        count = len(frames) - missing
-        end = self._last_frame(camera.newest) + 1 - camera.missing
-        end_time = camera.begins.get(camera.newest + 1, end / self.fps)
+        present = frames[: len(frames) - missing]
+        end_frame = self._last_frame(camera.newest_step) + 1 - camera.missing
+        end_seconds = camera.begins.get(camera.newest_step + 1, end_frame / self.fps)
         ticks_per_frame = _TICKS / self.fps
-        indices = [round(frame * ticks_per_frame) for frame in frames[:count]]
-        begin = indices[0]
+        ticks = [round(frame * ticks_per_frame) for frame in present]
+        # The indices count from the beginning of the stream, the total from the first frame that is left, as in the
+        # metadata of a video that is looked at from a later second on.
+        begin = ticks[0]
         metadata = VideoMetadata(
-            total_num_frames=round(end_time * _TICKS) - begin,
+            total_num_frames=round(end_seconds * _TICKS) - begin,
             fps=_TICKS,
-            frames_indices=indices,
+            frames_indices=ticks,
             height=camera.size[0],
             width=camera.size[1],
         )
-        count_of_rows = torch.tensor([[len(rows)]])
+        grid = camera.grid.clone()
+        grid[0, 0] = len(rows)
         cells = math.prod(camera.cells)
         rows_of_tokens = torch.searchsorted(torch.tensor(rows), camera.tokens.steps)
         return Remembered(
             video=name,
             features=camera.tokens.features,
-            video_grid_thw=torch.cat([count_of_rows, camera.patches], dim=1),
+            video_grid_thw=grid,
             seconds_per_step=self.seconds_per_step,
             about=AboutVideo(metadata, begin / _TICKS),
             seconds=0.0,
@@ -370,7 +386,7 @@ class Stream:
 
 
 def check_frames(frames: Sequence[np.ndarray], name: str) -> None:
-    """A `ValueError` for frames of a camera that are not pictures."""
+    """Raises `ValueError` for frames of a camera that are not pictures."""
     if not isinstance(frames, (Sequence, np.ndarray, Tensor)):
         raise ValueError(f"Got frames of type {type(frames).__name__}; expected a list of arrays.")
     for frame in frames:
@@ -388,7 +404,13 @@ def seconds_of(
     last_time: float,
     name: str,
 ) -> list[float]:
-    """The times of `count` frames of a camera; a `ValueError` for times that do not follow its last one."""
+    """
+    The times of `count` frames of a camera, as a list.
+
+    Raises:
+        ValueError: there is not one number for each frame; one is negative, infinite or NaN; or they do not ascend from
+            `last_time` on, the time of the camera's previous frame.
+    """
     try:
         seconds = np.array(times, dtype=np.float64, ndmin=1)
         waits = np.diff(seconds, prepend=last_time)
@@ -397,7 +419,7 @@ def seconds_of(
     ascends = waits.shape == (count,) and (waits > 0).all()
     if not ascends or seconds[0] < 0 or seconds[-1] == math.inf:
         raise ValueError(
-            f"Got times that do not ascend, or not one for each of {count} frames of {name!r}; expected seconds from "
-            "the beginning of the stream."
+            f"times={show(times)} for {count} frames of {name!r}; expected a number for each frame: the seconds from "
+            "the beginning of the stream, from 0 on, ascending, and later than those of earlier frames."
         )
     return seconds.tolist()

@@ -31,17 +31,18 @@ from ..model.containers_qtsplus import (
 )
 from ..model.decoding_qtsplus import Upright
 from ..model.numbers_qtsplus import require_positive
+from ..model.sampling_qtsplus import ROUNDING
 from .stream import Stream
 
-Timed = Iterator[tuple[float, np.ndarray]]  # frames, and when they are shown
+Timed = Iterator[tuple[float, np.ndarray]]  # frames, each with the seconds at which it is shown
 ROOM = 16  # frames of a source that wait to be encoded
-DEVICES = ("v4l2:", "avfoundation:", "dshow:", "x11grab:", "lavfi:")  # of libavdevice, as FORMAT:NAME
-# What an address of a camera, which does not wait for a reader, begins with.
+DEVICES = ("v4l2:", "avfoundation:", "dshow:", "x11grab:", "lavfi:")  # devices of libavdevice are FORMAT:NAME
+# Addresses of cameras begin with these. A camera does not wait until its frames are read.
 CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://") + DEVICES
 _HTTP = "http,https,httpproxy,tcp,tls,crypto,data"
 _RTSP = "rtsp,rtsps,rtp,srtp,udp,tcp,tls"
 _RTMP = "rtmp,rtmps,tcp,tls"
-_PROTOCOLS = {  # by the scheme of an address, the protocols of FFmpeg to which what is sent may lead
+_PROTOCOLS = {  # by the scheme of an address: the protocols that FFmpeg may use, also for places that a playlist names
     "http": _HTTP,
     "https": _HTTP,
     "rtsp": _RTSP,
@@ -53,27 +54,28 @@ _PROTOCOLS = {  # by the scheme of an address, the protocols of FFmpeg to which 
     "srt": "srt",
     "tcp": "tcp",
 }
-_UNREADABLE = (av.error.FFmpegError, OSError, ValueError)  # what reading a bad stream raises
-_UNTIMED = re.compile("mp?jpeg|obu|.*_pipe")  # formats without times, to whose frames FFmpeg gives 25 a second
+_UNREADABLE = (av.error.FFmpegError, OSError, ValueError)  # the errors that reading a bad stream raises
+_UNTIMED = re.compile("mp?jpeg|obu|.*_pipe")  # formats without times, for which FFmpeg assumes 25 frames a second
 
 
 class Source:
     """
-    The frames of one source, at most `fps` a second, which a thread reads.
+    The frames of one source, at most `fps` a second. A thread reads them ahead.
 
-    At most [`ROOM`] of them wait. Then a file, a pipe or a server has to wait too. A camera does not: the oldest frame
-    that waits is dropped for the newest, and counted in `dropped`.
+    At most [`ROOM`] frames wait to be taken. While so many wait, a file, a pipe or a server has to wait too. A camera
+    does not wait: its newest frame takes the place of the oldest one that waits, and `dropped` counts this.
 
     Args:
         address: a file or a named pipe, `-` for standard input, an address, or a device such as `/dev/video0` or
             `avfoundation:0`.
+        fps: the most frames per second.
         timeout: seconds without a frame after which a source that is not a file has failed.
-        began: when the clock of the stream was at 0, by `time.monotonic`. A camera's seconds are of that clock, see
-            [`_CameraClock`]; other sources have a player's seconds.
-        name: what messages call it, instead of by its address.
+        began: `time.monotonic()` at second 0 of the stream. A camera's frames have seconds of the stream, see
+            [`_CameraClock`]; frames of other sources have the seconds at which a player shows them.
+        name: the source's name in messages; without it they show the address.
 
-    Iterating gives (seconds, `[H, W, 3]` uint8) until the source ends, or raises `TimeoutError` where nothing came for
-    too long, and `ValueError` for what cannot be opened or decoded, or breaks off.
+    Iterating gives (seconds, `[H, W, 3]` uint8) until the source ends. It raises `TimeoutError` if no frame came for
+    too long, and `ValueError` for a source that cannot be opened or decoded, or that breaks off.
     """
 
     def __init__(
@@ -98,14 +100,16 @@ class Source:
         self.is_pipe = address == "-" or (not is_address and Path(address).is_fifo())
         self.is_file = not (self.is_camera or self.is_pipe or is_address)
         if self.is_file and not os.path.isfile(address):
-            expected = f"a file, an address ({', '.join(_PROTOCOLS)}), a device such as /dev/video0, or -"
-            raise ValueError(f"There is no stream {shown_name(address)!r}; expected {expected}.")
+            raise ValueError(
+                f"There is no stream {shown_name(address)!r}; expected a file, an address ({', '.join(_PROTOCOLS)}), a "
+                "device such as /dev/video0, or -."
+            )
         self.dropped = 0
-        self.newest = 0.0  # seconds that were read so far
-        self.end = 0.0  # when the last frame that was read is over
+        self.newest = 0.0  # seconds: when the newest frame so far is shown
+        self.end = 0.0  # seconds: when the newest frame so far is over
         self.clock: Clock | None = None
-        self.sound = False  # whether it has some, which is not read
-        self._states: list[str] = []
+        self.sound = False  # whether the source has sound, which is not read
+        self._faults: list[str] = []  # the ends of sentences that begin with "The stream ..."
         self._waiting: queue.Queue[Any] = queue.Queue(ROOM)
         self._closed = False
         reader = threading.Thread(target=self._read, daemon=True, name=f"qtsplus-watch {self.name}")
@@ -127,8 +131,8 @@ class Source:
             yield item
 
     def _failure(self, error: Exception) -> Exception:
-        """What is raised for a stream that cannot be read, or for its silence."""
-        if isinstance(error, (queue.Empty, av.error.ExitError)):  # FFmpeg has the same patience as we have
+        """The exception to raise for a stream that cannot be read, or that sends nothing."""
+        if isinstance(error, (queue.Empty, av.error.ExitError)):  # FFmpeg has the same timeout as the queue
             return TimeoutError(f"The stream {self.name!r} sent no frame for {self.timeout:g} s.")
         reason = getattr(error, "strerror", None) or error  # without the address
         message = f"Cannot read the stream {self.name!r}: {first_line(reason)}."
@@ -138,27 +142,28 @@ class Source:
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong with it so far, one sentence each."""
-        states = self._states
+        """What is wrong with the source so far, one sentence each."""
+        faults = self._faults
         if self.clock is not None:
-            states = self.clock.states + states
-        warnings = [f"The stream {self.name!r} {state}." for state in states]
+            faults = self.clock.states + faults
+        warnings = [f"The stream {self.name!r} {fault}." for fault in faults]
         if self.dropped:
             warnings.append(f"{self.dropped} frames of {self.name!r} came too fast to be encoded.")
         return warnings
 
     def close(self) -> None:
-        """Has the thread end with the frame that it is reading."""
+        """Tells the thread to stop after the frame that it is reading."""
         self._closed = True
 
     def _read(self) -> None:
+        """Runs in the thread: puts the frames into the queue, then `None`, or else the error that reading raised."""
         try:
             for item in self._decode():
                 self._put(item)
                 if self._closed:
                     return
             self._put(None)
-        except BaseException as error:  # raised again where the frames are read, which would wait for ever
+        except BaseException as error:  # `__iter__` raises it again; it would wait for ever if the thread just ended
             self._put(error)
 
     def _put(self, item: object) -> None:
@@ -176,15 +181,17 @@ class Source:
         if self.address.startswith(DEVICES):
             kind, _, name = self.address.partition(":")
             return av.open(name, format=kind, timeout=self.timeout)
-        # Without these options FFmpeg waits for 20 frames, to tell their rate.
-        options = {"fpsprobesize": "0", "rtsp_transport": "tcp"}
+        options = {
+            "fpsprobesize": "0",  # else FFmpeg waits for 20 frames to find their rate
+            "rtsp_transport": "tcp",  # else RTSP uses UDP, which may lose packets
+        }
         if not self.is_pipe:
             options["protocol_whitelist"] = _PROTOCOLS[self.scheme]
             return av.open(self.address, options=options, timeout=self.timeout, **TAGS)
-        options["protocol_whitelist"] = "none"  # what is sent may name other places
+        options["protocol_whitelist"] = "none"  # a playlist in the pipe must not open other places
         is_standard_input = self.address == "-"
         place = 0 if is_standard_input else self.address
-        # It is read for as long as the container is.
+        # It stays open without a `with`, since the container reads it from now on.
         pipe = open(place, "rb", buffering=0, closefd=not is_standard_input)  # noqa: SIM115
         return av.open(pipe, options=options, **TAGS)
 
@@ -192,31 +199,32 @@ class Source:
         opened = time.monotonic() - self.began
         with self._open() as container:
             stream = video_stream(container)
+            if container.format.name == "mpjpeg" and not (self.is_file or self.is_pipe):
+                self.is_camera = True  # MJPEG at an `http` address: the address does not say that it is a camera
             self.sound = bool(container.streams.audio)
             stated = read_stated(self.address, container, stream) if self.is_file else None
             upright = Upright()
-            last = -1
+            last_number = -1
             for seconds, frame in self._timed(container, stream, opened):
                 self.newest = max(self.newest, seconds)
-                lasts = float((frame.duration or 0) * (frame.time_base or 0))
-                self.end = self.newest + (lasts or 1 / self.fps)
-                number = int(seconds * self.fps + 1e-3)
-                if number > last:
-                    last = number
+                duration = float((frame.duration or 0) * (frame.time_base or 0))
+                self.end = self.newest + (duration or 1 / self.fps)
+                number = int(seconds * self.fps + ROUNDING)
+                if number > last_number:
+                    last_number = number
                     yield seconds, upright(frame, stream)
-            tolerance = 0.05 * self.newest + 1  # the last frame may last a while
+            # The last frame begins at `newest`. The tolerance covers how long it lasts.
+            tolerance = 0.05 * self.newest + 1
             if stated is not None and ends_early(self.address, stated, self.newest, tolerance):
-                read = f"and {self.newest:.1f} s can be read"
-                self._states.append(f"is incomplete: its header states {stated.end:.1f} s, {read}")
+                self._faults.append(
+                    f"is incomplete: its header states {stated.end:.1f} s, and {self.newest:.1f} s can be read"
+                )
 
     def _timed(self, container, stream, opened: float) -> Iterator[tuple[float, av.VideoFrame]]:
-        """The frames with their seconds; of a camera that was being opened from the second `opened` on."""
+        """The frames with their seconds. `opened` is the second of the stream at which opening the source began."""
         clock = Clock(container, stream)
         self.clock = clock
-        kind = container.format.name
-        has_times = self.is_file or not _UNTIMED.fullmatch(kind)
-        if kind == "mpjpeg" and not (self.is_file or self.is_pipe):
-            self.is_camera = True
+        has_times = self.is_file or not _UNTIMED.fullmatch(container.format.name)
         begin = 0.0
         if container.format.flags & ARBITRARY_CLOCK:
             begin = (container.start_time or 0) / av.time_base
@@ -225,23 +233,24 @@ class Source:
             if frame.time is None or not (has_times or self.is_camera):
                 raise ValueError("its frames have no times")
             if after is not None and frame.time > (after.time or 0) + LEAP:
-                clock.strays += 1  # the next frame is shown before it
+                clock.strays += 1  # a wrong time, long after that of the next frame: the frame is left out
             elif self.is_camera:
                 yield camera_clock.seconds(frame.time, len(clock.joins)), frame
             else:
                 yield max(frame.time - begin, 0.0), frame
 
     def _frames(self, container, stream, clock: Clock) -> Iterator[av.VideoFrame]:
+        """The decoded frames. Of the sentences about damage only the newest is kept, as one is enough."""
         for packet in clock.over(self._packets(container, stream), self.is_camera):
             try:
                 frames = packet.decode()
             except UNDECODABLE:
-                self._states = ["is damaged, and what cannot be decoded is left out"]
+                self._faults = ["is damaged, and what cannot be decoded is left out"]
                 continue
             for frame in frames:
                 if frame.is_corrupt:
-                    self._states = ["is damaged, and some of its frames are shown as far as they go"]
-                if clock.waiting:
+                    self._faults = ["is damaged, and some of its frames are shown as far as they go"]
+                if clock.waiting:  # AVI and MPEG-PS: frames get the times of all packets in the order of showing
                     frame.pts = heapq.heappop(clock.waiting)
                 yield frame
 
@@ -249,11 +258,11 @@ class Source:
         try:
             yield from read_packets(container, stream)
         except OSError as error:
-            # Where a server states no length, FFmpeg takes the end of what it sends for a fault.
+            # If a server states no length, FFmpeg takes the end of the video for an error.
             has_length = container.size is not None and container.size > 0
             if error.errno != errno.EIO or has_length or not self.scheme.startswith("http"):
                 raise
-            last = av.Packet()  # of no bytes, with which a decoder gives what it still holds
+            last = av.Packet()  # an empty packet makes the decoder return the frames that it still holds
             last.stream = stream
             last.time_base = stream.time_base
             yield last
@@ -262,49 +271,51 @@ class Source:
 @dataclass
 class _CameraClock:
     """
-    When the frames of a camera were taken, in seconds of the stream's clock: as far apart as the camera says, and never
-    ahead of now.
+    When the frames of a camera were taken, in seconds of the stream: as far apart as by the camera's own clock, and
+    never later than now.
 
-    The first frame that was waited for was taken when it came. Frames that FFmpeg held while it opened the camera were
-    taken between the opening and now. A camera without times, such as multipart JPEG at an address, has the time at
-    which each frame arrives.
+    FFmpeg holds the frames that come while it opens the camera. They arrive at once, and the first of them counts as
+    taken when opening began. A frame that did not arrive at once was taken when it arrived; the first such frame sets
+    the camera's clock, and so does the first one after the camera's clock restarted. A camera without times, such as
+    MJPEG at an address, has the time at which each frame arrives.
     """
 
-    began: float  # when the clock of the stream was at 0, by `time.monotonic`
-    opened: float  # the second at which opening the camera began
+    began: float  # `time.monotonic()` at second 0 of the stream
+    opened: float  # the second of the stream at which opening the camera began
     has_times: bool
-    begin: float | None = None  # what the camera's clock shows when the stream's is at 0
-    joins: int = -1  # how often the camera's clock had been set again when a frame was waited for
-    last_arrival: float = 0.0
-    last_time: float = 0.0
+    begin: float | None = None  # the time of the camera's clock at second 0 of the stream
+    joins_when_set: int = -1  # restarts of the camera's clock before an arrival set it; -1 before the first
+    last_arrival: float = 0.0  # seconds of the stream
+    last_time: float = 0.0  # seconds of the camera's clock
 
     def seconds(self, time_of_frame: float, joins: int) -> float:
         """
-        The seconds of the next frame.
+        When the next frame was taken, in seconds of the stream.
 
         Args:
-            time_of_frame: the camera's.
-            joins: how often the camera's clock was set again so far.
+            time_of_frame: seconds of the camera's clock.
+            joins: how often the camera's clock has restarted so far.
         """
         now = time.monotonic() - self.began
         if not self.has_times:
             return now
         if self.begin is None:
             self.begin = time_of_frame - self.opened
-        elif self.joins < joins:
+        elif self.joins_when_set < joins:
             waited = now - self.last_arrival
+            # Frames that were held arrive at once, others as long after one another as they were taken.
             if waited > (time_of_frame - self.last_time) / 2:
                 self.begin = time_of_frame - now
-                self.joins = joins
+                self.joins_when_set = joins
         self.last_arrival = now
         self.last_time = time_of_frame
         return min(max(time_of_frame - self.begin, 0.0), now)
 
 
-def _looks(sources: Mapping[str, Source]) -> Iterator[tuple[float, str, np.ndarray | None]]:
+def _merged(sources: Mapping[str, Source]) -> Iterator[tuple[float, str, np.ndarray | None]]:
     """
-    The seconds, the source's name and the frame `[H, W, 3]` uint8, of all sources in the order of their seconds; at the
-    end of each source no frame.
+    The frames of all sources in the order of their seconds, as (seconds, name of the source, `[H, W, 3]` uint8). When a
+    source ends, `None` comes in place of a frame.
     """
 
     def of_source(name: str, source: Source):
@@ -328,22 +339,24 @@ def watch(
     **choice,
 ) -> Iterator[Answer]:
     """
-    Answers one question again and again while videos come: every so many seconds of video, and once more at their end.
+    Answers one question again and again while videos come: every so many seconds of video, and when all have ended.
 
     Args:
-        sources: by name a file, `-` for standard input, an address (http, rtsp, ...) or a device such as
+        sources: by name: a file, `-` for standard input, an address (http, rtsp, ...) or a device such as
             `/dev/video0`. All share one clock and one memory.
-        every: seconds of video from answer to answer.
+        every: seconds of video from one answer to the next.
         fps, memory_tokens: as for [`Stream`].
         timeout: seconds without a frame after which a source that is not a file has failed.
         choice: as for [`Stream.ask`].
 
     Yields:
-        answers of [`Stream.ask`]; their `warnings` count the frames that came faster than they were encoded.
+        answers of [`Stream.ask`]. Their `warnings` say what is wrong with the sources, and count the frames that came
+        faster than they were encoded.
 
     Raises:
         TimeoutError: a pipe, an address or a camera sent nothing for too long.
-        ValueError: no source, one that cannot be read or breaks off, a question or a number out of its range.
+        ValueError: there is no source; a source cannot be read, breaks off, or has no frame; a question that cannot be
+            asked; a number out of its range.
     """
     every = require_positive("every", every)
     if not sources:
@@ -366,7 +379,7 @@ def watch(
 
     try:
         due = every
-        for seconds, name, frame in _looks(opened):
+        for seconds, name, frame in _merged(opened):
             if name in stream.cameras:
                 stream.shown_until(name, seconds)
             if frame is None:
@@ -378,7 +391,7 @@ def watch(
             stream.append([frame], [seconds], name)
         stream.finish()
         if not stream.num_tokens:
-            raise ValueError("There was no frame to look at.")
+            raise ValueError(f"There was no frame in {list(sources)}; expected at least one.")
         yield answer()
     finally:
         for source in opened.values():

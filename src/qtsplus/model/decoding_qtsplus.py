@@ -1,11 +1,14 @@
 """Decodes video files with PyAV: the chosen frames, each as a player shows it at its time.
 
 A packet of a file holds one frame, and a key frame can be decoded alone. To show some frames of a video, the packets
-from the key frame before each are decoded (`needed`), and the others are skipped:
+from the key frame before each of them on are decoded (`needed`), and the others are skipped:
 
     packets     K . . . K . . . K . . .      K: a key frame
     shown         ^                 ^
-    needed      1 2             1 . 2        2: shown, 1: only decoded
+    needed      1 2             1 1 2        2: shown, 1: only decoded
+
+A packet is damaged if FFmpeg says so or cannot decode it; otherwise it is whole. A frame is whole if its packet is, and
+all packets since its key frame are.
 """
 
 import itertools
@@ -17,7 +20,7 @@ from fractions import Fraction
 import numpy as np
 from transformers.utils import logging
 
-try:  # optional: who gives frames needs no decoder
+try:  # optional: a caller who passes frames needs no decoder
     import av
 except ImportError:
     av = None  # type: ignore[assignment]
@@ -37,33 +40,35 @@ from .containers_qtsplus import (
 
 logger = logging.get_logger(__name__)
 
-_EARLY = 0.5  # seconds by which a video may end before its header says
-_JOIN = 2  # packets before a key frame, of which FFmpeg calls one damaged where two recordings in MPEG-TS meet
-_JOINABLE = ("mov,mp4", "matroska", "flv")  # formats of which a player shows the first of two files in one
-_SKIPPING_CODECS = ("h264", "hevc")  # whose decoders pass over frames from which no other is made
+_EARLY = 0.5  # A video may end this many seconds before its header says.
+_JOIN = 2  # Where two recordings in MPEG-TS meet, FFmpeg calls one of this many packets before a key frame damaged.
+_JOINABLE = ("mov,mp4", "matroska", "flv")  # formats in which a player ignores a second file behind the first one
+_SKIPPING_CODECS = ("h264", "hevc")  # codecs whose decoders can skip frames that no other frame needs
 
-ShownFrame = tuple[np.ndarray, bool]  # [H, W, 3] uint8, and whether it is whole
+ShownFrame = tuple[np.ndarray, bool]  # [H, W, 3] uint8, and whether the frame is whole
 
 
 class VideoDecoder:
     """
-    The video in a file, at an `http(s)` address, or in a `data:` address: when a player shows its frames, and those.
+    The frames of a video, and the times at which a player shows them. The video is a file, or the content of an
+    `http(s)` or `data:` address.
 
     Attributes:
-        total, fps: frames and their rate on a regular clock. At a constant rate these are the file's own frames; at a
-            variable rate frame `i` is what a player shows `i / fps` seconds after the first.
+        total, fps: the number of frames and their rate on a regular clock. At a constant rate these are the file's own
+            frames; at a variable rate frame `i` is the one that a player shows `i / fps` seconds after the first.
         start: when a player shows the first frame, in seconds.
-        sound: whether the file has some, which is not read.
-        warnings: what is wrong with the file, one sentence each; `show` adds what it cannot decode.
-        pts, key, whole: of each packet in the order of the file: when its frame is shown, in ticks; whether it needs
-            no other packet; whether it can be decoded.
-        order: the packets that are frames, in the order in which they are shown.
-        times: `[N]`, when these are shown, in seconds from the first.
-        timed: whether a decoded frame has the time of its packet. Else the frames have all the times in their order.
+        sound: whether the file has sound, which is not read.
+        warnings: what is wrong with the file, one sentence each; `show` adds a sentence if it cannot decode all.
+        pts: of each packet, in the order of the file, the time at which its frame is shown, in ticks.
+        key: of each packet, whether it needs no other packet.
+        whole: of each packet, whether it is not damaged.
+        order: the packets whose frames are shown, in the order of showing.
+        times: `[N]`, when the frames of `order` are shown, in seconds from the first.
+        timed: whether a decoded frame has the time of its packet. Otherwise the decoded frames get `times` in turn.
 
     Raises:
-        ValueError: a file that is missing, cannot be decoded, has no frame, or is a list of others; an address that
-            does not answer, holds no base64, or has a file of more than 1 GiB.
+        ValueError: a file that is missing, cannot be decoded, has no frame, or is a playlist; an address that does not
+            answer, holds no base64, or has a file of more than 1 GiB.
         ImportError: PyAV is not installed.
     """
 
@@ -73,34 +78,40 @@ class VideoDecoder:
         self.name = shown_name(path)
         self.source = find_video(path)
         self.warnings: list[str] = []
-        self.is_cut = False  # whether FFmpeg fails on what follows the last packet
+        self.breaks_off = False  # whether FFmpeg cannot read on behind the last packet
         with self._naming(), open_container(self.source) as container:
             stream = video_stream(container)
-            states = self._read_packets(container, stream)
-            self.joined = self._is_joined(container)
+            faults = self._read_packets(container, stream)
+            is_joined = self._is_joined(container)
             self.sound = bool(container.streams.audio)
             stated = read_stated(self.source, container, stream)
         self._set_clock(stated)
         missing = self._missing(stated)
-        self.is_complete = not missing and not self.joined  # its key frames are where the file says
+        # Packets can be skipped if frames are told apart by their times, and if key frames are where the file says,
+        # which is doubtful in a file that is incomplete or joined.
+        self.can_skip = self.timed and not missing and not is_joined
         if missing:
-            states.append(f"is incomplete: {missing}")
-        pauses = np.diff(self.times, append=self.times[-1])
-        longest = pauses.argmax()
-        pause = pauses[longest]
-        usual, long = np.quantile(pauses, (0.5, 0.8))
-        # In a constant rate a gap is a loss, else it may be a still. A header that fits the video knows of no loss.
-        shows_loss = long < 2 * usual and not stated.is_of_video
-        if shows_loss and pause > LEAP + 3 * usual:
+            faults.append(f"is incomplete: {missing}")
+        gaps = np.diff(self.times, append=self.times[-1])
+        longest = gaps.argmax()
+        longest_gap = gaps[longest]
+        usual_gap, long_gap = np.quantile(gaps, (0.5, 0.8))
+        # At a constant rate a long gap shows that frames were lost; at a variable rate it may be a still. If the header
+        # states the video's own length, only an early end is a loss, which `_missing` looks for.
+        shows_loss = long_gap < 2 * usual_gap and not stated.is_of_video
+        if shows_loss and longest_gap > LEAP + 3 * usual_gap:
             begin = self.times[longest]
-            states.append(f"has no frame for {pause:.0f} s from {begin:.1f} s on")
-        if self.joined:
-            states.append("is followed by another in the same file, which players pass over; split them")
-        for state in states:
-            self._warn(state)
+            faults.append(f"has no frame for {longest_gap:.0f} s from {begin:.1f} s on")
+        if is_joined:
+            faults.append("is followed by another in the same file, which players pass over; split them")
+        for fault in faults:
+            self._warn(fault)
 
     def _read_packets(self, container: "av.container.InputContainer", stream: "av.VideoStream") -> list[str]:
-        """Goes through the file, whose header may be wrong, without decoding; what is to be said of its clock."""
+        """
+        Reads the times and flags of all packets, without decoding them, since the header may be wrong. Returns what is
+        wrong with the file's clock.
+        """
         clock = Clock(container, stream)
         pts = []
         dts = []
@@ -115,6 +126,7 @@ class VideoDecoder:
         if clock.reorders and None not in pts and None not in dts:
             clock.mend(pts, dts)
         key, is_damaged, is_hidden = np.array(flags, bool).reshape(-1, 3).T
+        # A packet that FFmpeg calls damaged is not if it is just before a key frame, where recordings may meet.
         for number in np.flatnonzero(is_damaged):
             behind = number + 1
             next_are_key = key[behind : behind + _JOIN]
@@ -130,8 +142,10 @@ class VideoDecoder:
         self.whole = ~is_damaged
         shown = self.pts[~is_hidden]
         has_own_times = len(np.unique(shown)) == len(shown)
+        # An AVI states only when packets are decoded. If frames are reordered, these are not their times of showing.
         is_guessed = clock.is_avi and clock.reorders
         self.timed = self.has_times and has_own_times and not is_guessed
+        # MPEG-PS states few times. If FFmpeg's guesses for the others are off, the frames get the times of the clock.
         if clock.is_ps and pts:
             ticks_off = np.sort(self.pts) - clock.waiting
             seconds_off = np.abs(ticks_off) * clock.step
@@ -141,7 +155,7 @@ class VideoDecoder:
                 self.has_times = True
                 self.pts = np.array(clock.waiting)
                 self.end = clock.due or 0
-        is_shown = self.whole & ~is_hidden  # without what an edit list cuts off
+        is_shown = self.whole & ~is_hidden  # an edit list hides frames
         frames = np.flatnonzero(is_shown)
         if not len(frames):
             raise ValueError(f"of its {len(pts)} frames none is whole")
@@ -149,14 +163,14 @@ class VideoDecoder:
         return clock.states
 
     def _demux(self, container: "av.container.InputContainer", stream: "av.VideoStream") -> "Iterator[av.Packet]":
-        """The packets of the video as far as FFmpeg can read the file."""
+        """The packets of the video, as far as FFmpeg can read the file."""
         try:
             yield from read_packets(container, stream)
         except UNDECODABLE:
-            self.is_cut = True
+            self.breaks_off = True
 
     def _is_joined(self, container: "av.container.InputContainer") -> bool:
-        """Whether the file is two, one behind the other: it has its first bytes again behind the last packet."""
+        """Whether a second file follows in the same file: the first bytes occur again behind the last packet."""
         if self.last_byte is None or not container.format.name.startswith(_JOINABLE):
             return False
         with open_source(self.source) as file:
@@ -166,8 +180,9 @@ class VideoDecoder:
             return head in file.read()
 
     def _set_clock(self, stated: Stated) -> None:
+        """Sets `times`, the regular clock (`total` and `fps`) and `start`, from the packets or else from the header."""
         clock = None
-        self.first = 0.0  # when the first frame is shown by the file, in seconds
+        self.first = 0.0  # seconds on the file's clock at which the first frame is shown
         if self.has_times:
             seconds = self._seconds(self.pts[self.order])
             self.first = float(seconds[0])
@@ -176,39 +191,39 @@ class VideoDecoder:
         if clock is None:
             if not stated.fps:
                 raise ValueError(f"The video {self.name!r} states no times and no rate; pass its frames, with `fps=`.")
-            clock = len(self.order), float(stated.fps)
+            clock = (len(self.order), float(stated.fps))
         self.total, self.fps = clock
+        # Times that are missing or guessed give way to those of a constant rate, if the clock has as many frames.
         if not self.timed and self.total == len(self.order):
             self.times = np.arange(self.total) / self.fps
         self.start = max(self.first - stated.begin, 0.0)
 
     def _missing(self, stated: Stated) -> str:
-        """What of the video is not there."""
+        """Says what is missing of the video; empty if nothing is."""
         packets = len(self.whole)
         whole = int(self.whole.sum())
         damaged = packets - whole
         end = self.first + self.total / self.fps
-        # Of a trimmed video the header counts the frames that are not shown, but not their time.
+        # In a trimmed video the header's number of frames includes those that are hidden; its length does not.
         half_a_frame = 0.5 / self.fps
         is_trimmed = stated.end is not None and stated.end <= end + half_a_frame
         if stated.frames > whole and not is_trimmed:
             return f"its header states {stated.frames} frames, and {whole} can be read"
-        states = []
-        # The last frame may last a little longer.
-        gaps = len(self.times) - 1
-        gaps = max(gaps, 1)
-        mean_gap = float(self.times[-1]) / gaps
+        faults = []
+        # The last frame may last longer than the others.
+        mean_gap = float(self.times[-1]) / max(len(self.times) - 1, 1)
         tolerance = max(_EARLY, 3 * mean_gap)
         if not stated.frames and ends_early(self.source, stated, end, tolerance):
-            states.append(f"its header states {stated.end:.1f} s, and {end:.1f} s can be read")
-        elif self.is_cut:
-            states.append(f"nothing after {end:.1f} s can be read")
+            faults.append(f"its header states {stated.end:.1f} s, and {end:.1f} s can be read")
+        elif self.breaks_off:
+            faults.append(f"nothing after {end:.1f} s can be read")
         if damaged:
-            states.append(f"{damaged} of its {packets} frames are damaged and left out")
-        return "; ".join(states)
+            faults.append(f"{damaged} of its {packets} frames are damaged and left out")
+        return "; ".join(faults)
 
-    def _warn(self, state: str) -> None:
-        warning = f"The video {self.name!r} {state}."
+    def _warn(self, fault: str) -> None:
+        """Adds a warning and logs it, once each. The fault ends a sentence that begins with "The video ..."."""
+        warning = f"The video {self.name!r} {fault}."
         if warning not in self.warnings:
             self.warnings.append(warning)
         logger.warning_once(warning)
@@ -219,11 +234,11 @@ class VideoDecoder:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """The error about a file that is not a video, or a broken one."""
+        """Errors within are raised as a `ValueError` that names the video."""
         try:
             yield
         except (av.error.FFmpegError, OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error  # without a number
+            reason = getattr(error, "strerror", None) or error  # `strerror` leaves out the error's number
             raise ValueError(
                 f"Cannot decode {self.name!r} as a video: {reason}. Expected a complete file with a video stream."
             ) from error
@@ -232,25 +247,27 @@ class VideoDecoder:
 
     def show(self, instants: np.ndarray) -> Iterator[np.ndarray]:
         """
-        The frames shown at `instants`, increasing seconds from the first frame: `[H, W, 3]` uint8 each. Where the
-        frames follow from its key frames only what they need is decoded. A frame that cannot be decoded whole is shown
-        as far as it goes, or else the one before it, and `warnings` say how many.
+        The frames shown at `instants`, increasing seconds from the first frame: `[H, W, 3]` uint8 each.
+
+        If packets can be skipped, only those that the frames need are decoded. A frame that cannot be decoded whole is
+        shown as far as it goes, or else the frame before it is shown, and `warnings` say how many frames that are.
         """
         damaged = 0
-        readable = int(self.whole.sum())
+        whole_before = int(self.whole.sum())
         with self._naming():
             for frame, is_whole in self._show(instants):
                 yield frame
                 damaged += not is_whole
-        found_broken = readable - int(self.whole.sum())
-        damaged = damaged or min(found_broken, len(instants))
+        # Packets that turned out to be damaged are reported even if no frame is known to suffer from them.
+        found_damaged = whole_before - int(self.whole.sum())
+        damaged = damaged or min(found_damaged, len(instants))
         if damaged:
             self._warn(f"is damaged, and with it {damaged} of the {len(instants)} frames that are looked at")
 
     def _show(self, instants: np.ndarray) -> Iterator[ShownFrame]:
-        """The frames, from what they need alone where the file allows that, else from the whole video."""
+        """The frames as [`read`] gives them, with `skipping` as far as this goes, and the others without."""
         num_shown = 0
-        if self.timed and self.is_complete:
+        if self.can_skip:
             for shown in self.read(instants, skipping=True):
                 yield shown
                 num_shown += 1
@@ -259,50 +276,50 @@ class VideoDecoder:
 
     def read(self, instants: np.ndarray, skipping: bool = False) -> Iterator[ShownFrame]:
         """
-        The frames shown at `instants`; one is whole if it is its packet's and nothing since its key frame is damaged.
+        The frames shown at `instants`, each with whether it is whole. A frame at a wrong time counts as not whole.
 
         Args:
-            skipping: decode only what the frames need, and end where one does not come out of the decoder at its time.
+            skipping: decode only the packets that the frames need, and stop at the first frame with a wrong time.
         """
         appeared = np.searchsorted(self.times, instants, side="right")
         chosen = self.order[np.maximum(appeared - 1, 0)]
-        needed = np.full(len(self.key), 2)
+        needed = np.full(len(self.key), 2)  # all packets, as if the frames of all were shown
         if skipping:
             needed = self.needed(chosen)
         upright = Upright()
         num_shown = 0
-        shown = None
-        self.is_hurt = False  # whether something is damaged since the last key frame
+        on_screen = None  # the decoded frame that a player shows until the next one appears
+        self.damaged_since_key = False  # whether something is damaged since the last key frame
         with open_container(self.source) as container:
             stream = video_stream(container)
             stream.thread_type = "AUTO"
             frames = self._decode(container, stream, needed)
             for number, frame in enumerate(itertools.chain(frames, [None])):
-                # Until this frame appears the one before it is shown.
+                # The instants from `num_shown` on, without `stop`, are those before this frame appears.
                 stop = len(instants)
                 if frame is not None:
                     stop = int(np.searchsorted(instants, self._time(frame, number)))
-                if shown is not None and stop > num_shown:
-                    times = self.pts[chosen[num_shown:stop]]
-                    is_right = (times == shown.pts) | (not self.timed)
-                    if skipping and not is_right.all():
+                if on_screen is not None and stop > num_shown:
+                    expected_times = self.pts[chosen[num_shown:stop]]
+                    has_right_time = (expected_times == on_screen.pts) | (not self.timed)
+                    if skipping and not has_right_time.all():
                         return
-                    picture = upright(shown, stream)
-                    for is_own in is_right:
-                        yield picture, is_own and not self.is_hurt
+                    picture = upright(on_screen, stream)
+                    for is_right in has_right_time:
+                        yield picture, is_right and not self.damaged_since_key
                     num_shown = stop
                 if num_shown == len(instants):
                     return
-                shown = frame
+                on_screen = frame
                 if frame is not None:
                     if frame.key_frame:
-                        self.is_hurt = False
-                    self.is_hurt = self.is_hurt or frame.is_corrupt
+                        self.damaged_since_key = False
+                    self.damaged_since_key = self.damaged_since_key or frame.is_corrupt
         if num_shown == 0 and not skipping:
             raise ValueError("no frame could be decoded")
 
     def _time(self, frame: "av.VideoFrame", number: int) -> float:
-        """When a decoded frame, of a number, is shown, in seconds from the first."""
+        """When the decoded frame with this number is shown, in seconds from the first."""
         if self.timed and frame.pts is not None:
             return self._seconds(frame.pts) - self.first
         if number >= len(self.times):
@@ -310,15 +327,22 @@ class VideoDecoder:
         return float(self.times[number])
 
     def needed(self, chosen: np.ndarray) -> np.ndarray:
-        """`[P]` int: 2 for the packets that are `chosen` by number, 1 for others since their key frames, else 0."""
+        """
+        Which packets to decode for the frames of the `chosen` packets.
+
+        Returns:
+            `[P]` int, for each packet: 2 if it is chosen; 1 if it is between a chosen one and its key frame, or is that
+            key frame; otherwise 0.
+        """
         key_packets = np.flatnonzero(self.key)
-        keys = np.append(0, key_packets)
+        keys = np.append(0, key_packets)  # without a key frame before it, a packet needs all from the first on
         last_key = np.searchsorted(key_packets, chosen, side="right")
-        # Some frames are behind a key frame in the file and are shown before it.
+        # A frame that follows a key frame in the file, but is shown before it, needs the key frame before that.
         key_times = self.pts[keys[last_key]]
         key_is_later = key_times > self.pts[chosen]
         last_key = np.maximum(last_key - key_is_later, 0)
         begins = keys[last_key]
+        # 1 at each key frame and -1 at its chosen packet: from the one up to the other the sum is above 0.
         changes = np.zeros(len(self.key) + 1, np.int64)
         np.add.at(changes, begins, 1)
         np.subtract.at(changes, chosen, 1)
@@ -332,10 +356,10 @@ class VideoDecoder:
         stream: "av.VideoStream",
         needed: np.ndarray,
     ) -> "Iterator[av.VideoFrame]":
-        """The frames in the order in which they are shown, at least those that are [`needed`]."""
+        """The frames in the order of showing, at least those with a 2 in [`needed`]."""
         decoder = stream.codec_context
         last = np.flatnonzero(needed)[-1]
-        skips = decoder.name in _SKIPPING_CODECS
+        skips_frames = decoder.name in _SKIPPING_CODECS
         number = -1
         holds_frames = False
         for packet in self._demux(container, stream):
@@ -353,20 +377,20 @@ class VideoDecoder:
                     holds_frames = False
                 continue
             packet.pts = int(self.pts[number])
-            if skips:
+            if skips_frames:
                 is_shown = needed[number] == 2
-                decoder.skip_frame = "DEFAULT" if is_shown else "NONREF"
+                decoder.skip_frame = "DEFAULT" if is_shown else "NONREF"  # NONREF skips what no other frame needs
             try:
                 yield from packet.decode()
             except UNDECODABLE:
                 self.whole[number] = False
-                self.is_hurt = True
+                self.damaged_since_key = True
             holds_frames = True
         yield from drain(decoder)
 
 
 def drain(decoder: "av.VideoCodecContext") -> "list[av.VideoFrame]":
-    """The frames that a decoder still holds; none where it finds only then that it cannot decode one."""
+    """The frames that a decoder still holds; none if it cannot decode one of them."""
     try:
         return decoder.decode(None)
     except UNDECODABLE:
@@ -375,12 +399,15 @@ def drain(decoder: "av.VideoCodecContext") -> "list[av.VideoFrame]":
 
 class Upright:
     """
-    Brings the frames of one video to `[H, W, 3]` uint8 as they are shown, all as large as the first: in square pixels,
-    and upright, since phones store a portrait video lying down, and some front cameras a mirrored one.
+    Brings the frames of one video to `[H, W, 3]` uint8 as a player shows them, all as large as the first frame.
+
+    They get square pixels, and are turned upright: phones store a portrait video lying on its side, and some front
+    cameras store a mirrored one.
     """
 
     def __init__(self) -> None:
-        # One for this video: PyAV 19's own serves all, and a process forked later would wait for its threads forever.
+        # PyAV 19 has one reformatter for all videos. A process that is forked later would wait forever for its threads,
+        # so this video has its own.
         self.reformatter = av.video.reformatter.VideoReformatter()
         self.size: tuple[int, int] | None = None
         self.is_mirrored = False
@@ -398,8 +425,11 @@ class Upright:
         return pixels
 
     def _look_at(self, frame: "av.VideoFrame", stream: "av.VideoStream") -> tuple[int, int]:
-        """Width and height in square pixels of the first frame, which also says how all are stored."""
-        # This is read once: a frame that was asked for it lives until Python's collection.
+        """
+        The width and height of the first frame in square pixels. This also notes how the frame is turned and mirrored,
+        which holds for all frames.
+        """
+        # Only one frame is asked: `side_data` keeps its frame in memory until Python's garbage collection runs.
         matrix = frame.side_data.get("DISPLAYMATRIX")
         if matrix is not None:
             numbers = np.frombuffer(matrix, np.int32)  # type: ignore[call-overload]
