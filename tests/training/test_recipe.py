@@ -94,26 +94,12 @@ def dry_run(tmp_path):
 
     def run(recipe: str, *overrides: str):
         command = ["train", str(RECIPES / recipe), "--dry-run"]
-        for override in (f"data.train_files=[{tmp_path}/records.jsonl]", *overrides):
+        places = [f"data.train_files=[{tmp_path}/records.jsonl]", f"training.output_dir={tmp_path}/out"]
+        for override in (*places, *overrides):
             command += ["--set", override]
         return CliRunner().invoke(app, command)
 
     return run
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.train_files=[none.jsonl]", "There is no file 'none.jsonl'"),
-        ("data.eval_files=[none.jsonl]", "There is no file 'none.jsonl'"),
-        ("data.media_root=none", "There is no folder 'none'"),
-    ],
-)
-def test_a_dry_run_looks_at_the_records(dry_run, override, message):
-    result = dry_run("paper.yaml", "model.variant=qtsplus-tiny", override)
-    assert result.exit_code == 2
-    assert "parameters are trained" in result.stdout
-    assert message in result.stderr
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -124,9 +110,9 @@ def test_a_dry_run_counts_what_a_gradient_reaches_and_missing_videos(dry_run, tm
     assert f"paper: videos that are missing: 1, such as {tmp_path}/gone.mp4." in result.stderr
 
 
-def test_a_dry_run_of_two_stages_needs_no_variant(dry_run, tmp_path):
+def test_a_dry_run_of_two_stages_needs_no_variant(dry_run):
     folder = RECIPES.parent / "hub_configs" / "qtsplus-tiny"
-    settings = ["model.variant=null", f"model.weights={folder}", f"training.output_dir={tmp_path / 'out'}"]
+    settings = ["model.variant=null", f"model.weights={folder}"]
     for override, heads in [
         ("model.dtype=bfloat16", "'what calibrate prints'"),
         ("training.relevance_heads=null", "null"),

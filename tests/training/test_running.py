@@ -40,8 +40,10 @@ def recipe_file(tmp_path, record) -> Path:
     )
 
 
-def train(recipe: Path, *overrides: str):
+def train(recipe: Path, *overrides: str, option: str | None = None):
     command = ["train", str(recipe)]
+    if option is not None:
+        command.append(option)
     for override in overrides:
         command += ["--set", override]
     return CliRunner().invoke(app, command)
@@ -122,12 +124,6 @@ def almost_full(monkeypatch):
 def test_a_full_disk_is_found_before_the_model(recipe_file, almost_full):
     with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 40.3 MB"):
         run(load_stages(recipe_file, ["training.save_strategy=steps", "training.save_total_limit=2"])[0])
-
-
-def test_a_file_in_place_of_the_folder_is_refused(recipe_file, tmp_path):
-    (tmp_path / "run").write_text("a file")
-    with pytest.raises(ValueError, match="is a file; expected a folder"):
-        run(load_stages(recipe_file)[0])
 
 
 def test_an_adapter_has_the_configuration_of_its_training(recipe_file):
@@ -231,7 +227,20 @@ def test_a_stage_uses_the_features_of_the_one_before_and_none_of_its_memory(tmp_
     assert len(towers) == 1
 
 
-def test_settings_that_nobody_reads_are_refused(recipe_file):
-    result = train(recipe_file, "data.processor_kwargs={nonsense: 1}")
+@pytest.mark.parametrize("option", [None, "--dry-run", "--resume"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_files=[none.jsonl]", "There is no file 'none.jsonl'"),
+        ("data.eval_files=[none.jsonl]", "There is no file 'none.jsonl'"),
+        ("data.media_root=none", "There is no folder 'none'"),
+        ("data.processor_kwargs={nonsense: 1}", "processor_kwargs.nonsense is no setting of"),
+        ("data.features=FOLDER/tiny.yaml", "tiny.yaml is a file; expected a folder"),
+        ("training.output_dir=FOLDER/tiny.yaml", "tiny.yaml is a file; expected a folder"),
+        ("training.output_dir=FOLDER", "which is not replaced"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_refuses(recipe_file, tmp_path, option, override, message):
+    result = train(recipe_file, override.replace("FOLDER", str(tmp_path)), option=option)
     assert result.exit_code == 2
-    assert "processor_kwargs.nonsense is no setting of" in result.stderr
+    assert message in result.stderr

@@ -23,7 +23,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Only check the recipe, its records and that their videos exist, and say what it trains and takes.",
+        help="Only check the recipe, its folders, records and that their videos exist, and say what it trains and takes.",
     ),
 ]
 Resume = Annotated[
@@ -43,17 +43,17 @@ def train_by(kind: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: 
     """Trains with a `kind` of trainer, or counts what it would train, and says what came of it."""
     from ..training.plan import make_plan
     from ..training.recipe import load_stages
-    from ..training.running import read_sets, run_stages
+    from ..training.running import check_folders, read_sets, run_stages
 
     if dry_run:
         # Nothing is computed: a recipe in bfloat16 for a GPU can be counted on any machine.
         stages = load_stages(recipe, [*overrides, "training.use_cpu=true"], kind)
-        for stage in stages:
+        for stage in check_folders(stages, resume):
             # What a later stage starts from need not be there yet; it has the shape of what the first starts from.
             start = replace(stage.model, weights=stages[0].model.weights)
             lines = "\n  ".join(make_plan(replace(stage, model=start)).lines)
             console.print(f"{stage.name}: {lines}", soft_wrap=True, highlight=False)
-            videos = {record.video or "" for record in chain(*read_sets(stage))}
+            videos = {record.video for record in chain(*read_sets(stage))}
             missing = [video for video in videos if video and "://" not in video and not os.path.exists(video)]
             if missing:
                 note(f"{stage.name}: videos that are missing: {len(missing)}, such as {min(missing)}.")

@@ -23,16 +23,6 @@ IGNORED = -100
 _VISUAL_INPUTS = ("pixel_values_videos", "video_features", "video_grid_thw", "second_per_grid_ts")
 
 
-def check_processor_kwargs(processor, processor_kwargs: Mapping) -> None:
-    """Raises `ValueError` for what no call of the processor would read."""
-    known = {"videos_kwargs", "text_kwargs"}
-    known.update(processor.video_processor.valid_kwargs.__annotations__)
-    unknown = sorted(set(processor_kwargs) - known)
-    if unknown:
-        settings = ", ".join(sorted(known))
-        raise ValueError(f"processor_kwargs.{unknown[0]} is no setting of the processor: {settings}.")
-
-
 Inputs = dict[str, Any]
 
 
@@ -60,9 +50,8 @@ class VideoQADataset(Dataset):
         self.processor = processor
         self.model_max_length = model_max_length
         self.processor_kwargs = dict(processor_kwargs or {})
-        tokenizer = processor.tokenizer
-        self.end_of_turn: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self.answer_header = _token_ids(tokenizer, "<|im_start|>assistant\n").tolist()
+        self.end_of_turn: int = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.answer_header = processor.prompt_ids("<|im_start|>assistant\n")
         self.placeholders = torch.tensor(processor.placeholder_ids)
 
     @staticmethod
@@ -156,11 +145,6 @@ class VideoQADataset(Dataset):
         return labels
 
 
-def _token_ids(tokenizer, text: str) -> Tensor:
-    """`[n]`, of a text in which special tokens are tokens."""
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-
-
 class VideoQACollator:
     """
     Pads examples of [`VideoQADataset`] on the right. Skipped records (`None`) are left out and counted in the batch. A
@@ -170,7 +154,7 @@ class VideoQACollator:
 
     def __init__(self, processor):
         self.pad_token_id = processor.tokenizer.pad_token_id
-        blank = _token_ids(processor.tokenizer, "skipped")
+        blank = torch.tensor(processor.prompt_ids("skipped"))
         self._blank = {
             "input_ids": blank,
             "labels": torch.full_like(blank, IGNORED),

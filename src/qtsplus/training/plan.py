@@ -5,10 +5,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import AutoVideoProcessor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..common.files import size
 from ..hub.checkpoint import on_meta
+from ..hub.files import require_variant
 from ..model.budget_qtsplus import kept_count
 from .attention import check_relevance
 from .freezing import prepare_parts, trained_and_all, vision_modules
@@ -45,6 +47,7 @@ def make_plan(recipe: Recipe) -> Plan:
                 f"{args.weights} has a hidden size of {stored}, but the variant {args.variant} one of {expected}: add "
                 "--set model.variant=null, so that the configuration is that of the weights."
             )
+    _check_processor_kwargs(recipe)
     with torch.device("meta"):
         model = on_meta(config)
         check_relevance(model, training)
@@ -62,6 +65,18 @@ def make_plan(recipe: Recipe) -> Plan:
         f"{size(saved)} of disk for the model in {recipe.output_dir}, and {size(checkpoint)} for each checkpoint",
     ]
     return Plan(disk, lines)
+
+
+def _check_processor_kwargs(recipe: Recipe) -> None:
+    """Raises `ValueError` for what no call of the processor would read."""
+    args = recipe.model
+    source = args.weights if args.variant is None else require_variant(args.variant)
+    video_processor = AutoVideoProcessor.from_pretrained(source, trust_remote_code=False)
+    known = {"min_frames", "max_frames", "videos_kwargs", "text_kwargs", *video_processor.valid_kwargs.__annotations__}
+    for name in recipe.data.processor_kwargs:
+        if name not in known:
+            settings = ", ".join(sorted(known))
+            raise ValueError(f"processor_kwargs.{name} is no setting of the processor: {settings}.")
 
 
 def step_memory(model, recipe: Recipe, visual_tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from ..common.files import check_folder, naming_full_disk, require_space, workin
 from ..common.folders import read_json
 from ..data.records import VideoRecord
 from ..hub.loading import adopt_tokenizer
-from .dataset import check_processor_kwargs
 from .features import encode_files
 from .freezing import vision_modules
 from .models import make_config, make_model, make_processor
@@ -34,19 +33,45 @@ def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
     are skipped, and a stage without a checkpoint starts from its first step. The last stage goes on if its recipe now
     asks for more steps or epochs than it has done.
     """
-    if not resume:
-        for stage in stages:
-            require_free(stage.output_dir)
-    last = stages[-1]
-    for stage in stages:
-        if resume and is_finished(stage.output_dir) and (stage is not last or is_trained(stage, stage.output_dir)):
-            logger.warning(f"{stage.name} is finished: {stage.output_dir}.")
-            continue
+    unfinished = check_folders(stages, resume)
+    for stage in unfinished:
         # To copy the arguments sets up the process again, which is needed since a Trainer leaves its sharding behind.
         run(replace(stage, training=replace(stage.training)), resume)
         gc.collect()  # a Trainer refers to itself, so that only the collector frees its model
     PartialState().destroy_process_group()
-    return last.output_dir
+    return stages[-1].output_dir
+
+
+def check_folders(stages: Sequence[Recipe], resume: bool = False) -> list[Recipe]:
+    """The stages that are to be run, see [`run_stages`]; raises as [`find_start`] for a folder of one of them."""
+    unfinished = []
+    last = stages[-1]
+    for stage in stages:
+        if resume and is_finished(stage.output_dir) and (stage is not last or is_trained(stage, stage.output_dir)):
+            logger.warning(f"{stage.name} is finished: {stage.output_dir}.")
+        else:
+            find_start(stage, resume)
+            unfinished.append(stage)
+    return unfinished
+
+
+def find_start(recipe: Recipe, resume: bool) -> Path | None:
+    """
+    The checkpoint from which a run goes on; `None` if it begins. Raises `ValueError` for folders that cannot be
+    written, or an `output_dir` that holds files or checkpoints from which it does not continue.
+    """
+    check_folder(recipe.data.features or recipe.output_dir)
+    output_dir = check_folder(recipe.output_dir)
+    checkpoint = last_checkpoint(output_dir) if resume else None
+    if checkpoint is not None:
+        return checkpoint
+    for path in output_dir.glob("[!.]*"):  # other folders may stay
+        if path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR):
+            raise ValueError(
+                f"{output_dir} holds {path.name}, which is not replaced: choose another output_dir, or, if it has a "
+                "checkpoint, go on with --resume."
+            )
+    return None
 
 
 def run(recipe: Recipe, resume: bool = False) -> Path:
@@ -59,9 +84,7 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     output_dir = check_folder(recipe.output_dir)
     # Of the processes of a distributed run the first holds the folder.
     with working_in(output_dir) if recipe.training.process_index == 0 else nullcontext(), naming_full_disk(output_dir):
-        checkpoint = last_checkpoint(output_dir) if resume else None
-        if checkpoint is None:
-            require_free(output_dir)
+        checkpoint = find_start(recipe, resume)
         require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
         trainer = build_trainer(recipe)
         if checkpoint is not None and is_trained(recipe, checkpoint):
@@ -73,16 +96,6 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
         trainer.save_model()
         trainer.save_state()  # the last file that is written: it marks a finished run
     return output_dir
-
-
-def require_free(output_dir: Path) -> None:
-    """Raises `ValueError` if a folder holds files or checkpoints, since none are replaced. Other folders may stay."""
-    for path in output_dir.glob("[!.]*"):
-        if path.is_file() or path.name.startswith(PREFIX_CHECKPOINT_DIR):
-            raise ValueError(
-                f"{output_dir} holds {path.name}, which is not replaced: choose another output_dir, or, if it has a "
-                "checkpoint, go on with --resume."
-            )
 
 
 def is_finished(output_dir: Path) -> bool:
@@ -100,18 +113,12 @@ def is_trained(recipe: Recipe, folder: Path) -> bool:
 
 def last_checkpoint(output_dir: Path) -> Path | None:
     """The newest complete checkpoint. The Trainer's state is written last, so it must be there and be whole."""
-    states = output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
-    complete = [state.parent for state in states if _is_json(state)]
+    complete = []
+    for state in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"):
+        with suppress(ValueError):
+            read_json(state)
+            complete.append(state.parent)
     return max(complete, key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]), default=None)
-
-
-def _is_json(path: Path) -> bool:
-    """Whether a file holds JSON; a half-written one does not."""
-    try:
-        read_json(path)
-    except ValueError:
-        return False
-    return True
 
 
 def build_trainer(recipe: Recipe) -> QTSplusTrainer:
@@ -124,7 +131,6 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         logger.warning(f"The recipe names no model.weights: {recipe.name} starts from random weights.")
     config = make_config(args.variant, args.weights, args.selector)
     processor = make_processor(args.variant, args.weights, config)
-    check_processor_kwargs(processor, data.processor_kwargs)
     seed = recipe.training.seed
     model = make_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, seed)
     adopt_tokenizer(model.config, processor)  # a stock model's configuration lacks the ids by which questions are found
