@@ -61,7 +61,7 @@ def test_what_is_on_disk_is_not_encoded_again(build, folder):
     assert len(lines) == 1
 
 
-def test_the_content_of_a_file_decides(mine, build, folder, open_library):
+def test_the_content_of_a_file_decides(mine, build, folder, open_library, tiny_published):
     build()
     before = encoded(folder)
     (mine / "a.mp4").rename(mine / "moved.mp4")
@@ -87,6 +87,16 @@ def test_the_content_of_a_file_decides(mine, build, folder, open_library):
     assert lines == ["The library loses 2 of 4 videos: copy.mp4, more/c.mp4"]
     assert len(encoded(folder)) == 2
     assert open_library().names == ["b.mp4", "moved.mp4"]
+
+    shutil.rmtree(mine)  # the last videos may go as well
+    mine.mkdir()
+    with pytest.raises(ValueError, match="2 of 2 videos.*: b.mp4, moved.mp4. Nothing was changed.* with --prune"):
+        build()
+    result = CliRunner().invoke(
+        app, ["index", str(mine), "--out", str(folder), "--prune", "--model", str(tiny_published)]
+    )
+    assert result.exit_code == 0, result.output
+    assert encoded(folder) == {}
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def index(
     from ..library import indexing
 
     with resumable():
-        indexing.find_videos(folder)  # raises for a folder without videos before the model is loaded
+        indexing.find_videos(folder, out)  # raises for a folder without videos before the model is loaded
         loaded, processor = source.load()
         made_index = indexing.index(
             folder,
@@ -53,6 +53,6 @@ def index(
     for video, entry in made_index.entries.items():
         if entry["error"] is not None:
             note(f"Left out {printable(video)}: {entry['error']}")
-    if not made_index.files:
+    if made_index.entries and not made_index.files:
         fail(f"no video of {folder} could be encoded", 1)
     wrote(f"{out}, a library of {counted(len(made_index.files), 'video')}")

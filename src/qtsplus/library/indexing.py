@@ -53,7 +53,7 @@ def index(
     """
     videos = Path(videos)
     folder = Path(folder)
-    files = find_videos(videos)
+    files = find_videos(videos, folder)
     check_folder(folder)
     made_by = fingerprint(model, processor)
     sampling = Sampling(**options)
@@ -76,10 +76,10 @@ def index(
     return library
 
 
-def find_videos(root: Path) -> Files:
+def find_videos(root: Path, library: Path) -> Files:
     """
     The videos of a folder and of the folders in it, also behind links to folders, by their paths in it. A `ValueError`
-    if there are none.
+    if there are none and the library is not there yet.
     """
     if not root.is_dir():
         raise ValueError(f"There is no folder {str(root)!r}; expected one with videos.")
@@ -101,7 +101,7 @@ def find_videos(root: Path) -> Files:
             is_video = path.suffix.lower() in VIDEO_SUFFIXES
             if is_video and not name.startswith(".") and path.is_file():
                 videos[path.relative_to(root).as_posix()] = path
-    if not videos:
+    if not videos and not (library / INDEX).is_file():
         raise ValueError(f"There is no video in {root}; expected files such as .mp4.")
     return dict(sorted(videos.items()))
 
