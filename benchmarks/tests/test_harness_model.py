@@ -65,7 +65,7 @@ def test_the_same_answers_and_tokens_as_our_own_evaluator(tiny_published, record
         (result.text.strip() == doc["answer"], logged["kept_visual_tokens"], logged["visual_tokens"])
         for doc, result, logged in zip(docs, results, counts(results), strict=True)
     ]
-    assert found == [(outcome.correct, len(outcome.kept_indices), outcome.visual_tokens) for outcome in expected]
+    assert found == [(outcome.correct, outcome.kept_tokens, outcome.visual_tokens) for outcome in expected]
     assert any(outcome.correct for outcome in expected)
 
 

@@ -155,6 +155,22 @@ def test_settings_change_the_hyperparameters(stock_folder, ours):
     assert selector.n_max == 77
 
 
+@pytest.mark.parametrize(
+    ("selection", "words", "fraction"),
+    [
+        ("qtsplus", "Train it first", "0.05 to 0.5, decided per question"),
+        ("diversity", 'selects by `selection="diversity"`', "0.05 to 0.5, decided per question"),
+        ("all", 'selects by `selection="all"`', "1"),
+    ],
+)
+def test_a_card_says_whether_there_is_something_to_train(stock_folder, ours, selection, words, fraction):
+    convert(stock_folder, ours, selector={"selection": selection})
+    card = (ours / "README.md").read_text()
+    assert words in card
+    assert ("Train it first" in card) == (selection == "qtsplus")
+    assert f"| fraction of tokens kept | {fraction} |" in card
+
+
 def test_attention_selects_without_training(stock_folder, ours):
     """The selector's weights are there, and nothing reads them."""
     result = run(stock_folder, ours, *BY_ATTENTION, "--set", "attention_layer=1")
@@ -542,8 +558,9 @@ def test_a_source_that_is_nowhere_or_is_the_target_is_refused(stock_folder, tmp_
     result = run(stock_folder / "model.safetensors", ours)
     assert_refused(result, "There is no folder")
     before = set(stock_folder.iterdir())
-    for source in (stock_folder, "lab/none"):  # before anything is fetched
-        assert_refused(run(source, stock_folder), "holds files that an earlier run did not write")
+    assert_refused(run(stock_folder, stock_folder), "is in the source")
+    # Before anything is fetched.
+    assert_refused(run("lab/none", stock_folder), "holds files that an earlier run did not write")
     assert set(stock_folder.iterdir()) == before
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor
 from qtsplus.common.folders import WRITTEN, update_json
+from qtsplus.hub.convert import convert
 from qtsplus.hub.publish import assemble_folder
 from qtsplus.model.generation_qtsplus import code_of
 from tiny import load_bundled
@@ -85,9 +86,9 @@ def test_weights_that_do_not_fit_are_not_published(tiny_published, tmp_path):
 def test_a_folder_is_not_published_onto_itself(tmp_path):
     folder = assemble_folder("qtsplus-tiny", tmp_path / "hub", repository="lab/seven")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for target in (folder, folder / "new"):
+    for make, target in [(assemble_folder, folder), (assemble_folder, folder / "new"), (convert, folder / "new")]:
         with pytest.raises(ValueError, match="is in the source .*hub; choose another folder"):
-            assemble_folder(folder, target)
+            make(folder, target)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

@@ -23,7 +23,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Only check the recipe, its folders, records and that their videos exist, and say what it trains and takes.",
+        help="Only check the recipe, its folders and records, that videos exist, and say what it trains and takes.",
     ),
 ]
 Resume = Annotated[

@@ -65,9 +65,15 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def check_own(folder: str | Path) -> Path:
-    """The folder of [`whole_folder`], before anything is computed for it; raises as that does."""
+def check_own(folder: str | Path, *sources: str | Path) -> Path:
+    """
+    The folder of [`whole_folder`], before anything is computed for it; raises as that does, and `ValueError` for a
+    folder in one of the sources that are read.
+    """
     folder = check_folder(folder).resolve()
+    for source in sources:
+        if Path(source).is_dir() and folder.is_relative_to(Path(source).resolve()):
+            raise ValueError(f"{folder} is in the source {source}; choose another folder to write to.")
     written = {}
     if (folder / WRITTEN).is_file():
         written = read_json(folder / WRITTEN)

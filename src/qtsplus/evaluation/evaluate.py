@@ -37,7 +37,7 @@ class Outcome:
     record: VideoRecord
     said: str = ""
     visual_tokens: int = 0
-    kept_indices: tuple[int, ...] = ()  # the visual tokens that the language model read
+    kept_tokens: int = 0  # how many visual tokens the language model read
     correct: bool = False
     unreadable: str | None = None  # why its video could not be read
 
@@ -64,20 +64,16 @@ def evaluate_records(
     Raises:
         ValueError: for a folder of frames whose record has no rate; for a question longer than the model's positions.
     """
-    max_new_tokens = 0
+    max_new_tokens = 0 if matcher is is_exact else SENTENCE
     for record in records:
         if record.fps is None and os.path.isdir(str(record.video)):
             raise ValueError(f'{record.video} is a folder of frames: give its rate in its records, such as "fps": 2.')
         check_question(model, processor, record.question)
         max_new_tokens = max(max_new_tokens, len(processor.text_ids(record.answer)) + 2)
-    if matcher is not is_exact:
-        max_new_tokens = max(max_new_tokens, SENTENCE)
     choice = Choice(retention=retention, selection=selection)
     groups: dict[_Group, list[VideoRecord]] = {}
     for record in dict.fromkeys(records):
-        letters = ""
-        if by_likelihood and record.options:
-            letters = ascii_uppercase[: len(record.options)]
+        letters = ascii_uppercase[: len(record.options or ())] if by_likelihood else ""
         groups.setdefault(_Group(str(record.video), record.fps, letters), []).append(record)
     outcomes = {}
     for group, asked in with_bar(groups.items(), "Asking"):
@@ -108,12 +104,11 @@ def _outcome(
 ) -> Outcome:
     if not isinstance(result, Answer):
         return Outcome(record, unreadable=first_line(result))
-    kept = result.keep_map.flatten().nonzero()[:, 0].tolist()
     return Outcome(
         record,
         said=result.answer,
         visual_tokens=result.visual_tokens,
-        kept_indices=tuple(kept),
+        kept_tokens=result.kept_tokens,
         correct=matcher(record, result.answer),
     )
 
@@ -138,27 +133,18 @@ def tally(outcomes: Sequence[Outcome]) -> dict:
 
 
 def _row(outcomes: Sequence[Outcome]) -> dict:
-    videos = set()
-    correct = 0
-    visual_tokens = 0
-    kept_tokens = 0
-    for outcome in outcomes:
-        videos.add(outcome.record.video)
-        correct += outcome.correct
-        visual_tokens += outcome.visual_tokens
-        kept_tokens += len(outcome.kept_indices)
-    kept = None
-    if visual_tokens > 0:
-        kept = kept_tokens / visual_tokens
-    accuracy = correct / len(outcomes)
-    low, high = _wilson_interval(accuracy, len(videos))
+    videos = len({outcome.record.video for outcome in outcomes})
+    visual_tokens = sum(outcome.visual_tokens for outcome in outcomes)
+    kept_tokens = sum(outcome.kept_tokens for outcome in outcomes)
+    accuracy = sum(outcome.correct for outcome in outcomes) / len(outcomes)
+    low, high = _wilson_interval(accuracy, videos)
     return {
         "questions": len(outcomes),
-        "videos": len(videos),
+        "videos": videos,
         "accuracy": accuracy,
         "low": low,
         "high": high,
-        "kept": kept,
+        "kept": kept_tokens / visual_tokens if visual_tokens else None,
     }
 
 

@@ -49,17 +49,13 @@ def model_card(model, repository: str, about: Mapping | None = None) -> str:
         backbone=model.backbone_name,
         repository=repository,
         base_model=about.get("base_model"),
-        parameters=_count_parameters(model),
-        selector_parameters=_count_parameters(model.model.qtsplus),
+        parameters=model.num_parameters(),
+        selector_parameters=sum(parameter.numel() for parameter in model.model.qtsplus.parameters()),
         layers=model.config.text_config.num_hidden_layers,
         width=model.config.text_config.hidden_size,
         **sections,
         **model.config.qtsplus_config.to_dict(),
     )
-
-
-def _count_parameters(module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def card_data(variant: str | None, *names: str) -> dict:
@@ -73,14 +69,13 @@ def card_data(variant: str | None, *names: str) -> dict:
 def matching_variant(config) -> str | None:
     """The variant whose backbone has this one's sizes; `None` if none has."""
     for name in variants():
-        if _sizes(read_json(hub_configs() / name / "config.json")) == _sizes(config):
+        fields = read_json(hub_configs() / name / "config.json")
+        if _sizes(backbone_of(fields["model_type"]).config(**fields)) == _sizes(config):
             return name
     return None
 
 
 def _sizes(config) -> list[Any]:
-    if isinstance(config, dict):
-        config = backbone_of(config["model_type"]).config(**config)
     sizes = [config.model_type, config.tie_word_embeddings]
     sizes += [getattr(config.text_config, name) for name in _TEXT_SIZES]
     sizes += [getattr(config.vision_config, name, None) for name in _VISION_SIZES]

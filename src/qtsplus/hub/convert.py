@@ -69,6 +69,9 @@ _UNTRAINED = """\
 _FRESH = """\
 > **The selector is new and untrained**: {source} with a selector that does not yet know what to keep. Train it first,
 > for example with `qtsplus train`."""
+_UNUSED = """\
+> **Nothing is trained:** {source} that selects by `selection="{selection}"`. The selector's own weights are new and
+> untrained; `selection="qtsplus"` would choose by them."""
 _CONVERTED = (
     "The weights are those of a checkpoint of the reference implementation (github Siyou-Li/QTSplus), converted with "
     "`qtsplus convert`."
@@ -103,7 +106,7 @@ def convert(
     Args:
         source: a folder, or a Hub repository's id, at a `revision`. A reference checkpoint lacks the configuration of
             its vision tower; one of another size than 3B and 7B needs it beside its own, as `vision_config.json`.
-        out: the folder to write, see [`whole_folder`].
+        out: the folder to write, see [`whole_folder`]; not in a folder that is read.
         selector: fields of `qtsplus_config` to set.
         processor: a folder or Hub id to take the processor from, where the source has none.
         say: takes a line for every choice that was made.
@@ -113,7 +116,7 @@ def convert(
             argument that has no meaning for this kind; a vision tower that is not known.
         FileExistsError: the folder holds other files.
     """
-    out = check_own(out)
+    out = check_own(out, source, processor or source)
     stated = stored_config(source, revision)
     folder = Path(source)
     if not folder.is_dir():
@@ -142,11 +145,8 @@ def convert(
             _take_over(loaded, made)
         save_torch_state_dict(made.tensors, staging)
         # The source's comes first, then the one of the variant of this size, then an empty one.
-        generation = load_generation_config(folder)
-        if generation is None and made.variant is not None:
-            generation = load_generation_config(hub_configs() / made.variant)
-        if generation is None:
-            generation = GenerationConfig.from_model_config(made.config)
+        generation = load_generation_config(folder) or load_generation_config(hub_configs() / str(made.variant))
+        generation = generation or GenerationConfig.from_model_config(made.config)
         generation.save_pretrained(staging)
         write_repository(staging, on_meta(made.config), loaded, f"org/{out.name}", made.about)
     return out
@@ -164,17 +164,18 @@ def _from_base(
     with reading(folder / "config.json"):
         stock = backbone.stock_config.from_pretrained(folder)
     settings = dict(selector)
-    if settings.get("selection") == "lm_attention":
+    selection = settings.get("selection", "qtsplus")
+    if selection == "lm_attention":
         settings.setdefault("reencode_layers", 0)  # they would have to be trained
-    add_method(settings.get("selection"))
+    add_method(selection)
     config = backbone.config(**stock.to_dict() | {"qtsplus_config": settings})
     check_attention(config.text_config, config.qtsplus_config)
     known = matching_variant(config)
     tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
     config.dtype = tensors[EMBEDDINGS].dtype
-    tensors.update(fresh_selector(config, tensors[EMBEDDINGS].dtype))
-    text = _FRESH
-    if config.qtsplus_config.selection == "lm_attention":
+    tensors.update(fresh_selector(config, config.dtype))
+    text = _FRESH if selection == "qtsplus" else _UNUSED
+    if selection == "lm_attention":
         text = _UNTRAINED
         say("Nothing needs training: the model's own attention selects. `qtsplus calibrate` seeks a better layer.")
     else:
@@ -184,7 +185,7 @@ def _from_base(
     if base:
         about["base_model"] = base
     name = base or f"a {backbone.model.backbone_name}"
-    about["weights"] = text.format(source=name)
+    about["weights"] = text.format(source=name, selection=selection)
     return _Conversion(config, tensors, about, known)
 
 

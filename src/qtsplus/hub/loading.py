@@ -216,19 +216,13 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict:
 
 def _checked(config: dict, name: str) -> dict:
     check_values(f"The config.json of {name!r}", config)
-    _refuse_kernels(config, name)
-    for section in config.values():
-        if isinstance(section, dict):
-            _refuse_kernels(section, name)
+    # Transformers fetches attention that is called like a repository, and runs its code.
+    for section in (config, *config.values()):
+        for key in _KERNELS:
+            kernel = json.dumps(section.get(key)) if isinstance(section, dict) else ""
+            if "/" in kernel:
+                raise ValueError(f"{name!r} names the kernel {kernel} in config.json, whose code does not run here.")
     return config
-
-
-def _refuse_kernels(config: dict, name: str) -> None:
-    """Raises `ValueError` for attention that is called like a repository: Transformers fetches it and runs its code."""
-    for key in _KERNELS:
-        kernel = json.dumps(config.get(key))
-        if "/" in kernel:
-            raise ValueError(f"{name!r} names the kernel {kernel} in config.json, whose code does not run here.")
 
 
 def stored_dtype(model: str | Path, revision: str | None = None) -> str:

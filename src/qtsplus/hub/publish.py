@@ -45,9 +45,7 @@ def assemble_folder(
     """
     bundled = not Path(source).is_dir() and source in variants()
     source = hub_configs() / source if bundled else Path(source).resolve()
-    if Path(folder).resolve().is_relative_to(source):
-        raise ValueError(f"{folder} is in the source {source}; choose another folder to write to.")
-    folder = check_own(folder)
+    folder = check_own(folder, source)
     if not source.is_dir():
         raise ValueError(f"{source} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
     check_model(source)
@@ -64,9 +62,9 @@ def assemble_folder(
         validate_repo_id(repository)
     card = None
     about = {}
-    if (source / "README.md").is_file():
-        card = (source / "README.md").read_text(encoding="utf-8")
-        card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', card)
+    readme = source / "README.md"
+    if readme.is_file():
+        card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', readme.read_text(encoding="utf-8"))
     elif bundled:
         about = card_data(source.name)
     else:
