@@ -6,13 +6,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+import numpy as np
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig
+from vllm.multimodal.parse import VideoProcessorItems
 
 from qtsplus import QTSplusConfig
 from qtsplus.model.methods_qtsplus import METHODS, add_method
 from qtsplus.vllm.attention import check_attention
 from qtsplus.vllm.models import check_engine
-from qtsplus.vllm.processing import check_settings, count_kept, settings_of_request
+from qtsplus.vllm.processing import QTSplusMultiModalProcessor, check_settings, count_kept, settings_of_request
 
 
 def start(stages=1, engine=0, **graphs):
@@ -57,6 +59,34 @@ def test_a_function_is_a_method_where_the_operator_names_it():
     add_method(name)
     check_settings(settings_of_request({"selection": name}, {"retention": 0.5}))
     METHODS.pop(name)
+
+
+class Stock:
+    """In the place of vLLM's processor."""
+
+    def _apply_hf_processor_main(self, mm_items, hf_kwargs):
+        return {}
+
+
+class Processor(QTSplusMultiModalProcessor, Stock):
+    def __init__(self):
+        config = SimpleNamespace(vision_config=SimpleNamespace(temporal_patch_size=2))
+        self.info = SimpleNamespace(get_hf_config=lambda: config)
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"total_num_frames": 900}, ["vLLM or its caller took 4 of the 900 frames of a video"]),
+        ({"total_num_frames": 4}, []),
+        ({"total_num_frames": 900, "mark": "read as qtsplus ask reads"}, []),
+    ],
+)
+def test_it_is_said_where_vllm_takes_frames_by_itself(about, said, recwarn):
+    known = {"fps": 2.0, "frames_indices": [0, 1, 2, 3]} | about
+    videos = VideoProcessorItems([(np.zeros((4, 28, 28, 3), np.uint8), known)])
+    Processor()._apply_hf_processor_main({"video": videos}, {})
+    assert [str(warning.message).partition(", and")[0] for warning in recwarn] == said
 
 
 def test_attention_is_refused_where_an_engine_cannot_read_it():

@@ -7,6 +7,7 @@ import http.client
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from clips import make_world, render_world, write_mp4
+from qtsplus import __version__
 from qtsplus.cli import app
 from qtsplus.hub.loading import load
 from qtsplus.library.indexing import index
@@ -202,6 +204,17 @@ def test_tools_only_read(stdio):
     assert [tool.name for tool in tools] == ["list_videos", "find_moments", "ask", "look"]
     for tool in tools:
         assert tool.annotations.read_only_hint
+
+
+def test_an_agent_is_told_the_version_and_when_not_to_rely_on_an_answer(library):
+    async def run():
+        async with mcp.Client(Shelf(library)) as client:
+            return client.server_info, client.instructions
+
+    server, instructions = asyncio.run(run())
+    assert server.version == __version__
+    for field in ("box", "weight", "seen", "seen_threshold", "warnings"):
+        assert f" {field} " in f" {re.sub('[.,;]', ' ', instructions)} ", field
 
 
 def test_an_agent_is_told_what_the_library_lists(results):

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -62,6 +64,31 @@ def test_vllm_is_started_with_nothing_open(model, tiny_published, started):
     assert environment["VLLM_MEDIA_CONNECTOR"] == "qtsplus"
     assert "VLLM_API_KEY" not in environment
     assert json.loads(environment["QTSPLUS_HOSTS"]) == ["127.0.0.1"], "the guard adds the names of every machine"
+
+
+def run_serve(model, packages):
+    """What a process of `qtsplus serve` leaves, with more Python packages in a folder."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(packages), *sys.path])}
+    command = [sys.executable, "-m", "qtsplus.cli", "serve", model]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_process_without_vllm_says_what_to_install(model, tmp_path):
+    run = run_serve(model, tmp_path)
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert "vLLM is not installed: pip install vllm" in line
+
+
+def test_a_process_turns_into_vllms_server(model, tmp_path):
+    """Into a module in its place, which prints what it gets."""
+    entry = tmp_path / "vllm" / "entrypoints" / "launchers" / "api_server" / "entry.py"
+    entry.parent.mkdir(parents=True)
+    entry.write_text("import os, sys; print(*sys.argv[1:], os.environ['VLLM_MEDIA_CONNECTOR']); sys.exit(7)")
+    run = run_serve(model, tmp_path)
+    assert run.returncode == 7
+    assert run.stdout.split() == own_options(model)[3:] + GUARD + ["qtsplus"]
 
 
 def test_vllm_is_started_with_what_is_allowed(model, tmp_path, started):
@@ -147,13 +174,15 @@ LM_ATTENTION = {"selection": "lm_attention"}
         ({}, ["--mm-processor-kwargs.selection", "best"], "selection='best'; expected one of"),
         ({}, ["--mm-processor-kwargs", '{"selection": 3}'], "selection=3; expected one of"),
         ({}, ["--mm-processor-kwargs", "[1]"], "argument --mm-processor-kwargs: invalid"),
-        (
-            {},
-            ["--mm-processor-kwargs", '{"retenton": 1}'],
-            "has retenton; expected any of retention, max_visual",
-        ),
-        ({}, ["--mm-processor_kwargs.retenton=1"], "--mm-processor-kwargs has retenton; expected any of"),
-        ({}, ["--additional-config", '{"qtsplus_cache": 1}'], "has qtsplus_cache; expected any of qtsplus_cache_gb,"),
+        ({}, ["--mm-processor-kwargs", '{"retenton": 1}'], "has retenton; the nearest that it takes are retention,"),
+        ({}, ["--mm-processor_kwargs.retenton=1"], "--mm-processor-kwargs has retenton; the nearest"),
+        ({}, ["--mm-processor-kwargs", '{"videos_kwargs": {"max_pixel": 9}}'], "has videos_kwargs.max_pixel; the near"),
+        ({}, ["--mm-processor-kwargs.images_kwargs.fps", "1"], "has images_kwargs.fps; the nearest"),
+        ({}, ["--mm-processor-kwargs", '{"videos_kwargs": {"size": {"longest_edge": 9}}}'], None),
+        ({}, ["--media-io-kwargs", '{"video": {"nframes": 9}}'], "has video.nframes; the nearest that it takes"),
+        ({}, ["--media-io-kwargs.video", '{"fps": 0}'], "fps=0"),
+        ({}, ["--media-io-kwargs.video.num_frames", "9"], None),
+        ({}, ["--additional-config", '{"qtsplus_cache": 1}'], "has qtsplus_cache; the nearest that it takes are qtsp"),
         ({}, ["--mm-processor-kwargs", '{"max_pixels": 9}', "--additional-config", '{"a plugin\'s": 1}'], None),
         ({}, ["--lora-modules", '{"name": "x"}'], "argument --lora-modules: invalid"),
         ({}, ["--mm-processor-kwargs", '{"selection": "no_such:method"}'], "cannot be imported"),

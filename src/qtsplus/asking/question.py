@@ -103,10 +103,7 @@ def conversation(videos: Sequence[str], turns: Sequence[str], texts: Sequence[st
     contents = [[_text(turn)] for turn in turns]
     contents.append([_text(text) for text in texts])
     contents[0] = shown + contents[0]
-    messages = []
-    for role, content in zip(cycle(_ROLES), contents, strict=False):
-        messages.append({"role": role, "content": content})
-    return messages
+    return [{"role": role, "content": content} for role, content in zip(cycle(_ROLES), contents, strict=False)]
 
 
 def _text(text: str) -> dict[str, str]:

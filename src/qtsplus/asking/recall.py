@@ -136,9 +136,7 @@ def at_steps(
     positions = row.positions.clone()
     language_positions = row.language_positions.clone()
     has_language_time = model.rope_axes == 3 and not model.frames_apart  # else time is text, or a token's number
-    shifts = []
-    for video, numbers_of_video in enumerate(numbers):
-        shifts.append(_shifts(model, layout, video, numbers_of_video))
+    shifts = [_shifts(model, layout, video, numbers_of_video) for video, numbers_of_video in enumerate(numbers)]
     for span in row.spans:
         selector_shift, language_shift = shifts[span.index]
         frames, height, width = span.grid

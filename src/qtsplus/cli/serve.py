@@ -5,7 +5,8 @@ import os
 import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -35,6 +36,9 @@ SET_BY_SERVE = {
     "--video-pruning-rate": "--retention in front of --",
     "--worker-extension-cls": "nothing",
 }
+
+# What vLLM's `--media-io-kwargs` may state.
+MEDIA_KEYS = ("image.image_mode", "image.rgba_background_color", "video.fps", "video.num_frames")
 
 
 @command
@@ -74,7 +78,7 @@ def serve(
         check_key("VLLM_API_KEY", os.environ.get("VLLM_API_KEY"))
     if find_spec("vllm") is None:
         fail("vLLM is not installed: pip install vllm; qtsplus app, ask and batch work without it")
-    from ..hub.loading import check_model, load_config, stored_dtype
+    from ..hub.loading import check_model, load_config
 
     check_model(model, revision)
     config = load_config(model, revision)
@@ -99,7 +103,7 @@ def serve(
         "--served-model-name",
         os.path.basename(os.path.abspath(model)),
         "--dtype",
-        stored_dtype(model, revision),
+        str(config.dtype or "auto").removeprefix("torch."),  # vLLM's own "auto" would shorten float32
     ]
     if revision is not None:
         server += ["--revision", revision]
@@ -153,20 +157,32 @@ def adapter(text: str) -> str:
     return str(place)
 
 
-def members(option: str, stated: dict, words: list[str], known: tuple[str, ...], prefix: str = "") -> dict:
-    """What a JSON option of vLLM's states, also as `--option.key value`; a key that nothing reads ends the command."""
-    dotted = re.findall(rf"^{option}\.(\w+)[\w.]*[=\n](.*)", "\n".join(words), re.MULTILINE)
-    content = stated | dict(dotted)
-    for key in content:
-        if key.startswith(prefix) and key not in known:
-            fail(f"{option} has {key}; expected any of {', '.join(known)}")
-    return content
+def members(option: str, content: dict, words: list[str], known: Collection[str], prefix: str = "") -> dict:
+    """
+    What a JSON option of vLLM's states, also as `--option.key value`, by dotted keys such as `video.fps`. A key that
+    nothing reads ends the command.
+    """
+    from transformers.utils import flatten_dict
+
+    from ..common.validation import parse_yaml
+
+    for key, text in re.findall(rf"^{option}\.([\w.]+)[=\n](.*)", "\n".join(words), re.MULTILINE):
+        content[key] = parse_yaml(text, option)
+    values = flatten_dict(content)
+    for key in values:
+        if key.startswith(prefix) and key not in known and key.rpartition(".")[0] not in known:
+            nearest = get_close_matches(key, known, cutoff=0)
+            fail(f"{option} has {key}; the nearest that it takes are {', '.join(nearest)}")
+    return values
 
 
 def check_options(model: str, revision: str | None, config, words: list[str]) -> None:
     """Ends the command where a model, its method or an adapter cannot work with vLLM's options behind `--`."""
+    from transformers.utils import flatten_dict
+
     from ..hub.loading import check_served_adapter, processor_of
     from ..model.methods_qtsplus import add_method
+    from ..model.sampling_qtsplus import read_keys
     from ..vllm import BACKBONES, OPTIONS, SETTINGS
     from ..vllm.attention import check_attention
 
@@ -179,12 +195,16 @@ def check_options(model: str, revision: str | None, config, words: list[str]) ->
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--additional-config", type=json_object, default={})
     parser.add_argument("--mm-processor-kwargs", type=json_object, default={})
+    parser.add_argument("--media-io-kwargs", type=json_object, default={})
     stated, _ = parser.parse_known_args(words)
     members("--additional-config", stated.additional_config, words, OPTIONS, prefix="qtsplus")
-    known = SETTINGS
-    if "--mm-processor" in str(words):
-        video_processor = processor_of(model, config, revision).video_processor
-        known += ("images_kwargs", "videos_kwargs", *video_processor.valid_kwargs.__annotations__)
+    reading = members("--media-io-kwargs", stated.media_io_kwargs, words, MEDIA_KEYS)
+    read_keys({"fps": reading.get("video.fps"), "num_frames": reading.get("video.num_frames")})
+    processor = processor_of(model, config, revision)
+    images = processor.image_processor.valid_kwargs.__annotations__
+    videos = processor.video_processor.valid_kwargs.__annotations__
+    sections = flatten_dict({"images_kwargs": images, "videos_kwargs": videos})
+    known = dict.fromkeys(SETTINGS) | images | videos | sections
     selection = members("--mm-processor-kwargs", stated.mm_processor_kwargs, words, known).get("selection")
     for place in stated.lora_modules:
         check_served_adapter(place)

@@ -112,9 +112,7 @@ class TensorFormat:
         texts: Texts,
     ) -> Iterator[Path]:
         """Writes a file that is at `path` once the context ends; yields its place until then."""
-        ordered = {}
-        for name in sorted(tensors):
-            ordered[name] = _on_cpu(tensors[name])
+        ordered = {name: _on_cpu(tensors[name]) for name in sorted(tensors)}
         header = dict(texts)
         if self.has_digest:
             header["digest"] = digest_of(ordered, header)

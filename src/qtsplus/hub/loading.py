@@ -76,7 +76,8 @@ def load(
 def check_values(what: str, values, name: str = "") -> None:
     """
     Raises `ValueError` for values of a configuration that Transformers takes, but no model can use: numbers that are
-    not finite, and ids of tokens that are not whole numbers. `name` is the field's.
+    not finite, and ids of tokens that are not whole numbers; and for attention that is called like a repository, since
+    Transformers fetches it and runs its code. `name` is the field's.
     """
     if name.endswith("_token_id"):
         ids = values if isinstance(values, list) else [values]
@@ -87,6 +88,8 @@ def check_values(what: str, values, name: str = "") -> None:
         return
     elif isinstance(values, dict):
         for key, value in values.items():
+            if key in _KERNELS and "/" in json.dumps(value):
+                raise ValueError(f"{what} names the kernel {json.dumps(value)}, whose code does not run here.")
             check_values(what, value, str(key))
         return
     else:
@@ -216,19 +219,7 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict:
 
 def _checked(config: dict, name: str) -> dict:
     check_values(f"The config.json of {name!r}", config)
-    # Transformers fetches attention that is called like a repository, and runs its code.
-    for section in (config, *config.values()):
-        for key in _KERNELS:
-            kernel = json.dumps(section.get(key)) if isinstance(section, dict) else ""
-            if "/" in kernel:
-                raise ValueError(f"{name!r} names the kernel {kernel} in config.json, whose code does not run here.")
     return config
-
-
-def stored_dtype(model: str | Path, revision: str | None = None) -> str:
-    """What a model's configuration says of its weights, for vLLM: its own "auto" shortens float32."""
-    config = stored_config(model, revision)
-    return config.get("dtype") or config.get("torch_dtype") or "auto"
 
 
 def find_device(device: str | None) -> str:

@@ -94,10 +94,7 @@ class Index(Journal):
     @property
     def entries(self) -> dict[str, Entry]:
         """By the names of the videos, in their order."""
-        entries = {}
-        for name, entry in self.done.items():
-            if name != MADE and entry is not None:
-                entries[str(name)] = entry
+        entries = {str(name): entry for name, entry in self.done.items() if name != MADE and entry is not None}
         return dict(sorted(entries.items()))
 
     @property
@@ -240,10 +237,7 @@ class Library:
                 maps[piece.name] = kept.new_zeros(steps, height, width)
             whole = maps[piece.name]
             whole[piece.first : piece.last] = kept
-        evidence = []
-        for interval in answer.evidence:
-            name = chosen[interval.video].name
-            evidence.append(replace(interval, name=name))
+        evidence = [replace(interval, name=chosen[interval.video].name) for interval in answer.evidence]
         return replace(
             answer,
             video=", ".join(maps),

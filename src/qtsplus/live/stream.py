@@ -331,10 +331,7 @@ class Stream:
     def videos(self) -> dict[str, Remembered]:
         """What is in memory now, by camera; `ValueError` if nothing is."""
         with self._changing:
-            videos = {}
-            for name, camera in self.cameras.items():
-                if len(camera.tokens):
-                    videos[name] = self._video(name, camera)
+            videos = {name: self._video(name, camera) for name, camera in self.cameras.items() if len(camera.tokens)}
         if not videos:
             raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
         return videos

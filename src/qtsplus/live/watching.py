@@ -365,9 +365,7 @@ def watch(
         raise ValueError(f"timeout={timeout!r}: expected seconds above 0, at most a million.")
     stream = Stream(model, processor, memory_tokens=memory_tokens, question=question, fps=fps)
     began = time.monotonic()
-    opened = {}
-    for name, address in sources.items():
-        opened[name] = Source(address, stream.fps, timeout, began, name)
+    opened = {name: Source(address, stream.fps, timeout, began, name) for name, address in sources.items()}
 
     def answer() -> Answer:
         warnings = []

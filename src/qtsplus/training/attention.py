@@ -116,9 +116,10 @@ def note_attention(
         visual, selection = take_inputs(dict(inputs))
         layout = lay_out(base, visual, inputs["input_ids"], inputs.get("attention_mask"))
         places = [_places(base, layout, selection.query_mask, labels, group) for group in groups]
-        rows = []
-        for row, seen_from in zip(layout.rows, zip(*places, strict=True), strict=True):
-            rows.append(NotedRow(seen_from, row.candidates.to(labels.device)))
+        rows = [
+            NotedRow(seen_from, row.candidates.to(labels.device))
+            for row, seen_from in zip(layout.rows, zip(*places, strict=True), strict=True)
+        ]
         everything = dict(inputs)
         everything.update(EVERYTHING)
         with noting(base.language_model, rows, choice.by_layer(base.language_model)):

@@ -45,11 +45,7 @@ class RunningMeans:
         """The means over all processes, of the names that anything was added to; the sums start again from 0."""
         rows = reduce(self.totals).tolist()
         self.totals.zero_()
-        means = {}
-        for name, (total, weight) in zip(self.names, rows, strict=True):
-            if weight > 0:
-                means[name] = total / weight
-        return means
+        return {name: total / weight for name, (total, weight) in zip(self.names, rows, strict=True) if weight > 0}
 
 
 class RhoControl:
@@ -154,9 +150,10 @@ class RhoControl:
 
     def _count_asked(self, rho: Tensor, num_tokens: Tensor) -> None:
         """Adds the counts of the model's own budgets to the log and to the sums of the step."""
-        counts = []
-        for fraction, total in zip(rho.tolist(), num_tokens.tolist(), strict=True):
-            counts.append(kept_count(fraction, total, self.config.n_max))
+        counts = [
+            kept_count(fraction, total, self.config.n_max)
+            for fraction, total in zip(rho.tolist(), num_tokens.tolist(), strict=True)
+        ]
         n = torch.tensor(counts, dtype=torch.int64, device=rho.device)
         self.running[True].add("n_asked", n)
         rho_in_units = rho.detach().double() * RHO_UNITS

@@ -19,7 +19,6 @@ from ..hub.loading import (
     load_generation_config,
     processor_of,
     stored_config,
-    stored_dtype,
 )
 from ..model.fields_qtsplus import QTSplusConfig
 from ..model.methods_qtsplus import add_method
@@ -120,9 +119,9 @@ def load_either(
     where = find_device(device)
     if selector is None and not model_type(weights).endswith(OURS):
         selector = {"reencode_layers": 0}
-    dtype = dtype or stored_dtype(weights)
-    if dtype == "auto":
-        dtype = "float32"
+    if dtype is None:
+        stored = stored_config(weights)
+        dtype = stored.get("dtype") or stored.get("torch_dtype") or "float32"
     model = make_model(None, weights, selector, dtype).to(where).eval()
     processor = make_processor(None, weights, model.config)
     adopt_tokenizer(model.config, processor)

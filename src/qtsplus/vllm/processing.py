@@ -7,6 +7,7 @@ budget, become one item of the prompt.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from threading import Lock
@@ -119,7 +120,13 @@ class QTSplusMultiModalProcessor:
         told = []
         for frames, about in items.get_all():
             known = dict(about)
-            known.pop("mark", None)
+            count = known["total_num_frames"]
+            if known.pop("mark", None) is None and len(frames) < count:
+                warnings.warn(
+                    f"vLLM or its caller took {len(frames)} of the {count} frames of a video, and not those that "
+                    'qtsplus ask looks at; media_io_kwargs={"video": {"num_frames": ...}} says how many vLLM takes.',
+                    stacklevel=2,
+                )
             beside = known.pop("about", {})
             plain.append((frames, known))
             told.append(_told(frames, known, beside, step))
@@ -275,17 +282,12 @@ def merged_item(items, ids: Tensor, mask: Tensor) -> mm.MultiModalKwargsItem:
     placeholder `[S]` and its question `[S]`. Its `settings`, as JSON, are added before it goes to the engine.
     """
     videos = [item.get_data() for item in items["video"]]
-    grids = [video["video_grid_thw"] for video in videos]
-    seconds = [torch.as_tensor(video["second_per_grid_ts"]) for video in videos]
-    image_grids = torch.zeros(0, 3, dtype=torch.long)
-    images = [image["image_grid_thw"].data for image in items.get("image", [])]
-    if images:
-        image_grids = torch.stack(images)
+    image_grids = [image["image_grid_thw"].data.tolist() for image in items.get("image", [])]
     fields = {
         PIXELS: [video[PIXELS] for video in videos],  # a list: vLLM does not copy it for a batch
-        "video_grid_thw": torch.stack(grids),
-        "second_per_grid_ts": torch.stack(seconds),
-        "image_grids": image_grids,
+        "video_grid_thw": torch.stack([video["video_grid_thw"] for video in videos]),
+        "second_per_grid_ts": torch.stack([torch.as_tensor(video["second_per_grid_ts"]) for video in videos]),
+        "image_grids": torch.tensor(image_grids, dtype=torch.long).view(-1, 3),
         "prompt_ids": ids,
         "query_mask": mask,
     }
