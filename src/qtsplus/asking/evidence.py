@@ -26,7 +26,7 @@ Box = tuple[float, float, float, float]  # left, top, right and bottom, as fract
 class Interval:
     """A stretch of a video that shows what the question asks for, as far as the selection can tell."""
 
-    # Seconds: in an answer the times that a player shows, which may begin after 0; otherwise from the first frame.
+    # In an answer, the seconds that a player shows; otherwise seconds from the video's first frame.
     start: float
     end: float
     weight: float  # the share of all relevance, over all videos of the sample, that falls into this stretch

@@ -129,7 +129,7 @@ def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
     if not start <= seconds <= end:
         raise ValueError(f"seconds={seconds:g}; expected a second of the video, from {start:g} to {end:g}.")
     fps = video.about.metadata.fps
-    # At its end a video shows its last frame. Both ways of reading it round up by one `ROUNDING`.
+    # At its end a video shows its last frame. Both ways of reading a frame below add one `ROUNDING` to the time.
     just_before_end = end - 2 * ROUNDING / fps
     instant = min(seconds, just_before_end)
     if Path(video.video).is_dir():

@@ -29,8 +29,8 @@ LONGEST = 60.0  # the most seconds of a chapter, or fewer if the model was train
 REFUSED = ("turns", "queries", "subtitles", "past_key_values", "cache")
 _WORD = re.compile(r"\w+")
 
-# Small models repeat themselves. `StopRepeating` ends a text that does, which saves time. `_REPETITION` then finds the
-# repeats in that text, of which only the first stays.
+# Small models repeat themselves. `StopRepeating` ends such a text early, which saves time. `_REPETITION` then finds the
+# repeats that are already in the text, and only the first of them is kept.
 REPEATS = 4  # A text ends when it says the same thing this many times in a row.
 MAX_REPEATED_TOKENS = 16  # `StopRepeating` does not notice longer repetitions.
 _REPETITION = re.compile(rf"(\s.+?)\1{{{REPEATS - 1},}}$", re.DOTALL)
@@ -45,8 +45,8 @@ _AMOUNT = r"""(?:
     | one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|hundred | dozens?(?:\ of)?
     | half | couple\ of | few|several|some|many|more|multiple|numerous|mere|long|short|full
 )"""
-# Where "5 s" is a time, and "80s" no decade. Words are in one line with others of their length, since Python looks back
-# by a fixed number of characters.
+# In these places a number with "s" is a time, as in "at 5 s", but not in "the 80s". Words of one length share a line,
+# since Python looks back by a fixed number of characters.
 _BEFORE_S = r"""(?:
     ^ | (?<=[\n(\[~–-]) | (?<=[^\w\s]\ )  # at the start of the text or of a line, or after a sign
     | (?<=\ba\ )

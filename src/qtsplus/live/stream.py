@@ -270,7 +270,7 @@ class Stream:
                 self._forget(self.memory_tokens)
 
     def _forget(self, count: int) -> None:
-        """Keeps `count` tokens over all cameras, which the policy chooses."""
+        """Keeps `count` of the tokens of all cameras, as the policy chooses."""
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
         policy = find_method(self.policy)  # refuses what is neither a function nor the name of a method
         kept = policy(self._competing(cameras), count)
@@ -285,8 +285,8 @@ class Stream:
             camera.tokens = camera.tokens.take(kept[is_of_camera] - first)
             first = end
             steps = set(camera.tokens.steps.tolist())
-            # The times stay at which a remembered step begins, and at which it ends because the next step begins. Those
-            # of steps that are not encoded yet stay too.
+            # A step ends when the next one begins, so both times of a remembered step stay. The times of steps that are
+            # not encoded yet stay too.
             camera.begins = {
                 step: time
                 for step, time in camera.begins.items()

@@ -240,7 +240,7 @@ class Source:
                 yield max(frame.time - begin, 0.0), frame
 
     def _frames(self, container, stream, clock: Clock) -> Iterator[av.VideoFrame]:
-        """The decoded frames. Of the sentences about damage only the newest is kept, as one is enough."""
+        """The decoded frames. The newest sentence about damage replaces earlier ones."""
         for packet in clock.over(self._packets(container, stream), self.is_camera):
             try:
                 frames = packet.decode()
@@ -303,7 +303,7 @@ class _CameraClock:
             self.begin = time_of_frame - self.opened
         elif self.joins_when_set < joins:
             waited = now - self.last_arrival
-            # Frames that were held arrive at once, others as long after one another as they were taken.
+            # Held frames arrive at once. Other frames arrive as far apart as they were taken.
             if waited > (time_of_frame - self.last_time) / 2:
                 self.begin = time_of_frame - now
                 self.joins_when_set = joins

@@ -87,8 +87,8 @@ class VideoDecoder:
             stated = read_stated(self.source, container, stream)
         self._set_clock(stated)
         missing = self._missing(stated)
-        # Packets can be skipped if frames are told apart by their times, and if key frames are where the file says,
-        # which is doubtful in a file that is incomplete or joined.
+        # Packets can be skipped if frames can be told by their times, and if key frames are where the file says. A file
+        # that is incomplete or joined may be wrong about them.
         self.can_skip = self.timed and not missing and not is_joined
         if missing:
             faults.append(f"is incomplete: {missing}")
@@ -97,7 +97,7 @@ class VideoDecoder:
         longest_gap = gaps[longest]
         usual_gap, long_gap = np.quantile(gaps, (0.5, 0.8))
         # At a constant rate a long gap shows that frames were lost; at a variable rate it may be a still. If the header
-        # states the video's own length, only an early end is a loss, which `_missing` looks for.
+        # states the video's own length, only an early end is a loss; `_missing` looks for it.
         shows_loss = long_gap < 2 * usual_gap and not stated.is_of_video
         if shows_loss and longest_gap > LEAP + 3 * usual_gap:
             begin = self.times[longest]
@@ -193,7 +193,7 @@ class VideoDecoder:
                 raise ValueError(f"The video {self.name!r} states no times and no rate; pass its frames, with `fps=`.")
             clock = (len(self.order), float(stated.fps))
         self.total, self.fps = clock
-        # Times that are missing or guessed give way to those of a constant rate, if the clock has as many frames.
+        # At a constant rate, even times replace those that are missing or guessed.
         if not self.timed and self.total == len(self.order):
             self.times = np.arange(self.total) / self.fps
         self.start = max(self.first - stated.begin, 0.0)
@@ -265,7 +265,7 @@ class VideoDecoder:
             self._warn(f"is damaged, and with it {damaged} of the {len(instants)} frames that are looked at")
 
     def _show(self, instants: np.ndarray) -> Iterator[ShownFrame]:
-        """The frames as [`read`] gives them, with `skipping` as far as this goes, and the others without."""
+        """The frames as [`read`] gives them: first with `skipping`, if possible, and from where that stops without."""
         num_shown = 0
         if self.can_skip:
             for shown in self.read(instants, skipping=True):
@@ -295,7 +295,7 @@ class VideoDecoder:
             stream.thread_type = "AUTO"
             frames = self._decode(container, stream, needed)
             for number, frame in enumerate(itertools.chain(frames, [None])):
-                # The instants from `num_shown` on, without `stop`, are those before this frame appears.
+                # At the instants before this frame appears, up to `stop`, a player shows `on_screen`.
                 stop = len(instants)
                 if frame is not None:
                     stop = int(np.searchsorted(instants, self._time(frame, number)))
@@ -342,7 +342,7 @@ class VideoDecoder:
         key_is_later = key_times > self.pts[chosen]
         last_key = np.maximum(last_key - key_is_later, 0)
         begins = keys[last_key]
-        # 1 at each key frame and -1 at its chosen packet: from the one up to the other the sum is above 0.
+        # +1 at each key frame and -1 at its chosen packet: from the one up to the other the sum is positive.
         changes = np.zeros(len(self.key) + 1, np.int64)
         np.add.at(changes, begins, 1)
         np.subtract.at(changes, chosen, 1)
