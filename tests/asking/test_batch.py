@@ -200,9 +200,7 @@ def write_parquet(path, rows):
     from pyarrow import parquet
 
     kinds = ["string", "string", "string", "float64", "int64", "int64"]
-    fields = []
-    for name, kind in zip(COLUMNS, kinds, strict=True):
-        fields.append((name, getattr(pyarrow, kind)()))
+    fields = [(name, getattr(pyarrow, kind)()) for name, kind in zip(COLUMNS, kinds, strict=True)]
     parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(fields)), path)
 
 
@@ -249,19 +247,30 @@ def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, tmp_path):
     ("text", "reason"),
     [
         (
-            "video;question\nclip0.mp4,What?,Who?\n",
+            b"video;question\nclip0.mp4,What?,Who?\n",
             "has the columns video;question; expected each name once and commas between",
         ),
-        ('video,question\nclip0.mp4,"What, and wh', "may have written UTF-16): unexpected end of data"),
         (
-            "video,question,question\nclip0.mp4,What?,Who?\n",
+            b'video,question\nclip0.mp4,"What, and wh',
+            "cannot be read as CSV in UTF-8: unexpected end of data",
+        ),
+        (
+            "video,question\nclip0.mp4,What?\n".encode("utf-16"),
+            "looks like UTF-16",
+        ),
+        (
+            b"id,video,question\na,clip0.mp4,What?\nb,clip0.mp4,Who?\na,clip1.mp4,What?\n",
+            'rows.csv have the same id, "a"; expected another one for each',
+        ),
+        (
+            b"video,question,question\nclip0.mp4,What?,Who?\n",
             "has the columns video, question, question; expected each name once",
         ),
     ],
 )
-def test_csv_with_another_header_or_cut_off_is_refused(batch, tmp_path, text, reason):
+def test_csv_with_another_header_cut_off_or_with_an_id_twice_is_refused(batch, tmp_path, text, reason):
     batch.file = tmp_path / "rows.csv"
-    batch.file.write_text(text)
+    batch.file.write_bytes(text)
     assert reason in batch.refusal()
 
 
@@ -404,14 +413,12 @@ STRANGE = [
 
 
 def write_table(batch, tmp_path, column, value):
-    """A table of two rows, of which the second leaves out the column."""
+    """A table of two rows, of which the first has the column."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    strange = {"video": "clip0.mp4", "question": "Who?", "id": "mine"}
-    good = dict(strange)
-    good.pop(column, None)
-    strange[column] = value
+    good = {"video": "clip0.mp4", "question": "Who?"}
+    strange = {**good, "id": "mine", column: value}
     batch.file = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([strange, good]), batch.file)
 
@@ -432,7 +439,7 @@ def without_id(answer):
 
 
 def test_rows_that_were_answered_are_not_asked_again_in_a_corrected_file(batch, rows, encoded):
-    """The corrected file has some of the rows in another order, another id, a new question, and each row twice."""
+    """The corrected file has some of the rows in another order, other ids, a new question, and each row twice."""
     write(batch.file, [*rows, {"video": "clip0.mp4"}])
     answers = [without_id(answer) for answer in batch.answers()]
     encoded.clear()
@@ -440,10 +447,10 @@ def test_rows_that_were_answered_are_not_asked_again_in_a_corrected_file(batch, 
     renamed = rows[8] | {"id": "same"}
     new = {"video": "clip0.mp4", "question": "Where?"}
     corrected = [renamed, new, first_row]
-    write(batch.file, corrected + corrected)
+    write(batch.file, [*corrected, renamed | {"id": "again"}, new, first_row])
     after = batch.answers()
     ids = [answer["id"] for answer in after]
-    assert ids == ["same", 2, 3, "same", 5, 6]
+    assert ids == ["same", 2, 3, "again", 5, 6]
     assert encoded == ["clip0.mp4"]
     assert len(batch.entries()) == len(rows) + 1
     contents = [without_id(answer) for answer in after]

@@ -1,6 +1,7 @@
 """Asks the questions of a file, video by video: each row is answered once, however often a run is killed."""
 
 import csv
+import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,8 +95,16 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
     is_csv = path.suffix.lower() == ".csv"
     rows = _read_csv(path) if is_csv else list(iter_rows(path))
     questions = Questions(rows, tasks={}, problems={})
+    first_rows: dict[str, int] = {}
     state_of = cache(media_state)
     for row in rows:
+        name = json.dumps(_named(row)["id"])
+        first = first_rows.setdefault(name, row.number)
+        if first != row.number:
+            raise ValueError(
+                f"Rows {first} and {row.number} of {path} have the same id, {name}; expected another one for each. A "
+                "row without an id has its number."
+            )
         try:
             if row.problem is not None and (is_csv or row.content is None):
                 raise ValueError(row.problem)
@@ -112,21 +121,21 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
         except ValueError as error:
             questions.problems[row.number] = str(error)
     if not questions.tasks:
-        first = next(iter(questions.problems.values()), "")
-        raise ValueError(f"{path} holds no row with a video and a question. {first}")
+        problem = next(iter(questions.problems.values()), "")
+        raise ValueError(f"{path} holds no row with a video and a question. {problem}")
     return questions
 
 
 def _read_csv(path: Path) -> list[Row]:
     """The rows of a table whose first line names its columns; empty cells and empty rows are left out."""
+    content = path.read_bytes()
+    if b"\0" in content[:4]:
+        raise ValueError(f"{path} looks like UTF-16, as some spreadsheets write; expected CSV in UTF-8.")
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            table = list(reader)
+        reader = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
+        table = list(reader)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} cannot be read as CSV in UTF-8 (a spreadsheet may have written UTF-16): {error}."
-        ) from error
+        raise ValueError(f"{path} cannot be read as CSV in UTF-8: {error}.") from error
     names = list(filter(None, reader.fieldnames or ()))
     if len(set(names)) < max(len(names), 2):
         raise ValueError(f"{path} has the columns {', '.join(names)}; expected each name once and commas between.")
