@@ -21,6 +21,10 @@ seven = 7
 
 def latest(candidates, n):
     return torch.arange(candidates.num_tokens)[-n:]
+
+
+def failing(candidates, n):
+    return n + None
 """
 
 
@@ -82,6 +86,9 @@ def test_on_the_command_line(mine, folder, tiny_mp4, tmp_path):
     assert row["evidence"] == answer["evidence"]
     report = json.loads(run("eval", records, "--json", *own).stdout)
     assert report["kept"] == pytest.approx(0.25)
+    failed = tmp_path / "failed.jsonl"
+    run("batch", records, "--out", failed, *own, "--selection", f"{mine}:failing")
+    assert f"mine.py:failing' failed in line 14 of {mine}: TypeError" in failed.read_text()
 
 
 def begin_of_evidence(answer):
@@ -154,11 +161,13 @@ def test_what_a_folder_names_is_never_imported(name, mine, folder, tiny_mp4, tmp
         (":latest", "cannot be imported"),
         ("no_such_module:latest", "No module named 'no_such_module'"),
         ("broken.py:latest", "was never closed"),
+        ("divides.py:latest", "cannot be imported: ZeroDivisionError"),
     ],
 )
 def test_a_name_of_nothing_is_one_line(name, words, mine, tiny_mp4, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("def latest(")
+    (tmp_path / "divides.py").write_text("1 / 0")
     result = run("ask", tiny_mp4, "What?", "--selection", name.format(mine=mine))
     (line,) = result.stderr.splitlines()
     assert result.exit_code == 2, result.output

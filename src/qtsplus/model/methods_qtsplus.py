@@ -9,9 +9,10 @@ import math
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pkgutil import resolve_name
+from traceback import extract_tb
 
 import torch
 import torch.nn.functional as F
@@ -165,10 +166,8 @@ def _joined(candidates: Candidates) -> Tensor:
 def _frames_of_videos(features: Tensor, candidates: Candidates) -> list[Tensor]:
     """`[time, height * width, d]` for each grid, a view of the features `[M, d]` of all videos."""
     sizes = [math.prod(grid) for grid in candidates.grids]
-    frames_of_videos = []
-    for tokens, (time, height, width) in zip(features.split(sizes), candidates.grids, strict=True):
-        frames_of_videos.append(tokens.unflatten(0, (time, height * width)))
-    return frames_of_videos
+    by_video = zip(features.split(sizes), candidates.grids, strict=True)
+    return [tokens.unflatten(0, (time, height * width)) for tokens, (time, height, width) in by_video]
 
 
 def diversity(candidates: Candidates, n: int) -> Tensor:
@@ -385,10 +384,8 @@ def take_rows(parts: TensorSequence, indices: Tensor) -> Tensor:
     starts = list(accumulate(map(len, parts), initial=0))
     bounds = torch.searchsorted(indices, torch.tensor(starts, device=indices.device))
     counts = bounds.diff().tolist()
-    rows = []
-    for part, start, chosen in zip(parts, starts[:-1], indices.split(counts), strict=True):
-        rows.append(part[chosen - start])
-    return torch.cat(rows)
+    by_part = zip(parts, starts[:-1], indices.split(counts), strict=True)
+    return torch.cat([part[chosen - start] for part, start, chosen in by_part])
 
 
 METHODS: dict[str, Method] = {
@@ -433,13 +430,27 @@ def add_method(name: MethodOrName | None) -> None:
         try:
             method = runpy.run_path(place)[function] if place.endswith(".py") else resolve_name(name)
             inspect.signature(method).bind("candidates", "n")
-        except (ImportError, AttributeError, KeyError, OSError, SyntaxError, TypeError, ValueError) as error:
+        except Exception as error:  # the module that is run may raise anything
             raise ValueError(
                 f"selection={name!r} cannot be imported: {error!r}; expected MODULE:FUNCTION or FILE.py:FUNCTION, a "
                 "function of the candidates and a count."
             ) from error
-        METHODS[name] = method
+        METHODS[name] = partial(_run_own, name, method)
     find_method(name)
+
+
+def _run_own(name: str, method: Method, candidates: Candidates, n: int) -> Tensor:
+    """
+    What a method of one's own returns. An error that is not about an input or about memory becomes a `ValueError` that
+    names the method, so it costs only the question that asked for it.
+    """
+    try:
+        return method(candidates, n)
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # it may raise anything
+        place = extract_tb(error.__traceback__)[-1]
+        raise ValueError(f"selection={name!r} failed in line {place.lineno} of {place.filename}: {error!r}.") from error
 
 
 def no_question(row: int, num_tokens: int) -> ValueError:
