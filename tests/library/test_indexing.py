@@ -45,10 +45,7 @@ def interrupt(*arguments, **options):
 
 def encoded(folder):
     """The encoded videos of a library on disk, with when they were written."""
-    times = {}
-    for path in folder.glob("*.safetensors"):
-        times[path.name] = path.stat().st_mtime_ns
-    return times
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
 
 
 def test_what_is_on_disk_is_not_encoded_again(build, folder):
@@ -295,6 +292,8 @@ def test_what_is_missing_is_said(build, open_library):
 def test_other_settings_are_refused(library, videos, loaded):
     with pytest.raises(ValueError, match=r"was begun with fps=.*, not 1"):
         index(videos, library.folder, *loaded, fps=1)
+    with pytest.raises(ValueError, match=r"index\(\) has no keyword 'fsp'; the nearest is 'fps'"):
+        index(videos, library.folder, *loaded, fsp=1)
 
 
 def test_another_vision_tower_is_refused(library, videos, loaded):

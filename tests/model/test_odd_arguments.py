@@ -132,6 +132,11 @@ def test_what_is_no_count_is_never_taken_for_one(calls):
             calls["encode"](max_frames=value)
 
 
+def test_a_misspelt_keyword_is_named_with_the_function_and_the_nearest(calls):
+    with pytest.raises(ValueError, match=r"encode\(\) has no keyword 'max_frame'; the nearest is 'max_frames'"):
+        calls["encode"](max_frame=1)
+
+
 @pytest.mark.parametrize("frames", [FRAMES[..., 0], np.repeat(FRAMES, 2, axis=-1)[..., :4]], ids=["grey", "rgba"])
 def test_frames_without_three_channels_are_refused(calls, frames):
     with pytest.raises(ValueError, match=r"of the shape .*; expected \[T, H, W, C\] or \[T, C, H, W\] with 1 or 3"):

@@ -13,7 +13,7 @@ from ..common.files import check_folder, counted, first_line, listed, require_sp
 from ..common.journals import file_state
 from ..data.media import VIDEO_SUFFIXES
 from ..hub.files import TINY
-from ..model.sampling_qtsplus import Sampling, SamplingOptions
+from ..model.sampling_qtsplus import Sampling, SamplingOptions, read_options
 from ..video.encoded import FAILURES, encode, open_chunks, with_bar
 from ..video.storage import SAMPLING, Stored, fingerprint, load_video, measure, save_keys, saved_video
 from .library import INDEX, MADE, Entry, Index
@@ -56,7 +56,7 @@ def index(
     files = find_videos(videos, folder)
     check_folder(folder)
     made_by = fingerprint(model, processor)
-    sampling = Sampling(**options)
+    sampling = read_options(index, options)
     names = sorted(path.name for path in folder.glob("[!.]*"))
     if names and INDEX not in names:
         raise FileExistsError(
@@ -139,10 +139,7 @@ class _Indexing:
         """Notes the content of each file that is new or was changed, and forgets files that are gone."""
         known = self.known = self.index.entries
         encoded = {entry["content"]: entry["features"] for entry in known.values()}
-        after = {}
-        for name, path in files.items():
-            earlier = known.get(name)
-            after[name] = self._look(path, earlier, encoded)
+        after = {name: self._look(path, known.get(name), encoded) for name, path in files.items()}
         self.earlier = {} if prune else known  # what stays where new files cannot be encoded
         contents = {entry["content"] for name, entry in after.items() if entry != known.get(name)}
         lost = self._lost(after, contents, folder)

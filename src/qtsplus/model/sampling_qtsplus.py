@@ -8,9 +8,11 @@ video_qtsplus.py applies the rule to the frames between `start` and `end`, which
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict  # PyTorch needs it too
@@ -67,6 +69,15 @@ class Sampling:
         for name, value in vars(self).items():
             if value is not None:
                 check_key(name, value)
+
+
+def read_options(function: Callable, options: Mapping[str, Any]) -> Sampling:
+    """What a function was given as [`SamplingOptions`]; a `ValueError` for another keyword, which names the nearest."""
+    known = SamplingOptions.__annotations__
+    for name in options.keys() - known.keys():
+        (nearest,) = get_close_matches(name, [*known, *inspect.signature(function).parameters], n=1, cutoff=0)
+        raise ValueError(f"{function.__name__}() has no keyword {name!r}; the nearest is {nearest!r}.")
+    return Sampling(**options)
 
 
 @dataclass(frozen=True)

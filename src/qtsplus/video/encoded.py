@@ -24,7 +24,7 @@ from ..hub.loading import find_device
 from ..model.addresses_qtsplus import shown_name
 from ..model.clock_qtsplus import NEAR
 from ..model.messages_qtsplus import flatten_videos
-from ..model.sampling_qtsplus import ROUNDING, Sampling, SamplingOptions
+from ..model.sampling_qtsplus import ROUNDING, Sampling, SamplingOptions, read_options
 from ..model.video_qtsplus import AboutVideo, VideoChunks
 from .forecast import forecast
 from .subtitles import Subtitle, read_subtitles
@@ -138,10 +138,10 @@ def encode(
     Raises:
         ValueError: a video that cannot be read; frames without `fps`.
     """
+    sampling = read_options(encode, options)
     lines = read_subtitles(video) if subtitles else ()
     if device is not None:
         device = find_device(device)
-    sampling = Sampling(**options)
     if not isinstance(video, (str, Path)):
         return _encode_frames(model, processor, video, sampling, metadata, device)
     if metadata is not None:
