@@ -134,10 +134,17 @@ def test_a_model_on_the_hub_is_loaded_at_its_revision(tiny_mp4, monkeypatch, nam
     assert_refused(invoke("ask", tiny_mp4, QUESTION, "--model", name), "stop here")
 
 
-def test_the_human_output_names_tokens_seconds_and_stages(ask, tiny_mp4):
-    result = ask(tiny_mp4, QUESTION)
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ([], "of the relevance"),
+        (["--selection", "uniform"], "of the kept tokens"),
+    ],
+)
+def test_the_human_output_names_tokens_seconds_and_stages(ask, tiny_mp4, options, share):
+    result = ask(tiny_mp4, QUESTION, *options)
     assert result.exit_code == 0, result.stderr
-    for words in ("visual tokens", "4.0 s", "of the relevance", "load", "encode", "first token", "generate"):
+    for words in ("visual tokens", "4.0 s", share, "load", "encode", "first token", "generate"):
         assert words in result.stdout
 
 

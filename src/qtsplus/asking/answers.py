@@ -27,7 +27,7 @@ from ..video.grids import keep_maps
 from ..video.subtitles import check_subtitles, near
 from .choice import Choice
 from .evidence import Interval, evidence_intervals, placed
-from .generation import TokenClock, generation_options
+from .generation import generation_options
 from .question import Batch, Videos, prompt_inputs
 from .recall import narrowed
 
@@ -57,6 +57,7 @@ class Answer:
     largest_gap: float = 0.0  # the longest time from a frame that was looked at to the next, or to the end, in seconds
     trained_seconds: float | None = None  # the longest video in training, if a video here is longer
     unheard: bool = False  # whether a video has sound that no subtitles stood in for
+    scored: bool = True  # whether the selection scored tokens; else a weight in `evidence` is a share of the kept ones
 
     @property
     def shown(self) -> bool | None:
@@ -73,9 +74,10 @@ class Answer:
         return next(iter(self.keep_maps.values()))
 
     def as_dict(self) -> dict[str, object]:
-        """What `qtsplus ask --json` prints: all fields but the keep maps; `seen` only if the model is calibrated."""
+        """What `qtsplus ask --json` prints: no keep maps, not `scored`, and `seen` only if the model is calibrated."""
         fields = dict(vars(self))
         del fields["keep_maps"]
+        del fields["scored"]
         if self.seen is None:
             del fields["seen"]
             del fields["seen_threshold"]
@@ -135,10 +137,11 @@ def answer_questions(
     )
     prompts = reader.shorten(batch)
     if subtitles:
-        captions = _captions(processor, batch, prompts, subtitles)
+        kept = map(prompts.kept, range(len(questions)))
+        captions = [near(row.indices, videos, processor, subtitles) for row in kept]
         prompts = reader.shorten(replace(batch, captions=captions))
     output = model.generate_from(prompts.compact, **reader.generation)
-    timings = reader.clock.timings()
+    timings = reader.generation["streamer"].timings()
     new_ids = output.sequences[:, prompts.length :]
     texts = processor.tokenizer.batch_decode(new_ids, skip_special_tokens=True)
     answers = []
@@ -212,10 +215,6 @@ class _Reader:
     choice: Choice
     generation: dict[str, Any]  # as [`generation_options`] gives them
 
-    @property
-    def clock(self) -> TokenClock:
-        return self.generation["streamer"]
-
     def shorten(self, batch: Batch) -> _Prompts:
         """The prompts, without the oldest turns if the positions do not suffice; `ValueError` if they still do not."""
         positions = self.model.config.get_text_config().max_position_embeddings
@@ -246,7 +245,7 @@ class _Reader:
         """The prompts, however many positions they take."""
         backbone = self.model.model
         inputs = prompt_inputs(self.processor, batch, self.model.device)
-        self.clock.start()
+        self.generation["streamer"].start()
         visual, selection = take_inputs(inputs | vars(self.choice))
         input_ids = inputs["input_ids"]
         layout = lay_out(backbone, visual, input_ids, inputs["attention_mask"])
@@ -273,17 +272,6 @@ def _turns_to_leave_out(turns: Sequence[str], left_out: int, excess: int) -> int
             excess -= len(turn.encode()) + 32
         left_out += 2
     return left_out
-
-
-def _captions(
-    processor,
-    batch: Batch,
-    prompts: _Prompts,
-    most: int,
-) -> list[str]:
-    """For each question, the subtitles near its kept tokens."""
-    kept = map(prompts.kept, range(len(batch.questions)))
-    return [near(row.indices, batch.videos, processor, most) for row in kept]
 
 
 def _answer(
@@ -316,7 +304,6 @@ def shown_by(
     encoded = list(videos.values())
     grids = torch.cat([video.video_grid_thw for video in encoded])
     seconds = [video.seconds_per_step for video in encoded]
-    evidence = []
     intervals = evidence_intervals(
         kept.indices,
         kept.relevance,
@@ -325,13 +312,8 @@ def shown_by(
         merge_size,
         config.evidence_share,
     )
-    for interval in intervals:
-        name = names[interval.video]
-        evidence.append(placed(interval, name, videos[name]))
+    evidence = [placed(interval, names[interval.video], encoded[interval.video]) for interval in intervals]
     maps = keep_maps(kept.indices, grids, merge_size)
-    warnings = []
-    for video in encoded:
-        warnings += video.about.warnings
     answer = Answer(
         answer="",
         video=encoded[0].video if len(encoded) == 1 else ", ".join(names),
@@ -343,10 +325,11 @@ def shown_by(
         evidence=evidence,
         timings={},
         keep_maps=dict(zip(names, maps, strict=True)),
-        warnings=warnings,
+        warnings=[warning for video in encoded for warning in video.about.warnings],
         largest_gap=max(video.about.largest_gap for video in encoded),
         trained_seconds=trained_seconds_below(max(video.length for video in encoded), config),
         unheard=any(video.about.sound for video in encoded),
+        scored=kept.relevance is not None and len(kept.relevance) > 0,
     )
     # Without a calibration nobody knows what the numbers mean; some methods do not score.
     if kept.seen is None or not config.says_seen:

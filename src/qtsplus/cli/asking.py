@@ -261,11 +261,12 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
     table.add_row("kept", f"{kept:,} of {tokens:,} visual tokens ({kept / tokens:.1%})")
     table.add_row("video", looked_at(answer))
     heading = "seen in"
+    weighed = "relevance" if answer.scored else "kept tokens"
     for interval in answer.evidence[:SHOWN]:
         span = f"{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
         if named or len(answer.keep_maps) > 1:
             span = f"{printable(interval.name)}, {span}"
-        table.add_row(heading, f"{span}  ({interval.weight:.0%} of the relevance)")
+        table.add_row(heading, f"{span}  ({interval.weight:.0%} of the {weighed})")
         heading = ""
     if len(answer.evidence) > SHOWN:
         table.add_row("", "and in others, which --json lists")
@@ -273,8 +274,6 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
         verdict = "probably" if answer.shown else "probably not"
         calibration = f"seen is {answer.seen:.0%}; the model's calibration asks for {answer.seen_threshold:.0%}"
         table.add_row("shown", f"{verdict} ({calibration})")
-    timings = []
-    for stage, seconds in answer.timings.items():
-        timings.append(f"{stage.replace('_', ' ')} {seconds:.2f} s")
+    timings = [f"{stage.replace('_', ' ')} {seconds:.2f} s" for stage, seconds in answer.timings.items()]
     table.add_row("time", ", ".join(timings))
     console.print(table)
