@@ -203,9 +203,22 @@ def test_a_question_about_some_of_the_videos(both, name):
     assert {place.name for place in answer.evidence} == {name}
 
 
-def test_a_question_about_an_unknown_video_is_refused(both):
-    with pytest.raises(ValueError, match=r"no video 'left.mp4'; expected some of front.mp4, back.mp4"):
-        both.ask(FIRST, ["left.mp4"])
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (
+            ["left.mp4"],
+            "no video 'left.mp4'; expected some of front.mp4, back.mp4",
+        ),
+        (
+            ["back.mp4", "back.mp4"],
+            "has a name twice; expected each video once",
+        ),
+    ],
+)
+def test_a_question_about_an_unknown_video_or_one_twice_is_refused(both, names, words):
+    with pytest.raises(ValueError, match=words):
+        both.ask(FIRST, names)
 
 
 @pytest.mark.parametrize("batch_size", [3, 16])
@@ -525,9 +538,7 @@ def test_the_oldest_turns_that_have_no_positions_are_left_out(fresh, positions, 
 
 def test_a_long_conversation_goes_on(fresh, positions):
     positions(160)
-    warned = []
-    for question in QUESTIONS[:10]:
-        warned.append(bool(fresh.chat(question, selection="all", **SHORT).warnings))
+    warned = [bool(fresh.chat(question, selection="all", **SHORT).warnings) for question in QUESTIONS[:10]]
     assert warned == sorted(warned)
     assert not warned[2]
     assert warned[-1]

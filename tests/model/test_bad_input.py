@@ -124,6 +124,10 @@ BAD_CHANGES = {
     "retentions of other rows": ({"retention": [0.5, 0.5]}, "2 retentions for 1 rows"),
     "max_visual_tokens 0": ({"max_visual_tokens": 0}, "max_visual_tokens=0; expected a finite number above 0"),
     "max_visual_tokens as a switch": ({"max_visual_tokens": True}, "max_visual_tokens=True; expected a finite number"),
+    "a step without end": (
+        {VIDEO[2]: [1e30]},
+        r"=\[1e\+30\]: expected finite seconds .*, each at most 1e\+09",
+    ),
     **{
         f"second_per_grid_ts {seconds}": ({VIDEO[2]: seconds}, "expected the seconds of each video")
         for seconds in (["2.0"], [None])

@@ -134,11 +134,15 @@ def test_features_of_another_dtype_are_cast():
             r"video_features 0 is list: expected a tensor \(8, 64\)",
         ),
         (
+            {"video_features": [torch.zeros(8, 64, dtype=torch.int64)]},
+            "video_features 0 is of torch.int64: expected floating-point numbers",
+        ),
+        (
             {"video_grid_thw": None, "second_per_grid_ts": None},
             "Got video pixels or features alone",
         ),
     ],
-    ids=["pixels too", "count", "shape", "a list", "no grid"],
+    ids=["pixels too", "count", "shape", "a list", "whole numbers", "no grid"],
 )
 @pytest.mark.parametrize("method", ["forward", "generate"])
 def test_features_that_do_not_fit(method, change, message):

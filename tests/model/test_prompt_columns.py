@@ -70,7 +70,7 @@ def test_with_all_tokens_logits_to_keep_is_as_in_stock(model):
     assert_close(ours.logits[is_real], expected.logits[is_real], atol=1e-5, rtol=1e-5)
 
 
-def test_a_dropped_token_has_no_logits(model):
+def test_a_dropped_token_and_one_too_many_have_no_logits(model):
     inputs = batch(ROWS[0])
     (columns,) = run(model, inputs, **CALL).qtsplus.columns
     length = inputs["input_ids"].shape[1]
@@ -79,3 +79,5 @@ def test_a_dropped_token_has_no_logits(model):
     asked = torch.tensor([-1, dropped])
     with pytest.raises(ValueError, match="logits_to_keep names a visual token that was not kept"):
         model(**inputs, **CALL, logits_to_keep=asked)
+    with pytest.raises(ValueError, match=f"={length + 1}: expected at most the prompt's {length} columns"):
+        model(**inputs, **CALL, logits_to_keep=length + 1)

@@ -4,12 +4,11 @@ search of a library finds (library.py).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..model.layout_qtsplus import token_grids
 from ..video.encoded import EncodedVideo
@@ -87,7 +86,9 @@ def evidence_intervals(
     weight_maps = token_maps(weights, grids)
     maps = zip(strong_maps, weight_maps, second_per_grid_ts, strict=False)
     for video, (is_strong, weight, seconds) in enumerate(maps):
-        for first, end in _runs(is_strong.any(2).any(1).tolist()):
+        step_is_strong = nn.functional.pad(is_strong.flatten(1).any(1).int(), (1, 1))
+        changes = step_is_strong.diff().nonzero()  # where a stretch begins, where it ends, where the next begins, ...
+        for first, end in changes.reshape(-1, 2).tolist():
             stretch = weight[first:end]
             if stretch.max() < sure:
                 continue
@@ -100,14 +101,6 @@ def evidence_intervals(
             )
             intervals.append(interval)
     return sorted(intervals, key=lambda interval: -interval.weight)
-
-
-def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """For each run of true flags, the place of the first one and the place behind the last one."""
-    for is_run, group in groupby(range(len(flags)), key=flags.__getitem__):
-        places = list(group)
-        if is_run:
-            yield places[0], places[-1] + 1
 
 
 def _bounding_box(weights: Tensor) -> Box:

@@ -4,8 +4,9 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import TypeVar
 from urllib.parse import urlsplit
+
+from huggingface_hub.utils import chunk_iterable
 
 from ..common.files import printable
 from ..hub.loading import load as load
@@ -15,8 +16,6 @@ from ..model.sampling_qtsplus import Sampling
 from ..video.encoded import FAILURES, EncodedVideo, encode
 from .answers import Answer, answer_questions
 from .question import Question, check_name, check_question
-
-T = TypeVar("T")
 
 MOST_TURNS = 100  # questions, with their answers, that a conversation remembers
 
@@ -69,12 +68,6 @@ def ask(
     return replace(answer, timings=timings | answer.timings)
 
 
-def batches_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """The items in their order, at most so many at a time."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
-
-
 def answer_file(
     model,
     processor,
@@ -109,7 +102,7 @@ def answer_file(
         groups.setdefault((question.turns, question.choice), []).append(number)
     videos = {name or video.video: video}
     for (turns, choice), numbers in groups.items():
-        for batch in batches_of(numbers, batch_size):
+        for batch in map(list, chunk_iterable(numbers, batch_size)):
             asked = [questions[number] for number in batch]
             texts = [question.text for question in asked]
             queries = [question.query or question.text for question in asked]
@@ -218,7 +211,7 @@ class VideoSession:
         self._check_names(videos)
         chosen = {name: self.videos[name] for name in videos}
         answers = []
-        for batch in batches_of(list(questions), batch_size):
+        for batch in map(list, chunk_iterable(questions, batch_size)):
             answers += answer_questions(
                 self.model,
                 self.processor,
@@ -253,3 +246,5 @@ class VideoSession:
         for name in names:
             if name not in self.names:
                 raise ValueError(f"There is no video {name!r}; expected some of {known or 'none'}.")
+        if len(set(names)) < len(names):
+            raise ValueError(f"videos={names!r} has a name twice; expected each video once.")

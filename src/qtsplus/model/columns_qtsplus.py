@@ -63,6 +63,8 @@ class KeptColumns:
         attention_mask: Tensor | None,
     ) -> Tensor:
         """`[B, S', d]` -> `[B, K, d]`, the states of the K caller's columns that are `wanted`."""
+        if isinstance(wanted, slice) and -wanted.start > self.length:
+            raise ValueError(f"logits_to_keep={-wanted.start}: expected at most the prompt's {self.length} columns.")
         places = self.places()[:, wanted]
         is_gone = places < 0
         if attention_mask is not None:

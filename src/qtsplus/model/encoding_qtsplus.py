@@ -85,9 +85,8 @@ def encode_modality(
     counts = grid_thw[:, 0].tolist()
     steps_of_each = [rows.unflatten(0, (count, -1)) for rows, count in zip(pixels_of_each, counts, strict=True)]
     is_new = new_steps(steps_of_each)
-    distinct_steps = []
-    for steps, new in zip(steps_of_each, is_new, strict=True):
-        distinct_steps.append(steps if new.all() else steps[new.nonzero()[:, 0]])
+    by_video = zip(steps_of_each, is_new, strict=True)
+    distinct_steps = [steps if new.all() else steps[new.nonzero()[:, 0]] for steps, new in by_video]
     features = _encode_steps(model, modality, grid_thw, home, distinct_steps, frames_per_chunk, device)
     return list(map(_repeat_steps, features, is_new))
 
@@ -192,6 +191,8 @@ def _checked(
                 f"video_features {index} is {given}: expected a tensor {expected}, the merged tokens of its grid by "
                 "the model's width."
             )
+        if not tokens.is_floating_point():
+            raise ValueError(f"video_features {index} is of {tokens.dtype}: expected floating-point numbers.")
     dtype = model.get_input_embeddings().weight.dtype
     return [tokens.to(dtype) for tokens in video_features]
 

@@ -27,6 +27,7 @@ from .prompt_qtsplus import (
 )
 
 Seconds = Sequence[float] | Tensor  # per video, from one step in time to the next
+MOST_SECONDS = 1e9  # of a step in time, as in stored features; positions are whole numbers of 64 bits
 FeaturesOfRows = Mapping[str, TensorSequence]  # per modality and row [k, d]
 
 # --- Where images and videos are in a prompt ---
@@ -136,10 +137,7 @@ def _fits(
     if span.frame == 0:
         return True
     # A later frame follows a frame of its own video.
-    if not placed:
-        return False
-    last = placed[-1]
-    return last.modality == span.modality and last.index == span.index
+    return any((last.modality, last.index) == (span.modality, span.index) for last in placed[-1:])
 
 
 def _mismatch(
@@ -547,9 +545,12 @@ def _seconds(
         values = torch.as_tensor(seconds, dtype=torch.float64).flatten().tolist()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"second_per_grid_ts={seconds!r}: expected the seconds of each video.") from error
-    are_positive = all(0 < value < math.inf for value in values)
-    if len(values) != len(grids) or not are_positive:
-        raise ValueError(f"second_per_grid_ts={values}: expected finite seconds above 0, one per video ({len(grids)}).")
+    are_seconds = all(0 < value <= MOST_SECONDS for value in values)
+    if len(values) != len(grids) or not are_seconds:
+        raise ValueError(
+            f"second_per_grid_ts={values}: expected finite seconds above 0, one per video ({len(grids)}), each at most "
+            f"{MOST_SECONDS:g}."
+        )
     return values
 
 
