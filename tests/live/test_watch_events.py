@@ -14,7 +14,7 @@ from qtsplus.cli.watch import _told
 SEEN = {"a": 1, "A": 2, "b": 3, "B": 3, "c": 5}
 ANSWERS = []
 for second, (text, end) in enumerate(SEEN.items(), 1):
-    evidence = [SimpleNamespace(end=end)]
+    evidence = [SimpleNamespace(end=second - 1), SimpleNamespace(end=end)]
     ANSWERS.append(
         SimpleNamespace(answer=text.lower(), shown=second > 1, evidence=evidence, seconds_of_video=second),
     )
@@ -31,7 +31,9 @@ for second, (text, end) in enumerate(SEEN.items(), 1):
 )
 def test_which_answers_are_told(on_change, when_seen, numbers):
     told = list(_told(ANSWERS, on_change, when_seen))
-    assert told == [ANSWERS[number] for number in numbers]
+    assert [answer for answer, _ in told] == [ANSWERS[number] for number in numbers]
+    for answer, evidence in told:
+        assert (evidence == answer.evidence) != when_seen, "of what was seen before nothing is told"
 
 
 def test_only_a_new_answer_is_told(tiny_published, tiny_mp4):

@@ -14,6 +14,7 @@ from .models import Source
 from .options import AsJson, Asked, MaxNewTokens, Selection, command
 
 if TYPE_CHECKING:
+    from ..asking.evidence import Interval
     from ..asking.session import Answer
 
 
@@ -72,11 +73,14 @@ def watch(
     )
     said = set()
     try:
-        for answer in _told(answers, on_change, when_seen):
+        for answer, evidence in _told(answers, on_change, when_seen):
             if as_json:
                 print_json(answer.as_dict())
             else:
-                _print_answer(answer)
+                line = f"[{answer.seconds_of_video:.1f} s] {answer.answer or '(an empty answer)'}"
+                for best in evidence[:1]:
+                    line += f"; {best.name} {best.start:.1f} to {best.end:.1f} s, {place(best.box)}"
+                console.print(line, soft_wrap=True, highlight=False)
             for warning in answer.warnings:
                 if warning not in said:
                     note(warning)
@@ -85,22 +89,31 @@ def watch(
         fail("stopped", 130)
 
 
-def _told(answers: Iterable["Answer"], on_change: bool, when_seen: bool) -> Iterator["Answer"]:
-    """All answers; or those that differ from the one told last, and those where the video begins to show the thing."""
+def _told(
+    answers: Iterable["Answer"],
+    on_change: bool,
+    when_seen: bool,
+) -> Iterator[tuple["Answer", "list[Interval]"]]:
+    """
+    All answers with their evidence; or those that differ from the one told last, and those where the video begins to
+    show the thing, with the evidence that is new.
+    """
     last = None
     is_seen = False
     seconds = 0.0  # of video before the answer
     for answer in answers:
         was_seen = is_seen
-        # The memory may also show it where it was seen long ago.
-        is_seen = bool(answer.shown) and any(interval.end > seconds for interval in answer.evidence)
+        evidence = answer.evidence
+        if when_seen:  # the memory may also show it where it was seen long ago
+            evidence = [interval for interval in evidence if interval.end > seconds]
+        is_seen = bool(answer.shown and evidence)
         seconds = answer.seconds_of_video
         is_told = not on_change or answer.answer != last
         if when_seen:
             is_told = is_seen and (not was_seen or (on_change and is_told))
         if is_told:
             last = answer.answer
-            yield answer
+            yield answer, evidence
 
 
 def named_sources(sources: list[str]) -> dict[str, str]:
@@ -119,11 +132,3 @@ def named_sources(sources: list[str]) -> dict[str, str]:
             fail(f"two sources are called {name!r}; name one with NAME=SOURCE")
         named[name] = address
     return named
-
-
-def _print_answer(answer: "Answer") -> None:
-    line = f"[{answer.seconds_of_video:.1f} s] {answer.answer or '(an empty answer)'}"
-    if answer.evidence:
-        best = answer.evidence[0]
-        line += f"; {best.name} {best.start:.1f} to {best.end:.1f} s, {place(best.box)}"
-    console.print(line, soft_wrap=True, highlight=False)
