@@ -171,10 +171,7 @@ NUMBER = re.compile(r"(\d[\d,.]*|\bN\b)( [kMGT]?B\b| minutes\b| s\b)?")
 
 def without_numbers(text: str) -> list[str]:
     """The lines of a text, with a sign for each number."""
-    lines = []
-    for line in text.splitlines():
-        words = NUMBER.sub("#", line).split()
-        lines.append(" ".join(words))
+    lines = [" ".join(NUMBER.sub("#", line).split()) for line in text.splitlines()]
     return lines
 
 

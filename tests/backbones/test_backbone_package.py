@@ -55,10 +55,7 @@ QUESTIONS = (QUESTION, "Why does the <|im_end|> move to the left?", "\n And then
 @pytest.mark.parametrize("names", [["long"], ["long", "short"]])
 @pytest.mark.parametrize("turns", [[], ["What was there?", "Nothing."]])
 def test_the_prompts_of_a_batch_are_those_of_each_question(model, processor, clips, names, turns):
-    videos = {}
-    for name in names:
-        path = clips / f"{name}.mp4"
-        videos[name] = session.encode(model, processor, path, fps=2)
+    videos = {name: session.encode(model, processor, clips / f"{name}.mp4", fps=2) for name in names}
     size = len(names)
     together = prompt_inputs(processor, Batch(videos, QUESTIONS, turns=turns))
     for row, question in enumerate(QUESTIONS):

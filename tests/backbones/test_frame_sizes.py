@@ -25,11 +25,7 @@ def write_noise(path, frames, height, width, fps):
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sizes")
-    videos = {}
-    for name, (height, width) in SIZES.items():
-        path = folder / f"{name}.mp4"
-        videos[name] = write_noise(path, 8, height, width, 4)
-    return videos
+    return {name: write_noise(folder / f"{name}.mp4", 8, *size, 4) for name, size in SIZES.items()}
 
 
 def prompt(processor, videos=1):

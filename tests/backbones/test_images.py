@@ -44,10 +44,8 @@ def stock_processor(processor, backbone):
         with pytest.raises(ValueError, match="read videos alone here: expected no images"):
             processor(images=Image.new("RGB", (60, 40)), text=processor.image_token)
         pytest.skip("takes no images")
-    parts = {}
-    for name in inspect.signature(processor.stock_class).parameters:
-        if hasattr(processor, name):
-            parts[name] = getattr(processor, name)
+    names = inspect.signature(processor.stock_class).parameters
+    parts = {name: getattr(processor, name) for name in names if hasattr(processor, name)}
     return processor.stock_class(**parts)
 
 

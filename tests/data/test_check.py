@@ -27,9 +27,7 @@ def choice(number: int, **changes) -> Choice:
 
 def questions_about(*names: str) -> list[FreeAnswer]:
     """A different question for each name of a video."""
-    records = []
-    for index, name in enumerate(names):
-        records.append(FreeAnswer(vision_id=name, question=f"Why {index}?", answer="So."))
+    records = [FreeAnswer(vision_id=name, question=f"Why {index}?", answer="So.") for index, name in enumerate(names)]
     return records
 
 

@@ -80,9 +80,7 @@ def keys_of(folder: Path) -> list[Path]:
 
 
 def places(moments):
-    found = []
-    for moment in moments:
-        found.append((moment.name, moment.start, moment.end, moment.box))
+    found = [(moment.name, moment.start, moment.end, moment.box) for moment in moments]
     return found
 
 
@@ -177,10 +175,7 @@ def test_copies_share_their_keys(videos, library, loaded, reopen, found):
 def test_keys_follow_the_videos(library, videos, loaded):
 
     def written():
-        times = {}
-        for path in keys_of(library.folder):
-            times[path] = path.stat().st_mtime_ns
-        return times
+        return {path: path.stat().st_mtime_ns for path in keys_of(library.folder)}
 
     before = written()
     write_mp4(videos / "new.mp4", render_world(make_world(170, 6)), 2)

@@ -65,9 +65,7 @@ def joint_choice(library, question):
     """What the selector says of all tokens at once: log-relevance `[M]`, and the tokens that it keeps."""
     model = library.model
     words = torch.tensor(library.processor.text_ids(question))
-    features = []
-    for name in library.names:
-        features.append(library.video(name).features)
+    features = [library.video(name).features for name in library.names]
     tokens = sum(len(part) for part in features)
     with torch.no_grad():
         _, chosen = model.model.qtsplus(

@@ -102,9 +102,7 @@ def join(path, parts):
 
 def write_joined(folder, codec, kind, offsets, **options):
     """Recordings of four seconds, one behind the other; their clocks begin at these seconds."""
-    parts = []
-    for number, offset in enumerate(offsets):
-        parts.append(write(folder, codec, kind, 4000 * number, offset, **options))
+    parts = [write(folder, codec, kind, 4000 * number, offset, **options) for number, offset in enumerate(offsets)]
     return join(folder / f"joined.{kind}", parts)
 
 

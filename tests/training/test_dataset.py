@@ -102,9 +102,10 @@ def batch(dataset, tiny_processor):
 
 
 def test_the_query_can_leave_the_options_out(batch, decode):
-    queries = []
-    for ids, mask in zip(batch["query_input_ids"], batch["query_attention_mask"], strict=True):
-        queries.append(decode(ids[mask.bool()]))
+    queries = [
+        decode(ids[mask.bool()])
+        for ids, mask in zip(batch["query_input_ids"], batch["query_attention_mask"], strict=True)
+    ]
     assert queries == ["What colour is it?", "What is there?", "What is the colour of grass?"]
 
 

@@ -48,9 +48,9 @@ def sft_trainer(tiny_published, tiny_mp4, tmp_path):
         def compute_loss(self, *args, **kwargs):
             return Trainer.compute_loss(self, *args, **kwargs)
 
-    rows = []
-    for answer in ("red", "a red cross and a blue star"):
-        rows.append({"messages": conversation(tiny_mp4, answer), "images": []})
+    rows = [
+        {"messages": conversation(tiny_mp4, answer), "images": []} for answer in ("red", "a red cross and a blue star")
+    ]
     return VideoSFTTrainer(
         model=load_published(tiny_published),
         args=trl.SFTConfig(str(tmp_path), max_length=None, max_steps=2, **SHORT_RUN),
@@ -72,10 +72,7 @@ def test_sft_trains_on_the_models_own_loss(sft_trainer, tmp_path):
     sft_trainer.train()
     first_step = sft_trainer.state.log_history[0]
     assert first_step["loss"] == pytest.approx(expected.loss.item(), rel=1e-4)
-    moved = []
-    for name, value in model.named_parameters():
-        if not torch.equal(before[name], value):
-            moved.append(name)
+    moved = [name for name, value in model.named_parameters() if not torch.equal(before[name], value)]
     assert any("language_model" in name for name in moved)
     assert any(".qtsplus." in name for name in moved)
 

@@ -70,9 +70,10 @@ def make_recipe(folder: Path, model: Path, stages: str, features: str = "") -> P
     (folder / "broken.mp4").write_bytes(b"no video")
     videos = ["a.mp4", "b.mp4", None, None, "b.mp4", "a.mp4", "a.mp4", "b.mp4", "broken.mp4", "b.mp4", "a.mp4", None]
     answers = ["A red circle.", "It is blue, and large.", "Two."]
-    rows = []
-    for row, video in enumerate(videos):
-        rows.append({"video": video, "question": f"What is seen, number {row}?", "answer": answers[row % 3]})
+    rows = [
+        {"video": video, "question": f"What is seen, number {row}?", "answer": answers[row % 3]}
+        for row, video in enumerate(videos)
+    ]
     write_records(folder / "train.jsonl", *rows)
     records = f"[{folder}/train.jsonl]"
     path = folder / "recipe.yaml"

@@ -279,9 +279,10 @@ def test_brackets_and_braces_that_are_no_markup_are_text(written, expected, plac
 
 
 def write_srt(path, *texts):
-    blocks = []
-    for number, text in enumerate(texts, start=1):
-        blocks.append(f"{number}\n00:00:{number:02d},000 --> 00:00:{number:02d},900\n{text}\n\n")
+    blocks = [
+        f"{number}\n00:00:{number:02d},000 --> 00:00:{number:02d},900\n{text}\n\n"
+        for number, text in enumerate(texts, start=1)
+    ]
     path.write_text("".join(blocks))
     return path
 
@@ -323,9 +324,7 @@ def test_an_empty_file_does_not_hide_a_track(content, tmp_path):
 
 def write_tracks(path, **flags_of):
     """A video with these tracks, each with a text and the flags of its track."""
-    tracks = []
-    for text, flags in flags_of.items():
-        tracks.append((write_srt(path.with_name(f"{text}.srt"), text), flags))
+    tracks = [(write_srt(path.with_name(f"{text}.srt"), text), flags) for text, flags in flags_of.items()]
     return write_video(path, seconds=4, tracks=tracks)
 
 

@@ -82,12 +82,11 @@ class Batch:
 
     def conversations(self) -> list[list[dict]]:
         """The messages of each prompt, with all videos in front of the first text."""
-        conversations = []
-        captions = self.captions or [""] * len(self.questions)
-        for question, caption in zip(self.questions, captions, strict=True):
-            texts = [caption, question] if caption else [question]
-            conversations.append(conversation(list(self.videos), self.turns, texts))
-        return conversations
+        last_turns = [[question] for question in self.questions]
+        for texts, caption in zip(last_turns, self.captions, strict=False):
+            if caption:
+                texts.insert(0, caption)
+        return [conversation(list(self.videos), self.turns, texts) for texts in last_turns]
 
 
 def conversation(videos: Sequence[str], turns: Sequence[str], texts: Sequence[str]) -> list[dict]:

@@ -1,7 +1,7 @@
 """`qtsplus find`: the moments of a library that matter most for a question."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -12,9 +12,6 @@ from .asking import chosen_names, is_library, place, window
 from .console import console, fail, print_json
 from .library import Like
 from .models import Source, open_library
-
-if TYPE_CHECKING:
-    from ..asking.evidence import Interval
 
 
 @options.command
@@ -35,16 +32,12 @@ def find(
     opened = open_library(Path(library), source)
     names = chosen_names(opened, name)
     found = opened.find(question, moments, names=names, window=window(start, end))
-    print_moments(question, found, as_json)
-
-
-def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> None:
     if as_json:
-        rows = [moment.as_dict() for moment in moments]
+        rows = [moment.as_dict() for moment in found]
         print_json({"question": question, "moments": rows})
         return
     table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
-    for moment in moments:
+    for moment in found:
         seconds = f"{moment.start:.1f} to {moment.end:.1f}"
         table.add_row(printable(moment.name), seconds, place(moment.box), f"{moment.weight:.2g}")
     console.print(table)

@@ -1,7 +1,7 @@
 """`qtsplus summarise`: a video, or each video of a library, by chapters."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -14,9 +14,6 @@ from .asking import Talk, Video, check_videos, chosen_names, looked_at
 from .console import console, print_json
 from .library import Like
 from .models import Source
-
-if TYPE_CHECKING:
-    from ..asking.summaries import Summary
 
 
 @options.command
@@ -53,10 +50,6 @@ def summarise(
         **dict(vars(choice), selection=choice.selection or "coverage"),
     )
     talk.note_new(summary)
-    print_summary(summary, as_json)
-
-
-def print_summary(summary: "Summary", as_json: bool) -> None:
     if as_json:
         print_json(asdict(summary))
         return

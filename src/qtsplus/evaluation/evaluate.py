@@ -92,8 +92,7 @@ def evaluate_records(
             **options,
         )
         for number, result in results:
-            record = asked[number]
-            outcomes[record] = _outcome(record, result, matcher)
+            outcomes[asked[number]] = _outcome(asked[number], result, matcher)
     return [outcomes[record] for record in records]
 
 

@@ -122,10 +122,8 @@ def check_weights(
     with reading(f"The weights in {folder}"):
         difference = model.load_state_dict(tensors, strict=False, assign=True)
     missing = [name for name in difference.missing_keys if without is None or not name.startswith(without)]
-    problems = []
-    for problem, names in [("missing", missing), ("unexpected", sorted(difference.unexpected_keys))]:
-        if names:
-            problems.append(f"{len(names)} {problem}: {', '.join(names)}")
+    wrong = [("missing", missing), ("unexpected", sorted(difference.unexpected_keys))]
+    problems = [f"{len(names)} {problem}: {', '.join(names)}" for problem, names in wrong if names]
     if problems:
         raise ValueError(f"The weights in {folder} do not fit their configuration. {'; '.join(problems)}.")
     if config.tie_word_embeddings:

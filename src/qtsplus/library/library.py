@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -189,9 +190,7 @@ class Library:
         """
         top = require_count("top", top)
         scorer, pieces = self.rank(question, names, window)
-        moments = []
-        for piece in pieces[:top]:
-            moments += self._moments(scorer, piece)
+        moments = [moment for piece in pieces[:top] for moment in self._moments(scorer, piece)]
         moments.sort(key=lambda moment: -moment.weight)
         return moments[:top]
 
@@ -281,10 +280,8 @@ class Library:
             question,
             self._tokens(pieces),
         )
-        peaks = []
-        for piece, tokens in zip(pieces, self._tokens(pieces), strict=True):
-            peaks += scorer.peaks(piece, tokens)
-        return scorer, sorted(peaks, key=lambda piece: -piece.peak)
+        by_piece = map(scorer.peaks, pieces, self._tokens(pieces))
+        return scorer, sorted(chain.from_iterable(by_piece), key=lambda piece: -piece.peak)
 
     def _tokens(self, pieces: Sequence[Piece]) -> Iterator[Tokens]:
         """The tokens of each piece, read when they are looked at."""

@@ -55,11 +55,8 @@ def decode_images(paths: Sequence[str], size: tuple[int, int]) -> Iterator[np.nd
 
 def image_paths(folder: str) -> list[str]:
     """The images of a folder in natural order (`frame2.jpg` before `frame10.jpg`); a `ValueError` if there is none."""
-    names = []
-    for name in os.listdir(folder):
-        is_hidden = name.startswith(".")
-        if name.lower().endswith(FRAME_SUFFIXES) and not is_hidden:
-            names.append(name)
+    visible = [name for name in os.listdir(folder) if not name.startswith(".")]
+    names = [name for name in visible if name.lower().endswith(FRAME_SUFFIXES)]
     if not names:
         raise ValueError(
             f"The folder {folder!r} holds no frames; expected images, such as .png (`qtsplus index` reads videos)."

@@ -393,9 +393,8 @@ class QTSplusSelector(nn.Module):
             anchor = self._anchor()
         nulls = self.null_states()
         keys: Keys = {}
-        competing = []
-        for index, parts in enumerate(videos):
-            candidates = Candidates(
+        competing = [
+            Candidates(
                 visual=parts,
                 query=query[index],
                 positions=positions[index],
@@ -404,7 +403,8 @@ class QTSplusSelector(nn.Module):
                 contextualise=partial(self.contextualise, query[index]),
                 attend=None if attention is None else attention[index],
             )
-            competing.append(candidates)
+            for index, parts in enumerate(videos)
+        ]
         rows = self._choose_rows(competing, call)
         keys.clear()
         hard = [row for row in rows if row.gates is None and row.budget.n]
@@ -451,9 +451,8 @@ class QTSplusSelector(nn.Module):
 
     def _choose_rows(self, competing: Sequence[Candidates], call: Call) -> list[ChosenRow]:
         """Predicts the budget of every row, and chooses as many of its tokens."""
-        predictions = []
-        for candidates, retention in zip(competing, call.retentions, strict=True):
-            predictions.append(predict_budget(self, candidates, retention, call))
+        asked = zip(competing, call.retentions, strict=True)
+        predictions = [predict_budget(self, candidates, retention, call) for candidates, retention in asked]
         rows = []
         for candidates, budget in zip(competing, read_together(predictions), strict=True):
             candidates.scores = None  # scores that only the budget has read are not reported

@@ -113,7 +113,13 @@ def _read_text(path: Path) -> str:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"it is larger than {MAX_FILE_BYTES // 2**20} MiB, which no file of subtitles is")
-    encoding = _encoding(content)
+    # UTF-16 has a null byte in the second character, which is one of ASCII in all formats, also where the first is a
+    # byte order mark.
+    encoding = "utf-8"
+    if content[2:3] == b"\0":
+        encoding = "utf-16-be"
+    elif content[3:4] == b"\0":
+        encoding = "utf-16-le"
     try:
         text = content.decode(encoding)
     except UnicodeDecodeError:
@@ -124,18 +130,6 @@ def _read_text(path: Path) -> str:
     if "\0" in text:
         raise ValueError("it has null characters; expected text in UTF-8 or UTF-16")
     return text
-
-
-def _encoding(content: bytes) -> str:
-    """
-    UTF-16 by a null byte in the second character, which is one of ASCII in all formats, also where the first is a byte
-    order mark; or else UTF-8.
-    """
-    if content[2:3] == b"\0":
-        return "utf-16-be"
-    if content[3:4] == b"\0":
-        return "utf-16-le"
-    return "utf-8"
 
 
 def _full_track(tracks: Iterable):
