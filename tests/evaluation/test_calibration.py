@@ -53,8 +53,7 @@ def tiny(tiny_published):
 
 def planted(finders, generator, tokens):
     """Attention in which the heads of `finders` look at some tokens and all others at nothing in particular."""
-    heads = product(range(LAYERS), range(HEADS))
-    attention = {head: torch.rand(TOKENS, generator=generator) / 100 for head in heads}
+    attention = torch.rand(LAYERS, HEADS, TOKENS, generator=generator) / 100
     for head in finders:
         attention[head][tokens] = 1.0
     return attention

@@ -20,7 +20,6 @@ from ..common.folders import read_json, update_json
 from ..data.records import check_shown
 from ..model.lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..model.sampling_qtsplus import Sampling
-from ..training.arguments import Head
 from ..training.attention import AttentionChoice, note_attention
 from ..training.dataset import VideoQACollator, VideoQADataset
 from ..training.features import encode_files
@@ -194,7 +193,7 @@ def measure_heads(
     found = {choice: Finds() for choice in choices}
     for attention, shown, elsewhere in _attention_by_head(model, dataset, questions, choices[0].positions):
         for choice, finds in found.items():
-            scores = torch.stack([attention[head] for head in choice.heads or ()]).sum(0)
+            scores = torch.stack([attention[layer][head] for layer, head in choice.heads or ()]).sum(0)
             most = scores.topk(len(shown)).indices.cpu().numpy()
             finds.own += float(np.isin(most, shown).mean()) / len(questions)
             finds.other += float(np.isin(most, elsewhere).mean()) / len(questions)
@@ -206,10 +205,10 @@ def _attention_by_head(
     dataset: VideoQADataset,
     questions: Questions,
     positions: str,
-) -> Iterator[tuple[dict[Head, Tensor], np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[dict[int, Tensor], np.ndarray, np.ndarray]]:
     """
-    For every question the attention `[M]` of each head, the tokens `[k]` that show its answer, and those that show only
-    what other questions about the video ask for.
+    For every question the attention `[heads, M]` of each layer, the tokens `[k]` that show its answer, and those that
+    show only what other questions about the video ask for.
     """
     collate = VideoQACollator(dataset.processor)
     choice = AttentionChoice(positions=positions)
@@ -224,11 +223,7 @@ def _attention_by_head(
         of_video = sighting_tokens(about, grid, seconds, question.start)
         inputs = send_to_device(inputs, model.device)
         (row,) = note_attention(model, inputs, inputs.pop("labels"), choice)
-        attention = {}
-        for layer, rows in row.by_head.items():
-            for head, weights in enumerate(rows):
-                attention[layer, head] = weights
-        yield attention, shown, np.setdiff1d(of_video, shown)
+        yield row.by_head, shown, np.setdiff1d(of_video, shown)
 
 
 def best_heads(found: Found) -> AttentionChoice:

@@ -125,8 +125,8 @@ def tally(outcomes: Sequence[Outcome]) -> dict:
         by_kind.setdefault(record.kind, []).append(outcome)
         if outcome.unreadable is not None:
             video = str(record.video)
-            unreadable.setdefault(video, {"video": video, "reason": outcome.unreadable, "questions": 0})
-            unreadable[video]["questions"] += 1
+            entry = unreadable.setdefault(video, {"video": video, "reason": outcome.unreadable, "questions": 0})
+            entry["questions"] += 1
     kinds = {kind: _row(by_kind[kind]) for kind in sorted(by_kind)}
     return _row(outcomes) | {"kinds": kinds, "unreadable": list(unreadable.values())}
 

@@ -31,10 +31,8 @@ def sighting_tokens(
     for sighting in seen:
         begin = (sighting.start - start) / seconds_per_grid
         end = (sighting.end - start) / seconds_per_grid
-        first = int(max(begin, 0) + 1e-6)
-        last = int(np.ceil(end - 1e-6))
-        first = min(first, steps - 1)
-        last = max(last, first + 1)
+        first = min(int(max(begin, 0) + 1e-6), steps - 1)
+        last = max(int(np.ceil(end - 1e-6)), first + 1)
         shown[first:last] |= _cells(sighting, rows, columns)
     return np.flatnonzero(shown)
 

@@ -10,54 +10,78 @@ from ..data.records import VideoRecord
 
 Matcher = Callable[[VideoRecord, str], bool]
 
-_NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty"
+_DIGITS = dict(
+    re.findall(
+        r"(\w+)=(\d+)",
+        "zero=0 none=0 one=1 two=2 three=3 four=4 five=5 six=6 seven=7 eight=8 nine=9 ten=10 eleven=11 twelve=12 "
+        "thirteen=13 fourteen=14 fifteen=15 sixteen=16 seventeen=17 eighteen=18 nineteen=19 twenty=20 thirty=30 "
+        "forty=40 fifty=50 sixty=60 seventy=70 eighty=80 ninety=90",
+    )
 )
-_DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS.split())}
-_DIGITS["none"] = "0"
-_ARTICLES = {"a", "an", "the"}
-_NEGATIONS = {"not", "no", "never", "without", "isn't", "aren't", "wasn't", "doesn't", "don't"}
-_YES_OR_NO = (["yes"], ["no"])
-_NEAR = 3  # words; a negation as near before an answer denies it
+# The rules of a table rewrite a text, one after another.
+_PLAIN = {
+    r"\A(?s:.*)</think>": "",  # what a model thinks before it answers
+    "[−–]": "-",
+    "’": "'",
+    r"(?i)n't\b": " not",
+    r"(?:\*\*|`)([A-Za-z])(?:\*\*|`)": r"(\1)",  # "**A**" is "(A)"; other words lose their marks
+    r"\*\*|`": "",
+    r"(?i)(?<=ty)-(?=(?:one|two|three|four|five|six|seven|eight|nine)\b)": "+",
+}
+_NUMBERS = {
+    r"0\+(?=\d\b)": "",  # "twenty-five" has become 20+5
+    r"(?<=\d),(?=\d{3}\b)|(?<=\d)\.0+\b": "",  # "1,000" and "5.0" are 1000 and 5
+    r"(?<=\d) hundred\b": "00",
+    r"(?<=\d) thousand\b": "000",
+    r"(?<=\d) million\b": "000000",
+}
 # A word with the vowel signs and accents of its script, as in "C++" also with signs at its end; or a number with its
-# sign, points, commas and colons, or a range of numbers such as "4 or 5".
-_WORD = re.compile(
-    r"""(?x)
-    (?: (?<![\w.])-?\.?(?=\d) )?
+# sign, points, commas and colons, or a range of numbers such as "4 or 5". Articles do not count.
+_WORD = r"""(?x)
+    (?<!\w) (?! (?:an?|the)(?![\w'+\#]) )
+    (?: (?<!\.)-?\.?(?=\d) )?
     (?: [\w\u0300-\u036f\u05b0-\u05bd\u064b-\u065f\u0900-\u0963\u0966-\u0dff\u0e31-\u0e4e\u0eb1-\u0ecd\u102b-\u103e]
-        | '(?=\w) | (?<=\d)(?:[.,:-]|\ (?:or|to)\ )(?=\d) )+
+        | (?<=\w)'(?=\w) | (?<=\d)(?:[.,:-]|\ (?:or|to)\ )(?=\d) )+
     (?: [+\#]+(?!\w) )?
-    """
-)
-# Where a text declares its choice, with all letters that it names there: "B." or "(B) a dog" at the start, "the answer
-# is B", "Answer: A or B", "\boxed{B}". "A" before a word that is not one of a few is an article.
-_DECLARED = r"""(?x)
-    (?: ^\W*(?=[{0}]\b|\w\W*$)
-    | (?i:\banswer(?:\W+(?:is|was|be|should|would|could|must|but|likely|option|choice)\b)*)\W+
-    | \\boxed\W+(?:text\W+)?
-    )
-    ((?i:[{0}])\b(?!'|\ (?!(?i:or|and|nor|but|because|since|as|which|with|in)\b)\w)
-    (?:\W+(?:(?:or|and|maybe|perhaps|option|choice)\W+)*
-        (?i:[{0}])\b(?!'|\ (?!(?i:or|and|nor|but|because|since|as|which|with)\b)\w))*)
 """
-# A letter that a text names: at the start, after a sign, or beside one of a few words.
-_NAMED = r"""(?x)
-    (?: (?:^|[^\w\s]\s*|\n|[\u2e80-\ud7a3]\s*|\b[{0}][ ]
-        | \b(?i:both|is|be|it's|think|say|pick|choose|select|with|but|or|and|so|maybe|perhaps)\s)
-        (?=[{0}])(?!(?:A|I)\ (?!(?i:is|was|or|and|nor|but|because|since|as|which|with|in)\b)\w)
-    | \b(?i:option|choice)\W+(?i:is\W+)?
-    | \b(?=[{0}]\ is\b)
-    )
-    ([{0}])(?!'|[^\W\u2e80-\ud7a3])
-"""
-# Letters that a text rules out: "not A", "neither (A) nor (B)", "rather than A", "A is wrong", "A isn't", "A. No,".
+# Which letter a text chooses is read from a sketch of it: letters of options stay, and each other word becomes a sign.
+# "The answer is not (A) but B." becomes "_!=~@A=B,". After these rules, the words that are left become "_".
+_SKETCH = {
+    r"\\(?!boxed)[a-z]+": ",",  # commands of LaTeX
+    r"(?<=\w)['-](?=[a-z])": "",  # "it's" is one word
+    r"(?<!\w)(?:[(\[{*\"'“]{1,4}|(?=\w\)))([A-Za-z])[)\]}*\"'”]+(?!\w)": r" option \1 ",  # "(A)", "A)"
+    r"[\"“](?=\w\w)": "",
+    r"[^\w ]|_": ",",
+    # Words after which the chosen letter follows.
+    r"\b(?i:answer|boxed|pick|chose|choose|select|likely|probably|definitely|clearly)\b|案|选(?!项)": "!",
+    # Other words beside a letter.
+    r"\b(?i:is|was|be|its|thats|think|say|should|would|could|must|does|ca|but|so|with)\b|是|为": "=",
+    r"\b(?i:are|were)\b": "+",
+    r"\b(?i:option|choice)s?\b": "@",
+    r"\b(?i:or|and|both|maybe|perhaps)\b|或|和": "&",
+    r"\b(?i:because|since|as|which|in)\b": "<",
+    # Words that rule a letter out.
+    r"\b(?i:not|neither|nor|than|cannot)\b|不|非": "~",
+    r"\b(?i:wrong|incorrect|false)\b": "/",
+    r"\b(?i:no|wait|actually)\b": "?",
+    r"[\u2e80-\ud7a3]": ",",  # other words of scripts without spaces
+}
 _RULED_OUT = r"""(?x)
-    (?:\b(?i:not|neither|nor|rather\ than)|n't)\ (?:be\ )?(?:[Oo]ption\ )?\(?[{0}]\b\)?
-    (?:\ or\ \(?[{0}]\b\)?)*(?!\ (?!(?:but|nor)\b)\w)
-    | \(?\b[{0}]\b\)?\ (?:is|was|does|can|could|would)
-      (?:(?:n?'t|\ ?not)(?!\ (?:be\ )?(?:wrong|incorrect|false)\b)|\ (?:wrong|incorrect|false))\b
-    | \b[{0}]\b\W+(?i:no\b(?!\ \w)|no\ wait\b|wait\b|actually\b)
+    ~[=@!]*[A-Z] (?:[&~@]+[A-Z])* (?![_!])    # "not A", "neither A nor B"; but "not A dog"
+    | [A-Z][=!]+~ (?!=?/)                     # "A is not"; but "A is not wrong"
+    | (?:[A-Z][,&@]{0,9}){1,9} \+ (?:~(?!/)|/)  # "A and B are not", "A and B are wrong"
+    | [A-Z] [=,]* /                           # "A is wrong", "A: wrong"
+    | [A-Z] ,*\? (?!_)                        # "A. No,"
+"""
+_DECLARED = r"""(?x)
+    (?:^|!) [=,&@]*                           # after "answer", or at the start
+    ( (?:[A-Z] (?!@*[^,&@<A-Z]) [,&@]*)+      # letters that no other word follows, such as "A" and "A or B"
+    | (?:[a-z] (?![^,&<a-z]) [,&@]*)+ )       # the same in small letters
+"""
+_NAMED = r"""(?x)
+    (?<=@)[A-Z]                               # "option A"
+    | [A-HJ-Z](?==)                           # "B is"
+    | (?<![_~<]) (?![AI]@*[^,&@<A-Z]) [A-Z]   # any letter after no other word; "A man" and "I see" have none
 """
 _JUDGE = """Question: {question}
 Right answer: {answer}
@@ -74,51 +98,62 @@ def gives_answer(record: VideoRecord, said: str) -> bool:
     """
     Whether a sentence gives the record's answer. With options, the sentence must choose the right one, by its letter or
     by its text. "Yes" or "no" must be the first of the two that is said. A number must be the only one, or the first
-    word and not of a range. Any other answer must be said in the same words, and not be denied. Case, punctuation and
-    articles do not count.
+    word and not of a range. Any other answer must be said in the same words, and neither be denied nor be one of two,
+    as in "red or blue". Case, punctuation and articles do not count.
     """
     if record.options:
         right = _chosen(record.answer, record.options)
-        return right is not None and right == _chosen(said, record.options)
+        return len(right) == 1 and right == _chosen(said, record.options)
     expected = _words(record.answer)
     words = _words(said)
-    if expected in _YES_OR_NO:
-        return [word for word in words if word in ("yes", "no")][:1] == expected
-    if "".join(expected).isdecimal():
-        return words[:1] == expected or set(filter(str.isdecimal, words)) == set(expected)
+    if expected in ("yes", "no"):
+        return re.findall("(?m)^(?:yes|no)$", words)[:1] == [expected]
+    if expected.isdecimal():
+        return words.split("\n")[0] == expected or set(re.findall(r"(?m)^\d+$", words)) == {expected}
     return _says(words, expected)
 
 
-def _words(text: str) -> list[str]:
-    """The words that count, in which signs that look alike are equal; a text of signs alone is one word."""
-    plain = normalize("NFKC", text).casefold().replace("’", "'")
-    plain = re.sub(r"(?<=\d),(?=\d{3}\b)|(?<=\d)\.0+\b", "", plain)  # "1,000" and "5.0" are 1000 and 5
-    return [_DIGITS.get(word, word) for word in _WORD.findall(plain) if word not in _ARTICLES] or [plain]
+def _rewritten(text: str, rules: dict[str, str] = _PLAIN) -> str:
+    text = normalize("NFKC", text)
+    for pattern, replacement in rules.items():
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
-def _says(words: Sequence[str], expected: Sequence[str]) -> bool:
-    """Whether the expected words follow each other among the words, without a negation just before them."""
-    for start in range(len(words)):
-        before = words[max(0, start - _NEAR) : start]
-        if words[start : start + len(expected)] == expected and _NEGATIONS.isdisjoint(before):
-            return True
-    return False
+def _words(text: str) -> str:
+    """The words that count, one a line, with numbers in digits; a text of signs alone is one word."""
+    plain = _rewritten(text).casefold()
+    plain = re.sub(r"\w+", lambda word: _DIGITS.get(word[0], word[0]), plain)
+    plain = _rewritten(plain, _NUMBERS)
+    return "\n".join(re.findall(_WORD, plain)) or plain
 
 
-def _chosen(said: str, options: Sequence[str]) -> int | None:
-    """The option that a text chooses: by the letter declared last, by the only letter, or by the only text it holds."""
-    letters = ascii_uppercase[: len(options)]
+def _says(words: str, expected: str) -> bool:
+    """Whether the expected words are among the words, without "or" after them or a denial up to three words before."""
+    return "" in re.findall(
+        rf"(?m)^((?:not|no|never|without|or)\n(?:.+\n){{0,2}})?{re.escape(expected)}$(?!\nor$)", words
+    )
+
+
+def _chosen(said: str, options: Sequence[str]) -> set[str]:
+    """The options that a text chooses: the letters declared last, all letters named, or those whose text it holds."""
+    sketch = re.sub(_RULED_OUT, ",", _sketch(said, options))
+    letters = re.findall(_DECLARED, sketch)[-1:] or re.findall(_NAMED, sketch)
+    if letters:
+        return set(re.findall("[A-Z]", "".join(letters).upper()))
     words = _words(said)
-    # The letters of an option's text, as in "both A and B", choose nothing.
-    texts = "|".join(map(re.escape, options))
-    said = re.sub(rf"(?i)(?<!\w)(?:an? )?(?!\w\b)(?:{texts})\b", "", normalize("NFKC", said))
-    said = re.sub(_RULED_OUT.format(letters), "", said)
-    for declared in re.findall(_DECLARED.format(letters), said):
-        said = declared.upper()
-    named = {letters.index(letter) for letter in re.findall(_NAMED.format(letters), said)}
-    if not named:
-        named = {number for number, option in enumerate(options) if _says(words, _words(option))}
-    return named.pop() if len(named) == 1 else None
+    return {letter for letter, option in zip(ascii_uppercase, options, strict=False) if _says(words, _words(option))}
+
+
+def _sketch(said: str, options: Sequence[str]) -> str:
+    """The sketch of a text without the options' own texts, in which letters as in "both A and B" choose nothing."""
+    sketch = _rewritten(said)
+    for option in options:
+        if len(option) > 1:
+            own = re.escape(_rewritten(option).rstrip("."))
+            sketch = re.sub(rf"(?i)(?<!\w)(?:an? \"?)?{own}(?!\w)", "", sketch)
+    letters = ascii_uppercase[: len(options)]
+    return re.sub(rf"(?i)\b(?![{letters}]\b)\w+", "_", _rewritten(sketch, _SKETCH)).replace(" ", "")
 
 
 def judge_at(address: str, model: str) -> Matcher:
@@ -143,9 +178,9 @@ def judge_at(address: str, model: str) -> Matcher:
         except OpenAIError as error:
             raise ValueError(f"The judge {model} at {address} gave no reply: {error}") from None
         text = reply.choices[0].message.content or ""
-        decision = _words(text)[:1]
-        if decision not in _YES_OR_NO:
+        decision = _words(text).split("\n")[0]
+        if decision not in ("yes", "no"):
             raise ValueError(f"The judge {model} replied {text[:80]!r}; expected yes or no.")
-        return decision == ["yes"]
+        return decision == "yes"
 
     return judge
