@@ -272,7 +272,7 @@ def make_config(shape: Shape) -> Any:
 
 def stock_config(config: Any) -> Any:
     """The configuration of the same model without a selector."""
-    kind = backbone_of(config.model_type).stock_config
+    kind = backbone_of(config.model_type).stock_model.config_class
     known = {field.name for field in fields(kind)} - {"model_type", "architectures", "transformers_version"}
     return kind(**{name: value for name, value in config.to_dict().items() if name in known})
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..model.layout_qtsplus import token_grids
+from ..model.layout_qtsplus import runs, token_grids
 from ..video.encoded import EncodedVideo
 from ..video.grids import token_maps
 
@@ -86,9 +86,7 @@ def evidence_intervals(
     weight_maps = token_maps(weights, grids)
     maps = zip(strong_maps, weight_maps, second_per_grid_ts, strict=False)
     for video, (is_strong, weight, seconds) in enumerate(maps):
-        step_is_strong = nn.functional.pad(is_strong.flatten(1).any(1).int(), (1, 1))
-        changes = step_is_strong.diff().nonzero()  # where a stretch begins, where it ends, where the next begins, ...
-        for first, end in changes.reshape(-1, 2).tolist():
+        for _, first, end in runs(is_strong.any(2).any(1).int()):
             stretch = weight[first:end]
             if stretch.max() < sure:
                 continue

@@ -17,6 +17,7 @@ _BACKBONES = {
     "internvl": _FRAMES + ("InternVLQTSplus",),
     "llava_onevision": _FRAMES + ("LlavaOnevisionQTSplus",),
 }
+STOCK_TYPES = sorted(_BACKBONES)
 OURS = "_qtsplus"  # the suffix of our types beside those of the stock models
 
 
@@ -31,15 +32,6 @@ class Backbone:
     @property
     def stock_model(self):
         return self.model.stock_class
-
-    @property
-    def stock_config(self):
-        return self.stock_model.config_class
-
-
-def model_types() -> list[str]:
-    """The types of our models, sorted."""
-    return sorted(name + OURS for name in _BACKBONES)
 
 
 def class_modules() -> dict[str, str]:
@@ -58,7 +50,7 @@ def backbone_of(model_type: str | None) -> Backbone:
     name = model_type.removesuffix(OURS) if isinstance(model_type, str) else ""
     if name not in _BACKBONES:
         raise ValueError(
-            f"There is no backbone of type {model_type!r}; expected one of {', '.join(sorted(_BACKBONES))}, or ours of "
+            f"There is no backbone of type {model_type!r}; expected one of {', '.join(STOCK_TYPES)}, or ours of "
             f"these, with {OURS!r} behind."
         )
     config, model, processor, prefix = _BACKBONES[name]
@@ -80,7 +72,8 @@ def register_backbones() -> None:
 
     from ..model.generation_qtsplus import MODEL_AUTO_CLASSES
 
-    for model_type in model_types():
+    for stock_type in STOCK_TYPES:
+        model_type = stock_type + OURS
         backbone = backbone_of(model_type)
         transformers.AutoConfig.register(model_type, backbone.config, exist_ok=True)
         transformers.AutoProcessor.register(backbone.config, backbone.processor, exist_ok=True)

@@ -17,7 +17,7 @@ from ..common.folders import check_own, read_json, reading, whole_folder
 from ..model.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from ..model.lm_attention_qtsplus import check_attention
 from ..model.methods_qtsplus import add_method
-from .backbones import OURS, backbone_of, model_types
+from .backbones import STOCK_TYPES, backbone_of
 from .card import card_data, matching_variant
 from .checkpoint import (
     EMBEDDINGS,
@@ -34,7 +34,6 @@ from .files import hub_configs
 from .loading import adopt_tokenizer, load_generation_config, processor_of, stored_config
 from .publish import write_repository
 
-_STOCK = [name.removesuffix(OURS) for name in model_types()]
 # What a checkpoint's folder may hold that a conversion reads, as patterns for a download.
 _DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
@@ -122,7 +121,7 @@ def convert(
     if not folder.is_dir():
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=list(_DOWNLOADED)))
     model_type = stated.get("model_type")
-    from_stock = model_type in _STOCK
+    from_stock = model_type in STOCK_TYPES
     if not from_stock and selector is not None:
         raise ValueError(f"--set is about a new selector, and {folder} is of type {model_type!r}.")
     if from_stock:
@@ -132,7 +131,7 @@ def convert(
     else:
         raise ValueError(
             f"{folder} holds a model of type {model_type!r}; expected a stock model, of type "
-            f"{', '.join(map(repr, _STOCK))}, or a reference QTSplus on Qwen2.5-VL, {REFERENCE_TYPE!r}."
+            f"{', '.join(map(repr, STOCK_TYPES))}, or a reference QTSplus on Qwen2.5-VL, {REFERENCE_TYPE!r}."
         )
 
     with whole_folder(out) as staging:
@@ -162,7 +161,7 @@ def _from_base(
     """A stock model with a fresh selector."""
     backbone = backbone_of(stated["model_type"])
     with reading(folder / "config.json"):
-        stock = backbone.stock_config.from_pretrained(folder)
+        stock = backbone.stock_model.config_class.from_pretrained(folder)
     settings = dict(selector)
     selection = settings.get("selection", "qtsplus")
     if selection == "lm_attention":

@@ -12,7 +12,6 @@ from .methods_qtsplus import TensorSequence
 from .prompt_qtsplus import (
     IMAGE,
     MODALITIES,
-    TEXT,
     VIDEO,
     Grid,
     Grids,
@@ -96,7 +95,7 @@ def find_spans(token_types: list[Tensor], unplaced: Mapping[int, Sequence[Visual
     rows = []
     for row, types in enumerate(token_types):
         placed: list[VisualSpan] = []
-        for modality, start, stop in _runs_of_placeholders(types):
+        for modality, start, stop in runs(types):
             while start < stop:
                 span = next(queues[modality], None)
                 placeholders = stop - start
@@ -115,15 +114,15 @@ def find_spans(token_types: list[Tensor], unplaced: Mapping[int, Sequence[Visual
     return rows
 
 
-def _runs_of_placeholders(types: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(modality, start, stop) of each run of equal placeholders in a row."""
-    runs, lengths = types.unique_consecutive(return_counts=True)
+def runs(numbers: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(number, start, stop) of each run of equal numbers `[n]` other than 0, such as a row's placeholders."""
+    values, lengths = numbers.unique_consecutive(return_counts=True)
     stop = 0
-    for modality, length in zip(runs.tolist(), lengths.tolist(), strict=True):
+    for number, length in zip(values.tolist(), lengths.tolist(), strict=True):
         start = stop
         stop += length
-        if modality != TEXT:
-            yield modality, start, stop
+        if number != 0:
+            yield number, start, stop
 
 
 def _fits(
