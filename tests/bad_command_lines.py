@@ -197,12 +197,11 @@ publish
 publish {model} --to=
 demo <--out=|--out={frames}|--out={video}>
 data bigworld
-data check --no-media <{missing}|{empty}|{empty_folder}|/dev/null/x>
-data check --no-media <nul>
+data check <{missing}|{empty}|{empty_folder}|/dev/null/x>
+data check <nul>
 data check <| >
 data check {records} <--media-root=|--media-root={missing}|--media-root={video}>
 data check {records} <extra|--json=1>
-data check {records} --no-media --media-root {empty_folder}
 data check
 train <recipe>
 train <recipe> --dry-run

@@ -175,24 +175,6 @@ def test_what_is_refused_is_named(corpus, line, words):
     assert not Path(corpus["out"]).exists()
 
 
-EMPTY = [
-    ["ask", "clip.mp4", " "],
-    ["ask", "", "What?"],
-    ["data", "check", ""],
-    ["demo", "--out", ""],
-    ["convert", "model", "--out="],
-    ["convert", "model", "--out", "\t"],
-    ["train", "recipe.yaml", "--set", ""],
-]
-
-
-@pytest.mark.parametrize("line", EMPTY, ids=str)
-def test_an_empty_argument_is_not_the_current_folder(line, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert_refused(invoke(*line), "is empty")
-    assert list(tmp_path.iterdir()) == []
-
-
 DASHES = ["ask {} What?", "chat a.mp4 {}", "index {} --out=out", "data check {}", "train {} --dry-run"]
 
 

@@ -155,23 +155,3 @@ def test_the_command_ends_with_0_for_a_good_set(tmp_path, tiny_mp4):
     result = run(path)
     assert result.exit_code == 0
     assert result.stdout == "1 row, none of them bad; 1 video looked at.\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{missing}"], "There is no file"),
-        (["{set}", "--media-root", "{missing}"], "There is no folder"),
-        (["{broken}"], "is not a JSON array of records"),
-        ([""], "is empty"),
-        (["{set}", "--media-root", ""], "is empty"),
-    ],
-)
-def test_what_cannot_be_checked_ends_in_one_line(arguments, message, tmp_path):
-    names = {"set": tmp_path / "set", "missing": tmp_path / "missing", "broken": tmp_path / "broken.json"}
-    names["set"].write_text(json.dumps(choice(1).row()))
-    names["broken"].write_text("[{]")
-    result = run(*[argument.format(**names) for argument in arguments])
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1

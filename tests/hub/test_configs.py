@@ -39,13 +39,6 @@ def test_the_tiny_configuration_fits_its_tokenizer(tiny_processor):
     assert generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_the_tiny_configuration_fits_its_processor(tiny_processor):
-    vision, video_processor = load("qtsplus-tiny").vision_config, tiny_processor.video_processor
-    assert vision.patch_size == video_processor.patch_size
-    assert vision.temporal_patch_size == video_processor.temporal_patch_size
-    assert vision.spatial_merge_size == video_processor.merge_size
-
-
 @pytest.mark.parametrize(
     ("variant", "hidden_size", "tied", "lambdas"),
     [
@@ -69,7 +62,6 @@ def test_published_sizes_and_the_papers_hyperparameters(variant, hidden_size, ti
 def test_every_variant_builds_and_brings_all_that_its_repository_needs(variant):
     folder = hub_configs() / variant
     model = on_meta(load(variant))
-    assert all(parameter.is_meta for parameter in model.parameters())
     assert model.config.auto_map == auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
     assert read_json(folder / "processor_config.json")["auto_map"] == {
         "AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"

@@ -1,7 +1,5 @@
 """Training from features encoded once: the same losses, and each video is encoded a single time."""
 
-import os
-
 import pytest
 import torch
 from tiny_recipe import write_recipe
@@ -119,17 +117,6 @@ def test_frames_of_a_folder_that_were_changed_are_others(tmp_path):
     assert kept.file(str(frames), 1.0) != before
     (frames / "0.png").write_bytes(b"another")
     assert kept.file(str(frames), 2.0) != before
-
-
-def test_a_video_replaced_with_the_same_size_and_time_is_another(tmp_path):
-    kept = features.VideoFeatures(tmp_path)
-    video = tmp_path / "a.mp4"
-    video.write_bytes(b"one")
-    state = video.stat()
-    before = kept.file(str(video))
-    video.write_bytes(b"two")
-    os.utime(video, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert kept.file(str(video)) != before
 
 
 @pytest.mark.parametrize(
