@@ -319,6 +319,12 @@ def test_videos_that_are_not_encoded_are_said(shelf):
     assert warnings == shelf.library.warnings
 
 
+def test_an_answer_is_as_long_as_the_model_says(library, monkeypatch):
+    monkeypatch.setattr(library.model.generation_config, "max_new_tokens", 4)
+    monkeypatch.setattr(library.model.generation_config, "eos_token_id", None)  # it never ends by itself
+    assert said(Shelf(library), "ask", question=QUESTION)["answer"] == library.ask(QUESTION).answer
+
+
 def test_a_library_that_was_removed_is_refused(shelf):
     shutil.rmtree(shelf.library.folder)
     refused(shelf, "look", video="b [1].mp4", seconds=99)

@@ -143,7 +143,7 @@ class Shelf(MCPServer):
         self,
         question: Question,
         videos: Videos = None,
-        max_new_tokens: Annotated[int, Field(ge=1, le=512)] = 128,
+        max_new_tokens: Annotated[int | None, Field(ge=1, le=512)] = None,
     ) -> Fields:
         """Answers a question from the most relevant video, and says what the answer rests on."""
 
