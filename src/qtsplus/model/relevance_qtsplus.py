@@ -170,7 +170,8 @@ def attention_within_samples(
     """As [`grouped_attention`], for samples of these lengths that follow each other: each attends to itself."""
     present = [length for length in lengths if length]
     parts = [states.split(present, dim=1) for states in (queries, keys, values)]
-    return torch.cat(list(map(grouped_attention, *parts)), dim=1)
+    samples = zip(*parts, strict=True)
+    return torch.cat([grouped_attention(*sample) for sample in samples], dim=1)
 
 
 def in_blocks(

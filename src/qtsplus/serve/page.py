@@ -65,9 +65,7 @@ class Visit:
         """Answers one question, or two beside each other, about the video on the page."""
         questions = [question for question in (first, second) if question.strip()]
         if path and not self.path:  # other visits took the place of this one
-            error = self.read(path)["error"]
-            if error:
-                return self.stage(error=error)
+            self.read(path)
         if not self.session.names:
             return self.stage(error=self.problem or "Drop a video first.")
         if not questions:
@@ -76,7 +74,7 @@ class Visit:
             answers = self.session.ask_many(questions, retention=share / 100 or None)
         except FAILURES as error:
             return self.stage(error=str(error))
-        return self.stage(list(map(self._pane, questions, answers)))
+        return self.stage([self._pane(*pair) for pair in zip(questions, answers, strict=True)])
 
     def stage(
         self,
