@@ -111,7 +111,7 @@ class OpenTest:
                 inputs.pop(name, None)
             if queries is not None:
                 inputs.pop("query_mask", None)
-                made = tokenize_query(self.processor.tokenizer, list(queries[rows]), None, like=None)
+                made = tokenize_query(self.processor.tokenizer, list(queries[rows]), like=None)
                 inputs |= {name: torch.tensor(values) for name, values in made.items()}
             yield rows, inputs, labels
 

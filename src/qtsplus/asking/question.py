@@ -116,15 +116,15 @@ def prompt_inputs(
 ) -> dict:
     """The model's inputs for a batch, a row for each question. Only a question's own words choose tokens."""
     videos = list(batch.videos.values()) * len(batch.questions)
-    options = {}
+    query = None
     has_names = len(batch.videos) > 1 and not batch.turns
     if batch.queries or any(batch.captions) or has_names:  # else the last turn holds the question alone
-        options["query"] = list(batch.queries or batch.questions)
+        query = list(batch.queries or batch.questions)
     inputs = processor.conversation_inputs(
         batch.conversations(),
         video_grid_thw=torch.cat([video.video_grid_thw for video in videos]),
         video_metadata=[video.about.metadata for video in videos],
-        **options,
+        query=query,
     )
     return dict(
         inputs.to(device),
@@ -142,7 +142,7 @@ def check_question(
     if not check_text("question", question).strip():
         raise ValueError("The question is empty; expected some text.")
     most = model.config.get_text_config().max_position_embeddings
-    tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
+    tokens = len(processor.prompt_ids(question))
     if tokens >= most:
         raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
 

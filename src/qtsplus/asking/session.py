@@ -44,9 +44,9 @@ def ask(
         ValueError: a question that is empty or longer than the model's positions, a video that cannot be read, frames
             without `fps`, `fps` for a video that was encoded before, a retention out of its range.
     """
-    check_question(model, processor, question)
     timings = {}
     if not isinstance(video, EncodedVideo):
+        check_question(model, processor, question)
         video = encode(
             model,
             processor,

@@ -140,13 +140,17 @@ def plain_inputs(processor: "QTSplusProcessorMixin", conversations: Sequence[lis
         questions.append(find_question(processor, blanked))
         ids_of_texts.append(texts)
 
+    # The model does not need `mm_token_type_ids`.
+    options = dict(padding=True, return_tensors="pt", return_mm_token_type_ids=False, **kwargs)
+    if not any(ids_of_texts):
+        return processor(text=prompts, questions=questions, **options)
+
     # A special token holds the place of such a text, so that its neighbours are tokenized separately from it.
     special = processor.tokenizer.convert_ids_to_tokens(processor.query_token_ids["special_token_ids"])
     prompt = "".join(prompts)
     blank = next(token for token in special if token not in prompt)
     prompts = [prompt.replace(_BLANK, blank) for prompt in prompts]
-    inputs = processor(text=prompts, padding=True, return_tensors="pt", **kwargs)
-    inputs.pop("mm_token_type_ids", None)  # the model does not need them
+    inputs = processor(text=prompts, **options)
     inputs.update(_fill_blanks(processor, inputs, blank, ids_of_texts))
     inputs["query_mask"] = processor.query_mask(inputs["input_ids"], questions)
     return inputs

@@ -90,6 +90,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         query: str | list[str] | None = None,
         video_grid_thw: Tensor | None = None,
         second_per_grid_ts: Sequence[float] | Tensor | None = None,
+        questions: Sequence[Question] | None = None,
         **kwargs,
     ) -> BatchFeature:
         """
@@ -107,6 +108,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 place of `videos`; for `model.generate(..., video_features=...)`. It needs `video_metadata` or
                 `second_per_grid_ts` beside it.
             second_per_grid_ts (`list[float]`, *optional*): `[videos]`, seconds per temporal patch of those videos.
+            questions (`list[Question]`, *optional*): where the question of each row is, as `find_question` found it in
+                the messages; by default it is found in the ids.
             fps (`float` or `list[float]`, *optional*): for a video file, frames to sample per second, bounded by
                 `min_frames` and `max_frames`; by default the video processor's `fps`, or else 2. For frames without
                 `video_metadata` the rate at which they were sampled: they are used as they are.
@@ -133,24 +136,23 @@ class QTSplusProcessorMixin(ProcessorMixin):
             videos, kwargs = stand_ins(self, video_grid_thw, second_per_grid_ts, kwargs)
         elif videos is not None:
             videos, kwargs = read_videos(self, videos, kwargs)
-        images = None if images is None else fetch_images(self.image_processor, images)
+        if images is not None:
+            images = fetch_images(self.image_processor, images)
         # With `sanitize_control_tokens` the text holds marked tokens that only the tokenizer can tell apart.
         if text is not None and not kwargs.get("sanitize_control_tokens"):
-            written = check_text("text", text if isinstance(text, str) else "".join(text))
+            written = check_text("text", "".join(text))
             pictures = [] if images is None else make_flat_list_of_images(images)
-            check_placeholders(written, self.video_token, [] if videos is None else videos, "videos")
+            check_placeholders(written, self.video_token, videos or [], "videos")
             check_placeholders(written, self.image_token, pictures, "images")
         inputs = super().__call__(images=images, text=text, videos=videos, **kwargs)
         if video_grid_thw is not None:  # both would be those of the stand-ins
             inputs.pop("pixel_values_videos")
             inputs.pop("second_per_grid_ts")
 
-        rows = None
         if text is not None:
-            rows = len(inputs["input_ids"])
-            inputs["query_mask"] = self.query_mask(inputs["input_ids"])
+            inputs["query_mask"] = self.query_mask(inputs["input_ids"], questions)
         if query is not None:
-            inputs.update(tokenize_query(self.tokenizer, query, rows, inputs.get("input_ids")))
+            inputs.update(tokenize_query(self.tokenizer, query, inputs.get("input_ids")))
         return inputs
 
     def apply_chat_template(self, conversation, chat_template=None, **kwargs):  # type: ignore[override]

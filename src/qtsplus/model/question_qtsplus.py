@@ -83,11 +83,10 @@ def question_token_ids(config) -> dict:
 
 
 def find_places(ids: Tensor, pattern: Sequence[int]) -> list[int]:
-    """The indices in `ids` `[S]` at which the pattern begins."""
+    """The indices in `ids` `[S]`, on the host, at which the pattern begins."""
     if len(ids) < len(pattern):
         return []
-    wanted = torch.tensor(list(pattern), device=ids.device)
-    begins = (ids.unfold(0, len(pattern), 1) == wanted).all(-1)
+    begins = (ids.unfold(0, len(pattern), 1) == torch.tensor(pattern)).all(-1)
     return begins.nonzero()[:, 0].tolist()
 
 
@@ -203,23 +202,23 @@ def check_text(what: str, text: str) -> str:
     return text
 
 
-def tokenize_query(tokenizer, query: str | list[str], rows: int | None, like) -> dict:
+def tokenize_query(tokenizer, query: str | list[str], like) -> dict:
     """
     The `query_input_ids` and `query_attention_mask` `[B, L]` of a question for all rows, or of one for each.
 
     Args:
-        rows: how many there are; as many as there are questions if `None`.
-        like: the `input_ids` of the call; the result has tensors if that is one, or else lists.
+        like: the `input_ids` of the call, or `None`; the result has tensors if that is one, or else lists.
     """
+    rows = 1 if like is None else len(like)
     queries = query
     if isinstance(query, str):
-        queries = [query] * (rows or 1)
+        queries = [query] * rows
     if not isinstance(queries, (list, tuple)) or not queries:
         raise ValueError(f"query={query!r}: expected a question as a str, or a list with one for each row.")
     for row, question in enumerate(queries):
         if not check_text(f"query of row {row}", question).strip():
             raise ValueError(f"The query of row {row} is {question!r}; expected a question, a str that has tokens.")
-    if rows is not None and len(queries) != rows:
+    if like is not None and len(queries) != rows:
         raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
     tokens = tokenizer(
         queries,

@@ -37,7 +37,7 @@ def read_videos(processor: "QTSplusProcessorMixin", videos, kwargs: dict) -> tup
     Args:
         videos, kwargs: as in a call of the processor.
     """
-    given = dict(kwargs.get("videos_kwargs") or {}) | kwargs
+    given = (kwargs.get("videos_kwargs") or {}) | kwargs
     requests = flatten_videos(videos)
     rates = per_video("fps", given.get("fps"), len(requests))
     metadata = per_video("video_metadata", given.get("video_metadata"), len(requests))
@@ -208,7 +208,14 @@ def stand_ins(
         temporal = processor.video_processor.temporal_patch_size
         times = zip(videos, second_per_grid_ts, strict=True)
         metadata = [describe_frames(video, None, temporal / float(seconds)) for video, seconds in times]
-    stand_in = {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
+    stand_in = {
+        "video_metadata": metadata,
+        "device": "meta",
+        "do_sample_frames": False,
+        "do_resize": False,
+        "do_rescale": False,
+        "do_normalize": False,
+    }
     return videos, _with_video_options(kwargs, stand_in)
 
 
