@@ -107,7 +107,7 @@ def last_tokens(candidates: Any, n: int) -> torch.Tensor:
     return torch.arange(num_tokens - n, num_tokens, device=candidates.device)
 
 
-BREAKING = range(1, 8)  # numbers of kept tokens for which `breaking` does not do what a method has to
+BREAKING = (1, 2, 3, 4, 5, 6, 7, 13)  # numbers of kept tokens for which `breaking` does not do what a method has to
 ONCE = 11  # a number of kept tokens that `breaking` takes only once
 once_taken = []
 LOST = 12  # a number of kept tokens that the engine loses before their answer is complete, with [`Losing`]
@@ -139,6 +139,8 @@ def breaking(candidates: Any, n: int) -> torch.Tensor:
         torch.empty(10**15)  # out of memory
     if n == 7:
         return "nothing"
+    if n == 13:
+        sys.exit("over")
     return last_tokens(candidates, n)
 
 
