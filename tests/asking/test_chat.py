@@ -71,7 +71,7 @@ def test_a_conversation_that_is_too_long_says_what_is_left_out(tiny_published, t
     result = run("chat", folder, CLIP, "--max-new-tokens", 8, text="\n".join([INSIDE] * 6))
     assert result.exit_code == 0
     assert result.stdout.count(MARK) == 6
-    assert "The model has 100 positions. Left out of the conversation, the oldest questions: 1." in result.stderr
+    assert "The model has 100 positions, so the oldest questions of the conversation were left out: 1." in result.stderr
     result = run("chat", folder, CLIP, "--max-new-tokens", 90, text=INSIDE)
     assert result.exit_code == 1
     assert "positions, and the model has 100" in result.stderr

@@ -112,6 +112,11 @@ def test_several_videos_are_numbered_and_frames_in_memory_are_not_drawn(tmp_path
     assert "frames" not in about_frames
 
 
+def test_an_answer_about_other_videos_is_not_drawn(tmp_path):
+    with pytest.raises(ValueError, match="about 'a.mp4', which is not among the videos"):
+        draw_evidence(answer_about(video_of("a.mp4")), {}, tmp_path)
+
+
 def test_an_answer_without_evidence_is_drawn(tmp_path):
     write_file(tmp_path / "video.mp4")
     video = video_of(tmp_path / "video.mp4")

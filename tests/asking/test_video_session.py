@@ -528,7 +528,7 @@ def test_the_oldest_turns_that_have_no_positions_are_left_out(fresh, positions, 
             positions(most)
             answer = ask(TURNS)
             assert_same(answer, expected[gone])
-            assert answer.warnings[-1].endswith(f"the oldest questions: {gone}.")
+            assert answer.warnings[-1].endswith(f"were left out: {gone}.")
             assert max(reached) < most
     least = needed[5]
     positions(least - 1)
@@ -549,21 +549,25 @@ def test_a_long_conversation_goes_on(fresh, positions):
     assert fresh.turns[-2] == "Where?"
 
 
-@pytest.mark.parametrize("way", ["ask", "chat", "stream", "one_shot"])
+@pytest.mark.parametrize("way", ["ask", "chat", "stream", "one_shot", "batch"])
 def test_a_prompt_beyond_the_models_positions_is_refused(loaded, cameras, fresh, stream, positions, way):
     positions(150)
 
     def ask_once(question, **options):
         return session.ask(*loaded, cameras / "front.mp4", question, **options)
 
+    def ask_batch(question, **options):
+        return answers.answer_questions(*loaded, fresh.videos, ["Why?", question], **options)
+
     asks = {
         "ask": fresh.ask,
         "chat": fresh.chat,
         "stream": stream.ask,
         "one_shot": ask_once,
+        "batch": ask_batch,
     }
     question = FIRST + " word" * 30
-    with pytest.raises(ValueError, match=r"takes \d+ positions, and the model has 150: \d+ are for text, 60 for"):
+    with pytest.raises(ValueError, match=r"takes \d+ positions, and the model has 150: 1\d\d are for text, 60 for"):
         asks[way](question, max_new_tokens=60)
     assert not fresh.turns
 

@@ -43,20 +43,20 @@ class Answer:
     visual_tokens: int  # M, the videos' tokens before the selection
     kept_tokens: int  # n, those that the language model read
     rho: float  # the fraction that the selection aimed at
-    evidence: list[Interval]  # stretches that show what was asked for, the most relevant first, on a player's clock
+    evidence: list[Interval]  # stretches that show what was asked for, the most relevant first
     # Seconds. `encode`: reading and encoding the video; absent if that was done before. `first_token` and `generate`:
     # from the start of the selection to the first token and to the last. Questions of one batch share them.
     timings: dict[str, float]
     keep_maps: dict[str, Tensor]  # by the video's name, bool `[T, H, W]`: True where a token of its grid was kept
-    # `seen` is the share of the relevance, 0 to 1, that the videos' tokens took from the null token (`QTSplusOutput`).
-    # From `seen_threshold` of the configuration on, the videos show what was asked for: see `shown`. Both are `None`
-    # if the model was not calibrated.
+    # `seen` is the part of the relevance, 0 to 1, that goes to the tokens of the videos. The rest goes to the null
+    # token, which means "none of them" (`QTSplusOutput`). If `seen` is at least `seen_threshold` of the configuration,
+    # the videos show what was asked for: see `shown`. Both are `None` if the model was not calibrated.
     seen: float | None = None
     seen_threshold: float | None = None
     warnings: list[str] = field(default_factory=list)  # as in `AboutVideo`
     largest_gap: float = 0.0  # the longest time from a frame that was looked at to the next, or to the end, in seconds
-    trained_seconds: float | None = None  # the longest video in training, if a video here is longer
-    unheard: bool = False  # whether a video has sound that no subtitles stood in for
+    trained_seconds: float | None = None  # seconds of the longest video in training; `None` unless one here is longer
+    unheard: bool = False  # whether a video has sound, and the prompt no subtitles in its place
     scored: bool = True  # whether the selection scored tokens; else a weight in `evidence` is a share of the kept ones
 
     @property
@@ -102,12 +102,12 @@ def answer_questions(
     **generation,
 ) -> list[Answer]:
     """
-    Answers questions about videos, whose tokens compete for one budget, in one batch.
+    Answers questions about videos in one batch. The tokens of all videos compete for one budget.
 
     Args:
         videos: by name. If there are several, the prompt states their names.
-        questions: each a row of the batch, with a budget of its own.
-        queries: for each question, another text by which its tokens are selected; without any, the questions do that.
+        questions: each is a row of the batch, with a budget of its own.
+        queries: for each question, another text by which its tokens are selected; by default the question itself.
         turns: earlier questions and their answers, alternating, which precede each of the questions. If the model has
             too few positions, the oldest are left out, and a warning in the answer says so.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
@@ -116,8 +116,8 @@ def answer_questions(
             and a count and returns indices (`methods_qtsplus.py`).
         max_new_tokens: the longest answer. By default the `generation_config` of the call decides, then that of the
             model; without either it is 128. `max_length`, which counts the prompt, is refused.
-        subtitles: the maximum of subtitle tokens in front of each question. Lines nearest in time to kept tokens are
-            taken first. The videos must have been encoded with their subtitles.
+        subtitles: the most subtitle tokens in front of each question. Lines nearest in time to kept tokens are taken
+            first. The videos must have been encoded with their subtitles.
         generation: as for `generate`.
 
     Raises:
@@ -128,27 +128,27 @@ def answer_questions(
     batch.check(model, processor)
     check_subtitles(subtitles, videos.values())
     method = selection or model.config.qtsplus_config.selection
-    check_budget(method, [retention], max_visual_tokens)
-    reader = _Reader(
+    check_budget(method, [retention], max_visual_tokens)  # all rows of the batch have the same retention
+    call = _Call(
         model=model,
         processor=processor,
         choice=Choice(retention, max_visual_tokens, selection),
         generation=generation_options(model, generation, max_new_tokens),
     )
-    prompts = reader.shorten(batch)
+    prompts = call.prompts_within_positions(batch)
     if subtitles:
         kept = map(prompts.kept, range(len(questions)))
         captions = [near(row.indices, videos, processor, subtitles) for row in kept]
-        prompts = reader.shorten(replace(batch, captions=captions))
-    output = model.generate_from(prompts.compact, **reader.generation)
-    timings = reader.generation["streamer"].timings()
+        prompts = call.prompts_within_positions(replace(batch, captions=captions))
+    output = model.generate_from(prompts.compact, **call.generation)
+    timings = call.generation["streamer"].timings()
     new_ids = output.sequences[:, prompts.length :]
     texts = processor.tokenizer.batch_decode(new_ids, skip_special_tokens=True)
     answers = []
     for row, text in enumerate(texts):
-        answer = _answer(reader, batch, prompts, row)
+        answer = _answer(call, batch, prompts, row)
         answer = replace(answer, answer=text.strip(), timings=timings)
-        if subtitles:
+        if subtitles:  # they replace the sound of the videos that have some
             unheard = [video for video in videos.values() if video.about.sound and not video.subtitles]
             answer = replace(answer, unheard=bool(unheard))
         answers.append(answer)
@@ -158,10 +158,10 @@ def answer_questions(
 @dataclass(frozen=True)
 class Kept:
     """
-    What the selection kept of the tokens of one question's videos.
+    The selection's result for one question.
 
     Args:
-        indices: `[n]`, the kept ones.
+        indices: `[n]`, the kept tokens, among the M tokens of all videos.
         relevance: `[M]`; `None` from a method that does not score.
         rho: the fraction that the selection aimed at.
         seen: as in an [`Answer`].
@@ -185,16 +185,17 @@ class Kept:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """The prompts of a batch of questions, with the visual tokens that stay."""
+    """The prompts of a batch of questions, with the visual tokens that were kept."""
 
-    length: int  # of the longest whole prompt, in ids
+    length: int  # ids of the longest prompt before tokens are dropped
     layout: Layout
     compact: CompactPrompt
-    places: Tensor | None  # `[k]` ascending, which tokens of the videos' grids exist; all of them if `None`
+    # `[k]` ascending, where the tokens that a stream remembers are in the videos' grids; `None` if the grids are full.
+    places: Tensor | None
     warnings: list[str] = field(default_factory=list)
 
     def kept(self, row: int) -> Kept:
-        """What stays for a question, with indices and relevance that count all tokens of the videos' grids."""
+        """The selection's result for a question, with indices and relevance over the full grids of the videos."""
         kept = Kept.of(self.compact.qtsplus, row)
         if self.places is None:
             return kept
@@ -207,26 +208,32 @@ class _Prompts:
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """A model, its processor and the options of a call, which were checked."""
+class _Call:
+    """A call of [`answer_questions`]: the model, its processor, and the options, which were checked."""
 
     model: Any
     processor: Any
     choice: Choice
-    generation: dict[str, Any]  # as [`generation_options`] gives them
+    generation: dict[str, Any]  # as [`generation_options`] gives them; the `streamer` is the clock of the call
 
-    def shorten(self, batch: Batch) -> _Prompts:
-        """The prompts, without the oldest turns if the positions do not suffice; `ValueError` if they still do not."""
+    def prompts_within_positions(self, batch: Batch) -> _Prompts:
+        """
+        The prompts of a batch, encoded and with their tokens chosen. If they take more positions than the model has,
+        the oldest turns are left out.
+
+        Raises:
+            ValueError: the prompts take too many positions even without turns.
+        """
         positions = self.model.config.get_text_config().max_position_embeddings
         new_tokens = self.generation["max_new_tokens"]
         left_out = 0
         while True:
-            prompts = self._read(replace(batch, turns=batch.turns[left_out:]))
+            prompts = self._prompts(replace(batch, turns=batch.turns[left_out:]))
             needed = int(prompts.compact.next_position.max()) + new_tokens
             if needed <= positions:
                 break
             if left_out == len(batch.turns):
-                row = prompts.layout.rows[0]
+                row = prompts.layout.rows[int(prompts.compact.next_position.argmax())]
                 text = len(row.columns) - len(row.candidates)
                 raise ValueError(
                     f"The prompt takes {needed} positions, and the model has {positions}: {text} are for text, "
@@ -236,21 +243,21 @@ class _Reader:
             left_out = _turns_to_leave_out(batch.turns, left_out, needed - positions)
         if left_out:
             prompts.warnings.append(
-                f"The model has {positions} positions. Left out of the conversation, the oldest questions: "
+                f"The model has {positions} positions, so the oldest questions of the conversation were left out: "
                 f"{left_out // 2}."
             )
         return prompts
 
-    def _read(self, batch: Batch) -> _Prompts:
-        """The prompts, however many positions they take."""
+    def _prompts(self, batch: Batch) -> _Prompts:
+        """The prompts of a batch, however many positions they take."""
         backbone = self.model.model
         inputs = prompt_inputs(self.processor, batch, self.model.device)
         self.generation["streamer"].start()
-        visual, selection = take_inputs(inputs | vars(self.choice))
+        visual, selection = take_inputs(inputs | vars(self.choice))  # as in a call of the model
         input_ids = inputs["input_ids"]
         layout = lay_out(backbone, visual, input_ids, inputs["attention_mask"])
         places = None
-        if batch.remembered:
+        if batch.remembered:  # a stream has encoded its tokens, which do not fill its grids
             new_tokens = self.generation["max_new_tokens"]
             layout, places = narrowed(self.model, layout, batch.remembered, new_tokens)
             features = {IMAGE: [], VIDEO: list(visual.video_features or ())}
@@ -263,8 +270,11 @@ class _Reader:
 
 def _turns_to_leave_out(turns: Sequence[str], left_out: int, excess: int) -> int:
     """
-    The least number of the oldest turns to leave out, given that `left_out` were left out already and the prompt still
-    takes `excess` positions too many.
+    How many of the oldest turns have to be left out in total, at the least.
+
+    Args:
+        left_out: the number of turns that were left out so far.
+        excess: by how many positions the prompt without these turns is too long.
     """
     while excess > 0 and left_out < len(turns):
         for turn in turns[left_out : left_out + 2]:
@@ -275,14 +285,14 @@ def _turns_to_leave_out(turns: Sequence[str], left_out: int, excess: int) -> int
 
 
 def _answer(
-    reader: _Reader,
+    call: _Call,
     batch: Batch,
     prompts: _Prompts,
     row: int,
 ) -> Answer:
     """An answer without its text."""
-    config = reader.model.config.qtsplus_config
-    merge_size = reader.processor.video_processor.merge_size
+    config = call.model.config.qtsplus_config
+    merge_size = call.processor.video_processor.merge_size
     answer = shown_by(batch.videos, prompts.kept(row), merge_size, config)
     if batch.remembered:  # cameras share a clock, so their seconds are not added
         answer = replace(
@@ -299,7 +309,7 @@ def shown_by(
     merge_size: int,
     config: QTSplusConfig,
 ) -> Answer:
-    """An answer without its text, from the kept tokens of its videos. Raises as [`evidence_intervals`] does."""
+    """An answer without its text and its timings: what the kept tokens show of the videos."""
     names = list(videos)
     encoded = list(videos.values())
     grids = torch.cat([video.video_grid_thw for video in encoded])
@@ -331,7 +341,7 @@ def shown_by(
         unheard=any(video.about.sound for video in encoded),
         scored=kept.relevance is not None and len(kept.relevance) > 0,
     )
-    # Without a calibration nobody knows what the numbers mean; some methods do not score.
+    # Some methods do not score. Without a good calibration the number would mean nothing.
     if kept.seen is None or not config.says_seen:
         return answer
     return replace(answer, seen=kept.seen, seen_threshold=config.seen_threshold)

@@ -276,8 +276,7 @@ class Stream:
         kept = policy(self._competing(cameras), count)
         if isinstance(kept, Tensor):
             kept = kept.cpu()
-        choices_of_rows = [(kept, count, self.num_tokens)]  # a batch of one
-        check_kept(choices_of_rows, policy)
+        check_kept([(kept, count, self.num_tokens)], policy)  # as for a batch with one row
         first = 0
         for camera in cameras:
             end = first + len(camera.tokens)

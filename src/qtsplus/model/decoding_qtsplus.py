@@ -93,14 +93,13 @@ class VideoDecoder:
         if missing:
             faults.append(f"is incomplete: {missing}")
         gaps = np.diff(self.times, append=self.times[-1])
-        longest = gaps.argmax()
-        longest_gap = gaps[longest]
+        longest_gap = gaps.max()
         usual_gap, long_gap = np.quantile(gaps, (0.5, 0.8))
         # At a constant rate a long gap shows that frames were lost; at a variable rate it may be a still. If the header
         # states the video's own length, only an early end is a loss; `_missing` looks for it.
         shows_loss = long_gap < 2 * usual_gap and not stated.is_of_video
         if shows_loss and longest_gap > LEAP + 3 * usual_gap:
-            begin = self.times[longest]
+            begin = self.times[gaps.argmax()]
             faults.append(f"has no frame for {longest_gap:.0f} s from {begin:.1f} s on")
         if is_joined:
             faults.append("is followed by another in the same file, which players pass over; split them")
