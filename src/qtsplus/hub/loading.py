@@ -206,18 +206,17 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict:
         refuse_adapter(model)
         if not (folder / "config.json").is_file():
             raise ValueError(f"There is no config.json in {name!r}; expected the folder of a model.")
-        return _checked(read_json(folder / "config.json"), name)
-    if not _HUB_ID.fullmatch(name):
+        config = read_json(folder / "config.json")
+    elif _HUB_ID.fullmatch(name):
+        try:
+            refuse_adapter(model, revision)
+            config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+        except OSError as error:
+            raise ValueError(
+                f"There is no folder {name!r}, and the Hub did not give it: {first_line(error)}"
+            ) from error
+    else:
         raise ValueError(f"There is no folder {name!r}; expected one, or a Hub id such as ORG/NAME.")
-    try:
-        refuse_adapter(model, revision)
-        config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
-    except OSError as error:
-        raise ValueError(f"There is no folder {name!r}, and the Hub did not give it: {first_line(error)}") from error
-    return _checked(config, name)
-
-
-def _checked(config: dict, name: str) -> dict:
     check_values(f"The config.json of {name!r}", config)
     return config
 

@@ -174,21 +174,17 @@ def attention_within_samples(
     return torch.cat([grouped_attention(*sample) for sample in samples], dim=1)
 
 
-def in_blocks(
-    apply: Callable[[Tensor], Tensor],
-    states: States,
-    block_size: int = 4096,
-) -> Tensor:
+def in_blocks(apply: Callable[[Tensor], Tensor], states: States) -> Tensor:
     """
-    A function of each row of `[n, d]`, in one tensor or several, for `block_size` rows at a time: intermediate results
-    never exist for all rows at once, and the backward pass computes each block again.
+    A function of each row of `[n, d]`, in one tensor or several, for 4,096 rows at a time: intermediate results never
+    exist for all rows at once, and the backward pass computes each block again.
     """
     parts = [states] if isinstance(states, Tensor) else states
     if len(parts) > 1 and torch.is_grad_enabled():
         parts = [torch.cat(list(parts))]  # one checkpoint for many short videos
     blocks = []
     for part in parts:
-        blocks.extend(part.split(block_size))
+        blocks.extend(part.split(4096))
     if len(blocks) == 1:
         return apply(blocks[0])
     return torch.cat([again(apply, block) for block in blocks])

@@ -66,23 +66,14 @@ def make_model(
     if attn_implementation:
         loading["attn_implementation"] = attn_implementation
     if weights is None:
-        return _random_model(config, variant, seed, loading)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = backbone_of(config.model_type).model._from_config(config, **loading)
+        model.generation_config = load_generation_config(hub_configs() / str(variant)) or model.generation_config
+        return model
     if model_type(weights).endswith(OURS):
         return backbone_of(config.model_type).model.from_pretrained(weights, config=config, **loading)
     return _with_fresh_selector(config, weights, seed, loading)
-
-
-def _random_model(
-    config,
-    variant: str | None,
-    seed: int,
-    loading: dict,
-):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = backbone_of(config.model_type).model._from_config(config, **loading)
-    model.generation_config = load_generation_config(hub_configs() / str(variant)) or model.generation_config
-    return model
 
 
 def _with_fresh_selector(
