@@ -25,6 +25,10 @@ def latest(candidates, n):
 
 def failing(candidates, n):
     return n + None
+
+
+def leaving(candidates, n):
+    raise SystemExit("too few")
 """
 
 
@@ -86,9 +90,13 @@ def test_on_the_command_line(mine, folder, tiny_mp4, tmp_path):
     assert row["evidence"] == answer["evidence"]
     report = json.loads(run("eval", records, "--json", *own).stdout)
     assert report["kept"] == pytest.approx(0.25)
-    failed = tmp_path / "failed.jsonl"
-    run("batch", records, "--out", failed, *own, "--selection", f"{mine}:failing")
-    assert f"mine.py:failing' failed in line 14 of {mine}: TypeError" in failed.read_text()
+    for method, words in {
+        "failing": "line 14 of {mine}: TypeError",
+        "leaving": "line 18 of {mine}: SystemExit",
+    }.items():
+        failed = tmp_path / f"{method}.jsonl"
+        run("batch", records, "--out", failed, *own, "--selection", f"{mine}:{method}")
+        assert f"mine.py:{method}' failed in {words.format(mine=mine)}" in failed.read_text()
 
 
 def begin_of_evidence(answer):

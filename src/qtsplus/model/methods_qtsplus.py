@@ -448,7 +448,7 @@ def _run_own(name: str, method: Method, candidates: Candidates, n: int) -> Tenso
         return method(candidates, n)
     except (ValueError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # it may raise anything
+    except (Exception, SystemExit) as error:  # it may raise anything
         place = extract_tb(error.__traceback__)[-1]
         raise ValueError(f"selection={name!r} failed in line {place.lineno} of {place.filename}: {error!r}.") from error
 
