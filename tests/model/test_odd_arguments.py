@@ -132,9 +132,17 @@ def test_what_is_no_count_is_never_taken_for_one(calls):
             calls["encode"](max_frames=value)
 
 
-def test_a_misspelt_keyword_is_named_with_the_function_and_the_nearest(calls):
-    with pytest.raises(ValueError, match=r"encode\(\) has no keyword 'max_frame'; the nearest is 'max_frames'"):
-        calls["encode"](max_frame=1)
+@pytest.mark.parametrize(
+    ("call", "misspelt", "right"),
+    [
+        ("encode", "max_frame", "max_frames"),
+        ("ask", "retenton", "retention"),
+        ("ask", "max_tokens", "max_new_tokens"),
+    ],
+)
+def test_a_misspelt_keyword_is_named_with_the_function_and_the_nearest(calls, call, misspelt, right):
+    with pytest.raises(ValueError, match=rf"{call}\(\) has no keyword '{misspelt}'; the nearest is '{right}'"):
+        calls[call](**{misspelt: 1})
 
 
 @pytest.mark.parametrize("frames", [FRAMES[..., 0], np.repeat(FRAMES, 2, axis=-1)[..., :4]], ids=["grey", "rgba"])

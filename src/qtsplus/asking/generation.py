@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ def generation_options(model, options: Mapping[str, Any], max_new_tokens: int | 
             f"Got {', '.join(done)}, which a question does not take. `encode` or `add` chooses frames (`start=`, "
             "`end=`), a library is searched within `window=(start, end)`, and `model.generate` takes prepared inputs."
         )
+    known = [*NAMES, *vars(GenerationConfig()), "subtitles", "turns"]
+    for name in options:
+        nearest = get_close_matches(name, known, n=1, cutoff=0.8)  # `generate` refuses what is like none
+        if nearest not in ([], [name]):
+            raise ValueError(f"ask() has no keyword {name!r}; the nearest is {nearest[0]!r}.")
     config = options.get("generation_config")
     if not isinstance(config, GenerationConfig | None):
         raise ValueError(f"generation_config={config!r}; expected a GenerationConfig.")
