@@ -1,7 +1,6 @@
 """Measures a selector on the base with real words: `python -m benchmarks.real.measure MODEL OUT.json RECORDS ...`."""
 
 import argparse
-import json
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,9 @@ import numpy as np
 import torch
 
 from qtsplus.common.journals import write_json
-from qtsplus.evaluation.labelled import labelled_questions, sighting_tokens
+from qtsplus.data.formats import iter_rows, read_records
+from qtsplus.data.records import parse_needles
+from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.hub.convert import fresh_selector
 from qtsplus.training.dataset import IGNORED, VideoQACollator, VideoQADataset
 from qtsplus.training.features import encode_files
@@ -41,10 +42,8 @@ class RealTest(OpenTest):
     batch = 8  # a vocabulary of 49,152 makes logits large
 
     def __init__(self, model: Any, processor: Any, path: Path):
-        self.questions = labelled_questions(path)
-        self.records = [question.record for question in self.questions]
-        lines = path.read_text(encoding="utf-8").splitlines()
-        self.rows = [json.loads(line) for line in lines]
+        self.records = list(read_records(path))
+        self.rows = [row.content for row in iter_rows(path)]
         self.model, self.processor = model, processor
         self.collate: Any = VideoQACollator(processor)
         self._folder = tempfile.TemporaryDirectory()
@@ -58,10 +57,10 @@ class RealTest(OpenTest):
     @cached_property
     def needles(self) -> list[list[int]]:
         found = []
-        for question in self.questions:
-            example = self.dataset.example(question.record)
+        for record, row in zip(self.records, self.rows, strict=True):
+            example = self.dataset.example(record)
             steps, rows, columns = example["video_grid_thw"][0].tolist()
-            seen = [sighting for needle in question.needles for sighting in needle]
+            seen = [sighting for needle in parse_needles(row, record.question) for sighting in needle]
             grid = (steps, rows // 2, columns // 2)
             found.append(sighting_tokens(seen, grid, float(example["second_per_grid_ts"][0])).tolist() if seen else [])
         return found

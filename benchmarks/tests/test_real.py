@@ -1,5 +1,6 @@
 """The world of real words, with drawings and films made here: nothing is downloaded."""
 
+import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from benchmarks.real.base import IDS, make_config
 from benchmarks.real.clips import Clip, clip_scene, join
 from benchmarks.real.fetch import ELSEWHERE, SPLITS
 from benchmarks.real.labels import Lesson, calibrate_seen, make_lessons, measure_seen, teach
-from benchmarks.real.measure import of_same_videos, over_videos, ways_elsewhere, with_another_thing
+from benchmarks.real.measure import RealTest, of_same_videos, over_videos, ways_elsewhere, with_another_thing
 from benchmarks.real.questions import FURTHER, OTHER_WORDS, WORDINGS, YES_OR_NO, Question, ask_scene, join_things
 from benchmarks.real.reading import Packer, Reader, answer_loss
 from benchmarks.real.records import sightings
@@ -248,3 +249,12 @@ def test_another_thing_is_asked_for():
     first, second, third = with_another_thing(SimpleNamespace(rows=rows))  # type: ignore[arg-type]
     assert first.startswith("Is there a ") and first.endswith("?") and "dog" not in first
     assert "the car" not in second.lower() and "bus" not in second and third == "What?"
+
+
+def test_a_question_about_what_is_not_there_is_asked_too(tmp_path):
+    path = tmp_path / "test.jsonl"
+    row = {"video": "clip.mp4", "question": "Is there a cat?", "answer": "No", "kind": "absent", "evidence": []}
+    path.write_text(json.dumps(row))
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0), prompt_ids=lambda _: [0])
+    asked = RealTest(None, processor, path)
+    assert [record.question for record in asked.records] == ["Is there a cat?"] and asked.counted.tolist() == [True]
