@@ -287,35 +287,44 @@ class VideoDecoder:
             needed = self.needed(chosen)
         upright = Upright()
         num_shown = 0
-        on_screen = None  # the decoded frame that a player shows until the next one appears
-        self.damaged_since_key = False  # whether something is damaged since the last key frame
         with open_container(self.source) as container:
             stream = video_stream(container)
             stream.thread_type = "AUTO"
             frames = self._decode(container, stream, needed)
-            for number, frame in enumerate(itertools.chain(frames, [None])):
-                # At the instants before this frame appears, up to `stop`, a player shows `on_screen`.
-                stop = len(instants)
-                if frame is not None:
-                    stop = int(np.searchsorted(instants, self._time(frame, number)))
-                if on_screen is not None and stop > num_shown:
+            for frame, stop in self._with_stops(frames, instants):
+                if stop > num_shown:
                     expected_times = self.pts[chosen[num_shown:stop]]
-                    has_right_time = (expected_times == on_screen.pts) | (not self.timed)
+                    has_right_time = (expected_times == frame.pts) | (not self.timed)
                     if skipping and not has_right_time.all():
                         return
-                    picture = upright(on_screen, stream)
+                    picture = upright(frame, stream)
                     for is_right in has_right_time:
                         yield picture, is_right and not self.damaged_since_key
                     num_shown = stop
                 if num_shown == len(instants):
                     return
-                on_screen = frame
-                if frame is not None:
-                    if frame.key_frame:
-                        self.damaged_since_key = False
-                    self.damaged_since_key = self.damaged_since_key or frame.is_corrupt
         if num_shown == 0 and not skipping:
             raise ValueError("no frame could be decoded")
+
+    def _with_stops(
+        self,
+        frames: "Iterator[av.VideoFrame]",
+        instants: np.ndarray,
+    ) -> "Iterator[tuple[av.VideoFrame, int]]":
+        """Each decoded frame, and how many of the instants are before the next one appears: until then it is shown."""
+        shown = None
+        self.damaged_since_key = False  # whether something is damaged since the key frame of the frame that is shown
+        for number, following in enumerate(itertools.chain(frames, [None])):
+            stop = len(instants)
+            if following is not None:
+                stop = int(np.searchsorted(instants, self._time(following, number)))
+            if shown is not None:
+                yield shown, stop
+            shown = following
+            if shown is not None:
+                if shown.key_frame:
+                    self.damaged_since_key = False
+                self.damaged_since_key = self.damaged_since_key or shown.is_corrupt
 
     def _time(self, frame: "av.VideoFrame", number: int) -> float:
         """When the decoded frame with this number is shown, in seconds from the first."""
