@@ -10,8 +10,10 @@ from accelerate import cpu_offload
 from torch.testing import assert_close
 
 from model_checks import assert_row_is_alone, assert_trained, with_labels
+from qtsplus.asking.ranking import keys_fingerprint
 from qtsplus.model.methods_qtsplus import METHODS, Candidates
 from qtsplus.model.prompt_qtsplus import CACHE, IMAGE, VIDEO
+from qtsplus.video.storage import fingerprint
 from tiny import assert_same, chat_inputs, compress, run, without
 from tiny_backbones import each_unlike
 
@@ -85,7 +87,7 @@ class TestBackbone:
         is_real = inputs["attention_mask"].bool()
         close(logits(all_tokens, inputs)[is_real], logits(stock, expected)[is_real])
 
-    def test_offloaded_weights_change_nothing(self, model, prepare):
+    def test_offloaded_weights_change_nothing(self, model, prepare, processor, tmp_path):
         inputs = prepare("video")
         copied = deepcopy(model)
         offloaded = cpu_offload(copied, torch.device("cpu"))
@@ -93,6 +95,10 @@ class TestBackbone:
         expected = model.generate(**inputs, **CALL)
         for given in (inputs, with_features(offloaded, inputs)):
             assert_same(offloaded.generate(**given, **CALL), expected)
+        assert fingerprint(offloaded, processor) == fingerprint(model, processor)
+        assert keys_fingerprint(offloaded) == keys_fingerprint(model)
+        with pytest.raises(ValueError, match="bring them back before you save"):
+            offloaded.save_pretrained(tmp_path)
 
     def test_embeddings_beside_an_image_are_the_stock_model(self, backbone, all_tokens, stock, prepare):
         inputs = prepare("image")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..common.tensors import digest_of
+from ..common.tensors import digest_of, in_place
+from ..model.encoding_qtsplus import device_of
 from ..model.relevance_qtsplus import QTSplusLayer
 from ..video.encoded import EncodedVideo
 from ..video.storage import KeyedVideo
@@ -81,18 +82,19 @@ def scoring_layer(model) -> QTSplusLayer:
 def keys_fingerprint(model) -> str:
     """A hash of the weights behind a selector's keys."""
     layer = scoring_layer(model)
-    weights = {
-        "norm": layer.kv_norm.weight,
-        "weight": layer.k_proj.weight,
-        "bias": layer.k_proj.bias,
-    }
-    return digest_of(weights, layer.kv_norm.eps)
+    with in_place(model.model.qtsplus.modules()):
+        weights = {
+            "norm": layer.kv_norm.weight,
+            "weight": layer.k_proj.weight,
+            "bias": layer.k_proj.bias,
+        }
+        return digest_of(weights, layer.kv_norm.eps)
 
 
 @torch.no_grad()
 def token_keys(layer: QTSplusLayer, features: Tensor) -> Tensor:
     """`[M, key_width]` float32 on the CPU, the keys of tokens `[M, token_width]`."""
-    tokens = features[:, : layer.k_proj.in_features].to(layer.k_proj.weight)
+    tokens = features[:, : layer.k_proj.in_features].to(device_of(layer), layer.k_proj.weight.dtype)
     keys = layer.keys(tokens).transpose(0, 1).flatten(1)
     return keys.float().cpu()
 

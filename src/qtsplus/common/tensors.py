@@ -8,15 +8,16 @@ for reading and checking.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from accelerate.utils import align_module_device
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from .files import first_line, whole_file
 
@@ -25,6 +26,15 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 Tensors = Mapping[str, Tensor]  # by name
 Texts = Mapping[str, str]
+
+
+@contextmanager
+def in_place(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While it lasts, the weights of these modules are in memory, even if Accelerate has offloaded them."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(align_module_device(module))
+        yield
 
 
 def digest_of(tensors: Tensors, settings=None) -> str:

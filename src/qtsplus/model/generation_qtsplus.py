@@ -77,6 +77,7 @@ class QTSplusPreTrainedMixin:
 
     config: PreTrainedConfig
     can_generate: Callable[[], bool]
+    parameters: Callable
     push_to_hub: Callable
     _supports_context_parallel = False  # ranks that each hold a part of a prompt cannot select from all of it
     device = property(device_of)  # stock's is "meta" while weights are offloaded
@@ -113,7 +114,16 @@ class QTSplusPreTrainedMixin:
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
-        """As stock, with the code that runs the model beside its weights."""
+        """
+        As stock, with the code that runs the model beside its weights. A `ValueError` for a model that was offloaded
+        after it was loaded.
+        """
+        is_offloaded = any(weight.is_meta for weight in self.parameters())
+        if is_offloaded and not hasattr(self, "hf_device_map") and "state_dict" not in kwargs:
+            raise ValueError(
+                "The weights are offloaded: bring them back before you save the model, for example by "
+                "accelerate.hooks.remove_hook_from_submodules(model)."
+            )
         # The default goes back to the names of a stock checkpoint where one was loaded, and that does not load again.
         kwargs["save_original_format"] = False
         if self.can_generate() and kwargs.get("is_main_process", True):

@@ -15,7 +15,7 @@ from transformers.video_utils import VideoMetadata
 from typing_extensions import TypedDict
 
 from ..common.journals import STORED
-from ..common.tensors import TensorFormat, TensorKind, digest_of
+from ..common.tensors import TensorFormat, TensorKind, digest_of, in_place
 from ..common.validation import validated
 from ..data.records import String
 from ..model.video_qtsplus import AboutVideo
@@ -59,9 +59,10 @@ def fingerprint(model, processor) -> str:
     pixels = processor.video_processor.to_dict()
     for name in SAMPLING + ("do_sample_frames",):
         pixels.pop(name, None)
-    others = ("language_model.", "qtsplus.")
-    weights = {name: weight for name, weight in model.model.state_dict().items() if not name.startswith(others)}
-    return digest_of(weights, {"vision": vision, "pixels": pixels})
+    others = ("language_model", "qtsplus")
+    with in_place(part for name, part in model.model.named_modules() if not name.startswith(others)):
+        weights = {name: weight for name, weight in model.model.state_dict().items() if not name.startswith(others)}
+        return digest_of(weights, {"vision": vision, "pixels": pixels})
 
 
 @with_config(STORED)
