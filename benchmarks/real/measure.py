@@ -62,7 +62,8 @@ class RealTest(OpenTest):
             steps, rows, columns = example["video_grid_thw"][0].tolist()
             seen = [sighting for needle in parse_needles(row, record.question) for sighting in needle]
             grid = (steps, rows // 2, columns // 2)
-            found.append(sighting_tokens(seen, grid, float(example["second_per_grid_ts"][0])).tolist() if seen else [])
+            edges = np.arange(steps + 1) * float(example["second_per_grid_ts"][0])
+            found.append(sighting_tokens(seen, grid, edges.tolist()).tolist() if seen else [])
         return found
 
     @cached_property

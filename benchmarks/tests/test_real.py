@@ -128,7 +128,7 @@ def test_a_thing_is_where_its_sightings_say(pictures, crowd):
             own = shown == place
             assert set(np.argwhere(own)[:, 0]) <= set(range(thing.start // 2, (thing.stop + 1) // 2))
             seen = [Sighting(**sighting) for sighting in sightings(own)]
-            assert sighting_tokens(seen, scene.grid).tolist() == np.flatnonzero(own).tolist()
+            assert sighting_tokens(seen, scene.grid, range(scene.grid[0] + 1)).tolist() == np.flatnonzero(own).tolist()
 
 
 def test_another_question_of_the_video_rests_on_something_else():

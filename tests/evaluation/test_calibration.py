@@ -156,8 +156,8 @@ def test_questions_about_unreadable_videos_are_left_out(calibrated, questions, m
 def test_what_only_other_questions_ask_for_is_elsewhere(tiny, tiny_processor, questions):
     video = questions[0].video
     of_video = [question for question in questions if question.video == video]
-    early = replace(of_video[0], needles=[[Sighting(0, 1)]])
-    late = replace(of_video[0], needles=[[Sighting(0, 1), Sighting(1, 2)]])
+    early = replace(of_video[0], needles=[[Sighting(0, 1)]], edges=(0, 1, 2))
+    late = replace(early, needles=[[Sighting(0, 1), Sighting(1, 2)]])
     dataset = VideoQADataset([], tiny_processor)
     first, second = calibration._attention_by_head(tiny, dataset, [early, late], "question")
     _, shown, elsewhere = first
@@ -168,16 +168,22 @@ def test_what_only_other_questions_ask_for_is_elsewhere(tiny, tiny_processor, qu
     assert len(nothing) == 0
 
 
-def test_evidence_is_where_a_player_shows_it(tiny, tiny_processor, questions, tmp_path):
-    """The video's first frame is shown at 5 s; its steps last a second."""
+@pytest.mark.parametrize(
+    ("fps", "sightings", "tokens"),
+    [
+        (2, [Sighting(3, 5.5), Sighting(7, 8)], [0, 1, 2, 3, 8, 9, 10, 11]),  # of the first and the third step
+        (1.25, [Sighting(6.5, 8)], [4, 5, 6, 7]),  # of uneven steps, which begin at 5, 6.5, 8, 9.5 and 11 s
+    ],
+)
+def test_evidence_is_where_a_player_shows_it(tiny, tiny_processor, questions, tmp_path, fps, sightings, tokens):
+    """The video's first frame is shown at 5 s."""
     path = tmp_path / "late.mp4"
     write_mp4(path, np.zeros((16, 56, 56, 3), dtype=np.uint8), 2, first=10)
-    record = replace(questions[0].record, video=str(path))
-    question = LabelledQuestion(record, needles=[[Sighting(3, 5.5)], [Sighting(7, 8)]])
-    asked = [calibration.with_start(tiny_processor, question)]
+    record = replace(questions[0].record, video=str(path), fps=fps)
+    asked = [calibration.with_edges(tiny_processor, LabelledQuestion(record, needles=[sightings]))]
     dataset = VideoQADataset([], tiny_processor)
     ((_, shown, _),) = calibration._attention_by_head(tiny, dataset, asked, "question")
-    assert shown.tolist() == [0, 1, 2, 3, 8, 9, 10, 11], "of the first and the third step"
+    assert shown.tolist() == tokens
 
 
 @pytest.mark.parametrize("times", [(2, 3), (0, 9)])

@@ -22,12 +22,12 @@ GRID = (2, 4, 8)
     ids=["shares", "only the time is known", "large", "thin"],
 )
 def test_a_box_is_shown_by_the_tokens_that_share_enough_with_it(sighting, tokens):
-    assert sighting_tokens([sighting], GRID).tolist() == tokens
+    assert sighting_tokens([sighting], GRID, range(3)).tolist() == tokens
 
 
 def test_a_part_of_a_step_counts():
     sighting = Sighting(0.5, 2, (0, 0, 1, 1))
-    assert sighting_tokens([sighting], (2, 1, 1)).tolist() == [0, 1]
+    assert sighting_tokens([sighting], (2, 1, 1), range(3)).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import av
 import numpy as np
 import pytest
+import torch
 from av import AudioFrame, VideoFrame
 
 from qtsplus.asking import session
@@ -12,6 +13,7 @@ from qtsplus.cli.asking import print_answer
 from qtsplus.live.watching import watch
 from qtsplus.video import storage
 from qtsplus.video import subtitles as reader
+from qtsplus.video.encoded import encode
 from qtsplus.video.subtitles import read_subtitles
 
 SECONDS = range(0, 40, 2)
@@ -132,12 +134,16 @@ def test_subtitles_in_an_unclear_encoding_are_refused(talk, code, cut, reason):
         read_subtitles(talk)
 
 
-def test_lines_near_what_was_kept_are_before_the_question(loaded, video, prompts):
+@pytest.mark.parametrize("max_frames", [None, 6])  # with 6, steps are uneven
+def test_lines_near_what_was_kept_are_before_the_question(loaded, video, prompts, max_frames):
     question = "What is in the yellow ring?"
+    encoded = encode(*loaded, video, subtitles=True, max_frames=max_frames)
+    middles = torch.tensor(encoded.edges).unfold(0, 2, 1).mean(1)
 
     def ask(**options):
         """The answer, and the prompt that led to it."""
-        answer = session.ask(*loaded, str(video), question, max_visual_tokens=4, max_new_tokens=2, **options)
+        options |= {"max_visual_tokens": 4, "max_new_tokens": 2}
+        (answer,) = session.answer_questions(*loaded, {"video": encoded}, [question], **options)
         return answer, prompts[-1]
 
     plain, without = ask()
@@ -147,7 +153,7 @@ def test_lines_near_what_was_kept_are_before_the_question(loaded, video, prompts
     answer, few = ask(subtitles=60)
     assert answer.keep_map.equal(plain.keep_map), "only the words of the question choose"
     kept_steps = answer.keep_map.any(2).any(1).nonzero()[:, 0]
-    kept_seconds = kept_steps * 2 + 1.0
+    kept_seconds = middles[kept_steps]
 
     def distance(second):
         """From a line to the nearest kept step."""

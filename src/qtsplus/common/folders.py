@@ -72,7 +72,8 @@ def check_own(folder: str | Path, *sources: str | Path) -> Path:
     """
     folder = check_folder(folder).resolve()
     for source in sources:
-        if Path(source).is_dir() and folder.is_relative_to(Path(source).resolve()):
+        place = Path(source).resolve()
+        if place.is_dir() and folder.is_relative_to(place):
             raise ValueError(f"{folder} is in the source {source}; choose another folder to write to.")
     written = {}
     if (folder / WRITTEN).is_file():

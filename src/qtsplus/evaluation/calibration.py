@@ -23,7 +23,7 @@ from ..model.sampling_qtsplus import Sampling
 from ..training.attention import AttentionChoice, note_attention
 from ..training.dataset import VideoQACollator, VideoQADataset
 from ..training.features import encode_files
-from ..video.encoded import open_chunks, with_bar
+from ..video.encoded import EncodedVideo, open_chunks, with_bar
 from .evaluate import evaluate_records
 from .labelled import LabelledQuestion, sighting_tokens
 from .matching import gives_answer
@@ -106,7 +106,7 @@ def calibrate(
         videos = [question.video for question in questions]
         dataset = VideoQADataset([], processor, features=encode_files(model, processor, videos, folder))
         readable = [question for question in questions if dataset.example(question.record)]
-        measured, checked = halves([with_start(processor, question) for question in readable])
+        measured, checked = halves([with_edges(processor, question) for question in readable])
 
         def measure_single(positions: str) -> Found:
             single = [AttentionChoice((head,), positions) for head in all_heads]
@@ -142,15 +142,23 @@ def count_right(
     return sum(outcome.correct for outcome in outcomes)
 
 
-def with_start(processor, question: LabelledQuestion) -> LabelledQuestion:
+def with_edges(processor, question: LabelledQuestion) -> LabelledQuestion:
     """
-    The question, with the time at which a player shows the first frame of its video; a `ValueError` for evidence before
-    that frame or after the last.
+    The question, with the times at which a player shows the steps of its video; a `ValueError` for evidence before the
+    first frame or after the last.
     """
     video, fps = question.video
-    about = open_chunks(processor, video, Sampling(fps=fps)).about
-    check_shown(f"The evidence of {question.record.question!r} in {video}", question.sightings, about)
-    return replace(question, start=about.start)
+    chunks = open_chunks(processor, video, Sampling(fps=fps))
+    check_shown(f"The evidence of {question.record.question!r} in {video}", question.sightings, chunks.about)
+    steps = EncodedVideo(
+        video=video,
+        features=torch.empty(0),
+        video_grid_thw=chunks.video_grid_thw,
+        seconds_per_step=chunks.second_per_grid_ts[0],
+        about=chunks.about,
+        seconds=0.0,
+    )
+    return replace(question, edges=tuple(steps.edges))
 
 
 def halves(questions: Questions) -> Sequence[Questions]:
@@ -217,10 +225,9 @@ def _attention_by_head(
         del inputs["skipped"]
         del inputs["source_ids"]
         (grid,) = model.model.merged_grid(inputs["video_grid_thw"])
-        seconds = float(inputs["second_per_grid_ts"][0])
-        shown = sighting_tokens(question.sightings, grid, seconds, question.start)
+        shown = sighting_tokens(question.sightings, grid, question.edges)
         about = [seen for one in questions if one.video == question.video for seen in one.sightings]
-        of_video = sighting_tokens(about, grid, seconds, question.start)
+        of_video = sighting_tokens(about, grid, question.edges)
         inputs = send_to_device(inputs, model.device)
         (row,) = note_attention(model, inputs, inputs.pop("labels"), choice)
         yield row.by_head, shown, np.setdiff1d(of_video, shown)

@@ -92,24 +92,18 @@ def evaluate_records(
             **options,
         )
         for number, result in results:
-            outcomes[asked[number]] = _outcome(asked[number], result, matcher)
+            record = asked[number]
+            if not isinstance(result, Answer):
+                outcomes[record] = Outcome(record, unreadable=first_line(result))
+                continue
+            outcomes[record] = Outcome(
+                record,
+                said=result.answer,
+                visual_tokens=result.visual_tokens,
+                kept_tokens=result.kept_tokens,
+                correct=matcher(record, result.answer),
+            )
     return [outcomes[record] for record in records]
-
-
-def _outcome(
-    record: VideoRecord,
-    result: Answer | BaseException,
-    matcher: Matcher,
-) -> Outcome:
-    if not isinstance(result, Answer):
-        return Outcome(record, unreadable=first_line(result))
-    return Outcome(
-        record,
-        said=result.answer,
-        visual_tokens=result.visual_tokens,
-        kept_tokens=result.kept_tokens,
-        correct=matcher(record, result.answer),
-    )
 
 
 def tally(outcomes: Sequence[Outcome]) -> dict:

@@ -18,22 +18,19 @@ LEAST_SHARE = 0.25
 def sighting_tokens(
     seen: Sequence[Sighting],
     grid: tuple[int, int, int],
-    seconds_per_grid: float = 1.0,
-    start: float = 0.0,
+    edges: Sequence[float],
 ) -> np.ndarray:
     """
     `[k]` int64, ascending: the visual tokens that share at least [`LEAST_SHARE`] with the box of a sighting, or else
-    the most. The grid is (time, height, width) of the video's visual tokens, and `start` is when a player shows its
-    first frame.
+    the most. The grid is (time, height, width) of the video's visual tokens, and `edges` `[time + 1]` are when a player
+    shows its steps, and when the last one ends.
     """
     steps, rows, columns = grid
     shown = np.zeros((steps, rows, columns), dtype=bool)
     for sighting in seen:
-        begin = (sighting.start - start) / seconds_per_grid
-        end = (sighting.end - start) / seconds_per_grid
-        first = min(int(max(begin, 0) + 1e-6), steps - 1)
-        last = max(int(np.ceil(end - 1e-6)), first + 1)
-        shown[first:last] |= _cells(sighting, rows, columns)
+        first = np.searchsorted(edges[1:-1], sighting.start + 1e-6, side="right")
+        last = np.searchsorted(edges[:-1], sighting.end - 1e-6)
+        shown[first : max(last, first + 1)] |= _cells(sighting, rows, columns)
     return np.flatnonzero(shown)
 
 
@@ -69,7 +66,7 @@ class LabelledQuestion:
 
     record: VideoRecord
     needles: list[list[Sighting]]  # each must be found, in any of its sightings
-    start: float = 0.0  # when a player shows the first frame of the video
+    edges: tuple[float, ...] = ()  # when a player shows the steps of the video, as in [`sighting_tokens`]
 
     @property
     def video(self) -> tuple[str, float | None]:

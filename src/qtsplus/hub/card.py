@@ -8,8 +8,8 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from ..common.folders import read_json
-from .backbones import backbone_of
 from .files import hub_configs, variants
+from .loading import load_config
 
 SECTIONS = ("weights", "training_data", "recipe", "results", "limits")
 _TEXT_SIZES = (
@@ -69,8 +69,7 @@ def card_data(variant: str | None, *names: str) -> dict:
 def matching_variant(config) -> str | None:
     """The variant whose backbone has this one's sizes; `None` if none has."""
     for name in variants():
-        fields = read_json(hub_configs() / name / "config.json")
-        if _sizes(backbone_of(fields["model_type"]).config(**fields)) == _sizes(config):
+        if _sizes(load_config(hub_configs() / name)) == _sizes(config):
             return name
     return None
 

@@ -138,10 +138,10 @@ def convert(
         loaded = None
         if processor is not None or (folder / "tokenizer_config.json").is_file():
             loaded = processor_of(processor or folder, made.config)
+            if from_stock:
+                _take_over(loaded, made)
         else:
             say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
-        if loaded is not None and from_stock:
-            _take_over(loaded, made)
         save_torch_state_dict(made.tensors, staging)
         # The source's comes first, then the one of the variant of this size, then an empty one.
         generation = load_generation_config(folder) or load_generation_config(hub_configs() / str(made.variant))
@@ -275,12 +275,7 @@ def fresh_selector(config, dtype: torch.dtype, seed: int = 0) -> Weights:
         heads = keys.unflatten(0, (-1, selector.head_dim))
         shared = heads.repeat_interleave(len(queries) // len(keys), 0)
         queries.copy_(shared.flatten(0, 1))
-    tensors = {}
-    for name, tensor in selector.state_dict().items():
-        if tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        tensors[SELECTOR + name] = tensor
-    return tensors
+    return {SELECTOR + name: tensor for name, tensor in selector.to(dtype).state_dict().items()}
 
 
 def _take_over(processor, made: _Conversion) -> None:

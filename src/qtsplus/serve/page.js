@@ -53,14 +53,14 @@ class Pane {
   }
 
   scale() {
-    const { start, step, end } = this.map ?? { end: this.video.duration };
+    const { edges, end } = this.map ?? { end: this.video.duration };
     const add = (name, from, to, more) => {
       make("i", name, this.line).style.cssText = `left:${(100 * from) / end}%;width:${(100 * (to - from)) / end}%;${more}`;
     };
     this.line.replaceChildren();
     for (const { video, start, end, weight } of this.evidence) if (video === this.name) add("span", start, end, `opacity:${0.4 + 0.6 * weight}`);
     const most = Math.max(...this.kept.map((tokens) => tokens.size), 1);
-    this.kept.forEach(({ size }, index) => add("bar", start + index * step, start + (index + 1) * step, `height:${(75 * size) / most}%`));
+    this.kept.forEach(({ size }, index) => add("bar", edges[index], edges[index + 1], `height:${(75 * size) / most}%`));
     this.head = make("b", "head", this.line);
     this.line.onpointerdown = this.line.onpointermove = ({ buttons, clientX }) => {
       const { left, width } = this.line.getBoundingClientRect();
@@ -70,7 +70,7 @@ class Pane {
       const by = { ArrowLeft: -1, ArrowDown: -1, PageDown: -10, Home: -Infinity, ArrowRight: 1, ArrowUp: 1, PageUp: 10, End: Infinity }[event.key];
       if (!by || !(end > 0)) return; // a video that is not loaded yet has no end
       event.preventDefault();
-      this.video.currentTime = Math.min(Math.max(this.video.currentTime + by * (step ?? 1), 0), end);
+      this.video.currentTime = Math.min(Math.max(this.video.currentTime + by * (edges ? edges[1] - edges[0] : 1), 0), end);
     };
     this.line.ariaValueMax = this.length = end;
   }
@@ -86,7 +86,7 @@ class Pane {
     const seen = lit && this.evidence.find(({ video, start, end }) => video === this.name && start <= now && now < end);
     const [left, top, right, bottom] = (seen?.box ?? []).map((part) => 100 * part);
     this.box.style.cssText = seen ? `left:${left}%;top:${top}%;width:${right - left}%;height:${bottom - top}%` : "display:none";
-    if (this.map) this.dim(lit, Math.min(Math.max(Math.floor((now - this.map.start) / this.map.step), 0), this.kept.length - 1));
+    if (this.map) this.dim(lit, Math.max(this.map.edges.slice(0, -1).findLastIndex((edge) => edge <= now), 0));
   }
 
   // One pixel of the canvas is one visual token; the browser stretches it over the video.

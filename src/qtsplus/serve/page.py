@@ -110,8 +110,7 @@ class Visit:
             maps[name] = {
                 "grid": list(keep_map.shape),
                 "kept": keep_map.flatten().nonzero().flatten().tolist(),
-                "start": video.about.start,
-                "step": video.seconds_per_step,
+                "edges": video.edges.tolist(),
                 "end": video.about.start + video.length,
             }
         pane = answer.as_dict()

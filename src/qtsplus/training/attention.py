@@ -120,10 +120,8 @@ def note_attention(
             NotedRow(seen_from, row.candidates.to(labels.device))
             for row, seen_from in zip(layout.rows, zip(*places, strict=True), strict=True)
         ]
-        everything = dict(inputs)
-        everything.update(EVERYTHING)
         with noting(base.language_model, rows, choice.by_layer(base.language_model)):
-            model(**everything, use_cache=False, logits_to_keep=1)
+            model(**dict(inputs) | EVERYTHING, use_cache=False, logits_to_keep=1)
     return rows
 
 

@@ -181,8 +181,7 @@ class QTSplusTrainer(Trainer):
         if model.training and not unlimited:
             inputs["retention"] = self._retention
         args = self.args
-        smoothing = args.label_smoothing_factor
-        outputs, token_losses, rows = self.answer(model, inputs, labels, smoothing)
+        outputs, token_losses, rows = self.answer(model, inputs, labels, args.label_smoothing_factor)
         qtsplus = outputs.qtsplus
         loss = self._answer_loss(token_losses, sources[rows], counts, model.training)
         budget = self.budget.loss(qtsplus, counts.with_vision, model.training, unlimited)

@@ -186,8 +186,8 @@ def near(kept_indices: torch.Tensor, videos: Mapping[str, "EncodedVideo"], proce
     candidates = []  # seconds to the nearest kept tokens, and where the subtitle is
     for number, (video, kept) in enumerate(zip(videos.values(), maps, strict=True)):
         has_kept = kept.flatten(1).any(1)
-        middles = np.flatnonzero(has_kept.numpy()) + 0.5
-        seconds = video.about.start + middles * video.seconds_per_step
+        middles = (video.edges[:-1] + video.edges[1:]) / 2
+        seconds = middles[has_kept.numpy()]
         for index, line in enumerate(video.subtitles):
             distance = line.start
             if len(seconds):
