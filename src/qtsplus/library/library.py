@@ -57,16 +57,12 @@ class _Settings(SamplingOptions):
     min_frames: int | None
 
 
-def _kind(line: dict) -> str:
-    return "made" if line.get("key") == MADE else "video"
-
-
 _Name = Annotated[str, AfterValidator(check_inside)]
 _LineOfVideo = Line[_Name, Entry | None]  # `None` for a video that was removed
 _LineOfLibrary = Line[Literal[0], Made]
 _Line = Annotated[
     Annotated[_LineOfLibrary, Tag("made")] | Annotated[_LineOfVideo, Tag("video")],
-    Discriminator(_kind),
+    Discriminator(lambda line: "made" if line.get("key") == MADE else "video"),
 ]
 
 

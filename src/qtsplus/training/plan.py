@@ -75,8 +75,7 @@ def _check_processor_kwargs(recipe: Recipe) -> None:
     known = {"min_frames", "max_frames", "videos_kwargs", "text_kwargs", *video_processor.valid_kwargs.__annotations__}
     for name in recipe.data.processor_kwargs:
         if name not in known:
-            settings = ", ".join(sorted(known))
-            raise ValueError(f"processor_kwargs.{name} is no setting of the processor: {settings}.")
+            raise ValueError(f"processor_kwargs.{name} is no setting of the processor: {', '.join(sorted(known))}.")
 
 
 def step_memory(model, recipe: Recipe, visual_tokens: int) -> int:

@@ -188,10 +188,8 @@ class QTSplusTrainer(Trainer):
         if model.training:
             if args.relevance_weight > 0:
                 divergences = self._relevance_divergences(qtsplus, inputs, labels)
-                mean = self._mean("loss_relevance", divergences, counts.answered)
-                loss = loss + args.relevance_weight * mean
-            teaches_budget = self.selector_config.budget == "loss" and not args.freeze_selector
-            if unlimited and teaches_budget:
+                loss = loss + args.relevance_weight * self._mean("loss_relevance", divergences, counts.answered)
+            if unlimited and self.selector_config.budget == "loss" and not args.freeze_selector:
                 errors = self._predicted_losses(inputs, labels, qtsplus)
                 loss = loss + self._mean("loss_budget", errors, counts.with_vision)
             # Distributed training averages gradients over the processes, which here are parts of one sum.
