@@ -214,8 +214,7 @@ class Library:
         for piece in chosen:
             part = piece.cut(self.video(piece.name))
             start = part.about.start
-            end = start + part.length
-            name = f"{printable(piece.name)}, {clock(start)} to {clock(end)}"
+            name = f"{printable(piece.name)}, {clock(start)} to {clock(start + part.length)}"
             parts[name] = part
         (answer,) = answer_questions(
             self.model,
@@ -224,14 +223,10 @@ class Library:
             [question],
             **options,
         )
-        maps = {}  # of whole videos
+        maps: dict = {}  # of whole videos
         for piece, kept in zip(chosen, answer.keep_maps.values(), strict=True):
-            if piece.name not in maps:
-                steps = self.video(piece.name).count
-                _, height, width = kept.shape
-                maps[piece.name] = kept.new_zeros(steps, height, width)
-            whole = maps[piece.name]
-            whole[piece.first : piece.last] = kept
+            nothing = kept.new_zeros(self.video(piece.name).count, *kept.shape[1:])
+            maps.setdefault(piece.name, nothing)[piece.first : piece.last] = kept
         evidence = [replace(interval, name=chosen[interval.video].name) for interval in answer.evidence]
         return replace(
             answer,
