@@ -102,8 +102,7 @@ class CachedPrompt(KeptColumns):
     def of(cls, prompt: CompactPrompt) -> "CachedPrompt":
         columns = prompt.qtsplus.columns
         length = prompt.source_ids.shape[1]
-        rope_deltas = prompt.next_position - prompt.attention_mask.sum(-1)
-        return cls(columns, length, rope_deltas[:, None], prompt.input_ids)  # type: ignore[arg-type]
+        return cls(columns, length, prompt.rope_deltas, prompt.input_ids)  # type: ignore[arg-type]
 
     @staticmethod
     def kept_with(cache: Cache | None) -> "CachedPrompt | None":

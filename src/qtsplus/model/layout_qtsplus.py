@@ -434,7 +434,7 @@ def lay_out(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     check_shape("attention_mask", mask, "input_ids", input_ids)
     source_ids = input_ids
-    input_ids, mask = torch.stack([input_ids, mask.bool().to(input_ids)]).cpu()
+    input_ids, mask = torch.stack([input_ids, mask != 0]).cpu()
     if attention_mask is None:
         check_no_padding(input_ids, getattr(model.config.get_text_config(), "pad_token_id", None))
     if position_ids is not None:
@@ -473,10 +473,8 @@ def restarts(position_ids: Tensor, mask: Tensor) -> bool:
     """Whether positions `[B, S]`, `[3, B, S]` or `[4, B, S]` begin again at 0 behind a row's first real token."""
     # Along several axes an image or video goes back too, but only the first token of a sequence to 0 on all of them.
     highest = position_ids if position_ids.ndim == 2 else position_ids.amax(0)
-    is_first = mask.cumsum(-1) == 1
-    is_later = mask.bool() & ~is_first
-    restart = is_later & (highest == 0)
-    return bool(restart.any())
+    is_later = mask.cumsum(-1) * mask > 1
+    return bool((is_later & (highest == 0)).any())
 
 
 def are_packed(position_ids: Tensor | None) -> bool:

@@ -3,7 +3,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -85,6 +85,8 @@ def choose(
         sample_gate: as for [`QTSplusSelector`].
         is_checked: whether the features are known to be finite.
     """
+    if isinstance(selection.query_mask, Tensor):  # read once for all that look for the question
+        selection = replace(selection, query_mask=selection.query_mask.cpu())
     device = layout.source_ids.device
     width = model.config.text_config.hidden_size
     # By identity: rows about the same video share its features.
@@ -275,7 +277,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             outputs.get(CACHE).qtsplus_prompt = None
         encoded = {}
         for name, output in selected.items():
-            if any(len(features) for features in output["pooler_output"]):
+            if any(map(len, output["pooler_output"])):
                 encoded[f"{name}_outputs"] = output
         return QTSplusModelOutputWithPast(**outputs, **encoded, qtsplus=qtsplus)
 
@@ -301,7 +303,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     def _shortened_inputs(self, prompt: CompactPrompt, is_masked: bool) -> dict:
         """The language model's inputs for a prompt with pixels or features, which came with a mask or not."""
         inputs_embeds = self.get_input_embeddings()(prompt.input_ids)
-        self.rope_deltas = CachedPrompt.of(prompt).rope_deltas
+        self.rope_deltas = prompt.rope_deltas
         inputs = self.language_inputs(inputs_embeds, prompt.input_ids, prompt.features)
         inputs["attention_mask"] = prompt.attention_mask
         if self.rope_axes == 3 and not is_masked and bool(prompt.attention_mask.all()):
@@ -333,7 +335,13 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             no_tokens = [nothing] * rows
             kept, qtsplus = self.qtsplus(no_tokens, no_tokens, [no_position] * rows)
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.cat(kept).sum()
-        past_length = self._past_length(cache, inputs_embeds.shape[1], position_ids)
+        past_length = 0  # the columns that are cached
+        if cache is not None:
+            # A step of decoding that brings its position need not wait for the count; any that are cached count as 1.
+            needs_count = (
+                position_ids is None or inputs_embeds.shape[1] > 1 or CachedPrompt.kept_with(cache) is not None
+            )
+            past_length = int(cache.get_seq_length()) if needs_count else 1
         if past_length == 0 and not selected:
             self.check_no_placeholders(input_ids)
             self.rope_deltas = inputs_embeds.new_zeros((len(inputs_embeds), 1), dtype=torch.long)
@@ -341,18 +349,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             cache, past_length, input_ids, inputs_embeds, attention_mask, position_ids
         )
         return inputs, qtsplus
-
-    @staticmethod
-    def _past_length(cache, new: int, position_ids: Tensor | None) -> int:
-        """
-        The columns that are cached. A step of decoding that brings its position need not wait for the count, and gets
-        1 for any that there are.
-        """
-        if cache is None:
-            return 0
-        if position_ids is None or new > 1 or CachedPrompt.kept_with(cache) is not None:
-            return int(cache.get_seq_length())
-        return 1
 
     def _behind(self, cache, past_length: int, input_ids, inputs_embeds, attention_mask, position_ids) -> tuple:
         """The mask, and the positions of new tokens `[B, S]`, behind what is cached."""
@@ -372,24 +368,18 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             if self.config.qtsplus_config.position_ids == "sequential":
                 position_ids = None  # as in the prompt, where the caller's do not count either
         elif past_length > 0 and position_ids is None:
-            self._check_known(cache, past_length)
+            was_filled_here = hasattr(cache, "qtsplus_prompt")
+            if not was_filled_here and self.rope_deltas is not None and self.rope_deltas.any():
+                # The last prompt of this model had images or videos: behind a copy of its cache, the positions of text
+                # alone would be wrong.
+                raise ValueError(
+                    f"The cache holds {past_length} columns, but it is not one that forward returned, so the positions "
+                    "behind it are not known. Expected the cache that forward returned, which knows the prompt's "
+                    "qtsplus.columns, or the position_ids of the new columns."
+                )
         if position_ids is None:
             position_ids = self._positions_after(past_length, inputs_embeds, attention_mask, rope_deltas)
         return attention_mask, position_ids
-
-    def _check_known(self, cache, past_length: int) -> None:
-        """
-        Raises `ValueError` for a cache that `forward` has not filled, if the last prompt of this model had images or
-        videos: the positions of text alone would be wrong behind a copy of that prompt's cache.
-        """
-        was_filled_here = hasattr(cache, "qtsplus_prompt")
-        if was_filled_here or self.rope_deltas is None or not self.rope_deltas.any():
-            return
-        raise ValueError(
-            f"The cache holds {past_length} columns, but it is not one that forward returned, so the positions behind "
-            "it are not known. Expected the cache that forward returned, which knows the prompt's qtsplus.columns, or "
-            "the position_ids of the new columns."
-        )
 
     def image_ids(self, inputs_embeds: Tensor) -> Tensor:
         """`[B, S]`, the id of an image's placeholder wherever its embedding is, as stock finds them; 0 elsewhere."""

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -240,7 +241,7 @@ def find_questions(
         query_mask = find_query_mask(ids, layout.mask, **question_token_ids(model.config))
     check_tensors(query_mask=query_mask)
     check_shape("query_mask", query_mask, "input_ids", ids)
-    is_question = query_mask.bool().cpu()
+    is_question = query_mask.cpu().bool()
     if (is_question > layout.mask).any():
         raise ValueError("query_mask marks padding: expected it to be padded on the same side as attention_mask.")
     return [of_row[row.columns] for row, of_row in zip(layout.rows, is_question, strict=True)]
@@ -358,7 +359,8 @@ class CompactPrompt:
     attention_mask: Tensor
     position_ids: Tensor
     features: dict[str, list[Tensor]]  # "image" and "video": per row [k, d], in place of its placeholders
-    next_position: Tensor  # [B], the first one after the prompt
+    next_position: Tensor  # [B], the first one after the prompt, on the host
+    rope_deltas: Tensor  # [B, 1], as a [`CachedPrompt`] has them
     source_ids: Tensor  # [B, S], the caller's prompt
     qtsplus: QTSplusOutput
 
@@ -406,26 +408,30 @@ def splice(
 
     if pad_left is None:
         pad_left = bool(layout.mask[:, -1].all())
-    device = layout.source_ids.device
-    qtsplus.columns = pad_rows(columns, -1, pad_left).to(device, non_blocking=True)
-    is_padding = qtsplus.columns < 0
-    source = qtsplus.columns.clamp(min=0)
-    attention_mask = (~is_padding).long()
+    kept_columns = pad_rows(columns, -1, pad_left)
+    attention_mask = (kept_columns >= 0).long()
+    num_tokens = attention_mask.sum(-1)
     order = text_positions(attention_mask)
     if model.config.qtsplus_config.position_ids == "sequential":
         language = order.expand(model.rope_axes, -1, -1)
-        next_position = attention_mask.sum(-1)
+        next_position = num_tokens
     else:
-        language = pad_rows(positions, 0, pad_left).permute(2, 0, 1).to(device, non_blocking=True)
-        last_positions = torch.stack([row.language_positions[:, -1].max() for row in layout.rows])
-        next_position = last_positions.to(device, non_blocking=True) + 1
+        language = pad_rows(positions, 0, pad_left).permute(2, 0, 1)
+        next_position = torch.stack([row.language_positions[:, -1].max() for row in layout.rows]) + 1
     padding_id = model.config.text_config.pad_token_id or 0
+    input_ids = layout.input_ids.gather(1, kept_columns.clamp(min=0))
+    send = partial(Tensor.to, device=layout.source_ids.device, non_blocking=True)
+    qtsplus.columns = send(kept_columns)
+    spliced = {MODALITIES[VIDEO]: video_features}
+    if features.get(IMAGE):
+        spliced[MODALITIES[IMAGE]] = image_features
     return CompactPrompt(
-        input_ids=layout.source_ids.gather(1, source).masked_fill(is_padding, padding_id),
-        attention_mask=attention_mask,
-        position_ids=lay_positions(order, language),
-        features={MODALITIES[IMAGE]: image_features, MODALITIES[VIDEO]: video_features},
+        input_ids=send(input_ids.masked_fill(kept_columns < 0, padding_id)),
+        attention_mask=send(attention_mask),
+        position_ids=send(lay_positions(order, language)),
+        features=spliced,
         next_position=next_position,
+        rope_deltas=send(next_position - num_tokens)[:, None],
         source_ids=layout.source_ids,
         qtsplus=qtsplus,
     )
