@@ -202,7 +202,8 @@ def test_backbone(backbone, video):
     features = pair.device.encode_videos(pixels, inputs["video_grid_thw"])
     for name in ("qtsplus", "lm_attention"):
         waits = waits_of(pair.device, asked_later, video_features=features, selection=name)
-        assert waits.total() <= 12, waits
+        # InternVL2.5 itself has a dynamic RoPE: its two passes wait twice each for the length, so 12 times in all.
+        assert waits.total() <= (9 if backbone.name == "qwen3_5" else 8), waits
         if Version("5.24") > TRANSFORMERS:
             continue  # Qwen2.5-VL of 5.17 itself waits once for each row that `lm_attention` reads
         assert waits == waits_of(pair.device, twice(asked_later), video_features=features * 2, selection=name)
@@ -396,7 +397,10 @@ def test_gate(gate):
         lambda_m=0.1,
         lambda_s=0.1,
     )
-    Pair.of(model.train()).train(collate(examples(4)))
+    pair = Pair.of(model.train())
+    rows = collate(examples(4))
+    pair.train(rows)
+    assert waits_of(pair.device, rows) == waits_of(pair.device, twice(rows))
 
 
 def test_gradient_checkpointing():

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from model_checks import assert_trained, with_labels
 from qtsplus import QTSplusConfig, QTSplusSelector
+from qtsplus.model.budget_qtsplus import read_together
 from qtsplus.model.fields_qtsplus import POSITION_IDS, REDUCTIONS, SELECTIONS
 from qtsplus.model.methods_qtsplus import METHODS, TIE, Candidates
 from qtsplus.model.selector_qtsplus import find_threshold, gumbel_gate, gumbel_noise, soft_gate
@@ -397,7 +398,7 @@ def test_the_papers_gate_has_the_value_one_and_a_finite_gradient(num_tokens, n, 
     log_r = log_relevance_of(num_tokens, seed)
     target = torch.tensor(float(n), requires_grad=True)
     torch.manual_seed(seed)
-    kept, gates, _ = gumbel_gate(log_r, target, tau_s, n, n)
+    ((kept, gates, _),) = read_together([gumbel_gate(log_r, target, tau_s, n, n)])
     assert (gates == 1).all()
     assert 1 <= len(kept) <= n
     check_gradients(gates, log_r, target)

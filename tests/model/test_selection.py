@@ -312,3 +312,18 @@ def test_every_input_stands_in_the_signatures(model):
     trainer = Trainer(model=model, args=arguments)
     trainer._set_signature_columns_if_needed()
     assert names <= set(trainer._signature_columns)
+
+
+def test_a_method_may_write_into_the_tensor_that_it_returned_before():
+    model = tiny_model()
+    inputs = batch(prompt(videos=[(4, 4, 6)]))
+    kept = torch.arange(2)
+    columns = []
+
+    def next_tokens(candidates, n):
+        return kept.add_(1)
+
+    for _ in range(2):
+        output = model(**inputs, selection=next_tokens, max_visual_tokens=2)
+        columns.append(output.qtsplus.columns)
+    assert not torch.equal(*columns)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from qtsplus.hub.checkpoint import REFERENCE, our_name
+from qtsplus.model.budget_qtsplus import read_together
 from qtsplus.model.configuration_qtsplus import QTSplusConfig
 from qtsplus.model.selector_qtsplus import QTSplusOutput, QTSplusSelector, find_threshold, gumbel_gate
 from reference import load, meta
@@ -138,7 +139,7 @@ def test_gate_follows_the_recorded_noise(monkeypatch):
     target = golden["rho"][0] * len(r)
     (noise,) = golden["gumbel"]
     monkeypatch.setattr(NOISE, lambda n, device: noise)
-    kept, gate, threshold = gumbel_gate(r.log(), target, tau_s, n=1, n_max=2560)
+    ((kept, gate, threshold),) = read_together([gumbel_gate(r.log(), target, tau_s, n=1, n_max=2560)])
     (logits,) = golden["logit_keep"]
     close(r - threshold, logits, 1e-6)
     (is_kept,) = golden["s_keep"]

@@ -249,9 +249,9 @@ def predict_by_losses(
     return Budget(losses.new_full((), n / num_tokens), n, losses)
 
 
-def read_together(readers: Sequence[BudgetReader]) -> list[Budget]:
+def read_together(readers: Sequence[Generator[Tensor, Any, Any]]) -> list[Any]:
     """What generators return that yield tensors of one shape to have their values; the host waits once for all rows."""
-    budgets = {}
+    results = {}
     values = dict.fromkeys(readers)
     while values:
         wanted = {}
@@ -259,7 +259,7 @@ def read_together(readers: Sequence[BudgetReader]) -> list[Budget]:
             try:
                 wanted[reader] = reader.send(value)
             except StopIteration as end:
-                budgets[reader] = end.value
+                results[reader] = end.value
         read = torch.stack(list(wanted.values())).tolist() if wanted else []
         values = dict(zip(wanted, read, strict=True))
-    return [budgets[reader] for reader in readers]
+    return [results[reader] for reader in readers]

@@ -17,6 +17,7 @@ from traceback import extract_tb
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .numbers_qtsplus import is_number, require_count
 
@@ -362,10 +363,15 @@ def true_places(mask: Tensor, n: int) -> Tensor:
     return places[:n]
 
 
+_on_host = WeakTensorKeyDictionary()  # what [`to_host`] has copied, such as kept indices when they were checked
+
+
 def to_host(rows: TensorSequence) -> TensorSequence:
-    """Copies the tensors, `[k]` each, to the host, which waits once for all of them."""
-    joined = torch.cat(list(rows)).cpu()
-    return joined.split([len(row) for row in rows])
+    """The tensors, `[k]` each, on the host, which waits once for all of them; never for those that it has."""
+    if not all(row in _on_host for row in rows):
+        joined = torch.cat(list(rows)).cpu()
+        _on_host.update(zip(rows, joined.split(list(map(len, rows))), strict=True))
+    return [_on_host[row] for row in rows]
 
 
 def take_from_all(samples: Sequence[TensorSequence], indices: TensorSequence) -> list[Tensor]:
@@ -471,7 +477,7 @@ def is_finite(values: Tensor) -> Tensor:
     if values.dtype.itemsize == 1:  # float8 has no extremes
         values = values.to(torch.bfloat16)
     lowest, highest = values.detach().aminmax()
-    return torch.stack([lowest, highest]).isfinite().all()
+    return lowest * 0 == highest * 0  # zero times NaN or infinity is NaN, which equals nothing
 
 
 def check_kept(
@@ -481,27 +487,30 @@ def check_kept(
 ) -> None:
     """
     Raises `ValueError` if what a method chose is not `[n]` ascending indices of tokens, or if features hold NaN or
-    infinity. One transfer to the host tells whether all are right.
+    infinity. One transfer to the host tells whether all are right; [`to_host`] needs no other for the indices.
 
     Args:
         choices: for each row, what the method chose, n and M.
         video_features: features that the caller gave.
     """
-    are_wrong = []
-    for kept, n, num_tokens in choices:
+    parts = []
+    for kept, n, _ in choices:
         if not isinstance(kept, Tensor) or kept.shape != (n,) or kept.dtype != torch.int64:
             raise _wrong_choice(selection)
-        descends = (kept.diff() < 1).any()
-        is_outside = (kept[0] < 0) | (kept[-1] >= num_tokens)
-        are_wrong.append(descends | is_outside)
-    are_broken = [~is_finite(tokens) for tokens in video_features]
-    flaws = are_wrong + are_broken
-    if flaws and torch.stack(flaws).any():
-        if any(are_broken):
-            raise ValueError(
-                "NaN or infinity in the features of a video: expected finite values, as encoding it returns them."
-            )
-        raise _wrong_choice(selection)
+        _on_host.pop(kept, None)  # the method may have written into a tensor of an earlier call
+        parts.append(kept)
+    parts += [is_finite(tokens)[None] for tokens in video_features]
+    if not any(map(len, parts)):
+        return
+    on_host = to_host(parts)
+    if not all(map(torch.all, on_host[len(choices) :])):
+        raise ValueError(
+            "NaN or infinity in the features of a video: expected finite values, as encoding it returns them."
+        )
+    for (_, _, num_tokens), indices in zip(choices, on_host, strict=False):
+        is_outside = (indices < 0) | (indices >= num_tokens)
+        if is_outside.any() or (indices.diff() < 1).any():
+            raise _wrong_choice(selection)
 
 
 def _wrong_choice(selection: MethodOrName) -> ValueError:

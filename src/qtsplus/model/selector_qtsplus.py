@@ -6,7 +6,7 @@ counted as lines. The code has the paper's symbols as words: visual (X, `[M, d]`
 rho, budget n, threshold t, tau_s, and kept indices (I).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from .methods_qtsplus import (
     no_question,
     take_from_all,
     top_n,
+    true_places,
 )
 from .relevance_qtsplus import QTSplusLayer, find_threshold, rotary_tables
 
@@ -95,10 +96,11 @@ def gumbel_gate(
     tau_s: float,
     n: int,
     n_max: int,
-) -> Gated:
+) -> Generator[Tensor, int, Gated]:
     """
     The paper's training gate: hard Gumbel-softmax over `[r - t, 0]` with a straight-through gradient. The noise decides
-    how many tokens are kept, at most `n_max`. The threshold is compared with r, not with log r.
+    how many tokens are kept, at most `n_max`. The threshold is compared with r, not with log r. It is a generator for
+    [`read_together`], which reads how many tokens the noise keeps.
 
     Args:
         log_relevance: `[M]` float32.
@@ -110,10 +112,11 @@ def gumbel_gate(
     threshold = find_threshold(relevance, target, tau_s)  # line 6
     margin = relevance - threshold + noise[:, 0] - noise[:, 1]  # line 7, and the noise of line 8
     is_kept = margin.detach() >= 0
-    kept = is_kept.nonzero()[:, 0]  # line 9
-    if len(kept) == 0:  # line 10
+    count = yield is_kept.sum()
+    kept = true_places(is_kept, count)  # line 9
+    if count == 0:  # line 10
         kept = relevance.detach().argmax()[None]
-    elif len(kept) > n_max:
+    elif count > n_max:
         kept = top_n(margin.detach(), n_max)
     soft = torch.sigmoid(margin[kept] / tau_s)
     straight_through = 1 + (soft - soft.detach())  # the value 1 with the gradient of `soft`
@@ -202,16 +205,20 @@ def choose(
     candidates: Candidates,
     budget: Budget,
     call: Call,
-) -> ChosenRow:
-    """Chooses the tokens of a row, by the training gate or by a method."""
+) -> Generator[Tensor, int, ChosenRow]:
+    """Chooses the tokens of a row, by the training gate or by a method: a generator for [`read_together`]."""
+    candidates.scores = None  # scores that only the budget has read are not reported
     gates = None
     threshold = torch.zeros((), device=candidates.device)
     if budget.n == 0:
         kept = torch.empty(0, dtype=torch.long, device=candidates.device)
     elif call.sample_gate and call.selection == "qtsplus":
         target = (budget.rho * candidates.num_tokens).clamp(max=call.cap)
-        gate = GATES[config.gate]
-        kept, gates, threshold = gate(candidates.log_relevance, target, config.tau_s, budget.n, call.cap)
+        gated: Any = GATES[config.gate](candidates.log_relevance, target, config.tau_s, budget.n, call.cap)
+        if not isinstance(gated, Gated):
+            gated = yield from gated
+        kept, gates, threshold = gated
+        budget = budget._replace(n=len(kept))
     else:
         kept = find_method(call.selection)(candidates, budget.n)
     return ChosenRow(candidates, budget, kept, gates, threshold.detach())
@@ -256,8 +263,9 @@ def encode_rows(
         joined = torch.cat(list(positions), 1)
         rotary = rotary_tables(joined, selector.head_dim, selector.rope_theta, selector.mrope_section)
     tokens = torch.cat(list(rows))
+    apart = lengths if len(lengths) > 1 else None
     for layer in layers:
-        tokens = layer(tokens, tokens, rotary, lengths=lengths)
+        tokens = layer(tokens, tokens, rotary, lengths=apart)
     return list(tokens.split(lengths))
 
 
@@ -405,10 +413,12 @@ class QTSplusSelector(nn.Module):
             )
             for index, parts in enumerate(videos)
         ]
-        rows = self._choose_rows(competing, call)
+        with_retentions = zip(competing, call.retentions, strict=True)
+        budgets = read_together([predict_budget(self, *row, call) for row in with_retentions])
+        with_budgets = zip(competing, budgets, strict=True)
+        rows = read_together([choose(self.config, *row, call) for row in with_budgets])
         keys.clear()
-        hard = [row for row in rows if row.gates is None and row.budget.n]
-        choices = [(row.kept_indices, row.budget.n, row.candidates.num_tokens) for row in hard]
+        choices = [(row.kept_indices, row.budget.n, row.candidates.num_tokens) for row in rows]
         check_kept(choices, call.selection, unchecked)
 
         taken = take_from_all(videos, [row.kept_indices for row in rows])
@@ -448,16 +458,6 @@ class QTSplusSelector(nn.Module):
         if sample_gate is None:
             sample_gate = self.training
         return Call(selection, retentions, cap, sample_gate)
-
-    def _choose_rows(self, competing: Sequence[Candidates], call: Call) -> list[ChosenRow]:
-        """Predicts the budget of every row, and chooses as many of its tokens."""
-        asked = zip(competing, call.retentions, strict=True)
-        predictions = [predict_budget(self, candidates, retention, call) for candidates, retention in asked]
-        rows = []
-        for candidates, budget in zip(competing, read_together(predictions), strict=True):
-            candidates.scores = None  # scores that only the budget has read are not reported
-            rows.append(choose(self.config, candidates, budget, call))
-        return rows
 
     def _output(self, rows: Sequence[ChosenRow], call: Call) -> QTSplusOutput:
         """The decisions, and the penalties of training."""
@@ -524,8 +524,9 @@ class QTSplusSelector(nn.Module):
         excess = (soft_n - call.cap).clamp(min=0)
         soft_n = soft_n - excess.detach()
         deviation = rho - self._prior_mean(rho.detach(), call.sample_gate)
-        loss_t = config.lambda_t * (soft_n / config.n_max).pow(2).mean()
-        loss_m = config.lambda_m * (soft_n / config.n_max).mean()
+        share = soft_n / config.n_max
+        loss_t = config.lambda_t * share.pow(2).mean()
+        loss_m = config.lambda_m * share.mean()
         loss_s = config.lambda_s * deviation.pow(2).mean()
         return loss_t, loss_m, loss_s
 
