@@ -107,7 +107,9 @@ def test_gradients_of_repeated_steps_add_up(backbone, processor, video, monkeypa
     assert_close(once, gradients(), atol=1e-5, rtol=1e-4)
 
 
-def test_nothing_equals_what_is_not_a_number():
+@pytest.mark.parametrize("at_a_time", [1, 2, 32])
+def test_nothing_equals_what_is_not_a_number(at_a_time, monkeypatch):
+    monkeypatch.setattr(encoding_qtsplus, "STEPS_COMPARED", at_a_time)
     values = torch.tensor([1.0, 1.0, 2.0, float("nan"), float("nan"), 2.0])
     steps = values[:, None].expand(-1, 6)
     assert encoding_qtsplus.new_steps([steps])[0].tolist() == [True, False, True, True, True, True]

@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, Grids, Vis
 # Few rows fill a CPU, and their memory is reused. The C library maps blocks above 32 MB anew each time: page faults and
 # cold caches then cost a third of the vision tower's time.
 PATCHES_PER_CHUNK_ON_CPU = 2048
+STEPS_COMPARED = 32  # at a time with the steps before them
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,10 @@ def new_steps(videos: TensorSequence) -> TensorSequence:
     """
     is_new = []
     for steps in videos:
-        is_new.append(steps.new_ones((), dtype=torch.bool))
-        is_new += [(before != now).any() for before, now in pairwise(steps)]
-    return torch.stack(is_new).cpu().split(list(map(len, videos)))
+        is_new.append(steps.new_ones(1, dtype=torch.bool))
+        pairs = zip(steps[:-1].split(STEPS_COMPARED), steps[1:].split(STEPS_COMPARED), strict=True)
+        is_new += [(before != now).flatten(1).any(1) for before, now in pairs]
+    return torch.cat(is_new).cpu().split(list(map(len, videos)))
 
 
 def _encode_steps(

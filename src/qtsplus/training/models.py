@@ -65,24 +65,16 @@ def make_model(
     loading = {"dtype": getattr(torch, dtype)}
     if attn_implementation:
         loading["attn_implementation"] = attn_implementation
+    backbone = backbone_of(config.model_type)
     if weights is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = backbone_of(config.model_type).model._from_config(config, **loading)
+            model = backbone.model._from_config(config, **loading)
         model.generation_config = load_generation_config(hub_configs() / str(variant)) or model.generation_config
         return model
     if model_type(weights).endswith(OURS):
-        return backbone_of(config.model_type).model.from_pretrained(weights, config=config, **loading)
-    return _with_fresh_selector(config, weights, seed, loading)
-
-
-def _with_fresh_selector(
-    config,
-    weights: str,
-    seed: int,
-    loading: dict,
-):
-    backbone = backbone_of(config.model_type)
+        return backbone.model.from_pretrained(weights, config=config, **loading)
+    # The weights are a stock model's: a fresh selector is added.
     base = backbone.stock_model.from_pretrained(weights, **loading)
     tensors = base.state_dict()
     tensors.update(fresh_selector(config, base.dtype, seed))
