@@ -100,9 +100,12 @@ class CachedPrompt(KeptColumns):
 
     @classmethod
     def of(cls, prompt: CompactPrompt) -> "CachedPrompt":
-        columns = prompt.qtsplus.columns
-        length = prompt.source_ids.shape[1]
-        return cls(columns, length, prompt.rope_deltas, prompt.input_ids)  # type: ignore[arg-type]
+        return cls(
+            columns=prompt.qtsplus.columns,  # type: ignore[arg-type]
+            length=prompt.source_ids.shape[1],
+            rope_deltas=prompt.rope_deltas,
+            ids=prompt.input_ids,
+        )
 
     @staticmethod
     def kept_with(cache: Cache | None) -> "CachedPrompt | None":

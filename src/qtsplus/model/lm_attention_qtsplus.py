@@ -296,14 +296,13 @@ def log_attention(
     looking = reading.looking[index]
     if looking is None:
         raise no_question(index, len(row.candidates))
-    input_ids = reading.layout.input_ids[index : index + 1]
     device = reading.layout.source_ids.device
     groups = frame_groups(grids, model.config.qtsplus_config.attention_group)
     log_shares = torch.empty(len(row.candidates), device=device)
     log_odds = []
     for group in groups:
         row_of_group = row.only(group)
-        alone = replace(reading.layout, input_ids=input_ids, rows=[row_of_group])
+        alone = replace(reading.layout, input_ids=reading.layout.input_ids[index : index + 1], rows=[row_of_group])
         everything = QTSplusOutput(kept_indices=(torch.arange(len(group)),))
         prompt = splice(model, alone, features, [take_rows(sources, group)], everything, pad_left=False)
         place = torch.searchsorted(row_of_group.columns, row.columns[looking : looking + 1])

@@ -263,9 +263,8 @@ def encode_rows(
         joined = torch.cat(list(positions), 1)
         rotary = rotary_tables(joined, selector.head_dim, selector.rope_theta, selector.mrope_section)
     tokens = torch.cat(list(rows))
-    apart = lengths if len(lengths) > 1 else None
     for layer in layers:
-        tokens = layer(tokens, tokens, rotary, lengths=apart)
+        tokens = layer(tokens, tokens, rotary, lengths=lengths if len(rows) > 1 else None)
     return list(tokens.split(lengths))
 
 
@@ -396,9 +395,14 @@ class QTSplusSelector(nn.Module):
             grids = [[(1, 1, len(row))] for row in visual]
         videos = [(row,) if isinstance(row, Tensor) else tuple(row) for row in visual]
         call = self._call(len(videos), retention, max_visual_tokens, selection, sample_gate)
-        anchor = None
+        # The anchor is 0, computed from every trained parameter: a batch without visual tokens must reach all of them
+        # too, or distributed training hangs. It is computed before any other use of the parameters. So the backward
+        # pass comes to it last, and their gradients are complete in the same order for every batch: DeepSpeed adds up
+        # the gradients of processes in that order.
+        sums = []
         if self.training and torch.is_grad_enabled():
-            anchor = self._anchor()
+            sums = [parameter.sum().float() for parameter in self.parameters() if parameter.requires_grad]
+        anchor = torch.stack(sums).sum() * 0.0 if sums else None
         nulls = self.null_states()
         keys: Keys = {}
         competing = [
@@ -413,10 +417,10 @@ class QTSplusSelector(nn.Module):
             )
             for index, parts in enumerate(videos)
         ]
-        with_retentions = zip(competing, call.retentions, strict=True)
-        budgets = read_together([predict_budget(self, *row, call) for row in with_retentions])
-        with_budgets = zip(competing, budgets, strict=True)
-        rows = read_together([choose(self.config, *row, call) for row in with_budgets])
+        budgets = read_together(
+            [predict_budget(self, *row, call) for row in zip(competing, call.retentions, strict=True)]
+        )
+        rows = read_together([choose(self.config, *row, call) for row in zip(competing, budgets, strict=True)])
         keys.clear()
         choices = [(row.kept_indices, row.budget.n, row.candidates.num_tokens) for row in rows]
         check_kept(choices, call.selection, unchecked)
@@ -499,18 +503,6 @@ class QTSplusSelector(nn.Module):
         order = torch.arange(len(question), device=question.device).expand(3, -1)
         return encode_rows(self, self.question_layers, [question], [order])[0]
 
-    def _anchor(self) -> Tensor | None:
-        """
-        0, computed from every trained parameter: a batch without visual tokens must reach all of them too, or
-        distributed training hangs. It is computed before any other use of the parameters. So the backward pass comes to
-        it last, and their gradients are complete in the same order for every batch: DeepSpeed adds up the gradients of
-        processes in that order.
-        """
-        sums = [parameter.sum().float() for parameter in self.parameters() if parameter.requires_grad]
-        if not sums:
-            return None
-        return torch.stack(sums).sum() * 0.0
-
     def _penalties(self, rows: Sequence[ChosenRow], call: Call) -> Tensors:
         """Equation 5 without the supervised term: means over the rows that have visual tokens, times their lambdas."""
         config = self.config
@@ -523,19 +515,16 @@ class QTSplusSelector(nn.Module):
         # The gate keeps at most the cap: the penalty counts no more tokens, but its gradient still lowers a larger rho.
         excess = (soft_n - call.cap).clamp(min=0)
         soft_n = soft_n - excess.detach()
-        deviation = rho - self._prior_mean(rho.detach(), call.sample_gate)
+        prior: float | Tensor | None = config.rho_prior
+        if prior is None:  # the running mean of rho with this batch included; only training updates it
+            total = (rho.detach() * RHO_UNITS).sum().long()
+            history = self.rho_history + torch.stack([total, torch.full_like(total, len(rho))])
+            if call.sample_gate:
+                self.rho_history.copy_(history)
+            prior = (history[0] / history[1] / RHO_UNITS).float()
+        deviation = rho - prior
         share = soft_n / config.n_max
         loss_t = config.lambda_t * share.pow(2).mean()
         loss_m = config.lambda_m * share.mean()
         loss_s = config.lambda_s * deviation.pow(2).mean()
         return loss_t, loss_m, loss_s
-
-    def _prior_mean(self, rho: Tensor, training: bool) -> float | Tensor:
-        """`rho_prior`, or the running mean of rho with this batch included; only training updates it."""
-        if self.config.rho_prior is not None:
-            return self.config.rho_prior
-        total = (rho * RHO_UNITS).sum().long()
-        history = self.rho_history + torch.stack([total, torch.full_like(total, len(rho))])
-        if training:
-            self.rho_history.copy_(history)
-        return (history[0] / history[1] / RHO_UNITS).float()
