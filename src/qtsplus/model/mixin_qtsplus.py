@@ -264,7 +264,14 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
                 input_ids, attention_mask, position_ids, inputs_embeds, cache, selected
             )
         else:
-            inputs = self._shortened_inputs(prompt, is_masked=attention_mask is not None)
+            self.rope_deltas = prompt.rope_deltas
+            embeds = self.get_input_embeddings()(prompt.input_ids)
+            inputs = self.language_inputs(embeds, prompt.input_ids, prompt.features)
+            inputs["position_ids"] = prompt.position_ids
+            inputs["attention_mask"] = prompt.attention_mask
+            if self.rope_axes == 3 and attention_mask is None and bool(prompt.attention_mask.all()):
+                # Without a mask, gaps in the positions of a sequence would be read as the seams of packed ones.
+                inputs["attention_mask"] = None
             qtsplus = prompt.qtsplus
             selected = prompt.selected
         if anchors:
@@ -299,18 +306,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             if is_in_front and weight.requires_grad and type(weight) is nn.Parameter:
                 anchors.append(weight.sum())
         return anchors
-
-    def _shortened_inputs(self, prompt: CompactPrompt, is_masked: bool) -> dict:
-        """The language model's inputs for a prompt with pixels or features, which came with a mask or not."""
-        inputs_embeds = self.get_input_embeddings()(prompt.input_ids)
-        self.rope_deltas = prompt.rope_deltas
-        inputs = self.language_inputs(inputs_embeds, prompt.input_ids, prompt.features)
-        inputs["attention_mask"] = prompt.attention_mask
-        if self.rope_axes == 3 and not is_masked and bool(prompt.attention_mask.all()):
-            # Without a mask, gaps in the positions of a sequence would be read as the seams of packed ones.
-            inputs["attention_mask"] = None
-        inputs["position_ids"] = prompt.position_ids
-        return inputs
 
     def _plain_inputs(
         self, input_ids, attention_mask, position_ids, inputs_embeds, cache, selected: dict

@@ -105,7 +105,7 @@ class QTSplusLayer(nn.Module):
     def keys(self, context: States, with_values: bool = False) -> Tensor:
         """`[kv_heads, M, head_dim]`, the keys of `[M, d]` in one tensor or several; behind them the values."""
 
-        def project(rows: Tensor) -> Tensor:
+        def project(rows):
             normed = self.kv_norm(rows)
             keys = self.k_proj(normed)
             return torch.cat([keys, self.v_proj(normed)], dim=-1) if with_values else keys
