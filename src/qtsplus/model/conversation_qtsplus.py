@@ -48,7 +48,7 @@ def find_question(processor: "QTSplusProcessorMixin", messages: list, **kwargs) 
     for last in of_users[-1:]:
         marked[last] = _change_texts(messages[last], lambda text: mark)
     ids = _prompt_ids(processor, marked, **kwargs)
-    token_ids = processor.query_token_ids
+    token_ids = processor.turn_token_ids
     special = token_ids["special_token_ids"]
     turns = find_user_turns(torch.tensor(ids), token_ids["user_turn_token_ids"], token_ids["turn_end_token_id"])
     for index, (start, stop) in enumerate(turns):
@@ -146,7 +146,7 @@ def plain_inputs(processor: "QTSplusProcessorMixin", conversations: Sequence[lis
         return processor(text=prompts, questions=questions, **options)
 
     # A special token holds the place of such a text, so that its neighbours are tokenized separately from it.
-    special = processor.tokenizer.convert_ids_to_tokens(processor.query_token_ids["special_token_ids"])
+    special = processor.tokenizer.convert_ids_to_tokens(processor.turn_token_ids["special_token_ids"])
     prompt = "".join(prompts)
     blank = next(token for token in special if token not in prompt)
     prompts = [prompt.replace(_BLANK, blank) for prompt in prompts]

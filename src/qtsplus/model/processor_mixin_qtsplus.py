@@ -52,18 +52,22 @@ class QTSplusProcessorMixin(ProcessorMixin):
     @property
     def query_token_ids(self) -> dict:
         """The ids by which [`find_query_mask`] finds the question, named as in the model's configuration."""
+        begin, end = self.tool_response
+        # A template writes a line break behind the first tag, which may be one token with its last character.
+        tags = [self.prompt_ids(f"{begin}\n")[:-1], self.prompt_ids(end)]
+        return dict(self.turn_token_ids, tool_response_token_ids=tags if all(tags) else [])
+
+    @property
+    def turn_token_ids(self) -> dict:
+        """Those of the ids that suffice where it is known which of the user's turns the question is."""
         tokenizer = self.tokenizer
         added = tokenizer.added_tokens_decoder
         special = {index for index, token in added.items() if token.special}
         special.update(tokenizer.all_special_ids, self.placeholder_ids)
-        begin, end = self.tool_response
-        # A template writes a line break behind the first tag, which may be one token with its last character.
-        tags = [self.prompt_ids(f"{begin}\n")[:-1], self.prompt_ids(end)]
         ids = {
             "user_turn_token_ids": self.prompt_ids(self.user_turn),
             "turn_end_token_id": tokenizer.convert_tokens_to_ids(self.turn_end),
             "special_token_ids": sorted(special),
-            "tool_response_token_ids": tags if all(tags) else [],
         }
         if self.frame_text:
             ids["video_token_id"] = self.video_token_id
@@ -253,7 +257,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         `[B, S]` like `input_ids`, whose rows have different lengths if they are lists; padding is special.
         Where the conversations are known, `questions` says where each one's is.
         """
-        token_ids = self.query_token_ids
+        token_ids = self.query_token_ids if questions is None else self.turn_token_ids
         masks = []
         for ids, question in zip_longest(input_ids, questions or ()):
             row_ids = torch.as_tensor(ids)
