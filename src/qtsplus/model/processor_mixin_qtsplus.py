@@ -134,8 +134,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 an empty `query`, or not one per row.
         """
         if video_grid_thw is not None:
-            gives_tensors = kwargs.get("return_tensors") in (None, "pt")
-            if videos is not None or text is None or not gives_tensors:
+            if videos is not None or text is None or kwargs.get("return_tensors") not in (None, "pt"):
                 raise ValueError('`video_grid_thw` goes in place of `videos`, with `text` and `return_tensors="pt"`.')
             videos, kwargs = stand_ins(self, video_grid_thw, second_per_grid_ts, kwargs)
         elif videos is not None:
@@ -222,11 +221,9 @@ class QTSplusProcessorMixin(ProcessorMixin):
         `[1, 3]`; without `native_resolution` to the model's own.
         """
         processor = self.video_processor
-        sizes = grid[0] * processor.patch_size
-        _, height, width = sizes.tolist()
+        _, height, width = (grid[0] * processor.patch_size).tolist()
         resized = [resize_frame(processor, (height, width), frame) for frame in frames]
-        video = torch.from_numpy(np.stack(resized))
-        video = video.permute(0, 3, 1, 2)
+        video = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)
         inputs = processor(videos=[video], do_resize=False, do_sample_frames=False, return_tensors="pt")
         return inputs["pixel_values_videos"], inputs["video_grid_thw"]
 
